@@ -10,7 +10,7 @@ from models.config_fields import read_count, read_number
 from models.errors import UnsupportedModelError
 from models.rope_config import parse_rope_config
 
-Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2"]
 
 # As config.json names them. "swish" and "gelu_new" are older names.
 ACTIVATIONS: dict[str, Activation] = {
@@ -19,6 +19,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_pytorch_tanh",
     "gelu_new": "gelu_pytorch_tanh",
+    "relu": "relu",
     "relu2": "relu2",
 }
 

@@ -88,6 +88,8 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
     """Applies an activation by the name that config.json gives it; the shape and dtype stay."""
     if activation == "silu":
         return jax.nn.silu(x)
+    if activation == "relu":
+        return jax.nn.relu(x)
     if activation == "relu2":
         return jnp.square(jax.nn.relu(x))
     # Computed in float32 and rounded once, as a fused kernel does.

@@ -1,7 +1,10 @@
 """Weight rules for checkpoints that join the weights of several projections into one tensor."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from models.attention_config import AttentionConfig
 from models.weight_rule import Source, WeightRule
@@ -28,6 +31,67 @@ def with_packed_qkv(
         }
         changed |= _rules_of_rows(rules, f"layers.{layer_idx}", widths, packed)
     return changed
+
+
+def with_grouped_qkv(
+    rules: Mapping[str, WeightRule],
+    attention: Sequence[AttentionConfig],
+    *,
+    packed: str,
+) -> dict[str, WeightRule]:
+    """The rules for checkpoints whose tensors hold the rows of one KV head after the other.
+
+    The rows of a KV head are those of its query heads, then its key, then its value.
+
+    Args:
+        attention: Of each layer. Values are as wide as keys.
+        packed: The module of the checkpoint that holds the rows.
+    """
+    changed = dict(rules)
+    for layer_idx, layer in enumerate(attention):
+        num_queries = layer.num_q_heads // layer.num_kv_heads
+        dims = (layer.num_kv_heads, num_queries + 2, layer.head_dim)
+        parts = {
+            "self_attn.q_proj": slice(0, num_queries),
+            "self_attn.k_proj": slice(num_queries, num_queries + 1),
+            "self_attn.v_proj": slice(num_queries + 1, num_queries + 2),
+        }
+        for projection, part in parts.items():
+            for leaf in ("kernel", "bias"):
+                name = f"layers.{layer_idx}.{projection}.{leaf}"
+                if name in rules:
+                    changed[name] = _rule_of_group(rules[name], projection, packed, dims, part)
+    return changed
+
+
+def _rule_of_group(
+    rule: WeightRule, projection: str, packed: str, dims: tuple[int, int, int], part: slice
+) -> WeightRule:
+    (own,) = rule.sources
+    rest = own.shape[1:]
+    source = Source(name=own.name.replace(projection, packed), shape=(math.prod(dims), *rest))
+
+    def combine(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return arrays[0].reshape(*dims, *rest)[:, part].reshape(own.shape)
+
+    return dataclasses.replace(rule, sources=(source,), combine=combine)
+
+
+def with_turned_matrices(rules: Mapping[str, WeightRule]) -> dict[str, WeightRule]:
+    """The rules for checkpoints that store the matrices of layers as [in, out] (GPT-2)."""
+    return {
+        name: _turned(rule) if rule.layout == "matrix" and name.startswith("layers.") else rule
+        for name, rule in rules.items()
+    }
+
+
+def _turned(rule: WeightRule) -> WeightRule:
+    sources = tuple(
+        dataclasses.replace(source, shape=source.shape[::-1]) for source in rule.sources
+    )
+    return dataclasses.replace(
+        rule, sources=sources, combine=lambda arrays: rule.combined([array.T for array in arrays])
+    )
 
 
 def with_packed_gate_up(

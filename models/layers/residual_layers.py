@@ -40,6 +40,19 @@ class PostNormLayer(AttentionMLPLayer):
         return hidden + self.post_feedforward_layernorm(self.mlp(hidden, context))
 
 
+class TwoNormParallelLayer(PreNormLayer):
+    """Attention and the MLP read the residual stream through norms of their own, and add to it.
+
+    Source: arXiv:2204.06745, section 2.1 (GPT-NeoX).
+    """
+
+    def _add_parts(
+        self, hidden: jax.Array, attended: jax.Array, context: LayerContext
+    ) -> jax.Array:
+        out = self.self_attn.project_out(attended, context)
+        return hidden + out + self.mlp(self.post_attention_layernorm(hidden), context)
+
+
 class ScaledPreNormLayer(PreNormLayer):
     """`PreNormLayer` that multiplies both outputs by a factor before it adds them (Granite)."""
 
