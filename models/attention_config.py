@@ -32,6 +32,8 @@ class AttentionConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     has_sinks: bool = False  # one more logit per query head in the softmax, with no value
+    # ALiBi: each query head's factor of the distance that is added to its logits; None: no bias.
+    alibi_slopes: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.num_q_heads % self.num_kv_heads:
@@ -59,6 +61,11 @@ class AttentionConfig:
                     f"config.json: longrope has {numbers[0]} short and {numbers[1]} long factors; "
                     f"expected {num_turned // 2} of each, one for each pair of rotated dimensions."
                 )
+        if self.alibi_slopes is not None and len(self.alibi_slopes) != self.num_q_heads:
+            raise ModelConfigError(
+                f"a layer has {len(self.alibi_slopes)} ALiBi slopes; expected one for each of its "
+                f"{self.num_q_heads} query heads."
+            )
         if self.sliding_window is not None and self.chunk_size is not None:
             raise ModelConfigError(
                 f"config.json: a layer has sliding_window={self.sliding_window} and "

@@ -21,6 +21,8 @@ def with_later_names(hf_config: Mapping[str, object]) -> dict[str, object]:
     A missing inner width of the MLP is four times the hidden size.
     """
     given = {name: hf_config[own] for name, own in _NAMES.items() if hf_config.get(own) is not None}
+    if hf_config.get("n_embed") is not None:  # BLOOM's and Falcon's first releases
+        given["hidden_size"] = hf_config["n_embed"]
     fields = {**hf_config, **given}
     hidden_size = fields.get("hidden_size")
     if fields.get("intermediate_size") is None and isinstance(hidden_size, int):

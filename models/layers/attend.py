@@ -38,11 +38,15 @@ def attend(
         "implementation": kernels.implementation,
         "target": kernels.target,
     }
+    slopes = None
+    if config.alibi_slopes is not None:
+        slopes = jnp.asarray(config.alibi_slopes, jnp.float32)
 
     def of_own_heads(
         q: jax.Array,
         new_kv: tuple[jax.Array, jax.Array] | None,
         sinks: jax.Array | None,
+        slopes: jax.Array | None,
         pages: Pages,
         slots: jax.Array,
         *sequences: jax.Array,
@@ -57,6 +61,7 @@ def attend(
             chunk_size=config.chunk_size,
             soft_cap=config.soft_cap,
             sinks=sinks,
+            alibi_slopes=slopes,
             max_query_len=context.num_queries_per_req,
             batch_invariant=kernels.batch_invariant,
             **chosen,
@@ -66,9 +71,9 @@ def attend(
     attended, pages = kernels.by_device(
         *(of_own_heads, _with_width(q, width)),
         None if new_kv is None else tuple(_with_width(x, width) for x in new_kv),
-        *(sinks, pages, cache.slots),
+        *(sinks, slopes, pages, cache.slots),
         *(cache.block_tables, cache.seq_lens, context.query_start_loc),
-        in_specs=(TOKENS_BY_HEAD, TOKENS_BY_HEAD, BY_HEAD, PAGES_BY_DEVICE, *[WHOLE] * 4),
+        in_specs=(TOKENS_BY_HEAD, TOKENS_BY_HEAD, *[BY_HEAD] * 2, PAGES_BY_DEVICE, *[WHOLE] * 4),
         out_specs=(TOKENS_BY_HEAD, PAGES_BY_DEVICE),
     )
     return attended[..., : config.value_head_dim], pages

@@ -43,6 +43,7 @@ def paged_attention(
     chunk_size: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,  # f32[num_q_heads]
+    alibi_slopes: jax.Array | None = None,  # f32[num_q_heads]
     k_scale: jax.Array | None = None,  # f32[num_kv_heads]
     v_scale: jax.Array | None = None,  # f32[num_kv_heads]
     kv_dtype: jnp.dtype | None = None,
@@ -80,6 +81,9 @@ def paged_attention(
             is no chunks. At most one of the two.
         soft_cap: `logits = soft_cap * tanh(logits / soft_cap)`, after the scale, before the mask.
         sinks: One more logit a head in the softmax's denominator, with no value.
+        alibi_slopes: Each head's factor of the distance that is added to its logits, after the
+            soft cap: `slope * (j - p)` for a key at position j. Only the bodies in plain XLA and
+            the reference take it. `None` adds nothing.
         k_scale: What one step of a quantized key is worth, per KV head, as `kv_scatter` wrote it;
             `None` where the cache is not quantized. `v_scale` likewise for values.
         kv_dtype: float16 or bfloat16, which float the bits of a uint16 cache are; `None` for a
@@ -104,7 +108,8 @@ def paged_attention(
         ValueError: A shape, a dtype, a static argument or the implementation's name does not fit.
             Values are traced, so they are not checked here.
 
-    Source: PagedAttention, arXiv:2309.06180, section 4.1; sinks: gpt-oss; chunks: Llama 4.
+    Source: PagedAttention, arXiv:2309.06180, section 4.1; sinks: gpt-oss; chunks: Llama 4;
+        ALiBi: arXiv:2108.12409.
     """
     _check_arrays(q, kv_cache, block_tables, seq_lens, query_start_loc)
     check_row(_OP, row, num_rows=kv_cache.shape[0])
@@ -115,6 +120,9 @@ def paged_attention(
     if sinks is not None:
         require_shape(_OP, "sinks", sinks, (q.shape[1],))
         require_float(_OP, sinks=sinks)
+    if alibi_slopes is not None:
+        require_shape(_OP, "alibi_slopes", alibi_slopes, (q.shape[1],))
+        require_float(_OP, alibi_slopes=alibi_slopes)
     if 0 in (*q.shape, *block_tables.shape):
         return _empty_result(q, return_lse)
     row = jnp.asarray(row, jnp.int32)
@@ -127,6 +135,7 @@ def paged_attention(
         chunk_size=chunk_size,
         soft_cap=soft_cap,
         sinks=sinks,
+        alibi_slopes=alibi_slopes,
         k_scale=k_scale,
         v_scale=v_scale,
         kv_dtype=kv_dtype,

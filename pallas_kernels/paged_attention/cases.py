@@ -73,7 +73,12 @@ class PagedAttentionInputs:
     @property
     def traced_options(self) -> dict[str, jax.Array | None]:
         """The keyword arguments that are arrays."""
-        return {"sinks": self.sinks, "k_scale": self.k_scale, "v_scale": self.v_scale}
+        return {
+            "sinks": self.sinks,
+            "alibi_slopes": None,
+            "k_scale": self.k_scale,
+            "v_scale": self.v_scale,
+        }
 
 
 _MIXED = ((1, 40), (20, 70), (1, 1), (7, 7), (1, 64))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.paged_attention.alibi import ALIBI_MISFIT
 from pallas_kernels.paged_attention.mosaic_gpu_decode import decode_misfit, decode_rows_mosaic_gpu
 from pallas_kernels.paged_attention.mosaic_gpu_ragged import ragged_misfit, ragged_rows_mosaic_gpu
 from pallas_kernels.stored_dtype import BITS_DTYPE
@@ -28,6 +29,7 @@ def misfit(
     chunk_size: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
+    alibi_slopes: jax.Array | None,
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
     kv_dtype: jnp.dtype | None,
@@ -36,6 +38,8 @@ def misfit(
     """Why this body cannot do a call; None if it can. Looks at shapes and static arguments only."""
     del row, block_tables, seq_lens, query_start_loc
     del is_causal, sliding_window, chunk_size, soft_cap, sinks, k_scale, v_scale
+    if alibi_slopes is not None:
+        return ALIBI_MISFIT
     if kv_dtype is not None:
         return f"only XLA on the CPU needs 16-bit floats stored as {BITS_DTYPE}"
     reason = decode_misfit(q, kv_cache)
@@ -58,6 +62,7 @@ def paged_attention_mosaic_gpu(
     chunk_size: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,  # f[num_q_heads]
+    alibi_slopes: None,
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
     kv_dtype: jnp.dtype | None,
@@ -65,7 +70,8 @@ def paged_attention_mosaic_gpu(
     interpret: object = False,
 ) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, head_dim], f32[num_tokens, ...]
     """See `api.paged_attention`; `interpret` is False, True or `plgpu.InterpretGPUParams`."""
-    del k_scale, v_scale, kv_dtype  # `misfit` turns quantized caches and those of uint16 away
+    # `misfit` refuses these, and caches of uint16.
+    del alibi_slopes, k_scale, v_scale, kv_dtype
     num_tokens = q.shape[0]
     num_reqs = block_tables.shape[0]
     row = jnp.asarray(row, jnp.int32)

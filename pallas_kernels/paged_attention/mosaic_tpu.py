@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.paged_attention.alibi import ALIBI_MISFIT
 from pallas_kernels.paged_attention.mosaic_tpu_kernel import (
     AttentionRules,
     attend_pass,
@@ -45,6 +46,7 @@ def paged_attention_mosaic_tpu(
     chunk_size: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,  # f32[num_q_heads]
+    alibi_slopes: None,
     k_scale: jax.Array | None,  # f32[num_kv_heads]
     v_scale: jax.Array | None,  # f32[num_kv_heads]
     kv_dtype: jnp.dtype | None,
@@ -52,7 +54,7 @@ def paged_attention_mosaic_tpu(
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, head_dim], f32[num_tokens, ...]
     """See `api.paged_attention`; `interpret` is what `pl.pallas_call` takes under this name."""
-    del kv_dtype  # None: `misfit` refuses a cache that needs it
+    del alibi_slopes, kv_dtype  # None: `misfit` refuses calls that need them
     num_tokens, num_q_heads, _ = q.shape
     plan = make_plan(q, kv_cache)
     rules = AttentionRules(
@@ -102,7 +104,9 @@ def misfit(
     **kwargs: object,
 ) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
-    del row, args, kwargs
+    del row, args
+    if kwargs["alibi_slopes"] is not None:
+        return ALIBI_MISFIT
     if q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"q is {q.dtype}, it computes in bfloat16 or float32"
     if kv_cache.dtype == jnp.uint16:

@@ -21,6 +21,7 @@ def paged_attention_reference(
     chunk_size: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,  # f32[num_q_heads]
+    alibi_slopes: jax.Array | None,  # f32[num_q_heads]
     k_scale: jax.Array | None,  # f32[num_kv_heads]
     v_scale: jax.Array | None,  # f32[num_kv_heads]
     kv_dtype: jnp.dtype | None,
@@ -62,6 +63,9 @@ def paged_attention_reference(
     )
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
+    if alibi_slopes is not None:
+        distance = key_position[None, :] - position[:, None]
+        logits += alibi_slopes.astype(jnp.float32)[None, :, None] * distance[:, None, :]
     logits = jnp.where(is_seen[:, None, :], logits, -jnp.inf)
     if sinks is not None:
         sink_logit = jnp.broadcast_to(sinks[None, :, None], (num_tokens, num_q_heads, 1))

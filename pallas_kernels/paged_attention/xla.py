@@ -27,6 +27,7 @@ def paged_attention_xla(
     chunk_size: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,  # f[num_q_heads]
+    alibi_slopes: jax.Array | None,  # f32[num_q_heads]
     k_scale: jax.Array | None,  # f32[num_kv_heads]
     v_scale: jax.Array | None,  # f32[num_kv_heads]
     kv_dtype: jnp.dtype | None,
@@ -50,6 +51,7 @@ def paged_attention_xla(
         chunk_size=chunk_size,
         soft_cap=soft_cap,
         sinks=None if sinks is None else sinks.reshape(heads),
+        alibi_slopes=None if alibi_slopes is None else alibi_slopes.reshape(heads),
         k_scale=k_scale,
     )
     if max_query_len == 1:

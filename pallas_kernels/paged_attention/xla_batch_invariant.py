@@ -38,6 +38,7 @@ def paged_attention_batch_invariant(
     chunk_size: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,  # f[num_q_heads]
+    alibi_slopes: jax.Array | None,  # f32[num_q_heads]
     k_scale: jax.Array | None,  # f32[num_kv_heads]
     v_scale: jax.Array | None,  # f32[num_kv_heads]
     kv_dtype: jnp.dtype | None,
@@ -63,6 +64,7 @@ def paged_attention_batch_invariant(
         chunk_size=chunk_size,
         soft_cap=soft_cap,
         sinks=None if sinks is None else sinks.reshape(heads),
+        alibi_slopes=None if alibi_slopes is None else alibi_slopes.reshape(heads),
         k_scale=k_scale,
     )
     out = jnp.zeros(problem.q.shape, jnp.float32)
@@ -116,7 +118,8 @@ def _attend_tile(
         logical_block = tile_idx * tile_blocks + jnp.arange(tile_blocks)
         block_ids = block_tables[:, jnp.minimum(logical_block, max_blocks_per_req - 1)]
         has_seen = is_seen.reshape(QUERY_TILE, tile_blocks, block_size).any(axis=2)
-        return _add_keys(problem, softmax, q, block_ids, has_seen, is_seen)
+        distance = key_position - position[:, None]
+        return _add_keys(problem, softmax, q, block_ids, has_seen, is_seen, distance)
 
     empty = problem.empty_softmax((QUERY_TILE,), ())
     out, lse = lax.fori_loop(first_tile, end_tile, add_keys, empty).result()
@@ -132,12 +135,14 @@ def _add_keys(
     block_ids: jax.Array,  # i32[QUERY_TILE, tile_blocks]
     has_seen: jax.Array,  # bool[QUERY_TILE, tile_blocks], whether a key of the block is seen
     is_seen: jax.Array,  # bool[QUERY_TILE, key_tile]
+    distance: jax.Array,  # i32[QUERY_TILE, key_tile]
 ) -> RunningSoftmax:
     k, v = (_by_position(x) for x in problem.gather_blocks(block_ids, has_seen))
     # Unwritten memory may hold NaN, and a weight of 0 times NaN is NaN.
     v = jnp.where(is_seen[:, None, :, None], v, 0)
     products = product_f32("thgd,thpd->thgp", q, k)
-    logits = problem.logits(products, is_seen[:, None, None, :], head_axis=1)
+    seen_of_heads, distance_of_heads = (x[:, None, None, :] for x in (is_seen, distance))
+    logits = problem.logits(products, seen_of_heads, distance_of_heads, head_axis=1)
     largest = jnp.maximum(softmax.largest, logits.max(axis=-1))
     rescale = jnp.exp(softmax.largest - largest)
     # Where nothing has been seen yet `largest` is no logit, and these would be ones.

@@ -75,7 +75,8 @@ def attend_decode_rows(
         query_position = rows_at(position, req_idx)[:, None]
         is_seen = key_position <= query_position  # bool[chunk_blocks, block_size]
         is_seen &= key_position >= problem.first_seen(query_position)
-        return _add_blocks(problem, softmax, q, req_idx, block_ids, is_real, is_seen)
+        distance = key_position - query_position
+        return _add_blocks(problem, softmax, q, req_idx, block_ids, is_real, is_seen, distance)
 
     num_chunks = lax.div(blocks.num_entries + chunk_blocks - 1, chunk_blocks)
     softmax = lax.fori_loop(0, num_chunks, add_chunk, start)
@@ -96,6 +97,7 @@ def _add_blocks(
     block_ids: jax.Array,  # i32[chunk_blocks]
     is_real: jax.Array,  # bool[chunk_blocks]
     is_seen: jax.Array,  # bool[chunk_blocks, block_size]
+    distance: jax.Array,  # i32[chunk_blocks, block_size]
 ) -> RunningSoftmax:
     """Adds each block to the running softmax of its request."""
     k, v = problem.gather_blocks(block_ids, is_real)
@@ -108,7 +110,9 @@ def _add_blocks(
     # One small product a query head: XLA:CPU runs these in half the time of one stacked product.
     products = [product_f32("nhd,nhpd->nhp", block_q[:, :, g], k) for g in group]
     # f32[chunk_blocks, num_kv_heads, group_size, block_size]
-    logits = problem.logits(jnp.stack(products, axis=2), is_seen[:, None, None, :], head_axis=1)
+    seen_of_heads, distance_of_heads = (x[:, None, None, :] for x in (is_seen, distance))
+    stacked = jnp.stack(products, axis=2)
+    logits = problem.logits(stacked, seen_of_heads, distance_of_heads, head_axis=1)
 
     largest = softmax.largest.at[written_req].max(logits.max(axis=-1), **_DROPPED)
     rescale = jnp.exp(softmax.largest - largest)

@@ -99,7 +99,8 @@ def _attend_tile(
         is_written &= key_position >= problem.first_seen(position[0])
         is_seen = key_position[None, :] <= position[:, None]  # bool[query_tile, kv_tile]
         is_seen &= key_position[None, :] >= problem.first_seen(position)[:, None]
-        return add_kv_tile(problem, softmax, q, k, v, is_written, is_seen)
+        distance = key_position[None, :] - position[:, None]
+        return add_kv_tile(problem, softmax, q, k, v, is_written, is_seen, distance)
 
     end_position = jnp.minimum(position[-1] + 1, rows_at(problem.seq_lens, req_idx))
     first_tile = lax.div(problem.first_seen(position[0]), kv_tile)
@@ -117,6 +118,7 @@ def add_kv_tile(
     v: jax.Array,  # f[tile_blocks, num_kv_heads, block_size, head_dim]
     is_written: jax.Array,  # bool[kv_tile], keys that may be read
     is_seen: jax.Array,  # bool[query_tile, kv_tile], no others among them
+    distance: jax.Array,  # i32[query_tile, kv_tile], positions of keys minus those of queries
 ) -> RunningSoftmax:
     """Adds one tile of keys to the running softmax of one tile of query tokens."""
     shape = softmax.largest.shape
@@ -128,7 +130,7 @@ def add_kv_tile(
     v = jnp.where(is_written[None, :, None], v, 0)
 
     products = product_f32("hqd,hkd->hqk", q, k).reshape(*shape, kv_tile)
-    logits = problem.logits(products, is_seen, head_axis=0)
+    logits = problem.logits(products, is_seen, distance, head_axis=0)
 
     largest = jnp.maximum(softmax.largest, logits.max(axis=-1))
     rescale = jnp.exp(softmax.largest - largest)

@@ -46,6 +46,7 @@ class AttentionProblem:
     chunk_size: int | None
     soft_cap: float | None
     sinks: jax.Array | None  # f[num_kv_heads, group_size]
+    alibi_slopes: jax.Array | None  # f[num_kv_heads, group_size]
     k_scale: jax.Array | None  # f32[num_kv_heads]
     kv_dtype: jnp.dtype | None  # what a cache of uint16 holds
 
@@ -104,8 +105,15 @@ class AttentionProblem:
             return weights.astype(self.q.dtype)
         return weights.astype(jnp.promote_types(self.q.dtype, self.kv_dtype or self.kv_cache.dtype))
 
-    def logits(self, products: jax.Array, is_seen: jax.Array, head_axis: int) -> jax.Array:
-        """Scales, caps and masks products of queries and keys, in this order."""
+    def logits(
+        self, products: jax.Array, is_seen: jax.Array, distance: jax.Array, head_axis: int
+    ) -> jax.Array:
+        """Scales, caps, biases and masks products of queries and keys, in this order.
+
+        Args:
+            distance: i32, the position of each key minus that of its query. It broadcasts like
+                `is_seen`.
+        """
         scale = self.scale
         if self.k_scale is not None:
             trailing = products.ndim - 1 - head_axis
@@ -113,6 +121,10 @@ class AttentionProblem:
         logits = products * scale
         if self.soft_cap is not None:
             logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
+        if self.alibi_slopes is not None:
+            trailing = (1 for _ in range(products.ndim - 2 - head_axis))
+            slopes = self.alibi_slopes.astype(jnp.float32)
+            logits += slopes.reshape(*slopes.shape, *trailing) * distance
         return jnp.where(is_seen, logits, MASKED_LOGIT)
 
     def empty_softmax(self, leading: tuple[int, ...], trailing: tuple[int, ...]) -> RunningSoftmax:

@@ -81,7 +81,9 @@ def attend_shared_prefix(
         k, v = problem.gather_blocks(block_ids, is_shared)
         is_key = jnp.repeat(is_shared, block_size)  # bool[kv_tile]
         is_seen = is_key & prefix.is_member[:, None]  # bool[num_reqs, kv_tile]
-        return add_kv_tile(problem, softmax, rows, k, v, is_key, is_seen)
+        key_position = tile_idx * is_key.shape[0] + jnp.arange(is_key.shape[0], dtype=jnp.int32)
+        distance = key_position - (problem.seq_lens - 1)[:, None]  # i32[num_reqs, kv_tile]
+        return add_kv_tile(problem, softmax, rows, k, v, is_key, is_seen, distance)
 
     num_tiles = lax.div(prefix.num_blocks + tile_blocks - 1, tile_blocks)
     empty = problem.empty_softmax((), (num_reqs,))

@@ -115,7 +115,7 @@ def test_attention_compiles_wherever_nothing_misfits(name, tpu):
     rules = dict(rules)
     arrays = attention_arrays(tpu, **sizes)
     num_kv_heads = arrays[1].shape[2]
-    traced_options = {"sinks": None, "k_scale": None, "v_scale": None}
+    traced_options = {"sinks": None, "alibi_slopes": None, "k_scale": None, "v_scale": None}
     if rules.pop("has_sinks", False):
         traced_options["sinks"] = tpu.array((arrays[0].shape[1],), F32)
     if arrays[1].dtype.itemsize == 1:
@@ -294,7 +294,7 @@ def test_a_plain_reshape_of_raw_pages_would_copy_the_cache(tpu):
 def test_a_narrow_head_would_copy_the_cache(tpu):
     """This is why `misfit` refuses it: XLA makes the blocks of such a cache the innermost axis."""
     arrays = attention_arrays(tpu, head_dim=64)
-    rules = {**PLAIN_RULES, "sinks": None, "k_scale": None, "v_scale": None}
+    rules = {**PLAIN_RULES, "sinks": None, "alibi_slopes": None, "k_scale": None, "v_scale": None}
     assert "head_dim 64" in attention_body.misfit(*arrays, **rules)
     body = functools.partial(attention_body.paged_attention_mosaic_tpu, **rules)
     assert tpu.compile(body, *arrays).buffers_of(NUM_ROWS * ROW_BYTES)

@@ -128,6 +128,8 @@ def make_checkpoint(
     if is_shallow:
         table |= more_families.SHALLOW
     model, _ = families.build(family, seed, table)
+    if implementation := more_families.ATTENTION.get(family):
+        model.config._attn_implementation = implementation
     if is_sharp:
         families.sharpen(model, seed)
     families.finish(model, folder)

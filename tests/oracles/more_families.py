@@ -133,3 +133,7 @@ SHALLOW = {
         mlp_layer_types=["dense"] * 3,
     ),
 }
+
+# Checkpoint -> attention of transformers that computes it as the release does. For Falcon, "eager"
+# adds ALiBi's bias to the mask and to the logits, so twice.
+ATTENTION = {"falcon-rw": "sdpa"}

@@ -72,10 +72,14 @@ LOADED = [
     "mellum2",
     "flint",
     "glm",
+    "falcon",
+    "falcon-rw",
     "gpt2",
     "gpt-neox",
     "gptj",
     "opt",
+    "bloom",
+    "mpt",
     "phi",
     "stablelm",
     "olmo",
@@ -124,7 +128,8 @@ _WITHOUT_EFFECT = {
     *("attn_pdrop", "classifier_dropout", "dropout", "hidden_dropout", "layerdrop", "is_decoder"),
     *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
     *("summary_first_dropout", "reorder_and_upcast_attn", "attention_softmax_in_fp32"),
-    *("scale_attention_softmax_in_fp32",),
+    *("scale_attention_softmax_in_fp32", "slow_but_exact", "emb_pdrop", "embedding_fraction"),
+    *("init_device",),
     *("residual_dropout", "router_aux_loss_coef", "router_jitter_noise", "altup_coef_clip"),
 }
 # Fields that another field of the same configuration overrides or switches off.
@@ -139,6 +144,12 @@ _OVERRIDDEN = {
     "global_attn_every_n_layers": {"afmoe"},
     "num_attention_heads": {"laguna"},
     "num_key_value_heads": {"gpt-bigcode"},
+    "multi_query": {"falcon"},
+    "num_kv_heads": {"falcon-rw"},
+    # transformers does not read them.
+    "expansion_ratio": {"mpt"},
+    "learned_pos_emb": {"mpt"},
+    "norm_type": {"mpt"},
     # The last layer, which is as good as any later one.
     "moe_layer_end_index": {"ernie4.5-moe"},
     "mtp_layer_types": {"mellum2"},

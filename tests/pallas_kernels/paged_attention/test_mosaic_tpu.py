@@ -157,6 +157,7 @@ PLAIN_RULES = {
     "chunk_size": None,
     "soft_cap": None,
     "sinks": None,
+    "alibi_slopes": None,
     "k_scale": None,
     "v_scale": None,
     "kv_dtype": None,

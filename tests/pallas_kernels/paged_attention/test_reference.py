@@ -117,6 +117,7 @@ def test_two_tokens_by_hand(run_jitted):
         chunk_size=None,
         soft_cap=None,
         sinks=None,
+        alibi_slopes=None,
         k_scale=None,
         v_scale=None,
         kv_dtype=None,
