@@ -77,6 +77,32 @@ def read_leading_dense(
     return tuple(layer_idx >= num_dense for layer_idx in range(num_layers))
 
 
+def read_mlp_layer_types(
+    hf_config: Mapping[str, object], default: Sequence[bool]
+) -> tuple[bool, ...]:
+    """For each layer, whether it has experts: `mlp_layer_types`, "dense" or "sparse".
+
+    Args:
+        default: The result if config.json has no `mlp_layer_types`.
+
+    Raises:
+        ModelConfigError: `mlp_layer_types` is not a list with a known name for each layer.
+    """
+    written = hf_config.get("mlp_layer_types")
+    if written is None:
+        return tuple(default)
+    if (
+        not isinstance(written, list)
+        or len(written) != len(default)
+        or any(name not in ("dense", "sparse") for name in written)
+    ):
+        raise ModelConfigError(
+            f"config.json: mlp_layer_types is {written!r}; expected a list of {len(default)} "
+            "names, 'dense' or 'sparse', one for each layer."
+        )
+    return tuple(name == "sparse" for name in written)
+
+
 def read_corrected_choice(
     hf_config: Mapping[str, object], expert_fields: Mapping[str, int]
 ) -> SigmoidTopK:

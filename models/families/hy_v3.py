@@ -12,12 +12,12 @@ from models.config_fields import (
     refuse_other_values,
     with_defaults,
 )
-from models.corrected_moe import CorrectedMoEConfig, make_corrected_experts, read_mlp_layer_types
+from models.corrected_moe import CorrectedMoEConfig, make_corrected_experts
 from models.dense_config import read_attention, read_dense_fields
 from models.layers.dense_layers import make_head_normed_attention
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import SigmoidTopK
-from models.moe_config import read_expert_fields, read_leading_dense
+from models.moe_config import read_expert_fields, read_leading_dense, read_mlp_layer_types
 from models.moe_decoder import MoEDecoder
 from models.mtp_layers import is_of_mtp_layer
 from models.weight_rule import WeightRule, with_renamed_sources

@@ -14,7 +14,7 @@ from models.config_fields import (
     read_number,
     refuse_other_values,
 )
-from models.corrected_moe import CorrectedMoEConfig, make_corrected_experts, read_mlp_layer_types
+from models.corrected_moe import CorrectedMoEConfig, make_corrected_experts
 from models.dense_config import read_dense_fields, read_head_fields
 from models.errors import ModelConfigError
 from models.layer_types import attention_by_type, read_sliding_window
@@ -22,7 +22,7 @@ from models.layers.dense_layers import make_head_normed_attention
 from models.layers.gated_attention import GatedAttention
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import SigmoidTopK
-from models.moe_config import read_expert_fields
+from models.moe_config import read_expert_fields, read_mlp_layer_types
 from models.moe_decoder import MoEDecoder
 from models.partial_rotary import read_rotary_factor_of_type, without_rotary_factor
 from models.rope_config import parse_ropes_by_layer_type, with_default_rope

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from models.attention_config import AttentionConfig
 from models.config_fields import read_flag
-from models.corrected_moe import read_mlp_layer_types
 from models.dense_config import read_dense_fields, read_head_fields
 from models.layer_types import attention_by_type, read_sliding_window
 from models.layers.dense_layers import make_head_normed_attention
@@ -16,7 +15,7 @@ from models.layers.experts import make_experts
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.sparse_mlp import SparseMLP
-from models.moe_config import MoEConfig, read_expert_fields
+from models.moe_config import MoEConfig, read_expert_fields, read_mlp_layer_types
 from models.moe_decoder import MoEDecoder
 from models.mtp_layers import is_of_mtp_layer, read_num_mtp_layers
 from models.rope_config import parse_ropes_by_layer_type, with_default_rope

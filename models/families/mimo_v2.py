@@ -21,7 +21,12 @@ from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import CorrectedRouter, SigmoidTopK
 from models.layers.sparse_mlp import SparseMLP
-from models.moe_config import MoEConfig, read_corrected_choice, read_expert_fields
+from models.moe_config import (
+    MoEConfig,
+    read_corrected_choice,
+    read_expert_fields,
+    read_mlp_layer_types,
+)
 from models.partial_rotary import read_rotary_factor, without_rotary_factor
 from models.rope_config import parse_ropes_by_layer_type
 from models.weight_rule import WeightRule
@@ -242,19 +247,7 @@ def _check_hub_fields(hf_config: Mapping[str, object], sliding: AttentionConfig)
 
 def _read_has_experts(hf_config: Mapping[str, object], num_layers: int) -> tuple[bool, ...]:
     """For each layer, whether it has experts: by default all but the first do."""
-    types = hf_config.get("mlp_layer_types")
-    if types is None:
-        pattern = _read_pattern(hf_config, "moe_layer_freq", num_layers)
-        return tuple(
-            [layer_idx > 0 for layer_idx in range(num_layers)] if pattern is None else pattern
-        )
-    if (
-        not isinstance(types, list)
-        or len(types) != num_layers
-        or any(layer_type not in ("dense", "sparse") for layer_type in types)
-    ):
-        raise ModelConfigError(
-            f"config.json: mlp_layer_types is {types!r}; expected a list of {num_layers} names, "
-            "'dense' or 'sparse', one for each layer."
-        )
-    return tuple(layer_type == "sparse" for layer_type in types)
+    pattern = _read_pattern(hf_config, "moe_layer_freq", num_layers)
+    if pattern is None:
+        pattern = [layer_idx > 0 for layer_idx in range(num_layers)]
+    return read_mlp_layer_types(hf_config, pattern)

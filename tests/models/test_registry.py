@@ -134,6 +134,7 @@ def test_dtype_is_read_under_both_names(field, value, dtype):
 
 
 _FIELDS_WITHOUT_DEFAULT = {
+    "BeamForCausalLM": {"n_group": 1, "topk_group": 1},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "GPTJForCausalLM": {"rotary_dim": 8},
     "OPTForCausalLM": {"ffn_dim": 96},

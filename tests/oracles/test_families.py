@@ -70,6 +70,8 @@ LOADED = [
     "afmoe",
     "solar-open",
     "mellum2",
+    "kolibri1",
+    "beam",
     "flint",
     "glm",
     "falcon",
@@ -85,6 +87,7 @@ LOADED = [
     "olmo",
     "flex-olmo",
     "gpt-bigcode",
+    "dbrx",
     "helium",
     "vaultgemma",
     "gemma",
@@ -143,7 +146,9 @@ _OVERRIDDEN = {
     "first_k_dense_replace": {"exaone-moe"},
     "global_attn_every_n_layers": {"afmoe"},
     "num_attention_heads": {"laguna"},
-    "num_key_value_heads": {"gpt-bigcode"},
+    "num_key_value_heads": {"gpt-bigcode", "dbrx"},
+    # No layer has an MLP without experts.
+    "intermediate_size": {"kolibri1"},
     "multi_query": {"falcon"},
     "num_kv_heads": {"falcon-rw"},
     # transformers does not read them.

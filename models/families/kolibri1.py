@@ -1,0 +1,122 @@
+"""Kolibri 1: GLM-4-0414's norms, and experts that are ranked by their scores plus corrections."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+
+from models.config_fields import read_count, read_flag
+from models.decoder import Decoder
+from models.dense_config import read_attention, read_dense_fields
+from models.layer_types import attention_by_type, read_sliding_window
+from models.layers.attention import Attention
+from models.layers.decoder_layers import SandwichNormLayer
+from models.layers.experts import make_experts
+from models.layers.mlp import GatedMLP
+from models.layers.rms_norm import RMSNorm
+from models.layers.routing import CorrectedRouter
+from models.layers.routing_rules import CorrectedScoresTopK
+from models.layers.sparse_mlp import SharedExpertsMLP
+from models.moe_config import MoEConfig, read_expert_fields
+from models.weight_rule import WeightRule, with_renamed_sources
+
+# The names in this model, and in checkpoints.
+_STORED_NAMES = {
+    "post_attention_layernorm": "post_attn_norm",
+    "pre_feedforward_layernorm": "post_attention_layernorm",
+    "post_feedforward_layernorm": "post_ffn_norm",
+    "mlp.gate.e_score_correction_bias": "moe.router.expert_bias",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Kolibri1Config(MoEConfig):
+    """The config of Kolibri 1."""
+
+    choose: CorrectedScoresTopK
+    shared_intermediate_size: int  # inner width of the shared expert
+
+
+class Kolibri1ForCausalLM(Decoder):
+    """If the model has a window, full layers have no positions. By default, every fifth is full.
+
+    Source: huggingface.co/Aleph-Alpha/Kolibri-1.
+    """
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> Kolibri1Config:
+        experts = read_expert_fields(
+            hf_config, default_num_experts=384, default_top_k=6, default_size=512
+        )
+        # No layer has an MLP without experts, and config.json has no size for one.
+        sizes = {"intermediate_size": experts["moe_intermediate_size"]}
+        fields = read_dense_fields({**hf_config, **sizes})
+        sliding = read_attention(hf_config, fields, default_num_kv_heads=4, default_head_dim=128)
+        window = read_sliding_window(hf_config, default=513)
+        num_layers = fields["num_layers"]
+        return Kolibri1Config(
+            **fields,
+            **experts,
+            attention=attention_by_type(
+                hf_config,
+                [(layer_idx + 1) % 5 != 0 for layer_idx in range(num_layers)],
+                full=dataclasses.replace(sliding, has_positions=window is None),
+                sliding=sliding,
+                window=window,
+                max_position_embeddings=fields["max_position_embeddings"],
+            ),
+            has_experts=(True,) * num_layers,
+            choose=CorrectedScoresTopK(
+                top_k=experts["num_experts_per_tok"],
+                normalizes=read_flag(hf_config, "norm_topk_prob"),
+            ),
+            shared_intermediate_size=read_count(hf_config, "shared_expert_intermediate_size", 512),
+        )
+
+    def __init__(self, config: Kolibri1Config, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+        norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
+        layers = [
+            SandwichNormLayer(
+                attention=Attention(
+                    attention,
+                    q_norm=norm(attention.head_dim),
+                    k_norm=norm(attention.head_dim),
+                    dtype=dtype,
+                ),
+                mlp=_make_sparse_mlp(config, dtype),
+                norm=functools.partial(norm, config.hidden_size),
+            )
+            for attention in config.attention
+        ]
+        super().__init__(
+            config,
+            layers=layers,
+            norm=norm(config.hidden_size),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
+        )
+
+    def weight_rules(self) -> dict[str, WeightRule]:
+        """See `Decoder.weight_rules`. Checkpoints rename the norms and the corrections."""
+        return with_renamed_sources(super().weight_rules(), _stored_name)
+
+
+def _stored_name(name: str) -> str:
+    names = "|".join(map(re.escape, _STORED_NAMES))
+    return re.sub(rf"\b({names})\b", lambda found: _STORED_NAMES[found[1]], name)
+
+
+def _make_sparse_mlp(config: Kolibri1Config, dtype: jnp.dtype) -> SharedExpertsMLP:
+    return SharedExpertsMLP(
+        gate=CorrectedRouter(config.hidden_size, config.num_experts),
+        choose=config.choose,
+        experts=make_experts(config, dtype=dtype),
+        shared_experts=GatedMLP(
+            config.hidden_size,
+            config.shared_intermediate_size,
+            activation=config.hidden_act,
+            dtype=dtype,
+        ),
+    )
