@@ -1,5 +1,6 @@
 """Finds the supported architecture that a config.json describes, under any of its names."""
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -7,6 +8,10 @@ from typing import NamedTuple
 # Endings of the names of one architecture: with a vocabulary head; without (the base class, which
 # `save_pretrained` writes for a model that AutoModel loaded); and of `model_type`.
 _ENDINGS = re.compile(r"((Text)?ForCausalLM|LMHeadModel|(Text)?Model|_text)$")
+# What a class of an architecture computes, where it is not the next token.
+_HEADS = re.compile(r"For[A-Z]\w*$")
+# Of two names in lower case; below it, similar letters say nothing about similar models.
+_MIN_SIMILARITY, _MAX_NEAREST = 0.6, 3
 # Names that training frameworks write for any architecture; `model_type` says which one it is.
 _WRAPPERS = ("AutoModelForCausalLM", "PeftModelForCausalLM", "PeftModel")
 
@@ -59,6 +64,27 @@ def with_supported_names(
         if found is not None:
             return {**hf_config, "architectures": [found]}
     return dict(hf_config)
+
+
+def nearest_names(names: Sequence[object], supported: Sequence[str]) -> list[str]:
+    """At most three of `supported`, whose names are like one of `names`; the most similar first.
+
+    Endings such as "ForCausalLM" do not count.
+
+    Args:
+        names: Of a model that is not supported: its architecture and its `model_type`. Values other
+            than strings are skipped.
+    """
+    wanted = {_core_of(_HEADS.sub("", name)) for name in names if isinstance(name, str)} - {""}
+    scores = {
+        name: max(
+            (difflib.SequenceMatcher(None, core, _core_of(name)).ratio() for core in wanted),
+            default=0.0,
+        )
+        for name in supported
+    }
+    similar = [name for name, score in scores.items() if score >= _MIN_SIMILARITY]
+    return sorted(similar, key=scores.__getitem__, reverse=True)[:_MAX_NEAREST]
 
 
 def _as_text(name: object) -> str:

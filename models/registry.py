@@ -1,14 +1,15 @@
 """Finds the class that runs the architecture of a config.json, in paxkv or in other packages."""
 
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from models.architecture_names import with_supported_names
-from models.errors import ModelConfigError, UnsupportedModelError
+from models.architecture_names import nearest_names, with_supported_names
+from models.config import ModelConfig
+from models.errors import ModelConfigError, ModelError, UnsupportedModelError
+from models.model_impl import AUTO, load_model_impl
 
 if TYPE_CHECKING:
-    from models.config import ModelConfig
     from models.decoder import Decoder
 
 # Installed packages add families by entry points of this group: architecture = "module:Class".
@@ -102,16 +103,24 @@ _SAVED_AS_OTHERS = {
 }
 
 
-def read_config(hf_config: Mapping[str, object]) -> "ModelConfig":
+def read_config(hf_config: Mapping[str, object], *, model_impl: str = AUTO) -> ModelConfig:
     """Reads a config.json, as written by transformers 4 or 5.
+
+    Args:
+        model_impl: "auto" takes the class of the architecture, as `family_class` finds it.
+            "module:Class" takes this class, whatever the architecture is.
 
     Raises:
         ModelConfigError: A field is missing, of the wrong type, or contradicts another.
         UnsupportedModelError: The model needs a feature that paxkv does not have.
+        ModelError: `model_impl` names no model class.
     """
-    hf_config = with_supported_names(hf_config, [*FAMILIES, *_entry_points()])
+    if model_impl != AUTO:
+        return _read_with(load_model_impl(model_impl), hf_config)
+    entry_points = _entry_points()
+    hf_config = with_supported_names(hf_config, [*FAMILIES, *entry_points])
     architecture = _read_architecture(hf_config)
-    family = family_class(architecture)
+    family = family_class(architecture, model_type=hf_config.get("model_type"))
     # Families of other packages may read `text_config`.
     if (
         architecture in FAMILIES
@@ -123,15 +132,24 @@ def read_config(hf_config: Mapping[str, object]) -> "ModelConfig":
             "multimodal model, whose text part is not read. Use a text-only checkpoint of this "
             "model."
         )
-    return family.read_config({**hf_config, "architectures": [architecture]})
+    return _read_with(family, {**hf_config, "architectures": [architecture]})
 
 
-def family_class(architecture: str) -> "type[Decoder]":
+def family_class(
+    architecture: str, *, model_impl: str = AUTO, model_type: object = None
+) -> "type[Decoder]":
     """Returns the class of an architecture. Classes of paxkv win over those of other packages.
+
+    Args:
+        model_impl: As in `read_config`.
+        model_type: From config.json; it helps to name similar architectures in an error.
 
     Raises:
         UnsupportedModelError: No class has this architecture, or it cannot be imported.
+        ModelError: `model_impl` names no model class.
     """
+    if model_impl != AUTO:
+        return load_model_impl(model_impl)
     entry_points = _entry_points()
     if architecture in FAMILIES:
         entry_point = importlib.metadata.EntryPoint(
@@ -140,15 +158,9 @@ def family_class(architecture: str) -> "type[Decoder]":
     elif architecture in entry_points:
         entry_point = entry_points[architecture]
     else:
-        hint = ""
-        if architecture.endswith("ForConditionalGeneration"):
-            hint = (
-                " Multimodal and encoder-decoder checkpoints are not read, not even their text "
-                "part."
-            )
         raise UnsupportedModelError(
-            f"config.json: architecture {architecture!r} is not supported; paxkv supports "
-            f"{', '.join([*FAMILIES, *entry_points])}.{hint}"
+            f"config.json: architecture {architecture!r} is not supported. "
+            f"{_hint(architecture, model_type, [*FAMILIES, *entry_points])}"
         )
     try:
         return entry_point.load()
@@ -160,18 +172,48 @@ def family_class(architecture: str) -> "type[Decoder]":
         ) from error
 
 
+def _read_with(family: "type[Decoder]", hf_config: Mapping[str, object]) -> ModelConfig:
+    names = hf_config.get("architectures")
+    # A config.json of the user's own class may have no name of an architecture.
+    names = names if isinstance(names, list) and names else [family.__name__]
+    config = family.read_config({**hf_config, "architectures": names})
+    if not isinstance(config, ModelConfig):
+        raise ModelError(
+            f"read_config of {family.__module__}.{family.__name__} returned "
+            f"{type(config).__name__}; expected an object of models.config.ModelConfig, or of a "
+            "class derived from it."
+        )
+    return config
+
+
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
     found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
     return {entry_point.name: entry_point for entry_point in found}
+
+
+def _hint(architecture: str, model_type: object, supported: Sequence[str]) -> str:
+    """Says which architectures have similar names, and where to read more."""
+    sentences = []
+    if nearest := nearest_names((architecture, model_type), supported):
+        sentences.append(f"Supported architectures with similar names: {', '.join(nearest)}.")
+    if architecture.endswith("ForConditionalGeneration"):
+        sentences.append(
+            "Multimodal and encoder-decoder checkpoints are not read, not even their text part."
+        )
+    sentences.append(
+        f"docs/guide/models.md lists all {len(supported)} that are supported; "
+        "docs/guide/adding-a-model.md describes how to add one."
+    )
+    return " ".join(sentences)
 
 
 def _read_architecture(hf_config: Mapping[str, object]) -> str:
     architectures = hf_config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise ModelConfigError(
-            f"config.json: architectures is {_found(architectures)}; expected a list with one of "
-            f"{', '.join([*FAMILIES, *_entry_points()])}. Use the config.json that was published "
-            "with the weights."
+            f"config.json: architectures is {_found(architectures)}; expected a list with the name "
+            'of the architecture, such as ["LlamaForCausalLM"]. Use the config.json that was '
+            "published with the weights. docs/guide/models.md lists the supported architectures."
         )
     architecture = str(architectures[0])
     return _SAVED_AS_OTHERS.get((architecture, hf_config.get("model_type")), architecture)

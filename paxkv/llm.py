@@ -15,6 +15,7 @@ from tqdm import tqdm
 from paxkv.client.beam_search import BeamSearch, prompt_params
 from paxkv.client.input_processor import Prompt, text_of_prompt
 from paxkv.config.engine_config import (
+    AUTO_MODEL_IMPL,
     CacheConfig,
     ChatTemplateContentFormat,
     Dtype,
@@ -63,6 +64,7 @@ class LLM:
         served_model_name: Name in `model_info`.
         max_model_len: Most tokens of prompt and output together; None is the model's own limit,
             as `ModelConfig.max_model_len` says; "auto" or -1 is as much of it as fits the memory.
+        model_impl: `ModelConfig.model_impl`, as in "my_model:MyModel".
         product_dtype: `ModelConfig.product_dtype`; the chat template's two likewise.
         generation_config: Whose generation_config.json `get_default_sampling_params` reads: "auto"
             is the model's own, "vllm" none, else a folder.
@@ -95,6 +97,7 @@ class LLM:
         served_model_name: str | Sequence[str] | None = None,
         max_model_len: int | str | None = None,
         load_format: LoadFormat | None = "auto",
+        model_impl: str | None = AUTO_MODEL_IMPL,
         product_dtype: ProductDtype | None = "auto",
         chat_template: str | None = None,
         chat_template_content_format: ChatTemplateContentFormat | None = "auto",
@@ -119,6 +122,7 @@ class LLM:
             served_model_name=_as_names(served_model_name),
             max_model_len=unspelled(ModelConfig, "max_model_len", max_model_len),
             load_format=load_format,
+            model_impl=model_impl,
             product_dtype=product_dtype,
             chat_template=chat_template,
             chat_template_content_format=chat_template_content_format,

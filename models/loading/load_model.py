@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from models.config import ModelConfig, ModelDtype
+from models.decoder import Decoder
 from models.errors import ModelError
 from models.layers.linear import Linear, name_linears
 from models.loading.check_weights import HEAD_WEIGHT, check_weights
@@ -22,6 +23,7 @@ from models.loading.safetensors_reader import SafetensorsCheckpoint
 from models.loading.source import read_model_config, resolve_model_folder
 from models.loading.tensor_names import name_weights
 from models.loading.tied_head import is_head_tied
+from models.model_impl import AUTO
 from models.platforms import Platform, default_platform
 from models.platforms.jax_process import check_not_forked
 from models.registry import family_class
@@ -42,6 +44,7 @@ def load_model(
     product_dtype: ProductDtype = "auto",
     panel_width: int | None = None,
     generation_folder: Path | None = None,
+    model_impl: str = AUTO,
     platform: Platform | None = None,
 ) -> LoadedModel:
     """Loads a model onto the default device.
@@ -59,6 +62,7 @@ def load_model(
         panel_width: Columns of the panels that kernels lie in (`split_columns`), if not rounded;
             None leaves them whole.
         generation_folder: As in `read_model_config`.
+        model_impl: As in `models.registry.read_config`.
         platform: What its programs will be compiled for; None is JAX's default device.
 
     Raises:
@@ -70,8 +74,11 @@ def load_model(
     _check_choice("load_format", load_format, get_args(LoadFormat))
     _check_choice("product_dtype", product_dtype, get_args(ProductDtype))
     check_not_forked()
-    folder = resolve_model_folder(model, with_weights=load_format != "dummy")
-    config = read_model_config(folder, generation_folder=generation_folder)
+    # A model that is not supported is refused before its weights are downloaded.
+    folder = resolve_model_folder(model, with_weights=False)
+    config = read_model_config(folder, generation_folder=generation_folder, model_impl=model_impl)
+    if load_format != "dummy":
+        folder = resolve_model_folder(model)
     config = dataclasses.replace(config, has_unified_kv=has_unified_kv).for_length(max_model_len)
     checkpoint = None if load_format == "dummy" else SafetensorsCheckpoint(folder)
     if config.dtype is None:
@@ -80,6 +87,7 @@ def load_model(
     platform = platform or default_platform()
     make_structure = functools.partial(
         _Structure,
+        model_class=family_class(config.architecture, model_impl=model_impl),
         dtype=platform.weight_dtype(config.dtype) if dtype == "auto" else dtype,
         platform=platform,
         changes_kernels=panel_width is not None or product_dtype != "auto",
@@ -123,6 +131,7 @@ class _Structure:
         self,
         config: ModelConfig,
         *,
+        model_class: type[Decoder],
         dtype: ModelDtype,
         platform: Platform,
         changes_kernels: bool,
@@ -132,7 +141,6 @@ class _Structure:
         if config.tie_word_embeddings:
             tied_head = platform.tied_head(dtype, changes_kernels=changes_kernels)
         has_head_kernel = tied_head in (None, "copy")
-        model_class = family_class(config.architecture)
         abstract_model = nnx.eval_shape(
             lambda: model_class(config, has_head_kernel=has_head_kernel, dtype=jnp.dtype(dtype))
         )
@@ -152,13 +160,13 @@ class _Structure:
         if missing := [name for name in self.names if name not in rules]:
             raise ModelError(
                 f"parameters {', '.join(missing)} have no weight rule. The family "
-                f"{config.architecture} or the layers must define one for each."
+                f"{model_class.__name__} or the layers must define one for each."
             )
         if unused := sorted(rules.keys() - set(self.names)):
             raise ModelError(
-                f"the family {config.architecture} has weight rules for {', '.join(unused)}, which "
-                "are not parameters; expected names such as 'layers.0.mlp.up_proj.kernel'. Correct "
-                "the names in `weight_rules`."
+                f"the family {model_class.__name__} has weight rules for {', '.join(unused)}, "
+                "which are not parameters; expected names such as 'layers.0.mlp.up_proj.kernel'. "
+                "Correct the names in `weight_rules`."
             )
         self.rules: tuple[WeightRule, ...] = tuple(rules[name] for name in self.names)
         for name, rule, shape in zip(self.names, self.rules, self.shapes, strict=True):

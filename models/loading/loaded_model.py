@@ -81,6 +81,12 @@ class LoadedModel:
         return self.params[self.param_names.index("embed_tokens.embedding")].dtype.name
 
     @property
+    def class_name(self) -> str:
+        """The model class, such as "models.families.llama.LlamaForCausalLM"."""
+        model_class = self.graphdef.nodes[0].type
+        return f"{model_class.__module__}.{model_class.__qualname__}"
+
+    @property
     def packages(self) -> frozenset[str]:
         """Top-level packages that define its family and layers: "models", and other people's."""
         types = {getattr(node, "type", object) for node in self.graphdef.nodes}

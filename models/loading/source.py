@@ -10,6 +10,7 @@ from models.config import ModelConfig
 from models.config_fields import read_token_ids
 from models.errors import CheckpointNotFoundError, ModelConfigError
 from models.loading.json_file import read_json_object
+from models.model_impl import AUTO
 from models.registry import read_config
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,9 @@ def _at(revision: str | None) -> str:
     return "" if revision is None else f" at revision {revision!r}"
 
 
-def read_model_config(folder: Path, *, generation_folder: Path | None = None) -> ModelConfig:
+def read_model_config(
+    folder: Path, *, generation_folder: Path | None = None, model_impl: str = AUTO
+) -> ModelConfig:
     """Reads config.json, and adds the end-of-sequence ids of generation_config.json.
 
     Many chat models list the token that ends a turn only in generation_config.json. Without this
@@ -82,12 +85,14 @@ def read_model_config(folder: Path, *, generation_folder: Path | None = None) ->
     Args:
         generation_folder: The folder of generation_config.json; None is `folder`. The file may be
             missing.
+        model_impl: As in `models.registry.read_config`.
 
     Raises:
         ModelConfigError: config.json is missing, or one of the files is malformed.
         UnsupportedModelError: The model needs a feature that paxkv does not have.
+        ModelError: `model_impl` names no model class.
     """
-    config = read_config(_read_config_file(folder))
+    config = read_config(_read_config_file(folder), model_impl=model_impl)
     generation_path = (generation_folder or folder) / "generation_config.json"
     if not generation_path.is_file():
         return config

@@ -26,6 +26,7 @@ MAX_DECODE_BURST = 64
 MAX_EXPERT_LOAD_WINDOW_S = 3600
 # A `max_model_len` that the KV cache has room for, whatever the model's own limit is.
 FIT_MEMORY = -1
+AUTO_MODEL_IMPL = "auto"
 ChatTemplateContentFormat = Literal["auto", "string", "openai"]
 
 
@@ -76,6 +77,12 @@ class ModelConfig:
         spellings={"auto": FIT_MEMORY},
     )
     load_format: LoadFormat = setting("auto reads safetensors; dummy makes random weights", "auto")
+    model_impl: str = setting(
+        "class that runs the model: auto is paxkv's class for the architecture in config.json; "
+        "module:Class or path/to/file.py:Class is a class of your own, in a module on Python's "
+        "path or in the current folder: docs/guide/adding-a-model.md",
+        AUTO_MODEL_IMPL,
+    )
     chat_template: str | None = setting(
         "jinja template of chats, instead of the checkpoint's: a file, or the template itself in "
         "a single line",
@@ -107,6 +114,7 @@ class ModelConfig:
         one_of("product_dtype", self.product_dtype, ProductDtype.__args__)
         one_of("dtype", self.dtype, Dtype.__args__)
         one_of("load_format", self.load_format, LoadFormat.__args__)
+        _model_impl(self.model_impl)
         if self.max_model_len != FIT_MEMORY:
             at_least("max_model_len", self.max_model_len, 2)
         for name in ("revision", "tokenizer", "tokenizer_revision"):
@@ -473,6 +481,17 @@ class EngineConfig:
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
     runner: RunnerConfig = dataclasses.field(default_factory=RunnerConfig)
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+
+
+def _model_impl(value: object) -> None:
+    """Checks the form alone: the module is imported in the process that loads the model."""
+    module, _, class_name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    if value != AUTO_MODEL_IMPL and not (module and class_name.isidentifier()):
+        raise ConfigError(
+            f"model_impl must be {AUTO_MODEL_IMPL}, module:Class such as my_model:MyModel, or "
+            f"path/to/file.py:Class, got {value!r}. With {AUTO_MODEL_IMPL}, paxkv's own class for "
+            "the architecture runs the model; there are no other implementations."
+        )
 
 
 def _zmq_endpoint(name: str, value: object) -> None:

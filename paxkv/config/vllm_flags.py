@@ -230,7 +230,6 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     *_refused(_NO_POOLING, "--aux-output-config", {}),
     *_refused(_NO_POOLING, "--runner --task", "auto", "generate"),
     *_refused(_NO_POOLING, "--convert", "auto", "none"),
-    *_refused("paxkv has one implementation of each model", "--model-impl", "auto", "vllm"),
     *_refused("paxkv has one implementation of each model", "--model-class-overrides", {}),
     # Checkpoints.
     *_refused(_HUGGING_FACE, "--tokenizer-mode --config-format", "auto", "hf"),

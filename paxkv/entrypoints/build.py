@@ -16,6 +16,7 @@ from paxkv.client.inproc_client import InprocClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
 from paxkv.config.engine_config import (
+    AUTO_MODEL_IMPL,
     FIT_MEMORY,
     CacheConfig,
     EngineConfig,
@@ -59,7 +60,7 @@ from paxkv.trace.trace_file import check_trace_file
 # Before the imports below: with a foreign `models` they would fail without saying why.
 check_package_origin()
 
-from models import LoadedModel, load_model  # noqa: E402
+from models import LoadedModel, load_model, read_model_config  # noqa: E402
 from models.loading.source import resolve_model_folder  # noqa: E402
 from models.platforms import default_platform  # noqa: E402
 from models.platforms.gpu import SHARE_VARIABLE  # noqa: E402
@@ -269,12 +270,26 @@ def build_llm_client(engine: BuiltEngine) -> InprocClient:
 
 
 def _model_folder(config: EngineConfig) -> Path:
-    if config.model.model is None:
-        return Path(str(importlib.resources.files("models.demo") / "checkpoint"))
-    with_weights = config.model.load_format != "dummy"
-    return resolve_model_folder(
-        config.model.model, with_weights=with_weights, revision=config.model.revision
+    """The model's folder. A model that is not supported is refused before weights are downloaded.
+
+    Raises:
+        ModelError: The model cannot be found, or its config.json describes no model that is
+            supported.
+    """
+    model = config.model
+    if model.model is None:
+        folder = Path(str(importlib.resources.files("models.demo") / "checkpoint"))
+    else:
+        folder = resolve_model_folder(model.model, with_weights=False, revision=model.revision)
+    read_model_config(
+        folder,
+        generation_folder=generation_config_folder(model.generation_config, folder),
+        model_impl=model.model_impl,
     )
+    is_on_hub = model.model is not None and not Path(model.model).expanduser().is_dir()
+    if is_on_hub and model.load_format != "dummy":
+        folder = resolve_model_folder(model.model, with_weights=True, revision=model.revision)
+    return folder
 
 
 def _text_folder(config: ModelConfig, model_folder: Path) -> Path:
@@ -309,9 +324,16 @@ def _load_model(config: EngineConfig, folder: Path, tokenizer: Tokenizer | None)
         max_model_len=None if max_model_len == FIT_MEMORY else max_model_len,
         product_dtype=config.model.product_dtype,
         generation_folder=generation_config_folder(config.model.generation_config, folder),
+        model_impl=config.model.model_impl,
         panel_width=platform.column_panel_width(batch_invariant=config.runner.batch_invariant),
         platform=platform,
     )
+    is_own_class = model.class_name.startswith("models.families.")
+    if config.model.model_impl != AUTO_MODEL_IMPL or not is_own_class:
+        logger.info(
+            "the model runs as the class %s (model_impl=%s).",
+            *(model.class_name, config.model.model_impl),
+        )
     if tokenizer is None:
         return model
     return model.without_tokens(tokenizer.ids_without_token(model.config.vocab_size))

@@ -60,7 +60,9 @@ def write_files(page: str, folder: Path) -> None:
     (folder / "models" / "demo" / "checkpoint").symlink_to(ROOT / "models" / "demo" / "checkpoint")
     for example in of_kind("file"):
         if example.page == page:
-            (folder / example.file_name).write_text(example.text)
+            path = folder / example.file_name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(example.text)
 
 
 def run_blocks(examples: Sequence[DocExample], folder: Path, url: str | None) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.architecture_names import with_supported_names
+from models.architecture_names import nearest_names, with_supported_names
 from models.registry import FAMILIES
 
 SUPPORTED = (*FAMILIES, "GPT2LMHeadModel", "Ernie4_5ForCausalLM")
@@ -94,3 +94,24 @@ def test_fields_of_older_names_are_renamed():
         {"architectures": ["InternLMForCausalLM"], "bias": True}, SUPPORTED
     )
     assert biased["attention_bias"] is True
+
+
+@pytest.mark.parametrize(
+    ("names", "nearest"),
+    [
+        (("MistralForSequenceClassification", ""), "MistralForCausalLM"),
+        (("Gemma3ForConditionalGeneration", "gemma3"), "Gemma3ForCausalLM"),
+        (("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl"), "Qwen2ForCausalLM"),
+        # The name says nothing, the type does.
+        (("MyModel", "starcoder2"), "Starcoder2ForCausalLM"),
+    ],
+)
+def test_the_most_similar_architecture_comes_first(names, nearest):
+    found = nearest_names(names, tuple(FAMILIES))
+    assert found[0] == nearest
+    assert len(found) <= 3
+
+
+@pytest.mark.parametrize("names", [("BertModel", "bert"), ("ForCausalLM", None), ("", 7)])
+def test_names_without_a_similar_one_have_none(names):
+    assert nearest_names(names, tuple(FAMILIES)) == []

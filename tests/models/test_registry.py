@@ -4,7 +4,7 @@ import importlib.metadata
 
 import pytest
 
-from models.errors import ModelConfigError, UnsupportedModelError
+from models.errors import ModelConfigError, ModelError, UnsupportedModelError
 from models.families.llama import LlamaForCausalLM
 from models.registry import ENTRY_POINT_GROUP, FAMILIES, family_class, read_config
 from models.rope_config import RopeConfig
@@ -593,8 +593,8 @@ def test_installed_packages_add_families_and_replace_none(monkeypatch):
     assert family_class("LlamaForCausalLM") is LlamaForCausalLM
     config = read_config(hf_config("ForeignForCausalLM"))
     assert config.architecture == "ForeignForCausalLM"
-    with pytest.raises(UnsupportedModelError, match=f"{list(FAMILIES)[-1]}, ForeignForCausalLM"):
-        read_config(hf_config("GPT2LMHeadModel"))
+    with pytest.raises(UnsupportedModelError, match="similar names: ForeignForCausalLM. docs"):
+        read_config(hf_config("ForeignerModel", model_type="x"))
 
 
 @pytest.mark.parametrize("value", ["no_such_package:Model", "models.registry:NoSuchModel"])
@@ -609,11 +609,33 @@ class ForeignModel(LlamaForCausalLM):
     """As a package of somebody else would define it."""
 
 
-def test_unknown_architecture_is_refused_and_known_ones_are_named():
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "hint"),
+    [
+        ("BertModel", "bert", ""),
+        (
+            "Qwen3NextForCausalLM",
+            "qwen3_next",
+            "Supported architectures with similar names: Qwen3ForCausalLM, Qwen3MoeForCausalLM. ",
+        ),
+    ],
+)
+def test_unknown_architecture_is_refused_and_similar_ones_are_named(architecture, model_type, hint):
     with pytest.raises(UnsupportedModelError) as error:
-        read_config(hf_config("MambaForCausalLM"))
-    assert "MambaForCausalLM" in str(error.value)
-    assert all(name in str(error.value) for name in FAMILIES)
+        read_config(hf_config(architecture, model_type=model_type))
+    assert str(error.value) == (
+        f"config.json: architecture '{architecture}' is not supported. {hint}docs/guide/models.md "
+        f"lists all {len(FAMILIES)} that are supported; docs/guide/adding-a-model.md describes how "
+        "to add one."
+    )
+
+
+@pytest.mark.parametrize("fields", [{"architectures": None}, {"architectures": ["BertModel"]}])
+def test_no_message_lists_all_architectures(fields):
+    with pytest.raises(ModelError) as error:
+        read_config(hf_config(**{"model_type": "bert"} | fields))
+    assert len(str(error.value)) < 300
+    assert "docs/guide/models.md lists" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,11 @@ def fake_model_parts(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
         max_scaled_positions=MAX_SCALED_POSITIONS,
         eos_token_ids=(257,),
     )
-    loaded = SimpleNamespace(config=config, params=(np.zeros(500, np.float32),))
+    loaded = SimpleNamespace(
+        config=config,
+        params=(np.zeros(500, np.float32),),
+        class_name="models.families.fake.FakeForCausalLM",
+    )
     loaded.without_tokens = lambda token_ids: loaded
 
     class Runner(FakeRunner):
@@ -85,6 +89,9 @@ def fake_model_parts(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
         model = loaded
 
     monkeypatch.setattr("paxkv.entrypoints.build.load_model", lambda folder, **arguments: loaded)
+    monkeypatch.setattr(
+        "paxkv.entrypoints.build.read_model_config", lambda folder, **arguments: config
+    )
     monkeypatch.setattr("paxkv.entrypoints.build.ModelRunner", Runner)
     return Runner
 

@@ -73,6 +73,7 @@ def program_identity(
         "flax": flax.__version__,
         **_device_facts(mesh),
         **model.platform.identity(),
+        "model's class": model.class_name,
         **_model_facts(model.config),
         "dtype": model.dtype,
         "weights": _digest([(array.shape, array.dtype.name) for array in params])[:16],

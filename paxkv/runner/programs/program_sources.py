@@ -4,6 +4,7 @@ import ast
 import functools
 import hashlib
 import sys
+import sysconfig
 import time
 import uuid
 from collections.abc import Iterator
@@ -43,17 +44,36 @@ def source_digest(packages: frozenset[str] = frozenset()) -> str:
 
 
 def _files_of_other_package(package: str) -> dict[str, Path]:
-    """Name to source file, of an imported package or of a module that is a single file."""
+    """Name to source file, of an imported package or of a module that is a single file.
+
+    Those of a single file include the files and packages beside it that it imports.
+    """
     module = sys.modules[package]
     folders = [Path(folder) for folder in getattr(module, "__path__", ())]
+    file = getattr(module, "__file__", None)
     if folders:
         return {
             f"{package}/{path.relative_to(folder).as_posix()}": path
             for folder in folders
             for path in folder.rglob("*.py")
         }
-    file = getattr(module, "__file__", None)
-    return {} if file is None else {f"{package}.py": Path(file)}
+    return {} if file is None else _files_beside(Path(file))
+
+
+def _files_beside(file: Path) -> dict[str, Path]:
+    """Name to source file: a file, and what it imports, directly or not, from its own folder."""
+    folder = file.parent
+    # Installed packages lie beside each other; the versions of those that matter are known.
+    is_installed = folder in {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
+    found, waiting = {file}, [] if is_installed else [file]
+    while waiting:
+        for module in _imported_modules(waiting.pop()):
+            top = folder / module.partition(".")[0]
+            candidates = [top.with_suffix(".py"), *top.rglob("*.py")]
+            new = {path for path in candidates if path.is_file()} - found
+            found |= new
+            waiting += new
+    return {path.relative_to(folder).as_posix(): path for path in found}
 
 
 def program_source_files(root: Path) -> list[Path]:

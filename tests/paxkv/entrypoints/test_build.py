@@ -9,6 +9,7 @@ import jax
 import pytest
 
 import paxkv.entrypoints.build
+from models.errors import UnsupportedModelError
 from models.platforms import CPU, GPU, Platform
 from paxkv.config.engine_config import (
     FIT_MEMORY,
@@ -226,9 +227,62 @@ def test_another_tokenizer_brings_its_chat_template(
     monkeypatch.setattr("paxkv.entrypoints.build.resolve_model_folder", resolve)
     build_core(config_for(model, revision="v1", tokenizer_revision="v2"))
     assert asked == [
-        (str(model), {"with_weights": True, "revision": "v1"}),
+        (str(model), {"with_weights": False, "revision": "v1"}),
         (str(model), {"with_weights": False, "revision": "v2"}),
     ]
+
+
+@pytest.mark.parametrize(("load_format", "wanted"), [("auto", [False, True]), ("dummy", [False])])
+def test_weights_are_downloaded_after_config_json_was_read(
+    tmp_path: Path,
+    runner_class: type[FakeRunner],
+    monkeypatch: pytest.MonkeyPatch,
+    load_format: str,
+    wanted: list[bool],
+) -> None:
+    asked = []
+
+    def resolve(name: str, *, with_weights: bool, revision: str) -> Path:
+        asked.append(with_weights)
+        return tmp_path
+
+    def refuse(folder: Path, **arguments: object) -> None:
+        assert arguments["model_impl"] == "my_model:MyModel"
+        raise UnsupportedModelError("not supported")
+
+    monkeypatch.setattr("paxkv.entrypoints.build.resolve_model_folder", resolve)
+    model = ModelConfig(model="org/name", load_format=load_format, model_impl="my_model:MyModel")
+    build_core(EngineConfig(model=model))
+    assert asked == wanted
+    asked.clear()
+    monkeypatch.setattr("paxkv.entrypoints.build.read_model_config", refuse)
+    with pytest.raises(UnsupportedModelError, match="not supported"):
+        build_core(EngineConfig(model=model))
+    assert asked == [False]
+
+
+@pytest.mark.parametrize(
+    ("class_name", "model_impl", "is_told"),
+    [
+        ("models.families.llama.LlamaForCausalLM", "auto", False),
+        ("models.families.llama.LlamaForCausalLM", "models.families.llama:LlamaForCausalLM", True),
+        ("my_model.MyModel", "my_model:MyModel", True),
+        # By an entry point.
+        ("my_package.my_model.MyModel", "auto", True),
+    ],
+)
+def test_the_log_names_a_class_that_is_not_the_usual_one(
+    tmp_path: Path,
+    runner_class: type[FakeRunner],
+    caplog: pytest.LogCaptureFixture,
+    class_name: str,
+    model_impl: str,
+    is_told: bool,
+) -> None:
+    runner_class.model.class_name = class_name
+    with caplog.at_level("INFO"):
+        build_core(config_for(tmp_path, model_impl=model_impl))
+    assert (f"runs as the class {class_name} (model_impl={model_impl})" in caplog.text) == is_told
 
 
 def test_compiled_programs_say_whether_the_length_was_made_shorter(
@@ -329,6 +383,7 @@ def test_folder_without_programs_is_refused_before_anything_is_loaded(
 )
 def test_kernels_lie_in_panels_where_one_core_without_batch_invariance_is_quicker_so(
     tmp_path: Path,
+    runner_class: type[FakeRunner],
     monkeypatch: pytest.MonkeyPatch,
     has: list[str],
     num_cores: int,
@@ -358,7 +413,11 @@ def test_kernels_lie_in_panels_where_one_core_without_batch_invariance_is_quicke
 
 @pytest.mark.parametrize(("asked", "wanted"), [(None, None), (64, 64), (FIT_MEMORY, None)])
 def test_model_is_loaded_for_the_length_that_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int | str | None, wanted: int | None
+    tmp_path: Path,
+    runner_class: type[FakeRunner],
+    monkeypatch: pytest.MonkeyPatch,
+    asked: int | str | None,
+    wanted: int | None,
 ) -> None:
     lengths = []
 
@@ -514,7 +573,7 @@ def test_another_folder_has_the_turn_ending_tokens_too(
 
 
 def test_rows_of_the_vocabulary_that_no_token_has_are_never_generated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, runner_class: type[FakeRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tokenizer(tmp_path)
     left_out = []
@@ -525,7 +584,8 @@ def test_rows_of_the_vocabulary_that_no_token_has_are_never_generated(
 
     def load_padded(folder: Path, **arguments: object) -> SimpleNamespace:
         config = SimpleNamespace(vocab_size=VOCAB_SIZE + 2)
-        return SimpleNamespace(config=config, without_tokens=without_tokens)
+        name = "models.families.fake.Padded"
+        return SimpleNamespace(config=config, class_name=name, without_tokens=without_tokens)
 
     monkeypatch.setattr("paxkv.entrypoints.build.load_model", load_padded)
     with pytest.raises(ConfigError, match="seen"):

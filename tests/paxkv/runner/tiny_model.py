@@ -78,6 +78,7 @@ class TinyModel:
         self.windows = windows
         self.kernels = KernelSettings()
         self.packages = frozenset({"models"})
+        self.class_name = "tests.TinyModel"
         self.unused_token_ids = ()
         self.platform = default_platform()
         spec = self.config.spec("float32")

@@ -110,6 +110,13 @@ def test_the_source_of_a_family_from_another_package_counts():
     assert difference.startswith("paxkv: compiled with")
 
 
+def test_two_classes_of_one_file_have_programs_of_their_own():
+    model = TinyModel()
+    model.class_name = "tests.OtherModel"
+    (difference,) = identity_differences(make_identity(), make_identity(model=model))
+    assert difference == ("model's class: compiled with 'tests.TinyModel', now 'tests.OtherModel'")
+
+
 class ForeignVariant(StepVariant):
     """A step feature of another package."""
 

@@ -90,6 +90,34 @@ def test_the_source_of_a_family_from_another_package_counts(tmp_path, monkeypatc
     assert digest_of() != before
 
 
+@pytest.mark.parametrize(
+    ("edited", "counts"),
+    [("other.py", True), ("near.py", True), ("far/part.py", True), ("beside.py", False)],
+)
+def test_what_a_single_file_imports_from_its_folder_counts(tmp_path, monkeypatch, edited, counts):
+    (tmp_path / "far").mkdir()
+    texts = {
+        "other.py": '"""A family."""\nimport jax\nfrom near import f\n',
+        "near.py": '"""Imported."""\nimport far.part\n',
+        "far/__init__.py": '"""A package."""\n',
+        "far/part.py": '"""Imported by what is imported."""\nimport other\n',
+        "beside.py": '"""Imported by none."""\n',
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        make_older(tmp_path / name)
+    module = types.ModuleType("other")
+    module.__file__ = str(tmp_path / "other.py")
+    monkeypatch.setitem(sys.modules, "other", module)
+    digest_of = functools.partial(source_digest.__wrapped__, frozenset({"other"}))
+    before = digest_of()
+    edit(tmp_path / edited, '"""', '"""Edited. ')
+    assert (digest_of() != before) == counts
+    # Installed packages beside it are not read.
+    monkeypatch.setattr(program_sources.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert digest_of() == digest_of() != before
+
+
 def test_a_package_without_source_files_has_a_digest_of_its_own(monkeypatch):
     monkeypatch.setitem(sys.modules, "other", types.ModuleType("other"))
     digests = {source_digest.__wrapped__(frozenset({"other"})) for _ in range(2)}
