@@ -1,4 +1,4 @@
-"""AFM of Arcee: Llama's attention, and an MLP with squared ReLU and without a gate."""
+"""AFM-4.5B of Arcee: Llama's attention, and an MLP with squared ReLU and without a gate."""
 
 import functools
 from collections.abc import Mapping

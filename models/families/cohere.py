@@ -1,4 +1,6 @@
-"""Command R and Aya: attention and the MLP in parallel, layer norms, and a factor of logits."""
+"""Command R, Command R+, Aya 23 and Aya Expanse: attention and the MLP in parallel, layer norms,
+and a factor of logits.
+"""
 
 import functools
 from collections.abc import Mapping

@@ -1,4 +1,6 @@
-"""Command R7B and Command A: Command R's layers, most of them with a sliding window."""
+"""Command R7B and Command A: Command R's layers, three with a sliding window to one full layer
+without positions.
+"""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""CWM: Llama's layers, most of them with a sliding window."""
+"""CWM: Llama's layers, three with a sliding window to one full layer."""
 
 from collections.abc import Mapping
 

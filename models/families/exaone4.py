@@ -1,4 +1,6 @@
-"""EXAONE 4: norms after attention and after the MLP, and full layers without positions."""
+"""EXAONE 4: norms after attention and after the MLP. If `config.json` sets a window, it has three
+sliding-window layers to one full layer without positions.
+"""
 
 import dataclasses
 import functools

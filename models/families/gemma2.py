@@ -1,4 +1,6 @@
-"""Gemma 2: norms on both sides of each part, soft caps, and a window on every second layer."""
+"""Gemma 2: norms on both sides of each part, soft caps of attention scores and logits, and a window
+on every second layer.
+"""
 
 import functools
 from collections.abc import Mapping

@@ -1,4 +1,6 @@
-"""Gemma 3 (text): normed queries and keys, and two rotary embeddings."""
+"""Gemma 3 (text): normed queries and keys, two rotary embeddings, and five sliding-window layers to
+one full layer.
+"""
 
 import dataclasses
 import functools

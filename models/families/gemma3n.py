@@ -1,4 +1,6 @@
-"""Gemma 3n (text): several residual streams, embeddings per layer, and shared keys and values."""
+"""Gemma 3n (text): several residual streams, embeddings per layer, four sliding-window layers to
+one full layer, and later layers that read the keys and values of earlier ones.
+"""
 
 import dataclasses
 import functools

@@ -1,4 +1,7 @@
-"""Gemma 4 (text): two head sizes, shared keys and values, embeddings per layer, and experts."""
+"""Gemma 4 (text), dense and with experts: five sliding-window layers to one full layer with wider
+heads, shared keys and values, and embeddings per layer. Checkpoints of
+`Gemma4ForConditionalGeneration` are refused.
+"""
 
 import dataclasses
 import functools

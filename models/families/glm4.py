@@ -1,4 +1,6 @@
-"""GLM-4-0414 and GLM-Z1: GLM-4's layers with norms on both sides of each part."""
+"""GLM-4-0414 and GLM-Z1: partial rotary embeddings, a packed MLP, and norms on both sides of each
+part.
+"""
 
 import functools
 import re

@@ -1,4 +1,6 @@
-"""GLM-4.5, 4.6 and 4.7: partial rotary embeddings, and experts as in DeepSeek-V3."""
+"""GLM-4.5, GLM-4.6 and GLM-4.7: partial rotary embeddings, and experts as in DeepSeek-V3 in most
+layers, with shared experts. Layers for multi-token prediction are not loaded.
+"""
 
 import functools
 from collections.abc import Mapping

@@ -1,4 +1,6 @@
-"""gpt-oss: experts with biases and a clamped SwiGLU, sinks, and a window on every second layer."""
+"""gpt-oss: experts with biases and a clamped SwiGLU, attention sinks, and a window on every second
+layer. The published releases are quantized, and are refused.
+"""
 
 import functools
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Granite 3 and 4, dense: Llama's layers with factors of embeddings, outputs and logits."""
+"""Granite 3 and Granite 4, dense: Llama's layers with factors of embeddings, outputs and logits."""
 
 import functools
 from collections.abc import Mapping

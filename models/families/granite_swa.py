@@ -1,4 +1,6 @@
-"""Granite with sliding windows: attention sinks, and a base of the rotary embedding per layer."""
+"""Granite with sliding windows: three sliding-window layers to one full layer, attention sinks, and
+a base of the rotary embedding per layer.
+"""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,4 +1,6 @@
-"""Llama 1 to 3.2 (text), and other models with the same architecture."""
+"""Llama 1 to 3.2 (text), and other models with this architecture: full attention and a gated MLP,
+each after a norm.
+"""
 
 import functools
 from collections.abc import Mapping

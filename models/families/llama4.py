@@ -1,4 +1,7 @@
-"""Llama 4 (text): attention in chunks or without positions, one expert and one shared expert."""
+"""Llama 4 (text): attention in chunks in most layers, full attention without positions in the
+others, and experts with a shared expert in all or some layers. Checkpoints of
+`Llama4ForConditionalGeneration` are refused.
+"""
 
 import dataclasses
 import functools

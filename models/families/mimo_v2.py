@@ -1,4 +1,6 @@
-"""MiMo-V2-Flash: experts, narrow values, and sliding layers with sinks and more KV heads."""
+"""MiMo-V2-Flash: experts in most layers, values narrower than keys, partial rotary embeddings, and
+sliding layers with sinks and more KV heads. The published releases are quantized, and are refused.
+"""
 
 import dataclasses
 import functools

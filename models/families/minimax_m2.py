@@ -1,4 +1,6 @@
-"""MiniMax-M2: norms of all heads together, partial rotary embeddings, experts in every layer."""
+"""MiniMax-M2: norms of all heads together, partial rotary embeddings, and experts in every layer.
+The published weights are quantized, so only unquantized copies load.
+"""
 
 import functools
 from collections.abc import Mapping

@@ -1,4 +1,6 @@
-"""Ministral 3: Llama's layers, with a factor of queries that grows with their position."""
+"""Ministral 3: Llama's layers, with a factor of queries that grows with their position. All layers
+have a sliding window if `config.json` sets one.
+"""
 
 import functools
 from collections.abc import Mapping

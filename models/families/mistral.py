@@ -1,4 +1,6 @@
-"""Mistral 7B and Nemo: Llama's layers without biases, and one window for all layers."""
+"""Mistral 7B and Mistral Nemo: Llama's layers without biases. All layers have a sliding window if
+`config.json` sets one.
+"""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,6 @@
-"""Mixtral 8x7B and 8x22B: Mistral's attention, and a mixture of experts in every layer."""
+"""Mixtral 8x7B and Mixtral 8x22B: Mistral's attention, and a mixture of experts in every layer. All
+layers have a sliding window if `config.json` sets one.
+"""
 
 import functools
 from collections.abc import Mapping

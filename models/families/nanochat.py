@@ -1,4 +1,4 @@
-"""nanochat: norms without parameters, backward rotation, squared ReLU, and a soft cap."""
+"""nanochat: norms without parameters, backward rotation, squared ReLU, and a soft cap of logits."""
 
 import dataclasses
 import functools

@@ -1,4 +1,6 @@
-"""Nemotron-3, Nemotron-4 and Minitron: layer norms around 1, and an MLP with squared ReLU."""
+"""Nemotron-3 8B, Nemotron-4 and Minitron: layer norms around 1, partial rotary embeddings, and an
+MLP with squared ReLU.
+"""
 
 import functools
 from collections.abc import Mapping

@@ -1,4 +1,6 @@
-"""OLMo 1: Llama's layers with layer norms without parameters, and clipped projections."""
+"""OLMo 1: Llama's layers with layer norms without parameters, and projections that are clipped if
+`config.json` has a bound.
+"""
 
 import functools
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2's layers, most of them with a sliding window."""
+"""OLMo 3: OLMo 2's layers, three with a sliding window to one full layer."""
 
 import dataclasses
 from collections.abc import Mapping

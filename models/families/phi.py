@@ -1,4 +1,6 @@
-"""Phi-1, 1.5 and 2: attention and the MLP in parallel, layer norms, and biases everywhere."""
+"""Phi-1, Phi-1.5 and Phi-2: attention and the MLP in parallel, layer norms, partial rotary
+embeddings, and biases everywhere.
+"""
 
 import functools
 from collections.abc import Mapping

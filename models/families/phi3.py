@@ -1,4 +1,7 @@
-"""Phi-3, 3.5 and 4: Llama's layers with packed weights, and the rotary embedding longrope."""
+"""Phi-3, Phi-3.5-mini, Phi-4 and Phi-4-mini: Llama's layers with packed weights, and the rotary
+embedding longrope. If `config.json` says so, all layers have a sliding window, and rotary
+embeddings are partial.
+"""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,6 @@
-"""Qwen2 and Qwen2.5, dense: Llama's layers with biases on q, k and v."""
+"""Qwen2 and Qwen2.5, dense: Llama's layers with biases on queries, keys and values. Some layers
+have a sliding window if `config.json` enables it.
+"""
 
 from collections.abc import Mapping
 

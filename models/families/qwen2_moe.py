@@ -1,4 +1,6 @@
-"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, experts, and one shared expert."""
+"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, and experts in most layers, with one shared
+expert. Some layers have a sliding window if `config.json` enables it.
+"""
 
 import functools
 from collections.abc import Mapping

@@ -1,4 +1,6 @@
-"""Qwen3, dense: normed queries and keys."""
+"""Qwen3, dense: normed queries and keys. Some layers have a sliding window if `config.json` enables
+it.
+"""
 
 import functools
 from collections.abc import Mapping

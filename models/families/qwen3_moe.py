@@ -1,4 +1,6 @@
-"""Qwen3 with experts: Qwen3's attention, and a mixture of experts in most layers."""
+"""Qwen3 with experts, such as Qwen3-30B-A3B: Qwen3's attention, and a mixture of experts in most
+layers. All layers have a sliding window if `config.json` enables it.
+"""
 
 import functools
 from collections.abc import Mapping

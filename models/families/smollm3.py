@@ -1,4 +1,6 @@
-"""SmolLM3: Llama's layers, every fourth of them without positions."""
+"""SmolLM3: Llama's layers, every fourth of them without positions. Some layers have a sliding
+window if `config.json` enables it.
+"""
 
 import dataclasses
 from collections.abc import Mapping

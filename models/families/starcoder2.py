@@ -1,4 +1,6 @@
-"""StarCoder2: layer norms, an MLP without a gate, biases, and one window for all layers."""
+"""StarCoder2: layer norms, an MLP without a gate, and biases. All layers have a sliding window if
+`config.json` sets one.
+"""
 
 import functools
 from collections.abc import Mapping

@@ -15,7 +15,7 @@ from tests.oracles import families
 from tests.oracles.more_families import MORE
 
 DECODERS = families.FAMILIES | families.EXTRA | families.NEWEST
-# README.md's table of models names the same.
+# docs/guide/models.md has a row for the architecture of each: `tests/aot/models_table.py`.
 LOADED = [
     "llama",
     "qwen3",
