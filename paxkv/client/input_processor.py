@@ -357,10 +357,11 @@ class InputProcessor:
             _check_is_unicode("stop", stop_string)
         if sampling_params.structured_outputs is not None:
             if self._grammar_checker is None:
+                field = sampling_params.structured_outputs.field_of()
                 raise UnsupportedFeatureError(
-                    "structured output needs a model with a tokenizer and an EOS token, which "
-                    "this one has not; leave structured_outputs out.",
-                    param="structured_outputs",
+                    f"{field} asks for structured output, which needs a model with a tokenizer and "
+                    "an EOS token. This model has not both; leave the field out.",
+                    param=field.name,
                 )
             if checks_grammar:
                 self._grammar_checker.check(sampling_params.structured_outputs)

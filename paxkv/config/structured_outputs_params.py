@@ -21,6 +21,22 @@ _THOUGHTS = ("none", "maybe", "begun")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FormField:
+    """The field of a request that a form was sent in, for errors.
+
+    Args:
+        name: As the client's API has it: "tools[3].input_schema".
+        tool: The name of the tool whose arguments it describes.
+    """
+
+    name: str
+    tool: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.tool is None else f'{self.name} (tool "{self.tool}")'
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
     """One of several kinds of grammar, with vLLM's field names.
 
@@ -38,6 +54,8 @@ class StructuredOutputsParams:
             indentation.
         disable_additional_properties: Objects of a JSON schema that names properties have no
             others, unless the schema says something of them.
+        sent_in: The field of the request that it came from. A list of calls has that of each tool
+            after it. Empty stands for `structured_outputs`. It changes errors only.
         thoughts: What comes before the form: nothing; perhaps thoughts between `<think>` and
             `</think>`, if the first token opens them; or thoughts that the prompt has opened.
 
@@ -55,6 +73,7 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
     disable_additional_properties: bool = False
     thoughts: Literal["none", "maybe", "begun"] = "none"
+    sent_in: tuple[FormField, ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         asked = [name for name in _KINDS if self._is_asked(name)]
@@ -79,10 +98,18 @@ class StructuredOutputsParams:
             raise _error(f"structured_outputs.thoughts must be one of {', '.join(_THOUGHTS)}.")
         num_chars = len(self.source_text)
         if num_chars > MAX_GRAMMAR_CHARS:
-            raise _error(
-                f"structured_outputs.{self.kind} has {num_chars} characters; at most "
-                f"{MAX_GRAMMAR_CHARS} can be compiled. Send a smaller one."
+            raise InvalidRequestError(
+                f"{self.field_of()} has {num_chars} characters; at most {MAX_GRAMMAR_CHARS} can be "
+                "compiled. Send a smaller one.",
+                param=self.field_of().name,
             )
+
+    def field_of(self, tool: str | None = None) -> FormField:
+        """The field that the form came from, or the part of it that is about a tool."""
+        if not self.sent_in:
+            return FormField(name=f"structured_outputs.{self.kind}")
+        found = (field for field in self.sent_in if tool is not None and field.tool == tool)
+        return next(found, self.sent_in[0])
 
     @property
     def kind(self) -> str:
@@ -98,7 +125,7 @@ class StructuredOutputsParams:
         try:
             return json.dumps(value, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise _error(f"structured_outputs.{self.kind} is not JSON: {error}.") from None
+            raise _error(f"{self.field_of()} is not JSON: {error}.") from None
 
     def _check_whitespace(self) -> None:
         pattern = self.whitespace_pattern

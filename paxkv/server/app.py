@@ -35,7 +35,6 @@ from paxkv.server.protocol.error_response import (
     handle_http_error,
     handle_paxkv_error,
 )
-from paxkv.server.protocol.ignored_keywords import IGNORED_KEYWORDS_HEADER
 from paxkv.server.routes.admin import ADMIN_PATHS, AdminRoutes
 from paxkv.server.routes.chat import ChatRoutes
 from paxkv.server.routes.completions import CompletionRoutes
@@ -139,10 +138,7 @@ def _middleware(config: ServerConfig, metrics: ServerMetrics) -> list[Middleware
                 allow_methods=config.allowed_methods,
                 allow_headers=config.allowed_headers,
                 allow_credentials=config.allow_credentials,
-                expose_headers=(
-                    *("X-Request-Id", "Retry-After"),
-                    *(IGNORED_HEADER, IGNORED_KEYWORDS_HEADER),
-                ),
+                expose_headers=("X-Request-Id", "Retry-After", IGNORED_HEADER),
             )
         )
     if config.api_key:

@@ -123,16 +123,24 @@ class Generator:
                         timer.observe(output)
                         for completion in output.outputs:
                             if completion.finish_reason == "error":
-                                raise _error(output.request_id, completion)
+                                raise _error(output.request_id, completion, sampling_params)
                         yield output
         finally:
             self._metrics.note_engine(self._engine.latest_stats)
 
 
-def _error(request_id: str, completion: CompletionOutput) -> PaxkvError:
+def _error(
+    request_id: str,
+    completion: CompletionOutput,
+    sampling_params: SamplingParams | BeamSearchParams,
+) -> PaxkvError:
     """What the engine says itself of an end is the request's fault, such as its grammar's."""
     if isinstance(completion.stop_reason, str):
-        return InvalidRequestError(completion.stop_reason, param="structured_outputs")
+        form = None
+        if isinstance(sampling_params, SamplingParams):
+            form = sampling_params.structured_outputs
+        param = "structured_outputs" if form is None else form.field_of().name
+        return InvalidRequestError(completion.stop_reason, param=param)
     return InvariantError(f"the engine failed at request {request_id}")
 
 

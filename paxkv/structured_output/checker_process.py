@@ -32,7 +32,8 @@ import msgspec
 import paxkv
 from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError
-from paxkv.structured_output.grammar_compiler import GrammarCompiler
+from paxkv.structured_output.form_errors import FormError
+from paxkv.structured_output.grammar_compiler import GrammarCompiler, form_key
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +69,16 @@ class _Trial(msgspec.Struct, frozen=True):
 
 
 class _Verdict(msgspec.Struct, frozen=True):
-    """The answer to either; `error` is None where all is well. Took `compile_s` of a processor.
+    """The answer to either; `problem` is None where all is well. Took `compile_s` of a processor.
+
+    `problem` and `tool` are those of a `FormError`. Requests with the same form share a verdict,
+    and may have sent the form in different fields, so the field's name is not part of it.
 
     The grammar does not enforce the keywords of JSON schemas at `ignored_keywords`.
     """
 
-    error: str | None
+    problem: str | None
+    tool: str | None = None
     compile_s: float = 0.0
     ignored_keywords: tuple[str, ...] = ()
 
@@ -133,12 +138,12 @@ class CheckerProcess:
     def check(self, params: StructuredOutputsParams) -> None:
         """See `GrammarChecker`."""
         if not self._check(params, self._max_compile_s, is_long=True):
-            error = (
-                f"structured_outputs.{params.kind} cannot be compiled within "
-                f"{self._max_compile_s:g} s and {MAX_BYTES >> 30} GB; send a simpler one."
+            problem = (
+                f"cannot be compiled within {self._max_compile_s:g} s and {MAX_BYTES >> 30} GB; "
+                "send a simpler one."
             )
-            self._remember(params, _Verdict(error, self._max_compile_s))
-            raise _refusal(error)
+            self._remember(params, _Verdict(problem, compile_s=self._max_compile_s))
+            raise FormError(params, problem)
 
     def close(self) -> None:
         """Ends the process, and what is on trial."""
@@ -161,8 +166,8 @@ class CheckerProcess:
                     "%s",
                     ", ".join(verdict.ignored_keywords[:MAX_LOGGED_KEYWORDS]),
                 )
-        if verdict.error is not None:
-            raise _refusal(verdict.error)
+        if verdict.problem is not None:
+            raise FormError(params, verdict.problem, tool=verdict.tool)
         return True
 
     def _remember(self, params: StructuredOutputsParams, verdict: _Verdict) -> None:
@@ -257,11 +262,8 @@ class _Forker:
 
 
 def _digest(params: StructuredOutputsParams) -> bytes:
-    return hashlib.sha256(msgspec.json.encode(params)).digest()
-
-
-def _refusal(error: str) -> InvalidRequestError:
-    return InvalidRequestError(error, param="structured_outputs")
+    """Of what a verdict depends on; the field that the form was sent in is not part of it."""
+    return hashlib.sha256(msgspec.json.encode((*form_key(params), params.thoughts))).digest()
 
 
 def _end_all(running: list[_Forker]) -> None:
@@ -324,13 +326,15 @@ def answer_trial(connection: BinaryIO, compiler: GrammarCompiler) -> None:
 def _answer(
     connection: BinaryIO, compiler: GrammarCompiler, params: StructuredOutputsParams
 ) -> None:
-    error, ignored_keywords = None, ()
+    problem, tool, ignored_keywords = None, None, ()
     start_s = time.process_time()
     try:
         ignored_keywords = compiler.check(params)
-    except InvalidRequestError as raised:
-        error = str(raised)
-    verdict = _Verdict(error, time.process_time() - start_s, ignored_keywords)
+    except FormError as error:
+        problem, tool = error.problem, error.tool
+    except InvalidRequestError as error:
+        problem = f"cannot be compiled: {error}"
+    verdict = _Verdict(problem, tool, time.process_time() - start_s, ignored_keywords)
     # Whoever asked may have given up.
     with contextlib.suppress(BrokenPipeError):
         connection.write(msgspec.json.encode(verdict) + b"\n")

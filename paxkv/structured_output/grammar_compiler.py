@@ -10,11 +10,13 @@ import llguidance
 import numpy as np
 
 from paxkv.config.structured_outputs_params import StructuredOutputsParams
-from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.errors import UnsupportedFeatureError
+from paxkv.structured_output.form_errors import FormError, SchemaError
 from paxkv.structured_output.grammar_syntax import NO_FORCING, to_lark
 from paxkv.structured_output.grammar_tokenizer import make_grammar_tokenizer
 from paxkv.structured_output.grammar_walk import find_dead_end
 from paxkv.structured_output.json_schema.schema_cleaner import SchemaCleaner
+from paxkv.structured_output.json_schema.schema_faults import find_fault
 from paxkv.structured_output.json_schema.schema_probe import LlguidanceProbe
 from paxkv.structured_output.structural_format import StructuralFormat
 from paxkv.structured_output.thoughts import ThoughtTokens, find_thought_tokens
@@ -39,7 +41,7 @@ _PLAIN_WORDS = {
     "NoExtensionBias": "nothing can follow the text so far: no value fits at this place",
 }
 # What a matcher is made from: kind, source and options.
-_Key = tuple[str, str, bool, str | None, bool]
+FormKey = tuple[str, str, bool, str | None, bool]
 # What one grammar may take, at most: about 0.1 s and 50 MB to build, and 0.05 s a step. Ordinary
 # schemas stay far below.
 LIMITS = llguidance.LLParserLimits(
@@ -91,7 +93,7 @@ class GrammarCompiler:
         self._thought_tokens: ThoughtTokens | None = None
         self._lock = threading.Lock()
         # The most recently used one last. A copy of it starts anew.
-        self._compiled: OrderedDict[_Key, _Compiled] = OrderedDict()
+        self._compiled: OrderedDict[FormKey, _Compiled] = OrderedDict()
 
     @property
     def num_mask_words(self) -> int:
@@ -117,7 +119,7 @@ class GrammarCompiler:
     def _compile(self, params: StructuredOutputsParams) -> _Compiled:
         if params.thoughts != "none":
             self.thought_tokens()
-        key = _key(params)
+        key = form_key(params)
         with self._lock:
             compiled = self._compiled.get(key)
             if compiled is not None:
@@ -133,7 +135,7 @@ class GrammarCompiler:
     def is_cached(self, params: StructuredOutputsParams) -> bool:
         """Whether `compile` takes no time."""
         with self._lock:
-            return _key(params) in self._compiled
+            return form_key(params) in self._compiled
 
     def token_texts(self) -> TokenTexts:
         """The model's tokens as bytes; the first call takes a while."""
@@ -190,17 +192,17 @@ class GrammarCompiler:
         If llguidance refuses them, a second pass removes the keywords that it cannot compile.
         """
         probe = LlguidanceProbe(self._get_tokenizer(), LIMITS)
-        first_refusal: InvalidRequestError | None = None
+        first_refusal: FormError | None = None
         for probes_values in (False, True):
             cleaner = SchemaCleaner(probe, probes_values=probes_values)
             try:
                 return _Compiled(self._make_matcher(params, cleaner), cleaner.ignored)
-            except InvalidRequestError as refusal:
+            except FormError as refusal:
                 first_refusal = first_refusal or refusal
                 if cleaner.num_schemas == 0 or cleaner.is_strict_refusal:
                     raise
         # Removing keywords did not help, so the first refusal names the cause.
-        raise first_refusal
+        raise _refusal_with_place(params, probe) or first_refusal
 
     def _make_matcher(
         self, params: StructuredOutputsParams, cleaner: SchemaCleaner
@@ -209,6 +211,8 @@ class GrammarCompiler:
             grammar = _grammar(params, cleaner)
         except RecursionError:
             raise _cannot_compile(params, "it is nested too deeply") from None
+        except SchemaError as error:
+            raise _cannot_compile(params, str(error), tool=error.tool) from None
         except ValueError as error:
             raise _cannot_compile(params, str(error)) from None
         matcher = llguidance.LLMatcher(self._get_tokenizer(), grammar, log_level=0, limits=LIMITS)
@@ -234,14 +238,15 @@ class GrammarCompiler:
         return matcher
 
 
-def _key(params: StructuredOutputsParams) -> _Key:
+def form_key(params: StructuredOutputsParams) -> FormKey:
+    """What the grammar is made from; equal keys have equal grammars."""
     return (
         *(params.kind, params.source_text, params.disable_any_whitespace),
         *(params.whitespace_pattern, params.disable_additional_properties),
     )
 
 
-def _grammar(params: StructuredOutputsParams, cleaner: SchemaCleaner) -> str:
+def _grammar(params: StructuredOutputsParams, cleaner: "SchemaCleaner | _SchemaCollector") -> str:
     """The grammar in llguidance's own form.
 
     Args:
@@ -336,8 +341,32 @@ def one_line(reason: str) -> str:
     return " ".join(reason.split())[:MAX_REASON_CHARS].rstrip(".")
 
 
-def _cannot_compile(params: StructuredOutputsParams, reason: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"structured_outputs.{params.kind} cannot be compiled: {one_line(reason)}.",
-        param="structured_outputs",
-    )
+def _cannot_compile(
+    params: StructuredOutputsParams, reason: str, *, tool: str | None = None
+) -> FormError:
+    return FormError(params, f"cannot be compiled: {one_line(reason)}.", tool=tool)
+
+
+class _SchemaCollector:
+    """Takes the place of a `SchemaCleaner`, and keeps the schemas of a form as they were sent."""
+
+    def __init__(self) -> None:
+        self.schemas: list[object] = []
+
+    def clean(self, schema: object) -> object:
+        self.schemas.append(schema)
+        return {}
+
+
+def _refusal_with_place(
+    params: StructuredOutputsParams, probe: LlguidanceProbe
+) -> FormError | None:
+    """The refusal of a form that has been refused, with the place of the mistake if it is found."""
+    collector = _SchemaCollector()
+    try:
+        _grammar(params, collector)
+        faults = [find_fault(schema, probe) for schema in collector.schemas]
+    except (RecursionError, ValueError):
+        return None
+    fault = next((fault for fault in faults if fault is not None), None)
+    return None if fault is None else _cannot_compile(params, str(fault), tool=fault.tool)

@@ -5,7 +5,7 @@ import logging
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paxkv.server.protocol.ignored_parts import ignored_parts
+from paxkv.server.protocol.ignored_parts import IgnoredParts, ignored_parts
 
 IGNORED_HEADER = "X-Paxkv-Ignored"
 # Clients choose some of the names.
@@ -24,13 +24,14 @@ class IgnoredPartsMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        names: list[str] = []
-        ignored_parts.set(names)
+        ignored = IgnoredParts()
+        ignored_parts.set(ignored)
 
         async def send_with_names(message: Message) -> None:
-            if message["type"] == "http.response.start" and names:
-                MutableHeaders(scope=message)[IGNORED_HEADER] = ", ".join(names)
-                self._log(names)
+            if message["type"] == "http.response.start" and (header := ignored.header()):
+                MutableHeaders(scope=message)[IGNORED_HEADER] = header
+                # The process that compiles grammars logs ignored keywords of schemas.
+                self._log(ignored.names)
             await send(message)
 
         await self._app(scope, receive, send_with_names)

@@ -13,7 +13,7 @@ from paxkv.text.call_arguments import check_depth, dump_json, template_arguments
 MAX_CONTENT_PARTS = 10_000
 # OpenAI's name of the role "tool" before there were tools.
 _OLD_TOOL_ROLE = "function"
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 # Type of a part -> the field with its text. Besides "text", what OpenAI's other endpoints call the
 # same, and an assistant's refusal, which clients send back as they got it.
 _TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -62,35 +62,44 @@ def content_text(content: object) -> str:
     return parts if isinstance(parts, str) else "\n".join(part["text"] for part in parts)
 
 
-def chat_message(path: str, message: Mapping[str, object]) -> dict[str, object]:
+def chat_message(
+    path: str,
+    message: Mapping[str, object],
+    *,
+    roles: Sequence[str] = (*ROLES, _OLD_TOOL_ROLE),
+    text_type: str = "text",
+) -> dict[str, object]:
     """One message as a chat template takes it.
 
     Args:
         path: What errors call it.
+        roles: That errors name.
+        text_type: The type of a text part, which errors name.
 
     Raises:
         InvalidRequestError: Its role or content cannot be used.
     """
     refuse_unsupported(message, MESSAGE_FIELDS, path=f"{path}.")
     role = message.get("role")
-    if role not in _ROLES:
+    if role not in ROLES:
         raise InvalidRequestError(
-            f"{path}.role must be one of {', '.join((*_ROLES, _OLD_TOOL_ROLE))}, got "
-            f"{shorten(role)}.",
+            f"{path}.role must be one of {', '.join(roles)}, got {shorten(role)}.",
             param=f"{path}.role",
         )
     checked: dict[str, object] = {"role": role}
     tool_calls = message.get("tool_calls")
     if tool_calls and role != "assistant":
         raise _no_calls_error(path, "tool_calls", role)
-    content = message.get("content")
+    name, content = "content", message.get("content")
     # OpenAI's answers put the text of a refusal into this field.
-    if content is None and role == "assistant":
-        content = message.get("refusal")
+    if content is None and role == "assistant" and message.get("refusal") is not None:
+        name, content = "refusal", message["refusal"]
     # Null is an empty text, as in vLLM. Without the field, a user's message is a mistake.
     if content is None and "content" not in message and role not in ("assistant", "tool"):
         raise _content_error(f"{path}.content", content)
-    checked["content"], thought = _content_and_thought(f"{path}.content", content, role=role)
+    checked["content"], thought = _content_and_thought(
+        f"{path}.{name}", content, role=role, text_type=text_type
+    )
     if tool_calls:
         checked["tool_calls"] = _tool_calls(f"{path}.tool_calls", tool_calls)
     for name in ("name", "tool_call_id") if role == "tool" else ("name",):
@@ -119,7 +128,7 @@ def tool_content(path: str, content: object) -> str | list[dict[str, str]]:
 
 
 def _content_and_thought(
-    path: str, content: object, *, role: str
+    path: str, content: object, *, role: str, text_type: str = "text"
 ) -> tuple[str | list[dict[str, str]], str]:
     """A string as it is, parts of text as {"type": "text", "text": "..."}; and an assistant's
     thoughts, which are parts of another type.
@@ -143,7 +152,7 @@ def _content_and_thought(
         if role == "assistant" and isinstance(part, Mapping) and part.get("type") in THOUGHT_TYPES:
             thoughts.append(thought_text(f"{path}[{k}]", part))
         else:
-            texts.append({"type": "text", "text": _part_text(f"{path}[{k}]", part)})
+            texts.append({"type": "text", "text": _part_text(f"{path}[{k}]", part, text_type)})
     return texts, "".join(thoughts)
 
 
@@ -166,7 +175,7 @@ def _is_part(value: object) -> bool:
     )
 
 
-def _part_text(path: str, part: object) -> str:
+def _part_text(path: str, part: object, text_type: str) -> str:
     # As in vLLM, a bare string counts as a part.
     text = part
     if isinstance(part, Mapping):
@@ -175,7 +184,7 @@ def _part_text(path: str, part: object) -> str:
         text = None if field is None else part.get(field)
     if not isinstance(text, str):
         raise InvalidRequestError(
-            f'{path} must be {{"type": "text", "text": "..."}}, got {shorten(part)}; '
+            f'{path} must be {{"type": "{text_type}", "text": "..."}}, got {shorten(part)}; '
             "this server reads text only.",
             param=path,
         )

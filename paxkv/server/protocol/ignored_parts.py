@@ -4,17 +4,42 @@ Clients cannot always change what they send: agents add fields and tools of thei
 every request. `IgnoredPartsMiddleware` logs such parts and names them in a header of the answer.
 """
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from contextvars import ContextVar
 
+from paxkv.contracts.request_output import RequestOutput
+from paxkv.contracts.schema_keywords import join_places
 from paxkv.server.protocol.unsupported_fields import NeutralValues, asks_for_nothing
 
 MAX_NAMES = 16
 MAX_NAME_CHARS = 80
+# Many clients and proxies take 8 KiB of headers.
+MAX_HEADER_CHARS = 2000
+_IndexedOutputs = AsyncGenerator[tuple[int, RequestOutput], None]
+
+
+class IgnoredParts:
+    """What is ignored of one HTTP request.
+
+    Attributes:
+        names: Of fields, tools and items.
+        schema_keywords: Places of keywords in its JSON schemas that no grammar can enforce. They
+            are known after the first output.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.schema_keywords: tuple[str, ...] = ()
+
+    def header(self) -> str:
+        """The names, then the places; empty if nothing is ignored."""
+        return join_places((*self.names, *self.schema_keywords), MAX_HEADER_CHARS)
+
 
 # Set by the middleware for the task that serves a request, and inherited by its threads. The
 # alternative is one more result of every function that reads a part of a body.
-ignored_parts: ContextVar[list[str] | None] = ContextVar("ignored_parts", default=None)
+ignored_parts: ContextVar[IgnoredParts | None] = ContextVar("ignored_parts", default=None)
 
 
 def note_ignored(name: str) -> None:
@@ -23,11 +48,21 @@ def note_ignored(name: str) -> None:
     Args:
         name: Such as "context_management", or "tools of type web_search_20250305".
     """
-    names = ignored_parts.get()
+    ignored = ignored_parts.get()
     # For a header; the client may have chosen any letters.
     name = "".join(c if c.isascii() and c.isprintable() else "?" for c in name[:MAX_NAME_CHARS])
-    if names is not None and name not in names and len(names) < MAX_NAMES:
-        names.append(name)
+    if ignored is not None and name not in ignored.names and len(ignored.names) < MAX_NAMES:
+        ignored.names.append(name)
+
+
+async def note_ignored_keywords(outputs: _IndexedOutputs) -> _IndexedOutputs:
+    """The same outputs, noting the schema keywords that their grammar leaves out."""
+    async with aclosing(outputs):
+        async for prompt_idx, output in outputs:
+            ignored = ignored_parts.get()
+            if ignored is not None:
+                ignored.schema_keywords = output.ignored_schema_keywords
+            yield prompt_idx, output
 
 
 def note_ignored_fields(fields: Mapping[str, object], ignored: NeutralValues) -> None:

@@ -7,7 +7,8 @@ from typing import Literal
 import msgspec
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
-from paxkv.server.protocol.chat_messages import chat_message, tool_content
+from paxkv.server.protocol.chat_messages import ROLES, chat_message, tool_content
+from paxkv.server.protocol.field_names import FieldNames
 from paxkv.server.protocol.ignored_parts import is_ignored_tool, note_ignored, note_ignored_fields
 from paxkv.server.protocol.json_body import convert_fields
 from paxkv.server.protocol.openai_protocol import (
@@ -17,6 +18,7 @@ from paxkv.server.protocol.openai_protocol import (
     shorten,
 )
 from paxkv.server.protocol.sampling_fields import MAX_MAX_TOKENS, check_range
+from paxkv.server.protocol.tool_choice import TOOL_NAME
 from paxkv.server.protocol.unsupported_fields import (
     RESPONSES_FIELDS,
     RESPONSES_IGNORED,
@@ -61,6 +63,25 @@ _INCLUDABLE = (
 )
 # Types of items such as web_search_call, custom_tool_call_output and mcp_list_tools.
 _OTHER_TOOL = re.compile(r"^mcp_|_call$|_call_output$")
+_NAMES = FieldNames(
+    params={
+        "prompt": "input",
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+        "truncate_prompt_tokens": "truncation",
+    },
+    form="text.format",
+    form_schema="text.format.schema",
+    form_strict="text.format.strict",
+    tool_schema="parameters",
+    tool_strict="strict",
+    named_choice='{"type": "function", "name": "..."}',
+)
+# Types of items that are read.
+_ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 _EFFORTS = ReasoningEffort.__args__
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
@@ -129,7 +150,7 @@ def _check_values(request: ResponsesRequest) -> None:
         raise InvalidRequestError(
             f"reasoning.effort must be one of {', '.join(_EFFORTS)}, got "
             f"{shorten(request.effort)}.",
-            param="reasoning",
+            param="reasoning.effort",
         )
     for name in request.include or ():
         if name not in _INCLUDABLE:
@@ -185,14 +206,24 @@ def chat_of_responses(
         chat["tools"] = [
             _chat_tool(k, tool)
             for k, tool in enumerate(request.tools)
-            if not is_ignored_tool(tool, own_types=("function",), form="parameters")
+            if not _is_ignored_tool(tool)
         ]
     chat["tool_choice"] = _chat_tool_choice(request.tool_choice)
     chat["response_format"] = _response_format(request.text)
     chat["reasoning_effort"] = request.effort
     if request.truncation == "auto":
         chat["truncate_prompt_tokens"] = "auto"
-    return parse_chat(chat)
+    with _NAMES.in_errors():
+        return parse_chat(chat)
+
+
+def responses_names(request: ResponsesRequest) -> FieldNames:
+    """What a client calls the fields of the chat."""
+    return _NAMES.with_tools(request.tools, _is_ignored_tool)
+
+
+def _is_ignored_tool(tool: Mapping[str, object]) -> bool:
+    return is_ignored_tool(tool, own_types=("function",), form="parameters")
 
 
 def _messages(items: Iterable[tuple[int, dict[str, object]]]) -> list[dict[str, object]]:
@@ -213,20 +244,23 @@ def _messages(items: Iterable[tuple[int, dict[str, object]]]) -> list[dict[str, 
             thought = None
         if kind == "message":
             message = {name: item[name] for name in ("role", "content") if name in item}
-            _add_message(messages, chat_message(f"input[{k}]", message) | _thought(thought))
+            _add_message(messages, _checked_message(f"input[{k}]", message) | _thought(thought))
         elif kind == "function_call":
             _add_call(f"input[{k}]", messages, item, thought)
         elif kind == "function_call_output":
             messages.append(_tool_message(f"input[{k}]", item))
         else:
             raise UnsupportedFeatureError(
-                f"input[{k}].type is {shorten(kind)}; this server reads message, function_call, "
-                "function_call_output and reasoning.",
-                param="input",
+                f"input[{k}].type must be one of {', '.join(_ITEM_TYPES)}, got {shorten(kind)}.",
+                param=f"input[{k}].type",
             )
     if thoughts:
         _add_thought(messages, "\n".join(thoughts), is_before_output=False)
     return messages
+
+
+def _checked_message(path: str, message: Mapping[str, object]) -> dict[str, object]:
+    return chat_message(path, message, roles=ROLES, text_type="input_text")
 
 
 def _is_ignored(kind: object) -> bool:
@@ -276,7 +310,9 @@ def _add_call(
 ) -> None:
     """Adds a call to the assistant's last message, or, behind thoughts, to a new one."""
     if not isinstance(item.get("name"), str):
-        raise InvalidRequestError(f"{path}.name must be a string.", param="input")
+        raise InvalidRequestError(
+            f"{path}.name must be a string, got {shorten(item.get('name'))}.", param=f"{path}.name"
+        )
     _check_call_id(path, item)
     call = {
         "id": item.get("call_id"),
@@ -301,7 +337,7 @@ def _check_call_id(path: str, item: Mapping[str, object]) -> None:
     call_id = item.get("call_id")
     if call_id is not None and not isinstance(call_id, str):
         raise InvalidRequestError(
-            f"{path}.call_id must be a string, got {shorten(call_id)}.", param="input"
+            f"{path}.call_id must be a string, got {shorten(call_id)}.", param=f"{path}.call_id"
         )
 
 
@@ -319,7 +355,7 @@ def _reasoning_texts(path: str, item: Mapping[str, object]) -> list[str]:
         raise UnsupportedFeatureError(
             f"{path}.encrypted_content cannot be read: thoughts come as text here, in content. "
             "Leave out items of another server, or their encrypted_content.",
-            param="input",
+            param=f"{path}.encrypted_content",
         )
     return summary
 
@@ -340,7 +376,7 @@ def _parts_error(where: str, name: str, value: object) -> InvalidRequestError:
     return InvalidRequestError(
         f'{name} of a reasoning item must be a list of {{"type": "{kind}", "text": "..."}}; '
         f"{where} is {shorten(value)}. Send the item back as it came, or leave it out.",
-        param="input",
+        param=where,
     )
 
 
@@ -353,13 +389,14 @@ def _chat_tool(k: int, tool: Mapping[str, object]) -> dict[str, object]:
     if tool.get("type") != "function":
         raise UnsupportedFeatureError(
             f"tools[{k}].type is {shorten(tool.get('type'))}; this server knows functions only.",
-            param="tools",
+            param=f"tools[{k}].type",
         )
-    if not isinstance(tool.get("name"), str):
+    name = tool.get("name")
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
         raise InvalidRequestError(
-            f'tools[{k}] must be {{"type": "function", "name": "...", "parameters": {{...}}}}, got '
-            f"{shorten(tool)}.",
-            param="tools",
+            f'tools[{k}] must be {{"type": "function", "name": "...", "parameters": {{...}}}}, its '
+            f'name of letters, digits, "_", "-" and ".", got {shorten(tool)}.',
+            param=f"tools[{k}]",
         )
     function = {key: value for key, value in tool.items() if key not in ("type", "strict")}
     strict = {} if tool.get("strict") is None else {"strict": tool["strict"]}
@@ -387,7 +424,7 @@ def _response_format(text: Mapping[str, object] | None) -> object:
     if kind not in _FORMATS:
         raise InvalidRequestError(
             f"text.format.type must be one of {', '.join(_FORMATS)}, got {shorten(kind)}.",
-            param="text",
+            param="text.format",
         )
     if kind != "json_schema":
         return form
@@ -395,7 +432,7 @@ def _response_format(text: Mapping[str, object] | None) -> object:
         raise InvalidRequestError(
             'text.format must be {"type": "json_schema", "name": "...", "schema": {...}}, got '
             f"{shorten(form)}.",
-            param="text",
+            param="text.format",
         )
     named = {"schema": form["schema"], "strict": form.get("strict")}
     return {"type": "json_schema", "json_schema": named}

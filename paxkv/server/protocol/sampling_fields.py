@@ -11,14 +11,15 @@ from paxkv.config.sampling_params import (
     BeamSearchParams,
     SamplingParams,
 )
-from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.server.protocol.field_names import CHAT_NAMES, FieldNames
 from paxkv.server.protocol.openai_protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
 )
 from paxkv.server.protocol.structured_fields import structured_outputs_params
+from paxkv.server.protocol.tool_choice import ToolUse
 
 # The length of a completion when the request names none, as OpenAI has it; fewer where the model's
 # defaults say so. A chat goes on to their number instead, or to max_model_len.
@@ -107,7 +108,10 @@ def _limited(max_tokens: int, defaults: SamplingDefaults) -> int:
 
 
 def chat_sampling_params(
-    request: ChatCompletionRequest, defaults: SamplingDefaults, tool_schema: str | None = None
+    request: ChatCompletionRequest,
+    defaults: SamplingDefaults,
+    tools: ToolUse | None = None,
+    names: FieldNames = CHAT_NAMES,
 ) -> SamplingParams | BeamSearchParams:
     """How to find an answer.
 
@@ -116,12 +120,13 @@ def chat_sampling_params(
 
     Args:
         defaults: As in `completion_sampling_params`.
-        tool_schema: JSON schema that the whole answer must have, where tools must be called.
+        tools: Of the request; if tools must be called, they decide the form of the answer.
+        names: What the client calls the fields.
 
     Raises:
         InvalidRequestError: A value is out of range, or `top_logprobs` comes without `logprobs`.
     """
-    keywords = chat_keywords(request, defaults, tool_schema)
+    keywords = chat_keywords(request, defaults, tools, names)
     if request.use_beam_search:
         max_tokens = keywords["max_tokens"]
         # With a default it is left open, too; without one it would go on to max_model_len.
@@ -135,7 +140,10 @@ def chat_sampling_params(
 
 
 def chat_keywords(
-    request: ChatCompletionRequest, defaults: SamplingDefaults, tool_schema: str | None = None
+    request: ChatCompletionRequest,
+    defaults: SamplingDefaults,
+    tools: ToolUse | None = None,
+    names: FieldNames = CHAT_NAMES,
 ) -> dict[str, object]:
     """The arguments of SamplingParams that a chat asks for."""
     # 0 is vLLM's default, which clients that fill in every field send along.
@@ -150,28 +158,32 @@ def chat_keywords(
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = getattr(request, name)
     check_range(name, max_tokens, low=1, high=MAX_MAX_TOKENS)
-    keywords = _shared_keywords(request, defaults)
+    keywords = _shared_keywords(request, defaults, names)
     keywords["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     keywords["max_tokens"] = None if max_tokens is None else _limited(max_tokens, defaults)
-    if tool_schema is not None:
+    if tools is not None and tools.schema is not None:
         # A `response_format` is about content, which an answer of calls alone has none of.
         if request.structured_outputs is not None:
             raise InvalidRequestError(
                 "tool_choice already says what form the answer has; leave structured_outputs out.",
                 param="tool_choice",
             )
-        keywords["structured_outputs"] = StructuredOutputsParams(json=tool_schema)
+        keywords["structured_outputs"] = tools.form()
     return keywords
 
 
-def _shared_keywords(request: GenerationRequest, defaults: SamplingDefaults) -> dict[str, object]:
+def _shared_keywords(
+    request: GenerationRequest, defaults: SamplingDefaults, names: FieldNames = CHAT_NAMES
+) -> dict[str, object]:
     keywords: dict[str, object] = {**defaults.generation_config.sampling_keywords()}
     for name in _SAME_NAMES:
         if getattr(request, name) is not None:
             keywords[name] = getattr(request, name)
     if request.logit_bias is not None:
         keywords["logit_bias"] = _logit_bias(request.logit_bias)
-    structured = structured_outputs_params(request.response_format, request.structured_outputs)
+    structured = structured_outputs_params(
+        request.response_format, request.structured_outputs, names
+    )
     if structured is not None:
         keywords["structured_outputs"] = structured
     return keywords

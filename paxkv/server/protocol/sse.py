@@ -3,7 +3,7 @@
 Events that have a `type` are named after it, as in OpenAI's Responses API; they end without more.
 """
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Self
 
@@ -30,10 +30,8 @@ class EventStreamResponse(Response):
         self,
         first: msgspec.Struct,
         rest: AsyncGenerator[msgspec.Struct, None],
-        headers: Mapping[str, str],
     ) -> None:
-        own = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(headers={**own, **headers})
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         # A stream has no length; Response.__init__ gave it that of its empty body.
         del self.headers["content-length"]
         self._first = first
@@ -43,15 +41,9 @@ class EventStreamResponse(Response):
     async def start(
         cls,
         events: AsyncGenerator[msgspec.Struct, None],
-        make_headers: Callable[[], Mapping[str, str]] = dict,
     ) -> Self:
-        """Waits for the first event: what raises before it still gets an HTTP status of its own.
-
-        Args:
-            make_headers: Called after the first event.
-        """
-        first = await anext(events)
-        return cls(first, events, make_headers())
+        """Waits for the first event: what raises before it still gets an HTTP status of its own."""
+        return cls(await anext(events), events)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._rest):

@@ -1,7 +1,6 @@
 """`response_format` and `structured_outputs` of a body: the grammar that they ask for."""
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -9,8 +8,13 @@ import msgspec
 
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.config.structured_outputs_config import StructuredOutputsConfig
-from paxkv.config.structured_outputs_params import STRICT_KEYWORD, StructuredOutputsParams
+from paxkv.config.structured_outputs_params import (
+    STRICT_KEYWORD,
+    FormField,
+    StructuredOutputsParams,
+)
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
+from paxkv.server.protocol.field_names import CHAT_NAMES, FieldNames
 
 _ParamsT = TypeVar("_ParamsT", bound=SamplingParams | BeamSearchParams)
 
@@ -31,14 +35,17 @@ def with_server_settings(params: _ParamsT, config: StructuredOutputsConfig) -> _
 
 
 def structured_outputs_params(
-    response_format: object, structured_outputs: object
+    response_format: object, structured_outputs: object, names: FieldNames = CHAT_NAMES
 ) -> StructuredOutputsParams | None:
     """What the two fields of a body ask for together; None when that is nothing.
+
+    Args:
+        names: What the client calls `response_format`.
 
     Raises:
         InvalidRequestError: One is malformed, or both ask for something.
     """
-    by_format = _from_response_format(response_format)
+    by_format = _from_response_format(response_format, names)
     if structured_outputs is None:
         return by_format
     given = _given_fields(structured_outputs)
@@ -46,7 +53,7 @@ def structured_outputs_params(
         return StructuredOutputsParams(**given)
     if any(name in _KINDS for name in given):
         raise InvalidRequestError(
-            "response_format and structured_outputs both ask for a form; leave one of them out.",
+            f"{names.form} and structured_outputs both ask for a form; leave one of them out.",
             param="structured_outputs",
         )
     return dataclasses.replace(by_format, **given)
@@ -74,20 +81,23 @@ def _given_fields(fields: object) -> dict[str, object]:
     return given
 
 
-def _from_response_format(response_format: object) -> StructuredOutputsParams | None:
+def _from_response_format(
+    response_format: object, names: FieldNames
+) -> StructuredOutputsParams | None:
     if response_format is None:
         return None
     kind = response_format.get("type") if isinstance(response_format, Mapping) else None
     if kind not in _FORMATS:
         raise InvalidRequestError(
-            f"response_format.type must be one of {', '.join(_FORMATS)}.", param="response_format"
+            f"{names.form}.type must be one of {', '.join(_FORMATS)}.", param=names.form
         )
     if kind == "text":
         return None
     if kind == "json_object":
-        return StructuredOutputsParams(json_object=True)
+        return StructuredOutputsParams(json_object=True, sent_in=(FormField(name=names.form),))
     if kind == "structural_tag":
-        return StructuredOutputsParams(structural_tag=msgspec.json.encode(response_format).decode())
+        tag = msgspec.json.encode(response_format).decode()
+        return StructuredOutputsParams(structural_tag=tag, sent_in=(FormField(name=names.form),))
     named = response_format.get("json_schema")
     # OpenAI's SDKs write the schema under "schema".
     schema = named.get("schema") if isinstance(named, Mapping) else None
@@ -96,8 +106,11 @@ def _from_response_format(response_format: object) -> StructuredOutputsParams | 
             'response_format.json_schema must be {"name": "...", "schema": {...}}.',
             param="response_format",
         )
-    schema = with_strictness("response_format.json_schema.strict", schema, named.get("strict"))
-    return StructuredOutputsParams(json=msgspec.json.encode(schema).decode())
+    schema = with_strictness(names.form_strict, schema, named.get("strict"))
+    return StructuredOutputsParams(
+        json=msgspec.json.encode(schema).decode(),
+        sent_in=(FormField(name=names.form_schema),),
+    )
 
 
 def with_strictness(
@@ -113,8 +126,7 @@ def with_strictness(
     """
     if not isinstance(strict, bool) and strict is not None:
         raise InvalidRequestError(
-            f"{path} must be true, false or null, got {strict!r:.80}.",
-            param=re.split(r"[.\[]", path)[0],
+            f"{path} must be true, false or null, got {strict!r:.80}.", param=path
         )
     if not strict or isinstance(schema, bool):
         return schema

@@ -7,8 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from paxkv.config.engine_config import ServerConfig
-from paxkv.config.structured_outputs_params import TOOL_ID_PREFIX
+from paxkv.config.structured_outputs_params import (
+    TOOL_ID_PREFIX,
+    FormField,
+    StructuredOutputsParams,
+)
 from paxkv.errors import InvalidRequestError
+from paxkv.server.protocol.field_names import CHAT_NAMES, FieldNames
 from paxkv.server.protocol.ignored_parts import is_ignored_tool
 from paxkv.server.protocol.openai_protocol import ChatCompletionRequest, shorten
 from paxkv.server.protocol.structured_fields import with_strictness
@@ -34,6 +39,8 @@ class ToolUse:
         tools: For the chat template; None when it is to show none.
         make_parser: Of what finds calls in one answer; None when there are none to be found.
         schema: JSON schema that the whole answer must have; None leaves it to the model.
+        schema_fields: Where the request has the schema; for a list of calls, "tools" and then the
+            field of each tool.
         max_calls: Calls of one answer that are told of; None is all.
         is_named: The request names the function, so that calling it is no news.
     """
@@ -41,12 +48,26 @@ class ToolUse:
     tools: list[dict[str, object]] | None = None
     make_parser: Callable[[], ToolParser] | None = None
     schema: str | None = None
+    schema_fields: tuple[FormField, ...] = ()
     max_calls: int | None = None
     is_named: bool = False
 
+    def form(self) -> StructuredOutputsParams:
+        """The form of an answer that must call tools.
 
-def tool_use(request: ChatCompletionRequest, config: ServerConfig) -> ToolUse:
+        Raises:
+            InvalidRequestError: The schema is too long.
+        """
+        return StructuredOutputsParams(json=self.schema, sent_in=self.schema_fields)
+
+
+def tool_use(
+    request: ChatCompletionRequest, config: ServerConfig, names: FieldNames = CHAT_NAMES
+) -> ToolUse:
     """What a request wants with tools.
+
+    Args:
+        names: What the client calls the fields.
 
     Raises:
         InvalidRequestError: Tools or choice are malformed, do not fit each other, or the server
@@ -58,10 +79,11 @@ def tool_use(request: ChatCompletionRequest, config: ServerConfig) -> ToolUse:
         if choice in (None, "none", "auto"):
             return ToolUse()
         raise InvalidRequestError(
-            "tool_choice needs tools of type function; send some, or leave it out.",
+            f"tool_choice needs {names.any_tools}; send some, or leave it out.",
             param="tool_choice",
         )
-    tools = checked_tools(request.tools)
+    tools = checked_tools(request.tools, names)
+    fields = _schema_fields(request.tools, names)
     # The other APIs have it there; it is for the server, not for the model.
     shown = [{key: tool[key] for key in tool if key != "strict"} for tool in shown]
     max_calls = 1 if request.parallel_tool_calls is False else None
@@ -71,7 +93,7 @@ def tool_use(request: ChatCompletionRequest, config: ServerConfig) -> ToolUse:
     if choice in (None, "auto"):
         if not config.enable_auto_tool_choice:
             raise InvalidRequestError(
-                'tool_choice "auto" needs a server that was started with '
+                f"tool_choice {names.automatic} needs a server that was started with "
                 "--enable-auto-tool-choice and --tool-call-parser; start it so, or send another "
                 "tool_choice.",
                 param="tool_choice",
@@ -83,8 +105,13 @@ def tool_use(request: ChatCompletionRequest, config: ServerConfig) -> ToolUse:
         )
     if choice == "required":
         schema = _call_list_schema(tools, max_calls)
-        return ToolUse(tools=shown, make_parser=CallListParser, schema=schema)
-    name = _chosen_name(choice)
+        return ToolUse(
+            tools=shown,
+            make_parser=CallListParser,
+            schema=schema,
+            schema_fields=(FormField(name="tools"), *fields.values()),
+        )
+    name = _chosen_name(choice, names)
     if name not in tools:
         raise InvalidRequestError(
             f"tool_choice names {name!r}; tools has {', '.join(tools)}.", param="tool_choice"
@@ -93,6 +120,7 @@ def tool_use(request: ChatCompletionRequest, config: ServerConfig) -> ToolUse:
         tools=shown,
         make_parser=lambda: NamedCallParser(name),
         schema=_encode(tools[name]),
+        schema_fields=(fields[name],),
         is_named=True,
     )
 
@@ -102,8 +130,13 @@ def known_tools(tools: Sequence[dict[str, object]]) -> list[dict[str, object]]:
     return [tool for tool in tools if not _is_ignored(tool)]
 
 
-def checked_tools(tools: list[dict[str, object]]) -> dict[str, Mapping[str, object]]:
+def checked_tools(
+    tools: list[dict[str, object]], names: FieldNames = CHAT_NAMES
+) -> dict[str, Mapping[str, object]]:
     """The functions' names, each with the JSON schema of its arguments, without ignored tools.
+
+    Args:
+        names: What the client calls the fields.
 
     Raises:
         InvalidRequestError: One is malformed.
@@ -112,27 +145,38 @@ def checked_tools(tools: list[dict[str, object]]) -> dict[str, Mapping[str, obje
     for k, tool in enumerate(tools):
         if _is_ignored(tool):
             continue
+        path = names.tool_path(k)
         function = tool.get("function") if tool.get("type") == "function" else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
             raise InvalidRequestError(
-                f'tools[{k}] must be {{"type": "function", "function": {{"name": "...", '
+                f'{path} must be {{"type": "function", "function": {{"name": "...", '
                 f'"parameters": {{...}}}}}}, its name of letters, digits, "_", "-" and ".", got '
                 f"{shorten(tool)}.",
-                param="tools",
+                param=path,
             )
         parameters = function.get("parameters")
         if parameters is not None and not isinstance(parameters, Mapping):
             raise InvalidRequestError(
-                f"tools[{k}].function.parameters must be a JSON schema, got {shorten(parameters)}.",
-                param="tools",
+                f"{path}.{names.tool_schema} must be a JSON schema, got {shorten(parameters)}.",
+                param=f"{path}.{names.tool_schema}",
             )
         if name in schemas:
             raise InvalidRequestError(f"tools has {name!r} twice.", param="tools")
-        schema = _arguments_schema(f"tools[{k}].function.parameters", parameters or {})
+        schema = _arguments_schema(f"{path}.{names.tool_schema}", parameters or {})
         strict = function.get("strict") if tool.get("strict") is None else tool["strict"]
-        schemas[name] = with_strictness(f"tools[{k}].function.strict", schema, strict)
+        schemas[name] = with_strictness(f"{path}.{names.tool_strict}", schema, strict)
     return schemas
+
+
+def _schema_fields(tools: list[dict[str, object]], names: FieldNames) -> dict[str, FormField]:
+    """The field with the schema of each function, by the function's name."""
+    return {
+        name: FormField(name=f"{names.tool_path(k)}.{names.tool_schema}", tool=name)
+        for k, tool in enumerate(tools)
+        if not _is_ignored(tool)
+        for name in (tool["function"]["name"],)
+    }
 
 
 def _is_ignored(tool: Mapping[str, object]) -> bool:
@@ -152,7 +196,7 @@ def _arguments_schema(path: str, parameters: Mapping[str, object]) -> dict[str, 
         raise InvalidRequestError(
             f'{path} must be the schema of an object, got "type": {shorten(kind)}; send "type": '
             '"object", with the parameters in "properties".',
-            param="tools",
+            param=path,
         )
     schema = {**parameters, "type": "object"}
     has_parameters = any(schema.get(keyword) for keyword in _PARAMETER_KEYWORDS)
@@ -161,13 +205,13 @@ def _arguments_schema(path: str, parameters: Mapping[str, object]) -> dict[str, 
     return schema
 
 
-def _chosen_name(choice: object) -> str:
+def _chosen_name(choice: object, names: FieldNames) -> str:
     function = choice.get("function") if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or choice.get("type") != "function":
         raise InvalidRequestError(
-            'tool_choice must be "none", "auto", "required" or {"type": "function", "function": '
-            f'{{"name": "..."}}}}, got {shorten(choice)}.',
+            f'tool_choice must be "none", "auto", "required" or {names.named_choice}, got '
+            f"{shorten(choice)}.",
             param="tool_choice",
         )
     return name

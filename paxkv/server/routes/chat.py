@@ -22,7 +22,8 @@ from paxkv.server.protocol.chat_choices import ChatChoices
 from paxkv.server.protocol.chat_messages import content_text
 from paxkv.server.protocol.chat_prompt import check_may_bring_template, render_chat
 from paxkv.server.protocol.chat_responses import ChatBody, ChatChoice
-from paxkv.server.protocol.ignored_keywords import IgnoredKeywords
+from paxkv.server.protocol.field_names import CHAT_NAMES, FieldNames
+from paxkv.server.protocol.ignored_parts import note_ignored_keywords
 from paxkv.server.protocol.json_body import read_body
 from paxkv.server.protocol.openai_protocol import (
     ChatCompletionRequest,
@@ -69,15 +70,9 @@ class ChatRoutes:
         )
         chat_id = f"chatcmpl-{body.request_id or request.state.request_id}"
         if body.stream:
-            return await EventStreamResponse.start(
-                self._chunks(chat, choices, body, chat_id), chat.ignored_keywords.headers
-            )
+            return await EventStreamResponse.start(self._chunks(chat, choices, body, chat_id))
         whole = await self._whole(chat, choices, body, chat_id)
-        return Response(
-            msgspec.json.encode(whole),
-            headers=chat.ignored_keywords.headers(),
-            media_type="application/json",
-        )
+        return Response(msgspec.json.encode(whole), media_type="application/json")
 
     def _usage_counter(self, made: ChatChoices) -> UsageCounter:
         # Of a server that tells no thoughts apart, nobody learns that there were none.
@@ -170,7 +165,6 @@ class StartedChat:
         starts_thinking: Whether its answers begin with thoughts; None where nobody tells them
             apart.
         make_thought_counter: For each of its answers; None with them.
-        ignored_keywords: Of the schema of its structured output.
     """
 
     outputs: IndexedOutputs
@@ -179,17 +173,34 @@ class StartedChat:
     tool_use: ToolUse
     starts_thinking: bool | None
     make_thought_counter: Callable[[], ThoughtCounter] | None
-    ignored_keywords: IgnoredKeywords
 
 
 async def start_chat(
-    body: ChatCompletionRequest, engine: EngineClient, generator: Generator, config: ServerConfig
+    body: ChatCompletionRequest,
+    engine: EngineClient,
+    generator: Generator,
+    config: ServerConfig,
+    names: FieldNames = CHAT_NAMES,
 ) -> StartedChat:
     """Checks a chat and hands it to the engine.
+
+    Args:
+        names: What the client calls the fields.
 
     Raises:
         InvalidRequestError: The request cannot be honored.
     """
+    with names.in_errors():
+        return await _start_chat(body, engine, generator, config, names)
+
+
+async def _start_chat(
+    body: ChatCompletionRequest,
+    engine: EngineClient,
+    generator: Generator,
+    config: ServerConfig,
+    names: FieldNames,
+) -> StartedChat:
     check_may_bring_template(body.chat_template, config)
     info = engine.model_info
     # Who knows it as `logprobs` alone would name another field.
@@ -199,9 +210,9 @@ async def start_chat(
         max_logprobs=info.max_logprobs,
         vocab_size=info.vocab_size,
     )
-    tools = tool_use(body, config)
+    tools = tool_use(body, config, names)
     sampling_params = with_server_settings(
-        chat_sampling_params(body, info.sampling_defaults, tools.schema),
+        chat_sampling_params(body, info.sampling_defaults, tools, names),
         config.structured_outputs_config,
     )
     template_kwargs = dict(body.chat_template_kwargs or {})
@@ -234,9 +245,9 @@ async def start_chat(
     )
     if body.stream:
         outputs = in_intervals(outputs, body.stream_interval or config.stream_interval)
-    ignored_keywords = IgnoredKeywords()
     if is_bound:
-        outputs = ignored_keywords.watch(outputs)
+        outputs = note_ignored_keywords(outputs)
+    outputs = names.watch(outputs)
     return StartedChat(
         outputs=outputs,
         prompt_text=text,
@@ -244,7 +255,6 @@ async def start_chat(
         tool_use=tools,
         starts_thinking=starts_thinking,
         make_thought_counter=_thought_counters(engine, sampling_params, starts_thinking),
-        ignored_keywords=ignored_keywords,
     )
 
 

@@ -16,7 +16,7 @@ from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.generation import Generator, IndexedOutputs
 from paxkv.server.loop_turn import LoopTurn
 from paxkv.server.protocol.completion_choices import CompletionChoices
-from paxkv.server.protocol.ignored_keywords import IgnoredKeywords
+from paxkv.server.protocol.ignored_parts import note_ignored_keywords
 from paxkv.server.protocol.json_body import read_body
 from paxkv.server.protocol.openai_protocol import (
     CompletionRequest,
@@ -63,17 +63,13 @@ class CompletionRoutes:
         )
         if body.stream:
             outputs = in_intervals(outputs, body.stream_interval or self._config.stream_interval)
-        ignored_keywords = IgnoredKeywords()
-        outputs = ignored_keywords.watch(outputs)
+        outputs = note_ignored_keywords(outputs)
         completion_id = f"cmpl-{body.request_id or request.state.request_id}"
         if body.stream:
-            return await EventStreamResponse.start(
-                self._chunks(outputs, made, body, completion_id), ignored_keywords.headers
-            )
+            return await EventStreamResponse.start(self._chunks(outputs, made, body, completion_id))
         whole = await self._whole(outputs, made, completion_id)
         return Response(
             msgspec.json.encode(whole),
-            headers=ignored_keywords.headers(),
             media_type="application/json",
         )
 

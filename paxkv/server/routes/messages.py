@@ -1,7 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, answered by a chat."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -25,7 +25,11 @@ from paxkv.server.protocol.anthropic.bodies import (
 )
 from paxkv.server.protocol.anthropic.errors import anthropic_error
 from paxkv.server.protocol.anthropic.message_writer import MessageWriter
-from paxkv.server.protocol.anthropic.request import parse_count_tokens, parse_messages
+from paxkv.server.protocol.anthropic.request import (
+    messages_names,
+    parse_count_tokens,
+    parse_messages,
+)
 from paxkv.server.protocol.error_response import describe_error
 from paxkv.server.protocol.json_body import read_body
 from paxkv.server.protocol.openai_protocol import check_model
@@ -56,7 +60,9 @@ class MessagesRoutes:
             request, parse_messages, max_body_bytes=self._config.max_body_bytes
         )
         check_model(body.model, self._engine.model_info)
-        chat = await start_chat(chat_body, self._engine, self._generator, self._config)
+        chat = await start_chat(
+            chat_body, self._engine, self._generator, self._config, messages_names(body)
+        )
         request_id = request.state.request_id
         begun = MessageBody(
             id=f"msg_{request_id}",
@@ -71,22 +77,21 @@ class MessagesRoutes:
             include_reasoning=chat_body.include_reasoning is not False,
         )
         if body.stream:
-            return await EventStreamResponse.start(
-                _events(answer, request_id), chat.ignored_keywords.headers
-            )
-        whole = await answer.whole()
-        return _json(whole, chat.ignored_keywords.headers())
+            return await EventStreamResponse.start(_events(answer, request_id))
+        return _json(await answer.whole())
 
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens the prompt of the body has."""
-        chat_body = await read_body(
+        body, chat_body = await read_body(
             request, parse_count_tokens, max_body_bytes=self._config.max_body_bytes
         )
-        check_model(chat_body.model, self._engine.model_info)
+        check_model(body.model, self._engine.model_info)
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             raise InvalidRequestError("this model was loaded without a tokenizer.")
-        chat = await start_chat(chat_body, self._engine, self._generator, self._config)
+        chat = await start_chat(
+            chat_body, self._engine, self._generator, self._config, messages_names(body)
+        )
         # It has not begun to run.
         await chat.outputs.aclose()
         token_ids = await asyncio.to_thread(
@@ -218,6 +223,5 @@ def _error_event(error: Exception, request_id: str) -> MessageEvent:
     return MessageEvent(type="error", error=body.error, request_id=body.request_id)
 
 
-def _json(body: MessageBody | TokenCountBody, headers: Mapping[str, str] | None = None) -> Response:
-    content = msgspec.json.encode(body)
-    return Response(content, headers=headers, media_type="application/json")
+def _json(body: MessageBody | TokenCountBody) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

@@ -4,7 +4,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
@@ -38,6 +38,7 @@ from paxkv.server.protocol.responses_protocol import (
     chat_of_responses,
     input_items,
     parse_responses,
+    responses_names,
 )
 from paxkv.server.protocol.sse import EventStreamResponse
 from paxkv.server.routes.chat import StartedChat, start_chat
@@ -93,7 +94,9 @@ class ResponsesRoutes:
             self._store.check_enabled("background")
         chat_body = await asyncio.to_thread(chat_of_responses, fields, body, earlier_items)
         check_model(chat_body.model, self._engine.model_info)
-        chat = await start_chat(chat_body, self._engine, self._generator, self._config)
+        chat = await start_chat(
+            chat_body, self._engine, self._generator, self._config, responses_names(body)
+        )
         # A beam search is none of its fields.
         assert isinstance(chat.sampling_params, SamplingParams)
         begun = self._begun(body, chat.sampling_params, _new_id(chat_body.request_id))
@@ -106,11 +109,8 @@ class ResponsesRoutes:
             self._start_in_background(answer)
             return _json(begun)
         if body.stream:
-            return await EventStreamResponse.start(
-                self._events(answer), chat.ignored_keywords.headers
-            )
-        whole = await answer.whole()
-        return _json(self._stored(whole, answer), chat.ignored_keywords.headers())
+            return await EventStreamResponse.start(self._events(answer))
+        return _json(self._stored(await answer.whole(), answer))
 
     async def retrieve_or_delete(self, request: Request) -> Response:
         """As the method says."""
@@ -297,8 +297,5 @@ def _failed(begun: ResponseBody, error_json: bytes) -> ResponseBody:
     return msgspec.structs.replace(begun, status="failed", error=error)
 
 
-def _json(
-    response: ResponseBody | DeletedResponseBody, headers: Mapping[str, str] | None = None
-) -> Response:
-    body = msgspec.json.encode(response)
-    return Response(body, headers=headers, media_type="application/json")
+def _json(response: ResponseBody | DeletedResponseBody) -> Response:
+    return Response(msgspec.json.encode(response), media_type="application/json")

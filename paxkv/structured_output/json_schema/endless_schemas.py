@@ -6,11 +6,12 @@ fails when an answer reaches it, so it is replaced by `false` here.
 
 from collections.abc import Callable, Mapping
 
+from paxkv.structured_output.form_errors import SchemaError
 from paxkv.structured_output.json_schema.idle_keywords import types_of
 from paxkv.structured_output.json_schema.schema_parts import SchemaPart
 
 # That an error names.
-_MAX_POINTERS = 3
+_MAX_PLACES = 3
 
 
 def close_endless_schemas(parts: list[SchemaPart]) -> None:
@@ -20,7 +21,7 @@ def close_endless_schemas(parts: list[SchemaPart]) -> None:
         parts: All of a schema, the whole one first.
 
     Raises:
-        ValueError: The whole schema is endless.
+        SchemaError: The whole schema is endless.
     """
     targets = {id(part.schema): part.target for part in parts}
     # A least fixed point: a schema is finite once everything that it needs is.
@@ -35,12 +36,14 @@ def close_endless_schemas(parts: list[SchemaPart]) -> None:
     if not waiting:
         return
     if id(parts[0].schema) not in finite:
-        pointers = [part.pointer for part in waiting if "$ref" in part.schema]
-        shown = " and at ".join(pointers[:_MAX_POINTERS])
-        raise ValueError(
+        found = [part for part in waiting if "$ref" in part.schema]
+        found = [part for part in found if part.tool == found[0].tool]
+        shown = " and at ".join(part.place for part in found[:_MAX_PLACES])
+        raise SchemaError(
             f'no value fits the schema: "$ref" at {shown} leads '
             "back to itself without end; make one of the properties on the way optional, or allow "
-            "another value"
+            "another value",
+            tool=found[0].tool if found else None,
         )
     for part in waiting:
         part.schema.clear()

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from paxkv.config.structured_outputs_params import STRICT_KEYWORD
+from paxkv.structured_output.form_errors import SchemaError
 from paxkv.structured_output.json_schema.endless_schemas import close_endless_schemas
 from paxkv.structured_output.json_schema.idle_keywords import (
     drop_idle_keywords,
@@ -77,13 +78,15 @@ class SchemaCleaner:
         """The schema without the keywords that cannot be compiled; it may be changed in place.
 
         Raises:
-            ValueError: No value can fit, or a strict schema has a keyword that cannot be enforced.
+            SchemaError: A type or reference does not exist, or a strict schema has a keyword that
+                cannot be enforced.
+            ValueError: The whole schema refers to itself without end.
         """
         self.num_schemas += 1
         if isinstance(schema, bool):
             schema = {} if schema else {"enum": []}
         if not isinstance(schema, dict):
-            raise ValueError(f"a schema is an object or a boolean, got {json.dumps(schema)[:80]}")
+            raise SchemaError(f"a schema is an object or a boolean, got {json.dumps(schema)[:80]}")
         for part in find_schema_parts(schema):
             drop_idle_keywords(part.schema)
             _check_names(part)
@@ -105,14 +108,16 @@ class SchemaCleaner:
         """Removes a keyword, or an entry of it, and reports it.
 
         Raises:
-            ValueError: The schema is strict.
+            SchemaError: The schema is strict.
         """
         pointer = part.pointer_to(*steps)
         if part.is_strict:
             self.is_strict_refusal = True
-            raise ValueError(
-                f'the schema is strict, and no grammar can enforce "{steps[0]}" at {pointer}; '
-                "remove the keyword, or send strict: false to have it ignored"
+            raise SchemaError(
+                f'the schema is strict, and no grammar can enforce "{steps[0]}" at '
+                f"{part.place_of(*steps)}; remove the keyword, or send strict: false to have it "
+                "ignored",
+                tool=part.tool,
             )
         self._ignored[pointer] = None
         *outer, last = steps
@@ -225,19 +230,21 @@ def _check_names(part: SchemaPart) -> None:
     """Looks for types and references that do not exist; llguidance does not say where they are.
 
     Raises:
-        ValueError: There is one.
+        SchemaError: There is one.
     """
     unknown = [name for name in types_of(part.schema) if name not in _TYPES]
     if unknown:
-        raise ValueError(
-            f'"type" at {part.pointer} is "{unknown[0]}"; it may be {", ".join(_TYPES)}, or a list '
-            "of these"
+        raise SchemaError(
+            f'"type" at {part.place} is "{unknown[0]:.80}"; it may be {", ".join(_TYPES)}, or a '
+            "list of these",
+            tool=part.tool,
         )
     ref = part.schema.get("$ref")
     if isinstance(ref, str) and ref.startswith("#") and part.target is None:
-        raise ValueError(
-            f'"$ref" at {part.pointer} is "{ref:.80}", which the schema does not have; correct the '
-            "reference, or add the definition"
+        raise SchemaError(
+            f'"$ref" at {part.place} is "{ref:.80}", which the schema does not have; correct the '
+            "reference, or add the definition",
+            tool=part.tool,
         )
 
 

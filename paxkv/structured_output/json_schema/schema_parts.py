@@ -34,6 +34,21 @@ class SchemaPart:
     is_strict: bool
     target: object | None
 
+    @property
+    def tool(self) -> str | None:
+        """The tool that it belongs to, in a list of calls."""
+        resource = self.pointer.partition("#")[0]
+        return resource.removeprefix(TOOL_ID_PREFIX) if resource else None
+
+    @property
+    def place(self) -> str:
+        """The pointer without the name of the tool: "#/properties/a"."""
+        return self.place_of()
+
+    def place_of(self, *steps: object) -> str:
+        """As `pointer_to`, without the name of the tool."""
+        return f"#{self.pointer_to(*steps).partition('#')[2]}"
+
     def pointer_to(self, *steps: object) -> str:
         """The place of a keyword, or of what is in it: ("enum", 0) -> "#/properties/a/enum/0"."""
         return self.pointer + "".join(f"/{_escape(str(step))}" for step in steps)

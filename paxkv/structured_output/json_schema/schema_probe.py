@@ -28,7 +28,15 @@ class LlguidanceProbe:
     def compiles(self, schema: Mapping[str, object]) -> bool:
         """Whether llguidance can compile a schema, even if no value fits it."""
         error = _error_of(schema)
-        return not error or _NO_VALUE in error
+        return not error or self.is_about_values(error)
+
+    def error_of(self, schema: Mapping[str, object]) -> str:
+        """What llguidance finds wrong with a schema; empty if that is nothing."""
+        return _error_of(schema)
+
+    def is_about_values(self, error: str) -> bool:
+        """Whether llguidance understands the schema, and no value fits it."""
+        return _NO_VALUE in error
 
     def matches(self, pattern: str, text: str) -> bool:
         """Whether a pattern of JSON Schema is found in a text."""

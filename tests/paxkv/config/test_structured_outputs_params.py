@@ -5,6 +5,7 @@ import pytest
 from paxkv.config.structured_outputs_params import (
     MAX_CHOICES,
     MAX_GRAMMAR_CHARS,
+    FormField,
     StructuredOutputsParams,
 )
 from paxkv.errors import InvalidRequestError
@@ -54,5 +55,17 @@ def test_the_kind_is_the_field_that_is_set(fields, kind, source):
 def test_anything_else_is_refused(fields):
     with pytest.raises(InvalidRequestError) as raised:
         StructuredOutputsParams(**fields)
-    assert raised.value.param == "structured_outputs"
+    assert raised.value.param.partition(".")[0] == "structured_outputs"
     assert len(str(raised.value)) < 300
+
+
+def test_errors_name_the_field_that_a_form_was_sent_in():
+    fields = (FormField(name="tools"), FormField(name="tools[3].input_schema", tool="f"))
+    with pytest.raises(InvalidRequestError, match="^tools has 262150 characters") as raised:
+        StructuredOutputsParams(json="a" * 262_150, sent_in=fields)
+    assert raised.value.param == "tools"
+    form = StructuredOutputsParams(json="{}", sent_in=fields)
+    assert str(form.field_of("f")) == 'tools[3].input_schema (tool "f")'
+    assert form.field_of().name == form.field_of("g").name == "tools"
+    assert form == StructuredOutputsParams(json="{}")
+    assert StructuredOutputsParams(regex="a").field_of().name == "structured_outputs.regex"

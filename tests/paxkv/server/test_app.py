@@ -206,7 +206,7 @@ def test_bad_completion_field_is_400_and_named(shared_server, fields, param):
         ),
         ({"messages": [USER | {"name": 3}]}, "messages[0].name"),
         ({"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"logprobs": 3}, "logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),

@@ -35,7 +35,7 @@ def test_good_grammars_pass_and_bad_ones_are_refused_with_the_reason(checker):
         checker.check(GOOD)
         with pytest.raises(InvalidRequestError, match="unclosed group") as raised:
             checker.check(BAD)
-        assert raised.value.param == "structured_outputs"
+        assert raised.value.param == "structured_outputs.regex"
 
 
 def test_what_is_remembered_of_a_grammar_is_as_short_for_a_long_one(checker):
@@ -133,7 +133,7 @@ def test_a_trial_is_answered_in_a_line():
             asked.write(msgspec.json.encode(trial) + b"\n")
             asked.flush()
             answer_trial(answered, make_compiler())
-            assert (msgspec.json.decode(asked.readline())["error"] is None) == is_good
+            assert (msgspec.json.decode(asked.readline())["problem"] is None) == is_good
     for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
         # What would have ended it.
         assert signal.setitimer(timer, 0)[0] > 0

@@ -214,7 +214,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(name):
     with pytest.raises(InvalidRequestError, match="cannot be compiled") as raised:
         make_compiler().compile(StructuredOutputsParams(**fields))
     assert re.search(reason, str(raised.value))
-    assert raised.value.param == "structured_outputs"
+    assert raised.value.param == f"structured_outputs.{next(iter(fields))}"
     assert len(str(raised.value)) < MAX_REASON_CHARS + 100
 
 

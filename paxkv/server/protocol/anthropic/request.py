@@ -1,5 +1,6 @@
 """The body of POST /v1/messages, and the chat that it asks for."""
 
+import dataclasses
 from collections.abc import Mapping
 
 import msgspec
@@ -7,7 +8,8 @@ import msgspec
 from paxkv.config.sampling_params import check_stop_sizes
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.protocol.anthropic.messages import chat_messages_of
-from paxkv.server.protocol.anthropic.tools import chat_tool_choice, chat_tools
+from paxkv.server.protocol.anthropic.tools import chat_tool_choice, chat_tools, is_ignored
+from paxkv.server.protocol.field_names import FieldNames
 from paxkv.server.protocol.ignored_parts import note_ignored_fields
 from paxkv.server.protocol.json_body import convert_fields
 from paxkv.server.protocol.openai_protocol import ChatCompletionRequest, parse_chat, shorten
@@ -47,6 +49,14 @@ _SAME_NAMES = (
     "top_p",
     "top_k",
     "cache_salt",
+)
+# Errors of this API have no `param`.
+_NAMES = FieldNames(
+    tool_schema="input_schema",
+    tool_strict="strict",
+    any_tools="tools with a name and an input_schema",
+    automatic='{"type": "auto"}',
+    named_choice='{"type": "tool", "name": "..."}',
 )
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 _THINKING_TYPES = ("enabled", "adaptive", "disabled")
@@ -108,8 +118,10 @@ def parse_messages(
     return request, parse_chat(chat)
 
 
-def parse_count_tokens(fields: Mapping[str, object]) -> ChatCompletionRequest:
-    """The chat whose prompt is counted.
+def parse_count_tokens(
+    fields: Mapping[str, object],
+) -> tuple[CountTokensRequest, ChatCompletionRequest]:
+    """The request that a JSON object describes, and the chat whose prompt is counted.
 
     Raises:
         InvalidRequestError: A field is missing, has the wrong type, or cannot be honored.
@@ -117,7 +129,16 @@ def parse_count_tokens(fields: Mapping[str, object]) -> ChatCompletionRequest:
     refuse_unsupported(fields, MESSAGES_FIELDS)
     note_ignored_fields(fields, MESSAGES_IGNORED)
     request = convert_fields(fields, CountTokensRequest)
-    return parse_chat(_prompt_fields(request) | {"model": request.model})
+    return request, parse_chat(_prompt_fields(request) | {"model": request.model})
+
+
+def messages_names(request: CountTokensRequest) -> FieldNames:
+    """What a client calls the fields of the chat."""
+    name, _ = _form(request)
+    names = dataclasses.replace(
+        _NAMES, form=name, form_schema=f"{name}.schema", form_strict=f"{name}.strict"
+    )
+    return names.with_tools(request.tools, is_ignored)
 
 
 def _prompt_fields(request: CountTokensRequest) -> dict[str, object]:
@@ -175,11 +196,17 @@ def _effort(output_config: Mapping[str, object] | None) -> object:
     return effort
 
 
+def _form(request: CountTokensRequest) -> tuple[str, object]:
+    """The form that is asked for, after the field that it is in."""
+    form = (request.output_config or {}).get("format")
+    if form is None and request.output_format is not None:
+        return "output_format", request.output_format
+    return "output_config.format", form
+
+
 def _response_format(request: CountTokensRequest) -> dict[str, object] | None:
     """{"type": "json_schema", "schema": {}} -> a chat's `response_format`."""
-    name, form = "output_config.format", (request.output_config or {}).get("format")
-    if form is None:
-        name, form = "output_format", request.output_format
+    name, form = _form(request)
     if form is None:
         return None
     schema = form.get("schema") if isinstance(form, Mapping) else None

@@ -23,11 +23,12 @@ def chat_tools(tools: Sequence[Mapping[str, object]]) -> list[dict[str, object]]
     Raises:
         InvalidRequestError: A tool is malformed.
     """
-    return [
-        _chat_tool(k, tool)
-        for k, tool in enumerate(tools)
-        if not is_ignored_tool(tool, own_types=("custom",), form="input_schema")
-    ]
+    return [_chat_tool(k, tool) for k, tool in enumerate(tools) if not is_ignored(tool)]
+
+
+def is_ignored(tool: Mapping[str, object]) -> bool:
+    """Whether Anthropic's server or its clients know a tool by its type."""
+    return is_ignored_tool(tool, own_types=("custom",), form="input_schema")
 
 
 def _chat_tool(k: int, tool: Mapping[str, object]) -> dict[str, object]:

@@ -2,9 +2,28 @@
 
 import logging
 
+import pytest
+
 from paxkv.server.middleware.ignored_parts_middleware import IGNORED_HEADER, MAX_LOGGED_NAMES
 
 BODY = {"max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+SCHEMA = {"type": "object", "properties": {"a": {"uniqueItems": True}}}
+TOOL = {"name": "f", "parameters": SCHEMA}
+NAMED = {"type": "json_schema", "name": "n", "schema": SCHEMA}
+BODIES = {
+    "/v1/completions": {"prompt": "a", "structured_outputs": {"json": SCHEMA}},
+    "/v1/chat/completions": {
+        "messages": BODY["messages"],
+        "tools": [{"type": "function", "function": TOOL}],
+        "tool_choice": "required",
+    },
+    "/v1/responses": {"input": "a", "text": {"format": NAMED}, "max_output_tokens": 4},
+    "/v1/messages": {
+        "messages": BODY["messages"],
+        "tools": [{"name": "f", "input_schema": SCHEMA}],
+        "tool_choice": {"type": "any"},
+    },
+}
 
 
 def _warnings(caplog):
@@ -52,3 +71,40 @@ def test_clients_cannot_fill_the_log(start_server, caplog):
         tools = [{"type": f"t{k}_{i}"} for i in range(16)]
         assert server.client.post("/v1/messages", json=BODY | {"tools": tools}).status_code == 200
     assert len(_warnings(caplog)) == MAX_LOGGED_NAMES // 16
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+def test_a_header_names_the_keywords(shared_server, path, stream):
+    limit = {} if path == "/v1/responses" else {"max_tokens": 4}
+    response = shared_server.client.post(path, json=BODIES[path] | limit | {"stream": stream})
+    assert response.status_code == 200, response.text
+    assert response.headers[IGNORED_HEADER] == "#/properties/a/uniqueItems"
+
+
+def test_one_header_names_ignored_fields_and_then_keywords(shared_server):
+    body = BODIES["/v1/messages"] | {"max_tokens": 4, "betas": ["new"]}
+    response = shared_server.client.post("/v1/messages", json=body)
+    assert response.headers[IGNORED_HEADER] == "betas, #/properties/a/uniqueItems"
+    # Nothing is left for the next request.
+    body = {"messages": BODY["messages"], "max_tokens": 4}
+    assert IGNORED_HEADER not in shared_server.client.post("/v1/messages", json=body).headers
+
+
+def test_without_ignored_keywords_there_is_no_header(shared_server):
+    body = {"prompt": "a", "max_tokens": 2, "structured_outputs": {"json": "{}"}}
+    response = shared_server.client.post("/v1/completions", json=body)
+    assert response.status_code == 200 and IGNORED_HEADER not in response.headers
+
+
+def test_they_are_counted_when_a_request_has_finished(shared_server):
+    def count():
+        lines = shared_server.client.get("/metrics").text.splitlines()
+        name = "paxkv:ignored_schema_keywords_total{"
+        (line,) = [x for x in lines if x.startswith(name) and 'keyword="uniqueItems"' in x]
+        return float(line.split()[-1])
+
+    before = count()
+    path = "/v1/completions"
+    shared_server.client.post(path, json=BODIES[path] | {"max_tokens": 4})
+    assert count() == before + 1

@@ -7,6 +7,7 @@ import pytest
 from paxkv.server.protocol.ignored_parts import (
     MAX_NAME_CHARS,
     MAX_NAMES,
+    IgnoredParts,
     ignored_parts,
     is_ignored_tool,
     note_ignored,
@@ -16,9 +17,9 @@ from paxkv.server.protocol.ignored_parts import (
 
 @pytest.fixture
 def noted():
-    names = []
-    token = ignored_parts.set(names)
-    yield names
+    ignored = IgnoredParts()
+    token = ignored_parts.set(ignored)
+    yield ignored.names
     ignored_parts.reset(token)
 
 

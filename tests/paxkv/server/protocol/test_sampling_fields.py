@@ -18,6 +18,7 @@ from paxkv.server.protocol.sampling_fields import (
     echoes_prompt_alone,
 )
 from paxkv.server.protocol.structured_fields import with_server_settings
+from paxkv.server.protocol.tool_choice import ToolUse
 
 USER = {"role": "user", "content": "hi"}
 NEUTRAL = SamplingDefaults()
@@ -135,7 +136,7 @@ def test_no_token_is_asked_for_only_where_the_prompt_is_echoed():
 @pytest.mark.parametrize("form", [None, {"type": "json_object"}])
 def test_a_forced_call_is_a_grammar_whatever_form_content_would_have(form):
     request = parse_chat({"messages": [USER], "response_format": form})
-    keywords = chat_keywords(request, NEUTRAL, '{"type":"object"}')
+    keywords = chat_keywords(request, NEUTRAL, ToolUse(schema='{"type":"object"}'))
     assert keywords["structured_outputs"] == StructuredOutputsParams(json='{"type":"object"}')
 
 
@@ -148,7 +149,7 @@ def test_a_forced_call_is_a_grammar_whatever_form_content_would_have(form):
 )
 def test_a_forced_call_bears_no_grammar_of_the_whole_answer(fields, words):
     with pytest.raises(InvalidRequestError, match=words):
-        chat_keywords(parse_chat({"messages": [USER]} | fields), NEUTRAL, "{}")
+        chat_keywords(parse_chat({"messages": [USER]} | fields), NEUTRAL, ToolUse(schema="{}"))
 
 
 def test_options_alone_stand_beside_a_response_format():

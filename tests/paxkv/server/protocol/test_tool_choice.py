@@ -7,7 +7,7 @@ import pytest
 from paxkv.config.engine_config import ServerConfig
 from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.errors import InvalidRequestError
-from paxkv.server.protocol.ignored_parts import ignored_parts
+from paxkv.server.protocol.ignored_parts import IgnoredParts, ignored_parts
 from paxkv.server.protocol.openai_protocol import parse_chat
 from paxkv.server.protocol.tool_choice import ToolUse, checked_tools, tool_use
 from tests.paxkv.structured_output.demo_grammars import TOKENIZER, make_compiler
@@ -82,8 +82,9 @@ def test_agents_may_bring_hundreds_of_tools():
 def test_tools_that_another_server_runs_are_ignored():
     search = {"type": "web_search", "search_context_size": "low"}
     tools = [search, OLD, {"type": "custom", "custom": {"name": "patch"}}]
-    noted = []
-    token = ignored_parts.set(noted)
+    ignored = IgnoredParts()
+    noted = ignored.names
+    token = ignored_parts.set(ignored)
     for choice in ("auto", "required", {"type": "function", "function": {"name": "old"}}):
         body = {"messages": MESSAGES, "tools": tools, "tool_choice": choice}
         use = tool_use(parse_chat(body), AUTO)
@@ -187,9 +188,11 @@ def test_one_tool_with_an_unenforceable_keyword_leaves_the_others_as_they_are():
         "tool:f#/properties/a/not",
     )
     tools[0]["function"]["strict"] = True
-    schema = tool_use(parse_chat(body), ServerConfig()).schema
-    with pytest.raises(InvalidRequestError, match="tool:f#/properties/a/not"):
-        make_compiler().check(StructuredOutputsParams(json=schema))
+    use = tool_use(parse_chat(body), ServerConfig())
+    with pytest.raises(InvalidRequestError, match="at #/properties/a/not;") as caught:
+        make_compiler().check(use.form())
+    assert str(caught.value).startswith('tools[0].function.parameters (tool "f") cannot')
+    assert caught.value.param == "tools[0].function.parameters"
 
 
 def test_strictness_beside_the_function_is_not_shown_to_the_model():
@@ -201,7 +204,7 @@ def test_strictness_beside_the_function_is_not_shown_to_the_model():
 def test_strictness_is_a_boolean():
     with pytest.raises(InvalidRequestError, match=r"tools\[0\].function.strict must be") as caught:
         _schema_of({}, strict="yes")
-    assert caught.value.param == "tools"
+    assert caught.value.param == "tools[0].function.strict"
 
 
 def test_null_strictness_beside_the_function_leaves_that_of_the_function():

@@ -8,7 +8,7 @@ from paxkv.server.protocol.anthropic.request import (
     MESSAGES_IGNORED,
     parse_messages,
 )
-from paxkv.server.protocol.ignored_parts import ignored_parts
+from paxkv.server.protocol.ignored_parts import IgnoredParts, ignored_parts
 from paxkv.server.protocol.openai_protocol import parse_chat, parse_completion
 from paxkv.server.protocol.responses_protocol import parse_responses
 from paxkv.server.protocol.unsupported_fields import (
@@ -55,8 +55,9 @@ IGNORED = [
     [(p, body, n, neutral) for p, body, fields in IGNORED for n, neutral in fields.items()],
 )
 def test_field_is_ignored_and_noted_except_values_that_ask_for_nothing(parse, body, name, neutral):
-    noted = []
-    token = ignored_parts.set(noted)
+    ignored = IgnoredParts()
+    noted = ignored.names
+    token = ignored_parts.set(ignored)
     for value in (None, *neutral):
         assert parse(body | {name: value}) == parse(body)
     assert noted == []

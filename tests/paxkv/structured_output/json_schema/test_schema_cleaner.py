@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from paxkv.structured_output.form_errors import SchemaError
 from paxkv.structured_output.grammar_compiler import LIMITS
 from paxkv.structured_output.grammar_tokenizer import make_grammar_tokenizer
 from paxkv.structured_output.json_schema.schema_cleaner import SchemaCleaner
@@ -127,5 +128,6 @@ def test_a_keyword_is_ignored_in_one_tool_and_refused_in_a_strict_one():
     ]
     _, cleaner = _clean({"anyOf": tools[:1]})
     assert cleaner.ignored == ("tool:f#/properties/a/not",)
-    with pytest.raises(ValueError, match="tool:g#/properties/a/not"):
+    with pytest.raises(SchemaError, match="at #/properties/a/not;") as raised:
         _clean({"anyOf": tools})
+    assert raised.value.tool == "g"

@@ -4,7 +4,7 @@ import pytest
 
 from paxkv.errors import InvalidRequestError
 from paxkv.server.protocol.anthropic.messages import chat_messages_of
-from paxkv.server.protocol.ignored_parts import ignored_parts
+from paxkv.server.protocol.ignored_parts import IgnoredParts, ignored_parts
 
 CALL = {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}}
 CHAT_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
@@ -67,8 +67,9 @@ def test_thoughts_and_calls_are_parts_of_the_assistants_message():
 
 
 def test_blocks_of_the_servers_tools_are_left_out_and_noted():
-    names = []
-    token = ignored_parts.set(names)
+    ignored = IgnoredParts()
+    names = ignored.names
+    token = ignored_parts.set(ignored)
     search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
     found = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
     reference = {"type": "tool_reference", "tool_name": "f"}

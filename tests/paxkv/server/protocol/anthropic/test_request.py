@@ -4,7 +4,7 @@ import pytest
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.protocol.anthropic.request import parse_count_tokens, parse_messages
-from paxkv.server.protocol.ignored_parts import ignored_parts
+from paxkv.server.protocol.ignored_parts import IgnoredParts, ignored_parts
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"name": "f", "description": "does it", "input_schema": {"properties": {"a": {}}}}
@@ -85,7 +85,7 @@ def test_the_form_of_the_output_and_the_effort():
 
 def test_the_answer_goes_on_with_the_assistants_last_message():
     begun = [*HI, {"role": "assistant", "content": "the answer is ("}]
-    for chat in (_chat(messages=begun), parse_count_tokens({"messages": begun})):
+    for chat in (_chat(messages=begun), parse_count_tokens({"messages": begun})[1]):
         assert chat.continue_final_message is True and chat.add_generation_prompt is False
     with pytest.raises(InvalidRequestError, match="tool_use blocks without results"):
         _chat(messages=[*HI, {"role": "assistant", "content": [CALL]}])
@@ -100,7 +100,7 @@ def test_a_count_reads_what_changes_the_prompt():
         "tool_choice": {"type": "any"},
         "thinking": {"type": "disabled"},
     }
-    counted, asked = parse_count_tokens(fields), _chat(**fields)
+    counted, asked = parse_count_tokens(fields)[1], _chat(**fields)
     for name in ("model", "messages", "tools", "tool_choice", "chat_template_kwargs"):
         assert getattr(counted, name) == getattr(asked, name)
     with pytest.raises(UnsupportedFeatureError, match="inference_geo"):
@@ -164,8 +164,9 @@ def test_values_that_ask_for_nothing_are_accepted():
 @pytest.fixture
 def noted():
     """What the request that is being read has noted."""
-    names = []
-    token = ignored_parts.set(names)
+    ignored = IgnoredParts()
+    names = ignored.names
+    token = ignored_parts.set(ignored)
     yield names
     ignored_parts.reset(token)
 
@@ -184,7 +185,7 @@ def noted():
 def test_what_agents_send_with_every_request_is_ignored_and_noted(noted, name, value):
     assert _chat(**{name: value}) == _chat()
     assert noted == [name]
-    assert parse_count_tokens({"messages": HI, name: value}).messages == HI
+    assert parse_count_tokens({"messages": HI, name: value})[1].messages == HI
 
 
 def test_tools_of_anthropics_server_are_ignored_and_noted(noted):

@@ -1,0 +1,120 @@
+"""Of a schema that cannot be compiled, the mistake is named with its place."""
+
+import json
+
+import pytest
+
+from paxkv.config.structured_outputs_params import FormField, StructuredOutputsParams
+from paxkv.structured_output.form_errors import FormError
+from paxkv.structured_output.grammar_compiler import LIMITS
+from paxkv.structured_output.grammar_tokenizer import make_grammar_tokenizer
+from paxkv.structured_output.json_schema.schema_faults import find_fault
+from paxkv.structured_output.json_schema.schema_probe import LlguidanceProbe
+from tests.paxkv.structured_output.demo_grammars import SETUP, make_compiler
+
+WRONG = [
+    ({"properties": 5}, "#/properties/x/properties is 5; it must be an object whose values are"),
+    ({"properties": {"a/b": 5}}, "#/properties/x/properties/a~1b is 5; a schema in"),
+    ({"patternProperties": []}, "#/properties/x/patternProperties is [];"),
+    ({"required": "a"}, '#/properties/x/required is "a"; it must be a list of strings'),
+    ({"required": ["a", 5]}, "#/properties/x/required/1 is 5; an entry"),
+    ({"items": "a"}, '#/properties/x/items is "a"; it must be an object or a boolean'),
+    ({"items": [{}, 5]}, "#/properties/x/items/1 is 5; a schema in"),
+    ({"additionalProperties": 5}, "#/properties/x/additionalProperties is 5;"),
+    ({"enum": None}, "#/properties/x/enum is null; it must be a list of values"),
+    ({"allOf": {}}, "#/properties/x/allOf is {}; it must be a list of schemas"),
+    ({"anyOf": [{}, "a"]}, '#/properties/x/anyOf/1 is "a";'),
+    ({"oneOf": 5}, "#/properties/x/oneOf is 5;"),
+    ({"prefixItems": {}}, "#/properties/x/prefixItems is {};"),
+    ({"type": ["string", 5]}, '#/properties/x/type is ["string", 5]; it must be'),
+    ({"$ref": 5}, "#/properties/x/$ref is 5; it must be a string"),
+    ({"type": "array", "minItems": -1}, "#/properties/x/minItems is -1; it must be a whole"),
+    ({"type": "array", "maxItems": "a"}, '#/properties/x/maxItems is "a"; it must be a whole'),
+    ({"$ref": "http://x/y"}, '"$ref" at #/properties/x is "http://x/y", which is another document'),
+]
+IMPOSSIBLE = [
+    ({"enum": []}, '#/properties/x, which is {"enum": []}; correct'),
+    ({"type": "string", "const": 5}, "#/properties/x, which is"),
+    ({"type": "string", "minLength": 5, "maxLength": 2}, "#/properties/x, which is"),
+    (
+        {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]},
+        "#/properties/x/properties/a, which is",
+    ),
+    (
+        {"type": "array", "minItems": 1, "items": {"type": "string", "enum": [1]}},
+        "#/properties/x/items, which is",
+    ),
+    ({"allOf": [{}, {"type": "string", "enum": [1]}]}, "#/properties/x/allOf/1, which is"),
+    ({"allOf": [{"type": "string"}, {"type": "null"}]}, "#/properties/x, which is"),
+    # Neither a choice nor a property that may be left out makes the whole impossible.
+    (
+        {
+            "type": "object",
+            "properties": {"a": {"enum": []}, "b": {"anyOf": [{"enum": []}, {}]}, "c": False},
+            "required": ["b", "c"],
+        },
+        "#/properties/x, which is",
+    ),
+]
+REFERENCE = {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/d"}}
+
+
+def test_no_fault_is_found_in_good_schemas_and_in_those_of_another_kind():
+    probe = LlguidanceProbe(make_grammar_tokenizer(**SETUP), LIMITS)
+    good = {"properties": None, "items": [{}, True], "enum": [5], "minItems": 2.0}
+    for schema in (good, True, 5, {"type": "string", "pattern": "("}):
+        assert find_fault(schema, probe) is None
+
+
+def _message(schema, sent_in=()):
+    params = StructuredOutputsParams(json=json.dumps(schema), sent_in=sent_in)
+    with pytest.raises(FormError) as caught:
+        make_compiler().check(params)
+    return str(caught.value), caught.value.param
+
+
+def _around(inner):
+    definitions = {"d": {"type": "string", "enum": [1]}}
+    return {
+        "type": "object",
+        "properties": {"x": inner},
+        "required": ["x"],
+        "$defs": definitions,
+    }
+
+
+@pytest.mark.parametrize(("schema", "words"), WRONG)
+def test_a_keyword_of_the_wrong_form_is_named_with_its_place(schema, words):
+    message, _ = _message(_around(schema))
+    assert message.startswith(f"structured_outputs.json cannot be compiled: {words}"), message
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"), [*IMPOSSIBLE, (REFERENCE, '#/$defs/d, which is {"type": "string"')]
+)
+def test_a_schema_that_no_value_fits_is_named_with_its_place(schema, words):
+    message, _ = _message(_around(schema))
+    assert f"cannot be compiled: no value fits the schema at {words}" in message, message
+
+
+@pytest.mark.parametrize(("schema", "words"), [WRONG[0], (REFERENCE, "#/$defs/d, which is")])
+def test_the_tool_is_named_whose_schema_is_wrong(schema, words):
+    calls = [
+        {"properties": {"parameters": {**inner, "$id": f"tool:{name}"}}, "required": ["parameters"]}
+        for name, inner in (("f", {"type": "object"}), ("g", _around(schema)))
+    ]
+    sent_in = (
+        FormField(name="tools"),
+        FormField(name="tools[0].input_schema", tool="f"),
+        FormField(name="tools[3].input_schema", tool="g"),
+    )
+    message, param = _message({"type": "array", "items": {"anyOf": calls}}, sent_in)
+    assert message.startswith('tools[3].input_schema (tool "g") cannot be compiled:')
+    assert words in message and param == "tools[3].input_schema"
+
+
+def test_a_schema_within_a_structural_tag_is_searched_too():
+    tag = {"begin": "<f>", "schema": {"properties": {"a": {"required": 5}}}, "end": "</f>"}
+    form = {"triggers": ["<f"], "structures": [tag]}
+    with pytest.raises(FormError, match="#/properties/a/required is 5; it must be a list"):
+        make_compiler().check(StructuredOutputsParams(structural_tag=json.dumps(form)))
