@@ -109,8 +109,8 @@ def test_the_first_and_the_last_token_of_the_vocabulary_exist(shared_server):
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
-        ("/tokenize", {"messages": [{}], "tools": [{}]}, "tools"),
-        ("/tokenize", {"messages": [{}], "tools": [{"type": "function"}]}, "tools"),
+        ("/tokenize", {"messages": [{}], "tools": [{}]}, "tools[0]"),
+        ("/tokenize", {"messages": [{}], "tools": [{"type": "function"}]}, "tools[0]"),
         ("/tokenize", {"messages": [USER], "chat_template": "a"}, "chat_template"),
         (
             "/tokenize",
