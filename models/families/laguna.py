@@ -22,6 +22,7 @@ from models.layers.dense_layers import make_head_normed_attention
 from models.layers.gated_attention import GatedAttention
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import SigmoidTopK
+from models.layers.routing_rules import SoftCappedSigmoidTopK
 from models.moe_config import read_expert_fields, read_mlp_layer_types
 from models.moe_decoder import MoEDecoder
 from models.partial_rotary import read_rotary_factor_of_type, without_rotary_factor
@@ -34,7 +35,7 @@ _DEFAULT_ROPE = {
 }
 # Values of `gating` -> whether a head has one factor.
 _GATINGS = {True: True, "per-head": True, "per-element": False}
-_SUPPORTED = {"moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0}
+_SUPPORTED = {"moe_apply_router_weight_on_input": False}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +69,7 @@ class LagunaForCausalLM(MoEDecoder):
             has_experts=read_mlp_layer_types(
                 hf_config, tuple(layer_idx > 0 for layer_idx in range(num_layers))
             ),
-            choose=SigmoidTopK(
-                top_k=experts["num_experts_per_tok"],
-                factor=read_number(hf_config, "moe_routed_scaling_factor", 1.0),
-            ),
+            choose=_read_choice(hf_config, experts["num_experts_per_tok"]),
             shared_intermediate_size=read_count(hf_config, "shared_expert_intermediate_size", 512),
             gates_per_head=_GATINGS[gating],
         )
@@ -101,6 +99,14 @@ class LagunaForCausalLM(MoEDecoder):
             return name.replace(".shared_experts.", ".shared_expert.")
 
         return with_renamed_sources(super().weight_rules(), rename)
+
+
+def _read_choice(hf_config: Mapping[str, object], top_k: int) -> SigmoidTopK:
+    factor = read_number(hf_config, "moe_routed_scaling_factor", 1.0)
+    if not hf_config.get("moe_router_logit_softcapping"):
+        return SigmoidTopK(top_k=top_k, factor=factor)
+    cap = read_number(hf_config, "moe_router_logit_softcapping")
+    return SoftCappedSigmoidTopK(top_k=top_k, factor=factor, cap=cap)
 
 
 def _read_attention(

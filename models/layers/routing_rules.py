@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from models.layers.routing import Routing
+from models.layers.routing import Routing, SigmoidTopK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,21 @@ class CorrectedSoftmaxTopK:
         weights = jnp.take_along_axis(likely, expert_ids, axis=-1)
         total = weights.sum(axis=-1, keepdims=True)
         return Routing(expert_ids, weights / jnp.maximum(total, self.min_sum))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftCappedSigmoidTopK(SigmoidTopK):
+    """`SigmoidTopK` of scores that are first bound to `cap * tanh(score / cap)` (Laguna)."""
+
+    cap: float
+
+    def __call__(
+        self,
+        scores: jax.Array,  # f32[num_rows, num_experts]
+        bias: jax.Array,  # f32[num_experts]
+    ) -> Routing:
+        capped = self.cap * jnp.tanh(scores / self.cap)
+        return SigmoidTopK.__call__(self, capped, bias)
 
 
 def _scaled(weights: jax.Array, normalizes: bool) -> jax.Array:  # f32[num_rows, top_k]

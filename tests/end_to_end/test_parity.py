@@ -31,6 +31,8 @@ EVERY_SETTING = (
     "mimo-v2-flash-dense",  # sinks, values narrower than keys
     "qwen3-moe",  # experts, and a layer without them
     "glm4-moe",  # experts chosen by sigmoids
+    "laguna",  # gated attention, with a number of heads per layer
+    "bloom",  # ALiBi
     "stablelm-2",  # layer norms, attention and the MLP in parallel
 )
 EVERY_KIND = ("gemma4-ple", "llama4", "mimo-v2-flash-dense")

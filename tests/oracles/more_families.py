@@ -79,6 +79,38 @@ MORE = {
         layer_types=["full_attention"] + ["sliding_attention"] * 4 + ["full_attention"],
         mlp_layer_types=["dense"] * 6,
     ),
+    # A gate for each feature, capped scores of experts, and the rotary embedding of releases.
+    "laguna-per-element": _with_fields(
+        "laguna",
+        gating="per-element",
+        attention_bias=True,
+        moe_router_logit_softcapping=0.5,
+        moe_routed_scaling_factor=2.5,
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 500_000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 128,
+                "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    ),
+    # The factors of releases, and a vocabulary head that is the embedding.
+    "granite-moe-tied": _with_fields(
+        "granite-moe",
+        embedding_multiplier=12.0,
+        logits_scaling=6.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.0625,
+        tie_word_embeddings=True,
+    ),
+    "granite-moe-shared": lambda: transformers.GraniteMoeSharedConfig(
+        **families.spec("granite-moe")[1], shared_intermediate_size=48
+    ),
+    # BLOOM's and Falcon's slopes for a number of heads that is no power of two.
+    "bloom-6-heads": _with_fields("bloom", hidden_size=96, n_head=6),
 }
 families.EXTRA.update(MORE)
 
@@ -132,6 +164,27 @@ SHALLOW = {
         layer_types=[_SLIDING, _SLIDING, _FULL],
         mlp_layer_types=["dense"] * 3,
     ),
+    # The first layer has no experts.
+    "laguna": _with_fields(
+        "laguna",
+        num_hidden_layers=3,
+        layer_types=[_SLIDING, _SLIDING, _FULL],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        num_attention_heads_per_layer=[4, 8, 4],
+    ),
+    "exaone-moe": _with_fields(
+        "exaone-moe",
+        num_hidden_layers=3,
+        layer_types=[_SLIDING, _SLIDING, _FULL],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+    ),
+    "granite-moe-swa": _with_fields(
+        "granite-moe-swa",
+        num_hidden_layers=2,
+        layer_types=[_SLIDING, _FULL],
+        layer_rope_theta=[10_000.0, 0],
+    ),
+    "afmoe": _with_fields("afmoe", num_hidden_layers=3, layer_types=[_SLIDING, _SLIDING, _FULL]),
 }
 
 # Checkpoint -> attention of transformers that computes it as the release does. For Falcon, "eager"

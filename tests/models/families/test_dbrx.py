@@ -4,6 +4,7 @@ import pytest
 
 from models import read_config
 from models.errors import ModelConfigError, UnsupportedModelError
+from models.families.dbrx import DbrxConfig
 
 # Sizes of the published model, with fewer of them.
 HUB = {
@@ -20,6 +21,7 @@ HUB = {
 
 def test_fields_of_nested_objects_are_read():
     config = read_config(HUB)
+    assert isinstance(config, DbrxConfig)
     attention = config.attention[0]
     assert (attention.num_kv_heads, attention.head_dim, attention.rope.theta) == (2, 16, 500_000)
     assert (config.num_experts, config.num_experts_per_tok, config.clip) == (16, 4, 8.0)

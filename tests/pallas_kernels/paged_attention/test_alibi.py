@@ -6,6 +6,7 @@ import pytest
 
 from pallas_kernels import Target, paged_attention
 from pallas_kernels.dispatch import preferred_body
+from pallas_kernels.paged_attention.alibi import ALIBI_MISFIT
 from pallas_kernels.paged_attention.api import _BODIES
 from pallas_kernels.paged_attention.cases import PagedAttentionCase, build_inputs
 
@@ -61,3 +62,5 @@ def test_kernels_are_not_chosen(target):
     inputs = build_inputs(MIXED)
     options = {**inputs.rules, **inputs.traced_options, "alibi_slopes": jnp.asarray(SLOPES)}
     assert preferred_body("paged_attention", _BODIES, target, *inputs.arrays, **options) == "xla"
+    for name in (f"mosaic_{target.platform}", f"mosaic_{target.platform}_interpret"):
+        assert _BODIES[name].misfit(*inputs.arrays, **options) == ALIBI_MISFIT
