@@ -85,5 +85,39 @@ class SoftCappedSigmoidTopK(SigmoidTopK):
         return SigmoidTopK.__call__(self, capped, bias)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseMixer:
+    """Chooses the two best experts; the weights are softmaxes over scores near the best (Phi-MoE).
+
+    The softmax of the first expert is over all scores near its own, and that of the second expert
+    is over the scores without the first one. A score is near the best if their difference is at
+    most `2 * tolerance`, as a share of the larger one of the best score and the score's size.
+
+    Source: arXiv:2409.12136.
+    """
+
+    tolerance: float
+
+    def __call__(
+        self,
+        scores: jax.Array,  # f32[num_rows, num_experts]
+    ) -> Routing:
+        experts = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+        first = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+        first_weight = self._weight_of_best(scores, scores)
+        others = jnp.where(experts == first[:, None], -jnp.inf, scores)
+        second = jnp.argmax(others, axis=-1).astype(jnp.int32)
+        second_weight = self._weight_of_best(others, scores)
+        return Routing(
+            jnp.stack([first, second], axis=-1), jnp.stack([first_weight, second_weight], axis=-1)
+        )
+
+    def _weight_of_best(self, eligible: jax.Array, scores: jax.Array) -> jax.Array:  # f32[num_rows]
+        best = eligible.max(axis=-1, keepdims=True)
+        distance = (best - scores) / jnp.maximum(jnp.abs(scores), best)
+        near = jnp.where(distance > 2 * self.tolerance, -jnp.inf, eligible)
+        return 1 / jnp.exp(near - best).sum(axis=-1)
+
+
 def _scaled(weights: jax.Array, normalizes: bool) -> jax.Array:  # f32[num_rows, top_k]
     return weights / weights.sum(axis=-1, keepdims=True) if normalizes else weights

@@ -63,9 +63,11 @@ LOADED = [
     "ernie4.5-moe",
     "hunyuan-moe",
     "exaone-moe",
+    "cohere2-moe",
     "granite-moe",
     "granite-moe-swa",
     "olmoe",
+    "phimoe",
     "dots1",
     "afmoe",
     "solar-open",
@@ -137,7 +139,13 @@ _WITHOUT_EFFECT = {
     *("summary_first_dropout", "reorder_and_upcast_attn", "attention_softmax_in_fp32"),
     *("scale_attention_softmax_in_fp32", "slow_but_exact", "emb_pdrop", "embedding_fraction"),
     *("init_device",),
-    *("residual_dropout", "router_aux_loss_coef", "router_jitter_noise", "altup_coef_clip"),
+    *(
+        "residual_dropout",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "input_jitter_noise",
+        "altup_coef_clip",
+    ),
 }
 # Fields that another field of the same configuration overrides or switches off.
 _OVERRIDDEN = {
@@ -146,7 +154,12 @@ _OVERRIDDEN = {
     "sliding_window": {"qwen3", "qwen3-moe", "qwen2", "smollm3", "qwen2-moe"},
     "use_sliding_window": {"qwen3", "qwen3-moe", "qwen2", "smollm3"},
     "max_window_layers": {"qwen3", "qwen2", "qwen2-moe", "dots1"},
-    "sliding_window_pattern": {"exaone4", "exaone-moe"},
+    "sliding_window_pattern": {"exaone4", "exaone-moe", "cohere2-moe"},
+    "prefix_dense_sliding_window_pattern": {"cohere2-moe"},
+    # The weights of a softmax over the chosen experts add up to 1.
+    "norm_topk_prob": {"cohere2-moe"},
+    # The one in `rope_parameters` wins.
+    "rope_theta": {"cohere2-moe"},
     "first_k_dense_replace": {"exaone-moe"},
     "global_attn_every_n_layers": {"afmoe"},
     "num_attention_heads": {"laguna", "laguna-per-element"},
