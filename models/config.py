@@ -51,6 +51,8 @@ class ModelConfig:
     # equal sizes then share one block table.
     # A choice of the engine, not of the checkpoint.
     has_unified_kv: bool = False
+    # The checkpoint also has a vision or an audio part, which is not loaded.
+    has_other_parts: bool = False
 
     @property
     def attention_layers(self) -> tuple[AttentionConfig, ...]:

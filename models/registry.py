@@ -1,5 +1,6 @@
 """Finds the class that runs the architecture of a config.json, in paxkv or in other packages."""
 
+import dataclasses
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -8,6 +9,7 @@ from models.architecture_names import nearest_names, with_supported_names
 from models.config import ModelConfig
 from models.errors import ModelConfigError, ModelError, UnsupportedModelError
 from models.model_impl import AUTO, load_model_impl
+from models.text_parts import WHOLES, is_whole, text_part
 
 if TYPE_CHECKING:
     from models.decoder import Decoder
@@ -27,6 +29,7 @@ FAMILIES: dict[str, str] = {
     "Qwen2MoeForCausalLM": "models.families.qwen2_moe:Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM": "models.families.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "models.families.qwen3_moe:Qwen3MoeForCausalLM",
+    "Qwen3VLMoeForCausalLM": "models.families.qwen3_vl_moe:Qwen3VLMoeForCausalLM",
     "OlmoeForCausalLM": "models.families.olmoe:OlmoeForCausalLM",
     "Olmo2ForCausalLM": "models.families.olmo2:Olmo2ForCausalLM",
     "Olmo3ForCausalLM": "models.families.olmo3:Olmo3ForCausalLM",
@@ -90,6 +93,7 @@ FAMILIES: dict[str, str] = {
     "Gemma3ForCausalLM": "models.families.gemma3:Gemma3ForCausalLM",
     "Gemma3nForCausalLM": "models.families.gemma3n:Gemma3nForCausalLM",
     "Gemma4ForCausalLM": "models.families.gemma4:Gemma4ForCausalLM",
+    "Gemma4UnifiedForCausalLM": "models.families.gemma4_unified:Gemma4UnifiedForCausalLM",
     "StableLmForCausalLM": "models.families.stablelm:StableLmForCausalLM",
     "MiMoV2FlashForCausalLM": "models.families.mimo_v2:MiMoV2FlashForCausalLM",
     "GptOssForCausalLM": "models.families.gpt_oss:GptOssForCausalLM",
@@ -120,6 +124,9 @@ def read_config(hf_config: Mapping[str, object], *, model_impl: str = AUTO) -> M
     if model_impl != AUTO:
         return _read_with(load_model_impl(model_impl), hf_config)
     entry_points = _entry_points()
+    if is_whole(hf_config) and not set(hf_config["architectures"]) & set(entry_points):
+        config = read_config(text_part(hf_config))
+        return dataclasses.replace(config, has_other_parts=True)
     hf_config = with_supported_names(hf_config, [*FAMILIES, *entry_points])
     architecture = _read_architecture(hf_config)
     family = family_class(architecture, model_type=hf_config.get("model_type"))
@@ -200,7 +207,8 @@ def _hint(architecture: str, model_type: object, supported: Sequence[str]) -> st
         sentences.append(f"Supported architectures with similar names: {', '.join(nearest)}.")
     if architecture.endswith("ForConditionalGeneration"):
         sentences.append(
-            "Multimodal and encoder-decoder checkpoints are not read, not even their text part."
+            "Of checkpoints with a vision or an audio part, the language model is loaded only for "
+            f"{', '.join(WHOLES)}."
         )
     sentences.append(
         f"docs/guide/models.md lists all {len(supported)} that are supported; "

@@ -1,6 +1,5 @@
 """Gemma 4 (text), dense and with experts: five sliding-window layers to one full layer with wider
-heads, shared keys and values, and embeddings per layer. Checkpoints of
-`Gemma4ForConditionalGeneration` are refused.
+heads, shared keys and values, and embeddings per layer.
 """
 
 import dataclasses

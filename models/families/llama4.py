@@ -1,6 +1,5 @@
 """Llama 4 (text): attention in chunks in most layers, full attention without positions in the
-others, and experts with a shared expert in all or some layers. Checkpoints of
-`Llama4ForConditionalGeneration` are refused.
+others, and experts with a shared expert in all or some layers.
 """
 
 import dataclasses

@@ -27,6 +27,7 @@ from models.model_impl import AUTO
 from models.platforms import Platform, default_platform
 from models.platforms.jax_process import check_not_forked
 from models.registry import family_class
+from models.text_parts import is_of_other_part
 from models.weight_rule import WeightRule
 
 LoadDtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -199,6 +200,8 @@ def _read_params(
         for name, weight in checkpoint.weights.items()
         if structure.ignores_weight(name) or structure.ignores_weight(weight.name)
     }
+    if structure.config.has_other_parts:
+        ignored |= set(filter(is_of_other_part, checkpoint.weights))
     if structure.config.tie_word_embeddings:
         ignored.add(HEAD_WEIGHT)
     check_weights(

@@ -5,12 +5,16 @@ settings of the engine are left to `parity`.
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from models import load_model
 from tests.end_to_end.parity import largest_difference, make_checkpoint
 from tests.oracles.paged_stepper import MAX_MODEL_LEN, PagedStepper
+
+if TYPE_CHECKING:
+    import torch
 
 # Longer than the windows and chunks of the checkpoints.
 PROMPT_LENS = (39, 42)
@@ -22,11 +26,16 @@ def forward_share_of_bound(family: str, folder: Path, seed: int) -> float:
 
     All tokens of both prompts and one more token of each are compared.
     """
+    model = make_checkpoint(family, folder, seed, is_shallow=True, is_sharp=False)
+    return share_of_bound(model, folder, family, seed)
+
+
+def share_of_bound(model: "torch.nn.Module", folder: Path, family: str, seed: int) -> float:
+    """As `forward_share_of_bound`, with a model of transformers that was saved in the folder."""
     import torch
 
     from tests.oracles import families
 
-    model = make_checkpoint(family, folder, seed, is_shallow=True, is_sharp=False)
     vocab = getattr(model.config, "output_vocab_size", families.VOCAB)
     texts = families.prompts(seed, vocab, [length + 1 for length in PROMPT_LENS])
     wanted, errors = [], []

@@ -138,6 +138,7 @@ _FIELDS_WITHOUT_DEFAULT = {
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "GPTJForCausalLM": {"rotary_dim": 8},
     "OPTForCausalLM": {"ffn_dim": 96},
+    "PhimoeForCausalLM": {"lm_head_bias": True},
 }
 
 
@@ -616,7 +617,8 @@ class ForeignModel(LlamaForCausalLM):
         (
             "Qwen3NextForCausalLM",
             "qwen3_next",
-            "Supported architectures with similar names: Qwen3ForCausalLM, Qwen3MoeForCausalLM. ",
+            "Supported architectures with similar names: Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
+            "Qwen3VLMoeForCausalLM. ",
         ),
     ],
 )

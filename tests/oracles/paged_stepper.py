@@ -133,7 +133,7 @@ class PagedStepper:
     def _drop_blocks_out_of_window(self, row: int) -> None:
         groups = (group for tables in self._block_tables for group in tables)
         for group, spec in zip(groups, self._specs, strict=True):
-            if spec.sliding_window is not None:
+            if getattr(spec, "sliding_window", None) is not None:
                 # The next token stands at seq_lens[row] and sees `window - 1` tokens before it.
                 first_seen = max(0, self._seq_lens[row] - spec.sliding_window + 1)
                 group[row, : first_seen // spec.block_size] = 0

@@ -106,6 +106,7 @@ LOADED = [
     "bloom-6-heads",
     "exaone3",
     "sarvam-moe",
+    "gemma4-unified-text",
     "iquestcoder",
     "internlm3",
 ]

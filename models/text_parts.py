@@ -1,0 +1,81 @@
+"""Reads the language model of checkpoints that also have a vision or an audio part."""
+
+import re
+from collections.abc import Mapping
+
+# Architectures of whole checkpoints whose language model is loaded. With text alone, they compute
+# what the language model computes by itself.
+WHOLES = (
+    "Exaone4_5_ForConditionalGeneration",
+    "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
+    "InternVLForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+)
+# `model_type` of a language model that has no class of its own -> that of its family.
+_MODEL_TYPES = {
+    "qwen2_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+}
+# Fields of the whole that win over those of its text part.
+_SHARED_FIELDS = (
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "quantization_config",
+    "tie_word_embeddings",
+    "torch_dtype",
+)
+# Modules of checkpoints that see, hear, or feed the language model with what is seen and heard.
+_OTHER_MODULES = re.compile(
+    r"(^|\.)(audio_tower|embed_audio|embed_vision|multi_modal_projector|vision_adapter|vision_model"
+    r"|vision_projection|vision_tower|visual)\."
+)
+# Positions in an image; with text alone, all axes have the same position.
+_MROPE_FIELDS = ("mrope_section", "mrope_interleaved")
+
+
+def is_whole(hf_config: Mapping[str, object]) -> bool:
+    """Whether config.json describes one of `WHOLES`."""
+    architectures = hf_config.get("architectures")
+    return isinstance(architectures, list) and any(name in WHOLES for name in architectures)
+
+
+def text_part(hf_config: Mapping[str, object]) -> dict[str, object]:
+    """The config.json of the language model alone, without `architectures`.
+
+    Older config.json files of Qwen2-VL and Qwen2.5-VL have its fields beside `vision_config`.
+    """
+    part = hf_config.get("text_config")
+    fields = dict(part if isinstance(part, Mapping) else hf_config)
+    shared = {name: hf_config[name] for name in _SHARED_FIELDS if hf_config.get(name) is not None}
+    fields |= shared
+    fields.pop("architectures", None)
+    # "vision" lets only the tokens of an image see later tokens (Gemma 4).
+    if fields.get("use_bidirectional_attention") == "vision":
+        del fields["use_bidirectional_attention"]
+    model_type = str(fields.get("model_type", ""))
+    fields["model_type"] = _MODEL_TYPES.get(model_type, model_type)
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(fields.get(name), Mapping):
+            fields[name] = _without_mrope(fields[name])
+    return fields
+
+
+def is_of_other_part(name: str) -> bool:
+    """Whether a tensor of a checkpoint belongs to its vision or its audio part."""
+    return _OTHER_MODULES.search(name) is not None
+
+
+def _without_mrope(fields: Mapping[str, object]) -> dict[str, object]:
+    rest = {name: value for name, value in fields.items() if name not in _MROPE_FIELDS}
+    return {name: "default" if value == "mrope" else value for name, value in rest.items()}

@@ -1,0 +1,110 @@
+"""The language model of a checkpoint with a vision or an audio part answers as the whole does."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+from safetensors.numpy import load_file, save_file
+
+from models import read_config
+from models.errors import UnsupportedModelError
+from models.text_parts import WHOLES, is_of_other_part, text_part
+from tests.end_to_end.forward_check import share_of_bound
+from tests.oracles import families
+
+# Names in `families.MULTIMODAL`.
+LOADED = (
+    "exaone4.5",
+    "gemma3-vision",
+    "gemma4-unified",
+    "gemma4-vision",
+    "internvl",
+    "llama4-vision",
+    "mistral3",
+    "qwen2-vl",
+    "qwen2.5-vl",
+    "qwen3-vl",
+    "qwen3-vl-moe",
+)
+
+
+def save_whole(name: str, folder: Path, seed: int) -> torch.nn.Module:
+    make_config, class_name, _ = families.MULTIMODAL[name]
+    torch.manual_seed(seed)
+    model_class = getattr(transformers, class_name)
+    model = model_class._from_config(make_config(), attn_implementation="eager").float().eval()
+    families.seeded(model, seed)
+    model.save_pretrained(folder)
+    return model
+
+
+def turn_experts(path: Path) -> None:
+    """Stores experts as the hub does. transformers turns them when it loads them."""
+    tensors = {
+        name: tensor.swapaxes(1, 2).copy() if ".mlp.experts." in name else tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_text_alone_has_the_logits_of_the_whole(name, tmp_path):
+    model = save_whole(name, tmp_path, 1)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"][0] in WHOLES
+    if name == "qwen3-vl-moe":
+        turn_experts(tmp_path / "model.safetensors")
+    start = time.process_time()
+    if name == "llama4-vision":  # whose class in transformers cannot do without images
+        model = model.language_model
+    share = share_of_bound(model, tmp_path, name, 1)
+    print(f"\n{name:20} {share:8.3f} of bound, {time.process_time() - start:4.1f} s of CPU time")
+
+
+def test_every_supported_whole_has_a_checkpoint():
+    assert {families.MULTIMODAL[name][1] for name in LOADED} == set(WHOLES)
+
+
+def test_the_page_of_models_names_all_of_them():
+    page = (Path(__file__).parents[2] / "docs/guide/models.md").read_text(encoding="utf-8")
+    assert [name for name in WHOLES if f"`{name}`" not in page] == []
+
+
+def test_unsupported_wholes_are_refused_and_supported_ones_are_named():
+    with pytest.raises(UnsupportedModelError, match="Gemma3ForConditionalGeneration"):
+        read_config({"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"})
+
+
+def test_fields_of_the_whole_win_and_older_configs_have_no_text_part():
+    config = {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "hidden_size": 64,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    }
+    assert text_part(config) == {
+        "model_type": "qwen2",
+        "hidden_size": 64,
+        "rope_scaling": {"type": "default"},
+    }
+    nested = {"text_config": {"model_type": "gemma3_text", "eos_token_id": 1}, "eos_token_id": [5]}
+    assert text_part(nested) == {"model_type": "gemma3_text", "eos_token_id": [5]}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_other"),
+    [
+        ("vision_tower.layers.0.weight", True),
+        ("model.visual.merger.weight", True),
+        ("model.layers.0.mlp.up_proj.weight", False),
+        ("language_model.model.embed_tokens.weight", False),
+    ],
+)
+def test_tensors_of_other_parts_are_known_by_their_modules(name, is_other):
+    assert is_of_other_part(name) == is_other
