@@ -67,7 +67,7 @@ def text_part(hf_config: Mapping[str, object]) -> dict[str, object]:
     fields["model_type"] = _MODEL_TYPES.get(model_type, model_type)
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(fields.get(name), Mapping):
-            fields[name] = _without_mrope(fields[name])
+            fields[name] = without_mrope(fields[name])
     return fields
 
 
@@ -76,6 +76,7 @@ def is_of_other_part(name: str) -> bool:
     return _OTHER_MODULES.search(name) is not None
 
 
-def _without_mrope(fields: Mapping[str, object]) -> dict[str, object]:
+def without_mrope(fields: Mapping[str, object]) -> dict[str, object]:
+    """Rope parameters without the axes of images: with text alone, all have equal positions."""
     rest = {name: value for name, value in fields.items() if name not in _MROPE_FIELDS}
     return {name: "default" if value == "mrope" else value for name, value in rest.items()}

@@ -3,8 +3,9 @@ and a factor of logits.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,11 @@ class CohereConfig(LayerNormConfig):
 class CohereForCausalLM(DenseDecoder):
     """Source: huggingface.co/docs/transformers/model_doc/cohere."""
 
+    # Makes the attention of a layer. Derived families may rotate in another way.
+    make_attention: ClassVar[Callable[..., Attention]] = staticmethod(
+        functools.partial(Attention, rotate=apply_rotary_to_neighbors)
+    )
+
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> CohereConfig:
         hf_config = with_defaults(hf_config, _DEFAULTS)
@@ -51,11 +57,25 @@ class CohereForCausalLM(DenseDecoder):
         super().__init__(
             config,
             layer=ParallelLayer,
-            attention=functools.partial(_make_attention, config=config, dtype=dtype),
+            attention=functools.partial(self._make_attention, config=config, dtype=dtype),
             norm=norm,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )
+
+    def _make_attention(
+        self, attention: AttentionConfig, *, config: CohereConfig, dtype: jnp.dtype
+    ) -> Attention:
+        make = functools.partial(self.make_attention, attention, dtype=dtype)
+        if not config.has_head_norms:
+            return make()
+        norm = functools.partial(
+            StackedHeadLayerNorm,
+            head_dim=attention.head_dim,
+            eps=config.layer_norm_eps,
+            dtype=dtype,
+        )
+        return make(q_norm=norm(attention.num_q_heads), k_norm=norm(attention.num_kv_heads))
 
     def compute_logits(
         self,
@@ -68,15 +88,3 @@ def read_cohere_fields(hf_config: Mapping[str, object]) -> dict[str, object]:
     """Reads the fields of `CohereConfig` except `attention` and `has_head_norms`."""
     fields = read_layer_norm_fields(hf_config, default_tie_word_embeddings=True)
     return fields | {"logits_scale": read_number(hf_config, "logit_scale", 0.0625)}
-
-
-def _make_attention(
-    attention: AttentionConfig, *, config: CohereConfig, dtype: jnp.dtype
-) -> Attention:
-    make = functools.partial(Attention, attention, rotate=apply_rotary_to_neighbors, dtype=dtype)
-    if not config.has_head_norms:
-        return make()
-    norm = functools.partial(
-        StackedHeadLayerNorm, head_dim=attention.head_dim, eps=config.layer_norm_eps, dtype=dtype
-    )
-    return make(q_norm=norm(attention.num_q_heads), k_norm=norm(attention.num_kv_heads))

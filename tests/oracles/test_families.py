@@ -104,8 +104,10 @@ LOADED = [
     "granite-moe-tied",
     "granite-moe-shared",
     "bloom-6-heads",
+    "apertus1.5",
     "exaone3",
     "sarvam-moe",
+    "cohere-compass",
     "gemma4-unified-text",
     "iquestcoder",
     "internlm3",
@@ -193,7 +195,7 @@ _OVERRIDDEN = {
     # The one in `rope_parameters` wins.
     "partial_rotary_factor": {"phi3-longrope"},
     # transformers computes it from the hidden size.
-    "head_dim": {"cohere2"},
+    "head_dim": {"cohere2", "cohere-compass"},
 }
 
 
