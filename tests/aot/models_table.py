@@ -107,6 +107,7 @@ def tested_settings() -> dict[str, str]:
     """Architecture -> what the normal tests compare with transformers."""
     # Both import torch and transformers, which are optional.
     from tests.end_to_end.test_parity import EVERY_KIND, EVERY_SETTING
+    from tests.models.test_text_parts import LOADED as WITH_OTHER_PARTS
     from tests.oracles import families
     from tests.oracles.test_families import DECODERS, LOADED
 
@@ -121,6 +122,10 @@ def tested_settings() -> dict[str, str]:
             tested[architecture] = "all settings"
         if name in EVERY_KIND:
             tested[architecture] = "all programs"
+    for name in WITH_OTHER_PARTS:
+        hf_config = json.loads(families.MULTIMODAL[name][0]().to_json_string(use_diff=False))
+        hf_config["architectures"] = [families.MULTIMODAL[name][1]]
+        tested.setdefault(read_config(hf_config).architecture, "one program")
     return tested
 
 
