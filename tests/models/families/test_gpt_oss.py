@@ -79,7 +79,7 @@ def test_null_sizes_of_heads_follow_from_others():
         ({"num_local_experts": 2}, ModelConfigError, "num_experts_per_tok is 4, and num_local"),
         ({"swiglu_limit": 0}, ModelConfigError, "swiglu_limit is 0; expected a positive number"),
         ({"swiglu_alpha": "1"}, ModelConfigError, "swiglu_alpha is '1'"),
-        ({"hidden_act": "relu"}, UnsupportedModelError, "hidden_act='relu' is not supported"),
+        ({"hidden_act": "relu6"}, UnsupportedModelError, "hidden_act='relu6' is not supported"),
         (
             {"quantization_config": {"quant_method": "mxfp4"}},
             UnsupportedModelError,

@@ -157,8 +157,8 @@ def test_signature_names_no_backend():
     assert parameters == [
         *SHAPES,
         *("scale", "is_causal", "sliding_window", "chunk_size", "soft_cap", "sinks"),
-        *("k_scale", "v_scale", "kv_dtype", "max_query_len", "return_lse", "batch_invariant"),
-        *("implementation", "target"),
+        *("alibi_slopes", "k_scale", "v_scale", "kv_dtype", "max_query_len", "return_lse"),
+        *("batch_invariant", "implementation", "target"),
     ]
 
 
