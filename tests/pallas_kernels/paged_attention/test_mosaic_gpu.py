@@ -74,7 +74,7 @@ def call_of(max_query_len, **sizes):
     options = {
         **{"scale": 0.1, "is_causal": True, "max_query_len": max_query_len},
         **dict.fromkeys(("sliding_window", "chunk_size", "soft_cap")),
-        **dict.fromkeys(("sinks", "k_scale", "v_scale")),
+        **dict.fromkeys(("sinks", "alibi_slopes", "k_scale", "v_scale")),
         "kv_dtype": sizes.get("kv_dtype"),
     }
     return (q, kv_cache, *integers), options

@@ -118,7 +118,7 @@ def simulated_and_reference():
         return paged_attention_reference(
             *(q, kv_cache, row, block_tables, seq_lens, query_start_loc),
             **{"scale": 0.3, "is_causal": True, "max_query_len": 1, **LOOKS_BACK},
-            **dict.fromkeys(("sinks", "k_scale", "v_scale", "kv_dtype")),
+            **dict.fromkeys(("sinks", "alibi_slopes", "k_scale", "v_scale", "kv_dtype")),
         )
 
     params = plgpu.InterpretGPUParams(detect_races=True)
