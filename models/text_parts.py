@@ -3,6 +3,8 @@
 import re
 from collections.abc import Mapping
 
+from models.config_fields import with_defaults
+
 # Architectures of whole checkpoints whose language model is loaded. With text alone, they compute
 # what the language model computes by itself.
 WHOLES = (
@@ -25,6 +27,32 @@ _MODEL_TYPES = {
     "qwen2_5_vl": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
+}
+_QWEN2_VL_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+}
+# `model_type` of a language model -> defaults of fields that its config.json may leave out, where
+# its family has others or none. transformers leaves out fields of a part that have the default:
+# Gemma 3 4B was published without its vocabulary and its numbers of heads.
+_DEFAULTS: dict[str, Mapping[str, object]] = {
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+    },
+    "qwen2_vl": _QWEN2_VL_DEFAULTS,
+    "qwen2_vl_text": _QWEN2_VL_DEFAULTS,
+    "qwen2_5_vl": _QWEN2_VL_DEFAULTS,
+    "qwen2_5_vl_text": _QWEN2_VL_DEFAULTS,
+    "qwen3_vl_text": {"rope_theta": 500_000.0},
+    "qwen3_vl_moe_text": {"rope_theta": 500_000.0},
 }
 # Fields of the whole that win over those of its text part.
 _SHARED_FIELDS = (
@@ -64,6 +92,7 @@ def text_part(hf_config: Mapping[str, object]) -> dict[str, object]:
     if fields.get("use_bidirectional_attention") == "vision":
         del fields["use_bidirectional_attention"]
     model_type = str(fields.get("model_type", ""))
+    fields = with_defaults(fields, _DEFAULTS.get(model_type, {}))
     fields["model_type"] = _MODEL_TYPES.get(model_type, model_type)
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(fields.get(name), Mapping):

@@ -73,8 +73,10 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         content_format: ContentFormat = "auto",
     ) -> "ChatTemplate | None":
-        """The template of chat_template.jinja or tokenizer_config.json; None when there is none.
+        """The template of a checkpoint's folder; None when there is none.
 
+        It stands in chat_template.jinja, chat_template.json (older vision checkpoints) or
+        tokenizer_config.json; the first that has one counts, so newer files go before older ones.
         Files in additional_chat_templates are further ones, by name: tool_use.jinja.
 
         Raises:
@@ -89,10 +91,11 @@ class ChatTemplate:
             sources = {name: _read_template(path) for name, path in paths.items()}
             origins = {name: str(path.relative_to(folder)) for name, path in paths.items()}
             return cls(sources, origins=origins, **options)
-        path = folder / "tokenizer_config.json"
-        source = _as_sources(path, read_json_object(path).get("chat_template"))
-        origins = {name: f"chat_template {name!r} of {path.name}" for name in source}
-        return cls(source, origins=origins, **options) if source else None
+        for path in (folder / "chat_template.json", folder / "tokenizer_config.json"):
+            if sources := _as_sources(path, read_json_object(path).get("chat_template")):
+                origins = {name: f"chat_template {name!r} of {path.name}" for name in sources}
+                return cls(sources, origins=origins, **options)
+        return None
 
     @classmethod
     def from_setting(

@@ -88,13 +88,64 @@ def test_fields_of_the_whole_win_and_older_configs_have_no_text_part():
         "hidden_size": 64,
         "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
     }
-    assert text_part(config) == {
-        "model_type": "qwen2",
-        "hidden_size": 64,
-        "rope_scaling": {"type": "default"},
-    }
-    nested = {"text_config": {"model_type": "gemma3_text", "eos_token_id": 1}, "eos_token_id": [5]}
-    assert text_part(nested) == {"model_type": "gemma3_text", "eos_token_id": [5]}
+    part = text_part(config)
+    assert (part["model_type"], part["hidden_size"]) == ("qwen2", 64)
+    assert part["rope_scaling"] == {"type": "default"}
+    nested = {"text_config": {"model_type": "mistral", "eos_token_id": 1}, "eos_token_id": [5]}
+    assert text_part(nested) == {"model_type": "mistral", "eos_token_id": [5]}
+
+
+def test_gemma_3_is_read_as_published_without_its_defaults():
+    config = read_config(
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "eos_token_id": [1, 106],
+            "model_type": "gemma3",
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+        }
+    )
+    full = config.attention_layers[5]
+    assert (config.vocab_size, config.num_layers, config.hidden_size) == (262_208, 34, 2560)
+    assert (full.num_q_heads, full.num_kv_heads, full.head_dim) == (8, 4, 256)
+    assert (full.rope.theta, full.rope.factor) == (1_000_000.0, 8.0)
+    assert config.attention_layers[0].sliding_window == 1024
+
+
+# Sizes that are refused where they are missing, except for Gemma 3.
+_ALWAYS_GIVEN = {
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+}
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_field_left_out_of_the_text_part_has_the_default_of_transformers(name):
+    make_config, class_name, _ = families.MULTIMODAL[name]
+    config = make_config()
+    text = json.loads(json.dumps(type(config.text_config)().to_dict()))
+    whole = config.to_dict() | {"architectures": [class_name], "text_config": text}
+    # Ids of tokens: published config.json files have them, and generation_config.json wins.
+    kept = {"model_type", "bos_token_id", "eos_token_id"}
+    if name != "gemma3-vision":
+        kept |= _ALWAYS_GIVEN
+    expected = read_config(whole)
+    wrong = []
+    for field in sorted(set(text) - kept):
+        rest = {key: value for key, value in text.items() if key != field}
+        if read_config(whole | {"text_config": rest}) != expected:
+            wrong.append(field)
+    assert wrong == []
 
 
 @pytest.mark.parametrize(

@@ -129,9 +129,11 @@ def test_folder_without_template_has_none(tmp_path: Path) -> None:
     assert ChatTemplate.from_folder(tmp_path) is None
 
 
-def test_template_file_goes_before_tokenizer_config(tmp_path: Path) -> None:
+def test_template_files_go_before_tokenizer_config(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "config"}))
     assert ChatTemplate.from_folder(tmp_path).render(MESSAGES) == "config"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "processor"}))
+    assert ChatTemplate.from_folder(tmp_path).render(MESSAGES) == "processor"
     (tmp_path / "chat_template.jinja").write_text("file")
     assert ChatTemplate.from_folder(tmp_path).render(MESSAGES) == "file"
 
