@@ -24,6 +24,7 @@ def read_expert_fields(
     *,
     num_experts_fields: Sequence[str] = ("num_experts", "num_local_experts"),
     default_num_experts: int | None = None,
+    top_k_fields: Sequence[str] = ("num_experts_per_tok",),
     default_top_k: int | None = None,
     size_field: str = "moe_intermediate_size",
     default_size: int | None = None,
@@ -36,25 +37,31 @@ def read_expert_fields(
     Args:
         num_experts_fields: Names that config.json may have for the number of experts: checkpoints
             on the hub and transformers 5 differ.
+        top_k_fields: Names that config.json may have for the number of experts of one token.
         size_field: Name of the inner width of one expert.
 
     Raises:
         ModelConfigError: A field is of the wrong type, or a token goes to more experts than exist.
     """
-    given = [name for name in num_experts_fields if hf_config.get(name) is not None]
-    name = given[0] if given else num_experts_fields[0]
+    name = _first_given(hf_config, num_experts_fields)
     num_experts = read_count(hf_config, name, default_num_experts)
-    top_k = read_count(hf_config, "num_experts_per_tok", default_top_k)
+    top_k_name = _first_given(hf_config, top_k_fields)
+    top_k = read_count(hf_config, top_k_name, default_top_k)
     if top_k > num_experts:
         raise ModelConfigError(
-            f"config.json: num_experts_per_tok is {top_k}, and {name} is {num_experts}; a token "
-            "cannot have more experts than there are."
+            f"config.json: {top_k_name} is {top_k}, and {name} is {num_experts}; a token cannot "
+            "have more experts than there are."
         )
     return {
         "num_experts": num_experts,
         "num_experts_per_tok": top_k,
         "moe_intermediate_size": read_count(hf_config, size_field, default_size),
     }
+
+
+def _first_given(hf_config: Mapping[str, object], names: Sequence[str]) -> str:
+    """The first of the names whose field is not null, or the first name."""
+    return next((name for name in names if hf_config.get(name) is not None), names[0])
 
 
 def read_sparse_steps(hf_config: Mapping[str, object], num_layers: int) -> tuple[bool, ...]:

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from models.config_fields import read_count, read_flag, read_number, with_defaults
+from models.config_fields import (
+    read_count,
+    read_number,
+    refuse_other_values,
+    with_defaults,
+)
 from models.dense_config import read_attention, read_dense_fields
 from models.layers.attention import Attention
 from models.layers.experts import make_experts
@@ -24,6 +29,8 @@ from models.weight_rule import Source, WeightRule
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 5e5}
+# No release has biases.
+_SUPPORTED = {"use_bias": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +39,6 @@ class Ernie4_5_MoeConfig(MoEConfig):
 
     choose: CorrectedSoftmaxTopK
     shared_intermediate_size: int  # inner width of all shared experts together; 0 if there are none
-    mlp_bias: bool  # whether MLPs and shared experts have biases
 
 
 class Ernie4_5_MoeForCausalLM(MoEDecoder):
@@ -41,12 +47,14 @@ class Ernie4_5_MoeForCausalLM(MoEDecoder):
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> Ernie4_5_MoeConfig:
         hf_config = with_defaults(hf_config, _DEFAULTS)
+        refuse_other_values(hf_config, _SUPPORTED)
         fields = read_dense_fields(hf_config, default_tie_word_embeddings=True)
-        has_bias = read_flag(hf_config, "use_bias")
-        attention = read_attention(hf_config, fields, has_bias=has_bias, default_num_kv_heads=4)
+        attention = read_attention(hf_config, fields, has_bias=False, default_num_kv_heads=4)
         experts = read_expert_fields(
-            hf_config | {"num_experts_per_tok": read_count(hf_config, "moe_k", 6)},
-            num_experts_fields=("moe_num_experts",),
+            hf_config,
+            num_experts_fields=("moe_num_experts", "num_experts"),
+            top_k_fields=("moe_k", "num_experts_per_tok"),
+            default_top_k=6,
             default_num_experts=64,
             default_size=1536,
         )
@@ -61,7 +69,6 @@ class Ernie4_5_MoeForCausalLM(MoEDecoder):
                 min_sum=read_number(hf_config, "moe_norm_min", 1e-12),
             ),
             shared_intermediate_size=num_shared * experts["moe_intermediate_size"],
-            mlp_bias=has_bias,
         )
 
     def __init__(
@@ -70,7 +77,6 @@ class Ernie4_5_MoeForCausalLM(MoEDecoder):
         super().__init__(
             config,
             attention=functools.partial(Attention, rotate=apply_rotary_to_neighbors, dtype=dtype),
-            mlp=functools.partial(GatedMLP, use_bias=config.mlp_bias),
             sparse_mlp=functools.partial(_make_sparse_mlp, config, dtype),
             norm=functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype),
             has_head_kernel=has_head_kernel,
@@ -124,7 +130,6 @@ def _make_sparse_mlp(config: Ernie4_5_MoeConfig, dtype: jnp.dtype) -> SparseMLP:
         config.hidden_size,
         config.shared_intermediate_size,
         activation=config.hidden_act,
-        use_bias=config.mlp_bias,
         dtype=dtype,
     )
     return SharedExpertsMLP(**parts, shared_experts=shared_experts)

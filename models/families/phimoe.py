@@ -21,7 +21,13 @@ from models.moe_decoder import make_moe_layers
 from models.weight_rule import WeightRule
 
 # Defaults of fields that a config.json may leave out.
-_DEFAULTS = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "lm_head_bias": False}
+_DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "lm_head_bias": False,
+}
 # All releases have a bias of the head.
 _SUPPORTED = {"lm_head_bias": True, "tie_word_embeddings": False, "num_experts_per_tok": 2}
 

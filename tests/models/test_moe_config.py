@@ -2,13 +2,68 @@
 
 import pytest
 
-from models.errors import ModelConfigError
+from models.errors import ModelConfigError, UnsupportedModelError
 from models.moe_config import (
+    MoEConfig,
     read_expert_fields,
     read_group_fields,
     read_leading_dense,
     read_sparse_steps,
 )
+from models.registry import read_config
+from tests.models.families.read_by_transformers import as_transformers_reads_it
+
+SIZES = {
+    "vocab_size": 400,
+    "hidden_size": 160,
+    "intermediate_size": 16,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 4,
+    "max_position_embeddings": 8192,
+}
+# Architecture -> its configuration class in transformers, and fields that have no default.
+FAMILIES = {
+    "AfmoeForCausalLM": ("AfmoeConfig", {}),
+    "BeamForCausalLM": ("BeamConfig", {"n_group": 1, "topk_group": 1}),
+    "Cohere2MoeForCausalLM": ("Cohere2MoeConfig", {}),
+    "Dots1ForCausalLM": (
+        "Dots1Config",
+        {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    ),
+    "Ernie4_5_MoeForCausalLM": ("Ernie4_5_MoeConfig", {}),
+    "ExaoneMoeForCausalLM": ("ExaoneMoeConfig", {}),
+    "FlexOlmoForCausalLM": ("FlexOlmoConfig", {}),
+    "FlintForCausalLM": ("FlintConfig", {}),
+    "Glm4MoeForCausalLM": ("Glm4MoeConfig", {}),
+    "GptOssForCausalLM": ("GptOssConfig", {}),
+    "GraniteMoeForCausalLM": ("GraniteMoeConfig", {}),
+    "GraniteMoeSWAForCausalLM": ("GraniteMoeSWAConfig", {}),
+    "HunYuanMoEV1ForCausalLM": ("HunYuanMoEV1Config", {}),
+    "HYV3ForCausalLM": ("HYV3Config", {}),
+    "Kolibri1ForCausalLM": ("Kolibri1Config", {}),
+    "LagunaForCausalLM": ("LagunaConfig", {}),
+    "Llama4ForCausalLM": ("Llama4TextConfig", {}),
+    "MellumForCausalLM": ("MellumConfig", {}),
+    "MiniMaxM2ForCausalLM": ("MiniMaxM2Config", {}),
+    "MixtralForCausalLM": ("MixtralConfig", {}),
+    "OlmoeForCausalLM": ("OlmoeConfig", {}),
+    "PhimoeForCausalLM": ("PhimoeConfig", {"lm_head_bias": True}),
+    "Qwen2MoeForCausalLM": ("Qwen2MoeConfig", {}),
+    "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", {}),
+    "SolarOpenForCausalLM": ("SolarOpenConfig", {}),
+}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_fields_left_out_are_those_of_transformers(architecture):
+    config_class, fields = FAMILIES[architecture]
+    hf_config = {"architectures": [architecture], **SIZES, **fields}
+    theirs = as_transformers_reads_it(hf_config, config_class)
+    ours = read_config(hf_config | {"model_type": theirs["model_type"]})
+    assert isinstance(ours, MoEConfig)
+    assert ours == read_config(theirs)
 
 
 def read(hf_config: dict[str, object], **more: object) -> dict[str, int]:
@@ -20,6 +75,18 @@ def test_missing_and_null_fields_are_the_defaults():
     wanted = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     assert read({}) == wanted
     assert read(dict.fromkeys(["num_experts", "num_experts_per_tok"])) == wanted
+
+
+def test_names_that_ernie_has_for_experts_and_those_of_others_mean_the_same():
+    config = {"architectures": ["Ernie4_5_MoeForCausalLM"], **SIZES}
+    own = read_config({**config, "moe_num_experts": 8, "moe_k": 2})
+    assert (own.num_experts, own.num_experts_per_tok, own.choose.top_k) == (8, 2, 2)
+    assert own == read_config({**config, "num_experts": 8, "num_experts_per_tok": 2})
+
+
+def test_ernie_with_a_bias_of_the_head_is_refused():
+    with pytest.raises(UnsupportedModelError, match="use_bias=True"):
+        read_config({"architectures": ["Ernie4_5_MoeForCausalLM"], **SIZES, "use_bias": True})
 
 
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
