@@ -36,7 +36,6 @@ from paxkv.runner.batch.generate_inputs import GenerateInputs, GenerateShape, ma
 from paxkv.runner.memory.kv_cache_arrays import empty_kv_cache, kv_cache_dtype
 from paxkv.runner.memory.kv_cache_groups import groups_of_spec
 from paxkv.runner.memory.max_model_len import find_max_model_len
-from paxkv.runner.programs.bucketing import SamplerShape, TableShape
 from paxkv.runner.programs.decode_loop import (
     DecodeRows,
     DecodeState,
@@ -49,7 +48,9 @@ from paxkv.runner.sampling.row_state import RowState, num_row_words, unpack_rows
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling.sampler import sample
 from paxkv.runner.sampling.sampler_program import SamplerFunction, make_sampler
-from paxkv.runner.sampling.sampling_columns import ROW, SamplingInputs, join_step_rows
+from paxkv.runner.sampling.sampling_columns import SamplingInputs, join_step_rows
+from paxkv.runner.shapes.program_shapes import SamplerShape, TableShape
+from paxkv.runner.shapes.sampling_row import ROW
 from paxkv.text.tokenizer import Tokenizer
 
 

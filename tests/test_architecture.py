@@ -108,6 +108,8 @@ MAY_IMPORT = {
         "paxkv.fleet",
     },
 }
+# The folders of the runner, from the ground floor up: each imports only those before it.
+RUNNER_FLOORS = ("shapes", "memory", "sampling", "features", "batch", "programs")
 MAY_IMPORT_JAX = {"pallas_kernels", "models", "paxkv.runner"}
 JAX_MODULES = {"jax", "jaxlib", "flax", "optax"}
 ORACLE_MODULES = {"torch", "transformers"}
@@ -176,6 +178,36 @@ def import_violations(path: Path) -> list[str]:
 
 def test_imports_point_down() -> None:
     assert [violation for path in SOURCES for violation in import_violations(path)] == []
+
+
+def floor_violations(path: Path) -> list[str]:
+    """Imports of a file in a folder of the runner that lead to a higher floor."""
+    floor = module_name(path).split(".")[2]
+    below = RUNNER_FLOORS[: RUNNER_FLOORS.index(floor) + 1]
+    return [
+        f"{relative(path)}:{line} imports {module}: {floor} may import {below} of the runner"
+        for line, module in imported_modules(path)
+        if module.startswith("paxkv.runner.") and module.split(".")[2] not in below
+    ]
+
+
+def test_folders_of_the_runner_are_floors() -> None:
+    folders = {path.parent.name for path in (ROOT / "paxkv" / "runner").glob("*/*.py")}
+    assert folders == set(RUNNER_FLOORS)
+    files = [path for floor in folders for path in (ROOT / "paxkv/runner" / floor).glob("*.py")]
+    assert [violation for path in files for violation in floor_violations(path)] == []
+
+
+def test_the_rule_of_floors_finds_a_planted_violation(tmp_path: Path, monkeypatch) -> None:
+    planted = tmp_path / "paxkv" / "runner" / "memory" / "planted.py"
+    planted.parent.mkdir(parents=True)
+    planted.write_text(
+        "from paxkv.runner.shapes import step_buckets\n"
+        "def f():\n    from paxkv.runner.batch.input_batch import InputBatch\n"
+    )
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    found = floor_violations(planted)
+    assert found and all(":3 imports paxkv.runner.batch" in violation for violation in found)
 
 
 SCHEDULERS = {"Scheduler", "AsyncScheduler", "TraceRecorder"}

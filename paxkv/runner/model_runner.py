@@ -43,20 +43,15 @@ from paxkv.runner.memory.memory_plan import (
 )
 from paxkv.runner.memory.zeros import put_zeros
 from paxkv.runner.profiler import Profiler
-from paxkv.runner.programs.bucketing import (
-    SAMPLED_CHUNK_ROWS,
-    BurstShape,
-    CopyShape,
-    StepBuckets,
-    TableShape,
-)
 from paxkv.runner.programs.expert_check import products_of
 from paxkv.runner.programs.kernel_check import CheckedLayer, KernelChoice, choose_implementation
 from paxkv.runner.programs.program_store import ProgramStore
+from paxkv.runner.programs.step_sampler import StepSampler
 from paxkv.runner.programs.warmup import StepPrograms
 from paxkv.runner.sampling.logits_check import LogitsCheck
-from paxkv.runner.sampling.step_sampler import StepSampler
 from paxkv.runner.sampling.wide_logprobs import num_told_logits
+from paxkv.runner.shapes.program_shapes import BurstShape, CopyShape, TableShape
+from paxkv.runner.shapes.step_buckets import SAMPLED_CHUNK_ROWS, StepBuckets
 
 DEFAULT_RUNNER_CONFIG = RunnerConfig()
 

@@ -11,12 +11,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models import KernelSettings, LoadedModel, load_model
 from models.platforms import GPU
-from paxkv.runner.batch.packed_layout import PackedLayout
 from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, kv_cache_dtype
 from paxkv.runner.memory.kv_cache_groups import groups_of_spec
-from paxkv.runner.programs.bucketing import BurstShape, StepShape
 from paxkv.runner.programs.burst import make_burst
 from paxkv.runner.programs.step import make_step
+from paxkv.runner.shapes.packed_layout import PackedLayout
+from paxkv.runner.shapes.program_shapes import BurstShape, StepShape
 from tests.oracles.make_checkpoint import write_random_checkpoint
 
 NUM_LAYERS = 2
@@ -111,7 +111,7 @@ def burst(
     num_blocks: int = NUM_BLOCKS,
 ) -> StepProgram:
     """The burst that the runner compiles for a bucket. With one step, it contains no loop."""
-    shape = BurstShape(max_steps=max_steps, num_reqs=NUM_REQS, tables=())
+    shape = BurstShape(max_steps=max_steps, num_reqs=NUM_REQS, tables=(), chunk_rows=8)
     return _step_program(model, mesh, shape, num_blocks)
 
 

@@ -20,15 +20,15 @@ from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.runner.batch.device_step import DeviceStep
 from paxkv.runner.model_runner import ModelRunner
-from paxkv.runner.programs import bucketing
 from paxkv.runner.programs import burst as burst_module
 from paxkv.runner.programs import warmup as warmup_module
-from paxkv.runner.programs.bucketing import SamplerShape
 from paxkv.runner.sampling import sampler_program as sampler_program_module
 from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH, SampledTokens, pack_result
 from paxkv.runner.sampling.sampler import sample
 from paxkv.runner.sampling.sampler_program import SamplerFunction
 from paxkv.runner.sampling.sampling_columns import SamplingInputs
+from paxkv.runner.shapes import step_buckets
+from paxkv.runner.shapes.program_shapes import SamplerShape
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.scheduler import Scheduler
 
@@ -101,8 +101,8 @@ class RecordingRunner:
         self.vocab_size = model.config.vocab_size
         with _logits_behind_result(self.vocab_size), pytest.MonkeyPatch.context() as patch:
             if has_few_sizes:
-                patch.setattr(bucketing, "token_buckets", lambda most: tuple(sorted({16, most})))
-                patch.setattr(bucketing, "decode_buckets", lambda max_num_seqs: (max_num_seqs,))
+                patch.setattr(step_buckets, "token_buckets", lambda most: tuple(sorted({16, most})))
+                patch.setattr(step_buckets, "decode_buckets", lambda max_num_seqs: (max_num_seqs,))
             self.runner = ModelRunner(
                 model,
                 cache_config=CacheConfig(

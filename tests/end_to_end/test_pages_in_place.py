@@ -9,8 +9,9 @@ import pytest
 from models import load_model
 from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, device_mesh
 from paxkv.runner.memory.kv_cache_groups import groups_of_spec
-from paxkv.runner.programs.bucketing import SAMPLED_CHUNK_ROWS, StepBuckets
 from paxkv.runner.programs.warmup import StepPrograms
+from paxkv.runner.shapes.bucket_sizes import SAMPLED_CHUNK_ROWS
+from paxkv.runner.shapes.step_buckets import StepBuckets
 from tests.models.steppers import checkpoint_folder
 
 CACHE_BYTES = 256 * 2**20

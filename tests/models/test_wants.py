@@ -10,8 +10,8 @@ from flax import nnx
 
 from models import ForwardBatch, ModelError, Pages
 from models.wants import Outputs, Wants
-from paxkv.runner.programs.bucketing import TableShape
 from paxkv.runner.programs.make_batch import make_batch
+from paxkv.runner.shapes.program_shapes import TableShape
 from tests.models.steppers import model_of
 from tests.oracles.placed_model import place_model
 

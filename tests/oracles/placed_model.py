@@ -5,7 +5,7 @@ import dataclasses
 from models import LayerPlaces, LoadedModel, Pages
 from paxkv.runner.memory.kv_cache_arrays import empty_kv_cache
 from paxkv.runner.memory.kv_cache_groups import KVCacheGroups, groups_of_spec
-from paxkv.runner.programs.bucketing import TableShape
+from paxkv.runner.shapes.program_shapes import TableShape
 
 
 @dataclasses.dataclass(frozen=True)

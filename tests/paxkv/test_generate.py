@@ -19,7 +19,8 @@ from paxkv.errors import (
 )
 from paxkv.generate import CompiledGenerator, GenerateInputs, GenerateShape, make_generate
 from paxkv.runner.sampling.row_state import pack_row, processors_of
-from paxkv.runner.sampling.sampling_columns import NUM_COLUMNS, encode_sampling_params
+from paxkv.runner.sampling.sampling_columns import encode_sampling_params
+from paxkv.runner.shapes.sampling_row import NUM_COLUMNS
 from tests.end_to_end.engine_harness import EngineSettings, RecordingRunner, run_engine
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.serving_golden import NUM_NEW_TOKENS, load_serving_golden, write_serving_recipe

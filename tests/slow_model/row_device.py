@@ -4,9 +4,9 @@ import itertools
 
 import numpy as np
 
-from paxkv.runner.batch.packed_layout import PackedLayout, table_field
-from paxkv.runner.programs.bucketing import BurstShape
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN, RESULT_WIDTH
+from paxkv.runner.shapes.packed_layout import PackedLayout, table_field
+from paxkv.runner.shapes.program_shapes import BurstShape
 
 VOCAB_SIZE = 60
 EMPTY_TEXT = 1

@@ -23,7 +23,7 @@ from paxkv.runner.batch.device_step import DeviceStep
 from paxkv.runner.batch.input_batch import InputBatch
 from paxkv.runner.features.prompt_logprobs import PromptLogprobs
 from paxkv.runner.memory.kv_cache_groups import make_kv_cache_groups
-from paxkv.runner.programs.bucketing import StepBuckets
+from paxkv.runner.shapes.step_buckets import StepBuckets
 from paxkv.scheduler import scheduler as scheduler_module
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.request import Request

@@ -9,11 +9,13 @@ from paxkv.errors import InvariantError
 from paxkv.runner.batch.built_step import BuiltStep
 from paxkv.runner.batch.burst_repeater import BurstRepeater
 from paxkv.runner.batch.input_batch import InputBatch
-from paxkv.runner.batch.packed_layout import PackedLayout, table_field
-from paxkv.runner.batch.scheduled_rows import ScheduledRows
-from paxkv.runner.features.base import FeatureStep, StepFeature, StepVariant
-from paxkv.runner.programs.bucketing import BurstShape, StepBuckets, StepShape
+from paxkv.runner.features.base import FeatureStep, StepFeature
 from paxkv.runner.sampling.sampling_columns import needs_processors
+from paxkv.runner.shapes.packed_layout import PackedLayout, table_field
+from paxkv.runner.shapes.program_shapes import BurstShape, StepShape
+from paxkv.runner.shapes.scheduled_rows import ScheduledRows
+from paxkv.runner.shapes.step_buckets import StepBuckets
+from paxkv.runner.shapes.step_variant import StepVariant
 
 
 class BatchBuilder:

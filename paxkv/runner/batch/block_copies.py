@@ -4,7 +4,7 @@ import numpy as np
 
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import InvariantError
-from paxkv.runner.programs.bucketing import StepBuckets
+from paxkv.runner.shapes.step_buckets import StepBuckets
 
 _NULL_BLOCK_ID = 0
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from paxkv.runner.features.base import FeatureStep
-from paxkv.runner.programs.bucketing import BurstShape, StepShape
+from paxkv.runner.shapes.program_shapes import BurstShape, StepShape
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import numpy as np
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.runner.batch.built_step import BuiltStep
 from paxkv.runner.batch.input_batch import InputBatch
-from paxkv.runner.batch.packed_layout import PackedLayout, table_field
+from paxkv.runner.shapes.packed_layout import PackedLayout, table_field
 
 
 class BurstRepeater:

@@ -15,10 +15,10 @@ from paxkv.contracts.scheduler_output import (
 from paxkv.errors import InvariantError
 from paxkv.runner.batch.built_step import BuiltStep
 from paxkv.runner.batch.input_batch import CachedRequestState, InputBatch
-from paxkv.runner.features.base import StepVariant
 from paxkv.runner.sampling.logits_check import LogitsCheck
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN, read_logprobs
 from paxkv.runner.sampling.wide_logprobs import append_logits
+from paxkv.runner.shapes.step_variant import StepVariant
 
 
 class FinishedStep:

@@ -9,12 +9,8 @@ import numpy as np
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.errors import ConfigError, InvalidRequestError
 from paxkv.runner.sampling.row_state import num_row_words, pack_row, processors_of
-from paxkv.runner.sampling.sampling_columns import (
-    NUM_COLUMNS,
-    PROCESSORS,
-    encode_sampling_params,
-    seed_of_request,
-)
+from paxkv.runner.sampling.sampling_columns import encode_sampling_params, seed_of_request
+from paxkv.runner.shapes.sampling_row import NUM_COLUMNS, PROCESSORS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

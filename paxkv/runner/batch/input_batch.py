@@ -10,17 +10,16 @@ from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from paxkv.errors import InvariantError
 from paxkv.runner.batch.block_table import BlockTable, MultiGroupBlockTable
-from paxkv.runner.batch.packed_layout import MAX_ENDING_IDS
-from paxkv.runner.programs.bucketing import TableShape
 from paxkv.runner.sampling.row_state import pack_row, processors_of
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling.sampling_columns import (
-    NUM_COLUMNS,
-    ROW,
     Processors,
     encode_sampling_params,
     seed_of_request,
 )
+from paxkv.runner.shapes.packed_layout import MAX_ENDING_IDS
+from paxkv.runner.shapes.program_shapes import TableShape
+from paxkv.runner.shapes.sampling_row import NUM_COLUMNS, ROW
 
 # Of so many steps the tokens are kept before they are written into the rows together.
 MAX_LATE_STEPS = 32

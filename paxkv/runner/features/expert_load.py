@@ -12,9 +12,10 @@ from jax.sharding import Sharding
 from models import EXPERT_TOKENS, LoadedModel, Outputs, Report, Wants
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import ConfigError
-from paxkv.runner.batch.scheduled_rows import ScheduledRows
-from paxkv.runner.features.base import DeviceArray, FeatureStep, StepFeature, StepPart, StepVariant
+from paxkv.runner.features.base import FeatureStep, StepFeature
 from paxkv.runner.memory.zeros import put_zeros
+from paxkv.runner.shapes.scheduled_rows import ScheduledRows
+from paxkv.runner.shapes.step_variant import DeviceArray, StepPart, StepVariant
 
 logger = logging.getLogger(__name__)
 

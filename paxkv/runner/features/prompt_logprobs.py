@@ -10,11 +10,12 @@ import numpy as np
 from models import Outputs, Wants
 from paxkv.config.engine_config import RunnerConfig
 from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
-from paxkv.runner.batch.scheduled_rows import ScheduledRows
-from paxkv.runner.features.base import FeatureStep, StepFeature, StepPart, StepVariant
+from paxkv.runner.features.base import FeatureStep, StepFeature
 from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH, pack_result, read_logprobs
 from paxkv.runner.sampling.sampler import with_logprobs
 from paxkv.runner.sampling.wide_logprobs import num_told_logits, result_width
+from paxkv.runner.shapes.scheduled_rows import ScheduledRows
+from paxkv.runner.shapes.step_variant import StepPart, StepVariant
 
 # Tokens whose logits are computed at the same time. The logits of all tokens of a step would be the
 # largest array of the engine.

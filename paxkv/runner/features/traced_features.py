@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from models import ForwardBatch, LayerContext, Outputs
 from paxkv.errors import InvariantError
-from paxkv.runner.features.base import StepPart, StepVariant, add_wants
+from paxkv.runner.shapes.step_variant import StepPart, StepVariant, add_wants
 
 Array = TypeVar("Array", jax.Array, jax.ShapeDtypeStruct)
 # For each of `StepShape.features`, arrays by name.

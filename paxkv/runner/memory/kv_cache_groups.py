@@ -19,7 +19,7 @@ from paxkv.contracts.kv_cache_spec import (
     cdiv,
 )
 from paxkv.errors import ConfigError, InvariantError
-from paxkv.runner.programs.bucketing import TableShape
+from paxkv.runner.shapes.program_shapes import TableShape
 
 # Up to this ratio of layers of the commonest to the rarest kind, padding beats more groups.
 _MAX_PADDED_RATIO = 1.25

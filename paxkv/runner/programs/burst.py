@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from models import ForwardBatch, LoadedModel, Pages, Width
-from paxkv.runner.batch.packed_layout import PackedLayout
 from paxkv.runner.features.traced_features import FeatureValues, TracedFeatures
-from paxkv.runner.programs.bucketing import BurstShape
 from paxkv.runner.programs.decode_loop import (
     DecodeRows,
     DecodeState,
@@ -21,6 +19,8 @@ from paxkv.runner.programs.step import Params, take_tokens
 from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH, pack_result
 from paxkv.runner.sampling.sampler import argmax_grouped, sample
 from paxkv.runner.sampling.sampling_columns import SamplingInputs
+from paxkv.runner.shapes.packed_layout import PackedLayout
+from paxkv.runner.shapes.program_shapes import BurstShape
 
 # (params, kv_cache, packed, prev_tokens, kept, donated) ->
 # (kv_cache, result, next_tokens, donated)

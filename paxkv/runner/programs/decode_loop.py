@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from models import ForwardBatch, LoadedModel, Pages
-from paxkv.runner.features.base import StepPart
 from paxkv.runner.features.traced_features import NO_FEATURES, FeatureValues, TracedFeatures
-from paxkv.runner.programs.bucketing import TableShape
 from paxkv.runner.programs.make_batch import make_decode_batch
 from paxkv.runner.programs.step import Params
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
+from paxkv.runner.shapes.program_shapes import TableShape
+from paxkv.runner.shapes.step_variant import StepPart
 
 
 @jax.tree_util.register_dataclass

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from models import ForwardBatch, LoadedModel, Pages
-from paxkv.runner.batch.packed_layout import PackedLayout
-from paxkv.runner.features.base import StepPart
 from paxkv.runner.features.traced_features import FeatureValues, TracedFeatures
-from paxkv.runner.programs.bucketing import StepShape
 from paxkv.runner.programs.make_batch import make_decode_batch, tables_of
 from paxkv.runner.programs.step import Params, StepFunction, unpack_fields
 from paxkv.runner.sampling.sampling_columns import join_step_rows
+from paxkv.runner.shapes.packed_layout import PackedLayout
+from paxkv.runner.shapes.program_shapes import StepShape
+from paxkv.runner.shapes.step_variant import StepPart
 
 # The cache, logits f32[max_num_seqs, vocab], and what parts of the step change for features.
 _TileState = tuple[Pages, jax.Array, FeatureValues]

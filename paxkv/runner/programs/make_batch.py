@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from models import ForwardBatch, GroupInputs, Wants
-from paxkv.runner.batch.packed_layout import table_field
-from paxkv.runner.programs.bucketing import BurstShape, StepShape, TableShape
+from paxkv.runner.shapes.packed_layout import table_field
+from paxkv.runner.shapes.program_shapes import BurstShape, StepShape, TableShape
 
 
 def tables_of(

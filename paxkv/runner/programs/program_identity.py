@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 
 import paxkv
 from models import KernelSettings, LoadedModel, Pages
-from paxkv.runner.features.base import StepVariant
 from paxkv.runner.programs.program_sources import source_digest
+from paxkv.runner.shapes.step_variant import StepVariant
 
 # Settings of JAX that change what is traced or how it is compiled; no version has all of them.
 _JAX_SETTINGS = (

@@ -27,8 +27,8 @@ from jax.stages import Compiled
 
 from paxkv.config.engine_config import RunnerConfig
 from paxkv.errors import ConfigError
-from paxkv.runner.programs.bucketing import ProgramShape, RowShape, TableShape
 from paxkv.runner.programs.program_identity import identity_differences, identity_digest
+from paxkv.runner.shapes.program_shapes import ProgramShape, RowShape, TableShape
 
 logger = logging.getLogger(__name__)
 

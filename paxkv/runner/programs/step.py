@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from models import ForwardBatch, LoadedModel, Pages, Width, run_at_width
-from paxkv.runner.batch.packed_layout import PackedLayout
-from paxkv.runner.features.base import StepPart
 from paxkv.runner.features.traced_features import FeatureValues, TracedFeatures
-from paxkv.runner.programs.bucketing import StepShape
 from paxkv.runner.programs.make_batch import make_batch, tables_of
 from paxkv.runner.sampling.sampling_columns import join_step_rows
+from paxkv.runner.shapes.packed_layout import PackedLayout
+from paxkv.runner.shapes.program_shapes import StepShape
+from paxkv.runner.shapes.step_variant import StepPart
 
 Params = tuple[jax.Array, ...]
 # (params, kv_cache, packed, prev_tokens, logits, kept, donated) ->

@@ -14,17 +14,7 @@ from jax.stages import Compiled, Lowered
 from tqdm import tqdm
 
 from models import LoadedModel, Pages
-from paxkv.runner.batch.packed_layout import PackedLayout
-from paxkv.runner.features.base import StepVariant
 from paxkv.runner.features.traced_features import split_arrays
-from paxkv.runner.programs.bucketing import (
-    BurstShape,
-    CopyShape,
-    ProgramShape,
-    RowShape,
-    SamplerShape,
-    StepBuckets,
-)
 from paxkv.runner.programs.burst import make_burst
 from paxkv.runner.programs.invariant_step import make_invariant_step
 from paxkv.runner.programs.program_identity import program_identity
@@ -37,7 +27,17 @@ from paxkv.runner.sampling.row_state import (
     write_row,
 )
 from paxkv.runner.sampling.sampler_program import make_sampler
-from paxkv.runner.sampling.sampling_columns import STEP_ROW_WIDTH
+from paxkv.runner.shapes.packed_layout import PackedLayout
+from paxkv.runner.shapes.program_shapes import (
+    BurstShape,
+    CopyShape,
+    ProgramShape,
+    RowShape,
+    SamplerShape,
+)
+from paxkv.runner.shapes.sampling_row import STEP_ROW_WIDTH
+from paxkv.runner.shapes.step_buckets import StepBuckets
+from paxkv.runner.shapes.step_variant import StepVariant
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
-from paxkv.runner.sampling.sampling_columns import WANTS_LOGPROBS
+from paxkv.runner.shapes.sampling_row import WANTS_LOGPROBS
 
 # Of `sampled_tokens.pack_result`: the drawn token, and its log-probability as bits.
 _TOKEN_COLUMN, _LOGPROB_COLUMN = 0, 1

@@ -21,8 +21,8 @@ from paxkv.config.sampling_params import (
     is_wide,
 )
 from paxkv.runner.memory.zeros import put_zeros
-from paxkv.runner.programs.bucketing import RowShape
 from paxkv.runner.sampling.sampling_columns import Processors
+from paxkv.runner.shapes.program_shapes import RowShape
 
 # In place of a token before the first of a bad word: any token is equal to it.
 ANY_TOKEN = -1

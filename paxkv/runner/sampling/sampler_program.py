@@ -6,12 +6,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from paxkv.runner.programs.bucketing import SamplerShape
 from paxkv.runner.sampling.logits_processors import needs_processing, process_logits
 from paxkv.runner.sampling.row_state import RowState
 from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH, pack_result
 from paxkv.runner.sampling.sampler import sample
 from paxkv.runner.sampling.sampling_columns import Processors, decode_processors, decode_step_rows
+from paxkv.runner.shapes.program_shapes import SamplerShape
 
 # (logits, state, sampling, token_mask) -> (logits, state, result, next_tokens)
 SamplerFunction = Callable[

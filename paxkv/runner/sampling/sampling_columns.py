@@ -9,33 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from paxkv.config.sampling_params import SamplingParams
-
-COLUMNS = (
-    "temperature",  # f32 bits; 0 is greedy
-    "top_p",  # f32 bits; 1 keeps all
-    "min_p",  # f32 bits; 0 keeps all
-    "presence_penalty",  # f32 bits; 0 is none
-    "frequency_penalty",  # f32 bits; 0 is none
-    "repetition_penalty",  # f32 bits; 1 is none
-    "top_k",  # 0 keeps all
-    "seed_high",
-    "seed_low",
-    "wants_logprobs",
-    "processors",  # bits of `Processors`
-    "num_prompt_tokens",
-    "min_tokens_end",  # place of the first token that may end the request; 0 is any
-    "row",  # in the `InputBatch` and in the `RowState`
-)
-NUM_COLUMNS = len(COLUMNS)
-# What a step leaves for the sampler of each row: its columns, and the place of what it draws.
-STEP_ROW_WIDTH = NUM_COLUMNS + 1
-_NUM_FLOATS = COLUMNS.index("top_k")
-TOP_K, SEED, WANTS_LOGPROBS, PROCESSORS, NUM_PROMPT_TOKENS, MIN_TOKENS_END, ROW = (
-    COLUMNS.index(name)
-    for name in (
-        *("top_k", "seed_high", "wants_logprobs", "processors"),
-        *("num_prompt_tokens", "min_tokens_end", "row"),
-    )
+from paxkv.runner.shapes.sampling_row import (
+    COLUMNS,
+    MIN_TOKENS_END,
+    NUM_COLUMNS,
+    NUM_FLOATS,
+    NUM_PROMPT_TOKENS,
+    PROCESSORS,
+    ROW,
+    SEED,
+    TOP_K,
+    WANTS_LOGPROBS,
 )
 
 
@@ -149,7 +133,7 @@ def encode_sampling_params(
         filters = (params.temperature, params.top_p, params.min_p)
         row_np[TOP_K] = params.top_k if 0 < params.top_k < vocab_size else 0
     penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
-    row_np[:_NUM_FLOATS] = np.array([*filters, *penalties], np.float32).view(np.int32)
+    row_np[:NUM_FLOATS] = np.array([*filters, *penalties], np.float32).view(np.int32)
     row_np[SEED : SEED + 2] = np.array([seed >> 32, seed & 0xFFFFFFFF], np.int64).astype(np.int32)
     row_np[WANTS_LOGPROBS] = params.logprobs is not None
     row_np[PROCESSORS] = int(processors)
@@ -178,7 +162,7 @@ def decode_processors(
     sampling: jax.Array,  # i32[num_rows, STEP_ROW_WIDTH]
 ) -> ProcessorInputs:
     """The other half of `join_step_rows`, under `jit`."""
-    floats = jax.lax.bitcast_convert_type(sampling[:, :_NUM_FLOATS], jnp.float32)
+    floats = jax.lax.bitcast_convert_type(sampling[:, :NUM_FLOATS], jnp.float32)
     draw_position = sampling[:, NUM_COLUMNS]
     is_drawn = draw_position > 0
     return ProcessorInputs(

@@ -32,8 +32,8 @@ from paxkv.entrypoints.build import (
 from paxkv.entrypoints.build_scheduler import make_scheduler
 from paxkv.errors import ConfigError, InvalidRequestError, KVCacheTooSmallError
 from paxkv.runner.memory.memory_plan import HostMemory
-from paxkv.runner.programs.bucketing import RowShape
 from paxkv.runner.programs.program_store import CompiledPrograms, NewCompiledPrograms
+from paxkv.runner.shapes.program_shapes import RowShape
 from paxkv.trace.replayer import replay
 from paxkv.trace.trace_file import TraceReader
 from tests.paxkv.fake_build import (

@@ -10,11 +10,13 @@ from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, 
 from paxkv.errors import InvariantError
 from paxkv.runner.batch.batch_builder import BatchBuilder
 from paxkv.runner.batch.input_batch import InputBatch
-from paxkv.runner.batch.packed_layout import PackedLayout
-from paxkv.runner.features.base import FeatureStep, StepFeature, StepVariant
+from paxkv.runner.features.base import FeatureStep, StepFeature
 from paxkv.runner.features.prompt_logprobs import PromptLogprobsVariant
-from paxkv.runner.programs.bucketing import BurstShape, StepBuckets, TableShape
-from paxkv.runner.sampling.sampling_columns import ROW
+from paxkv.runner.shapes.packed_layout import PackedLayout
+from paxkv.runner.shapes.program_shapes import BurstShape, TableShape
+from paxkv.runner.shapes.sampling_row import ROW
+from paxkv.runner.shapes.step_buckets import StepBuckets
+from paxkv.runner.shapes.step_variant import StepVariant
 from tests.paxkv.no_cached import NO_CACHED
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE = 4, 32, 8

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from paxkv.contracts.scheduler_output import BlockCopy, SchedulerOutput
 from paxkv.errors import InvariantError
 from paxkv.runner.batch.block_copies import build_block_copies
-from paxkv.runner.programs.bucketing import StepBuckets, TableShape
+from paxkv.runner.shapes.program_shapes import TableShape
+from paxkv.runner.shapes.step_buckets import StepBuckets
 from tests.paxkv.no_cached import NO_CACHED
 
 NUM_BLOCKS = 40

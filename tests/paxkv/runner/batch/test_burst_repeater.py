@@ -11,8 +11,9 @@ from paxkv.errors import InvariantError
 from paxkv.runner.batch.batch_builder import BatchBuilder
 from paxkv.runner.batch.burst_repeater import BurstRepeater
 from paxkv.runner.batch.input_batch import InputBatch
-from paxkv.runner.batch.packed_layout import PackedLayout
-from paxkv.runner.programs.bucketing import StepBuckets, TableShape
+from paxkv.runner.shapes.packed_layout import PackedLayout
+from paxkv.runner.shapes.program_shapes import TableShape
+from paxkv.runner.shapes.step_buckets import StepBuckets
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZES = 4, 96, (8, 4)
 TABLES = tuple(

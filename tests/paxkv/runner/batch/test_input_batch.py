@@ -11,10 +11,10 @@ from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from paxkv.errors import InvariantError
 from paxkv.runner.batch.input_batch import InputBatch
-from paxkv.runner.batch.packed_layout import MAX_ENDING_IDS
-from paxkv.runner.programs.bucketing import TableShape
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
-from paxkv.runner.sampling.sampling_columns import ROW, SEED
+from paxkv.runner.shapes.packed_layout import MAX_ENDING_IDS
+from paxkv.runner.shapes.program_shapes import TableShape
+from paxkv.runner.shapes.sampling_row import ROW, SEED
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, MAX_BLOCKS, NUM_BLOCKS = 4, 12, 6, 40
 

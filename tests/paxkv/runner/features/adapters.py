@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxkv.runner.features.base import DeviceArray, FeatureStep, StepFeature, StepVariant
+from paxkv.runner.features.base import FeatureStep, StepFeature
+from paxkv.runner.shapes.step_variant import DeviceArray, StepVariant
 
 # In front of the cache, behind it, and in the MLP.
 ADAPTED = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj")

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxkv.runner.features.base import DeviceArray, FeatureStep, StepFeature, StepVariant
+from paxkv.runner.features.base import FeatureStep, StepFeature
+from paxkv.runner.shapes.step_variant import DeviceArray, StepVariant
 from tests.paxkv.runner.tiny_model import VOCAB
 
 NUM_CLASSES = 7

@@ -14,7 +14,7 @@ from paxkv.config.sampling_params import SamplingParams
 from paxkv.errors import ConfigError
 from paxkv.runner import model_runner
 from paxkv.runner.features.expert_load import ExpertLoad, describe_load
-from paxkv.runner.programs import bucketing
+from paxkv.runner.shapes import step_buckets
 from tests.oracles.token_experts import (
     DENSE_LAYERS,
     NUM_EXPERTS,
@@ -47,7 +47,7 @@ def model(tmp_path_factory):
 def counting(request, folder_of_run, model, monkeypatch):
     """A warm runner that counts, and the clock of its windows."""
     # So that batch-invariant steps have several tiles.
-    monkeypatch.setattr(bucketing, "INVARIANT_TILE_TOKENS", 4)
+    monkeypatch.setattr(step_buckets, "INVARIANT_TILE_TOKENS", 4)
     clock = FakeClock()
     load = ExpertLoad(model, WINDOW_S, clock=clock)
     monkeypatch.setattr(model_runner, "make_features", lambda *args: (load,))

@@ -7,9 +7,9 @@ import pytest
 from paxkv.config.engine_config import RunnerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.scheduler_output import NewRequestData, SchedulerOutput
-from paxkv.runner.batch.scheduled_rows import ScheduledRows
 from paxkv.runner.features.prompt_logprobs import PromptLogprobs
 from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH
+from paxkv.runner.shapes.scheduled_rows import ScheduledRows
 from tests.paxkv.no_cached import NO_CACHED
 from tests.paxkv.runner.driver import RunnerDriver
 from tests.paxkv.runner.shared_runners import MAX_NUM_BATCHED_TOKENS

@@ -23,7 +23,7 @@ from paxkv.runner.memory.kv_cache_groups import (
     make_kv_cache_groups,
     unify_page_sizes,
 )
-from paxkv.runner.programs.bucketing import TableShape
+from paxkv.runner.shapes.program_shapes import TableShape
 from tests.models.cache.formats_of_tests import IndexFormat, SumFormat
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from models import load_model
 from paxkv.config.sampling_params import SamplingParams
-from paxkv.runner.batch.packed_layout import PackedLayout
-from paxkv.runner.programs.bucketing import BurstShape, TableShape
 from paxkv.runner.programs.burst import make_burst
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling.sampling_columns import encode_sampling_params
+from paxkv.runner.shapes.packed_layout import PackedLayout
+from paxkv.runner.shapes.program_shapes import BurstShape, TableShape
 from tests.compiler_flags import AS_FOR_USERS
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.placed_model import place_model
@@ -27,7 +27,7 @@ PAGE = (2, NUM_HEADS, BLOCK_SIZE, HEAD_DIM)  # keys, then values
 MODEL = TinyModel()
 GREEDY = (SamplingParams(temperature=0.0),) * 2
 TABLE = TableShape(num_groups=1, max_blocks_per_req=3, block_size=BLOCK_SIZE)
-SHAPE = BurstShape(max_steps=6, num_reqs=3, tables=(TABLE,))
+SHAPE = BurstShape(max_steps=6, num_reqs=3, tables=(TABLE,), chunk_rows=8)
 
 
 def abstract(*dims, dtype=jnp.int32):

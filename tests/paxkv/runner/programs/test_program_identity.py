@@ -8,7 +8,6 @@ import pytest
 
 from models import AttentionFormat, KernelSettings, Platform, read_config
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from paxkv.runner.features.base import StepVariant
 from paxkv.runner.features.prompt_logprobs import PromptLogprobsVariant
 from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, device_mesh
 from paxkv.runner.programs.program_identity import (
@@ -16,6 +15,7 @@ from paxkv.runner.programs.program_identity import (
     identity_digest,
     program_identity,
 )
+from paxkv.runner.shapes.step_variant import StepVariant
 from tests.models.cache.formats_of_tests import SumFormat
 from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, TinyModel
 

@@ -25,12 +25,6 @@ from paxkv.errors import ConfigError
 from paxkv.runner.features.prompt_logprobs import PromptLogprobsVariant
 from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, allocate_kv_cache, device_mesh
 from paxkv.runner.programs import program_store
-from paxkv.runner.programs.bucketing import (
-    CopyShape,
-    RowShape,
-    StepBuckets,
-    TableShape,
-)
 from paxkv.runner.programs.program_store import (
     CompiledPrograms,
     NewCompiledPrograms,
@@ -41,7 +35,9 @@ from paxkv.runner.programs.program_store import (
 )
 from paxkv.runner.programs.warmup import StepPrograms
 from paxkv.runner.sampling.row_state import allocate_row_state, num_row_words, vocab_words
-from paxkv.runner.sampling.sampling_columns import ROW, STEP_ROW_WIDTH
+from paxkv.runner.shapes.program_shapes import CopyShape, RowShape, TableShape
+from paxkv.runner.shapes.sampling_row import ROW, STEP_ROW_WIDTH
+from paxkv.runner.shapes.step_buckets import StepBuckets
 from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, VOCAB, TinyModel
 
 NUM_BLOCKS = 9

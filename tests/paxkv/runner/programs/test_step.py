@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from models import load_model
-from paxkv.runner.batch.packed_layout import PackedLayout
-from paxkv.runner.programs.bucketing import StepShape, TableShape
 from paxkv.runner.programs.step import make_block_copies, make_step, unpack_batch, unpack_fields
+from paxkv.runner.shapes.packed_layout import PackedLayout
+from paxkv.runner.shapes.program_shapes import StepShape, TableShape
 from tests.compiler_flags import AS_FOR_USERS
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.placed_model import place_model

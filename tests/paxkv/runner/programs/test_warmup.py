@@ -13,15 +13,15 @@ from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCa
 from paxkv.errors import ConfigError
 from paxkv.runner.features.prompt_logprobs import PromptLogprobsVariant
 from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, device_mesh
-from paxkv.runner.programs.bucketing import (
+from paxkv.runner.programs.warmup import StepPrograms
+from paxkv.runner.shapes.program_shapes import (
     CopyShape,
     RowShape,
     SamplerShape,
-    StepBuckets,
     StepShape,
     TableShape,
 )
-from paxkv.runner.programs.warmup import StepPrograms
+from paxkv.runner.shapes.step_buckets import StepBuckets
 from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, VOCAB, TinyModel
 
 TABLES = (TableShape(num_groups=1, max_blocks_per_req=4, block_size=8),)

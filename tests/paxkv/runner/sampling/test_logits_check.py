@@ -8,11 +8,8 @@ from paxkv.config.sampling_params import SamplingParams
 from paxkv.runner.sampling.logits_check import LogitsCheck
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN, RESULT_WIDTH, pack_result
 from paxkv.runner.sampling.sampler import sample
-from paxkv.runner.sampling.sampling_columns import (
-    NUM_COLUMNS,
-    SamplingInputs,
-    encode_sampling_params,
-)
+from paxkv.runner.sampling.sampling_columns import SamplingInputs, encode_sampling_params
+from paxkv.runner.shapes.sampling_row import NUM_COLUMNS
 
 VOCAB = 200
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.runner.programs.bucketing import RowShape
 from paxkv.runner.sampling.logits_processors import needs_processing, process_logits
 from paxkv.runner.sampling.row_state import (
     allocate_row_state,
@@ -20,13 +19,9 @@ from paxkv.runner.sampling.row_state import (
     vocab_words,
     write_row,
 )
-from paxkv.runner.sampling.sampling_columns import (
-    NUM_COLUMNS,
-    ROW,
-    STEP_ROW_WIDTH,
-    decode_processors,
-    encode_sampling_params,
-)
+from paxkv.runner.sampling.sampling_columns import decode_processors, encode_sampling_params
+from paxkv.runner.shapes.program_shapes import RowShape
+from paxkv.runner.shapes.sampling_row import NUM_COLUMNS, ROW, STEP_ROW_WIDTH
 from paxkv.scheduler.request import Request
 from tests.paxkv.runner.logits_truth import true_logits
 from tests.quick_compile import quick_jit

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from paxkv.runner.sampling.sampler import argmax_grouped, sample
-from paxkv.runner.sampling.sampling_columns import COLUMNS, NUM_COLUMNS, SamplingInputs
+from paxkv.runner.sampling.sampling_columns import SamplingInputs
+from paxkv.runner.shapes.sampling_row import COLUMNS, NUM_COLUMNS
 from tests.quick_compile import quick_jit
 
 VOCAB = 300  # three groups, the last one partly filled

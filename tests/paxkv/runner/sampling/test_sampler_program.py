@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from paxkv.runner.programs.bucketing import RowShape, SamplerShape
 from paxkv.runner.sampling.row_state import (
     abstract_row_state,
     num_row_words,
@@ -12,7 +11,8 @@ from paxkv.runner.sampling.row_state import (
     write_row,
 )
 from paxkv.runner.sampling.sampler_program import make_sampler
-from paxkv.runner.sampling.sampling_columns import STEP_ROW_WIDTH
+from paxkv.runner.shapes.program_shapes import RowShape, SamplerShape
+from paxkv.runner.shapes.sampling_row import STEP_ROW_WIDTH
 from tests.compiler_flags import AS_FOR_USERS
 
 NUM_ROWS, VOCAB = 8, 300

@@ -6,17 +6,10 @@ import pytest
 
 from models import Wants
 from paxkv.errors import InvariantError
-from paxkv.runner.features.base import StepVariant
 from paxkv.runner.features.prompt_logprobs import PromptLogprobsVariant
-from paxkv.runner.programs.bucketing import (
-    SamplerShape,
-    StepBuckets,
-    TableShape,
-    copy_buckets,
-    decode_buckets,
-    share_programs,
-    token_buckets,
-)
+from paxkv.runner.shapes.program_shapes import SamplerShape, TableShape
+from paxkv.runner.shapes.step_buckets import StepBuckets
+from paxkv.runner.shapes.step_variant import StepVariant
 
 TABLE = TableShape(num_groups=1, max_blocks_per_req=5, block_size=8)
 
@@ -30,36 +23,6 @@ def make_buckets(max_num_batched_tokens=48, max_num_seqs=6, tables=(TABLE,), **s
         max_model_len=5 * 8,
         **settings,
     )
-
-
-def test_token_buckets_are_powers_of_two_and_the_largest_step():
-    assert token_buckets(48) == (16, 32, 48)
-    assert token_buckets(64) == (16, 32, 64)
-    assert token_buckets(3) == (3,)
-    assert token_buckets(1) == (1,)
-
-
-def test_decode_buckets_are_one_powers_of_two_some_halfway_and_all_requests():
-    assert decode_buckets(20) == (1, 8, 16, 20)
-    assert decode_buckets(24) == (1, 8, 16, 24)
-    assert decode_buckets(64) == (1, 8, 16, 24, 32, 48, 64)
-    assert decode_buckets(256) == (1, 8, 16, 24, 32, 48, 64, 128, 256)
-    assert decode_buckets(3) == (1, 3)
-    assert decode_buckets(1) == (1,)
-
-
-def test_a_program_holds_buckets_up_to_four_times_its_smallest():
-    assert share_programs((1, 8, 16, 24, 32, 48, 64)) == ((1,), (8,), (16, 24, 32, 48, 64))
-    assert share_programs((16, 32, 64, 128, 256, 512)) == ((16, 32, 64), (128, 256, 512))
-    assert share_programs((1, 8, 16, 20)) == ((1,), (8, 16, 20))
-    assert share_programs((2, 8)) == ((2, 8),)
-    assert share_programs((2, 9)) == ((2,), (9,))
-    assert share_programs((7,)) == ((7,),)
-
-
-def test_a_single_row_has_a_program_of_its_own():
-    assert share_programs((1, 3)) == ((1,), (3,))
-    assert share_programs((1,)) == ((1,),)
 
 
 @pytest.mark.parametrize(("budget", "max_num_seqs"), [(512, 64), (2048, 256), (48, 6), (5, 9)])
@@ -192,12 +155,6 @@ def test_step_outside_the_budget_is_a_bug(num_tokens):
 def test_more_requests_than_may_run_are_a_bug(num_reqs):
     with pytest.raises(InvariantError, match=f"1 to 6 requests, got {num_reqs}"):
         make_buckets().burst_shape_for(num_reqs)
-
-
-def test_copy_buckets_are_few_and_the_largest_is_exact():
-    assert copy_buckets(100) == (8, 64, 100)
-    assert copy_buckets(512) == (8, 64, 512)
-    assert copy_buckets(3) == (3,)
 
 
 def test_copies_get_the_smallest_shape_that_holds_one_a_request_and_group():

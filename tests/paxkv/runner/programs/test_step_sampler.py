@@ -10,8 +10,8 @@ import pytest
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.executor import GrammarBitmask
 from paxkv.errors import InvariantError
+from paxkv.runner.programs.step_sampler import StepSampler
 from paxkv.runner.sampling.row_state import vocab_words
-from paxkv.runner.sampling.step_sampler import StepSampler
 from tests.paxkv.runner.driver import RunnerDriver
 from tests.paxkv.runner.logits_truth import true_logits
 from tests.paxkv.runner.shared_runners import MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS

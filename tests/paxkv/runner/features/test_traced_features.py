@@ -10,10 +10,10 @@ from paxkv.config.engine_config import RunnerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.errors import InvariantError
 from paxkv.runner import model_runner
-from paxkv.runner.features.base import StepVariant
 from paxkv.runner.features.feature_list import make_features
 from paxkv.runner.features.traced_features import TracedFeatures
-from paxkv.runner.programs import bucketing
+from paxkv.runner.shapes import step_buckets
+from paxkv.runner.shapes.step_variant import StepVariant
 from tests.models.steppers import model_of
 from tests.oracles.paged_stepper import PagedStepper
 from tests.paxkv.runner.driver import RunnerDriver
@@ -37,7 +37,7 @@ def counting(request, folder_of_run):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "make_features", lambda *args: (*make_features(*args), census))
         # So that batch-invariant steps have several tiles.
-        patch.setattr(bucketing, "INVARIANT_TILE_TOKENS", 4)
+        patch.setattr(step_buckets, "INVARIANT_TILE_TOKENS", 4)
         folder = folder_of_run / f"counting_{request.param}"
         warm = make_warm_runner(folder, TinyModel(), config)
     return SimpleNamespace(runner=warm.runner, model=warm.model, census=census)

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from paxkv.errors import InvariantError
-from paxkv.runner.programs.bucketing import BurstShape, StepShape
-from paxkv.runner.sampling.sampling_columns import NUM_COLUMNS
+from paxkv.runner.shapes.program_shapes import BurstShape, StepShape
+from paxkv.runner.shapes.sampling_row import NUM_COLUMNS
 
 # Tokens that end a request and that a burst looks for; of more, the scheduler finds the others.
 MAX_ENDING_IDS = 8

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from paxkv.errors import InvariantError
-from paxkv.runner.batch.packed_layout import PackedLayout, table_field
-from paxkv.runner.features.base import StepVariant
 from paxkv.runner.features.prompt_logprobs import PromptLogprobsVariant
-from paxkv.runner.programs.bucketing import BurstShape, StepShape, TableShape
+from paxkv.runner.shapes.packed_layout import PackedLayout, table_field
+from paxkv.runner.shapes.program_shapes import BurstShape, StepShape, TableShape
+from paxkv.runner.shapes.step_variant import StepVariant
 
 # Two groups with blocks of 8 tokens, and one with blocks of 16.
 TABLES = (
@@ -18,7 +18,7 @@ TABLES = (
     TableShape(num_groups=1, max_blocks_per_req=3, block_size=16),
 )
 SHAPE = StepShape(num_tokens=8, num_reqs=3, num_logits=3, tables=TABLES)
-BURST_SHAPE = BurstShape(max_steps=4, num_reqs=3, tables=TABLES)
+BURST_SHAPE = BurstShape(max_steps=4, num_reqs=3, tables=TABLES, chunk_rows=8)
 FEATURE_SHAPE = dataclasses.replace(SHAPE, features=(PromptLogprobsVariant(num_logits=0),))
 both_shapes = pytest.mark.parametrize(
     "shape", [SHAPE, FEATURE_SHAPE, BURST_SHAPE], ids=["step", "step_with_feature", "burst"]

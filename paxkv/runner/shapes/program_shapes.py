@@ -1,0 +1,110 @@
+"""Every dimension of a compiled program. `step_buckets.py` decides which of them an engine has."""
+
+import bisect
+import dataclasses
+
+from models import Wants
+from paxkv.runner.shapes.step_variant import StepVariant, add_wants
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TableShape:
+    """The block tables of those KV cache groups that share an array of a step (`GroupInputs`)."""
+
+    num_groups: int
+    max_blocks_per_req: int
+    block_size: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """Every dimension of one compiled step; dimension names as in `models/forward_batch.py`.
+
+    Args:
+        tile_tokens: The step computes this many tokens at a time, and skips tiles without tokens.
+            None: all at once. Divides `num_tokens`.
+        features: Further computations, in the order of the runner's features.
+        widths: Numbers of tokens that its layers can compute, in rising order. The step uses the
+            smallest that holds its tokens. The last is `num_tokens`; empty means only that one.
+    """
+
+    num_tokens: int
+    num_reqs: int
+    num_logits: int  # rows of logits: at most one for each request, for its last token
+    tables: tuple[TableShape, ...]
+    tile_tokens: int | None = None
+    features: tuple[StepVariant, ...] = ()
+    widths: tuple[int, ...] = ()
+
+    @property
+    def wants(self) -> Wants:
+        """The outputs that the step needs from the model."""
+        # If no rows could be left out, the last layer computes all rows like the other layers.
+        wants = Wants(logits="last" if self.num_logits < self.num_tokens else "indices")
+        return add_wants(wants, self.features)
+
+    def num_computed(self, num_tokens: int) -> int:
+        """Number of tokens that a step of `num_tokens` computes, with padding."""
+        if self.tile_tokens is None:
+            return _least_width(self.widths or (self.num_tokens,), num_tokens)
+        return -(-num_tokens // self.tile_tokens) * self.tile_tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BurstShape:
+    """Every dimension of one compiled burst: up to `max_steps` steps of one token per request.
+
+    Args:
+        widths: Numbers of requests that it can compute, as `StepShape.widths`. The last is
+            `num_reqs`.
+        chunk_rows: Rows that it draws at a time if it has several widths.
+        features: Further computations: the variants that are in every program.
+    """
+
+    max_steps: int
+    num_reqs: int
+    tables: tuple[TableShape, ...]
+    widths: tuple[int, ...] = ()
+    chunk_rows: int
+    features: tuple[StepVariant, ...] = ()
+
+    def num_computed(self, num_reqs: int) -> int:
+        """Number of requests that a step of `num_reqs` computes, with padding."""
+        return _least_width(self.widths or (self.num_reqs,), num_reqs)
+
+
+def _least_width(widths: tuple[int, ...], count: int) -> int:
+    return widths[bisect.bisect_left(widths, count)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CopyShape:
+    """The dimension of one compiled program that copies blocks."""
+
+    num_copies: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerShape:
+    """The dimensions of the one compiled program that draws the tokens of steps.
+
+    Args:
+        num_rows: Largest number of rows in a step.
+        max_model_len: Tokens of a row that the device can keep.
+        chunk_rows: Rows that it draws at a time; at most `num_rows`.
+    """
+
+    num_rows: int
+    max_model_len: int
+    chunk_rows: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowShape:
+    """The dimensions of the one compiled program that writes a request's row of the `RowState`."""
+
+    num_rows: int
+    max_model_len: int
+
+
+ProgramShape = StepShape | BurstShape | CopyShape | SamplerShape | RowShape

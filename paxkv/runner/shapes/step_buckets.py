@@ -1,0 +1,239 @@
+"""`StepBuckets`: the shapes of all programs of an engine."""
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from paxkv.errors import InvariantError
+from paxkv.runner.shapes.bucket_sizes import (
+    INVARIANT_TILE_TOKENS,
+    SAMPLED_CHUNK_ROWS,
+    copy_buckets,
+    decode_buckets,
+    one_program_each,
+    share_programs,
+    token_buckets,
+)
+from paxkv.runner.shapes.program_shapes import (
+    BurstShape,
+    CopyShape,
+    ProgramShape,
+    RowShape,
+    SamplerShape,
+    StepShape,
+    TableShape,
+)
+from paxkv.runner.shapes.step_variant import StepVariant
+
+
+class StepBuckets:
+    """The shapes of an engine, each kind with the smallest first.
+
+    - Steps have buckets of their number of tokens. The other dimensions follow: a scheduled request
+      has at least one token, so a step has at most `num_tokens` requests, and each of them needs
+      the logits of one token.
+    - A step in which every request has one token is a burst of one step or more. Bursts have
+      buckets of their number of requests.
+    - Block copies have buckets of their number. A request copies at most one block in each KV cache
+      group, the one that is partly filled.
+
+    Args:
+        max_decode_burst: Most steps of a burst.
+        batch_invariant: One program computes all steps, tile by tile, so that the same instructions
+            compute every token.
+        sampled_chunk_rows: Rows that the sampler of steps draws at a time. None: all at once.
+        shares_programs: One program serves several neighboring buckets of steps, or of bursts.
+        feature_variants: For each step feature, its variants.
+
+    Raises:
+        InvariantError: A variant in every program has fields or results, or is not the only variant
+            of its feature.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        max_decode_burst: int,
+        tables: tuple[TableShape, ...],
+        max_model_len: int,
+        batch_invariant: bool = False,
+        sampled_chunk_rows: int | None = SAMPLED_CHUNK_ROWS,
+        shares_programs: bool = False,
+        feature_variants: Sequence[Sequence[StepVariant]] = (),
+    ) -> None:
+        self.tables = tables
+        tile_tokens = INVARIANT_TILE_TOKENS if batch_invariant else None
+        divide = share_programs if shares_programs else one_program_each
+        if tile_tokens is None:
+            token_widths = divide(token_buckets(max_num_batched_tokens))
+        else:
+            token_widths = ((-(-max_num_batched_tokens // tile_tokens) * tile_tokens,),)
+        self._num_tokens = tuple(widths[-1] for widths in token_widths)
+        everywhere = _find_everywhere(feature_variants)
+        self.step_shapes = tuple(
+            StepShape(
+                num_tokens=widths[-1],
+                num_reqs=min(widths[-1], max_num_seqs),
+                num_logits=min(widths[-1], max_num_seqs),
+                tables=tables,
+                tile_tokens=tile_tokens,
+                features=everywhere,
+                widths=widths if len(widths) > 1 else (),
+            )
+            for widths in token_widths
+        )
+        self.feature_variants = tuple(itertools.chain.from_iterable(feature_variants))
+        # The keys leave out variants that are in every program.
+        self._feature_shapes = {
+            tuple(variant for variant in features if variant not in everywhere): _with_features(
+                self.step_shapes, features
+            )
+            for features in _combinations(feature_variants)
+            if features != everywhere
+        }
+        req_widths = () if batch_invariant else divide(decode_buckets(max_num_seqs))
+        self._num_reqs = tuple(widths[-1] for widths in req_widths)
+        self.burst_shapes = tuple(
+            BurstShape(
+                max_steps=max_decode_burst,
+                num_reqs=widths[-1],
+                tables=tables,
+                widths=widths if len(widths) > 1 else (),
+                chunk_rows=SAMPLED_CHUNK_ROWS,
+                features=everywhere,
+            )
+            for widths in req_widths
+        )
+        self._num_copies = copy_buckets(max_num_seqs * sum(table.num_groups for table in tables))
+        self.copy_shapes = tuple(CopyShape(num_copies=count) for count in self._num_copies)
+        self.sampler_shape = SamplerShape(
+            num_rows=max_num_seqs,
+            max_model_len=max_model_len,
+            chunk_rows=min(sampled_chunk_rows or max_num_seqs, max_num_seqs),
+        )
+        self.row_shape = RowShape(num_rows=max_num_seqs, max_model_len=max_model_len)
+
+    @property
+    def largest_first(self) -> tuple[ProgramShape, ...]:
+        """Every shape. Those that take longest to compile come first."""
+        return (
+            *(shape for shapes in self._feature_shapes.values() for shape in shapes[::-1]),
+            *self.step_shapes[::-1],
+            *self.burst_shapes[::-1],
+            self.sampler_shape,
+            self.row_shape,
+            *self.copy_shapes[::-1],
+        )
+
+    @property
+    def largest(self) -> tuple[ProgramShape, ...]:
+        """The largest shape of each kind."""
+        return (
+            self.step_shapes[-1],
+            *(shapes[-1] for shapes in self._feature_shapes.values()),
+            *self.burst_shapes[-1:],
+            self.copy_shapes[-1],
+            self.sampler_shape,
+            self.row_shape,
+        )
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens in a block, for every KV cache group."""
+        return tuple(table.block_size for table in self.tables for _ in range(table.num_groups))
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether steps compute their tokens tile by tile."""
+        return self.step_shapes[-1].tile_tokens is not None
+
+    @property
+    def has_bursts(self) -> bool:
+        """Whether steps of one token a request are bursts."""
+        return bool(self.burst_shapes)
+
+    def shape_for(self, num_tokens: int, features: tuple[StepVariant, ...] = ()) -> StepShape:
+        """The smallest step with these features that holds `num_tokens`.
+
+        Args:
+            features: Without the variants that are in every program; the step has those too.
+
+        Raises:
+            InvariantError: The scheduler scheduled nothing, or more than `max_num_batched_tokens`.
+        """
+        bucket_idx = _find_bucket(self._num_tokens, num_tokens, "tokens")
+        shapes = self._feature_shapes[features] if features else self.step_shapes
+        return shapes[min(bucket_idx, len(shapes) - 1)]
+
+    def burst_shape_for(self, num_reqs: int) -> BurstShape:
+        """The smallest burst that holds `num_reqs`.
+
+        Raises:
+            InvariantError: There is no request, or more than `max_num_seqs`.
+        """
+        return self.burst_shapes[_find_bucket(self._num_reqs, num_reqs, "requests")]
+
+    def copy_shape_for(self, num_copies: int) -> CopyShape:
+        """The smallest shape that holds `num_copies`, or the largest shape if none does."""
+        num_smaller = bisect.bisect_left(self._num_copies, num_copies)
+        return self.copy_shapes[min(num_smaller, len(self.copy_shapes) - 1)]
+
+
+def _combinations(
+    feature_variants: Sequence[Sequence[StepVariant]],
+) -> list[tuple[StepVariant, ...]]:
+    """Sets of variants that a step may have: at most one of each feature, and at least one in all.
+
+    Example: (a, b), (c) -> ac, a, bc, b, c; or ac, bc, c if c is in every program.
+    """
+    choices = itertools.product(
+        *(
+            variants if _find_everywhere([variants]) else (*variants, None)
+            for variants in feature_variants
+        )
+    )
+    found = [tuple(variant for variant in choice if variant is not None) for choice in choices]
+    return [features for features in found if features]
+
+
+def _find_everywhere(feature_variants: Sequence[Sequence[StepVariant]]) -> tuple[StepVariant, ...]:
+    """The variants in every program, in the order of the features.
+
+    Raises:
+        InvariantError: As `StepBuckets`.
+    """
+    found = []
+    for variants in feature_variants:
+        for variant in variants:
+            if not variant.is_in_every_program:
+                continue
+            fields = variant.fields(num_tokens=1, num_reqs=1)
+            results = variant.results(num_tokens=1, num_reqs=1)
+            if fields or results or len(variants) > 1:
+                raise InvariantError(
+                    f"{variant} is in every program, but has the fields {sorted(fields)}, the "
+                    f"results {sorted(results)} and {len(variants) - 1} other variants of its "
+                    "feature. Bursts have neither fields nor results for features, and every "
+                    "step has the same variant: keep numbers in a donated array."
+                )
+            found.append(variant)
+    return tuple(found)
+
+
+def _with_features(
+    step_shapes: tuple[StepShape, ...], features: tuple[StepVariant, ...]
+) -> tuple[StepShape, ...]:
+    """Steps with these features: all sizes, or the largest alone if one of the features is rare."""
+    if not all(variant.has_every_bucket or variant.is_in_every_program for variant in features):
+        step_shapes = step_shapes[-1:]
+    return tuple(dataclasses.replace(shape, features=features) for shape in step_shapes)
+
+
+def _find_bucket(buckets: tuple[int, ...], count: int, what: str) -> int:
+    """Index of the smallest bucket that holds `count`."""
+    if not 1 <= count <= buckets[-1]:
+        raise InvariantError(f"a step must have 1 to {buckets[-1]} {what}, got {count}.")
+    return bisect.bisect_left(buckets, count)
