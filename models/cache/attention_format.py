@@ -7,6 +7,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from models.attention_config import AttentionConfig
+from models.cache.attention_self_test import AttentionSelfTest
 from models.cache.format import Pages
 from pallas_kernels.page_views import unview_pages, view_pages
 
@@ -65,6 +67,20 @@ class AttentionFormat:
     def with_width_step(self, step: int) -> "AttentionFormat":
         """The format with heads widened to the next multiple of `step`."""
         return replace(self, head_dim=math.ceil(self.head_dim / step) * step)
+
+    def self_tests(
+        self, attention: AttentionConfig | None, block_size: int
+    ) -> tuple[AttentionSelfTest, ...]:
+        if attention is None:
+            return ()
+        test = AttentionSelfTest.of_layer(
+            attention,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=block_size,
+            dtype=self.dtype,
+        )
+        return (test,)
 
     def kv_dtype(self, pages: Pages) -> jnp.dtype | None:
         """The `kv_dtype` argument of the ops: None if `pages` have the format's own dtype."""

@@ -4,6 +4,9 @@ from typing import Literal, Protocol, Self
 
 import jax
 
+from models.attention_config import AttentionConfig
+from models.cache.self_test import SelfTest
+
 # The KV cache as it is stored: [num_rows, num_blocks, ...], the page in the trailing axes. Its
 # shape and dtype are the platform's (`Platform.page_shape`, `Platform.page_dtype`).
 Pages = jax.Array
@@ -34,6 +37,21 @@ class CacheFormat(Protocol):
 
     def content_bytes(self, block_size: int) -> int:
         """Bytes of a page on one device that layers fill; the rest is padding."""
+
+    def with_width_step(self, step: int) -> Self:
+        """The format of a platform that stores heads in multiples of `step` numbers.
+
+        A format without heads returns itself.
+        """
+
+    def self_tests(
+        self, attention: AttentionConfig | None, block_size: int
+    ) -> tuple[SelfTest, ...]:
+        """Tests of the kernels that read and write the pages; none if plain XLA does.
+
+        Args:
+            attention: Of the layer that has the cache; None if it has no attention.
+        """
 
     def with_page_bytes(self, page_bytes: int, block_size: int) -> Self | None:
         """The same contents in pages of `page_bytes` on one device; None if they cannot hold it."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models import AttentionFormat, KernelSettings, LoadedModel
+from models import KernelSettings, LoadedModel
 from models.platforms.resident_memory import resident_bytes, return_freed_memory
 from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
 from paxkv.contracts.executor import StepHandle
@@ -44,7 +44,7 @@ from paxkv.runner.memory.memory_plan import (
 from paxkv.runner.memory.zeros import put_zeros
 from paxkv.runner.profiler import Profiler
 from paxkv.runner.programs.expert_check import products_of
-from paxkv.runner.programs.kernel_check import CheckedLayer, KernelChoice, choose_implementation
+from paxkv.runner.programs.kernel_check import KernelChoice, choose_implementation
 from paxkv.runner.programs.program_store import ProgramStore
 from paxkv.runner.programs.step_sampler import StepSampler
 from paxkv.runner.programs.warmup import StepPrograms
@@ -335,10 +335,10 @@ def _choose_kernels(
 ) -> KernelChoice:
     if config.batch_invariant:
         return KernelChoice("xla", "--batch-invariant has sums in plain XLA on every device.")
-    layers = [
-        CheckedLayer(attention, place.format, tables[place.inputs_idx].block_size)
+    tests = [
+        test
         for attention, places in zip(model.config.attention, model.places, strict=True)
         for _, place in places
-        if attention is not None and isinstance(place.format, AttentionFormat)
+        for test in place.format.self_tests(attention, tables[place.inputs_idx].block_size)
     ]
-    return choose_implementation(config.kernels, layers, products_of(model), mesh.devices.flat[0])
+    return choose_implementation(config.kernels, tests, products_of(model), mesh.devices.flat[0])

@@ -43,6 +43,12 @@ class SumFormat:
     def content_bytes(self, block_size):
         return self.page_bytes(block_size)
 
+    def with_width_step(self, step):
+        return self
+
+    def self_tests(self, attention, block_size):
+        return ()
+
     def with_page_bytes(self, page_bytes, block_size):
         return self if page_bytes >= self.page_bytes(block_size) else None
 
@@ -72,6 +78,12 @@ class IndexFormat:
 
     def content_bytes(self, block_size):
         return self.page_bytes(block_size)
+
+    def with_width_step(self, step):
+        return self
+
+    def self_tests(self, attention, block_size):
+        return ()
 
     def with_page_bytes(self, page_bytes, block_size):
         width = page_bytes // (block_size * jnp.dtype(self.dtype).itemsize)

@@ -1,0 +1,33 @@
+"""`SelfTest`: asks on the device whether the ops of a cache compute what plain XLA computes."""
+
+from typing import Protocol
+
+import numpy as np
+
+import pallas_kernels
+
+# If a 16-bit result was rounded twice, the error is smaller. After a wrong mask or a lost tile it
+# is far larger.
+MAX_RELATIVE_ERROR = 2e-2
+
+
+class SelfTest(Protocol):
+    """Runs the ops of one cache with small random inputs. Frozen: equal tests run only once."""
+
+    def why_kernels_differ(
+        self, target: pallas_kernels.Target, *, implementation: str | None = None
+    ) -> str | None:
+        """Compares `implementation` with plain XLA. Errors of compilers and devices are raised.
+
+        Args:
+            implementation: As in the ops of `pallas_kernels`.
+
+        Returns:
+            What differs; None if nothing does.
+        """
+
+
+def relative_error(got_np: np.ndarray, expected_np: np.ndarray) -> float:
+    """`|got - expected| / |expected|`, norms over all entries."""
+    norm = float(np.linalg.norm(expected_np))
+    return float(np.linalg.norm(got_np - expected_np)) / (norm or 1.0)
