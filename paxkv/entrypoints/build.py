@@ -44,7 +44,6 @@ from paxkv.entrypoints.build_client import (
     start_engines,
 )
 from paxkv.entrypoints.build_scheduler import make_scheduler, record_scheduler
-from paxkv.errors import KVCacheTooSmallError
 from paxkv.fleet.engine_supervisor import RestartPolicy
 from paxkv.fleet.loop_thread import LoopThread
 from paxkv.package_origin import check_package_origin
@@ -76,8 +75,6 @@ from paxkv.runner.programs.program_store import (  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
-# A prompt and an answer of one token each.
-_MIN_MODEL_LEN = 2
 DEMO_MODEL_NAME = "paxkv-demo"
 
 
@@ -352,26 +349,22 @@ def _make_runner(
     on_host = host_memory is not None
     cache_config = _cache_config(config.cache, store, on_host=on_host)
 
-    def make(max_model_len: int) -> ModelRunner:
-        return ModelRunner(
-            model,
-            cache_config=cache_config,
-            scheduler_config=config.scheduler,
-            max_model_len=max_model_len,
-            seed=config.model.seed,
-            runner_config=config.runner,
-            host_memory=host_memory,
-            program_store=store,
-            show_progress=show_progress,
-        )
-
     asked, limit = config.model.max_model_len, find_max_model_len(None, model.config)
     is_given = asked not in (None, FIT_MEMORY)
-    if is_given:
-        runner = make(find_max_model_len(asked, model.config))
-    else:
-        compiled = store.max_model_len if isinstance(store, CompiledPrograms) else None
-        runner = _make_fitting_runner(make, min(compiled or limit, limit))
+    compiled = store.max_model_len if isinstance(store, CompiledPrograms) else None
+    most = find_max_model_len(asked, model.config) if is_given else min(compiled or limit, limit)
+    runner = ModelRunner(
+        model,
+        cache_config=cache_config,
+        scheduler_config=config.scheduler,
+        max_model_len=most,
+        may_be_shorter=not is_given,
+        seed=config.model.seed,
+        runner_config=config.runner,
+        host_memory=host_memory,
+        program_store=store,
+        show_progress=show_progress,
+    )
     plan = runner.memory_plan
     if not is_given:
         _log_shorter_length(
@@ -403,33 +396,6 @@ def _host_memory(config: ParallelConfig, model: LoadedModel) -> HostMemory | Non
     # Engines after the first load their weights later, and take its number of blocks.
     weight_bytes = sum(param.nbytes for param in model.params) if num_engines > 1 else 0
     return HostMemory.of_engines(free_bytes, num_engines=num_engines, weight_bytes=weight_bytes)
-
-
-def _make_fitting_runner(make: Callable[[int], ModelRunner], length: int) -> ModelRunner:
-    """The runner of the largest `max_model_len`, up to `length`, that the KV cache has room for.
-
-    Raises:
-        KVCacheTooSmallError: It has no room for a request of two tokens.
-    """
-    while True:
-        runner = None  # whose memory is the next one's
-        try:
-            runner = make(length)
-            fitting = runner.memory_plan.max_fitting_len
-        except KVCacheTooSmallError as error:
-            fitting = error.max_fitting_len
-            if fitting < _MIN_MODEL_LEN:
-                raise
-        if fitting >= length:
-            return runner
-        if fitting < _MIN_MODEL_LEN:
-            # A given number of blocks is no error of the plan, whatever fits.
-            raise KVCacheTooSmallError(
-                "the KV cache is too small for any request: got "
-                f"{runner.kv_cache_config.num_blocks} blocks, which hold {fitting} tokens of one "
-                f"request; wanted room for {_MIN_MODEL_LEN}. Set a larger num_gpu_blocks_override."
-            )
-        length = fitting
 
 
 def _log_shorter_length(

@@ -1,9 +1,8 @@
 """`ModelRunner`: computes the scheduler's steps on one device."""
 
 import concurrent.futures
-import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +29,11 @@ from paxkv.runner.memory.kv_cache_arrays import (
     abstract_kv_cache,
     allocate_kv_cache,
     device_mesh,
-    kv_cache_dtype,
 )
-from paxkv.runner.memory.kv_cache_groups import KVCacheGroups, groups_of_spec
 from paxkv.runner.memory.memory_plan import (
     DeviceMemory,
     HostMemory,
-    MemoryPlan,
     measure_device_memory,
-    plan_memory,
     report_memory,
 )
 from paxkv.runner.memory.zeros import put_zeros
@@ -48,10 +43,10 @@ from paxkv.runner.programs.kernel_check import KernelChoice, choose_implementati
 from paxkv.runner.programs.program_store import ProgramStore
 from paxkv.runner.programs.step_sampler import StepSampler
 from paxkv.runner.programs.warmup import StepPrograms
+from paxkv.runner.runner_plan import RunnerPlan
 from paxkv.runner.sampling.logits_check import LogitsCheck
 from paxkv.runner.sampling.wide_logprobs import num_told_logits
 from paxkv.runner.shapes.program_shapes import BurstShape, CopyShape, TableShape
-from paxkv.runner.shapes.step_buckets import SAMPLED_CHUNK_ROWS, StepBuckets
 
 DEFAULT_RUNNER_CONFIG = RunnerConfig()
 
@@ -62,17 +57,19 @@ class ModelRunner:
     """The `Executor` of one device: owns the KV cache arrays and the rows of running requests.
 
     Args:
-        max_model_len: Most tokens of a request, prompt and output together.
-        host_memory: On a CPU, memory that the KV cache may share; what is free now if left out.
-        seed: Of the draws of requests that bring no seed of their own.
-        program_store: Where compiled programs are found and kept; None compiles all of them.
-        show_progress: Draws a bar on stderr while the warm-up compiles.
+        max_model_len: Largest number of tokens of a request, prompt and output together.
+        may_be_shorter: Whether `max_model_len` may become the largest that fits the KV cache. The
+            memory plan has the result.
+        host_memory: On a CPU, the memory that the KV cache may use. None: what is free now.
+        seed: Seed of requests without a seed of their own.
+        program_store: Where compiled programs are loaded from and saved. None: all are compiled.
+        show_progress: Whether the warm-up draws a progress bar on stderr.
 
     Attributes:
         kernel_choice: Whether kernels for this device run, and why they do not.
 
     Raises:
-        KVCacheTooSmallError: It has no room for one request of `max_model_len` tokens.
+        KVCacheTooSmallError: It has no room for one request (`RunnerPlan.fit`).
         ConfigError: The KV cache does not fit, or the layers cannot share one.
     """
 
@@ -83,25 +80,31 @@ class ModelRunner:
         cache_config: CacheConfig,
         scheduler_config: SchedulerConfig,
         max_model_len: int,
+        may_be_shorter: bool = False,
         seed: int,
         runner_config: RunnerConfig = DEFAULT_RUNNER_CONFIG,
         host_memory: HostMemory | None = None,
         program_store: ProgramStore | None = None,
         show_progress: bool = False,
     ) -> None:
-        max_num_seqs = scheduler_config.max_num_seqs
-        device = next(iter(model.params[0].devices()))
-        mesh = device_mesh(device)
-        self._kv_dtype = kv_cache_dtype(model.dtype, model.platform, cache_config.kv_cache_dtype)
-        spec = model.config.spec(self._kv_dtype)
-        groups = groups_of_spec(
-            spec,
-            block_size=cache_config.block_size or model.platform.block_size,
-            head_dim_step=model.platform.head_dim_step,
+        self._features = features = make_features(runner_config, model)
+        self._feature_of = {v: feature for feature in features for v in feature.variants()}
+        plan = RunnerPlan(
+            model_config=model.config,
+            dtype=model.dtype,
+            platform=model.platform,
+            cache_config=cache_config,
+            scheduler_config=scheduler_config,
+            runner_config=runner_config,
+            max_model_len=max_model_len,
+            may_be_shorter=may_be_shorter,
+            feature_variants=tuple(feature.variants() for feature in features),
         )
-        model = model.with_places(groups.places(spec))
-        tables = groups.tables(max_model_len)
-        self.kernel_choice = _choose_kernels(runner_config, model, tables, mesh)
+        mesh = device_mesh(next(iter(model.params[0].devices())))
+        self._sharding = NamedSharding(mesh, PartitionSpec())
+        self._platform = model.platform
+        model = model.with_places(plan.places)
+        self.kernel_choice = _choose_kernels(runner_config, model, plan.tables, mesh)
         model = model.with_kernels(
             KernelSettings.for_mesh(
                 mesh,
@@ -109,68 +112,42 @@ class ModelRunner:
                 batch_invariant=runner_config.batch_invariant,
             )
         )
-        features = make_features(runner_config, model)
-        self._buckets = buckets = StepBuckets(
-            max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
-            max_decode_burst=scheduler_config.max_decode_burst,
-            tables=tables,
-            max_model_len=max_model_len,
-            batch_invariant=runner_config.batch_invariant,
-            sampled_chunk_rows=SAMPLED_CHUNK_ROWS if model.platform.samples_in_chunks else None,
-            shares_programs=model.platform.shares_programs,
-            feature_variants=[feature.variants() for feature in features],
-        )
-        self._features = features
-        self._feature_of = {v: feature for feature in features for v in feature.variants()}
-        self._tells_logits = num_told_logits(runner_config, model.config.vocab_size) > 0
-        self._platform = model.platform
         self._params = _put_params(model, mesh)
-        self._show_progress = show_progress
-        self._profiler = Profiler()
-        self._programs = StepPrograms(
-            model=model,
-            params=self._params,
-            buckets=buckets,
-            max_num_seqs=max_num_seqs,
-            mesh=mesh,
-            store=program_store,
-        )
-        self._sharding = NamedSharding(mesh, PartitionSpec())
-        # Before memory is measured: they stay.
-        self._sampler = StepSampler(
-            self._programs, vocab_size=model.config.vocab_size, sharding=self._sharding
-        )
-        for feature in features:
-            feature.allocate(self._sharding)
-        self.memory_plan: MemoryPlan = plan_memory(
-            groups,
-            cache_config,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
-            memory=self._measure_memory(cache_config, groups, host_memory),
-        )
-        self._kv_cache = allocate_kv_cache(
-            self.kv_cache_config, mesh, self._platform, self._kv_dtype
-        )
-        self._prev_tokens = put_zeros((max_num_seqs,), jnp.int32, self._sharding)
+
+        def make_programs(plan: RunnerPlan) -> StepPrograms:
+            return StepPrograms(
+                model=model,
+                params=self._params,
+                buckets=plan.buckets,
+                max_num_seqs=scheduler_config.max_num_seqs,
+                mesh=mesh,
+                store=program_store,
+            )
+
+        memory = host_memory or self._measure_memory(plan, make_programs)
+        plan, self.memory_plan = plan.fit(memory)
+        self._buckets = plan.buckets
+        self._programs = make_programs(plan)
+        self._allocate(plan)
         self._rows = InputBatch.create(
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            tables=tables,
+            max_num_seqs=scheduler_config.max_num_seqs,
+            max_model_len=plan.max_model_len,
+            tables=plan.tables,
             num_blocks=self.kv_cache_config.num_blocks,
             vocab_size=model.config.vocab_size,
             seed=seed,
         )
         self._builder = BatchBuilder(
-            buckets=buckets,
+            buckets=plan.buckets,
             input_batch=self._rows,
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=scheduler_config.max_num_seqs,
             features=features,
         )
-        self._num_padded_tokens = 0
+        self._show_progress = show_progress
+        self._profiler = Profiler()
+        self._tells_logits = num_told_logits(runner_config, model.config.vocab_size) > 0
         self._logits_check = LogitsCheck() if runner_config.check_logits else None
+        self._num_padded_tokens = 0
         self._waiting_step: DeviceStep | None = None  # for its grammars
 
     @property
@@ -289,32 +266,43 @@ class ModelRunner:
             self._kv_cache = program(self._kv_cache, copies)
 
     def _measure_memory(
-        self,
-        cache_config: CacheConfig,
-        groups: KVCacheGroups,
-        host_memory: HostMemory | None,
+        self, plan: RunnerPlan, make_programs: Callable[[RunnerPlan], StepPrograms]
     ) -> DeviceMemory | HostMemory | None:
-        """Memory of the host; or of the device and its largest programs.
+        """Memory of the host; or of the device, whose largest programs are compiled for it.
 
         None if the number of blocks is given.
         """
-        mesh = self._sharding.mesh
-        device = mesh.devices.item()
-        if cache_config.num_gpu_blocks_override is not None:
+        if plan.cache_config.num_gpu_blocks_override is not None:
             return None
-        if host_memory is not None:
-            return host_memory
         free_host_bytes = self._platform.free_host_bytes()
         if free_host_bytes is not None:
             return HostMemory(free_bytes=free_host_bytes)
-        # Temporary memory does not depend on the cache's size, so a tiny one will do.
+        mesh = self._sharding.mesh
+        # Temporary memory does not depend on the size of the cache.
         tiny_cache = abstract_kv_cache(
-            groups.config(num_blocks=2), mesh, self._platform, self._kv_dtype
+            plan.groups.config(num_blocks=2), mesh, self._platform, plan.kv_dtype
         )
-        activation_bytes = self._programs.measure_temp_bytes(tiny_cache)
-        of_features = (feature.arrays.values() for feature in self._features)
-        held = (*self._params, *self._sampler.arrays, *itertools.chain(*of_features))
-        return measure_device_memory(device, self._platform, held, activation_bytes)
+        own_bytes = StepSampler.num_bytes(plan.buckets, plan.model_config.vocab_size)
+        return measure_device_memory(
+            mesh.devices.item(),
+            self._platform,
+            weight_bytes=sum(param.nbytes for param in self._params),
+            planned_bytes=own_bytes + sum(feature.num_bytes() for feature in self._features),
+            activation_bytes=make_programs(plan).measure_temp_bytes(tiny_cache),
+        )
+
+    def _allocate(self, plan: RunnerPlan) -> None:
+        """Makes the arrays that stay on the device from step to step."""
+        max_num_seqs = plan.scheduler_config.max_num_seqs
+        self._sampler = StepSampler(
+            self._programs, vocab_size=plan.model_config.vocab_size, sharding=self._sharding
+        )
+        for feature in self._features:
+            feature.allocate(self._sharding)
+        self._kv_cache = allocate_kv_cache(
+            self.kv_cache_config, self._sharding.mesh, self._platform, plan.kv_dtype
+        )
+        self._prev_tokens = put_zeros((max_num_seqs,), jnp.int32, self._sharding)
 
 
 def _update_arrays(features: Sequence[StepFeature], donated: FeatureValues) -> None:

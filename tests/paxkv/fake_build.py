@@ -28,15 +28,9 @@ class FakeRunner(FakeExecutor):
     model: SimpleNamespace
     # Longest request that the memory it measures has room for.
     max_fitting_len = 10**9
-    # Groups of layers; each takes blocks of its own for a request.
-    num_groups = 1
 
     def __init__(self, model: object, **arguments: object) -> None:
         max_model_len = arguments["max_model_len"]
-        if max_model_len > self.max_fitting_len:
-            raise KVCacheTooSmallError(
-                f"no room for {max_model_len}", max_fitting_len=self.max_fitting_len
-            )
         self.arguments = arguments
         self.is_warm = False
         cache_config = arguments["cache_config"]
@@ -51,13 +45,16 @@ class FakeRunner(FakeExecutor):
             num_blocks=cache_config.num_gpu_blocks_override or 65, kv_cache_groups=(group,)
         )
         super().__init__(kv_cache_config, fails_at_step=self.fails_at_step)
-        num_fitting_blocks = (kv_cache_config.num_blocks - 1) // self.num_groups
+        fitting_len = min(self.max_fitting_len, (kv_cache_config.num_blocks - 1) * spec.block_size)
+        if arguments["may_be_shorter"]:
+            max_model_len = min(max_model_len, fitting_len)
+        elif max_model_len > self.max_fitting_len:
+            raise KVCacheTooSmallError(f"no room for {max_model_len}")
         self.memory_plan = SimpleNamespace(
             report=lambda: "KV cache: fake",
             pool_bytes=kv_cache_config.num_blocks * spec.page_size_bytes,
             max_model_len=max_model_len,
             num_longest_reqs=(kv_cache_config.num_blocks - 1) * spec.block_size // max_model_len,
-            max_fitting_len=min(max_model_len, num_fitting_blocks * spec.block_size),
         )
         self.kernel_choice = SimpleNamespace(
             why_no_kernels="the runner is a fake.", ops_without_kernels=()

@@ -15,6 +15,7 @@ A step with a variant is never a burst, unless the variant is in every program
 `expert_load.py`. It gets nothing from the host in a step, and returns no results to it.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -64,8 +65,16 @@ class StepFeature(Protocol):
 
     arrays: dict[str, jax.Array]
 
+    def num_bytes(self) -> int:
+        """Bytes of `arrays`. The memory plan leaves room for them."""
+        return sum(
+            math.prod(array.dims) * np.dtype(array.dtype).itemsize
+            for variant in self.variants()
+            for array in variant.arrays().values()
+        )
+
     def allocate(self, sharding: Sharding) -> None:
-        """Makes `arrays`, by default zeros; called before the KV cache's memory is measured."""
+        """Makes `arrays`, by default of zeros."""
         self.arrays = {
             name: put_zeros(array.dims, array.dtype, sharding)
             for variant in self.variants()

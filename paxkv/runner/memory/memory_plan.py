@@ -42,7 +42,7 @@ class DeviceMemory:
 
     total_bytes: int  # of the device
     limit_bytes: int  # what JAX may take of it
-    used_bytes: int  # weights, and whatever else is there
+    used_bytes: int  # weights, whatever else is there, and arrays that steps keep
     activation_bytes: int  # temporary memory of the largest step
 
 
@@ -233,27 +233,33 @@ def plan_memory(
 
 
 def measure_device_memory(
-    device: jax.Device, platform: Platform, held: tuple[jax.Array, ...], activation_bytes: int
+    device: jax.Device,
+    platform: Platform,
+    *,
+    weight_bytes: int,
+    planned_bytes: int,
+    activation_bytes: int,
 ) -> DeviceMemory:
     """Memory of `device` as it is now.
 
     Args:
-        held: Arrays that stay: weights, and what steps hand on to each other.
+        weight_bytes: Of the weights, which are on the device.
+        planned_bytes: Of arrays besides the KV cache that will be allocated.
+        activation_bytes: See `DeviceMemory`.
 
     Raises:
-        ConfigError: The device does not tell.
+        ConfigError: The device does not report its memory.
     """
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ConfigError(
             f"{device} does not report its memory; set num_gpu_blocks_override instead."
         )
-    held_bytes = sum(array.nbytes for array in held)
     limit_bytes = stats["bytes_limit"]
     return DeviceMemory(
         total_bytes=platform.total_memory_bytes(limit_bytes),
         limit_bytes=limit_bytes,
-        used_bytes=max(held_bytes, stats.get("bytes_in_use", 0)),
+        used_bytes=max(weight_bytes, stats.get("bytes_in_use", 0)) + planned_bytes,
         activation_bytes=activation_bytes,
     )
 

@@ -1,5 +1,6 @@
 """`StepSampler`: what stays on the device between mixed steps and their sampler."""
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -10,7 +11,8 @@ from jax.sharding import Sharding
 from models import Pages
 from paxkv.runner.memory.zeros import put_zeros
 from paxkv.runner.programs.warmup import StepPrograms
-from paxkv.runner.sampling.row_state import allocate_row_state, vocab_words
+from paxkv.runner.sampling.row_state import allocate_row_state, row_fields, vocab_words
+from paxkv.runner.shapes.step_buckets import StepBuckets
 
 
 class StepSampler:
@@ -33,10 +35,13 @@ class StepSampler:
         # Stays there, since most steps have no grammar.
         self._no_mask = put_zeros(self.mask_dims, jnp.int32, sharding)
 
-    @property
-    def arrays(self) -> tuple[jax.Array, ...]:
-        """All that it holds on the device."""
-        return (self.logits, *jax.tree.leaves(self._row_state), self._no_mask)
+    @staticmethod
+    def num_bytes(buckets: StepBuckets, vocab_size: int) -> int:
+        """Bytes of the arrays on the device. All have 32 bits per number."""
+        max_num_seqs = buckets.sampler_shape.num_rows
+        widths = (vocab_size, 1 + vocab_words(vocab_size))
+        fields = row_fields(buckets.row_shape.max_model_len, vocab_size).values()
+        return 4 * max_num_seqs * (sum(widths) + sum(math.prod(dims) for dims in fields))
 
     def write_rows(self, packed_rows_np: Sequence[np.ndarray], kv_cache: Pages) -> None:
         """Writes rows of `pack_row`."""

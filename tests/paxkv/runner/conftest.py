@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from paxkv.config.engine_config import RunnerConfig
-from paxkv.runner import model_runner
+from paxkv.runner import runner_plan
 from paxkv.runner.features import prompt_logprobs
 from paxkv.runner.model_runner import ModelRunner
 from tests.paxkv.runner.driver import RunnerDriver
@@ -26,7 +26,7 @@ def one_group(folder_of_run) -> WarmRunner:
     """Two full layers. Draws two rows at a time and finds prompt logprobs five tokens at a time."""
     with pytest.MonkeyPatch.context() as patch:
         # Neither divides the number of rows or tokens, so the last chunk overlaps the one before.
-        patch.setattr(model_runner, "SAMPLED_CHUNK_ROWS", 2)
+        patch.setattr(runner_plan, "SAMPLED_CHUNK_ROWS", 2)
         patch.setattr(prompt_logprobs, "_CHUNK_TOKENS", 5)
         return make_warm_runner(folder_of_run / "one_group", TinyModel())
 

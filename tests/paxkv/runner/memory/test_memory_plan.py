@@ -2,7 +2,6 @@
 
 import types
 
-import jax.numpy as jnp
 import pytest
 
 from models import AttentionFormat, CacheRef, DecoderSpec, LayerSpec
@@ -300,17 +299,18 @@ def test_int32_slots_count_all_rows_of_the_largest_group():
 def test_device_memory_counts_whatever_is_in_use(monkeypatch):
     def measure(stats, platform):
         device = types.SimpleNamespace(memory_stats=lambda: stats)
-        return measure_device_memory(device, platform, params, 7)
+        return measure_device_memory(
+            device, platform, weight_bytes=4000, planned_bytes=300, activation_bytes=7
+        )
 
     monkeypatch.setenv(SHARE_VARIABLE, "0.5")
-    params = (jnp.zeros(1000, jnp.float32),)
     stats = {"bytes_limit": 10**6, "bytes_in_use": 5000}
     # JAX was given half of the GPU.
     assert measure(stats, GPU()) == DeviceMemory(
-        total_bytes=2 * 10**6, limit_bytes=10**6, used_bytes=5000, activation_bytes=7
+        total_bytes=2 * 10**6, limit_bytes=10**6, used_bytes=5300, activation_bytes=7
     )
     assert measure(stats, TPU()).total_bytes == 10**6
-    assert measure({"bytes_limit": 10**6}, GPU()).used_bytes == 4000
+    assert measure({"bytes_limit": 10**6}, GPU()).used_bytes == 4300
     with pytest.raises(ConfigError, match="num_gpu_blocks_override"):
         measure(None, GPU())
 

@@ -1,0 +1,130 @@
+"""`RunnerPlan`: all that a runner decides before it touches a device."""
+
+import dataclasses
+import functools
+
+from models import DecoderSpec, LayerPlaces, ModelConfig, Platform
+from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
+from paxkv.errors import KVCacheTooSmallError
+from paxkv.runner.memory.kv_cache_arrays import kv_cache_dtype
+from paxkv.runner.memory.kv_cache_groups import KVCacheGroups, groups_of_spec
+from paxkv.runner.memory.memory_plan import DeviceMemory, HostMemory, MemoryPlan, plan_memory
+from paxkv.runner.shapes.bucket_sizes import SAMPLED_CHUNK_ROWS
+from paxkv.runner.shapes.program_shapes import TableShape
+from paxkv.runner.shapes.step_buckets import StepBuckets
+from paxkv.runner.shapes.step_variant import StepVariant
+
+# A prompt and an answer of one token each.
+_MIN_MODEL_LEN = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunnerPlan:
+    """The KV cache and the programs of a runner. Each property follows from those above it.
+
+    Args:
+        dtype: Of the model's weights.
+        max_model_len: Largest number of tokens of a request, prompt and output together.
+        may_be_shorter: Whether `fit` may choose a smaller `max_model_len`.
+        feature_variants: For each step feature, its variants.
+    """
+
+    model_config: ModelConfig
+    dtype: str
+    platform: Platform
+    cache_config: CacheConfig
+    scheduler_config: SchedulerConfig
+    runner_config: RunnerConfig
+    max_model_len: int
+    may_be_shorter: bool = False
+    feature_variants: tuple[tuple[StepVariant, ...], ...] = ()
+
+    @functools.cached_property
+    def kv_dtype(self) -> str:
+        """The dtype that keys and values are stored in."""
+        return kv_cache_dtype(self.dtype, self.platform, self.cache_config.kv_cache_dtype)
+
+    @functools.cached_property
+    def spec(self) -> DecoderSpec:
+        """The caches of the model's layers."""
+        return self.model_config.spec(self.kv_dtype)
+
+    @functools.cached_property
+    def groups(self) -> KVCacheGroups:
+        """The KV cache groups."""
+        return groups_of_spec(
+            self.spec,
+            block_size=self.cache_config.block_size or self.platform.block_size,
+            head_dim_step=self.platform.head_dim_step,
+        )
+
+    @functools.cached_property
+    def places(self) -> tuple[LayerPlaces, ...]:
+        """Where each layer finds its caches."""
+        return self.groups.places(self.spec)
+
+    @functools.cached_property
+    def tables(self) -> tuple[TableShape, ...]:
+        """The block tables of a step."""
+        return self.groups.tables(self.max_model_len)
+
+    @functools.cached_property
+    def buckets(self) -> StepBuckets:
+        """The shapes of all programs."""
+        samples_in_chunks = self.platform.samples_in_chunks
+        return StepBuckets(
+            max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
+            max_num_seqs=self.scheduler_config.max_num_seqs,
+            max_decode_burst=self.scheduler_config.max_decode_burst,
+            tables=self.tables,
+            max_model_len=self.max_model_len,
+            batch_invariant=self.runner_config.batch_invariant,
+            sampled_chunk_rows=SAMPLED_CHUNK_ROWS if samples_in_chunks else None,
+            shares_programs=self.platform.shares_programs,
+            feature_variants=self.feature_variants,
+        )
+
+    def fit(self, memory: DeviceMemory | HostMemory | None) -> tuple["RunnerPlan", MemoryPlan]:
+        """Decides the number of blocks, and `max_model_len` if that may be shorter.
+
+        Args:
+            memory: None if a setting has the size of the KV cache.
+
+        Returns:
+            This plan, or the plan of the largest `max_model_len` whose requests fit; and its
+            memory.
+
+        Raises:
+            KVCacheTooSmallError: The KV cache has no room for one request of `max_model_len`
+                tokens; or, if that may be shorter, of two tokens.
+        """
+        plan = self
+        while True:
+            try:
+                memory_plan = plan._plan_memory(memory)
+                fitting = memory_plan.max_fitting_len
+            except KVCacheTooSmallError as error:
+                fitting = error.max_fitting_len
+                if not self.may_be_shorter or fitting < _MIN_MODEL_LEN:
+                    raise
+            # A number of blocks that is given is accepted even if a request does not fit.
+            if fitting >= plan.max_model_len or not self.may_be_shorter:
+                return plan, memory_plan
+            if fitting < _MIN_MODEL_LEN:
+                raise KVCacheTooSmallError(
+                    "the KV cache is too small for any request: got "
+                    f"{memory_plan.kv_cache_config.num_blocks} blocks, which hold {fitting} tokens "
+                    f"of one request; expected room for {_MIN_MODEL_LEN}. Set a larger "
+                    "num_gpu_blocks_override."
+                )
+            plan = dataclasses.replace(plan, max_model_len=fitting)
+
+    def _plan_memory(self, memory: DeviceMemory | HostMemory | None) -> MemoryPlan:
+        return plan_memory(
+            self.groups,
+            self.cache_config,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
+            max_num_seqs=self.scheduler_config.max_num_seqs,
+            memory=memory,
+        )
