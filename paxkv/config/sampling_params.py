@@ -228,17 +228,13 @@ class SamplingParams:
         )
 
     @property
-    def needs_single_steps(self) -> bool:
-        """Whether its logits are changed before every draw, or shown, which bursts cannot do.
-
-        `min_tokens` needs them too, but only as long as it holds.
-        """
+    def changes_logits(self) -> bool:
+        """Whether logits are changed before every draw. `min_tokens`, which ends, is left out."""
         return (
             self.has_penalties
             or bool(self.bad_words)
             or self.allowed_token_ids is not None
             or bool(self.logit_bias)
-            or is_wide(self.logprobs)
         )
 
     @property

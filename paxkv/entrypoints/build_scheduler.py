@@ -29,6 +29,7 @@ def make_scheduler(
         num_lookahead_tokens=header.num_lookahead_tokens,
         use_eagle=header.use_eagle,
         count_common_prefix_blocks=header.count_common_prefix_blocks,
+        bursts_change_logits=header.bursts_change_logits,
     )
 
 

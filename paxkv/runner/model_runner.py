@@ -235,15 +235,20 @@ class ModelRunner:
         # 10 microseconds, beside a device that computes on the same caches for some 20, where
         # `device_put` takes 200.
         with jax.transfer_guard_host_to_device("allow"):
+            sampler = self._sampler
             if isinstance(shape, BurstShape):
-                outputs = program(*arguments, *arrays)
-                self._kv_cache, step.result, self._prev_tokens, donated = outputs
+                outputs = program(*arguments, sampler.logits, sampler.row_state, *arrays)
+                self._kv_cache, sampler.logits, sampler.row_state, sampling, *outputs = outputs
+                result, next_tokens, donated = outputs
                 _update_arrays(features, donated)
-                return
-            outputs = program(*arguments, self._sampler.logits, *arrays)
-        self._kv_cache, self._sampler.logits, sampling, results, donated = outputs
-        step.feature_results = dict(zip(shape.features, results, strict=True))
-        _update_arrays(features, donated)
+                if not built.leaves_logits:
+                    step.result, self._prev_tokens = result, next_tokens
+                    return
+            else:
+                outputs = program(*arguments, sampler.logits, *arrays)
+                self._kv_cache, sampler.logits, sampling, results, donated = outputs
+                step.feature_results = dict(zip(shape.features, results, strict=True))
+                _update_arrays(features, donated)
 
         def draw(mask_np: np.ndarray | None) -> jax.Array:
             self._waiting_step = None

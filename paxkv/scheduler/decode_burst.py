@@ -13,19 +13,27 @@ class DecodeBursts:
     """Makes bursts of steps in which nothing but decoding goes on.
 
     Args:
-        num_lookahead_tokens: For a drafter, which wants to see every step.
-        connector: So does whoever saves what a step has written.
+        num_lookahead_tokens: Above 0 there is a drafter, which must see every step.
+        connector: It must see every step too, to save what the step has written.
+        may_change_logits: Whether the runner changes logits within a burst. Runners up to trace
+            version 2 did not.
 
     Attributes:
-        are_possible: Never with Mamba layers either: a state moves on with each token, and where
-            a burst ended before its time, no one here knows how far it went, so that no fork
-            could go on from it.
+        are_possible: False also with Mamba layers. A state advances with each token. If a burst
+            ends early, the scheduler does not know how far the state went, and no fork could use
+            it.
     """
 
     def __init__(
-        self, manager: KVCacheManager, num_lookahead_tokens: int, connector: KVConnector | None
+        self,
+        manager: KVCacheManager,
+        num_lookahead_tokens: int,
+        connector: KVConnector | None,
+        *,
+        may_change_logits: bool = True,
     ) -> None:
         self._manager = manager
+        self._may_change_logits = may_change_logits
         has_states = any(
             isinstance(group_manager.kv_cache_spec, MambaSpec)
             for group_manager in manager.coordinator.single_type_managers
@@ -33,11 +41,11 @@ class DecodeBursts:
         self.are_possible = num_lookahead_tokens == 0 and connector is None and not has_states
 
     def extend(self, plan: StepPlan, waiting: RequestQueue, max_decode_steps: int) -> None:
-        """Makes a step in which all decode one token a burst of up to `max_decode_steps` of them.
+        """Turns a step in which every request decodes a token into a burst, if it can be one.
 
-        Every request gets slots for all tokens that it may compute in the burst, which may be
-        fewer than the burst has steps: those it has left before its end by length. Nobody is
-        preempted for a burst; it is as long as the free blocks allow.
+        The burst has up to `max_decode_steps` steps, and no more than free blocks allow: no request
+        is preempted for a burst. Each request gets slots for all tokens that it may compute. These
+        are fewer than the steps if its length ends earlier.
         """
         if max_decode_steps <= 1 or not self.are_possible or waiting:
             return
@@ -47,6 +55,8 @@ class DecodeBursts:
         if not requests or not all(map(_decodes_last_token, requests)):
             return
         if any(request.needs_single_steps for request in requests):
+            return
+        if not self._may_change_logits and any(request.changes_logits for request in requests):
             return
         # Its last token is only sampled, never computed.
         num_left = [

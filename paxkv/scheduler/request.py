@@ -5,6 +5,7 @@ import sys
 from typing import Literal
 
 from paxkv.config.engine_config import CacheConfig
+from paxkv.config.sampling_params import is_wide
 from paxkv.contracts.engine_output import FinishReason
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
@@ -67,7 +68,7 @@ class Request:
         "_block_hasher",
         "_ends_from",
         "_extra_key_sources",
-        "_needs_single_steps",
+        "needs_single_steps",
         "_num_tokens_to_hash_at",
         "all_token_ids",
         "arrival_time",
@@ -141,7 +142,8 @@ class Request:
         self.bad_words_token_ids = engine_request.bad_words_token_ids
         self.scarce_token_ids = frozenset(engine_request.scarce_token_ids)
         self.needs_grammar = engine_request.needs_grammar
-        self._needs_single_steps = params.needs_single_steps or engine_request.needs_grammar
+        # Whether the host takes part in every draw: it masks the logits, or gets all of them.
+        self.needs_single_steps = is_wide(params.logprobs) or engine_request.needs_grammar
 
         self.status = (
             RequestStatus.WAITING_FOR_FSM if engine_request.needs_grammar else RequestStatus.WAITING
@@ -191,9 +193,9 @@ class Request:
         return params.skip_reading_prefix_cache or params.prompt_logprobs is not None
 
     @property
-    def needs_single_steps(self) -> bool:
-        """Whether the next token's logits are changed before it is drawn: no burst does that."""
-        return self._needs_single_steps or (
+    def changes_logits(self) -> bool:
+        """Whether the next token's logits are changed before it is drawn."""
+        return self.sampling_params.changes_logits or (
             self.num_output_tokens + self.num_output_placeholders < self.min_tokens
         )
 

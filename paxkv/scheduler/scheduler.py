@@ -63,6 +63,7 @@ class Scheduler:
         num_lookahead_tokens: int = 0,
         use_eagle: bool = False,
         count_common_prefix_blocks: bool = False,
+        bursts_change_logits: bool = True,
     ) -> None:
         self.scheduler_config = scheduler_config
         self.max_model_len = max_model_len
@@ -107,7 +108,12 @@ class Scheduler:
         self.spare_blocks = SpareBlocks(
             self.kv_cache_manager, self.kept_requests, self.waiting, self.remote_kv
         )
-        self._decode_bursts = DecodeBursts(self.kv_cache_manager, num_lookahead_tokens, connector)
+        self._decode_bursts = DecodeBursts(
+            self.kv_cache_manager,
+            num_lookahead_tokens,
+            connector,
+            may_change_logits=bursts_change_logits,
+        )
         self._has_grammar_gate = grammar_gate is not None
         self.steps_in_flight = StepsInFlight()
         self._step_scheduler = StepScheduler(

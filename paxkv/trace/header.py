@@ -24,7 +24,9 @@ from paxkv.trace.json_errors import JSON_ERRORS
 
 FORMAT = "paxkv-trace"
 # Raise it with every change of what a trace says or of what a scheduler is built from.
-VERSION = 2
+VERSION = 3
+# Traces of these versions can be replayed. In version 2, bursts changed no logits.
+READ_VERSIONS = (2, VERSION)
 
 SPEC_CLASSES = {
     spec_class.__name__: spec_class
@@ -53,6 +55,7 @@ class TraceHeader:
         num_lookahead_tokens: This and the next two: see `Scheduler`.
         has_connector: It was built with a KV connector.
         has_grammar_gate: It was built with a grammar gate.
+        bursts_change_logits: Requests whose logits are changed took part in bursts.
     """
 
     scheduler_config: SchedulerConfig
@@ -65,6 +68,7 @@ class TraceHeader:
     count_common_prefix_blocks: bool = False
     has_connector: bool = False
     has_grammar_gate: bool = False
+    bursts_change_logits: bool = True
 
 
 class _Version(msgspec.Struct):
@@ -97,6 +101,7 @@ class _HeaderLine(_Version, forbid_unknown_fields=True):
     count_common_prefix_blocks: bool
     has_connector: bool
     has_grammar_gate: bool
+    bursts_change_logits: bool = False
 
 
 def with_fixed_seed(cache_config: CacheConfig) -> CacheConfig:
@@ -137,6 +142,7 @@ def encode_header(header: TraceHeader) -> bytes:
         count_common_prefix_blocks=header.count_common_prefix_blocks,
         has_connector=header.has_connector,
         has_grammar_gate=header.has_grammar_gate,
+        bursts_change_logits=header.bursts_change_logits,
     )
     return msgspec.json.encode(line)
 
@@ -153,11 +159,11 @@ def decode_header(line: bytes) -> TraceHeader:
         raise TraceFileError(
             f"line 1 is not the header of a trace ({error}). Record one with --trace-file."
         ) from error
-    if (made_by.format, made_by.version) != (FORMAT, VERSION):
+    if made_by.format != FORMAT or made_by.version not in READ_VERSIONS:
         raise TraceFileError(
             f"line 1 says format {made_by.format!r}, version {made_by.version}, written by paxkv "
             f"{made_by.paxkv_version}; this is paxkv {paxkv.__version__}, which reads format "
-            f"{FORMAT!r}, version {VERSION}. Replay it with the version that wrote it."
+            f"{FORMAT!r}, versions {READ_VERSIONS}. Replay it with the version that wrote it."
         )
     try:
         header = msgspec.json.decode(line, type=_HeaderLine)
@@ -177,6 +183,7 @@ def decode_header(line: bytes) -> TraceHeader:
             count_common_prefix_blocks=header.count_common_prefix_blocks,
             has_connector=header.has_connector,
             has_grammar_gate=header.has_grammar_gate,
+            bursts_change_logits=header.bursts_change_logits,
         )
     except (*JSON_ERRORS, ConfigError) as error:
         raise TraceFileError(f"line 1, the header, cannot be read: {error}.") from error

@@ -15,8 +15,9 @@ from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, kv_cache_dtyp
 from paxkv.runner.memory.kv_cache_groups import groups_of_spec
 from paxkv.runner.programs.burst import make_burst
 from paxkv.runner.programs.step import make_step
+from paxkv.runner.sampling.row_state import abstract_row_state
 from paxkv.runner.shapes.packed_layout import PackedLayout
-from paxkv.runner.shapes.program_shapes import BurstShape, StepShape
+from paxkv.runner.shapes.program_shapes import BurstShape, RowShape, StepShape
 from tests.oracles.make_checkpoint import write_random_checkpoint
 
 NUM_LAYERS = 2
@@ -111,7 +112,13 @@ def burst(
     num_blocks: int = NUM_BLOCKS,
 ) -> StepProgram:
     """The burst that the runner compiles for a bucket. With one step, it contains no loop."""
-    shape = BurstShape(max_steps=max_steps, num_reqs=NUM_REQS, tables=(), chunk_rows=8)
+    shape = BurstShape(
+        max_steps=max_steps,
+        num_reqs=NUM_REQS,
+        tables=(),
+        max_model_len=MAX_MODEL_LEN,
+        chunk_rows=NUM_REQS,
+    )
     return _step_program(model, mesh, shape, num_blocks)
 
 
@@ -135,14 +142,16 @@ def _step_program(
         jax.ShapeDtypeStruct((length,), jnp.int32, sharding=whole)
         for length in (PackedLayout(shape).num_words, NUM_REQS)
     )
-    args, donate_argnums = (params, cache, packed, prev_tokens), (1,)
+    vocab_size = model.config.vocab_size
+    logits = jax.ShapeDtypeStruct((NUM_REQS, vocab_size), jnp.float32, sharding=whole)
+    args, donate_argnums = (params, cache, packed, prev_tokens, logits), (1, 4)
     if isinstance(shape, BurstShape):
         function = make_burst(model, shape)
+        row_shape = RowShape(num_rows=NUM_REQS, max_model_len=MAX_MODEL_LEN)
+        args = (*args, abstract_row_state(row_shape, vocab_size, whole))
+        donate_argnums = (1, 4, 5)
     else:
         function = make_step(model, shape)
-        dims = (NUM_REQS, model.config.vocab_size)
-        args = (*args, jax.ShapeDtypeStruct(dims, jnp.float32, sharding=whole))
-        donate_argnums = (1, 4)
     return StepProgram(
         function=function,
         args=args,

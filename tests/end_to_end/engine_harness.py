@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from paxkv.runner.batch.device_step import DeviceStep
 from paxkv.runner.model_runner import ModelRunner
 from paxkv.runner.programs import burst as burst_module
 from paxkv.runner.programs import warmup as warmup_module
+from paxkv.runner.sampling import draw_rows as draw_rows_module
 from paxkv.runner.sampling import sampler_program as sampler_program_module
 from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH, SampledTokens, pack_result
 from paxkv.runner.sampling.sampler import sample
@@ -132,21 +134,31 @@ def _logits_behind_result(vocab_size: int) -> Iterator[None]:
         inputs: SamplingInputs,
         *,
         raw_logits: Callable[[], jax.Array] | None = None,
+        greedy_ids: jax.Array | None = None,
     ) -> SampledTokens:
         last_logits[:] = [logits]
-        return sample(logits, inputs, raw_logits=raw_logits)
+        return sample(logits, inputs, raw_logits=raw_logits, greedy_ids=greedy_ids)
 
     def recording_pack(sampled: SampledTokens) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(last_logits.pop(), jnp.int32)
         return jnp.concatenate([pack_result(sampled), bits], axis=1)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (burst_module, sampler_program_module):
-            patch.setattr(module, "sample", recording_sample)
-            patch.setattr(module, "pack_result", recording_pack)
+        patch.setattr(draw_rows_module, "sample", recording_sample)
+        patch.setattr(draw_rows_module, "pack_result", recording_pack)
+        # Greedy rows have logits in their results too.
+        patch.setattr(draw_rows_module, "_num_chunks", _num_chunks_of_all)
+        for module in (burst_module, draw_rows_module):
             patch.setattr(module, "RESULT_WIDTH", RESULT_WIDTH + vocab_size)
         patch.setattr(warmup_module, "make_sampler", _make_recording_sampler)
         yield
+
+
+_num_chunks = draw_rows_module._num_chunks
+
+
+def _num_chunks_of_all(*arguments: Any, may_skip: bool) -> jax.Array:
+    return _num_chunks(*arguments, may_skip=False)
 
 
 @functools.cache

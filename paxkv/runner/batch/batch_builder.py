@@ -10,7 +10,7 @@ from paxkv.runner.batch.built_step import BuiltStep
 from paxkv.runner.batch.burst_repeater import BurstRepeater
 from paxkv.runner.batch.input_batch import InputBatch
 from paxkv.runner.features.base import FeatureStep, StepFeature
-from paxkv.runner.sampling.sampling_columns import needs_processors
+from paxkv.runner.sampling.sampling_columns import needs_host_to_draw
 from paxkv.runner.shapes.packed_layout import PackedLayout, table_field
 from paxkv.runner.shapes.program_shapes import BurstShape, StepShape
 from paxkv.runner.shapes.scheduled_rows import ScheduledRows
@@ -89,23 +89,19 @@ class BatchBuilder:
         )
         self._check(rows, is_burst=num_steps > 1)
         self._check_written_blocks(rows)
-        # A burst draws from the logits as they are.
-        is_processed = needs_processors(
-            self._rows.sampling_rows_np[rows.rows_np], rows.num_computed_np + 1
-        ).any()
+        needs_host = bool(needs_host_to_draw(self._rows.sampling_rows_np[rows.rows_np]).any())
         planned = [feature.plan(rows) for feature in self._features]
         features = tuple(feature for feature in planned if feature is not None)
         variants = _variants_of(features)
-        if num_steps > 1 and (is_processed or variants):
-            needed = f"the step features {variants}" if variants else "changed logits"
+        if num_steps > 1 and (needs_host or variants):
+            needed = f"the step features {variants}" if variants else "the host between its tokens"
             raise InvariantError(
-                f"a burst of {num_steps} steps cannot change the logits of a request as it goes, "
-                f"and has no step features; got {rows.req_ids}, of which one needs {needed}."
+                f"a burst of {num_steps} steps has no step features and does not wait for the "
+                f"host; got {rows.req_ids}, of which one needs {needed}."
             )
-        is_plain = not is_processed and not variants
         is_single = self._buckets.has_bursts and bool((rows.num_scheduled_np == 1).all())
-        if num_steps > 1 or (is_single and is_plain):
-            return self._build_burst(rows, num_steps, features)
+        if num_steps > 1 or (is_single and not variants):
+            return self._build_burst(rows, num_steps, features, leaves_logits=needs_host)
         return self._build_step(rows, features)
 
     def _build_step(self, rows: ScheduledRows, features: tuple[FeatureStep, ...]) -> BuiltStep:
@@ -136,7 +132,12 @@ class BatchBuilder:
         )
 
     def _build_burst(
-        self, rows: ScheduledRows, num_steps: int, features: tuple[FeatureStep, ...]
+        self,
+        rows: ScheduledRows,
+        num_steps: int,
+        features: tuple[FeatureStep, ...],
+        *,
+        leaves_logits: bool,
     ) -> BuiltStep:
         num_reqs = len(rows.req_ids)
         shape = self._buckets.burst_shape_for(num_reqs)
@@ -145,11 +146,13 @@ class BatchBuilder:
         packed_np, views = _make_buffer(shape)
         self._fill(views, rows, rows.rows_np, rows.num_computed_np)
         views["num_steps"][:] = num_steps
+        views["leaves_logits"][:] = leaves_logits
         views["num_tokens"][:num_reqs] = rows.num_scheduled_np
         views["ending_ids"][:num_reqs] = self._rows.ending_ids_np[rows.rows_np]
         views["first_end"][:num_reqs] = self._rows.first_end_np[rows.rows_np]
         # The single token of a step may be one within a prompt: then nothing is drawn.
         is_drawn_np = rows.num_computed_np + 1 >= rows.num_tokens_np
+        views["draws"][:num_reqs] = is_drawn_np
         num_drawn_np = rows.num_scheduled_np * is_drawn_np
         return BuiltStep(
             shape=shape,
@@ -160,6 +163,7 @@ class BatchBuilder:
             num_drawn_of_each=num_steps if (num_drawn_np == num_steps).all() else None,
             num_padded_tokens=shape.num_computed(num_reqs) * num_steps - len(rows.positions_np),
             features=features,
+            leaves_logits=leaves_logits,
         )
 
     def _fill(

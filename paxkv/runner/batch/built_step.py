@@ -21,6 +21,7 @@ class BuiltStep:
         num_drawn_of_each: The one number in it; None where they differ.
         num_padded_tokens: Tokens that it computes for nobody.
         features: What step features do in it.
+        leaves_logits: Whether a burst leaves its logits for the sampler. Other steps always do.
     """
 
     shape: StepShape | BurstShape
@@ -31,3 +32,4 @@ class BuiltStep:
     num_drawn_of_each: int | None
     num_padded_tokens: int
     features: tuple[FeatureStep, ...] = ()
+    leaves_logits: bool = False

@@ -16,28 +16,35 @@ from paxkv.runner.programs.decode_loop import (
 )
 from paxkv.runner.programs.make_batch import tables_of
 from paxkv.runner.programs.step import Params, take_tokens
-from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH, pack_result
-from paxkv.runner.sampling.sampler import argmax_grouped, sample
-from paxkv.runner.sampling.sampling_columns import SamplingInputs
+from paxkv.runner.sampling.draw_rows import draw_rows
+from paxkv.runner.sampling.row_state import RowState
+from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH
+from paxkv.runner.sampling.sampler import argmax_grouped
+from paxkv.runner.sampling.sampling_columns import join_step_rows
 from paxkv.runner.shapes.packed_layout import PackedLayout
 from paxkv.runner.shapes.program_shapes import BurstShape
 
-# (params, kv_cache, packed, prev_tokens, kept, donated) ->
-# (kv_cache, result, next_tokens, donated)
+# (params, kv_cache, packed, prev_tokens, logits, row_state, kept, donated) ->
+# (kv_cache, logits, row_state, sampling, result, next_tokens, donated)
 BurstFunction = Callable[
-    [Params, Pages, jax.Array, jax.Array, FeatureValues, FeatureValues],
-    tuple[Pages, jax.Array, jax.Array, FeatureValues],
+    [Params, Pages, jax.Array, jax.Array, jax.Array, RowState, FeatureValues, FeatureValues],
+    tuple[Pages, jax.Array, RowState, jax.Array, jax.Array, jax.Array, FeatureValues],
 ]
+# What the draws of a burst keep from step to step: logits f32[max_num_seqs, vocab], row states.
+_Drawing = tuple[jax.Array, RowState]
 
 
 def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
-    """The burst of one shape, not yet compiled; which draws its tokens itself.
+    """The burst of one shape, not yet compiled.
 
     It takes up to `num_steps` steps. A row takes part in the first `num_tokens` of them, and in
-    none after it has drawn a token that ends its request; the burst ends when no row is left.
+    none after it has drawn a token that ends its request. The burst ends when no row is left.
     Its result i32[max_steps, num_reqs, RESULT_WIDTH] has `NO_TOKEN` where a row drew nothing.
     `next_tokens` i32[max_num_seqs] are the last tokens drawn. Last come the donated arrays of the
     shape's features.
+
+    With `leaves_logits`, the burst takes one step and draws nothing. It leaves the step's logits
+    and `sampling` i32[max_num_seqs, STEP_ROW_WIDTH] for the sampler, as `make_step` does.
     """
     layout = PackedLayout(shape)
 
@@ -46,9 +53,11 @@ def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
         kv_cache: Pages,
         packed: jax.Array,  # i32[num_words]
         prev_tokens: jax.Array,  # i32[max_num_seqs]
+        logits: jax.Array,  # f32[max_num_seqs, vocab], of an earlier step, to be overwritten
+        row_state: RowState,
         kept: FeatureValues = (),
         donated: FeatureValues = (),
-    ) -> tuple[Pages, jax.Array, jax.Array, FeatureValues]:
+    ) -> tuple[Pages, jax.Array, RowState, jax.Array, jax.Array, jax.Array, FeatureValues]:
         fields = layout.unpack(packed)
         num_reqs = shape.num_reqs
         features = TracedFeatures(shape.features, kept, num_tokens=num_reqs, num_reqs=num_reqs)
@@ -62,45 +71,66 @@ def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
             table_shapes=shape.tables,
             widths=shape.widths,
         )
-        # Room for the logits of a step, where the burst has several widths.
-        room = jnp.zeros((num_reqs, model.config.vocab_size), jnp.float32)
         state = first_decode_state(
             token_ids=take_tokens(fields, prev_tokens),
             positions=fields["positions"],
             is_alive=has_request,
             pages=kv_cache,
-            drawing=room if shape.widths else None,
+            drawing=(logits, row_state),
             max_steps=shape.max_steps,
             result_width=RESULT_WIDTH,
             feature_values=features.first_values(donated),
         )
-        draw = functools.partial(_draw, model, shape, fields["sampling_rows"])
+        sampling = _sampling_of(fields, state)
+        draw = functools.partial(_draw, model, shape, fields)
         num_steps = fields["num_steps"][0]
         state = run_decode_loop(
             model, params, rows, state, draw, num_steps=num_steps, features=features
         )
-        next_tokens = jnp.pad(state.drawn_ids, (0, prev_tokens.shape[0] - num_reqs))
+        logits, row_state = state.drawing
+        num_missing = prev_tokens.shape[0] - num_reqs
+        next_tokens = jnp.pad(state.drawn_ids, (0, num_missing))
+        sampling = jnp.pad(sampling, ((0, num_missing), (0, 0)))
         _, donated = features.split(state.feature_values)
-        return state.pages, state.results, next_tokens, donated
+        return state.pages, logits, row_state, sampling, state.results, next_tokens, donated
 
     return burst
+
+
+def _sampling_of(
+    fields: dict[str, jax.Array], state: DecodeState
+) -> jax.Array:  # i32[num_reqs, STEP_ROW_WIDTH]
+    """What the draw of the next token needs. Rows that draw nothing have place 0."""
+    draws = state.is_alive & (fields["draws"] != 0)
+    # The drawn token's own position: the draw must not depend on how steps are put together.
+    draw_position = jnp.where(draws, state.positions + 1, 0)
+    rows = {"sampling_rows": fields["sampling_rows"], "draw_position": draw_position}
+    return join_step_rows(rows, max_num_seqs=draw_position.shape[0])
 
 
 def _draw(
     model: LoadedModel,
     shape: BurstShape,
-    sampling_rows: jax.Array,  # i32[num_reqs, NUM_COLUMNS]
+    fields: dict[str, jax.Array],
     params: Params,
     batch: ForwardBatch,
     hidden: jax.Array,  # f[num_reqs, hidden]
     state: DecodeState,
-) -> tuple[jax.Array, jax.Array | None]:  # i32[num_reqs, RESULT_WIDTH], f32[num_reqs, vocab]
-    # The drawn token's own position: the draw must not depend on how steps are put together.
-    inputs = SamplingInputs(rows=sampling_rows, draw_position=state.positions + 1)
-    if state.drawing is None:
-        return pack_result(sample(model.compute_logits(params, hidden), inputs)), None
-    logits, greedy_ids = _find_logits(model, params, batch, hidden, state.drawing)
-    return _sample_chunks(shape, batch.query_start_loc[-1], logits, greedy_ids, inputs), logits
+) -> tuple[jax.Array, _Drawing]:  # i32[num_reqs, RESULT_WIDTH]
+    logits, row_state = state.drawing
+    logits, greedy_ids = _find_logits(model, params, batch, hidden, logits)
+    sampling = _sampling_of(fields, state)
+    # At place 0, no row draws, and none is processed.
+    sampling = jnp.where(fields["leaves_logits"][0] != 0, 0, sampling)
+    result, row_state = draw_rows(
+        logits,
+        row_state,
+        sampling,
+        None,
+        chunk_rows=shape.chunk_rows,
+        greedy_ids=greedy_ids,
+    )
+    return result, (logits, row_state)
 
 
 def _find_logits(
@@ -108,46 +138,13 @@ def _find_logits(
     params: Params,
     batch: ForwardBatch,
     hidden: jax.Array,  # f[num_reqs, hidden]
-    room: jax.Array,  # f32[num_reqs, vocab]
-) -> tuple[jax.Array, jax.Array]:  # f32[num_reqs, vocab], i32[num_reqs]
-    """Logits at the step's width, and the most likely tokens; other rows are anything."""
+    room: jax.Array,  # f32[max_num_seqs, vocab]
+) -> tuple[jax.Array, jax.Array]:  # f32[max_num_seqs, vocab], i32[num_reqs]
+    """Logits at the step's width, and the most likely tokens. Other rows may hold anything."""
 
     def find(width: Width, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         logits = model.compute_logits(params, width.read(hidden))
         parts = (logits, argmax_grouped(logits))
         return tuple(map(width.write, carry, parts))
 
-    return batch.at_width(find, (room, jnp.zeros(room.shape[0], jnp.int32)))
-
-
-def _sample_chunks(
-    shape: BurstShape,
-    num_used: jax.Array,  # i32[], rows with a request
-    logits: jax.Array,  # f32[num_reqs, vocab]
-    greedy_ids: jax.Array,  # i32[num_reqs]
-    inputs: SamplingInputs,
-) -> jax.Array:  # i32[num_reqs, RESULT_WIDTH]
-    """`sample` for the rows of requests, some at a time, and for none where all are greedy.
-
-    Rows whose request wants no log-probabilities have some where another of the chunk does.
-    """
-    num_rows = shape.num_reqs
-    chunk_rows = min(shape.chunk_rows, num_rows)
-
-    def sample_chunk(chunk_idx: jax.Array, result: jax.Array) -> jax.Array:
-        # The last chunk may begin earlier than it would, and draw some rows again, with the same
-        # result.
-        start = jnp.minimum(chunk_idx * chunk_rows, num_rows - chunk_rows)
-
-        def rows_of(array: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(array, start, chunk_rows)
-
-        chunk_inputs = jax.tree.map(rows_of, inputs)
-        sampled = sample(rows_of(logits), chunk_inputs, greedy_ids=rows_of(greedy_ids))
-        return jax.lax.dynamic_update_slice_in_dim(result, pack_result(sampled), start, axis=0)
-
-    is_greedy = (inputs.temperature <= 0) & ~inputs.wants_logprobs
-    num_chunks = jax.lax.div(num_used + chunk_rows - 1, chunk_rows)
-    num_chunks = jnp.where(jnp.all(is_greedy), 0, num_chunks)
-    result = jnp.pad(greedy_ids[:, None], ((0, 0), (0, RESULT_WIDTH - 1)))
-    return jax.lax.fori_loop(0, num_chunks, sample_chunk, result)
+    return batch.at_width(find, (room, jnp.zeros(hidden.shape[0], jnp.int32)))

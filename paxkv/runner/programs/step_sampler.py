@@ -20,6 +20,7 @@ class StepSampler:
 
     Attributes:
         logits: f32[max_num_seqs, vocab]; the next step is given them, to be overwritten.
+        row_state: The next burst is given it, to be overwritten.
         mask_dims: Of a `token_mask` (`process_logits`): max_num_seqs, 1 + vocab_words.
     """
 
@@ -31,7 +32,7 @@ class StepSampler:
         self._sharding = sharding
         self.logits = put_zeros((max_num_seqs, vocab_size), jnp.float32, sharding)
         self.mask_dims = (max_num_seqs, 1 + vocab_words(vocab_size))
-        self._row_state = allocate_row_state(buckets.row_shape, vocab_size, sharding)
+        self.row_state = allocate_row_state(buckets.row_shape, vocab_size, sharding)
         # Stays there, since most steps have no grammar.
         self._no_mask = put_zeros(self.mask_dims, jnp.int32, sharding)
 
@@ -48,7 +49,7 @@ class StepSampler:
         for packed_np in packed_rows_np:
             program = self._programs.get(self._row_shape, kv_cache)
             packed = jax.device_put(packed_np, self._sharding)
-            self._row_state = program(self._row_state, packed)
+            self.row_state = program(self.row_state, packed)
 
     def draw(
         self,
@@ -60,7 +61,7 @@ class StepSampler:
         has_mask = mask_np is not None
         token_mask = jax.device_put(mask_np, self._sharding) if has_mask else self._no_mask
         program = self._programs.get(self._sampler_shape, kv_cache)
-        self.logits, self._row_state, result, next_tokens = program(
-            self.logits, self._row_state, sampling, token_mask
+        self.logits, self.row_state, result, next_tokens = program(
+            self.logits, self.row_state, sampling, token_mask
         )
         return result, next_tokens

@@ -21,6 +21,7 @@ from paxkv.runner.programs.program_identity import program_identity
 from paxkv.runner.programs.program_store import ProgramFolder, ProgramStore, without_jax_cache
 from paxkv.runner.programs.step import Params, make_block_copies, make_step
 from paxkv.runner.sampling.row_state import (
+    RowState,
     abstract_row_state,
     num_row_words,
     vocab_words,
@@ -110,15 +111,16 @@ class StepPrograms:
         arrays = [self._abstract_arrays(variant) for variant in shape.features]
         kept, donated = split_arrays(shape.features, arrays)
         if isinstance(shape, BurstShape):
-            burst = jax.jit(make_burst(self._model, shape), donate_argnums=(1, 5))
-            return burst.lower(*arguments, kept, donated)
+            burst = jax.jit(make_burst(self._model, shape), donate_argnums=(1, 4, 5, 7))
+            row_state = self._abstract_row_state()
+            return burst.lower(*arguments, self._abstract_logits(), row_state, kept, donated)
         make = make_step if shape.tile_tokens is None else make_invariant_step
         step = jax.jit(make(self._model, shape), donate_argnums=(1, 4, 6))
         return step.lower(*arguments, self._abstract_logits(), kept, donated)
 
     def _lower_sampling(self, shape: SamplerShape | RowShape) -> Lowered:
         vocab_size = self._model.config.vocab_size
-        state = abstract_row_state(self.buckets.row_shape, vocab_size, self._sharding)
+        state = self._abstract_row_state()
         if isinstance(shape, RowShape):
             packed = self._abstract_int32(num_row_words(shape.max_model_len, vocab_size))
             return jax.jit(write_row, donate_argnums=0).lower(state, packed)
@@ -255,6 +257,10 @@ class StepPrograms:
     def _abstract_logits(self) -> jax.ShapeDtypeStruct:
         dims = (self._max_num_seqs, self._model.config.vocab_size)
         return jax.ShapeDtypeStruct(dims, jnp.float32, sharding=self._sharding)
+
+    def _abstract_row_state(self) -> RowState:
+        vocab_size = self._model.config.vocab_size
+        return abstract_row_state(self.buckets.row_shape, vocab_size, self._sharding)
 
     def _abstract_arrays(self, variant: StepVariant) -> dict[str, jax.ShapeDtypeStruct]:
         return {

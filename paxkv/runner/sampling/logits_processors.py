@@ -19,23 +19,24 @@ _BIAS_CHUNK = 64
 
 def needs_processing(
     inputs: ProcessorInputs,
-    token_mask: jax.Array,  # i32[num_logits, 1 + vocab_words]
+    token_mask: jax.Array | None,  # i32[num_logits, 1 + vocab_words]
 ) -> jax.Array:  # bool[]
     """Whether any row's logits change at all."""
-    return jnp.any((inputs.processors != 0) | inputs.is_early | (token_mask[:, 0] != 0))
+    has_any = (inputs.processors != 0) | inputs.is_early
+    return jnp.any(has_any if token_mask is None else has_any | (token_mask[:, 0] != 0))
 
 
 def process_logits(
     logits: jax.Array,  # f32[num_logits, vocab]
     inputs: ProcessorInputs,
     state: RowState,
-    token_mask: jax.Array,  # i32[num_logits, 1 + vocab_words]
+    token_mask: jax.Array | None,  # i32[num_logits, 1 + vocab_words]
 ) -> jax.Array:  # f32[num_logits, vocab]
     """The logits that tokens are drawn from; a batch pays only for what some row of it asks for.
 
     Args:
-        token_mask: Word 0 says whether the row is bound by the others: a bit for each token, set
-            where it is allowed.
+        token_mask: Word 0 of a row says whether the other words bind it. They have a bit for each
+            token, set if the token is allowed. None binds no row.
     """
     is_forbidden = _forbidden_tokens(logits.shape[1], inputs, state, token_mask)
     logits = jnp.where(is_forbidden, -jnp.inf, logits)
@@ -54,15 +55,16 @@ def process_logits(
 
 
 def _forbidden_tokens(
-    vocab_size: int, inputs: ProcessorInputs, state: RowState, token_mask: jax.Array
+    vocab_size: int, inputs: ProcessorInputs, state: RowState, token_mask: jax.Array | None
 ) -> jax.Array:  # bool[num_logits, vocab]
     """What a grammar, allowed tokens, bad words of one token or `min_tokens` rule out."""
 
     def where(is_bound: jax.Array, words: jax.Array) -> jax.Array:
         return jnp.where(is_bound[:, None], words, 0)
 
-    words = where(token_mask[:, 0] != 0, ~token_mask[:, 1:])
-    words |= where(inputs.has(Processors.FORBIDDEN), state.forbidden[inputs.row])
+    words = where(inputs.has(Processors.FORBIDDEN), state.forbidden[inputs.row])
+    if token_mask is not None:
+        words |= where(token_mask[:, 0] != 0, ~token_mask[:, 1:])
     words |= where(inputs.is_early, state.early_ends[inputs.row])
     bits = (words[:, :, None] >> jnp.arange(BITS, dtype=jnp.int32)) & 1
     return bits.reshape(words.shape[0], -1)[:, :vocab_size] != 0

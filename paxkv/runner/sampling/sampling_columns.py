@@ -32,7 +32,7 @@ class Processors(enum.IntFlag):
     FORBIDDEN = 8  # allowed_token_ids, or bad words of one token
     BIAS = 16
     GRAMMAR = 32  # a row of a `GrammarBitmask` comes with each draw
-    SHOWN = 64  # nothing, but they are brought home, which a burst has no place for
+    SHOWN = 64  # nothing, but the host gets all logits
 
 
 NO_PROCESSORS = Processors(0)
@@ -177,10 +177,8 @@ def decode_processors(
     )
 
 
-def needs_processors(
+def needs_host_to_draw(
     sampling_rows_np: np.ndarray,  # i32[num_reqs, NUM_COLUMNS]
-    draw_position_np: np.ndarray,  # i32[num_reqs]
 ) -> np.ndarray:  # bool[num_reqs]
-    """Whether a row's logits are changed before its next draw, on the host."""
-    is_early_np = draw_position_np < sampling_rows_np[:, MIN_TOKENS_END]
-    return (sampling_rows_np[:, PROCESSORS] != 0) | is_early_np
+    """Whether the host takes part in each draw of a row: it masks the logits, or wants all."""
+    return sampling_rows_np[:, PROCESSORS] & int(Processors.GRAMMAR | Processors.SHOWN) != 0

@@ -57,13 +57,15 @@ class BurstShape:
     Args:
         widths: Numbers of requests that it can compute, as `StepShape.widths`. The last is
             `num_reqs`.
-        chunk_rows: Rows that it draws at a time if it has several widths.
+        max_model_len: Tokens of a row that the device can keep.
+        chunk_rows: Rows that it draws at a time.
         features: Further computations: the variants that are in every program.
     """
 
     max_steps: int
     num_reqs: int
     tables: tuple[TableShape, ...]
+    max_model_len: int
     widths: tuple[int, ...] = ()
     chunk_rows: int
     features: tuple[StepVariant, ...] = ()

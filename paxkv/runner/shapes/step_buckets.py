@@ -42,7 +42,7 @@ class StepBuckets:
         max_decode_burst: Most steps of a burst.
         batch_invariant: One program computes all steps, tile by tile, so that the same instructions
             compute every token.
-        sampled_chunk_rows: Rows that the sampler of steps draws at a time. None: all at once.
+        sampled_chunk_rows: Rows that are drawn at a time. None: all at once.
         shares_programs: One program serves several neighboring buckets of steps, or of bursts.
         feature_variants: For each step feature, its variants.
 
@@ -102,7 +102,8 @@ class StepBuckets:
                 num_reqs=widths[-1],
                 tables=tables,
                 widths=widths if len(widths) > 1 else (),
-                chunk_rows=SAMPLED_CHUNK_ROWS,
+                max_model_len=max_model_len,
+                chunk_rows=min(sampled_chunk_rows or widths[-1], widths[-1]),
                 features=everywhere,
             )
             for widths in req_widths

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from paxkv.config.sampling_params import (
-    MAX_LOGPROBS,
     BeamSearchParams,
     SamplingParams,
     check_num_logprobs,
@@ -116,13 +115,20 @@ def test_so_many_logprobs_are_told_as_the_setting_says(num_logprobs, max_logprob
     assert caught.value.param == "logprobs"
 
 
-def test_more_logprobs_than_the_device_picks_out_need_single_steps() -> None:
-    wants = [SamplingParams(logprobs=n).needs_single_steps for n in (None, 0, MAX_LOGPROBS)]
-    assert wants == [False] * 3
-    for num_logprobs in (-1, MAX_LOGPROBS + 1):
-        assert SamplingParams(logprobs=num_logprobs).needs_single_steps
-        # Those of a prompt come from the step that computes it.
-        assert not SamplingParams(prompt_logprobs=num_logprobs).needs_single_steps
+@pytest.mark.parametrize(
+    ("fields", "changes"),
+    [
+        ({}, False),
+        ({"logprobs": -1, "prompt_logprobs": -1}, False),
+        ({"min_tokens": 4}, False),
+        ({"repetition_penalty": 1.1}, True),
+        ({"bad_words": ["a"]}, True),
+        ({"allowed_token_ids": [1]}, True),
+        ({"logit_bias": {1: 2.0}}, True),
+    ],
+)
+def test_settings_that_change_logits_before_every_draw(fields, changes) -> None:
+    assert SamplingParams(**fields).changes_logits == changes
 
 
 @pytest.mark.parametrize(

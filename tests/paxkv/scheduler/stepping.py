@@ -32,6 +32,7 @@ def make_scheduler(
     grammar_gate=None,
     num_lookahead_tokens=0,
     use_eagle=False,
+    bursts_change_logits=True,
     **config,
 ):
     groups = tuple(
@@ -47,6 +48,7 @@ def make_scheduler(
         grammar_gate=grammar_gate,
         num_lookahead_tokens=num_lookahead_tokens,
         use_eagle=use_eagle,
+        bursts_change_logits=bursts_change_logits,
     )
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from paxkv.config.sampling_params import MAX_LOGPROBS
 from paxkv.contracts.kv_cache_spec import MambaSpec
 from paxkv.errors import InvariantError
 from paxkv.scheduler.decode_burst import DecodeBursts
@@ -303,19 +304,24 @@ def test_a_window_moves_when_the_burst_is_over():
     assert [block_id == 0 for block_id in table] == [True, True, True, False, False]
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"presence_penalty": 0.1},
-        {"repetition_penalty": 1.1},
-        {"bad_words": ["x"]},
-        {"allowed_token_ids": [1]},
-        {"logit_bias": {1: 1.0}},
-    ],
-    ids=str,
-)
-def test_request_whose_logits_are_changed_keeps_all_to_single_steps(params):
+CHANGES = [
+    {"presence_penalty": 0.1},
+    {"repetition_penalty": 1.1},
+    {"bad_words": ["x"]},
+    {"allowed_token_ids": [1]},
+    {"logit_bias": {1: 1.0}},
+]
+
+
+@pytest.mark.parametrize("params", [*CHANGES, {"min_tokens": 3}], ids=str)
+def test_requests_whose_logits_are_changed_take_part_in_bursts(params):
     scheduler, runner = make_decoding(params=params)
+    assert step(scheduler, runner, 8).num_decode_steps == 8
+
+
+@pytest.mark.parametrize("params", CHANGES, ids=str)
+def test_older_runners_change_logits_in_single_steps_alone(params):
+    scheduler, runner = make_decoding(params=params, bursts_change_logits=False)
     add(scheduler, "b", 5)
     step(scheduler, runner)
     assert step(scheduler, runner, 8).num_decode_steps == 1
@@ -323,7 +329,14 @@ def test_request_whose_logits_are_changed_keeps_all_to_single_steps(params):
     assert step(scheduler, runner, 8).num_decode_steps == 8
 
 
-def test_min_tokens_keep_to_single_steps_until_they_are_there():
-    scheduler, runner = make_decoding(params={"min_tokens": 3})
+def test_older_runners_take_single_steps_until_min_tokens_are_there():
+    scheduler, runner = make_decoding(params={"min_tokens": 3}, bursts_change_logits=False)
     # One token is there; the next two draws are below it.
     assert [step(scheduler, runner, 4).num_decode_steps for _ in range(3)] == [1, 1, 4]
+
+
+def test_logprobs_that_only_the_host_picks_out_keep_all_to_single_steps():
+    scheduler, runner = make_decoding(params={"logprobs": MAX_LOGPROBS + 1})
+    assert step(scheduler, runner, 8).num_decode_steps == 1
+    scheduler, runner = make_decoding(params={"logprobs": MAX_LOGPROBS})
+    assert step(scheduler, runner, 8).num_decode_steps == 8

@@ -64,6 +64,13 @@ def test_header_with_every_spec_comes_back_as_it_went() -> None:
     assert decode_header(encode_header(header)) == header
 
 
+def test_version_2_had_no_changed_logits_in_bursts() -> None:
+    fields = msgspec.json.decode(encode_header(make_header())) | {"version": 2}
+    del fields["bursts_change_logits"]
+    header = decode_header(msgspec.json.encode(fields))
+    assert header == dataclasses.replace(make_header(), bursts_change_logits=False)
+
+
 def test_every_spec_of_the_contract_is_known() -> None:
     concrete = {
         name

@@ -202,22 +202,26 @@ def test_token_drawn_before_the_last_step_is_nowhere():
     assert views["token_source"][0] == 0
 
 
-def test_a_burst_begins_where_a_request_has_its_least_tokens():
+def test_a_row_within_its_prompt_draws_nothing_in_a_burst():
     batch, builder = make_batch_and_builder()
+    new_reqs = [new("a", [4, 5, 6], [7]), new("b", [8], [9])]
+    built, views = build(builder, batch, output({"a": 1, "b": 1}, new_reqs))
+    assert isinstance(built.shape, BurstShape)
+    assert views["draws"].tolist() == [0, 1, 0, 0]
 
-    def draw(num_scheduled, num_computed, num_decode_steps=1):
-        new_reqs = [] if num_computed else [new("a", [1, 2, 3], [1], min_tokens=2)]
-        cached = running(("a", num_computed)) if num_computed else NO_CACHED
-        scheduled = output({"a": num_scheduled}, new_reqs, cached, num_decode_steps)
-        built, _ = build(builder, batch, scheduled)
-        batch.note_drawn(built.rows_np, built.num_drawn_np)
-        return built.num_drawn_np.tolist()
 
-    assert draw(3, 0) == [1]
-    with pytest.raises(InvariantError, match="a burst of 2 steps cannot change the logits"):
-        draw(2, 3, num_decode_steps=2)
-    assert draw(1, 3) == [1]
-    assert draw(2, 4, num_decode_steps=2) == [2]
+def test_rows_that_need_the_host_to_draw_leave_their_logits():
+    batch, builder = make_batch_and_builder()
+    bound = dataclasses.replace(new("a", [4], [7]), needs_grammar=True)
+    built, views = build(builder, batch, output({"a": 1, "b": 1}, [bound, new("b", [8], [9])]))
+    assert isinstance(built.shape, BurstShape)
+    assert built.leaves_logits and views["leaves_logits"].tolist() == [1]
+    batch.note_drawn(built.rows_np, built.num_drawn_np)
+    scheduled = output({"a": 2}, cached=running(("a", 1)), num_decode_steps=2)
+    with pytest.raises(InvariantError, match="needs the host between its tokens"):
+        build(builder, batch, scheduled)
+    built, views = build(builder, batch, output({"b": 1}, cached=running(("b", 1))))
+    assert not built.leaves_logits and views["leaves_logits"].tolist() == [0]
 
 
 def test_last_token_of_a_burst_is_on_the_device_and_those_before_it_are_nowhere():
@@ -346,7 +350,7 @@ def test_burst_has_no_variant_of_a_feature():
     batch, builder = make_batch_and_builder(features=[feature])
     burst = output({"a": 2}, [new("a", [1, 2, 3], [5], 2)], num_decode_steps=2)
     batch.update(burst)
-    with pytest.raises(InvariantError, match="has no step features; got .*PromptLogprobsVariant"):
+    with pytest.raises(InvariantError, match="has no step features .*PromptLogprobsVariant"):
         builder.build(burst)
     feature.planned = PlannedStep(None)
     built = builder.build(burst)

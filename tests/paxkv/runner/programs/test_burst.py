@@ -12,10 +12,11 @@ import pytest
 from models import load_model
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.runner.programs.burst import make_burst
+from paxkv.runner.sampling.row_state import abstract_row_state
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling.sampling_columns import encode_sampling_params
 from paxkv.runner.shapes.packed_layout import PackedLayout
-from paxkv.runner.shapes.program_shapes import BurstShape, TableShape
+from paxkv.runner.shapes.program_shapes import BurstShape, RowShape, TableShape
 from tests.compiler_flags import AS_FOR_USERS
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.placed_model import place_model
@@ -27,7 +28,7 @@ PAGE = (2, NUM_HEADS, BLOCK_SIZE, HEAD_DIM)  # keys, then values
 MODEL = TinyModel()
 GREEDY = (SamplingParams(temperature=0.0),) * 2
 TABLE = TableShape(num_groups=1, max_blocks_per_req=3, block_size=BLOCK_SIZE)
-SHAPE = BurstShape(max_steps=6, num_reqs=3, tables=(TABLE,), chunk_rows=8)
+SHAPE = BurstShape(max_steps=6, num_reqs=3, tables=(TABLE,), max_model_len=24, chunk_rows=3)
 
 
 def abstract(*dims, dtype=jnp.int32):
@@ -36,6 +37,7 @@ def abstract(*dims, dtype=jnp.int32):
 
 # One byte of temporary memory for each block would show in a cache of so many.
 NUM_ABSTRACT_BLOCKS = 2**20
+MAX_TOKENS = 2**17
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +58,25 @@ def llama(tmp_path_factory):
 )
 def test_burst_writes_the_cache_in_place(llama, num_reqs, max_steps, dtype):
     """The whole cache is aliased, and temporary memory does not grow with it."""
-    shape = dataclasses.replace(SHAPE, max_steps=max_steps, num_reqs=num_reqs)
+    shape = dataclasses.replace(
+        SHAPE, max_steps=max_steps, num_reqs=num_reqs, max_model_len=MAX_TOKENS
+    )
     placed = place_model(llama, block_size=BLOCK_SIZE, dtype=dtype)
     pages = jax.eval_shape(lambda: placed.empty_pages(NUM_ABSTRACT_BLOCKS))
     assert pages.shape == (2, NUM_ABSTRACT_BLOCKS, 2 * 2 * BLOCK_SIZE * 16)
     packed = abstract(PackedLayout(shape).num_words)
-    burst = jax.jit(make_burst(placed.model, shape), donate_argnums=1)
-    lowered = burst.lower(llama.params, pages, packed, abstract(4))
+    burst = jax.jit(make_burst(placed.model, shape), donate_argnums=(1, 4, 5))
+    vocab_size = llama.config.vocab_size
+    logits = abstract(4, vocab_size, dtype=jnp.float32)
+    row_shape = RowShape(num_rows=4, max_model_len=MAX_TOKENS)
+    rows = abstract_row_state(row_shape, vocab_size, None)
+    lowered = burst.lower(llama.params, pages, packed, abstract(4), logits, rows)
     analysis = lowered.compile(AS_FOR_USERS).memory_analysis()
-    assert analysis.alias_size_in_bytes >= pages.size * pages.dtype.itemsize
-    assert analysis.temp_size_in_bytes < NUM_ABSTRACT_BLOCKS
+    kept = (pages, logits, *jax.tree.leaves(rows))
+    kept_bytes = sum(array.size * array.dtype.itemsize for array in kept)
+    assert analysis.alias_size_in_bytes >= kept_bytes
+    # Neither a copy of the cache, nor one of the tokens of all rows.
+    assert analysis.temp_size_in_bytes < min(NUM_ABSTRACT_BLOCKS, 4 * 4 * MAX_TOKENS)
 
 
 @functools.cache
@@ -83,6 +94,12 @@ class TinyBursts:
         self.widths = widths
         self.params = params
         self.kv_cache = np.zeros((2, NUM_BLOCKS, math.prod(PAGE)), np.float32)
+        self.logits = np.zeros((MAX_NUM_SEQS, VOCAB), np.float32)
+        row_shape = RowShape(num_rows=MAX_NUM_SEQS, max_model_len=24)
+        self.row_state = jax.tree.map(
+            lambda array: np.zeros(array.shape, array.dtype),
+            abstract_row_state(row_shape, VOCAB, None),
+        )
 
     def run(
         self, num_tokens, *, tokens, position=0, num_steps=None, max_steps=6, ending=(), first_end=0
@@ -103,14 +120,18 @@ class TinyBursts:
         views["token_ids"][:num_reqs] = tokens
         views["token_source"][:] = MAX_NUM_SEQS
         views["positions"][:num_reqs] = position
+        views["draws"][:num_reqs] = 1
         views["block_tables_0"][0, :num_reqs] = 1 + np.arange(3 * num_reqs).reshape(num_reqs, 3)
         views["ending_ids"][:] = NO_TOKEN
         views["ending_ids"][:, : len(ending)] = ending
         views["first_end"][:] = first_end
         for row, params in enumerate(self.params):
             views["sampling_rows"][row] = encode_sampling_params(params, seed=row, vocab_size=VOCAB)
-        self.kv_cache, result, last, _ = compiled_burst(max_steps, self.widths)(
-            MODEL.params, self.kv_cache, packed_np, np.zeros(MAX_NUM_SEQS, np.int32)
+        self.kv_cache, self.logits, self.row_state, _, result, last, _ = compiled_burst(
+            max_steps, self.widths
+        )(
+            *(MODEL.params, self.kv_cache, packed_np, np.zeros(MAX_NUM_SEQS, np.int32)),
+            *(self.logits, self.row_state),
         )
         self.pages_np = np.asarray(self.kv_cache).reshape(2, NUM_BLOCKS, *PAGE)
         self.result_np = np.asarray(result)

@@ -267,7 +267,7 @@ def test_step_with_a_grammar_waits_for_what_it_allows(warm, runner):
 def test_all_that_stays_on_the_device_is_counted(runner):
     sampler = runner._sampler
     assert isinstance(sampler, StepSampler)
-    arrays = (sampler.logits, sampler._row_state, sampler._no_mask)
+    arrays = (sampler.logits, sampler.row_state, sampler._no_mask)
     num_bytes = sum(array.nbytes for array in jax.tree.leaves(arrays))
     assert num_bytes == StepSampler.num_bytes(runner._buckets, VOCAB)
     logits_bytes, history_bytes = MAX_NUM_SEQS * VOCAB * 4, MAX_NUM_SEQS * MAX_MODEL_LEN * 4

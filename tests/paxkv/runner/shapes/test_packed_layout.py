@@ -18,7 +18,7 @@ TABLES = (
     TableShape(num_groups=1, max_blocks_per_req=3, block_size=16),
 )
 SHAPE = StepShape(num_tokens=8, num_reqs=3, num_logits=3, tables=TABLES)
-BURST_SHAPE = BurstShape(max_steps=4, num_reqs=3, tables=TABLES, chunk_rows=8)
+BURST_SHAPE = BurstShape(max_steps=4, num_reqs=3, tables=TABLES, max_model_len=40, chunk_rows=8)
 FEATURE_SHAPE = dataclasses.replace(SHAPE, features=(PromptLogprobsVariant(num_logits=0),))
 both_shapes = pytest.mark.parametrize(
     "shape", [SHAPE, FEATURE_SHAPE, BURST_SHAPE], ids=["step", "step_with_feature", "burst"]

@@ -1,0 +1,114 @@
+"""Draws a token for each row from logits that were computed before, some rows at a time."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from paxkv.runner.sampling.logits_processors import needs_processing, process_logits
+from paxkv.runner.sampling.row_state import RowState
+from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH, pack_result
+from paxkv.runner.sampling.sampler import argmax_grouped, sample
+from paxkv.runner.sampling.sampling_columns import Processors, decode_processors, decode_step_rows
+
+
+def draw_rows(
+    logits: jax.Array,  # f32[num_rows or more, vocab]
+    state: RowState,
+    sampling: jax.Array,  # i32[num_rows, STEP_ROW_WIDTH]
+    token_mask: jax.Array | None,  # i32[num_rows, 1 + vocab_words], as `process_logits` takes it
+    *,
+    chunk_rows: int,
+    greedy_ids: jax.Array | None = None,  # i32[num_rows]
+) -> tuple[jax.Array, RowState]:  # i32[num_rows, RESULT_WIDTH]
+    """Draws for the rows that have a place to draw for, and adds the tokens to the state.
+
+    Rows without such a place have any result.
+
+    Args:
+        chunk_rows: Rows that are drawn at a time, up to the last row that draws.
+        greedy_ids: The most likely token of each row, if known. If no row needs more, these are the
+            result. A row that wants no log-probabilities may have some.
+    """
+    num_rows = sampling.shape[0]
+    chunk_rows = min(chunk_rows, num_rows)
+
+    def draw_chunk(chunk_idx: jax.Array, result: jax.Array) -> jax.Array:
+        # The last chunk may begin earlier and draw some rows again, with the same result.
+        start = jnp.minimum(chunk_idx * chunk_rows, num_rows - chunk_rows)
+
+        def rows_of(array: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(array, start, chunk_rows)
+
+        drawn = _draw_chunk(
+            lambda: rows_of(logits),
+            state,
+            rows_of(sampling),
+            None if token_mask is None else rows_of(token_mask),
+            None if greedy_ids is None else rows_of(greedy_ids),
+        )
+        return jax.lax.dynamic_update_slice_in_dim(result, drawn, start, axis=0)
+
+    if greedy_ids is None:
+        result = jnp.zeros((num_rows, RESULT_WIDTH), jnp.int32)
+    else:
+        result = jnp.pad(greedy_ids[:, None], ((0, 0), (0, RESULT_WIDTH - 1)))
+    num_chunks = _num_chunks(sampling, token_mask, chunk_rows, may_skip=greedy_ids is not None)
+    if chunk_rows < num_rows:
+        result = jax.lax.fori_loop(0, num_chunks, draw_chunk, result)
+    else:
+        # No loop: the host of an accelerator would wait for its condition.
+        result = jax.lax.cond(
+            num_chunks > 0, lambda: draw_chunk(jnp.int32(0), result), lambda: result
+        )
+    return result, _note_drawn(state, sampling, result[:, 0])
+
+
+def _num_chunks(
+    sampling: jax.Array, token_mask: jax.Array | None, chunk_rows: int, *, may_skip: bool
+) -> jax.Array:  # i32[]
+    """Chunks up to the last row that draws. If `may_skip`, none if all draw the greedy token."""
+    rows = decode_step_rows(sampling)
+    row_ends = jnp.arange(1, sampling.shape[0] + 1, dtype=jnp.int32)
+    num_rows = jnp.max(jnp.where(rows.is_drawn, row_ends, 0))
+    num_chunks = (num_rows + chunk_rows - 1) // chunk_rows
+    if not may_skip:
+        return num_chunks
+    wants_more = jnp.any(rows.is_drawn & ((rows.temperature > 0) | rows.wants_logprobs))
+    wants_more |= needs_processing(decode_processors(sampling), token_mask)
+    return jnp.where(wants_more, num_chunks, 0)
+
+
+def _draw_chunk(
+    logits_of: Callable[[], jax.Array],  # f32[chunk_rows, vocab]
+    state: RowState,
+    sampling: jax.Array,  # i32[chunk_rows, STEP_ROW_WIDTH]
+    token_mask: jax.Array | None,
+    greedy_ids: jax.Array | None,
+) -> jax.Array:  # i32[chunk_rows, RESULT_WIDTH]
+    inputs = decode_processors(sampling)
+    needs_any = needs_processing(inputs, token_mask)
+    # The slice is taken in both branches: taken before them, it would be copied once more.
+    processed = jax.lax.cond(
+        needs_any, lambda: process_logits(logits_of(), inputs, state, token_mask), logits_of
+    )
+    if greedy_ids is not None:
+        greedy_ids = jax.lax.cond(needs_any, lambda: argmax_grouped(processed), lambda: greedy_ids)
+    sampled = sample(
+        processed, decode_step_rows(sampling), raw_logits=logits_of, greedy_ids=greedy_ids
+    )
+    return pack_result(sampled)
+
+
+def _note_drawn(
+    state: RowState,
+    sampling: jax.Array,  # i32[num_rows, STEP_ROW_WIDTH]
+    token_ids: jax.Array,  # i32[num_rows]
+) -> RowState:
+    """Adds the drawn tokens to those of the rows whose next draw depends on them."""
+    inputs = decode_processors(sampling)
+    num_rows = state.token_ids.shape[0]
+    row = jnp.where(inputs.has(Processors.TOKEN_HISTORY), inputs.row, num_rows)
+    history = state.token_ids.at[row, inputs.draw_position].set(token_ids, mode="drop")
+    return dataclasses.replace(state, token_ids=history)
