@@ -28,6 +28,7 @@ FAMILIES = {
     "CohereForCausalLM": ("CohereConfig", {}),
     "Cohere2ForCausalLM": ("Cohere2Config", {"hidden_size": 160}),
     "CwmForCausalLM": ("CwmConfig", {"head_dim": None, "hidden_size": 80}),
+    "DogeForCausalLM": ("DogeConfig", {"hidden_size": 80, "head_dim": None}),
     "Ernie4_5ForCausalLM": ("Ernie4_5Config", {}),
     "ExaoneForCausalLM": ("ExaoneConfig", {"hidden_size": 80, "head_dim": None}),
     "Exaone4ForCausalLM": ("Exaone4Config", {"num_attention_heads": 32}),
@@ -65,6 +66,8 @@ OTHER_FIELDS = [
     ("CohereForCausalLM", {"use_qk_norm": True, "logit_scale": 0.5, "attention_bias": True}),
     ("Cohere2ForCausalLM", {"sliding_window": 64, "sliding_window_pattern": 3}),
     ("CwmForCausalLM", {"sliding_window": 64, "eos_token_id": 3, "rope_scaling": SCALED}),
+    ("DogeForCausalLM", FLAGS | {"sliding_window": 64, "keep_window_size": 128}),
+    ("DogeForCausalLM", {"num_key_value_heads": 8, "hidden_act": "gelu", "rope_scaling": SCALED}),
     ("Ernie4_5ForCausalLM", {"use_bias": True, "head_dim": None, "hidden_size": 80}),
     (
         "ExaoneForCausalLM",

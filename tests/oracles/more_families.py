@@ -111,6 +111,15 @@ MORE = {
     ),
     # BLOOM's and Falcon's slopes for a number of heads that is no power of two.
     "bloom-6-heads": _with_fields("bloom", hidden_size=96, n_head=6),
+    # Windows, biases, and one KV head.
+    "doge-window": _with_fields(
+        "doge",
+        sliding_window=24,
+        num_key_value_heads=1,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+    ),
 }
 families.EXTRA.update(MORE)
 
@@ -119,6 +128,7 @@ families.EXTRA.update(MORE)
 PROMPT_LENS = {
     "llama4": (45, 61, 80, 90),
     "starcoder2": (45, 61, 80, 90),
+    "doge-window": (45, 61, 80, 90),
     "phi3-longrope": (65, 71, 80, 90),
 }
 

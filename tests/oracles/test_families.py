@@ -94,6 +94,7 @@ LOADED = [
     "vaultgemma",
     "gemma",
     "nanochat",
+    "doge",
     "stablelm-2",
     "ministral3-far",
     "olmo-clipped",
@@ -104,6 +105,7 @@ LOADED = [
     "granite-moe-tied",
     "granite-moe-shared",
     "bloom-6-heads",
+    "doge-window",
     "apertus1.5",
     "exaone3",
     "sarvam-moe",
@@ -160,7 +162,7 @@ _OVERRIDDEN = {
     "sliding_window_pattern": {"exaone4", "exaone-moe", "cohere2-moe"},
     "prefix_dense_sliding_window_pattern": {"cohere2-moe"},
     # The weights of a softmax over the chosen experts add up to 1.
-    "norm_topk_prob": {"cohere2-moe"},
+    "norm_topk_prob": {"cohere2-moe", "doge", "doge-window"},
     # The one in `rope_parameters` wins.
     "rope_theta": {"cohere2-moe"},
     "first_k_dense_replace": {"exaone-moe"},
@@ -188,7 +190,9 @@ _OVERRIDDEN = {
     "eos_token_id": {"glm4", "glm"},
     "interleave_moe_layer_step": {"llama4"},
     "moe_intermediate_size": {"gemma4-dense", "gemma4-ple"},
-    "num_experts": {"gemma4-dense", "gemma4-ple"},
+    "num_experts": {"gemma4-dense", "gemma4-ple", "doge", "doge-window"},
+    # Checkpoints with experts are refused.
+    "num_experts_per_tok": {"doge", "doge-window"},
     "top_k_experts": {"gemma4-dense", "gemma4-ple"},
     "vocab_size_per_layer_input": {"gemma4-dense", "gemma4-moe"},
     "original_max_position_embeddings": {"phi3"},
