@@ -32,6 +32,15 @@ _OLDER_NAMES = {
         "StableLmForCausalLM",
         {"norm_eps": "layer_norm_eps", "rope_pct": "partial_rotary_factor"},
     ),
+    "JetMoEForCausalLM": _OlderName(
+        "JetMoeForCausalLM",
+        {
+            "ffn_hidden_size": "intermediate_size",
+            "moe_num_experts": "num_local_experts",
+            "moe_top_k": "num_experts_per_tok",
+            "n_positions": "max_position_embeddings",
+        },
+    ),
 }
 
 

@@ -39,6 +39,7 @@ FAMILIES: dict[str, str] = {
     "GraniteMoeForCausalLM": "models.families.granite_moe:GraniteMoeForCausalLM",
     "GraniteMoeSharedForCausalLM": "models.families.granite_moe:GraniteMoeSharedForCausalLM",
     "GraniteMoeSWAForCausalLM": "models.families.granite_moe_swa:GraniteMoeSWAForCausalLM",
+    "JetMoeForCausalLM": "models.families.jetmoe:JetMoeForCausalLM",
     "SmolLM3ForCausalLM": "models.families.smollm3:SmolLM3ForCausalLM",
     "GlmForCausalLM": "models.families.glm:GlmForCausalLM",
     "Glm4ForCausalLM": "models.families.glm4:Glm4ForCausalLM",

@@ -117,27 +117,15 @@ class Experts(nnx.Module):
         routing: Routing,
         context: LayerContext,
     ) -> jax.Array:  # f[num_rows, hidden]
-        num_rows, top_k = routing.expert_ids.shape
-        # A choice is one row going through one expert. Padding rows choose expert `num_experts`,
-        # which does not exist.
-        choices = jnp.where(context.is_used()[:, None], routing.expert_ids, self.num_experts)
+        top_k = routing.expert_ids.shape[1]
+        choices = choices_of_used_rows(routing.expert_ids, self.num_experts, context)
         context.report(EXPERT_TOKENS, functools.partial(self._count_choices, choices))
-        tiles = make_group_tiles(
-            choices.reshape(-1),
-            num_groups=self.num_experts,
-            tile_rows=context.kernels.tile_rows(num_rows * top_k, self.num_experts),
-        )
+        tiles = tiles_of_choices(choices, self.num_experts, context)
         chosen = x[tiles.rows // top_k]
         gate = self.gate_proj(chosen, tiles, context)
         up = self.up_proj(chosen, tiles, context)
         down = self.down_proj(self.join(gate, up), tiles, context)
-        # Adds one choice after the other, so that the order is the same in every batch.
-        places = tiles.places.reshape(num_rows, top_k)
-        total = jnp.zeros(x.shape, jnp.float32)
-        for choice in range(top_k):
-            own = down.at[places[:, choice]].get(mode="fill", fill_value=0)
-            total += own.astype(jnp.float32) * routing.weights[:, choice, None]
-        return total.astype(x.dtype)
+        return sum_of_choices(down, tiles, routing.weights)
 
     def _count_choices(
         self,
@@ -150,6 +138,47 @@ class Experts(nnx.Module):
     def join(self, gate: jax.Array, up: jax.Array) -> jax.Array:  # f[places, intermediate]
         """The input of `down_proj`, from the outputs of `gate_proj` and `up_proj`."""
         return activate(gate, self.activation) * up
+
+
+def choices_of_used_rows(
+    expert_ids: jax.Array,  # i32[num_rows, top_k], in [0, num_experts)
+    num_experts: int,
+    context: LayerContext,
+) -> jax.Array:  # i32[num_rows, top_k], in [0, num_experts]
+    """The same ids, except that padding rows choose expert `num_experts`, which does not exist.
+
+    A choice is one row going through one expert.
+    """
+    return jnp.where(context.is_used()[:, None], expert_ids, num_experts)
+
+
+def tiles_of_choices(
+    choices: jax.Array,  # i32[num_rows, top_k], in [0, num_experts]
+    num_experts: int,
+    context: LayerContext,
+) -> GroupTiles:
+    """Sorts choices into tiles by their expert. Choice c of row r is number `r * top_k + c`."""
+    return make_group_tiles(
+        choices.reshape(-1),
+        num_groups=num_experts,
+        tile_rows=context.kernels.tile_rows(choices.size, num_experts),
+    )
+
+
+def sum_of_choices(
+    outputs: jax.Array,  # f[num_tiles * tile_rows, width]
+    tiles: GroupTiles,
+    weights: jax.Array,  # f32[num_rows, top_k]
+) -> jax.Array:  # f[num_rows, width]
+    """The weighted sum of the outputs of each row's choices, added in float32."""
+    num_rows, top_k = weights.shape
+    # Adds one choice after the other, so that the order is the same in every batch.
+    places = tiles.places.reshape(num_rows, top_k)
+    total = jnp.zeros((num_rows, outputs.shape[1]), jnp.float32)
+    for choice in range(top_k):
+        own = outputs.at[places[:, choice]].get(mode="fill", fill_value=0)
+        total += own.astype(jnp.float32) * weights[:, choice, None]
+    return total.astype(outputs.dtype)
 
 
 def make_experts(config: MoEConfig, *, dtype: jnp.dtype) -> Experts:

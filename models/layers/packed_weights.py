@@ -33,6 +33,25 @@ def with_packed_qkv(
     return changed
 
 
+def with_packed_kv(
+    rules: Mapping[str, WeightRule], attention: Sequence[AttentionConfig], *, packed: str
+) -> dict[str, WeightRule]:
+    """The rules for checkpoints whose tensors hold the rows of k, then of v (JetMoE).
+
+    Args:
+        attention: Of each layer.
+        packed: The module of the checkpoint that holds the rows.
+    """
+    changed = dict(rules)
+    for layer_idx, layer in enumerate(attention):
+        widths = {
+            "self_attn.k_proj": layer.num_kv_heads * layer.head_dim,
+            "self_attn.v_proj": layer.num_kv_heads * layer.value_head_dim,
+        }
+        changed |= _rules_of_rows(rules, f"layers.{layer_idx}", widths, packed)
+    return changed
+
+
 def with_grouped_qkv(
     rules: Mapping[str, WeightRule],
     attention: Sequence[AttentionConfig],

@@ -42,6 +42,7 @@ FAMILIES = {
     "GraniteMoeSWAForCausalLM": ("GraniteMoeSWAConfig", {}),
     "HunYuanMoEV1ForCausalLM": ("HunYuanMoEV1Config", {}),
     "HYV3ForCausalLM": ("HYV3Config", {}),
+    "JetMoeForCausalLM": ("JetMoeConfig", {}),
     "Kolibri1ForCausalLM": ("Kolibri1Config", {}),
     "LagunaForCausalLM": ("LagunaConfig", {}),
     "Llama4ForCausalLM": ("Llama4TextConfig", {}),

@@ -94,6 +94,7 @@ LOADED = [
     "vaultgemma",
     "gemma",
     "nanochat",
+    "jetmoe",
     "doge",
     "stablelm-2",
     "ministral3-far",
@@ -146,6 +147,7 @@ _WITHOUT_EFFECT = {
     *("init_device",),
     *(
         "residual_dropout",
+        "aux_loss_coef",
         "router_aux_loss_coef",
         "router_jitter_noise",
         "input_jitter_noise",
@@ -167,7 +169,8 @@ _OVERRIDDEN = {
     "rope_theta": {"cohere2-moe"},
     "first_k_dense_replace": {"exaone-moe"},
     "global_attn_every_n_layers": {"afmoe"},
-    "num_attention_heads": {"laguna", "laguna-per-element"},
+    # JetMoE has one query per KV head for each expert of a token.
+    "num_attention_heads": {"laguna", "laguna-per-element", "jetmoe"},
     "num_key_value_heads": {"gpt-bigcode", "dbrx"},
     # No layer has an MLP without experts.
     "intermediate_size": {"kolibri1"},

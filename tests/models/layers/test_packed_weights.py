@@ -7,7 +7,7 @@ from flax import nnx
 from models.attention_config import AttentionConfig
 from models.layers.attention import Attention
 from models.layers.mlp import GatedMLP
-from models.layers.packed_weights import with_packed_gate_up, with_packed_qkv
+from models.layers.packed_weights import with_packed_gate_up, with_packed_kv, with_packed_qkv
 from models.rope_config import RopeConfig
 from models.weight_rule import rules_of_layers
 
@@ -50,6 +50,19 @@ def test_queries_keys_and_values_have_consecutive_rows():
             parts.append(rule.combined([packed_np[stored]]))
         assert [len(part) for part in parts] == [8, 4, 2]
         np.testing.assert_array_equal(np.concatenate(parts), packed_np[stored])
+
+
+def test_keys_come_before_values():
+    rules = with_packed_kv(RULES, (CONFIG, CONFIG), packed="self_attn.kv_proj")
+    packed_np = np.arange(18).reshape(6, 3)
+    k, v = (rules[f"layers.1.self_attn.{name}_proj.kernel"] for name in ("k", "v"))
+    assert k.sources == v.sources
+    assert k.sources[0].name == "model.layers.1.self_attn.kv_proj.weight"
+    assert k.sources[0].shape == (6, 3)
+    np.testing.assert_array_equal(k.combined([packed_np]), packed_np[:4])
+    np.testing.assert_array_equal(v.combined([packed_np]), packed_np[4:])
+    q = "layers.1.self_attn.q_proj.kernel"
+    assert rules[q] == RULES[q]
 
 
 def test_gate_comes_before_up():
