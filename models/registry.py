@@ -102,6 +102,7 @@ FAMILIES: dict[str, str] = {
     "MiMoV2FlashForCausalLM": "models.families.mimo_v2:MiMoV2FlashForCausalLM",
     "GptOssForCausalLM": "models.families.gpt_oss:GptOssForCausalLM",
     "Llama4ForCausalLM": "models.families.llama4:Llama4ForCausalLM",
+    "MuseGlimmerForCausalLM": "models.families.muse_glimmer:MuseGlimmerForCausalLM",
 }
 
 # Architecture and model type that transformers 5 saves for a family -> its architecture on the hub.

@@ -15,6 +15,7 @@ WHOLES = (
     "InternVLForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "MuseGlimmerForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",

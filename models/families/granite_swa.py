@@ -67,23 +67,35 @@ def with_layer_thetas(
     """The attention of each layer with its base in `layer_rope_theta`: 0 means no positions.
 
     Raises:
-        ModelConfigError: `layer_rope_theta` is not a list of one number per layer.
+        ModelConfigError: As `read_layer_thetas`.
     """
-    thetas = hf_config.get("layer_rope_theta")
+    thetas = read_layer_thetas(hf_config, len(attention))
     if thetas is None:
         return attention
-    if (
-        not isinstance(thetas, list)
-        or len(thetas) != len(attention)
-        or any(not isinstance(theta, int | float) or theta < 0 for theta in thetas)
-    ):
-        raise ModelConfigError(
-            f"config.json: layer_rope_theta is {thetas!r}; expected a list of {len(attention)} "
-            "numbers, 0 for each layer without positions."
-        )
     return tuple(
         dataclasses.replace(layer, rope=dataclasses.replace(layer.rope, theta=float(theta)))
         if theta
         else dataclasses.replace(layer, has_positions=False)
         for layer, theta in zip(attention, thetas, strict=True)
     )
+
+
+def read_layer_thetas(hf_config: Mapping[str, object], num_layers: int) -> list[float] | None:
+    """Reads `layer_rope_theta`, a number for each layer; None if it is missing or null.
+
+    Raises:
+        ModelConfigError: `layer_rope_theta` is not a list of one number per layer.
+    """
+    thetas = hf_config.get("layer_rope_theta")
+    if thetas is None:
+        return None
+    if (
+        not isinstance(thetas, list)
+        or len(thetas) != num_layers
+        or any(not isinstance(theta, int | float) or theta < 0 for theta in thetas)
+    ):
+        raise ModelConfigError(
+            f"config.json: layer_rope_theta is {thetas!r}; expected a list of {num_layers} "
+            "numbers, 0 for each layer without positions."
+        )
+    return thetas

@@ -44,6 +44,7 @@ FAMILIES = {
     "IQuestCoderForCausalLM": ("IQuestCoderConfig", {"hidden_size": 80}),
     "Jais2ForCausalLM": ("Jais2Config", {"hidden_size": 80}),
     "Ministral3ForCausalLM": ("Ministral3Config", {}),
+    "MuseGlimmerForCausalLM": ("MuseGlimmerTextConfig", {"hidden_size": 80}),
     "NanoChatForCausalLM": ("NanoChatConfig", {}),
     "NemotronForCausalLM": ("NemotronConfig", {}),
     "OlmoForCausalLM": ("OlmoConfig", {}),
@@ -101,6 +102,18 @@ OTHER_FIELDS = [
     ("HyperCLOVAXForCausalLM", FLAGS | {"logits_scaling": 0.5, "use_post_norm": False}),
     ("Jais2ForCausalLM", {"attention_bias": False, "mlp_bias": False, "layer_norm_eps": 1e-6}),
     ("Ministral3ForCausalLM", {"sliding_window": 64, "rms_norm_eps": 1e-6}),
+    (
+        "MuseGlimmerForCausalLM",
+        FLAGS | {"sliding_window": 64, "layer_rope_theta": [1e4, 0, 5, 6, 0, 1, 1, 1]},
+    ),
+    (
+        "MuseGlimmerForCausalLM",
+        {"qk_scale_factor": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 3.0},
+    ),
+    (
+        "MuseGlimmerForCausalLM",
+        {"post_norm_eps": 1e-6, "hidden_activation": "gelu", "rope_scaling": SCALED},
+    ),
     ("NanoChatForCausalLM", {"final_logit_softcapping": None, "attention_bias": True}),
     ("NemotronForCausalLM", FLAGS | {"norm_eps": 1e-6, "partial_rotary_factor": 1.0}),
     ("OlmoForCausalLM", {"clip_qkv": 8.0, "attention_bias": True, "rope_scaling": SCALED}),
@@ -178,6 +191,7 @@ def test_layers_without_positions_by_hand():
         ("SmolLM3ForCausalLM", [True, True, True, False] * 2),
         ("Cohere2ForCausalLM", [True, True, True, False] * 2),
         ("Exaone4ForCausalLM", [True, True, True, False] * 2),
+        ("MuseGlimmerForCausalLM", [True, True, True, False] * 2),
         ("CwmForCausalLM", [True] * 8),
     ):
         assert [layer.has_positions for layer in attention_of(architecture)] == wanted
@@ -185,6 +199,9 @@ def test_layers_without_positions_by_hand():
     layers = attention_of("GraniteSWAForCausalLM", layer_rope_theta=thetas)
     assert [layer.has_positions for layer in layers] == [theta != 0 for theta in thetas]
     assert [layer.rope.theta for layer in layers[1:3]] == [1e4, 2e4]
+    layers = attention_of("MuseGlimmerForCausalLM", layer_rope_theta=thetas, rope_theta=7.0)
+    assert [layer.has_positions for layer in layers] == [theta != 0 for theta in thetas]
+    assert {layer.rope.theta for layer in layers} == {7.0}
 
 
 def test_exaone_without_a_window_has_positions_in_all_layers():

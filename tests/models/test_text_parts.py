@@ -28,6 +28,7 @@ LOADED = (
     "internvl",
     "llama4-vision",
     "mistral3",
+    "muse-glimmer",
     "qwen2-vl",
     "qwen2.5-vl",
     "qwen3-vl",
