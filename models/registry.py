@@ -103,6 +103,7 @@ FAMILIES: dict[str, str] = {
     "GptOssForCausalLM": "models.families.gpt_oss:GptOssForCausalLM",
     "Llama4ForCausalLM": "models.families.llama4:Llama4ForCausalLM",
     "MuseGlimmerForCausalLM": "models.families.muse_glimmer:MuseGlimmerForCausalLM",
+    "MuseSparkForCausalLM": "models.families.muse_spark:MuseSparkForCausalLM",
 }
 
 # Architecture and model type that transformers 5 saves for a family -> its architecture on the hub.

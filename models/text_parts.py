@@ -16,6 +16,7 @@ WHOLES = (
     "Llama4ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "MuseGlimmerForConditionalGeneration",
+    "MuseSparkForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",

@@ -124,7 +124,7 @@ class Experts(nnx.Module):
         chosen = x[tiles.rows // top_k]
         gate = self.gate_proj(chosen, tiles, context)
         up = self.up_proj(chosen, tiles, context)
-        down = self.down_proj(self.join(gate, up), tiles, context)
+        down = self.finish(self.down_proj(self.join(gate, up), tiles, context))
         return sum_of_choices(down, tiles, routing.weights)
 
     def _count_choices(
@@ -138,6 +138,10 @@ class Experts(nnx.Module):
     def join(self, gate: jax.Array, up: jax.Array) -> jax.Array:  # f[places, intermediate]
         """The input of `down_proj`, from the outputs of `gate_proj` and `up_proj`."""
         return activate(gate, self.activation) * up
+
+    def finish(self, down: jax.Array) -> jax.Array:  # f[places, hidden]
+        """The outputs of experts before they are weighted, from those of `down_proj`."""
+        return down
 
 
 def choices_of_used_rows(

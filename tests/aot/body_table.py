@@ -276,7 +276,7 @@ def experts_of(published: PublishedConfig) -> ExpertShapes | None:
         dtype=config.dtype,
         num_experts=num_experts,
         top_k=top_k,
-        hidden_size=config.hidden_size,
+        hidden_size=getattr(config, "expert_hidden_size", config.hidden_size),
         inner_size=inner_size,
     )
 

@@ -49,6 +49,7 @@ FAMILIES = {
     "MellumForCausalLM": ("MellumConfig", {}),
     "MiniMaxM2ForCausalLM": ("MiniMaxM2Config", {}),
     "MixtralForCausalLM": ("MixtralConfig", {}),
+    "MuseSparkForCausalLM": ("MuseSparkTextConfig", {}),
     "OlmoeForCausalLM": ("OlmoeConfig", {}),
     "PhimoeForCausalLM": ("PhimoeConfig", {"lm_head_bias": True}),
     "Qwen2MoeForCausalLM": ("Qwen2MoeConfig", {}),

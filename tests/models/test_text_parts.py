@@ -29,6 +29,7 @@ LOADED = (
     "llama4-vision",
     "mistral3",
     "muse-glimmer",
+    "muse-spark",
     "qwen2-vl",
     "qwen2.5-vl",
     "qwen3-vl",
