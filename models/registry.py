@@ -100,6 +100,7 @@ FAMILIES: dict[str, str] = {
     "Gemma4UnifiedForCausalLM": "models.families.gemma4_unified:Gemma4UnifiedForCausalLM",
     "StableLmForCausalLM": "models.families.stablelm:StableLmForCausalLM",
     "MiMoV2FlashForCausalLM": "models.families.mimo_v2:MiMoV2FlashForCausalLM",
+    "Step3p5ForCausalLM": "models.families.step3p5:Step3p5ForCausalLM",
     "GptOssForCausalLM": "models.families.gpt_oss:GptOssForCausalLM",
     "Llama4ForCausalLM": "models.families.llama4:Llama4ForCausalLM",
     "MuseGlimmerForCausalLM": "models.families.muse_glimmer:MuseGlimmerForCausalLM",

@@ -21,6 +21,7 @@ WHOLES = (
     "Qwen2VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    "Step3p7ForConditionalGeneration",
 )
 # `model_type` of a language model that has no class of its own -> that of its family.
 _MODEL_TYPES = {
@@ -68,7 +69,7 @@ _SHARED_FIELDS = (
 # Modules of checkpoints that see, hear, or feed the language model with what is seen and heard.
 _OTHER_MODULES = re.compile(
     r"(^|\.)(audio_tower|embed_audio|embed_vision|multi_modal_projector|vision_adapter|vision_model"
-    r"|vision_projection|vision_tower|visual)\."
+    r"|vision_projection|vision_tower|visual|vit_large_projector)\."
 )
 # Positions in an image; with text alone, all axes have the same position.
 _MROPE_FIELDS = ("mrope_section", "mrope_interleaved")

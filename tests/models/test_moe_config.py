@@ -55,6 +55,7 @@ FAMILIES = {
     "Qwen2MoeForCausalLM": ("Qwen2MoeConfig", {}),
     "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", {}),
     "SolarOpenForCausalLM": ("SolarOpenConfig", {}),
+    "Step3p5ForCausalLM": ("Step3p7TextConfig", {}),
 }
 
 

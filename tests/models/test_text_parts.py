@@ -34,6 +34,7 @@ LOADED = (
     "qwen2.5-vl",
     "qwen3-vl",
     "qwen3-vl-moe",
+    "step3.5/3.7",
 )
 
 
