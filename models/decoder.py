@@ -52,7 +52,9 @@ class Decoder(nnx.Module):
         A family's own `__init__` takes `(config, *, has_head_kernel, dtype)`.
 
         Args:
-            layers: `config.num_layers` of them.
+            layers: `config.num_layers` of them. A module that is in the list several times runs
+                at each of these places, with a cache of its own at each. Its weights exist once,
+                under the name of its first place.
             norm: Of the last layer's hidden states.
             has_head_kernel: Whether the vocabulary head has an array of its own. Without tied
                 embeddings it must; with them it may, as a transposed copy.

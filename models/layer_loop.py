@@ -143,7 +143,7 @@ def _run_alike(
     def run_one(idx: int | jax.Array, state: _LoopState) -> _LoopState:
         carry, pages, reported = state
         own = context.with_reported(reported)
-        layer = choose_layer([placed.layer for placed in alike], idx)
+        layer = _pick_layer(alike, idx)
         places = _pick_places([placed.places for placed in alike], idx)
         layer_idx = _pick([placed.layer_idx for placed in alike], idx)
         carry, pages = layer(carry, pages, own.at(layer_idx, places))
@@ -202,6 +202,15 @@ def _rounds(runs: Sequence[tuple[Hashable, int]]) -> tuple[tuple[int, ...], ...]
 def _kind_of_places(places: LayerPlaces) -> Hashable:
     """The parts of a layer's places that its program depends on: all except the group and row."""
     return tuple((name, place.format, place.inputs_idx) for name, place in places)
+
+
+def _pick_layer(alike: Sequence[PlacedLayer], idx: int | jax.Array) -> Layer:
+    """The layer `alike[idx]`. A layer that is placed several times is one branch of the switch."""
+    distinct = list({id(placed.layer): placed.layer for placed in alike}.values())
+    if len(distinct) < len(alike):
+        branch_of = {id(layer): branch for branch, layer in enumerate(distinct)}
+        idx = _pick([branch_of[id(placed.layer)] for placed in alike], idx)
+    return choose_layer(distinct, idx)
 
 
 def _pick_places(of_layers: Sequence[LayerPlaces], idx: int | jax.Array) -> LayerPlaces:

@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 from flax import nnx
@@ -31,7 +32,7 @@ class AttentionMLPLayer(nnx.Module):
     def __call__(self, carry: Carry, pages: Pages, context: LayerContext) -> tuple[Carry, Pages]:
         attended, pages = self.self_attn(carry.hidden, pages, context, norm=self.input_layernorm)
         hidden = context.of_kept().by_token(self._add_parts, context.kept(carry.hidden), attended)
-        return Carry(hidden=hidden), pages
+        return replace(carry, hidden=hidden), pages
 
     @abc.abstractmethod
     def _add_parts(

@@ -3,16 +3,26 @@
 Its layers are in a loop, as on a CPU. `test_layer_loop.py` compares that with layers in turn.
 """
 
+import dataclasses
 import functools
+from collections.abc import Mapping
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
 
+from models import load_model
 from models.decoder import Decoder
+from models.families.llama import LlamaConfig, LlamaForCausalLM
+from models.loading.product_dtype import with_product_dtype
 from models.registry import FAMILIES, family_class
-from tests.models.steppers import checkpoint_folder, fresh_stepper
+from tests.models.steppers import IN_TURN, checkpoint_folder, fresh_stepper, in_loop
 from tests.oracles.dense_model import dense_logits
 from tests.oracles.golden import GoldenSequence, load_golden
+from tests.oracles.make_checkpoint import write_random_checkpoint
+from tests.oracles.paged_stepper import PagedStepper
 from tests.oracles.recipes import NUM_GREEDY_TOKENS, RECIPES
 
 # Largest difference to the truth, as a share of the largest absolute logit.
@@ -116,6 +126,46 @@ def test_last_layer_may_compute_the_last_token_of_each_request_alone(recipe):
             ends[row] += len(chunk)
             assert_close(out[row], in_one_go[row][ends[row] - 1 : ends[row]])
     assert ends == [len(tokens) for tokens in fed]
+
+
+class LoopedLlama(LlamaForCausalLM):
+    """Llama whose second and last layer runs three times."""
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> LlamaConfig:
+        config = super().read_config(hf_config)
+        return dataclasses.replace(config, num_layers=4, attention=config.attention[:1] * 4)
+
+    def __init__(self, config: LlamaConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+        super().__init__(config, has_head_kernel=has_head_kernel, dtype=dtype)
+        first, second = self.layers[:2]
+        self.layers = nnx.List([first, second, second, second])
+
+
+@pytest.mark.parametrize("loops_over_layers", [False, True])
+def test_layer_at_several_places_computes_as_copies_of_it_do(tmp_path, loops_over_layers):
+    """Its weights are loaded and stored once."""
+    short = write_random_checkpoint(tmp_path / "short", num_layers=2)
+    long = write_random_checkpoint(tmp_path / "long", num_layers=4)
+    stored = load_file(short / "model.safetensors")
+    copies = {
+        name.replace(".layers.1.", f".layers.{idx}."): weight
+        for name, weight in stored.items()
+        for idx in (1, 2, 3)
+    }
+    save_file(copies, long / "model.safetensors")
+
+    model = load_model(short, dtype="float32", model_impl=f"{__name__}:LoopedLlama")
+    assert len(model.params) == len(stored)
+    assert "layers.1.mlp.up_proj.kernel" in model.param_names
+    rounded = with_product_dtype(model, "bfloat16")
+    assert rounded.param_names == model.param_names
+
+    model = dataclasses.replace(model, platform=IN_TURN)
+    stepper = PagedStepper(in_loop(model) if loops_over_layers else model)
+    tokens = [7, 8, 9, 10, 11, 12]
+    got = np.concatenate([stepper.step({0: tokens[:4]})[0], stepper.step({0: tokens[4:]})[0]])
+    assert_close(got, dense_logits(long, tokens))
 
 
 def test_one_program_serves_prompts_chunks_and_decodes():

@@ -32,6 +32,7 @@ from models.decoder_spec import SELF_ATTENTION
 from models.layer_context import LayerContext
 from models.layer_loop import PlacedLayer, find_stretches, run_in_loop, run_in_turn
 from models.layers.attention import Attention
+from models.layers.linear import Linear
 from models.wants import Wants
 from paxkv.runner.programs.make_batch import make_batch
 from tests.compiler_flags import AS_FOR_USERS
@@ -334,8 +335,49 @@ def test_layers_alike_but_for_their_places_find_their_own_caches(places, num_par
     assert WithCache.num_traces == len(places) + num_parts
 
 
+class WithMatrix(WithCache):
+    """A layer with a matrix, whose output says where its cache is."""
+
+    def __init__(self, number: float) -> None:
+        self.bias = nnx.Param(jnp.zeros(4))
+        self.linear = Linear(4, 4, dtype=jnp.float32)
+        self.linear.kernel.set_value(number * jnp.eye(4))
+
+    def __call__(self, carry, pages, context):
+        carry, pages = super().__call__(carry, pages, context)
+        return Carry(hidden=self.linear(carry.hidden, context)), pages
+
+
+def test_layer_at_several_places_has_a_cache_at_each_and_one_product():
+    first, second = WithMatrix(0.5), WithMatrix(0.25)
+    layers = [first, second, second, first, second]
+    places = [place_at(row, group_idx=row % 2) for row in range(5)]
+    in_turn, in_loop = run_both(layers, places)
+    np.testing.assert_array_equal(in_loop, in_turn)
+    # Other layers with the same weights have the same output.
+    copies = [WithMatrix(number) for number in (0.5, 0.25, 0.25, 0.5, 0.25)]
+    np.testing.assert_array_equal(run_both(copies, places)[0], in_turn)
+    for placed_layers, num_products in ((layers, 2), (copies, 5)):
+        placed, carry, context = placed_in_step(placed_layers, places)
+        program = jax.make_jaxpr(
+            lambda pages, placed=placed, carry=carry, context=context: (
+                run_in_loop(placed, carry, pages, context)[0].hidden
+            )
+        )(jnp.zeros(1))
+        assert str(program).count("dot_general[") == num_products
+
+
 def run_both(layers: list[nnx.Module], places: list[LayerPlaces]) -> tuple[jax.Array, jax.Array]:
-    """Hidden states after the layers in turn, and in a loop; two groups of each block size."""
+    """Hidden states after the layers in turn, and in a loop."""
+    placed, carry, context = placed_in_step(layers, places)
+    pages = jnp.zeros(1)
+    return tuple(run(placed, carry, pages, context)[0].hidden for run in (run_in_turn, run_in_loop))
+
+
+def placed_in_step(
+    layers: list[nnx.Module], places: list[LayerPlaces]
+) -> tuple[list[PlacedLayer], Carry, LayerContext]:
+    """The layers, what the first one gets, and a step; two groups of each block size."""
     tokens = jnp.zeros(2, jnp.int32)
     groups = tuple(
         GroupInputs(
@@ -355,8 +397,7 @@ def run_both(layers: list[nnx.Module], places: list[LayerPlaces]) -> tuple[jax.A
     slots = tuple(inputs.block_size * inputs.block_tables[:, :, 0] for inputs in groups)
     context = LayerContext(batch=batch, kernels=KernelSettings(), slots=slots, cos_sin={})
     placed = list(map(PlacedLayer, layers, range(len(layers)), places))
-    carry, pages = Carry(hidden=jnp.ones((2, 4))), jnp.zeros(1)
-    return tuple(run(placed, carry, pages, context)[0].hidden for run in (run_in_turn, run_in_loop))
+    return placed, Carry(hidden=jnp.ones((2, 4))), context
 
 
 def lower_step(
