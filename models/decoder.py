@@ -86,6 +86,13 @@ class Decoder(nnx.Module):
         """Whether a tensor of that name may be in a checkpoint although no parameter needs it."""
         return False
 
+    def name_weight(self, name: str) -> str:
+        """The name that weight rules have for a tensor that is stored under this name.
+
+        A family overrides it if checkpoints have other names on the hub than transformers writes.
+        """
+        return name
+
     def __call__(
         self,
         batch: ForwardBatch,

@@ -95,7 +95,8 @@ def load_model(
     )
     structure = make_structure(config)
     if checkpoint is not None:
-        name_weights(checkpoint, [*structure.source_names, HEAD_WEIGHT])
+        wanted = [*structure.source_names, HEAD_WEIGHT]
+        name_weights(checkpoint, wanted, of_family=structure.name_weight)
     if checkpoint is not None and config.tie_word_embeddings:
         is_tied = is_head_tied(checkpoint, structure.rule_of("embed_tokens.embedding"))
         if not is_tied:
@@ -155,6 +156,7 @@ class _Structure:
         }
         self.graphdef, state = nnx.split(abstract_model)
         self.ignores_weight = abstract_model.ignores_weight
+        self.name_weight = abstract_model.name_weight
         self.shapes: tuple[jax.ShapeDtypeStruct, ...]
         self.names, self.shapes, self.treedef = flatten_state(state)
         rules = abstract_model.weight_rules()

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from models.errors import WeightMismatchError
 from models.loading.safetensors_reader import SafetensorsCheckpoint
@@ -17,16 +17,23 @@ _WRAPPERS = re.compile(
 )
 
 
-def name_weights(checkpoint: SafetensorsCheckpoint, wanted: Collection[str]) -> None:
+def name_weights(
+    checkpoint: SafetensorsCheckpoint,
+    wanted: Collection[str],
+    *,
+    of_family: Callable[[str], str] = str,
+) -> None:
     """Renames the weights of a checkpoint to the names that weight rules have for them.
 
     Args:
         wanted: The names in the weight rules.
+        of_family: As `Decoder.name_weight`.
 
     Raises:
         WeightMismatchError: The checkpoint has one of these tensors under several names.
     """
-    names = match_tensor_names(checkpoint.weights, wanted)
+    matched = match_tensor_names(map(of_family, checkpoint.weights), wanted)
+    names = {stored: matched[of_family(stored)] for stored in checkpoint.weights}
     by_name = defaultdict(list)
     for stored, name in names.items():
         by_name[name].append(stored)

@@ -75,6 +75,21 @@ def test_renamed_weights_are_read_under_their_new_names(tmp_path):
     assert checkpoint.weights["model.vision.norm.weight"].name == "vision.norm.weight"
 
 
+def test_family_names_tensors_of_the_hub_within_any_outer_modules(tmp_path):
+    checkpoint = checkpoint_of(tmp_path, "module.layers.20.mixer.up_proj.weight", NORM, HEAD)
+    name_weights(
+        checkpoint, WANTED, of_family=lambda name: name.replace("layers.20.mixer", "layers.10.mlp")
+    )
+    assert sorted(checkpoint.weights) == sorted(WANTED)
+    assert checkpoint.read(LAYER).tolist() == [0.0]
+
+
+def test_tensors_under_both_names_of_a_family_are_refused(tmp_path):
+    checkpoint = checkpoint_of(tmp_path, NORM, "model.final.weight", HEAD)
+    with pytest.raises(WeightMismatchError, match="1 tensors have two names"):
+        name_weights(checkpoint, WANTED, of_family=lambda name: name.replace("final", "norm"))
+
+
 def test_two_names_of_one_tensor_are_refused(tmp_path):
     checkpoint = checkpoint_of(tmp_path, "norm.weight", "model.norm.weight", "lm_head.weight")
     with pytest.raises(
