@@ -76,6 +76,7 @@ FAMILIES: dict[str, str] = {
     "Kolibri1ForCausalLM": "models.families.kolibri1:Kolibri1ForCausalLM",
     "BeamForCausalLM": "models.families.beam:BeamForCausalLM",
     "DbrxForCausalLM": "models.families.dbrx:DbrxForCausalLM",
+    "DoryForCausalLM": "models.families.dory:DoryForCausalLM",
     "FlintForCausalLM": "models.families.flint:FlintForCausalLM",
     "GPT2LMHeadModel": "models.families.gpt2:GPT2LMHeadModel",
     "GPTBigCodeForCausalLM": "models.families.gpt_bigcode:GPTBigCodeForCausalLM",

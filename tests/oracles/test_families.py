@@ -108,6 +108,7 @@ LOADED = [
     "bloom-6-heads",
     "doge-window",
     "apertus1.5",
+    "dory",
     "exaone3",
     "sarvam-moe",
     "cohere-compass",
