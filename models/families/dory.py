@@ -179,7 +179,7 @@ def _read_order(hf_config: Mapping[str, object]) -> tuple[int | None, ...]:
         read_count(hf_config, name, minimum=0) for name in ("n_input_layers", "n_output_layers")
     )
     others = num_layers - num_first - num_last
-    num_looped = read_count(hf_config, "n_recurrent_layers", others, minimum=0)
+    num_looped = read_count(hf_config, "n_recurrent_layers", max(others, 0), minimum=0)
     if num_looped != others:
         raise ModelConfigError(
             f"config.json: n_recurrent_layers={num_looped} with n_input_layers={num_first} and "

@@ -136,6 +136,7 @@ def test_dtype_is_read_under_both_names(field, value, dtype):
 _FIELDS_WITHOUT_DEFAULT = {
     "BeamForCausalLM": {"n_group": 1, "topk_group": 1},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "DoryForCausalLM": {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 0},
     "GPTJForCausalLM": {"rotary_dim": 8},
     "OPTForCausalLM": {"ffn_dim": 96},
     "PhimoeForCausalLM": {"lm_head_bias": True},

@@ -169,7 +169,7 @@ def _name_of_hub(name: str) -> str:
     [
         ({"recurrent_kv_cache_mode": "last_loop"}, UnsupportedModelError, "'last_loop'"),
         ({"n_recurrent_layers": 3}, ModelConfigError, "expected num_hidden_layers=5 as their sum"),
-        ({"n_output_layers": 5}, ModelConfigError, "n_recurrent_layers is -1"),
+        ({"n_output_layers": 5}, ModelConfigError, "n_recurrent_layers=0 with .* as their sum"),
         ({"n_recurrent_loops": 0}, ModelConfigError, "n_recurrent_loops is 0"),
         (PAIRS | {"n_input_layers": 3}, ModelConfigError, "even numbers of layers"),
         (PAIRS | {"layer_types": ["mlp", FULL] * 5}, ModelConfigError, "by turns"),
