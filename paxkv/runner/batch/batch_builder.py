@@ -74,7 +74,6 @@ class BatchBuilder:
         req_ids: list[str],
         rows_np: np.ndarray,  # i32[len(req_ids)]
     ) -> BuiltStep:
-        self._rows.settle()
         num_steps = scheduler_output.num_decode_steps
         rows = ScheduledRows(
             req_ids,

@@ -69,7 +69,6 @@ def append(batch, req_id, *token_ids):
 
 def row_contents(batch, req_id):
     """(tokens, computed, blocks) of a request, read back from its row."""
-    batch.settle()
     row = int(batch.rows_of([req_id])[0])
     table = batch.block_tables.tables[0]
     num_blocks = table.num_blocks_np[row]
@@ -191,7 +190,6 @@ def test_one_token_each_is_appended_as_any_number_is():
     batches[0].append_tokens(rows_np, np.array([[30, 31]], np.int32), one_each_np)
     batches[1].append_one_each(rows_np, np.array([30, 31], np.int32))
     for batch in batches:
-        batch.settle()
         assert not batch.num_pending_np.any()
         assert row_contents(batch, "b")[0] == [7, 30]
         assert row_contents(batch, "a")[0] == [5, 6, 31]
@@ -220,11 +218,10 @@ def test_what_is_written_late_is_what_would_be_written_at_once(data):
             late.append_one_each(rows_np, token_ids_np)
             at_once.append_tokens(rows_np, token_ids_np[None], one_each_np)
         if data.draw(st.integers(0, 4)) == 0:
-            late.settle()
+            np.testing.assert_array_equal(late.num_tokens_np, at_once.num_tokens_np)
     if data.draw(st.booleans()):
         for batch in (late, at_once):
             batch.update(output(preempted=["b"]))
-    late.settle()
     for name in ("token_ids_np", "num_tokens_np", "num_pending_np", "prev_sampled_idx_np"):
         np.testing.assert_array_equal(getattr(late, name), getattr(at_once, name), name)
 
