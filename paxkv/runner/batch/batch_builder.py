@@ -85,6 +85,7 @@ class BatchBuilder:
             num_tokens_np=self._rows.num_tokens_np[rows_np],
             num_pending_np=self._rows.num_pending_np[rows_np],
             token_ids_np=self._rows.token_ids_np,
+            num_decode_steps=num_steps,
         )
         self._check(rows, is_burst=num_steps > 1)
         self._check_written_blocks(rows)
@@ -92,14 +93,14 @@ class BatchBuilder:
         planned = [feature.plan(rows) for feature in self._features]
         features = tuple(feature for feature in planned if feature is not None)
         variants = _variants_of(features)
-        if num_steps > 1 and (needs_host or variants):
-            needed = f"the step features {variants}" if variants else "the host between its tokens"
+        can_burst = self._buckets.can_burst(variants)
+        if num_steps > 1 and (needs_host or not can_burst):
+            needed = "the host between its tokens" if can_burst else f"the features {variants}"
             raise InvariantError(
-                f"a burst of {num_steps} steps has no step features and does not wait for the "
-                f"host; got {rows.req_ids}, of which one needs {needed}."
+                f"a burst of {num_steps} steps waits for no host and has only features that take "
+                f"part in bursts; got {rows.req_ids}, of which one needs {needed}."
             )
-        is_single = self._buckets.has_bursts and bool((rows.num_scheduled_np == 1).all())
-        if num_steps > 1 or (is_single and not variants):
+        if num_steps > 1 or (can_burst and bool((rows.num_scheduled_np == 1).all())):
             return self._build_burst(rows, num_steps, features, leaves_logits=needs_host)
         return self._build_step(rows, features)
 
@@ -116,9 +117,7 @@ class BatchBuilder:
         is_drawn_np = seq_lens_np >= rows.num_tokens_np
         # The drawn token's own position: the draw must not depend on how the prompt was split.
         views["draw_position"][:num_reqs] = seq_lens_np * is_drawn_np
-        for feature in features:
-            if feature.variant is not None:
-                feature.fill(views)
+        _fill_features(features, views)
         return BuiltStep(
             shape=shape,
             packed_np=packed_np,
@@ -139,7 +138,7 @@ class BatchBuilder:
         leaves_logits: bool,
     ) -> BuiltStep:
         num_reqs = len(rows.req_ids)
-        shape = self._buckets.burst_shape_for(num_reqs)
+        shape = self._buckets.burst_shape_for(num_reqs, _variants_of(features))
         if num_steps > shape.max_steps:
             raise InvariantError(f"a burst has at most {shape.max_steps} steps, got {num_steps}.")
         packed_np, views = _make_buffer(shape)
@@ -149,6 +148,7 @@ class BatchBuilder:
         views["num_tokens"][:num_reqs] = rows.num_scheduled_np
         views["ending_ids"][:num_reqs] = self._rows.ending_ids_np[rows.rows_np]
         views["first_end"][:num_reqs] = self._rows.first_end_np[rows.rows_np]
+        _fill_features(features, views)
         # The single token of a step may be one within a prompt: then nothing is drawn.
         is_drawn_np = rows.num_computed_np + 1 >= rows.num_tokens_np
         views["draws"][:num_reqs] = is_drawn_np
@@ -245,6 +245,12 @@ class BatchBuilder:
 
 def _variants_of(features: Sequence[FeatureStep]) -> tuple[StepVariant, ...]:
     return tuple(feature.variant for feature in features if feature.variant is not None)
+
+
+def _fill_features(features: Sequence[FeatureStep], views: dict[str, np.ndarray]) -> None:
+    for feature in features:
+        if feature.variant is not None:
+            feature.fill(views)
 
 
 def _make_buffer(shape: StepShape | BurstShape) -> tuple[np.ndarray, dict[str, np.ndarray]]:

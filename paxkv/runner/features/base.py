@@ -10,9 +10,9 @@ To add a feature, write these classes in a file of this folder, as in `prompt_lo
 the feature to the list in `feature_list.py`. No other file of the runner names a feature: the
 packed buffer takes its fields, and buckets, warm-up and stored programs take its variants.
 
-A step with a variant is never a burst, unless the variant is in every program
-(`StepVariant.is_in_every_program`). Such a variant only updates arrays on the device, as in
-`expert_load.py`. It gets nothing from the host in a step, and returns no results to it.
+A burst has variants of two kinds only. Some take part in bursts (`StepVariant.is_in_bursts`): the
+host fills their fields once per burst. Others are in every program (`is_in_every_program`) and only
+update arrays on the device, as in `expert_load.py`. Neither kind returns results from a burst.
 """
 
 import math

@@ -85,7 +85,10 @@ def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
         draw = functools.partial(_draw, model, shape, fields)
         num_steps = fields["num_steps"][0]
         state = run_decode_loop(
-            model, params, rows, state, draw, num_steps=num_steps, features=features
+            *(model, params, rows, state, draw),
+            num_steps=num_steps,
+            features=features,
+            fields=fields,
         )
         logits, row_state = state.drawing
         num_missing = prev_tokens.shape[0] - num_reqs

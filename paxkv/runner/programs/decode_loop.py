@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -97,14 +98,19 @@ def run_decode_loop(
     *,
     num_steps: jax.Array | int,  # i32[], at most max_steps
     features: TracedFeatures = NO_FEATURES,
+    fields: Mapping[str, jax.Array] = MappingProxyType({}),
 ) -> DecodeState:
-    """Takes up to `num_steps` steps, until no row is alive."""
+    """Takes up to `num_steps` steps, until no row is alive.
+
+    Args:
+        fields: See `StepPart`.
+    """
 
     def is_running(state: DecodeState) -> jax.Array:
         return (state.step_idx < num_steps) & jnp.any(state.is_alive)
 
     def run_step(state: DecodeState) -> DecodeState:
-        return _run_step(model, params, rows, state, draw, features)
+        return _run_step(model, params, rows, state, draw, features, fields)
 
     if state.results.shape[0] == 1:
         return run_step(state)
@@ -118,6 +124,7 @@ def _run_step(
     state: DecodeState,
     draw: DrawFunction,
     features: TracedFeatures,
+    fields: Mapping[str, jax.Array],
 ) -> DecodeState:
     batch = make_decode_batch(
         token_ids=state.token_ids,
@@ -128,7 +135,7 @@ def _run_step(
         widths=rows.widths,
     )
     batch = features.add_wants(batch)
-    part = StepPart(start=jnp.int32(0), batch=batch, fields={})
+    part = StepPart(start=jnp.int32(0), batch=batch, fields=fields)
     apply = functools.partial(features.apply, part=part, values=state.feature_values)
     outputs, pages = model.forward(params, state.pages, batch, apply)
     logits_of = functools.partial(model.compute_logits, params)

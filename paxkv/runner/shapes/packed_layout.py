@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from paxkv.errors import InvariantError
 from paxkv.runner.shapes.program_shapes import BurstShape, StepShape
 from paxkv.runner.shapes.sampling_row import NUM_COLUMNS
+from paxkv.runner.shapes.step_variant import StepVariant
 
 # Tokens that end a request and that a burst looks for; of more, the scheduler finds the others.
 MAX_ENDING_IDS = 8
@@ -40,8 +42,10 @@ class PackedLayout:
             for i, table in enumerate(s.tables)
         }
         if isinstance(s, BurstShape):
-            return _tokens(s.num_reqs) | tables | _burst_fields(s)
-        return _add_features(_tokens(s.num_tokens) | tables | _step_fields(s), s)
+            fields = _tokens(s.num_reqs) | tables | _burst_fields(s)
+            return _add_features(fields, s.features, num_tokens=s.num_reqs, num_reqs=s.num_reqs)
+        fields = _tokens(s.num_tokens) | tables | _step_fields(s)
+        return _add_features(fields, s.features, num_tokens=s.num_tokens, num_reqs=s.num_reqs)
 
     @property
     def num_words(self) -> int:
@@ -92,9 +96,15 @@ def _step_fields(s: StepShape) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _add_features(fields: dict[str, tuple[int, ...]], s: StepShape) -> dict[str, tuple[int, ...]]:
-    for variant in s.features:
-        added = variant.fields(num_tokens=s.num_tokens, num_reqs=s.num_reqs)
+def _add_features(
+    fields: dict[str, tuple[int, ...]],
+    features: Sequence[StepVariant],
+    *,
+    num_tokens: int,
+    num_reqs: int,
+) -> dict[str, tuple[int, ...]]:
+    for variant in features:
+        added = variant.fields(num_tokens=num_tokens, num_reqs=num_reqs)
         taken = fields.keys() & added.keys()
         if taken:
             raise InvariantError(

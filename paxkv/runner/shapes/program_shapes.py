@@ -59,7 +59,7 @@ class BurstShape:
             `num_reqs`.
         max_model_len: Tokens of a row that the device can keep.
         chunk_rows: Rows that it draws at a time.
-        features: Further computations: the variants that are in every program.
+        features: Further computations, in the order of the runner's features.
     """
 
     max_steps: int

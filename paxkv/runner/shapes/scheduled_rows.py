@@ -13,6 +13,7 @@ class ScheduledRows:
         num_tokens_np: i32[num_reqs], tokens whose ids the host knows.
         num_pending_np: i32[num_reqs], further tokens, which steps in flight sample.
         token_ids_np: i32[max_num_seqs, max_model_len], the token ids that the host knows, by row.
+        num_decode_steps: See `SchedulerOutput`.
 
     Attributes:
         ends_np: i32[num_reqs], one past the request's last token in the step.
@@ -31,6 +32,7 @@ class ScheduledRows:
         num_tokens_np: np.ndarray,
         num_pending_np: np.ndarray,
         token_ids_np: np.ndarray,
+        num_decode_steps: int = 1,
     ) -> None:
         self.req_ids = req_ids
         self.rows_np = rows_np
@@ -39,6 +41,7 @@ class ScheduledRows:
         self.num_tokens_np = num_tokens_np
         self.num_pending_np = num_pending_np
         self.token_ids_np = token_ids_np
+        self.num_decode_steps = num_decode_steps
         self.ends_np = np.cumsum(num_scheduled_np, dtype=np.int32)
         num_reqs = len(req_ids)
         self.req_of_token_np = np.repeat(np.arange(num_reqs, dtype=np.int32), num_scheduled_np)
@@ -47,3 +50,13 @@ class ScheduledRows:
         shift_np = num_computed_np - (self.ends_np - num_scheduled_np)
         num_tokens = len(self.req_of_token_np)
         self.positions_np = np.arange(num_tokens, dtype=np.int32) + shift_np[self.req_of_token_np]
+
+    def rows_of_fields(self, req_idx: int) -> slice:
+        """The rows of a request in fields with a row for each token of the step.
+
+        In a burst, such fields have one row for each request.
+        """
+        if self.num_decode_steps > 1:
+            return slice(req_idx, req_idx + 1)
+        end = int(self.ends_np[req_idx])
+        return slice(end - int(self.num_scheduled_np[req_idx]), end)

@@ -4,6 +4,7 @@ import bisect
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import TypeVar
 
 from paxkv.errors import InvariantError
 from paxkv.runner.shapes.bucket_sizes import (
@@ -25,6 +26,8 @@ from paxkv.runner.shapes.program_shapes import (
     TableShape,
 )
 from paxkv.runner.shapes.step_variant import StepVariant
+
+_Shape = TypeVar("_Shape", StepShape, BurstShape)
 
 
 class StepBuckets:
@@ -48,7 +51,7 @@ class StepBuckets:
 
     Raises:
         InvariantError: A variant in every program has fields or results, or is not the only variant
-            of its feature.
+            of its feature; or a variant in bursts has results.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class StepBuckets:
             token_widths = ((-(-max_num_batched_tokens // tile_tokens) * tile_tokens,),)
         self._num_tokens = tuple(widths[-1] for widths in token_widths)
         everywhere = _find_everywhere(feature_variants)
+        _check_bursts(feature_variants)
         self.step_shapes = tuple(
             StepShape(
                 num_tokens=widths[-1],
@@ -86,13 +90,13 @@ class StepBuckets:
             for widths in token_widths
         )
         self.feature_variants = tuple(itertools.chain.from_iterable(feature_variants))
+        combinations = [c for c in _combinations(feature_variants) if c != everywhere]
         # The keys leave out variants that are in every program.
         self._feature_shapes = {
             tuple(variant for variant in features if variant not in everywhere): _with_features(
                 self.step_shapes, features
             )
-            for features in _combinations(feature_variants)
-            if features != everywhere
+            for features in combinations
         }
         req_widths = () if batch_invariant else divide(decode_buckets(max_num_seqs))
         self._num_reqs = tuple(widths[-1] for widths in req_widths)
@@ -108,6 +112,14 @@ class StepBuckets:
             )
             for widths in req_widths
         )
+        # Bursts with features that take part in them. Keys as above.
+        self._feature_bursts = {
+            tuple(variant for variant in features if variant not in everywhere): _with_features(
+                self.burst_shapes, features
+            )
+            for features in combinations
+            if all(variant.is_in_bursts or variant in everywhere for variant in features)
+        }
         self._num_copies = copy_buckets(max_num_seqs * sum(table.num_groups for table in tables))
         self.copy_shapes = tuple(CopyShape(num_copies=count) for count in self._num_copies)
         self.sampler_shape = SamplerShape(
@@ -123,6 +135,7 @@ class StepBuckets:
         return (
             *(shape for shapes in self._feature_shapes.values() for shape in shapes[::-1]),
             *self.step_shapes[::-1],
+            *(shape for shapes in self._feature_bursts.values() for shape in shapes[::-1]),
             *self.burst_shapes[::-1],
             self.sampler_shape,
             self.row_shape,
@@ -135,6 +148,7 @@ class StepBuckets:
         return (
             self.step_shapes[-1],
             *(shapes[-1] for shapes in self._feature_shapes.values()),
+            *(shapes[-1] for shapes in self._feature_bursts.values() if shapes),
             *self.burst_shapes[-1:],
             self.copy_shapes[-1],
             self.sampler_shape,
@@ -163,19 +177,34 @@ class StepBuckets:
             features: Without the variants that are in every program; the step has those too.
 
         Raises:
-            InvariantError: The scheduler scheduled nothing, or more than `max_num_batched_tokens`.
+            InvariantError: The scheduler scheduled nothing, or more than `max_num_batched_tokens`;
+                or these features may not meet.
         """
         bucket_idx = _find_bucket(self._num_tokens, num_tokens, "tokens")
-        shapes = self._feature_shapes[features] if features else self.step_shapes
+        shapes = self._feature_shapes.get(features) if features else self.step_shapes
+        if shapes is None:
+            raise InvariantError(f"a step cannot have these features together: got {features}.")
         return shapes[min(bucket_idx, len(shapes) - 1)]
 
-    def burst_shape_for(self, num_reqs: int) -> BurstShape:
-        """The smallest burst that holds `num_reqs`.
+    def can_burst(self, features: tuple[StepVariant, ...]) -> bool:
+        """Whether there are bursts with these features; `features` as in `shape_for`."""
+        return self.has_bursts and (not features or features in self._feature_bursts)
+
+    def burst_shape_for(self, num_reqs: int, features: tuple[StepVariant, ...] = ()) -> BurstShape:
+        """The smallest burst with these features that holds `num_reqs`.
+
+        Args:
+            features: As in `shape_for`.
 
         Raises:
-            InvariantError: There is no request, or more than `max_num_seqs`.
+            InvariantError: There is no request, or more than `max_num_seqs`; or there are no bursts
+                with these features.
         """
-        return self.burst_shapes[_find_bucket(self._num_reqs, num_reqs, "requests")]
+        bucket_idx = _find_bucket(self._num_reqs, num_reqs, "requests")
+        shapes = self._feature_bursts.get(features) if features else self.burst_shapes
+        if shapes is None:
+            raise InvariantError(f"a burst cannot have these features: got {features}.")
+        return shapes[min(bucket_idx, len(shapes) - 1)]
 
     def copy_shape_for(self, num_copies: int) -> CopyShape:
         """The smallest shape that holds `num_copies`, or the largest shape if none does."""
@@ -188,7 +217,8 @@ def _combinations(
 ) -> list[tuple[StepVariant, ...]]:
     """Sets of variants that a step may have: at most one of each feature, and at least one in all.
 
-    Example: (a, b), (c) -> ac, a, bc, b, c; or ac, bc, c if c is in every program.
+    Example: (a, b), (c) -> ac, a, bc, b, c; ac, bc, c if c is in every program; and a, b, c if none
+    of them may meet another.
     """
     choices = itertools.product(
         *(
@@ -197,7 +227,12 @@ def _combinations(
         )
     )
     found = [tuple(variant for variant in choice if variant is not None) for choice in choices]
-    return [features for features in found if features]
+    return [features for features in found if features and _may_meet(features)]
+
+
+def _may_meet(features: tuple[StepVariant, ...]) -> bool:
+    pairs = itertools.permutations(features, 2)
+    return all(variant.may_meet(other) for variant, other in pairs)
 
 
 def _find_everywhere(feature_variants: Sequence[Sequence[StepVariant]]) -> tuple[StepVariant, ...]:
@@ -224,13 +259,23 @@ def _find_everywhere(feature_variants: Sequence[Sequence[StepVariant]]) -> tuple
     return tuple(found)
 
 
+def _check_bursts(feature_variants: Sequence[Sequence[StepVariant]]) -> None:
+    for variant in itertools.chain.from_iterable(feature_variants):
+        results = variant.results(num_tokens=1, num_reqs=1)
+        if variant.is_in_bursts and results:
+            raise InvariantError(
+                f"{variant} is in bursts, but has the results {sorted(results)}. Bursts return no "
+                "results of features."
+            )
+
+
 def _with_features(
-    step_shapes: tuple[StepShape, ...], features: tuple[StepVariant, ...]
-) -> tuple[StepShape, ...]:
-    """Steps with these features: all sizes, or the largest alone if one of the features is rare."""
+    shapes: tuple[_Shape, ...], features: tuple[StepVariant, ...]
+) -> tuple[_Shape, ...]:
+    """The shapes with these features: all sizes, or the largest alone if a feature is rare."""
     if not all(variant.has_every_bucket or variant.is_in_every_program for variant in features):
-        step_shapes = step_shapes[-1:]
-    return tuple(dataclasses.replace(shape, features=features) for shape in step_shapes)
+        shapes = shapes[-1:]
+    return tuple(dataclasses.replace(shape, features=features) for shape in shapes)
 
 
 def _find_bucket(buckets: tuple[int, ...], count: int, what: str) -> int:

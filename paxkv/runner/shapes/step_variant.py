@@ -19,8 +19,9 @@ class StepPart:
     Args:
         start: i32[], the index of the part's first token in the step.
         batch: The model's input for the part.
-        fields: The fields of the whole step's buffer, by name. `token_ids` includes the tokens that
-            the previous step sampled. A burst has no fields of features.
+        fields: The fields of the whole step's buffer, by name. In a step, `token_ids` includes the
+            tokens that the previous step sampled. In a burst, all fields are those of its first
+            step.
     """
 
     start: jax.Array
@@ -62,6 +63,22 @@ class StepVariant(Protocol):
     def has_every_bucket(self) -> bool:
         """Whether each bucket of tokens has a program with it; otherwise only the largest has."""
         return False
+
+    @property
+    def is_in_bursts(self) -> bool:
+        """Whether requests that need the variant may decode in bursts.
+
+        Such a variant has no results. Its fields are the same in all steps of a burst: `fields`
+        gets the number of requests as both sizes.
+        """
+        return False
+
+    def may_meet(self, other: "StepVariant") -> bool:
+        """Whether one step may have this variant and a variant of another feature.
+
+        Both variants must agree. Only combinations that may meet are compiled.
+        """
+        return True
 
     @property
     def is_in_every_program(self) -> bool:

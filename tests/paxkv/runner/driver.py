@@ -83,7 +83,7 @@ class RunnerDriver:
         """Tokens to compute until the request's next token is drawn."""
         return len(self.tokens[req_id]) - self.num_computed[req_id]
 
-    def schedule(self, num_scheduled: dict[str, int]) -> SchedulerOutput:
+    def schedule(self, num_scheduled: dict[str, int], num_decode_steps: int = 1) -> SchedulerOutput:
         """The decision that computes these numbers of tokens; the books move on with it."""
         new_reqs, cached_ids, new_blocks, num_computed = [], [], [], []
         resumed = frozenset(self.preempted & set(num_scheduled))
@@ -121,6 +121,7 @@ class RunnerDriver:
             total_num_scheduled_tokens=sum(num_scheduled.values()),
             preempted_req_ids=frozenset(self.newly_preempted & self.known),
             finished_req_ids=frozenset(self.finished),
+            num_decode_steps=num_decode_steps,
         )
         self.preempted -= resumed
         self.newly_preempted.clear()
@@ -151,9 +152,10 @@ class RunnerDriver:
             if not self.num_holders[block]:
                 self.free_blocks.append(block)
 
-    def step(self, num_scheduled: dict[str, int]) -> ModelRunnerOutput:
+    def step(self, num_scheduled: dict[str, int], num_decode_steps: int = 1) -> ModelRunnerOutput:
         """Schedules, computes, and appends what came back."""
-        output = self.runner.execute_model(self.schedule(num_scheduled)).sample_tokens()
+        decision = self.schedule(num_scheduled, num_decode_steps)
+        output = self.runner.execute_model(decision).sample_tokens()
         for req_id, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=True):
             self.tokens[req_id] += token_ids
         return output

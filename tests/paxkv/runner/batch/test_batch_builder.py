@@ -350,7 +350,9 @@ def test_burst_has_no_variant_of_a_feature():
     batch, builder = make_batch_and_builder(features=[feature])
     burst = output({"a": 2}, [new("a", [1, 2, 3], [5], 2)], num_decode_steps=2)
     batch.update(burst)
-    with pytest.raises(InvariantError, match="has no step features .*PromptLogprobsVariant"):
+    with pytest.raises(
+        InvariantError, match="only features that take part in bursts; .*PromptLogprobsVariant"
+    ):
         builder.build(burst)
     feature.planned = PlannedStep(None)
     built = builder.build(burst)

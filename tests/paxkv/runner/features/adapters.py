@@ -26,6 +26,10 @@ class AdaptersVariant(StepVariant):
     def has_every_bucket(self):
         return True
 
+    @property
+    def is_in_bursts(self):
+        return True
+
     def fields(self, *, num_tokens, num_reqs):
         # The adapter of each token plus one, or 0 for none.
         return {"adapter_ids": (num_tokens,)}
@@ -117,6 +121,5 @@ class Adapters(StepFeature):
         spans = []
         for req_idx, req_id in enumerate(step.req_ids):
             if req_id in self.adapter_of:
-                end, num_tokens = step.ends_np[req_idx], step.num_scheduled_np[req_idx]
-                spans.append((slice(end - num_tokens, end), self.adapter_of[req_id]))
+                spans.append((step.rows_of_fields(req_idx), self.adapter_of[req_id]))
         return AdaptersStep(self.variant, spans) if spans else None

@@ -7,7 +7,7 @@ import pytest
 from models import Wants
 from paxkv.errors import InvariantError
 from paxkv.runner.features.prompt_logprobs import PromptLogprobsVariant
-from paxkv.runner.shapes.program_shapes import SamplerShape, TableShape
+from paxkv.runner.shapes.program_shapes import SamplerShape, StepShape, TableShape
 from paxkv.runner.shapes.step_buckets import StepBuckets
 from paxkv.runner.shapes.step_variant import StepVariant
 
@@ -102,6 +102,55 @@ def test_features_that_may_meet_have_one_shape_of_the_largest_step():
         assert buckets.shape_for(1, shape.features) == shape
         assert buckets.shape_for(48, shape.features) == shape
     assert buckets.shape_for(1) == plain.shape_for(1)
+
+
+class LonelyVariant(Variant):
+    """Never in a step with a variant of another feature."""
+
+    def may_meet(self, other):
+        return False
+
+
+def test_only_features_that_may_meet_are_combined():
+    a, b, c = Variant("a"), LonelyVariant("b"), Variant("c")
+    buckets = make_buckets(feature_variants=[[a], [b], [c]])
+    found = {shape.features for shape in buckets.largest_first if isinstance(shape, StepShape)}
+    assert found == {(), (a,), (b,), (c,), (a, c)}
+    with pytest.raises(InvariantError, match="cannot have these features together"):
+        buckets.shape_for(1, (a, b))
+
+
+class BurstVariant(Variant):
+    """Takes part in bursts of every size."""
+
+    is_in_bursts = has_every_bucket = True
+
+
+def test_features_in_bursts_have_bursts_of_every_size():
+    a, b = BurstVariant("a"), Variant("b")
+    plain, buckets = make_buckets(), make_buckets(feature_variants=[[a], [b]])
+    bursts = tuple(dataclasses.replace(shape, features=(a,)) for shape in plain.burst_shapes)
+    assert [buckets.burst_shape_for(count, (a,)) for count in (1, 6)] == [bursts[0], bursts[-1]]
+    assert set(bursts) <= set(buckets.largest_first) and bursts[-1] in buckets.largest
+    assert [buckets.can_burst(features) for features in ((), (a,), (b,), (a, b))] == [
+        *(True, True),
+        *(False, False),
+    ]
+    with pytest.raises(InvariantError, match="a burst cannot have these features"):
+        buckets.burst_shape_for(1, (a, b))
+    # Batch-invariant steps are no bursts.
+    invariant = make_buckets(feature_variants=[[a]], batch_invariant=True)
+    assert not invariant.can_burst((a,)) and not invariant.can_burst(())
+
+
+class ResultsInBursts(BurstVariant):
+    def results(self, *, num_tokens, num_reqs):
+        return {"found": (num_reqs,)}
+
+
+def test_a_variant_in_bursts_with_results_is_a_bug():
+    with pytest.raises(InvariantError, match=r"is in bursts, but has the results \['found'\]"):
+        make_buckets(feature_variants=[[ResultsInBursts("a")]])
 
 
 class FrequentVariant(Variant):
