@@ -1,8 +1,9 @@
 """`ModelRunner`: computes the scheduler's steps on one device."""
 
 import concurrent.futures
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from paxkv.runner.batch.device_step import DeviceStep, FinishedStep
 from paxkv.runner.batch.input_batch import InputBatch
 from paxkv.runner.batch.unbuilt import refuse_unbuilt
 from paxkv.runner.features.base import StepFeature
+from paxkv.runner.features.feature_device import FeatureDevice
 from paxkv.runner.features.feature_list import make_features
 from paxkv.runner.features.traced_features import FeatureValues, split_arrays
 from paxkv.runner.memory.kv_cache_arrays import (
@@ -99,6 +101,7 @@ class ModelRunner:
             max_model_len=max_model_len,
             may_be_shorter=may_be_shorter,
             feature_variants=tuple(feature.variants() for feature in features),
+            own_programs=tuple(program for feature in features for program in feature.programs()),
         )
         mesh = device_mesh(next(iter(model.params[0].devices())))
         self._sharding = NamedSharding(mesh, PartitionSpec())
@@ -209,8 +212,9 @@ class ModelRunner:
                 "the step before this one has drawn no tokens: `start_sampling` comes first."
             )
         self._rows.update(scheduler_output)
-        for feature in self._features:
-            feature.before_step(scheduler_output)
+        with self._feature_device() as device:
+            for feature in self._features:
+                feature.before_step(scheduler_output, device)
         self._sampler.write_rows(self._rows.take_packed_rows(), self._kv_cache)
         # Before the step's writes, and in the order of the device: blocks may change hands here.
         self._copy_blocks(scheduler_output)
@@ -221,9 +225,19 @@ class ModelRunner:
         built = self._builder.build(scheduler_output)
         step = DeviceStep(built=built, rows=self._rows, logits_check=self._logits_check)
         self._launch(built, step)
+        with self._feature_device() as device:
+            for feature in self._features:
+                feature.after_step(device)
         self._rows.note_drawn(built.rows_np, built.num_drawn_np)
         self._num_padded_tokens += built.num_padded_tokens
         return step
+
+    @contextlib.contextmanager
+    def _feature_device(self) -> Iterator[FeatureDevice]:
+        """The device for features, which may leave other pages."""
+        device = FeatureDevice(self._kv_cache, sharding=self._sharding, program=self._programs.get)
+        yield device
+        self._kv_cache = device.pages
 
     def _launch(self, built: BuiltStep, step: DeviceStep) -> None:
         shape = built.shape

@@ -10,6 +10,7 @@ from paxkv.runner.memory.kv_cache_arrays import kv_cache_dtype
 from paxkv.runner.memory.kv_cache_groups import KVCacheGroups, groups_of_spec
 from paxkv.runner.memory.memory_plan import DeviceMemory, HostMemory, MemoryPlan, plan_memory
 from paxkv.runner.shapes.bucket_sizes import SAMPLED_CHUNK_ROWS
+from paxkv.runner.shapes.own_program import OwnProgram
 from paxkv.runner.shapes.program_shapes import TableShape
 from paxkv.runner.shapes.step_buckets import StepBuckets
 from paxkv.runner.shapes.step_variant import StepVariant
@@ -27,6 +28,7 @@ class RunnerPlan:
         max_model_len: Largest number of tokens of a request, prompt and output together.
         may_be_shorter: Whether `fit` may choose a smaller `max_model_len`.
         feature_variants: For each step feature, its variants.
+        own_programs: Programs that features have besides.
     """
 
     model_config: ModelConfig
@@ -38,6 +40,7 @@ class RunnerPlan:
     max_model_len: int
     may_be_shorter: bool = False
     feature_variants: tuple[tuple[StepVariant, ...], ...] = ()
+    own_programs: tuple[OwnProgram, ...] = ()
 
     @functools.cached_property
     def kv_dtype(self) -> str:
@@ -82,6 +85,7 @@ class RunnerPlan:
             sampled_chunk_rows=SAMPLED_CHUNK_ROWS if samples_in_chunks else None,
             shares_programs=self.platform.shares_programs,
             feature_variants=self.feature_variants,
+            own_programs=self.own_programs,
         )
 
     def fit(self, memory: DeviceMemory | HostMemory | None) -> tuple["RunnerPlan", MemoryPlan]:

@@ -195,7 +195,7 @@ class Traffic:
         self.scheduler.check_invariants()
         self.decisions.append(output)
         self.rows.update(output)
-        self.prompt_logprobs.before_step(output)
+        self.prompt_logprobs.before_step(output, None)
         self.rows.take_packed_rows()
         self.device.copy_blocks(output.block_copies)
         if output.num_scheduled_tokens:

@@ -24,7 +24,9 @@ import numpy as np
 from jax.sharding import Sharding
 
 from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from paxkv.runner.features.feature_device import FeatureDevice
 from paxkv.runner.memory.zeros import put_zeros
+from paxkv.runner.shapes.own_program import OwnProgram
 from paxkv.runner.shapes.scheduled_rows import ScheduledRows
 from paxkv.runner.shapes.step_variant import StepVariant
 
@@ -89,9 +91,20 @@ class StepFeature(Protocol):
         """
         ...
 
-    def before_step(self, scheduler_output: SchedulerOutput) -> None:
-        """Called with each decision before its step is built, even if the step has no tokens."""
+    def programs(self) -> tuple[OwnProgram, ...]:
+        """Programs of the feature's own, none by default; compiled before the first request."""
+        return ()
+
+    def before_step(self, scheduler_output: SchedulerOutput, device: FeatureDevice) -> None:
+        """Called with each decision before its step is built, even if the step has no tokens.
+
+        Blocks of finished requests still hold what the requests wrote.
+        """
         ...
+
+    def after_step(self, device: FeatureDevice) -> None:
+        """Called when a step has been started. What it starts runs after the step."""
+        return None
 
     def plan(self, step: ScheduledRows) -> FeatureStep | None:
         """Plans one step. `step` has the requests' state before the step.

@@ -13,6 +13,7 @@ from models import EXPERT_TOKENS, LoadedModel, Outputs, Report, Wants
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import ConfigError
 from paxkv.runner.features.base import FeatureStep, StepFeature
+from paxkv.runner.features.feature_device import FeatureDevice
 from paxkv.runner.memory.zeros import put_zeros
 from paxkv.runner.shapes.scheduled_rows import ScheduledRows
 from paxkv.runner.shapes.step_variant import DeviceArray, StepPart, StepVariant
@@ -100,7 +101,7 @@ class ExpertLoad(StepFeature):
     def variants(self) -> tuple[StepVariant, ...]:
         return (self._variant,)
 
-    def before_step(self, scheduler_output: SchedulerOutput) -> None:
+    def before_step(self, scheduler_output: SchedulerOutput, device: FeatureDevice) -> None:
         self._end_window()
         if self._began_s is None and scheduler_output.num_scheduled_tokens:
             self._began_s = self._clock()

@@ -11,6 +11,7 @@ from models import Outputs, Wants
 from paxkv.config.engine_config import RunnerConfig
 from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from paxkv.runner.features.base import FeatureStep, StepFeature
+from paxkv.runner.features.feature_device import FeatureDevice
 from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH, pack_result, read_logprobs
 from paxkv.runner.sampling.sampler import with_logprobs
 from paxkv.runner.sampling.wide_logprobs import num_told_logits, result_width
@@ -170,7 +171,7 @@ class PromptLogprobs(StepFeature):
     def variants(self) -> tuple[StepVariant, ...]:
         return (self._variant,)
 
-    def before_step(self, scheduler_output: SchedulerOutput) -> None:
+    def before_step(self, scheduler_output: SchedulerOutput, device: FeatureDevice) -> None:
         for req_id in scheduler_output.finished_req_ids:
             self._asked.pop(req_id, None)
         for new_req in scheduler_output.scheduled_new_reqs:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 import paxkv
 from models import KernelSettings, LoadedModel, Pages
 from paxkv.runner.programs.program_sources import source_digest
+from paxkv.runner.shapes.own_program import OwnProgram
 from paxkv.runner.shapes.step_variant import StepVariant
 
 # Settings of JAX that change what is traced or how it is compiled; no version has all of them.
@@ -49,7 +50,7 @@ def program_identity(
     mesh: Mesh,
     max_num_seqs: int,
     compiler_options: Mapping[str, str],
-    feature_variants: Sequence[StepVariant] = (),
+    feature_code: Sequence[StepVariant | OwnProgram] = (),
 ) -> dict[str, str]:
     """Names and values of everything that every step of an engine depends on.
 
@@ -59,13 +60,14 @@ def program_identity(
 
     Args:
         kv_cache: May be abstract.
-        feature_variants: Variants of all step features. The identity covers their source code, and
-            that of the formats in `model.places`. A program's shape names the variants it contains.
+        feature_code: Variants and programs of all step features. The identity covers their source
+            code, and that of the formats in `model.places`. A program's shape names the variants
+            that it contains.
     """
     num_rows, num_blocks, *page = kv_cache.shape
     jax_settings = jax.config.values  # not all of them are attributes
     formats = {place.format for places in model.places for _, place in places}
-    packages = model.packages | _packages_of([*feature_variants, *formats])
+    packages = model.packages | _packages_of([*feature_code, *formats])
     return {
         "paxkv": f"{paxkv.__version__}, source {source_digest(packages)[:16]}",
         "jax": jax.__version__,

@@ -28,6 +28,7 @@ from paxkv.runner.sampling.row_state import (
     write_row,
 )
 from paxkv.runner.sampling.sampler_program import make_sampler
+from paxkv.runner.shapes.own_program import OwnProgram
 from paxkv.runner.shapes.packed_layout import PackedLayout
 from paxkv.runner.shapes.program_shapes import (
     BurstShape,
@@ -99,6 +100,8 @@ class StepPrograms:
         )
 
     def _lower(self, shape: ProgramShape, kv_cache: Pages) -> Lowered:
+        if isinstance(shape, OwnProgram):
+            return shape.lower(self._model, self._params, kv_cache, self._sharding)
         if isinstance(shape, CopyShape):
             copies = self._abstract_int32(2, shape.num_copies)
             copy_blocks = make_block_copies(self._model)
@@ -168,7 +171,7 @@ class StepPrograms:
             mesh=self._mesh,
             max_num_seqs=self._max_num_seqs,
             compiler_options=self._compiler_options,
-            feature_variants=self.buckets.feature_variants,
+            feature_code=(*self.buckets.feature_variants, *self.buckets.own_programs),
         )
         return self._store.open(identity, shapes, list(self._mesh.devices.flat))
 

@@ -4,6 +4,7 @@ import bisect
 import dataclasses
 
 from models import Wants
+from paxkv.runner.shapes.own_program import OwnProgram
 from paxkv.runner.shapes.step_variant import StepVariant, add_wants
 
 
@@ -109,4 +110,4 @@ class RowShape:
     max_model_len: int
 
 
-ProgramShape = StepShape | BurstShape | CopyShape | SamplerShape | RowShape
+ProgramShape = StepShape | BurstShape | CopyShape | SamplerShape | RowShape | OwnProgram

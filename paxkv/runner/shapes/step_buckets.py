@@ -16,6 +16,7 @@ from paxkv.runner.shapes.bucket_sizes import (
     share_programs,
     token_buckets,
 )
+from paxkv.runner.shapes.own_program import OwnProgram
 from paxkv.runner.shapes.program_shapes import (
     BurstShape,
     CopyShape,
@@ -48,6 +49,7 @@ class StepBuckets:
         sampled_chunk_rows: Rows that are drawn at a time. None: all at once.
         shares_programs: One program serves several neighboring buckets of steps, or of bursts.
         feature_variants: For each step feature, its variants.
+        own_programs: Programs that features have besides.
 
     Raises:
         InvariantError: A variant in every program has fields or results, or is not the only variant
@@ -66,8 +68,10 @@ class StepBuckets:
         sampled_chunk_rows: int | None = SAMPLED_CHUNK_ROWS,
         shares_programs: bool = False,
         feature_variants: Sequence[Sequence[StepVariant]] = (),
+        own_programs: Sequence[OwnProgram] = (),
     ) -> None:
         self.tables = tables
+        self.own_programs = tuple(own_programs)
         tile_tokens = INVARIANT_TILE_TOKENS if batch_invariant else None
         divide = share_programs if shares_programs else one_program_each
         if tile_tokens is None:
@@ -133,6 +137,7 @@ class StepBuckets:
     def largest_first(self) -> tuple[ProgramShape, ...]:
         """Every shape. Those that take longest to compile come first."""
         return (
+            *self.own_programs,
             *(shape for shapes in self._feature_shapes.values() for shape in shapes[::-1]),
             *self.step_shapes[::-1],
             *(shape for shapes in self._feature_bursts.values() for shape in shapes[::-1]),
@@ -144,8 +149,9 @@ class StepBuckets:
 
     @property
     def largest(self) -> tuple[ProgramShape, ...]:
-        """The largest shape of each kind."""
+        """The largest shape of each kind, and all programs of features."""
         return (
+            *self.own_programs,
             self.step_shapes[-1],
             *(shapes[-1] for shapes in self._feature_shapes.values()),
             *(shapes[-1] for shapes in self._feature_bursts.values() if shapes),

@@ -113,7 +113,7 @@ class Adapters(StepFeature):
     def variants(self):
         return (self.variant,)
 
-    def before_step(self, scheduler_output):
+    def before_step(self, scheduler_output, device):
         for req_id in scheduler_output.finished_req_ids:
             self.adapter_of.pop(req_id, None)
 

@@ -94,7 +94,7 @@ class Census(StepFeature):
     def variants(self):
         return (self.variant,)
 
-    def before_step(self, scheduler_output):
+    def before_step(self, scheduler_output, device):
         for req_id in scheduler_output.finished_req_ids:
             self.counted.pop(req_id, None)
 

@@ -153,18 +153,18 @@ def test_window_is_read_once_the_device_is_done(model, caplog):
     load = ExpertLoad(model, WINDOW_S, clock=clock)
     load.allocate(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     nothing, one_token = (SimpleNamespace(num_scheduled_tokens=n) for n in ({}, {"a": 1}))
-    load.before_step(nothing)
+    load.before_step(nothing, None)
     clock.now_s += 2 * WINDOW_S
     # Steps that compute nothing are no window.
-    load.before_step(one_token)
+    load.before_step(one_token, None)
     load.arrays["expert_counts"] = counted = FakeArray()
     clock.now_s += WINDOW_S
-    load.before_step(one_token)
+    load.before_step(one_token, None)
     assert load.arrays["expert_counts"] is not counted
     assert load.stats(only_new=True) == {}
     counted.is_done = True
     with caplog.at_level(logging.INFO):
-        load.before_step(one_token)
+        load.before_step(one_token, None)
     assert "expert load in 10.0 s: 72 choices" in caplog.text
     (counts,) = set(load.stats(only_new=True)["expert_tokens"].values())
     assert counts == (3,) * NUM_EXPERTS

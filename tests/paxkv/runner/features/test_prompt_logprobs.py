@@ -117,7 +117,7 @@ def test_only_steps_with_a_token_before_the_last_need_the_variant():
     feature = PromptLogprobs(RunnerConfig(), vocab_size=VOCAB)
     (variant,) = feature.variants()
     token_ids_np = np.array([[4, 5, 6]], np.int32)
-    feature.before_step(new_request(token_ids_np[0].tolist()))
+    feature.before_step(new_request(token_ids_np[0].tolist()), None)
 
     def plan(num_computed, num_scheduled):
         return feature.plan(

@@ -30,7 +30,7 @@ def make_identity(
     kv_dtype: str = "float32",
     max_num_seqs: int = 2,
     compiler_options: dict[str, str] | None = None,
-    feature_variants: tuple[StepVariant, ...] = (),
+    feature_code: tuple[StepVariant, ...] = (),
 ) -> dict[str, str]:
     mesh = device_mesh(jax.devices()[0])
     spec = FullAttentionSpec(
@@ -46,7 +46,7 @@ def make_identity(
         mesh=mesh,
         max_num_seqs=max_num_seqs,
         compiler_options=compiler_options or {},
-        feature_variants=feature_variants,
+        feature_code=feature_code,
     )
 
 
@@ -123,8 +123,8 @@ class ForeignVariant(StepVariant):
 
 def test_the_source_of_a_step_feature_from_another_package_counts():
     ours = PromptLogprobsVariant(num_logits=0)
-    assert make_identity(feature_variants=(ours,)) == make_identity()
-    foreign = make_identity(feature_variants=(ours, ForeignVariant()))
+    assert make_identity(feature_code=(ours,)) == make_identity()
+    foreign = make_identity(feature_code=(ours, ForeignVariant()))
     (difference,) = identity_differences(make_identity(), foreign)
     assert difference.startswith("paxkv: compiled with")
 
