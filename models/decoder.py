@@ -132,7 +132,10 @@ class Decoder(nnx.Module):
 
     def embed(self, context: LayerContext) -> Carry:
         """What the first layer gets."""
-        return Carry(hidden=self.embed_tokens(context.batch.token_ids))
+        hidden = self.embed_tokens(context.batch.token_ids)
+        if context.embeddings is not None:
+            hidden = context.embeddings.replace_in(hidden)
+        return Carry(hidden=hidden)
 
     def tap(self, carry: Carry) -> jax.Array:  # f[num_tokens, hidden]
         """A layer's own hidden states, for `Wants.taps`."""

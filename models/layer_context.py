@@ -68,6 +68,17 @@ LinearChange = Callable[[str, jax.Array, jax.Array, "LayerContext"], jax.Array]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplacedEmbeddings:
+    """Rows that stand for the embeddings of some tokens, such as those of an image."""
+
+    rows: jax.Array  # f[num_tokens, hidden]
+    is_replaced: jax.Array  # bool[num_tokens]
+
+    def replace_in(self, hidden: jax.Array) -> jax.Array:  # f[num_tokens, hidden], both
+        return jnp.where(self.is_replaced[:, None], self.rows.astype(hidden.dtype), hidden)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContext:
     """The step as a layer, or a part of one, sees it."""
 
@@ -88,6 +99,8 @@ class LayerContext:
     # The functions by which features change the output of every `Linear`, in order
     # (`add_linear_change`).
     linear_changes: tuple[LinearChange, ...] = ()
+    # What a feature has in place of embeddings of tokens; None: nothing.
+    embeddings: ReplacedEmbeddings | None = None
     # The numbers that layers have reported so far (`report`), by name: i32[num_layers, *dims]. All
     # contexts of one trace share this dict. It is empty if the step asks for no reports.
     reported: dict[str, jax.Array] = field(default_factory=dict)

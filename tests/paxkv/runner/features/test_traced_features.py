@@ -19,6 +19,7 @@ from tests.oracles.paged_stepper import PagedStepper
 from tests.paxkv.runner.driver import RunnerDriver
 from tests.paxkv.runner.features.adapters import Adapters
 from tests.paxkv.runner.features.census import NUM_CLASSES, Census, class_of
+from tests.paxkv.runner.features.images import Images
 from tests.paxkv.runner.features.test_prompt_logprobs import check, prompt
 from tests.paxkv.runner.shared_runners import MAX_NUM_BATCHED_TOKENS, make_runner, make_warm_runner
 from tests.paxkv.runner.tiny_model import TinyModel
@@ -103,6 +104,34 @@ def test_changed_context_is_what_the_model_computes_with(counting):
         tokens[req_id] = driver.run_alone(req_id, 4, MAX_NUM_BATCHED_TOKENS)
         driver.finish_all()
     assert tokens["b"] == tokens["a"]
+
+
+@pytest.mark.parametrize(
+    "batch_invariant",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["plain", "invariant"],
+)
+def test_encoded_rows_replace_embeddings(monkeypatch, batch_invariant):
+    """An image that shows the tokens of a text in reverse order is answered as this text."""
+    model = model_of("llama")
+    images = Images(model, num_tokens=5)
+    monkeypatch.setattr(
+        model_runner, "make_features", lambda *args: (*make_features(*args), images)
+    )
+    runner = make_runner(model, runner_config=RunnerConfig(batch_invariant=batch_invariant))
+    driver = RunnerDriver(runner)
+    images.images["shown"] = (2, np.array(PROMPT[2:7][::-1], np.int32))
+    driver.add("shown", [*PROMPT[:2], 0, 0, 0, 0, 0, *PROMPT[7:]], GREEDY)
+    driver.add("read", PROMPT, GREEDY)
+    driver.add("zeros", [*PROMPT[:2], 0, 0, 0, 0, 0, *PROMPT[7:]], GREEDY)
+    # The image is cut into two steps.
+    driver.step({"shown": 4, "zeros": 9})
+    driver.step({"shown": 5, "read": 9})
+    for _ in range(4):
+        driver.step(dict.fromkeys(("shown", "read", "zeros"), 1))
+    answers = {req_id: driver.output_of(req_id)[:5] for req_id in ("shown", "read", "zeros")}
+    assert answers["shown"] == answers["read"] != answers["zeros"]
+    driver.finish_all()
 
 
 class OverreachingVariant(StepVariant):
