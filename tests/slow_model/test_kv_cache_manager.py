@@ -48,27 +48,27 @@ class CrossAndSinkMachine(ManagerMachine):
 
 
 class TestFull(FullMachine.TestCase):
-    settings = quick(40)
+    settings = quick(15)
 
 
 class TestWindow(WindowMachine.TestCase):
-    settings = quick(40)
+    settings = quick(15)
 
 
 class TestChunk(ChunkMachine.TestCase):
-    settings = quick(40)
+    settings = quick(15)
 
 
 class TestMamba(MambaMachine.TestCase):
-    settings = quick(40)
+    settings = quick(15)
 
 
 class TestCrossAndSink(CrossAndSinkMachine.TestCase):
-    settings = quick(40)
+    settings = quick(15)
 
 
 class TestHybrid(HybridMachine.TestCase):
-    settings = quick(40)
+    settings = quick(15)
 
 
 @pytest.mark.slow

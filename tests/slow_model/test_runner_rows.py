@@ -267,7 +267,7 @@ def check_short_cuts(seeds, monkeypatch):
 
 
 def test_short_cuts_of_steady_decode_change_nothing(monkeypatch):
-    num_bursts = check_short_cuts(range(16), monkeypatch)
+    num_bursts = check_short_cuts(range(8), monkeypatch)
     assert min(num_bursts["repeated"], num_bursts["anew"]) > 100
 
 

@@ -48,35 +48,35 @@ class QuietAsyncMachine(AsyncMachine):
 
 
 class TestFCFS(SchedulerMachine.TestCase):
-    settings = quick(40)
+    settings = quick(15)
 
 
 class TestPriority(PriorityMachine.TestCase):
-    settings = quick(40)
+    settings = quick(15)
 
 
 class TestHybrid(HybridMachine.TestCase):
-    settings = quick(40)
+    settings = quick(15)
 
 
 class TestHybridPriority(HybridPriorityMachine.TestCase):
-    settings = quick(40)
+    settings = quick(15)
 
 
 class TestAsync(AsyncMachine.TestCase):
-    settings = quick(40)
+    settings = quick(15)
 
 
 class TestAsyncPriority(AsyncPriorityMachine.TestCase):
-    settings = quick(30)
+    settings = quick(15)
 
 
 class TestQuiet(QuietMachine.TestCase):
-    settings = quick(40)
+    settings = quick(15)
 
 
 class TestQuietAsync(QuietAsyncMachine.TestCase):
-    settings = quick(40)
+    settings = quick(15)
 
 
 @pytest.mark.slow

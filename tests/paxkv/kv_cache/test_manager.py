@@ -488,7 +488,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 class TestManagerMachine(ManagerMachine.TestCase):
-    settings = quick(150)
+    settings = quick(50)
 
 
 @pytest.mark.slow

@@ -287,7 +287,7 @@ class EventMachine(RuleBasedStateMachine):
 
 
 class TestEventMachine(EventMachine.TestCase):
-    settings = quick(80)
+    settings = quick(30)
 
 
 @pytest.mark.slow

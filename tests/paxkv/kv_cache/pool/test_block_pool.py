@@ -390,7 +390,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 class TestPoolMachine(PoolMachine.TestCase):
-    settings = quick(150)
+    settings = quick(50)
 
 
 @pytest.mark.slow
