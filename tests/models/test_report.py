@@ -35,8 +35,8 @@ def model(tmp_path_factory) -> LoadedModel:
 @pytest.mark.parametrize(
     ("loops_over_layers", "widths", "only_last_tokens", "taps"),
     [
-        (False, (), False, ()),
-        (True, (1, 8, NUM_TOKENS), True, ()),
+        pytest.param(False, (), False, (), marks=pytest.mark.slow),
+        pytest.param(True, (1, 8, NUM_TOKENS), True, (), marks=pytest.mark.slow),
         (True, (), False, (2,)),
     ],
 )
