@@ -55,14 +55,14 @@ def assert_equal(got: jax.Array, wanted: jax.Array) -> None:
 
 
 # Fewer logits than tokens, and several of one request: a guess from shapes would say "last".
-@pytest.mark.parametrize("in_loop", [False, True])
+@pytest.mark.parametrize("in_loop", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_logits_are_those_of_the_indices(of_all_tokens, in_loop):
     outputs = outputs_of(Wants(), [0, 1, 4, 4], in_loop=in_loop)
     assert_equal(outputs.for_logits, of_all_tokens.hidden[jnp.asarray([0, 1, 4, 4])])
     assert outputs.hidden is None and outputs.taps == ()
 
 
-@pytest.mark.parametrize("in_loop", [False, True])
+@pytest.mark.parametrize("in_loop", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_last_tokens_alone(of_all_tokens, in_loop):
     outputs = outputs_of(Wants(logits="last", hidden="last"), LAST_TOKENS, in_loop=in_loop)
     assert_equal(outputs.for_logits, of_all_tokens.hidden[jnp.asarray(LAST_TOKENS)])
@@ -81,7 +81,7 @@ def test_hidden_of_last_tokens_beside_other_logits(of_all_tokens):
     assert_equal(outputs.hidden, of_all_tokens.hidden[jnp.asarray(LAST_TOKENS)])
 
 
-@pytest.mark.parametrize("in_loop", [False, True])
+@pytest.mark.parametrize("in_loop", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_taps_are_what_a_model_of_fewer_layers_ends_with(of_all_tokens, in_loop):
     model = place_model(model_of("llama", in_loop), block_size=8).model
     decoder = nnx.merge(model.graphdef, jax.tree.unflatten(model.params_treedef, model.params))
