@@ -49,11 +49,11 @@ TOLERANCE = 1e-5  # of the largest absolute logit
     ("recipe", "only_last_tokens"),
     [
         # Layers of one kind, of two in turn, of two with norms on both sides, of a period of six.
-        ("llama", False),
+        pytest.param("llama", False, marks=pytest.mark.slow),
         ("llama", True),
         ("qwen3_layer_types", False),
         ("gemma2", True),
-        ("gemma3", False),
+        pytest.param("gemma3", False, marks=pytest.mark.slow),
         pytest.param("gemma3", True, marks=pytest.mark.slow),
     ],
 )
@@ -74,9 +74,9 @@ def test_logits_are_those_of_layers_in_turn(recipe, only_last_tokens):
 @pytest.mark.parametrize(
     ("recipe", "only_last_tokens", "in_loop"),
     [
-        ("llama", False, False),
+        pytest.param("llama", False, False, marks=pytest.mark.slow),
         ("llama", True, True),
-        ("gemma2", True, True),
+        pytest.param("gemma2", True, True, marks=pytest.mark.slow),
         pytest.param("qwen3_layer_types", False, True, marks=pytest.mark.slow),
     ],
 )
@@ -117,7 +117,7 @@ def test_last_of_two_kinds_of_layers_may_go_on_with_fewer_tokens(tmp_path):
     [
         pytest.param("llama", False, marks=pytest.mark.slow),
         ("llama", True),
-        ("qwen3_layer_types", False),
+        pytest.param("qwen3_layer_types", False, marks=pytest.mark.slow),
     ],
 )
 def test_program_copies_neither_cache_nor_weights(recipe, only_last_tokens):
