@@ -50,12 +50,12 @@ TOLERANCES = {"float32": 1e-5, "bfloat16": 0.05, "float16": 0.01}
 @pytest.mark.parametrize(
     ("name", "kv_dtype", "run"),
     [
-        ("attention_and_state", "float32", run_in_loop),
+        pytest.param("attention_and_state", "float32", run_in_loop, marks=pytest.mark.slow),
         ("attention_and_state", "bfloat16", run_in_turn),
-        ("main_and_index_cache", "float32", run_in_turn),
+        pytest.param("main_and_index_cache", "float32", run_in_turn, marks=pytest.mark.slow),
         ("main_and_index_cache", "bfloat16", run_in_loop),
         ("two_head_sizes", "float32", run_in_loop),
-        ("two_head_sizes", "float16", run_in_turn),
+        pytest.param("two_head_sizes", "float16", run_in_turn, marks=pytest.mark.slow),
         ("widened_heads", "float32", run_in_turn),
     ],
 )
@@ -133,10 +133,8 @@ def dense_attention(attention, x):
 @pytest.mark.parametrize(
     ("name", "num_reqs", "kv_dtype", "run"),
     [
-        ("attention_and_state", 1, "float32", run_in_turn),
         ("attention_and_state", 16, "bfloat16", run_in_loop),
         ("main_and_index_cache", 1, "bfloat16", run_in_turn),
-        ("two_head_sizes", 16, "float32", run_in_loop),
         *(
             pytest.param(name, num_reqs, kv_dtype, run, marks=pytest.mark.slow)
             for name in STACKS
