@@ -19,7 +19,7 @@ from pallas_kernels.paged_attention.cases import CASES, PagedAttentionCase, buil
 from pallas_kernels.paged_attention.mosaic_tpu import misfit, paged_attention_mosaic_tpu
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.target import Target
-from tests.quick_compile import slow_unless_named, thorough_unless_named
+from tests.quick_compile import slow_unless_named
 
 TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
 # With the other tests these cover every rule; each compiles a program, which takes seconds.
@@ -64,7 +64,7 @@ SIMULATED_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", thorough_unless_named(SIMULATED_CASES, "long"))
+@pytest.mark.parametrize("case", slow_unless_named(SIMULATED_CASES, "window_of_decodes"))
 def test_nothing_races_where_copies_finish_late(case, attend, attend_by_reference, capfd):
     """Copies happen when they are waited for, and memory holds NaN until then."""
     inputs = build_inputs(case)
