@@ -1,6 +1,5 @@
 """The compiled generation function draws the engine's tokens, and transformers'."""
 
-import dataclasses
 import os
 import re
 from pathlib import Path
@@ -142,6 +141,7 @@ def scaled_folder(tmp_path_factory) -> Path:
     """16 positions, scaled to 64."""
     return write_random_checkpoint(
         tmp_path_factory.mktemp("scaled"),
+        num_layers=1,
         max_position_embeddings=16,
         rope={"rope_type": "yarn", "factor": 4.0},
     )
@@ -262,9 +262,9 @@ def packed_inputs(shape: GenerateShape, vocab_size: int, *, max_model_len: int) 
     )
 
 
-def test_packed_rows_are_of_the_row_in_their_place(checkpoint) -> None:
-    model = load_model(checkpoint, dtype="float32")
-    shape = dataclasses.replace(SHAPE, batch_size=3)
+def test_packed_rows_are_of_the_row_in_their_place(tmp_path) -> None:
+    model = load_model(write_random_checkpoint(tmp_path, num_layers=1), dtype="float32")
+    shape = GenerateShape(batch_size=3, max_prompt_len=4, max_new_tokens=NUM_NEW_TOKENS)
     generate = quick_jit(make_generate(model, shape))
     most, vocab_size = shape.max_tokens_per_row, model.config.vocab_size
     outputs = generate(model.params, packed_inputs(shape, vocab_size, max_model_len=most))
