@@ -23,19 +23,17 @@ from tests.oracles.test_families import LOADED
 
 EVERY_SETTING = (
     "llama",  # full attention and a gated MLP
-    "mistral-window",  # a window in every layer
     "gemma2",  # windows and full attention, soft caps
     "gemma4-ple",  # layers that share keys and values
     "llama4",  # chunks, layers without positions, a shared expert
     "gpt-oss",  # sinks and experts
     "mimo-v2-flash-dense",  # sinks, values narrower than keys
     "qwen3-moe",  # experts, and a layer without them
-    "glm4-moe",  # experts chosen by sigmoids
     "laguna",  # gated attention, with a number of heads per layer
     "bloom",  # ALiBi
     "stablelm-2",  # layer norms, attention and the MLP in parallel
 )
-EVERY_KIND = ("gemma4-ple", "llama4", "mimo-v2-flash-dense")
+EVERY_KIND = ("gemma4-ple", "mimo-v2-flash-dense")
 OTHERS = [family for family in LOADED if family not in EVERY_SETTING]
 
 
