@@ -43,7 +43,12 @@ def model(tmp_path_factory):
     return make_token_experts(tmp_path_factory.mktemp("moe"))
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "batch_invariant"])
+@pytest.fixture(
+    params=[
+        pytest.param(False, id="plain"),
+        pytest.param(True, id="batch_invariant", marks=pytest.mark.slow),
+    ]
+)
 def counting(request, folder_of_run, model, monkeypatch):
     """A warm runner that counts, and the clock of its windows."""
     # So that batch-invariant steps have several tiles.

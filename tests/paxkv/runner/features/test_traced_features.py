@@ -30,7 +30,13 @@ ADAPTER_OF = {"base": None, "first": 0, "second": 1}
 SCORED = SamplingParams(temperature=0.0, prompt_logprobs=2)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "batch_invariant"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="plain"),
+        pytest.param(True, id="batch_invariant", marks=pytest.mark.slow),
+    ],
+)
 def counting(request, folder_of_run):
     """A warm runner whose list of features has a `Census`, its model, and the census."""
     census = Census()
