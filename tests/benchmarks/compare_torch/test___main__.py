@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 WORKLOAD = make_workload("mixed", vocab_size=256).first(5, max_output_tokens=24)
 
 
+@pytest.mark.slow
 def test_peers_make_the_tokens_of_each_request_alone(tmp_path: Path) -> None:
     checkpoint = str(write_checkpoint(tmp_path, MODEL_SHAPES["tiny"]))
     common = {"module": "x", "dtype": "float32", "num_threads": 1, "settings": {}}

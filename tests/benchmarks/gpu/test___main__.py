@@ -14,6 +14,7 @@ from benchmarks.units.unit import Measured, Result
 UNITS = [unit for unit in all_units(is_rehearsal=True) if unit.op == "llama-3.1-8b"]
 
 
+@pytest.mark.slow
 def test_paxkv_measures_every_case_and_is_compared() -> None:
     """In this process, with invented figures of transformers."""
     theirs = {"outcome": "done", "measured": Measured(figures={"tokens_per_s": [2.0]})}

@@ -59,6 +59,7 @@ def test_op_is_right_and_a_planted_fault_is_found_and_not_timed(op: str, monkeyp
         assert "call_ms" not in measured.figures
 
 
+@pytest.mark.slow
 def test_rehearsal_runs_in_processes(tmp_path) -> None:
     out = tmp_path / "rows.jsonl"
     command = ["--platform", "gpu", "--rehearse", "--only", "kv_scatter|bfloat16|xla"]

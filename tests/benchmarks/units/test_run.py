@@ -207,6 +207,7 @@ def test_rehearsed_rows_never_lie_among_results() -> None:
     assert len(rows) > 1000 and not [row for row in rows if row.get("rehearsal")]
 
 
+@pytest.mark.slow
 def test_killed_run_leaves_no_process_and_the_next_one_repeats_no_unit(tmp_path) -> None:
     out, lock = tmp_path / "rows.jsonl", tmp_path / "lock"
     module = "tests.benchmarks.units.waiting_units"
