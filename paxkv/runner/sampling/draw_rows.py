@@ -88,13 +88,15 @@ def _draw_chunk(
     greedy_ids: jax.Array | None,
 ) -> jax.Array:  # i32[chunk_rows, RESULT_WIDTH]
     inputs = decode_processors(sampling)
-    needs_any = needs_processing(inputs, token_mask)
+
+    def process() -> tuple[jax.Array, jax.Array | None]:
+        processed = process_logits(logits_of(), inputs, state, token_mask)
+        return processed, None if greedy_ids is None else argmax_grouped(processed)
+
     # The slice is taken in both branches: taken before them, it would be copied once more.
-    processed = jax.lax.cond(
-        needs_any, lambda: process_logits(logits_of(), inputs, state, token_mask), logits_of
+    processed, greedy_ids = jax.lax.cond(
+        needs_processing(inputs, token_mask), process, lambda: (logits_of(), greedy_ids)
     )
-    if greedy_ids is not None:
-        greedy_ids = jax.lax.cond(needs_any, lambda: argmax_grouped(processed), lambda: greedy_ids)
     sampled = sample(
         processed, decode_step_rows(sampling), raw_logits=logits_of, greedy_ids=greedy_ids
     )
