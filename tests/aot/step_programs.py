@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models import KernelSettings, LoadedModel, load_model
 from models.platforms import GPU
+from models.weight_rule import MODEL_AXIS
 from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, kv_cache_dtype
 from paxkv.runner.memory.kv_cache_groups import groups_of_spec
 from paxkv.runner.programs.burst import make_burst
@@ -143,7 +144,9 @@ def _step_program(
         for length in (PackedLayout(shape).num_words, NUM_REQS)
     )
     vocab_size = model.config.vocab_size
-    logits = jax.ShapeDtypeStruct((NUM_REQS, vocab_size), jnp.float32, sharding=whole)
+    # Each device has the logits of its rows of the vocabulary head.
+    by_vocab = NamedSharding(mesh, PartitionSpec(None, MODEL_AXIS))
+    logits = jax.ShapeDtypeStruct((NUM_REQS, vocab_size), jnp.float32, sharding=by_vocab)
     args, donate_argnums = (params, cache, packed, prev_tokens, logits), (1, 4)
     if isinstance(shape, BurstShape):
         function = make_burst(model, shape)
