@@ -3,16 +3,27 @@
 import json
 
 import httpx
+import pytest
 
 from tests.compiler_flags import user_flags
 from tests.end_to_end.real_server import running_server
 from tests.small_engine import FLAGS
 
+AS_FOR_USERS = {"XLA_FLAGS": user_flags()}
+FEW_PROGRAMS = (*FLAGS, "--max-num-seqs", "1", "--no-enable-compilation-cache")
 
-def test_the_demo_server_adds_two_numbers_and_ends_after_its_last_stream():
-    """It compiles what it needs with the flags of XLA that users have, and the fewest programs."""
-    flags = (*FLAGS, "--max-num-seqs", "1", "--no-enable-compilation-cache")
-    with running_server(*flags, variables={"XLA_FLAGS": user_flags()}) as server:
+
+@pytest.mark.parametrize(
+    ("flags", "variables"),
+    [
+        # It loads the programs of all servers of the test run.
+        pytest.param((), {}, id="default"),
+        # It compiles what it needs, with the flags of XLA that users have.
+        pytest.param(FEW_PROGRAMS, AS_FOR_USERS, id="cold", marks=pytest.mark.slow),
+    ],
+)
+def test_the_demo_server_adds_two_numbers_and_ends_after_its_last_stream(flags, variables):
+    with running_server(*flags, variables=variables) as server:
         body = {
             "model": "paxkv-demo",
             "temperature": 0,
