@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import monitoring
 
@@ -139,8 +139,23 @@ def params_of_one() -> st.SearchStrategy[SamplingParams]:
     )
 
 
-@given(params=st.lists(params_of_one(), min_size=3, max_size=3))
+THREE_ROWS = st.lists(params_of_one(), min_size=3, max_size=3)
+
+
+@settings(max_examples=20)
+@given(params=THREE_ROWS)
 def test_any_rows_together_draw_the_engines_tokens(llm, prompts, generator, params) -> None:
+    check_rows(llm, prompts, generator, params)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(params=THREE_ROWS)
+def test_many_rows_together_draw_the_engines_tokens(llm, prompts, generator, params) -> None:
+    check_rows(llm, prompts, generator, params)
+
+
+def check_rows(llm, prompts, generator, params) -> None:
     expected = engine_tokens(llm, prompts, params)
     assert generated_tokens(generator, prompts, params) == expected
 
