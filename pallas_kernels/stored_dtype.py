@@ -10,14 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.argument_checks import is_wide_float
-from pallas_kernels.quantized_cache import LARGEST_STORED, is_quantized, quantize
 
 BITS_DTYPE = jnp.dtype(jnp.uint16)
 KV_DTYPES = ("float16", "bfloat16")  # the floats that a cache of uint16 may hold
 
 
 def check_kv_dtype(op_name: str, cache_dtype: jnp.dtype, kv_dtype: jnp.dtype | None) -> None:
-    """Checks that a cache of `cache_dtype` holds floats or 8-bit numbers, as `kv_dtype` says.
+    """Checks that a cache of `cache_dtype` holds floats of 16 bits or more, as `kv_dtype` says.
 
     Raises:
         ValueError: The cache has a dtype that no op reads; or it is uint16 and `kv_dtype` names no
@@ -35,25 +34,30 @@ def check_kv_dtype(op_name: str, cache_dtype: jnp.dtype, kv_dtype: jnp.dtype | N
             f"{op_name}: kv_dtype belongs to a kv_cache of uint16: got {jnp.dtype(kv_dtype).name} "
             f"with a cache of {cache_dtype}. Leave it at None."
         )
-    elif not (is_quantized(cache_dtype) or is_wide_float(cache_dtype)):
+    elif not is_wide_float(cache_dtype):
         raise ValueError(
             f"{op_name}: kv_cache has the wrong dtype: got {cache_dtype}, wanted a float of 16 "
-            f"bits or more, one of {sorted(LARGEST_STORED)}, or uint16 with kv_dtype."
+            "bits or more, or uint16 with kv_dtype."
         )
 
 
 def as_stored(
     x: jax.Array,  # f[num_tokens, num_kv_heads, head_dim]
-    scale: jax.Array | None,  # f32[num_kv_heads]
     cache_dtype: jnp.dtype,
     kv_dtype: jnp.dtype | None,
 ) -> jax.Array:  # cache_dtype[num_tokens, num_kv_heads, head_dim]
-    """Converts new values to the numbers, or the bits, that the cache holds for them."""
-    if kv_dtype is None:
-        return quantize(x, scale, cache_dtype)
-    return lax.bitcast_convert_type(quantize(x, scale, kv_dtype), cache_dtype)
+    """Converts new values to the numbers, or the bits, that the cache holds for them.
+
+    Numbers beyond those of a narrower dtype become its largest: infinite ones would be NaN in sums.
+    """
+    value_dtype = cache_dtype if kv_dtype is None else kv_dtype
+    largest = float(jnp.finfo(value_dtype).max)
+    if largest < float(jnp.finfo(x.dtype).max):
+        x = jnp.clip(x.astype(jnp.float32), -largest, largest)
+    x = x.astype(value_dtype)
+    return x if kv_dtype is None else lax.bitcast_convert_type(x, cache_dtype)
 
 
 def as_values(stored: jax.Array, kv_dtype: jnp.dtype | None) -> jax.Array:
-    """Undoes the bitcast of `as_stored`; quantized numbers stay as they are."""
+    """Undoes the bitcast of `as_stored`."""
     return stored if kv_dtype is None else lax.bitcast_convert_type(stored, kv_dtype)

@@ -50,8 +50,6 @@ _FEATURES: dict[str, dict[str, Any]] = {
         "soft_cap": 20.0,
         "has_sinks": True,
     },
-    "int8 cache": {"cache_dtype": "int8"},
-    "float8 cache": {"cache_dtype": "float8_e4m3fn", "sliding_window": 300},
 }
 
 

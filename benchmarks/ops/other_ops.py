@@ -15,12 +15,7 @@ import numpy as np
 
 import pallas_kernels
 from benchmarks.ops.device_calls import MeasuredOp, Problem, Work
-from benchmarks.ops.findings import (
-    ERROR_LIMITS,
-    close_findings,
-    relative_error,
-    same_finding,
-)
+from benchmarks.ops.findings import ERROR_LIMITS, close_findings, same_finding
 from benchmarks.ops.float64 import SeenRule, attend_requests, merge
 from benchmarks.units.unit import Finding
 from pallas_kernels.block_copy import cases as block_copy_cases
@@ -29,11 +24,7 @@ from pallas_kernels.grouped_matmul import cases as grouped_matmul_cases
 from pallas_kernels.kv_scatter import cases as kv_scatter_cases
 from pallas_kernels.merge_attention_states import cases as merge_cases
 from pallas_kernels.mla_decode import cases as mla_cases
-from pallas_kernels.quantized_cache import LARGEST_STORED
 from pallas_kernels.slot_mapping import cases as slot_mapping_cases
-
-# A quantized number may be rounded the other way where x / scale lies close to the middle.
-_QUANTIZED_LIMIT = 1e-2
 
 
 def _with_half_precision(cases: Sequence[Any]) -> list[Any]:
@@ -69,13 +60,8 @@ def _mla_decode(case: mla_cases.MLADecodeCase, seed: int) -> Problem:
 def _kv_scatter(case: kv_scatter_cases.KVScatterCase, _: int) -> Problem:
     drawn = kv_scatter_cases.build_inputs(case)  # from a seed of its own, as the ops below
     *arrays, row = drawn.arguments
-    return _same_as_reference(
-        "kv_scatter",
-        *(*arrays, jnp.asarray(row, jnp.int32)),
-        options=drawn.scales,
-        updates_first=True,
-        limit=_QUANTIZED_LIMIT if case.dtype in LARGEST_STORED else 0.0,
-    )
+    arrays.append(jnp.asarray(row, jnp.int32))
+    return _same_as_reference("kv_scatter", *arrays, updates_first=True)
 
 
 def _block_copy(case: block_copy_cases.BlockCopyCase, _: int) -> Problem:
@@ -103,37 +89,23 @@ def _slot_mapping(case: slot_mapping_cases.SlotMappingCase, _: int) -> Problem:
 def _same_as_reference(
     op: str,
     *arrays: jax.Array | None,
-    options: Mapping[str, jax.Array | None] = {},
     rules: Mapping[str, int] = {},
     updates_first: bool = False,
-    limit: float = 0.0,
 ) -> Problem:
-    """A call that only moves data: its outputs must have the bits of the reference body on the CPU.
-
-    Args:
-        limit: Largest relative error, where numbers are rounded.
-    """
+    """A call that only moves data: its outputs must have the bits of the reference on the CPU."""
     cpu = jax.devices("cpu")[0]
     function = functools.partial(getattr(pallas_kernels, op), **rules, implementation="reference")
-    outputs = jax.jit(function)(*jax.device_put(arrays, cpu), **jax.device_put(dict(options), cpu))
+    outputs = jax.jit(function)(*jax.device_put(arrays, cpu))
     wanted = [np.array(output) for output in jax.tree.leaves(outputs)]
 
     def verify(outputs: Any) -> list[Finding]:
-        findings = []
-        for idx, (output, expected) in enumerate(
-            zip(jax.tree.leaves(outputs), wanted, strict=True)
-        ):
-            got, what = np.asarray(output), f"output {idx}"
-            if limit:
-                error = relative_error(got, expected.astype(np.float64))
-                findings.append(Finding(what=what, error=error, limit=limit))
-            else:
-                findings.append(same_finding(what, got, expected))
-        return findings
+        pairs = zip(jax.tree.leaves(outputs), wanted, strict=True)
+        return [
+            same_finding(f"output {idx}", np.asarray(output), expected)
+            for idx, (output, expected) in enumerate(pairs)
+        ]
 
-    return Problem(
-        arrays=arrays, options=options, rules=rules, verify=verify, updates_first=updates_first
-    )
+    return Problem(arrays=arrays, rules=rules, verify=verify, updates_first=updates_first)
 
 
 def _merge(case: merge_cases.MergeAttentionStatesCase, seed: int) -> Problem:

@@ -8,7 +8,6 @@ from pallas_kernels.cache_layout import check_kv_cache, check_row
 from pallas_kernels.dispatch import Body, mosaic_bodies, run_op
 from pallas_kernels.kv_scatter.reference import kv_scatter_reference
 from pallas_kernels.kv_scatter.xla import kv_scatter_xla
-from pallas_kernels.quantized_cache import check_scales
 from pallas_kernels.stored_dtype import as_stored, check_kv_dtype
 from pallas_kernels.target import Target
 
@@ -27,8 +26,6 @@ def kv_scatter(
     slots: jax.Array,  # i32[num_tokens]
     row: jax.Array | int,  # i32[]
     *,
-    k_scale: jax.Array | None = None,  # f32[num_kv_heads]
-    v_scale: jax.Array | None = None,  # f32[num_kv_heads]
     kv_dtype: jnp.dtype | None = None,
     implementation: str | None = None,
     target: Target | None = None,
@@ -36,34 +33,31 @@ def kv_scatter(
     """Writes each token's key and value into its slot of one cache row.
 
     The keys of block b are at index 2 * b of the cache's second axis, its values at 2 * b + 1
-    (`cache_layout.py`). `k` and `v` are cast to the cache's dtype, or quantized where that is int8
-    or float8_e4m3fn; numbers too large for either become the largest (`quantized_cache.py`). In
-    place when the caller donates the cache and rebinds it, with two things to know:
+    (`cache_layout.py`). `k` and `v` are cast to the cache's dtype; numbers too large for it become
+    its largest. In place when the caller donates the cache and rebinds it, with two things to know:
 
     - `k` or `v` must depend by value on the last read of the cache, as a layer's do on the layer
       before it. If nothing orders a write after a read, XLA copies the whole cache to keep both.
-    - On the CPU keep the cache in float32, float16, int8 or uint16: XLA:CPU copies a whole bfloat16
-      cache at each write (JAX 0.10.2 always, 0.12 when the same program reads the cache), and a
-      whole float8_e4m3fn one (both). With uint16, `kv_dtype` says which float the bits are.
+    - On the CPU keep the cache in float32, float16 or uint16: XLA:CPU copies a whole bfloat16
+      cache at each write (JAX 0.10.2 always, 0.12 when the same program reads the cache). With
+      uint16, `kv_dtype` says which float the bits are.
 
     Args:
-        kv_cache: Of a float dtype, int8, float8_e4m3fn, or uint16 with `kv_dtype`.
+        kv_cache: Of a float dtype of 16 bits or more, or uint16 with `kv_dtype`.
         v: `None` where a token has one vector for all uses (a latent of MLA, `mla_decode`): then
             the cache is `[num_rows, num_blocks, num_kv_heads, block_size, head_dim]` and holds `k`.
             As wide as `k`: pad a narrower one.
         slots: Slot inside one row, in `[0, num_blocks * block_size)`, no two alike; or any value
             from `pad_slot(num_rows, num_blocks, block_size)` on, which is not written.
         row: Which row of the cache (the layer's index in its group), in `[0, num_rows)`.
-        k_scale: What one step of a quantized key is worth, per KV head, above 0; `None` where the
-            cache is not quantized. `v_scale` likewise for values.
         kv_dtype: float16 or bfloat16, which float the bits of a uint16 cache are; `None` for a
             cache of any other dtype. The bodies in plain XLA and the reference take it.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.
 
     Raises:
-        ValueError: A shape, a dtype, a static row, a scale that is missing or too much, or the
-            implementation's name does not fit. Values are traced, so they are not checked here.
+        ValueError: A shape, a dtype, a static row or the implementation's name does not fit. Values
+            are traced, so they are not checked here.
 
     Source: `reshape_and_cache_flash` in vllm/csrc/cache_kernels.cu.
     """
@@ -77,9 +71,6 @@ def kv_scatter(
         require_shape(_OP, arg_name, part, (slots.shape[0], num_kv_heads, head_dim))
     require_float(_OP, **parts)
     check_kv_dtype(_OP, kv_cache.dtype, kv_dtype)
-    if v is None and v_scale is not None:
-        raise ValueError(f"{_OP}: v_scale belongs to v: got one with v=None, wanted None.")
-    check_scales(_OP, kv_cache, k_scale=k_scale, **({} if v is None else {"v_scale": v_scale}))
-    k = as_stored(k, k_scale, kv_cache.dtype, kv_dtype)
-    v = None if v is None else as_stored(v, v_scale, kv_cache.dtype, kv_dtype)
+    k = as_stored(k, kv_cache.dtype, kv_dtype)
+    v = None if v is None else as_stored(v, kv_cache.dtype, kv_dtype)
     return run_op(_OP, _BODIES, implementation, target, *(kv_cache, k, v, slots, row))

@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.async_copy import AsyncCopy
 
 LANES = 128
-ROW_TILE = 8  # rows that lie interleaved in HBM; the exception is in `misfit`
+ROW_TILE = 8  # rows that lie interleaved in HBM
 
 # Guesses, measured on nothing. Short strips read and write less beside a decode token; long ones
 # need fewer copies for a prompt.
@@ -126,9 +126,6 @@ def misfit(
     if kv_cache.shape[-1] % LANES:
         # XLA would lay such a cache out with the blocks innermost, and copy it for the kernel.
         return f"kv_cache has head_dim {kv_cache.shape[-1]}, it needs a multiple of {LANES}"
-    if kv_cache.dtype.itemsize == 1 and kv_cache.shape[-1] != LANES:
-        # XLA lays these out with 32 rows interleaved.
-        return f"an 8-bit kv_cache has head_dim {kv_cache.shape[-1]}, it needs {LANES}"
     if kv_cache.shape[3] % ROW_TILE:
         return f"block_size is {kv_cache.shape[3]}, strips need a multiple of {ROW_TILE}"
     if slots.shape[0] > MAX_TOKENS:
@@ -305,15 +302,14 @@ def _merge_rows(
 ) -> None:
     """Puts `count` rows of `new` into `strip` from `first_row` on, moved down by `shift` rows."""
     strip_rows, num_new_rows = strip.shape[1], new.shape[1]
-    # Rows move in 32 bits; every number of a narrower dtype survives the way there and back.
-    wide = jnp.float32 if jnp.issubdtype(strip.dtype, jnp.floating) else jnp.int32
+    # Rows move in 32 bits; every number of a narrower float survives the way there and back.
     shift = jnp.where(shift < 0, shift + num_new_rows, shift)
 
     def merge_head(head: jax.Array, _: None) -> None:
-        moved = pltpu.roll(new[head].astype(wide), shift, axis=0)[:strip_rows]
+        moved = pltpu.roll(new[head].astype(jnp.float32), shift, axis=0)[:strip_rows]
         row = lax.broadcasted_iota(jnp.int32, moved.shape, 0)
         is_new = (row >= first_row) & (row < first_row + count)
-        old = strip[head].astype(wide)
+        old = strip[head].astype(jnp.float32)
         strip[head] = jnp.where(is_new, moved, old).astype(strip.dtype)
 
     lax.fori_loop(0, strip.shape[0], merge_head, None)

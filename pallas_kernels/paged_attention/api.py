@@ -15,7 +15,6 @@ from pallas_kernels.dispatch import Body, mosaic_bodies, run_op
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 from pallas_kernels.paged_attention.xla_batch_invariant import paged_attention_batch_invariant
-from pallas_kernels.quantized_cache import check_scales
 from pallas_kernels.stored_dtype import check_kv_dtype
 from pallas_kernels.target import Target
 
@@ -44,8 +43,6 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,  # f32[num_q_heads]
     alibi_slopes: jax.Array | None = None,  # f32[num_q_heads]
-    k_scale: jax.Array | None = None,  # f32[num_kv_heads]
-    v_scale: jax.Array | None = None,  # f32[num_kv_heads]
     kv_dtype: jnp.dtype | None = None,
     max_query_len: int | None = None,
     return_lse: bool = False,
@@ -63,7 +60,7 @@ def paged_attention(
 
     Args:
         kv_cache: The keys of block b at index 2 * b of the second axis, its values at 2 * b + 1
-            (`cache_layout.py`). Of a float dtype, int8, float8_e4m3fn, or uint16 with `kv_dtype`.
+            (`cache_layout.py`). Of a float dtype of 16 bits or more, or uint16 with `kv_dtype`.
         row: Which row of the cache (the layer's index in its group), in `[0, num_rows)`.
         block_tables: Physical block of each logical block, in `[0, num_blocks)`. Entries past a
             sequence's end, or wholly left of its window or chunk, may hold anything, and so may all
@@ -84,8 +81,6 @@ def paged_attention(
         alibi_slopes: Each head's factor of the distance that is added to its logits, after the
             soft cap: `slope * (j - p)` for a key at position j. Only the bodies in plain XLA and
             the reference take it. `None` adds nothing.
-        k_scale: What one step of a quantized key is worth, per KV head, as `kv_scatter` wrote it;
-            `None` where the cache is not quantized. `v_scale` likewise for values.
         kv_dtype: float16 or bfloat16, which float the bits of a uint16 cache are; `None` for a
             cache of any other dtype. The bodies in plain XLA and the reference take it.
         max_query_len: A promise that no request has more query tokens, so that a body may leave out
@@ -114,7 +109,6 @@ def paged_attention(
     _check_arrays(q, kv_cache, block_tables, seq_lens, query_start_loc)
     check_row(_OP, row, num_rows=kv_cache.shape[0])
     check_kv_dtype(_OP, kv_cache.dtype, kv_dtype)
-    check_scales(_OP, kv_cache, k_scale=k_scale, v_scale=v_scale)
     require_finite(_OP, "scale", scale)
     _check_rules(is_causal, sliding_window, chunk_size, soft_cap, max_query_len)
     if sinks is not None:
@@ -136,8 +130,6 @@ def paged_attention(
         soft_cap=soft_cap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
-        k_scale=k_scale,
-        v_scale=v_scale,
         kv_dtype=kv_dtype,
         max_query_len=max_query_len,
     )

@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.quantized_cache import LARGEST_STORED
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedAttentionCase:
@@ -28,7 +26,7 @@ class PagedAttentionCase:
     head_dim: int = 32
     block_size: int = 16
     dtype: str = "float32"
-    cache_dtype: str | None = None  # None: dtype; an 8-bit one has a scale per KV head
+    cache_dtype: str | None = None  # None: dtype
     is_uint16: bool = False  # the cache is uint16, the bits of the 16-bit `cache_dtype`
     is_causal: bool = True
     sliding_window: int | None = None
@@ -52,9 +50,7 @@ class PagedAttentionInputs:
         str, float | int | bool | jnp.dtype | None
     ]  # the static keyword arguments of a body
     sinks: jax.Array | None  # f32[num_q_heads]
-    k_scale: jax.Array | None  # f32[num_kv_heads]
-    v_scale: jax.Array | None  # f32[num_kv_heads]
-    # What is stored of each request, quantization undone.
+    # What is stored of each request.
     keys_np: tuple[np.ndarray, ...]  # f32[seq_len, num_kv_heads, head_dim]
     values_np: tuple[np.ndarray, ...]  # f32[seq_len, num_kv_heads, head_dim]
 
@@ -73,12 +69,7 @@ class PagedAttentionInputs:
     @property
     def traced_options(self) -> dict[str, jax.Array | None]:
         """The keyword arguments that are arrays."""
-        return {
-            "sinks": self.sinks,
-            "alibi_slopes": None,
-            "k_scale": self.k_scale,
-            "v_scale": self.v_scale,
-        }
+        return {"sinks": self.sinks, "alibi_slopes": None}
 
 
 _MIXED = ((1, 40), (20, 70), (1, 1), (7, 7), (1, 64))
@@ -167,12 +158,10 @@ CASES: tuple[PagedAttentionCase, ...] = (
             (512, 16),
         )
     ),
-    PagedAttentionCase(name="mixed_int8", requests=_MIXED, cache_dtype="int8"),
     PagedAttentionCase(
-        name="everything_float8",
+        name="everything_float32",
         requests=((1, 40), (0, 0), (20, 70), (0, 5), (1, 1), (33, 33)),
         num_q_heads=8,
-        cache_dtype="float8_e4m3fn",
         sliding_window=24,
         soft_cap=5.0,
         has_sinks=True,
@@ -272,20 +261,18 @@ def build_inputs(case: PagedAttentionCase, seed: int = 0) -> PagedAttentionInput
     max_blocks_per_req = case.max_blocks_per_req or int(num_needed_np.max()) + 1
     num_blocks = int(num_needed_np.sum()) + 3
     cache_shape = (case.num_rows, 2 * num_blocks, case.num_kv_heads, case.block_size, case.head_dim)
-    # int8 has no NaN; its largest number, times any scale, is far from what is drawn.
-    poison = 127 if case.cache_dtype == "int8" else np.nan
-    kv_cache_np = np.full(cache_shape, poison, np.float32)
+    kv_cache_np = np.full(cache_shape, np.nan, np.float32)
     garbage_ids = np.array([0, num_blocks - 1, -7, num_blocks + 1000])
     block_tables_np = rng.choice(garbage_ids, (len(case.requests), max_blocks_per_req))
 
     free_blocks = list(1 + rng.permutation(num_blocks - 1))
-    scales_np = {name: _draw_scales(rng, case) for name in ("k", "v")}
+    cache_dtype = jnp.dtype(case.cache_dtype or case.dtype)
     keys_np, values_np = [], []
     for req_idx, (num_query, seq_len) in enumerate(case.requests):
         k_np = _draw(rng, case.dtype, seq_len, case.num_kv_heads, case.head_dim)
         v_np = _draw(rng, case.dtype, seq_len, case.num_kv_heads, case.head_dim)
-        keys_np.append(_store(k_np, scales_np["k"], case))
-        values_np.append(_store(v_np, scales_np["v"], case))
+        keys_np.append(k_np.astype(cache_dtype).astype(np.float32))
+        values_np.append(v_np.astype(cache_dtype).astype(np.float32))
         first_seen = _first_seen(case, num_query, seq_len)
         for logical_block in range(first_seen // case.block_size, int(num_needed_np[req_idx])):
             block_id = free_blocks.pop()
@@ -301,8 +288,6 @@ def build_inputs(case: PagedAttentionCase, seed: int = 0) -> PagedAttentionInput
     num_tokens = int(num_query_np.sum()) + case.num_padding_tokens
     q_np = _draw(rng, case.dtype, num_tokens, case.num_q_heads, case.head_dim)
     sinks_np = rng.standard_normal(case.num_q_heads)
-    k_scale, v_scale = (None if s is None else jnp.asarray(s) for s in scales_np.values())
-    cache_dtype = jnp.dtype(case.cache_dtype or case.dtype)
     stored_np = kv_cache_np.astype(cache_dtype)
     return PagedAttentionInputs(
         q=jnp.asarray(q_np, case.dtype),
@@ -321,10 +306,8 @@ def build_inputs(case: PagedAttentionCase, seed: int = 0) -> PagedAttentionInput
             "max_query_len": max(1, int(num_query_np.max(initial=0))),
         },
         sinks=jnp.asarray(sinks_np, jnp.float32) if case.has_sinks else None,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        keys_np=tuple(_read(keys, scales_np["k"]) for keys in keys_np),
-        values_np=tuple(_read(values, scales_np["v"]) for values in values_np),
+        keys_np=tuple(keys_np),
+        values_np=tuple(values_np),
     )
 
 
@@ -336,28 +319,6 @@ def _first_seen(case: PagedAttentionCase, num_query: int, seq_len: int) -> int:
     if case.sliding_window is not None:
         return max(0, first_query - case.sliding_window + 1)
     return 0
-
-
-def _draw_scales(rng: np.random.Generator, case: PagedAttentionCase) -> np.ndarray | None:
-    """A scale a KV head that lets numbers up to 4 fill the dtype; None if it is not quantized."""
-    largest = LARGEST_STORED.get(case.cache_dtype or case.dtype)
-    if largest is None:
-        return None
-    return (rng.uniform(2.0, 4.0, case.num_kv_heads) / largest).astype(np.float32)
-
-
-def _store(x_np: np.ndarray, scale_np: np.ndarray | None, case: PagedAttentionCase) -> np.ndarray:
-    """What the cache holds for `x_np` (f32[seq_len, num_kv_heads, head_dim]), as float32."""
-    dtype = jnp.dtype(case.cache_dtype or case.dtype)
-    if scale_np is None:
-        return x_np.astype(dtype).astype(np.float32)
-    largest = LARGEST_STORED[dtype.name]
-    scaled = np.clip(x_np / scale_np[:, None], -largest, largest)
-    return (np.rint(scaled) if dtype == np.int8 else scaled).astype(dtype).astype(np.float32)
-
-
-def _read(stored_np: np.ndarray, scale_np: np.ndarray | None) -> np.ndarray:
-    return stored_np if scale_np is None else stored_np * scale_np[:, None]
 
 
 def _draw(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:

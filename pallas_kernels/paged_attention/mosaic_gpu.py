@@ -30,14 +30,12 @@ def misfit(
     soft_cap: float | None,
     sinks: jax.Array | None,
     alibi_slopes: jax.Array | None,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
     kv_dtype: jnp.dtype | None,
     max_query_len: int | None,
 ) -> str | None:
     """Why this body cannot do a call; None if it can. Looks at shapes and static arguments only."""
     del row, block_tables, seq_lens, query_start_loc
-    del is_causal, sliding_window, chunk_size, soft_cap, sinks, k_scale, v_scale
+    del is_causal, sliding_window, chunk_size, soft_cap, sinks
     if alibi_slopes is not None:
         return ALIBI_MISFIT
     if kv_dtype is not None:
@@ -63,15 +61,13 @@ def paged_attention_mosaic_gpu(
     soft_cap: float | None,
     sinks: jax.Array | None,  # f[num_q_heads]
     alibi_slopes: None,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
     kv_dtype: jnp.dtype | None,
     max_query_len: int | None,
     interpret: object = False,
 ) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, head_dim], f32[num_tokens, ...]
     """See `api.paged_attention`; `interpret` is False, True or `plgpu.InterpretGPUParams`."""
     # `misfit` refuses these, and caches of uint16.
-    del alibi_slopes, k_scale, v_scale, kv_dtype
+    del alibi_slopes, kv_dtype
     num_tokens = q.shape[0]
     num_reqs = block_tables.shape[0]
     row = jnp.asarray(row, jnp.int32)

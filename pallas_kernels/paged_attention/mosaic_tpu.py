@@ -34,7 +34,7 @@ from pallas_kernels.paged_attention.mosaic_tpu_plan import (
 
 def paged_attention_mosaic_tpu(
     q: jax.Array,  # f[num_tokens, num_q_heads, head_dim]
-    kv_cache: jax.Array,  # f[num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim] or 8-bit
+    kv_cache: jax.Array,  # f[num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]
     row: jax.Array,  # i32[]
     block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
     seq_lens: jax.Array,  # i32[num_reqs]
@@ -47,8 +47,6 @@ def paged_attention_mosaic_tpu(
     soft_cap: float | None,
     sinks: jax.Array | None,  # f32[num_q_heads]
     alibi_slopes: None,
-    k_scale: jax.Array | None,  # f32[num_kv_heads]
-    v_scale: jax.Array | None,  # f32[num_kv_heads]
     kv_dtype: jnp.dtype | None,
     max_query_len: int | None,
     interpret: bool | pltpu.InterpretParams = False,
@@ -74,10 +72,8 @@ def paged_attention_mosaic_tpu(
         sliding_window=sliding_window,
         chunk_size=chunk_size,
     )
-    ones = jnp.ones(plan.num_kv_heads, jnp.float32)
-    scales = [ones if s is None else s.astype(jnp.float32) for s in (k_scale, v_scale)]
     out, lse = _launch(
-        *(jnp.asarray(row, jnp.int32).reshape(1), num_passes, passes, jnp.stack(scales)),
+        *(jnp.asarray(row, jnp.int32).reshape(1), num_passes, passes),
         *(_whole_lanes(block_tables), kv_cache, _rows_by_kv_head(q, plan)),
         plan=plan,
         rules=rules,
@@ -135,7 +131,7 @@ def _launch(
     interpret: bool | pltpu.InterpretParams,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel on arguments in the order of `KernelRefs`."""
-    passes, _, block_tables, kv_cache, q = operands[2:]
+    passes, block_tables, kv_cache, q = operands[2:]
     num_kv_heads, num_rows, head_dim = q.shape
     num_tiles = num_rows // plan.tile_rows
     tile_spec = pl.BlockSpec(
@@ -158,7 +154,7 @@ def _launch(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(passes.shape[1],),
-            in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), in_hbm, in_hbm, tile_spec],
+            in_specs=[in_hbm, in_hbm, tile_spec],
             out_specs=(tile_spec, lse_spec),
             scratch_shapes=[
                 pltpu.VMEM(kv_tiles, kv_cache.dtype),

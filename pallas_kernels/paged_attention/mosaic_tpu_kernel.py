@@ -46,7 +46,6 @@ class KernelRefs(NamedTuple):
     row: jax.Ref  # i32[1]
     num_passes: jax.Ref  # i32[1]
     passes: jax.Ref  # i32[num_fields, max_passes]
-    kv_scales: jax.Ref  # f32[2, num_kv_heads]
     # In HBM.
     block_tables: jax.Ref  # i32[num_reqs, 1, max_blocks_per_req]
     kv_cache: jax.Ref  # [num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]
@@ -306,7 +305,7 @@ def _add_kv_tile(window: _Window, kv_tile: jax.Array, slot: jax.Array) -> None:
             for part in (KEYS, VALUES)
         )
         logits = _product(refs.q[rows].astype(dtype), k, contract=(1, 1))
-        logits *= rules.scale * refs.kv_scales[KEYS, head]
+        logits *= rules.scale
         if rules.soft_cap is not None:
             logits = rules.soft_cap * jnp.tanh(logits / rules.soft_cap)
         logits = jnp.where(is_seen, logits, MASKED_LOGIT)
@@ -341,9 +340,8 @@ def _is_seen(window: _Window, first_key: jax.Array, shape: tuple[int, int]) -> j
 
 
 def _product_dtype(refs: KernelRefs) -> jnp.dtype:
-    """What K, V and Q are cast to: a float of at least Q's precision; 8-bit numbers fit any."""
-    dtypes = [ref.dtype for ref in (refs.q, refs.kv_cache) if ref.dtype.itemsize > 1]
-    return jnp.result_type(*dtypes)
+    """What K, V and Q are cast to: a float of at least Q's precision."""
+    return jnp.result_type(refs.q.dtype, refs.kv_cache.dtype)
 
 
 def _product(lhs: jax.Array, rhs: jax.Array, contract: tuple[int, int]) -> jax.Array:
@@ -371,7 +369,7 @@ def _merge_into_output(window: _Window) -> None:
         denominator = refs.denominator[rows]
         sees_any = denominator > 0
         safe = jnp.where(sees_any, denominator, 1.0)
-        out = refs.weighted_values[rows] * (refs.kv_scales[VALUES, head] / safe[:, :1])
+        out = refs.weighted_values[rows] * (1.0 / safe[:, :1])
         lse = jnp.where(sees_any, refs.largest[rows] + jnp.log(safe), -jnp.inf)
         old = refs.out[rows].astype(jnp.float32)
         refs.out[rows] = jnp.where(is_own, out, old).astype(refs.out.dtype)

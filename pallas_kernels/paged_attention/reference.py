@@ -22,8 +22,6 @@ def paged_attention_reference(
     soft_cap: float | None,
     sinks: jax.Array | None,  # f32[num_q_heads]
     alibi_slopes: jax.Array | None,  # f32[num_q_heads]
-    k_scale: jax.Array | None,  # f32[num_kv_heads]
-    v_scale: jax.Array | None,  # f32[num_kv_heads]
     kv_dtype: jnp.dtype | None,
     max_query_len: int | None,
 ) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, head_dim], f32[num_tokens, ...]
@@ -43,8 +41,8 @@ def paged_attention_reference(
 
     # f32[num_tokens, num_q_heads, max_len, head_dim]: each token's own copy of its keys.
     pages = as_values(kv_cache[row], kv_dtype)
-    keys = _read_sequences(pages[::2], k_scale, block_tables, group_size)[req_idx]
-    values = _read_sequences(pages[1::2], v_scale, block_tables, group_size)[req_idx]
+    keys = _read_sequences(pages[::2], block_tables, group_size)[req_idx]
+    values = _read_sequences(pages[1::2], block_tables, group_size)[req_idx]
 
     key_position = jnp.arange(keys.shape[2])
     is_seen = key_position[None, :] < seq_lens[req_idx][:, None]  # bool[num_tokens, max_len]
@@ -83,8 +81,7 @@ def paged_attention_reference(
 
 
 def _read_sequences(
-    pages: jax.Array,  # f[num_blocks, num_kv_heads, block_size, head_dim] or quantized
-    scale: jax.Array | None,  # f32[num_kv_heads]
+    pages: jax.Array,  # f[num_blocks, num_kv_heads, block_size, head_dim]
     block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
     group_size: int,
 ) -> jax.Array:  # f32[num_reqs, num_q_heads, max_blocks_per_req * block_size, head_dim]
@@ -92,7 +89,5 @@ def _read_sequences(
     num_reqs = block_tables.shape[0]
     num_blocks, num_kv_heads, _, head_dim = pages.shape
     blocks = pages[jnp.clip(block_tables, 0, num_blocks - 1)].astype(jnp.float32)
-    if scale is not None:
-        blocks *= scale[:, None, None]
     by_head = blocks.transpose(0, 2, 1, 3, 4).reshape(num_reqs, num_kv_heads, -1, head_dim)
     return jnp.repeat(by_head, group_size, axis=1)

@@ -28,8 +28,6 @@ def paged_attention_xla(
     soft_cap: float | None,
     sinks: jax.Array | None,  # f[num_q_heads]
     alibi_slopes: jax.Array | None,  # f32[num_q_heads]
-    k_scale: jax.Array | None,  # f32[num_kv_heads]
-    v_scale: jax.Array | None,  # f32[num_kv_heads]
     kv_dtype: jnp.dtype | None,
     max_query_len: int | None,
 ) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, head_dim], f32[num_tokens, ...]
@@ -52,7 +50,6 @@ def paged_attention_xla(
         soft_cap=soft_cap,
         sinks=None if sinks is None else sinks.reshape(heads),
         alibi_slopes=None if alibi_slopes is None else alibi_slopes.reshape(heads),
-        k_scale=k_scale,
     )
     if max_query_len == 1:
         out = jnp.zeros((num_tokens, *heads, head_dim), jnp.float32)
@@ -66,6 +63,4 @@ def paged_attention_xla(
     query_token = jnp.where(is_decode, query_start_loc[:-1], num_tokens)
     out = out.at[query_token].set(decode_out, mode="drop", wrap_negative_indices=False)
     lse = lse.at[query_token].set(decode_lse, mode="drop", wrap_negative_indices=False)
-    if v_scale is not None:
-        out *= v_scale[:, None, None]
     return out.reshape(num_tokens, num_q_heads, -1).astype(q.dtype), lse.reshape(num_tokens, -1)

@@ -39,8 +39,6 @@ def paged_attention_batch_invariant(
     soft_cap: float | None,
     sinks: jax.Array | None,  # f[num_q_heads]
     alibi_slopes: jax.Array | None,  # f32[num_q_heads]
-    k_scale: jax.Array | None,  # f32[num_kv_heads]
-    v_scale: jax.Array | None,  # f32[num_kv_heads]
     kv_dtype: jnp.dtype | None,
     max_query_len: int | None,
 ) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, head_dim], f32[num_tokens, ...]
@@ -65,7 +63,6 @@ def paged_attention_batch_invariant(
         soft_cap=soft_cap,
         sinks=None if sinks is None else sinks.reshape(heads),
         alibi_slopes=None if alibi_slopes is None else alibi_slopes.reshape(heads),
-        k_scale=k_scale,
     )
     out = jnp.zeros(problem.q.shape, jnp.float32)
     lse = jnp.full(problem.q.shape[:3], -jnp.inf, jnp.float32)
@@ -83,8 +80,6 @@ def paged_attention_batch_invariant(
     num_tiles = (query_start_loc[-1] + QUERY_TILE - 1) // QUERY_TILE
     out, lse = lax.fori_loop(0, num_tiles, attend_tile, (out, lse))
     out, lse = out[:num_tokens], lse[:num_tokens]
-    if v_scale is not None:
-        out *= v_scale[:, None, None]
     return out.reshape(num_tokens, num_q_heads, -1).astype(q.dtype), lse.reshape(num_tokens, -1)
 
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.quantized_cache import is_quantized
 from pallas_kernels.stored_dtype import as_values
 
 # Masked logits and empty running maxima: below every logit, and finite, because -inf minus -inf is
@@ -47,7 +46,6 @@ class AttentionProblem:
     soft_cap: float | None
     sinks: jax.Array | None  # f[num_kv_heads, group_size]
     alibi_slopes: jax.Array | None  # f[num_kv_heads, group_size]
-    k_scale: jax.Array | None  # f32[num_kv_heads]
     kv_dtype: jnp.dtype | None  # what a cache of uint16 holds
 
     @property
@@ -87,13 +85,11 @@ class AttentionProblem:
         whole pages, cut afterwards, takes 1.4 times as long on the CPU.
         Row and block are two indices of one gather: slicing the row out first would copy the row,
         and with the two axes merged, XLA on the CPU copies a cache of one KV head that the same
-        program writes. Bits become floats after the gather. Stored 8-bit numbers come out as
-        numbers of q's dtype, which holds them all, without their scales.
+        program writes. Bits become floats after the gather.
         """
         readable_ids = jnp.where(is_real, block_ids, 0)
         stored = (rows_at(self.kv_cache, self.row, 2 * readable_ids + part) for part in (0, 1))
-        blocks = (as_values(x, self.kv_dtype) for x in stored)
-        k, v = (x.astype(self.q.dtype) if is_quantized(x.dtype) else x for x in blocks)
+        k, v = (as_values(x, self.kv_dtype) for x in stored)
         return k, v
 
     def as_weights(self, weights: jax.Array) -> jax.Array:
@@ -101,8 +97,6 @@ class AttentionProblem:
 
         So a 16-bit model multiplies 16 bits, and float32 queries lose none to a narrower cache.
         """
-        if is_quantized(self.kv_cache.dtype):
-            return weights.astype(self.q.dtype)
         return weights.astype(jnp.promote_types(self.q.dtype, self.kv_dtype or self.kv_cache.dtype))
 
     def logits(
@@ -114,11 +108,7 @@ class AttentionProblem:
             distance: i32, the position of each key minus that of its query. It broadcasts like
                 `is_seen`.
         """
-        scale = self.scale
-        if self.k_scale is not None:
-            trailing = products.ndim - 1 - head_axis
-            scale = scale * self.k_scale.reshape(-1, *(1 for _ in range(trailing)))
-        logits = products * scale
+        logits = products * self.scale
         if self.soft_cap is not None:
             logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
         if self.alibi_slopes is not None:

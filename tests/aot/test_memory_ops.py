@@ -12,9 +12,14 @@ from pallas_kernels import block_copy, block_gather, block_scatter, kv_scatter, 
 
 NUM_ROWS, NUM_BLOCKS, BLOCK_SIZE = 2, 4096, 16
 NUM_TOKENS, NUM_IDS = 1024, 32
-DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn")
+FLOATS = ("bfloat16", "float32")
+DTYPES = (*FLOATS, "int8", "float8_e4m3fn")  # of raw pages
 WRITING_OPS = ["kv_scatter", "block_copy", "block_scatter"]
-CALLS = [*itertools.product(WRITING_OPS, DTYPES), ("block_copy", "uint16")]
+CALLS = [
+    *(("kv_scatter", dtype) for dtype in FLOATS),
+    *itertools.product(WRITING_OPS[1:], DTYPES),
+    ("block_copy", "uint16"),
+]
 SMALLEST_GRAPH = {"xla_gpu_graph_min_graph_size": 1}
 
 
@@ -24,15 +29,12 @@ class Op:
     def __init__(self, gpus, name, dtype="bfloat16", *, head_dim=128, num_kv_heads=8, num_parts=2):
         self.name = name
         self._target = gpus.target
-        self._is_quantized = dtype in ("int8", "float8_e4m3fn")
         ids = gpus.array((NUM_IDS,), jnp.int32)
         if name == "kv_scatter":
             cache_dims = (num_parts * NUM_BLOCKS, num_kv_heads, BLOCK_SIZE, head_dim)
             new = gpus.array((NUM_TOKENS, num_kv_heads, head_dim), jnp.bfloat16)
             slots, row = gpus.array((NUM_TOKENS,), jnp.int32), gpus.array((), jnp.int32)
             self.rest = [new, new if num_parts == 2 else None, slots, row]
-            if self._is_quantized:
-                self.rest += [gpus.array((num_kv_heads,), jnp.float32)] * 2
         else:
             num_words = num_parts * num_kv_heads * BLOCK_SIZE * head_dim
             cache_dims = (NUM_BLOCKS, num_words)
@@ -48,9 +50,6 @@ class Op:
 
     def __call__(self, cache, *rest, implementation=None):
         options = {"implementation": implementation, "target": self._target}
-        if self.name == "kv_scatter":
-            *rest, k_scale, v_scale = rest if self._is_quantized else (*rest, None, None)
-            options |= {"k_scale": k_scale, "v_scale": v_scale}
         ops = {"kv_scatter": kv_scatter, "block_copy": block_copy, "block_scatter": block_scatter}
         return ops[self.name](cache, *rest, **options)
 

@@ -15,7 +15,7 @@ from tests.aot.tpu_topology import describe_tpu, missing_for_tpu
 
 pytestmark = pytest.mark.skipif(missing_for_tpu() is not None, reason=str(missing_for_tpu()))
 
-BF16, F32, INT8, FLOAT8 = jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn
+BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 @pytest.fixture(scope="module", params=["v5e:2x2", "v6e:2x2"])
@@ -88,9 +88,6 @@ ATTENTION = {
     "head_dim_512": ({"head_dim": 512, "num_kv_heads": 1, "block_size": 64}, {}),
     **{f"block_{n}": ({"block_size": n}, {}) for n in (8, 32, 48, 64, 128, 256)},
     "block_8_float32": ({"block_size": 8, "dtype": F32}, {}),
-    "int8": ({"cache_dtype": INT8}, {}),
-    "int8_block_8": ({"cache_dtype": INT8, "block_size": 8}, {}),
-    "float8": ({"cache_dtype": FLOAT8, "block_size": 32}, {}),
     "few_tokens": ({"num_tokens": 3, "num_reqs": 3}, {}),
     "many_tokens": ({"num_tokens": 4096, "num_reqs": 256, "max_blocks": 8192}, {}),
     # Near the limits that `misfit` names.
@@ -114,12 +111,9 @@ def test_attention_compiles_wherever_nothing_misfits(name, tpu):
     sizes, rules = ATTENTION[name]
     rules = dict(rules)
     arrays = attention_arrays(tpu, **sizes)
-    num_kv_heads = arrays[1].shape[2]
-    traced_options = {"sinks": None, "alibi_slopes": None, "k_scale": None, "v_scale": None}
+    traced_options = {"sinks": None, "alibi_slopes": None}
     if rules.pop("has_sinks", False):
         traced_options["sinks"] = tpu.array((arrays[0].shape[1],), F32)
-    if arrays[1].dtype.itemsize == 1:
-        traced_options["k_scale"] = traced_options["v_scale"] = tpu.array((num_kv_heads,), F32)
     rules = {**PLAIN_RULES, **rules}
     assert attention_body.misfit(*arrays, **rules, **traced_options) is None
 
@@ -136,9 +130,6 @@ SCATTER = {
     "one_token": {"num_tokens": 1},
     "prompt": {"num_tokens": 2048, "block_size": 64},
     "prompt_float32": {"num_tokens": 2048, "dtype": F32},
-    "prompt_int8": {"num_tokens": 1024, "dtype": INT8, "block_size": 32},
-    "float8": {"dtype": FLOAT8, "block_size": 32},
-    "int8_block_8": {"dtype": INT8, "block_size": 8},
     "block_8": {"block_size": 8},
     "prompt_block_48": {"num_tokens": 1024, "block_size": 48},
     "prompt_block_256": {"num_tokens": 1024, "block_size": 256},
@@ -294,7 +285,7 @@ def test_a_plain_reshape_of_raw_pages_would_copy_the_cache(tpu):
 def test_a_narrow_head_would_copy_the_cache(tpu):
     """This is why `misfit` refuses it: XLA makes the blocks of such a cache the innermost axis."""
     arrays = attention_arrays(tpu, head_dim=64)
-    rules = {**PLAIN_RULES, "sinks": None, "alibi_slopes": None, "k_scale": None, "v_scale": None}
+    rules = {**PLAIN_RULES, "sinks": None, "alibi_slopes": None}
     assert "head_dim 64" in attention_body.misfit(*arrays, **rules)
     body = functools.partial(attention_body.paged_attention_mosaic_tpu, **rules)
     assert tpu.compile(body, *arrays).buffers_of(NUM_ROWS * ROW_BYTES)

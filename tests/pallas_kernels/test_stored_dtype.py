@@ -14,7 +14,7 @@ DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 @pytest.mark.parametrize("kv_dtype", DTYPES)
 def test_a_cache_of_uint16_holds_the_bits_of_the_floats(kv_dtype):
     x = np.random.default_rng(0).standard_normal((5, 2, 8), np.float32)
-    call = quick_jit(as_stored, scale=None, cache_dtype=jnp.uint16, kv_dtype=kv_dtype)
+    call = quick_jit(as_stored, cache_dtype=jnp.uint16, kv_dtype=kv_dtype)
     stored = np.asarray(call(x))
     assert stored.dtype == np.uint16
     np.testing.assert_array_equal(stored, x.astype(DTYPES[kv_dtype]).view(np.uint16))
@@ -33,14 +33,29 @@ def test_every_pattern_of_bits_comes_back(kv_dtype):
     np.testing.assert_array_equal(got[~is_nan], bits[~is_nan])
 
 
-def test_a_number_too_large_for_float16_becomes_its_largest():
-    call = quick_jit(as_stored, scale=None, cache_dtype=jnp.uint16, kv_dtype="float16")
+def test_a_cache_of_floats_is_a_cast():
+    x = jnp.full((1, 1, 1), 1.5, jnp.float32)
+    got = as_stored(x, jnp.dtype("bfloat16"), None)
+    assert (got.dtype, got.item()) == (jnp.bfloat16, 1.5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_number_too_large_for_a_narrower_float_becomes_its_largest(dtype):
+    x = jnp.array([-1e6, -3.5, 65_504.0, 3e38, jnp.inf, jnp.nan], dtype).reshape(1, 1, -1)
+    got = as_stored(x, jnp.dtype("float16"), None).ravel()
+    wanted = [-65_504.0, -3.5, 65_504.0, 65_504.0, 65_504.0, jnp.nan]
+    assert got.dtype == jnp.float16
+    assert jnp.array_equal(got, jnp.array(wanted, jnp.float16), equal_nan=True)
+
+
+def test_a_number_too_large_for_float16_becomes_its_largest_in_bits_too():
+    call = quick_jit(as_stored, cache_dtype=jnp.uint16, kv_dtype="float16")
     stored = np.asarray(call(np.float32([[[1e6, -1e6]]])))
     assert stored.view(np.float16).ravel().tolist() == [65_504.0, -65_504.0]
 
 
 def test_other_caches_need_no_kv_dtype():
-    for dtype in ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn"):
+    for dtype in ("float32", "float16", "bfloat16"):
         check_kv_dtype("op", jnp.dtype(dtype), None)
     check_kv_dtype("op", jnp.dtype("uint16"), jnp.bfloat16)
     check_kv_dtype("op", jnp.dtype("uint16"), jnp.dtype("float16"))
@@ -58,7 +73,8 @@ def test_other_caches_need_no_kv_dtype():
         ),
         ("int8", "bfloat16", "got bfloat16 with a cache of int8. Leave it at None"),
         ("int32", None, "kv_cache has the wrong dtype: got int32, wanted a float of 16 bits"),
-        ("float8_e5m2", None, "got float8_e5m2, wanted .* one of .*'int8'.* or uint16 with kv_dt"),
+        ("int8", None, "got int8, wanted a float of 16 bits or more, or uint16 with kv_dtype"),
+        ("float8_e4m3fn", None, "got float8_e4m3fn, wanted a float of 16 bits or more"),
     ],
 )
 def test_dtypes_that_do_not_fit_are_refused(cache_dtype, kv_dtype, message):

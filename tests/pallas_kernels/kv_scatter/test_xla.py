@@ -64,7 +64,7 @@ def test_padding_writes_nowhere():
         assert not np.asarray(JITTED(cache, token, token, slots, np.int32(row))).any()
 
 
-# Of float8_e4m3fn, and on JAX 0.10.2 of bfloat16, XLA:CPU copies the whole cache.
+# On JAX 0.10.2, of bfloat16, XLA:CPU copies the whole cache.
 @pytest.mark.parametrize(
     ("num_kv_heads", "num_tokens", "dtype", "has_v"),
     [
@@ -74,8 +74,6 @@ def test_padding_writes_nowhere():
         (2, 8, "float32", True),
         (1, 8, "float16", True),
         (2, 2, "float16", True),
-        (1, 2, "int8", True),
-        (2, 1, "int8", True),
         (1, 1, "uint16", True),
         (1, 1, "uint16", False),
         (2, 8, "uint16", True),

@@ -74,7 +74,7 @@ def call_of(max_query_len, **sizes):
     options = {
         **{"scale": 0.1, "is_causal": True, "max_query_len": max_query_len},
         **dict.fromkeys(("sliding_window", "chunk_size", "soft_cap")),
-        **dict.fromkeys(("sinks", "alibi_slopes", "k_scale", "v_scale")),
+        **dict.fromkeys(("sinks", "alibi_slopes")),
         "kv_dtype": sizes.get("kv_dtype"),
     }
     return (q, kv_cache, *integers), options
@@ -93,7 +93,7 @@ def test_a_batch_of_single_tokens_needs_one_kernel(
     "sizes, reason",
     [
         ({"dtype": "float32"}, "wgmma multiplies"),
-        ({"cache_dtype": "int8"}, "the cache's dtype"),
+        ({"cache_dtype": "float16"}, "the cache's dtype"),
         ({"cache_dtype": "uint16", "kv_dtype": "bfloat16"}, "16-bit floats stored as uint16"),
         ({"block_size": 48}, "blocks of 48"),
     ],

@@ -178,7 +178,7 @@ def test_lowers_for_cuda(sizes, mosaic_gpu_ragged, lower_for_cuda):
     ("sizes", "reason"),
     [
         ({"dtype": "float32"}, "wgmma multiplies"),
-        ({"cache_dtype": "int8"}, "the cache's dtype"),
+        ({"cache_dtype": "float16"}, "the cache's dtype"),
         ({"head_dim": 112}, "head_dim 112"),
         ({"head_dim": 320}, "head_dim 320"),
         ({"head_dim": 512, "block_size": 48}, "blocks of 48 tokens do not fill tiles of 32"),

@@ -26,7 +26,7 @@ QUICK_CASES = (
     "empty_requests",
     "padding_only",
     "not_causal",
-    "everything_float8",
+    "everything_float32",
     "everything_bfloat16",
     "mixed_float16_cache",
     "bfloat16_as_uint16",

@@ -56,7 +56,7 @@ def test_more_entries_than_are_sorted_come_in_the_order_of_the_tables(monkeypatc
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["decode_mha", "many_tiles_and_chunks", "everything_float8"])
+@pytest.mark.parametrize("name", ["decode_mha", "many_tiles_and_chunks", "everything_float32"])
 def test_the_order_of_the_tables_gives_the_same_attention(
     name, attend, attend_by_reference, monkeypatch
 ):

@@ -80,7 +80,6 @@ RULES = {
     "one_kv_head_sinks_and_soft_cap": {
         **{"num_kv_heads": 1, "has_sinks": True, "soft_cap": 2.0},
     },
-    "int8": {"cache_dtype": "int8"},
     "window": {"sliding_window": 20},
 }
 # These requests hold so many first blocks of request 0; number 5 has no block besides.
