@@ -147,8 +147,11 @@ def make_reference(family: str, folder: Path, seed: int, *, is_shallow: bool = F
     from tests.oracles import families, more_families
 
     model = make_checkpoint(family, folder, seed, is_shallow=is_shallow, is_sharp=True)
+    # Tokens that the head does not score are not text, and are in no prompt.
+    vocab = getattr(model.config, "output_vocab_size", families.VOCAB)
     lengths = more_families.PROMPT_LENS.get(family)
-    prompts = families.prompts(seed) if lengths is None else families.prompts(seed, lengths=lengths)
+    chosen = {} if lengths is None else {"lengths": lengths}
+    prompts = families.prompts(seed, vocab, **chosen)
     reference = Reference(prompts=prompts, token_ids=[], logits=[], relative_error=0)
     errors = []
     for prompt in reference.prompts:
