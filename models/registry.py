@@ -90,6 +90,7 @@ FAMILIES: dict[str, str] = {
     "Apertus1p5TextForCausalLM": "models.families.apertus1p5:Apertus1p5TextForCausalLM",
     "HeliumForCausalLM": "models.families.helium:HeliumForCausalLM",
     "NanoChatForCausalLM": "models.families.nanochat:NanoChatForCausalLM",
+    "DiffLlamaForCausalLM": "models.families.diffllama:DiffLlamaForCausalLM",
     "DogeForCausalLM": "models.families.doge:DogeForCausalLM",
     "HyperCLOVAXForCausalLM": "models.families.hyperclovax:HyperCLOVAXForCausalLM",
     "GemmaForCausalLM": "models.families.gemma:GemmaForCausalLM",

@@ -95,6 +95,7 @@ LOADED = [
     "gemma",
     "nanochat",
     "jetmoe",
+    "diffllama",
     "doge",
     "stablelm-2",
     "ministral3-far",
@@ -145,7 +146,7 @@ _WITHOUT_EFFECT = {
     *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
     *("summary_first_dropout", "reorder_and_upcast_attn", "attention_softmax_in_fp32"),
     *("scale_attention_softmax_in_fp32", "slow_but_exact", "emb_pdrop", "embedding_fraction"),
-    *("init_device",),
+    *("init_device", "lambda_std_dev"),
     *(
         "residual_dropout",
         "aux_loss_coef",
