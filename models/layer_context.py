@@ -99,7 +99,7 @@ class LayerContext:
     # The functions by which features change the output of every `Linear`, in order
     # (`add_linear_change`).
     linear_changes: tuple[LinearChange, ...] = ()
-    # What a feature has in place of embeddings of tokens; None: nothing.
+    # Embeddings that a feature substitutes; None if there are none.
     embeddings: ReplacedEmbeddings | None = None
     # The numbers that layers have reported so far (`report`), by name: i32[num_layers, *dims]. All
     # contexts of one trace share this dict. It is empty if the step asks for no reports.

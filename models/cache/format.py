@@ -11,7 +11,8 @@ from models.cache.self_test import SelfTest
 # shape and dtype are the platform's (`Platform.page_shape`, `Platform.page_dtype`).
 Pages = jax.Array
 
-# The kind decides for which tokens a request holds blocks:
+# The kind decides for which tokens a request holds blocks. A format of one of the first three kinds
+# has the fields of `AttentionFormat`.
 #   full    all tokens of the request
 #   window  the tokens in the sliding window of the next token
 #   chunk   the tokens of the current chunk

@@ -1,4 +1,4 @@
-"""`SelfTest`: asks on the device whether the ops of a cache compute what plain XLA computes."""
+"""`SelfTest`: checks on the device that the ops of a cache agree with plain XLA."""
 
 from typing import Protocol
 
@@ -6,8 +6,7 @@ import numpy as np
 
 import pallas_kernels
 
-# If a 16-bit result was rounded twice, the error is smaller. After a wrong mask or a lost tile it
-# is far larger.
+# Double rounding in 16 bits stays below this. A wrong mask or a lost tile is far above.
 MAX_RELATIVE_ERROR = 2e-2
 
 

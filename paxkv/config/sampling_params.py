@@ -229,7 +229,7 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether logits are changed before every draw. `min_tokens`, which ends, is left out."""
+        """Whether any setting except `min_tokens` changes logits before each draw."""
         return (
             self.has_penalties
             or bool(self.bad_words)

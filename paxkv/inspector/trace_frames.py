@@ -42,7 +42,7 @@ def frame_lines(file: Path, make_scheduler: SchedulerFactory) -> Iterator[bytes]
         make_scheduler: Builds the scheduler that the trace is replayed on.
 
     Raises:
-        TraceFileError: The file is no trace of this version, or its pool is too large.
+        TraceFileError: The file is no trace that can be read, or its pool is too large.
     """
     reader = TraceReader.open(file)
     num_blocks = reader.header.kv_cache_config.num_blocks

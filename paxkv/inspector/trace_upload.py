@@ -32,7 +32,7 @@ class TraceBusyError(InvalidRequestError):
 
 
 class UnreadableTraceError(InvalidRequestError):
-    """What came is no trace of this version."""
+    """What came is no trace that can be read."""
 
 
 class TraceUploads:
@@ -51,7 +51,7 @@ class TraceUploads:
         Raises:
             TraceBusyError: Another one is being replayed.
             TraceTooLargeError: It is over the limit.
-            UnreadableTraceError: It is no trace of this version.
+            UnreadableTraceError: It is no trace that can be read.
         """
         if self._is_busy:
             raise TraceBusyError("another trace is being replayed; try again in a minute.")

@@ -234,7 +234,7 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def _feature_device(self) -> Iterator[FeatureDevice]:
-        """The device for features, which may leave other pages."""
+        """Lends the KV cache to features, and takes back the pages that they return."""
         device = FeatureDevice(self._kv_cache, sharding=self._sharding, program=self._programs.get)
         yield device
         self._kv_cache = device.pages

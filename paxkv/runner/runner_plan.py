@@ -21,14 +21,14 @@ _MIN_MODEL_LEN = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunnerPlan:
-    """The KV cache and the programs of a runner. Each property follows from those above it.
+    """The KV cache and the programs of a runner. Each property depends on those above it.
 
     Args:
         dtype: Of the model's weights.
         max_model_len: Largest number of tokens of a request, prompt and output together.
         may_be_shorter: Whether `fit` may choose a smaller `max_model_len`.
         feature_variants: For each step feature, its variants.
-        own_programs: Programs that features have besides.
+        own_programs: Programs of features other than steps and bursts.
     """
 
     model_config: ModelConfig
@@ -111,7 +111,7 @@ class RunnerPlan:
                 fitting = error.max_fitting_len
                 if not self.may_be_shorter or fitting < _MIN_MODEL_LEN:
                     raise
-            # A number of blocks that is given is accepted even if a request does not fit.
+            # A given number of blocks is accepted even if no request of `max_model_len` fits.
             if fitting >= plan.max_model_len or not self.may_be_shorter:
                 return plan, memory_plan
             if fitting < _MIN_MODEL_LEN:

@@ -19,9 +19,9 @@ class DecodeBursts:
             version 2 did not.
 
     Attributes:
-        are_possible: False also with Mamba layers. A state advances with each token. If a burst
-            ends early, the scheduler does not know how far the state went, and no fork could use
-            it.
+        are_possible: False with a drafter, a connector or Mamba layers. A state advances with each
+            token. If a burst ends early, the scheduler does not know how far the state went, and no
+            fork could use it.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class DecodeBursts:
         """Turns a step in which every request decodes a token into a burst, if it can be one.
 
         The burst has up to `max_decode_steps` steps, and no more than free blocks allow: no request
-        is preempted for a burst. Each request gets slots for all tokens that it may compute. These
-        are fewer than the steps if its length ends earlier.
+        is preempted for a burst. Each request gets slots for all tokens that it may compute: fewer
+        than the burst has steps if it reaches its maximum length.
         """
         if max_decode_steps <= 1 or not self.are_possible or waiting:
             return

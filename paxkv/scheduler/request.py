@@ -142,7 +142,7 @@ class Request:
         self.bad_words_token_ids = engine_request.bad_words_token_ids
         self.scarce_token_ids = frozenset(engine_request.scarce_token_ids)
         self.needs_grammar = engine_request.needs_grammar
-        # Whether the host takes part in every draw: it masks the logits, or gets all of them.
+        # Whether every draw needs the host, for a grammar's mask or to copy all logits.
         self.needs_single_steps = is_wide(params.logprobs) or engine_request.needs_grammar
 
         self.status = (

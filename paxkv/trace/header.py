@@ -55,7 +55,7 @@ class TraceHeader:
         num_lookahead_tokens: This and the next two: see `Scheduler`.
         has_connector: It was built with a KV connector.
         has_grammar_gate: It was built with a grammar gate.
-        bursts_change_logits: Requests whose logits are changed took part in bursts.
+        bursts_change_logits: Whether requests with changed logits could be in bursts.
     """
 
     scheduler_config: SchedulerConfig

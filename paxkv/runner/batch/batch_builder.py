@@ -97,8 +97,8 @@ class BatchBuilder:
         if num_steps > 1 and (needs_host or not can_burst):
             needed = "the host between its tokens" if can_burst else f"the features {variants}"
             raise InvariantError(
-                f"a burst of {num_steps} steps waits for no host and has only features that take "
-                f"part in bursts; got {rows.req_ids}, of which one needs {needed}."
+                f"requests {rows.req_ids} cannot decode in a burst of {num_steps} steps: one needs "
+                f"{needed}."
             )
         if num_steps > 1 or (can_burst and bool((rows.num_scheduled_np == 1).all())):
             return self._build_burst(rows, num_steps, features, leaves_logits=needs_host)

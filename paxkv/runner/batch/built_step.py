@@ -21,7 +21,7 @@ class BuiltStep:
         num_drawn_of_each: The one number in it; None where they differ.
         num_padded_tokens: Tokens that it computes for nobody.
         features: What step features do in it.
-        leaves_logits: Whether a burst leaves its logits for the sampler. Other steps always do.
+        leaves_logits: Whether the sampler must draw after a burst. It always draws after steps.
     """
 
     shape: StepShape | BurstShape

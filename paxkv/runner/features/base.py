@@ -10,9 +10,9 @@ To add a feature, write these classes in a file of this folder, as in `prompt_lo
 the feature to the list in `feature_list.py`. No other file of the runner names a feature: the
 packed buffer takes its fields, and buckets, warm-up and stored programs take its variants.
 
-A burst has variants of two kinds only. Some take part in bursts (`StepVariant.is_in_bursts`): the
-host fills their fields once per burst. Others are in every program (`is_in_every_program`) and only
-update arrays on the device, as in `expert_load.py`. Neither kind returns results from a burst.
+Only two kinds of variants can be in a burst. Some take part in bursts (`StepVariant.is_in_bursts`):
+the host fills their fields once per burst. Others are in every program (`is_in_every_program`) and
+only update arrays on the device, as in `expert_load.py`. Neither kind returns results from a burst.
 """
 
 import math
@@ -86,8 +86,8 @@ class StepFeature(Protocol):
     def variants(self) -> tuple[StepVariant, ...]:
         """All variants that a step may need; they are compiled before the first request.
 
-        A step may combine any of them with any variant of another feature, so each combination has
-        a program.
+        A step may combine any of them with a variant of another feature that it may meet. Each
+        such combination has programs.
         """
         ...
 
@@ -110,9 +110,8 @@ class StepFeature(Protocol):
         """Plans one step. `step` has the requests' state before the step.
 
         Returns:
-            None if the feature does nothing in this step, except by a variant in every program. If
-            the step is a burst, the runner then does not call `plan` for later bursts that repeat
-            it at later positions.
+            None if the feature does nothing in this step, except by a variant in every program.
+            After None for a burst, the runner does not call `plan` while the burst repeats.
         """
         ...
 

@@ -15,8 +15,8 @@ class FeatureDevice:
     """The KV cache, and the programs of features. Everything runs in the order of calls.
 
     Attributes:
-        pages: The KV cache. A feature that gives it to a program which donates it must set it to
-            the program's result.
+        pages: The KV cache. After a program that donates the pages, set this to the pages that it
+            returned.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ _MAX_PADDED_RATIO = 1.25
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheGroups:
-    """A KV cache without its number of blocks. Fields are those of `KVCacheConfig`, and:
+    """A `KVCacheConfig` without its number of blocks, with two more fields.
 
     Args:
         formats: Full name of each cache -> its format, in pages of the common size. Empty if
@@ -51,7 +51,7 @@ class KVCacheGroups:
         )
 
     def places(self, spec: DecoderSpec) -> tuple[LayerPlaces, ...]:
-        """Where each layer finds its caches. It finds a shared cache where the owner does.
+        """Where each layer finds its caches. A shared cache has the place of its owner's.
 
         Raises:
             InvariantError: A cache is in no group.
@@ -124,7 +124,7 @@ def groups_of_spec(spec: DecoderSpec, *, block_size: int, head_dim_step: int = 1
     for name, (cache, _, _) in agreed.items():
         if cache.with_width_step(head_dim_step) != cache:
             raise ConfigError(
-                f"cache {name!r} would need other heads to fill the pages of the other caches: got "
+                f"cache {name!r} cannot fill the pages of the other caches: it would have to be "
                 f"{cache}, and this platform stores heads in multiples of {head_dim_step}. Use "
                 "another model."
             )
@@ -291,17 +291,17 @@ def make_kv_cache_groups(
     Args:
         specs: Name of a cache -> its spec, in the order of the layers. All have pages of the same
             bytes (`agree_on_pages`).
-        kv_sharing_targets: Name of a shared cache -> name of the earlier cache that it stands for.
+        kv_sharing_targets: Name of a shared cache -> name of the earlier cache whose pages it uses.
             Shared caches are in no group and not in `specs`.
 
     Raises:
-        InvariantError: A shared cache stands for none of `specs`, or pages have different sizes.
+        InvariantError: A shared cache uses pages of none of `specs`, or pages differ in size.
     """
     targets = kv_sharing_targets or {}
     for name, target in targets.items():
         if target not in specs or name in specs:
             raise InvariantError(
-                f"cache {name!r} must stand for a cache with pages of its own: got {target!r}, "
+                f"cache {name!r} must share a cache that has pages of its own: got {target!r}, "
                 f"expected one of {sorted(specs)}."
             )
     sizes = {spec.page_size_bytes for spec in specs.values()}

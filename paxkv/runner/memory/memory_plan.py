@@ -42,7 +42,7 @@ class DeviceMemory:
 
     total_bytes: int  # of the device
     limit_bytes: int  # what JAX may take of it
-    used_bytes: int  # weights, whatever else is there, and arrays that steps keep
+    used_bytes: int  # already in use, plus arrays to be allocated besides the KV cache
     activation_bytes: int  # temporary memory of the largest step
 
 

@@ -30,7 +30,7 @@ BurstFunction = Callable[
     [Params, Pages, jax.Array, jax.Array, jax.Array, RowState, FeatureValues, FeatureValues],
     tuple[Pages, jax.Array, RowState, jax.Array, jax.Array, jax.Array, FeatureValues],
 ]
-# What the draws of a burst keep from step to step: logits f32[max_num_seqs, vocab], row states.
+# What draws pass from one step to the next: logits f32[max_num_seqs, vocab], and the rows' state.
 _Drawing = tuple[jax.Array, RowState]
 
 
@@ -71,8 +71,9 @@ def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
             table_shapes=shape.tables,
             widths=shape.widths,
         )
+        token_ids = take_tokens(fields, prev_tokens)
         state = first_decode_state(
-            token_ids=take_tokens(fields, prev_tokens),
+            token_ids=token_ids,
             positions=fields["positions"],
             is_alive=has_request,
             pages=kv_cache,
@@ -88,7 +89,7 @@ def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
             *(model, params, rows, state, draw),
             num_steps=num_steps,
             features=features,
-            fields=fields,
+            fields=fields | {"token_ids": token_ids},
         )
         logits, row_state = state.drawing
         num_missing = prev_tokens.shape[0] - num_reqs
@@ -123,7 +124,7 @@ def _draw(
     logits, row_state = state.drawing
     logits, greedy_ids = _find_logits(model, params, batch, hidden, logits)
     sampling = _sampling_of(fields, state)
-    # At place 0, no row draws, and none is processed.
+    # With `draw_position` 0, no row draws, and none is processed.
     sampling = jnp.where(fields["leaves_logits"][0] != 0, 0, sampling)
     result, row_state = draw_rows(
         logits,
@@ -143,7 +144,7 @@ def _find_logits(
     hidden: jax.Array,  # f[num_reqs, hidden]
     room: jax.Array,  # f32[max_num_seqs, vocab]
 ) -> tuple[jax.Array, jax.Array]:  # f32[max_num_seqs, vocab], i32[num_reqs]
-    """Logits at the step's width, and the most likely tokens. Other rows may hold anything."""
+    """Logits and most likely tokens of the rows of the step's width; later rows are undefined."""
 
     def find(width: Width, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         logits = model.compute_logits(params, width.read(hidden))

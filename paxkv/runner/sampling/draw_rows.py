@@ -22,14 +22,14 @@ def draw_rows(
     chunk_rows: int,
     greedy_ids: jax.Array | None = None,  # i32[num_rows]
 ) -> tuple[jax.Array, RowState]:  # i32[num_rows, RESULT_WIDTH]
-    """Draws for the rows that have a place to draw for, and adds the tokens to the state.
+    """Draws a token for each row with a `draw_position` above 0, and adds it to the row's tokens.
 
-    Rows without such a place have any result.
+    Results of other rows are undefined.
 
     Args:
         chunk_rows: Rows that are drawn at a time, up to the last row that draws.
         greedy_ids: The most likely token of each row, if known. If no row needs more, these are the
-            result. A row that wants no log-probabilities may have some.
+            result. Rows that asked for no log-probabilities may get some.
     """
     num_rows = sampling.shape[0]
     chunk_rows = min(chunk_rows, num_rows)
@@ -58,7 +58,7 @@ def draw_rows(
     if chunk_rows < num_rows:
         result = jax.lax.fori_loop(0, num_chunks, draw_chunk, result)
     else:
-        # No loop: the host of an accelerator would wait for its condition.
+        # No loop: on an accelerator, the host waits for the number of its turns.
         result = jax.lax.cond(
             num_chunks > 0, lambda: draw_chunk(jnp.int32(0), result), lambda: result
         )

@@ -180,5 +180,5 @@ def decode_processors(
 def needs_host_to_draw(
     sampling_rows_np: np.ndarray,  # i32[num_reqs, NUM_COLUMNS]
 ) -> np.ndarray:  # bool[num_reqs]
-    """Whether the host takes part in each draw of a row: it masks the logits, or wants all."""
+    """Whether each draw of a row needs the host, for a grammar's mask or to copy all logits."""
     return sampling_rows_np[:, PROCESSORS] & int(Processors.GRAMMAR | Processors.SHOWN) != 0

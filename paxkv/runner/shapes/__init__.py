@@ -1,1 +1,1 @@
-"""What all folders of the runner read: shapes of programs, the buffer of a step, its requests."""
+"""Shapes and layouts that every other folder of the runner uses."""

@@ -14,8 +14,9 @@ INVARIANT_TILE_TOKENS = 32
 
 # Every bucket is a program that is compiled before the first request, or a part of one
 # (`share_programs`). Fewer buckets would mean more padding: with steps that are each four times as
-# large as the one before, half of what short prompts compute would be padding. A step that is no
-# burst computes a prompt. On a CPU, a few tokens take as long as 16: the time to read the weights.
+# large as the one before, half of what short prompts compute would be padding. Every step that
+# is not a burst has a prompt. On a CPU, a few tokens take as long as 16: the time to read the
+# weights.
 MIN_BATCHED_TOKENS = 16
 # Milliseconds of a step with hidden size 512 on one core: 4.7 for 1 request, 7.3 for 2, 8.2 for 8,
 # 11.2 for 12 or 16, 14 for 24, 18 for 32, 24 for 48, 30 for 64. So 2 requests may as well be 8.

@@ -120,10 +120,10 @@ def _burst_fields(s: BurstShape) -> dict[str, tuple[int, ...]]:
         "num_steps": (1,),
         # 1: the burst leaves its logits for the sampler, and draws nothing.
         "leaves_logits": (1,),
-        # Tokens that the row computes, at most one a step; 0 is a row without a request.
+        # Tokens that the row computes, at most one per step; 0 is a row without a request.
         "num_tokens": (s.num_reqs,),
         "sampling_rows": (s.num_reqs, NUM_COLUMNS),
-        # 0: the row's token is within its prompt, so that it draws none.
+        # 1 if the row draws; 0 if its token is inside the prompt.
         "draws": (s.num_reqs,),
         # Tokens that end the row's request where they are drawn for `first_end` or later; unused
         # places have -1, which is no token.

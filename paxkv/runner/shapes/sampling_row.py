@@ -13,7 +13,7 @@ COLUMNS = (
     "wants_logprobs",
     "processors",  # bits of `Processors`
     "num_prompt_tokens",
-    "min_tokens_end",  # place of the first token that may end the request; 0 is any
+    "min_tokens_end",  # position from which a token may end the request; 0 is no minimum
     "row",  # in the `InputBatch` and in the `RowState`
 )
 NUM_COLUMNS = len(COLUMNS)

@@ -49,7 +49,7 @@ class StepBuckets:
         sampled_chunk_rows: Rows that are drawn at a time. None: all at once.
         shares_programs: One program serves several neighboring buckets of steps, or of bursts.
         feature_variants: For each step feature, its variants.
-        own_programs: Programs that features have besides.
+        own_programs: Programs of features other than steps and bursts.
 
     Raises:
         InvariantError: A variant in every program has fields or results, or is not the only variant
@@ -223,8 +223,8 @@ def _combinations(
 ) -> list[tuple[StepVariant, ...]]:
     """Sets of variants that a step may have: at most one of each feature, and at least one in all.
 
-    Example: (a, b), (c) -> ac, a, bc, b, c; ac, bc, c if c is in every program; and a, b, c if none
-    of them may meet another.
+    Example: (a, b), (c) -> ac, a, bc, b, c. If c is in every program: ac, bc, c. If no two may
+    meet: a, b, c.
     """
     choices = itertools.product(
         *(
@@ -258,8 +258,7 @@ def _find_everywhere(feature_variants: Sequence[Sequence[StepVariant]]) -> tuple
                 raise InvariantError(
                     f"{variant} is in every program, but has the fields {sorted(fields)}, the "
                     f"results {sorted(results)} and {len(variants) - 1} other variants of its "
-                    "feature. Bursts have neither fields nor results for features, and every "
-                    "step has the same variant: keep numbers in a donated array."
+                    "feature. A variant in every program keeps its numbers in a donated array."
                 )
             found.append(variant)
     return tuple(found)

@@ -19,9 +19,8 @@ class StepPart:
     Args:
         start: i32[], the index of the part's first token in the step.
         batch: The model's input for the part.
-        fields: The fields of the whole step's buffer, by name. In a step, `token_ids` includes the
-            tokens that the previous step sampled. In a burst, all fields are those of its first
-            step.
+        fields: The fields of the whole step's buffer, by name. `token_ids` includes the tokens that
+            the previous step sampled. In a burst, all fields are those of its first step.
     """
 
     start: jax.Array
@@ -61,7 +60,7 @@ class StepVariant(Protocol):
 
     @property
     def has_every_bucket(self) -> bool:
-        """Whether each bucket of tokens has a program with it; otherwise only the largest has."""
+        """Whether each bucket has a program with it; otherwise only the largest has."""
         return False
 
     @property

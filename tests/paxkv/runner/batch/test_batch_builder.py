@@ -351,7 +351,8 @@ def test_burst_has_no_variant_of_a_feature():
     burst = output({"a": 2}, [new("a", [1, 2, 3], [5], 2)], num_decode_steps=2)
     batch.update(burst)
     with pytest.raises(
-        InvariantError, match="only features that take part in bursts; .*PromptLogprobsVariant"
+        InvariantError,
+        match="in a burst of 2 steps: one needs the features .*PromptLogprobsVariant",
     ):
         builder.build(burst)
     feature.planned = PlannedStep(None)
