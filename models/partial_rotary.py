@@ -1,8 +1,10 @@
 """Reads which share of each head is turned, where it may be less than all of it."""
 
 from collections.abc import Mapping
+from typing import Any
 
-from models.config_fields import read_number
+from models.attention_config import AttentionConfig
+from models.config_fields import read_flag, read_number
 from models.errors import UnsupportedModelError
 from models.rope_config import RopeConfig, parse_rope_config
 
@@ -53,6 +55,34 @@ def read_rotary_factor_of_type(hf_config: Mapping[str, object], layer_type: str)
     by_type = hf_config.get("rope_parameters")
     fields = by_type.get(layer_type) if isinstance(by_type, Mapping) else None
     return read_number(fields, _FACTOR, 1.0) if isinstance(fields, Mapping) else 1.0
+
+
+def attention_of_ropes(
+    hf_config: Mapping[str, object],
+    heads: Mapping[str, Any],
+    *,
+    full_rope: RopeConfig,
+    sliding_rope: RopeConfig,
+) -> tuple[AttentionConfig, AttentionConfig]:
+    """Attention of full and of sliding layers, each with its embedding and share of turned heads.
+
+    Biases of all projections follow `attention_bias`.
+
+    Args:
+        heads: Further fields of both, such as the result of `read_head_fields`.
+    """
+    has_bias = read_flag(hf_config, "attention_bias")
+    full, sliding = (
+        AttentionConfig(
+            **heads,
+            rope=rope,
+            rotary_dim=int(heads["head_dim"] * read_rotary_factor_of_type(hf_config, layer_type)),
+            qkv_bias=has_bias,
+            out_bias=has_bias,
+        )
+        for layer_type, rope in (("full_attention", full_rope), ("sliding_attention", sliding_rope))
+    )
+    return full, sliding
 
 
 def without_rotary_factor(hf_config: Mapping[str, object]) -> dict[str, object]:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from models.attention_config import AttentionConfig
-from models.config_fields import read_count, read_flag, read_number, refuse_other_values
+from models.config_fields import read_count, read_number, refuse_other_values
 from models.dense_config import read_head_fields
 from models.errors import ModelConfigError, UnsupportedModelError
 from models.layer_types import (
@@ -13,7 +13,7 @@ from models.layer_types import (
     read_layer_types,
     read_sliding_window,
 )
-from models.partial_rotary import read_rotary_factor_of_type, without_rotary_factor
+from models.partial_rotary import attention_of_ropes, without_rotary_factor
 from models.rope_config import parse_ropes_by_layer_type
 from models.step_fields import bad_list
 
@@ -37,16 +37,8 @@ def read_step_attention(
     )
     heads = read_head_fields(hf_config, default_num_kv_heads=8, default_head_dim=128)
     heads["scale"] = read_number(hf_config, "query_pre_attn_scalar", heads["head_dim"]) ** -0.5
-    has_bias = read_flag(hf_config, "attention_bias")
-    full, sliding = (
-        AttentionConfig(
-            **heads,
-            rope=rope,
-            rotary_dim=int(heads["head_dim"] * read_rotary_factor_of_type(hf_config, layer_type)),
-            qkv_bias=has_bias,
-            out_bias=has_bias,
-        )
-        for layer_type, rope in (("full_attention", full_rope), ("sliding_attention", sliding_rope))
+    full, sliding = attention_of_ropes(
+        hf_config, heads, full_rope=full_rope, sliding_rope=sliding_rope
     )
     if "proportional" in (full_rope.kind, sliding_rope.kind):
         raise UnsupportedModelError(

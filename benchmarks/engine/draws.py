@@ -42,7 +42,7 @@ _SCHEMA = {
     "required": ["text"],
     "additionalProperties": False,
 }
-# Each case's arguments of `SamplingParams`, besides those that all cases share.
+# For each case, the arguments of `SamplingParams` that differ from the greedy case.
 CASES: Mapping[str, Mapping[str, object]] = {
     "greedy": {},
     "sampled": {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "seed": 0},

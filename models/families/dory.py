@@ -128,7 +128,7 @@ class DoryForCausalLM(Decoder):
         return self.logit_scale(super().compute_logits(hidden))
 
     def weight_rules(self) -> dict[str, WeightRule]:
-        """See `Decoder.weight_rules`. The names are those that transformers writes."""
+        """See `Decoder.weight_rules`. Sources have the names of tensors that transformers saves."""
 
         def rename(name: str) -> str:
             name = name.replace("model.logit_scale", "lm_head.logit_scale")

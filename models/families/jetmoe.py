@@ -13,7 +13,7 @@ from models.dense_config import read_attention, read_dense_fields
 from models.layers.biased_sparse_mlp import BiasedSparseMLP
 from models.layers.expert_attention import ExpertAttention, ExpertAttentionLayer
 from models.layers.experts import make_experts, packed_gate_up_rules
-from models.layers.packed_weights import with_packed_kv
+from models.layers.packed_weights import with_packed_rows
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.stacked_experts import with_source
@@ -97,11 +97,16 @@ class JetMoeForCausalLM(Decoder):
 
     def weight_rules(self) -> dict[str, WeightRule]:
         """See `Decoder.weight_rules`. Checkpoints pack all experts of a layer, and keys, values."""
-        rules = with_packed_kv(
-            super().weight_rules(), self.config.attention, packed="self_attn.kv_proj"
+        attention, num_layers = self.config.attention[0], self.config.num_layers
+        width = attention.num_kv_heads * attention.head_dim
+        rules = with_packed_rows(
+            super().weight_rules(),
+            {"self_attn.k_proj": width, "self_attn.v_proj": width},
+            num_layers=num_layers,
+            packed="self_attn.kv_proj",
         )
         rules |= packed_gate_up_rules({name: r for name, r in rules.items() if ".mlp." in name})
-        for layer_idx in range(self.config.num_layers):
+        for layer_idx in range(num_layers):
             for projection in ("q_proj", "o_proj"):
                 name = f"layers.{layer_idx}.self_attn.{projection}"
                 rule = rules[f"{name}.kernel"]

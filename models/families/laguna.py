@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from models.attention_config import AttentionConfig
 from models.config_fields import (
     read_count,
-    read_flag,
     read_number,
     refuse_other_values,
 )
@@ -25,7 +24,7 @@ from models.layers.routing import SigmoidTopK
 from models.layers.routing_rules import SoftCappedSigmoidTopK
 from models.moe_config import read_expert_fields, read_mlp_layer_types
 from models.moe_decoder import MoEDecoder
-from models.partial_rotary import read_rotary_factor_of_type, without_rotary_factor
+from models.partial_rotary import attention_of_ropes, without_rotary_factor
 from models.rope_config import parse_ropes_by_layer_type, with_default_rope
 from models.weight_rule import WeightRule, with_renamed_sources
 
@@ -116,16 +115,8 @@ def _read_attention(
     full_rope, sliding_rope = parse_ropes_by_layer_type(
         without_rotary_factor(hf_config), max_positions
     )
-    has_bias = read_flag(hf_config, "attention_bias")
-    full, sliding = (
-        AttentionConfig(
-            **heads,
-            rope=rope,
-            rotary_dim=int(heads["head_dim"] * read_rotary_factor_of_type(hf_config, layer_type)),
-            qkv_bias=has_bias,
-            out_bias=has_bias,
-        )
-        for layer_type, rope in (("full_attention", full_rope), ("sliding_attention", sliding_rope))
+    full, sliding = attention_of_ropes(
+        hf_config, heads, full_rope=full_rope, sliding_rope=sliding_rope
     )
     layers = attention_by_type(
         hf_config,

@@ -65,7 +65,7 @@ class DifferentialAttention(Attention):
         """Makes the layer with weights to be filled in.
 
         Args:
-            config: From `with_paired_heads`. Its heads are those that the cache stores.
+            config: From `with_paired_heads`. It describes the heads in the cache.
             eps: Of the norm of the differences.
             rotate: As in `Attention`.
         """

@@ -33,25 +33,6 @@ def with_packed_qkv(
     return changed
 
 
-def with_packed_kv(
-    rules: Mapping[str, WeightRule], attention: Sequence[AttentionConfig], *, packed: str
-) -> dict[str, WeightRule]:
-    """The rules for checkpoints whose tensors hold the rows of k, then of v (JetMoE).
-
-    Args:
-        attention: Of each layer.
-        packed: The module of the checkpoint that holds the rows.
-    """
-    changed = dict(rules)
-    for layer_idx, layer in enumerate(attention):
-        widths = {
-            "self_attn.k_proj": layer.num_kv_heads * layer.head_dim,
-            "self_attn.v_proj": layer.num_kv_heads * layer.value_head_dim,
-        }
-        changed |= _rules_of_rows(rules, f"layers.{layer_idx}", widths, packed)
-    return changed
-
-
 def with_grouped_qkv(
     rules: Mapping[str, WeightRule],
     attention: Sequence[AttentionConfig],
@@ -127,10 +108,24 @@ def with_packed_gate_up(
         mlp: The name of the MLP in a layer.
         packed: The module of the MLP that holds the rows in the checkpoint.
     """
-    changed = dict(rules)
     widths = {f"{mlp}.gate_proj": intermediate_size, f"{mlp}.up_proj": intermediate_size}
+    return with_packed_rows(rules, widths, num_layers=num_layers, packed=f"{mlp}.{packed}")
+
+
+def with_packed_rows(
+    rules: Mapping[str, WeightRule], widths: Mapping[str, int], *, num_layers: int, packed: str
+) -> dict[str, WeightRule]:
+    """The rules for checkpoints whose tensors hold the rows of several modules.
+
+    Layers without these modules keep their rules.
+
+    Args:
+        widths: Module of a layer -> its number of rows, in the order of the tensor.
+        packed: The module of the checkpoint that holds the rows.
+    """
+    changed = dict(rules)
     for layer_idx in range(num_layers):
-        changed |= _rules_of_rows(rules, f"layers.{layer_idx}", widths, f"{mlp}.{packed}")
+        changed |= _rules_of_rows(rules, f"layers.{layer_idx}", widths, packed)
     return changed
 
 

@@ -82,7 +82,8 @@ def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
             result_width=RESULT_WIDTH,
             feature_values=features.first_values(donated),
         )
-        sampling = _sampling_of(fields, state)
+        max_num_seqs = prev_tokens.shape[0]
+        sampling = _sampling_of(fields, state, num_rows=max_num_seqs)
         draw = functools.partial(_draw, model, shape, fields)
         num_steps = fields["num_steps"][0]
         state = run_decode_loop(
@@ -92,9 +93,7 @@ def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
             fields=fields | {"token_ids": token_ids},
         )
         logits, row_state = state.drawing
-        num_missing = prev_tokens.shape[0] - num_reqs
-        next_tokens = jnp.pad(state.drawn_ids, (0, num_missing))
-        sampling = jnp.pad(sampling, ((0, num_missing), (0, 0)))
+        next_tokens = jnp.pad(state.drawn_ids, (0, max_num_seqs - num_reqs))
         _, donated = features.split(state.feature_values)
         return state.pages, logits, row_state, sampling, state.results, next_tokens, donated
 
@@ -102,14 +101,14 @@ def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
 
 
 def _sampling_of(
-    fields: dict[str, jax.Array], state: DecodeState
-) -> jax.Array:  # i32[num_reqs, STEP_ROW_WIDTH]
-    """What the draw of the next token needs. Rows that draw nothing have place 0."""
+    fields: dict[str, jax.Array], state: DecodeState, *, num_rows: int
+) -> jax.Array:  # i32[num_rows, STEP_ROW_WIDTH]
+    """What the draw of the next token needs. Rows that draw nothing have `draw_position` 0."""
     draws = state.is_alive & (fields["draws"] != 0)
     # The drawn token's own position: the draw must not depend on how steps are put together.
     draw_position = jnp.where(draws, state.positions + 1, 0)
     rows = {"sampling_rows": fields["sampling_rows"], "draw_position": draw_position}
-    return join_step_rows(rows, max_num_seqs=draw_position.shape[0])
+    return join_step_rows(rows, max_num_seqs=num_rows)
 
 
 def _draw(
@@ -123,7 +122,7 @@ def _draw(
 ) -> tuple[jax.Array, _Drawing]:  # i32[num_reqs, RESULT_WIDTH]
     logits, row_state = state.drawing
     logits, greedy_ids = _find_logits(model, params, batch, hidden, logits)
-    sampling = _sampling_of(fields, state)
+    sampling = _sampling_of(fields, state, num_rows=shape.num_reqs)
     # With `draw_position` 0, no row draws, and none is processed.
     sampling = jnp.where(fields["leaves_logits"][0] != 0, 0, sampling)
     result, row_state = draw_rows(

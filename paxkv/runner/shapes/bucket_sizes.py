@@ -23,9 +23,9 @@ MIN_BATCHED_TOKENS = 16
 MIN_DECODED_REQS = 8
 # Sizes halfway between two powers of two. Such steps take long enough to be worth a program.
 HALFWAY_REQS = (24, 48)
-# The largest bucket of a program is at most this many times its smallest. Parts of the program are
-# computed at the largest size, whatever the width; up to this ratio they cost little beside the
-# layers.
+# The largest bucket of a program is at most this many times its smallest. A program computes its
+# layers at the width of the step, and all else at its largest width. Up to this ratio, the layers
+# take most of the time.
 _WIDEST_RATIO = 4
 # Forks copy a few blocks at a time. Three programs serve up to 512 copies.
 MIN_COPIES = 8

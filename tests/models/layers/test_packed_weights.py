@@ -7,7 +7,7 @@ from flax import nnx
 from models.attention_config import AttentionConfig
 from models.layers.attention import Attention
 from models.layers.mlp import GatedMLP
-from models.layers.packed_weights import with_packed_gate_up, with_packed_kv, with_packed_qkv
+from models.layers.packed_weights import with_packed_gate_up, with_packed_qkv, with_packed_rows
 from models.rope_config import RopeConfig
 from models.weight_rule import rules_of_layers
 
@@ -52,8 +52,9 @@ def test_queries_keys_and_values_have_consecutive_rows():
         np.testing.assert_array_equal(np.concatenate(parts), packed_np[stored])
 
 
-def test_keys_come_before_values():
-    rules = with_packed_kv(RULES, (CONFIG, CONFIG), packed="self_attn.kv_proj")
+def test_modules_take_their_rows_in_the_order_of_the_tensor():
+    widths = {"self_attn.k_proj": 4, "self_attn.v_proj": 2}
+    rules = with_packed_rows(RULES, widths, num_layers=2, packed="self_attn.kv_proj")
     packed_np = np.arange(18).reshape(6, 3)
     k, v = (rules[f"layers.1.self_attn.{name}_proj.kernel"] for name in ("k", "v"))
     assert k.sources == v.sources

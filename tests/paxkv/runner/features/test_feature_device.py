@@ -48,7 +48,7 @@ def test_blocks_of_a_finished_request_serve_another(keeping, writes):
         driver.step({"other": 14})
     assert keeper.num_steps == num_steps + 1
     driver.add("b", token_ids, GREEDY)
-    # Not those of "a", which nobody may have written to since.
+    # The blocks of "a" may still hold its keys and values, so "b" gets other blocks.
     blocks = [driver.free_blocks.pop(0) for _ in range(2)]
     driver.num_holders.update(blocks)
     driver.blocks["b"][0] += blocks
