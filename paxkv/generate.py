@@ -83,6 +83,7 @@ def make_generate(
     draw_processed = make_sampler(
         SamplerShape(
             num_rows=shape.batch_size,
+            num_reqs=shape.batch_size,
             max_model_len=shape.max_tokens_per_row,
             chunk_rows=shape.batch_size,
         )
@@ -171,7 +172,7 @@ def _draw_tokens(
     draw_position = jnp.where(state.is_alive, draw_position, 0)
     rows = inputs.sampling_rows.at[:, ROW].set(np.arange(logits.shape[0], dtype=np.int32))
     fields = {"sampling_rows": rows, "draw_position": draw_position}
-    sampling_rows = join_step_rows(fields, max_num_seqs=logits.shape[0])
+    sampling_rows = join_step_rows(fields, num_rows=logits.shape[0])
     no_mask = jnp.zeros((logits.shape[0], 1 + vocab_words(logits.shape[1])), jnp.int32)
     _, row_state, _, drawn = draw_processed(logits, state.drawing, sampling_rows, no_mask)
     return drawn[:, None], row_state

@@ -35,6 +35,7 @@ class EngineCoreOutput(
         prompt_logprobs: With the first token of a request that asked for them: an entry for each
             token of the prompt but the first.
         num_preemptions: Of this request so far.
+        pooling_output: The result of a pooled request, with its end.
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class EngineCoreOutput(
     stop_reason: int | str | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     num_preemptions: int = 0
+    pooling_output: list[float] | None = None
 
 
 class RequestTimes(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -42,6 +42,7 @@ class EngineRequest:
             for nearly every request.
         needs_grammar: Its tokens are bound by a grammar, which must be compiled before it runs.
         has_heavy_grammar: Compiling it takes so long that others should not wait behind it.
+        is_pooled: It draws no token. It ends with a `pooling_output` when its prompt is computed.
         fork_from: Request whose blocks this one shares, as far as the tokens of the two are equal
             and up to the last token of this one's prompt, which is always computed. It waits
             until they are computed; where that cannot be any more, it is computed from its tokens.
@@ -64,6 +65,7 @@ class EngineRequest:
     scarce_token_ids: tuple[int, ...] = ()
     needs_grammar: bool = False
     has_heavy_grammar: bool = False
+    is_pooled: bool = False
     fork_from: str | None = None
     keep_blocks: bool = False
     is_streamed: bool = False

@@ -12,10 +12,11 @@ from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarBitmask:
-    """One row for each request of a step that is bound by a grammar and draws a token in it.
+    """One row for each token that a step draws for a request which a grammar binds.
 
     Args:
-        req_ids: Each once, in any order.
+        req_ids: The request of each row. A request with k drafts has 1 + k rows, in the order of
+            the drawn tokens' positions. Requests may come in any order.
         bitmask_np: i32[len(req_ids), ceil(vocab_size / 32)], bit `t % 32` of word `t // 32` set
             where token t is allowed: llguidance's layout. Bits past the vocabulary are ignored. A
             request that may draw anything for now has a row of ones (-1 in every word).

@@ -43,6 +43,7 @@ class NewRequestData:
         early_end_ids: Tokens that are not drawn before there are `min_tokens` outputs.
         bad_words_token_ids: Token sequences that the output may not have.
         needs_grammar: Each of its draws waits for a row of a `GrammarBitmask`.
+        is_pooled: It draws no token. It ends with a `pooler_output` when its prompt is computed.
     """
 
     req_id: str
@@ -54,6 +55,7 @@ class NewRequestData:
     early_end_ids: tuple[int, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     needs_grammar: bool = False
+    is_pooled: bool = False
     lora_name: str | None = None
     mm_features: tuple[MultiModalFeature, ...] = ()
 
@@ -177,6 +179,7 @@ class ModelRunnerOutput:
         prompt_logprobs: Of the requests that asked for them and got their first token in this step:
             an entry for each token of the prompt but the first.
         draft_token_ids: Per request that has any, tokens to be verified in its next step.
+        pooler_output: Per pooled request whose prompt is computed now, what its client asked for.
         kv_connector_output: None without a connector.
     """
 
@@ -185,6 +188,7 @@ class ModelRunnerOutput:
     logprobs: list[list[TokenLogprobs] | None]
     prompt_logprobs: dict[str, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
     draft_token_ids: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    pooler_output: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     kv_connector_output: KVConnectorOutput | None = None
 
 

@@ -242,7 +242,8 @@ class EngineCore:
         grammars = self._grammars
         if grammars is not None and grammars.num_requests > 0 and handle.needs_bitmask:
             req_ids = drawing_requests(self._scheduler.running, scheduler_output)
-            handle.start_sampling(grammars.make_bitmask(req_ids))
+            drafts = scheduler_output.scheduled_spec_decode_tokens
+            handle.start_sampling(grammars.make_bitmask(req_ids, drafts))
         self._in_flight.append(
             StepInFlight(scheduler_output=scheduler_output, handle=handle, start_s=start_s)
         )

@@ -47,14 +47,15 @@ def advance_grammars(
     awaited = {req_id for step in in_flight for req_id in step.num_scheduled_tokens}
     # They had nothing to draw: what came for them is nobody's.
     ended = grammars.take_ended(awaited)
-    strays = set(ended)
+    num_kept = dict.fromkeys(ended, 0)
     for output in outputs:
-        if output.request_id in strays:
+        req_id, token_ids = output.request_id, output.new_token_ids
+        if req_id in ended:
             continue
-        if output.finish_reason is None:
-            grammars.advance(output.request_id, output.new_token_ids)
+        if output.finish_reason is None or grammars.ends_within(req_id, len(token_ids)):
+            num_kept[req_id] = grammars.advance(req_id, token_ids)
         else:
-            grammars.remove(output.request_id)
+            grammars.remove(req_id)
     ended |= grammars.take_ended(awaited)
     if not ended:
         return outputs
@@ -78,7 +79,7 @@ def advance_grammars(
             _last_output(
                 by_id.get(req_id) or EngineCoreOutput(request_id=req_id, new_token_ids=[]),
                 end,
-                keeps_tokens=end.error is None and req_id not in strays,
+                num_kept=num_kept.get(req_id, 0),
             )
             for req_id, end in ended.items()
         ),
@@ -89,14 +90,12 @@ def _finish_reason(end: GrammarEnd) -> FinishReason:
     return "stop" if end.error is None else "error"
 
 
-def _last_output(
-    output: EngineCoreOutput, end: GrammarEnd, *, keeps_tokens: bool
-) -> EngineCoreOutput:
-    """What a request hears last that its grammar ends."""
+def _last_output(output: EngineCoreOutput, end: GrammarEnd, *, num_kept: int) -> EngineCoreOutput:
+    """The last output of a request that its grammar ends, with its first `num_kept` tokens."""
     return msgspec.structs.replace(
         output,
-        new_token_ids=output.new_token_ids if keeps_tokens else [],
-        logprobs=output.logprobs if keeps_tokens else None,
+        new_token_ids=output.new_token_ids[:num_kept],
+        logprobs=output.logprobs[:num_kept] if output.logprobs and num_kept else None,
         finish_reason=_finish_reason(end),
         stop_reason=end.error,
     )

@@ -91,6 +91,7 @@ class ModelRunner:
     ) -> None:
         self._features = features = make_features(runner_config, model)
         self._feature_of = {v: feature for feature in features for v in feature.variants()}
+        self._handled = frozenset().union(*(feature.handles for feature in features))
         plan = RunnerPlan(
             model_config=model.config,
             dtype=model.dtype,
@@ -102,6 +103,7 @@ class ModelRunner:
             may_be_shorter=may_be_shorter,
             feature_variants=tuple(feature.variants() for feature in features),
             own_programs=tuple(program for feature in features for program in feature.programs()),
+            max_drafts=max((feature.max_drafts for feature in features), default=0),
         )
         mesh = device_mesh(next(iter(model.params[0].devices())))
         self._sharding = NamedSharding(mesh, PartitionSpec())
@@ -206,7 +208,8 @@ class ModelRunner:
             InvariantError: The decision does not fit what the runner knows of the requests, or the
                 step before this one still waits for what grammars allow.
         """
-        refuse_unbuilt(scheduler_output)
+        max_drafts = self._buckets.max_draws - 1
+        refuse_unbuilt(scheduler_output, self._handled, max_drafts=max_drafts)
         if self._waiting_step is not None:
             raise InvariantError(
                 "the step before this one has drawn no tokens: `start_sampling` comes first."
@@ -228,7 +231,7 @@ class ModelRunner:
         with self._feature_device() as device:
             for feature in self._features:
                 feature.after_step(device)
-        self._rows.note_drawn(built.rows_np, built.num_drawn_np)
+        self._rows.note_drawn(built.rows_np, built.num_drawn_np, built.num_drafts_np)
         self._num_padded_tokens += built.num_padded_tokens
         return step
 

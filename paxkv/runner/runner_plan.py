@@ -29,6 +29,7 @@ class RunnerPlan:
         may_be_shorter: Whether `fit` may choose a smaller `max_model_len`.
         feature_variants: For each step feature, its variants.
         own_programs: Programs of features other than steps and bursts.
+        max_drafts: Most drafts of a request that a step verifies.
     """
 
     model_config: ModelConfig
@@ -41,6 +42,7 @@ class RunnerPlan:
     may_be_shorter: bool = False
     feature_variants: tuple[tuple[StepVariant, ...], ...] = ()
     own_programs: tuple[OwnProgram, ...] = ()
+    max_drafts: int = 0
 
     @functools.cached_property
     def kv_dtype(self) -> str:
@@ -81,6 +83,7 @@ class RunnerPlan:
             max_decode_burst=self.scheduler_config.max_decode_burst,
             tables=self.tables,
             max_model_len=self.max_model_len,
+            max_draws=1 + self.max_drafts,
             batch_invariant=self.runner_config.batch_invariant,
             sampled_chunk_rows=SAMPLED_CHUNK_ROWS if samples_in_chunks else None,
             shares_programs=self.platform.shares_programs,

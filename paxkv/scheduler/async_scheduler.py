@@ -19,8 +19,9 @@ class AsyncScheduler(Scheduler):
 
     A burst brings one token for each that it computes, or ends its request with fewer.
 
-    A step that verifies drafts brings home an unknown number of tokens, so a request with one in
-    flight is passed over until it is back.
+    A step that verifies drafts returns an unknown number of tokens. With a drafter, every step that
+    draws returns the drafts for the next step. Therefore, the scheduler passes over a request until
+    such a step has returned.
 
     Source: vLLM `v1/core/sched/async_scheduler.py`.
     """
@@ -31,10 +32,14 @@ class AsyncScheduler(Scheduler):
             for req_id, num_tokens in output.num_scheduled_tokens.items():
                 requests[req_id].num_output_placeholders += num_tokens
             return
+        if self.num_lookahead_tokens > 0:
+            return
         for request in requests.values():
             num_placeholders = request.num_output_placeholders
-            # Less is a prompt in pieces, more has drafts.
-            if request.num_computed_tokens == len(request.all_token_ids) + num_placeholders:
+            # Fewer are computed if the step computes a part of a prompt.
+            is_drawn = not request.is_pooled
+            num_known = len(request.all_token_ids) + num_placeholders
+            if is_drawn and request.num_computed_tokens == num_known:
                 request.num_output_placeholders = num_placeholders + 1
 
     def _append_tokens(

@@ -79,6 +79,7 @@ class Request:
         "ending_token_ids",
         "eos_token_id",
         "fork_source",
+        "is_pooled",
         "is_streamed",
         "keep_blocks",
         "lora_name",
@@ -142,8 +143,10 @@ class Request:
         self.bad_words_token_ids = engine_request.bad_words_token_ids
         self.scarce_token_ids = frozenset(engine_request.scarce_token_ids)
         self.needs_grammar = engine_request.needs_grammar
-        # Whether every draw needs the host, for a grammar's mask or to copy all logits.
-        self.needs_single_steps = is_wide(params.logprobs) or engine_request.needs_grammar
+        self.is_pooled = engine_request.is_pooled
+        # Whether every draw needs the host, for a grammar's mask or to copy all logits; or the
+        # request draws nothing.
+        self.needs_single_steps = is_wide(params.logprobs) or self.needs_grammar or self.is_pooled
 
         self.status = (
             RequestStatus.WAITING_FOR_FSM if engine_request.needs_grammar else RequestStatus.WAITING

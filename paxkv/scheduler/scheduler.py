@@ -28,7 +28,13 @@ from paxkv.scheduler.scheduler_stats import make_scheduler_stats
 from paxkv.scheduler.step_plan import StepPlan
 from paxkv.scheduler.step_scheduler import StepScheduler
 from paxkv.scheduler.steps_in_flight import StepsInFlight
-from paxkv.scheduler.update import append_plain, append_until_stop, keep_drafts, num_rejected_tokens
+from paxkv.scheduler.update import (
+    append_plain,
+    append_until_stop,
+    end_pooled,
+    keep_drafts,
+    num_rejected_tokens,
+)
 
 
 class Scheduler:
@@ -438,6 +444,11 @@ class Scheduler:
             if req_id not in num_scheduled_tokens:
                 raise InvariantError(f"{req_id=} was computed but not scheduled.")
             request = requests.get(req_id)
+            pooled = runner_output.pooler_output.get(req_id)
+            if request is not None and pooled is not None:
+                outputs[place] = end_pooled(request, pooled)
+                finished.append(request)
+                continue
             # A burst gives a token to everyone; `take_answer` misses it.
             if request is None or (not token_ids and not is_burst):
                 continue

@@ -89,6 +89,7 @@ class StepPlan:
                 early_end_ids=request.early_end_ids,
                 bad_words_token_ids=request.bad_words_token_ids,
                 needs_grammar=request.needs_grammar,
+                is_pooled=request.is_pooled,
                 lora_name=request.lora_name,
                 mm_features=request.mm_features,
             )

@@ -121,6 +121,19 @@ def append_until_stop(
     )
 
 
+def end_pooled(request: Request, pooling_output: list[float]) -> EngineCoreOutput:
+    """Ends a pooled request, whose prompt is computed."""
+    request.finish("stop")
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        finish_reason=request.finish_reason,
+        num_cached_tokens=request.num_cached_tokens,
+        num_preemptions=request.num_preemptions,
+        pooling_output=pooling_output,
+    )
+
+
 def num_rejected_tokens(spec_token_ids: list[int] | None, sampled_token_ids: list[int]) -> int:
     """Drafts of a step that were not right: of k drafts, all but the first are kept of m tokens.
 

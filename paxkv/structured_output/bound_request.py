@@ -1,5 +1,6 @@
 """`BoundRequest`: what one request may draw next, by its thoughts, its grammar and its settings."""
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 
@@ -50,6 +51,17 @@ class BoundRequest:
         self._thoughts = thoughts
         self._digit_limit = digit_limit
         self._eos_token_ids = eos_token_ids
+
+    def copy(self) -> "BoundRequest":
+        """A copy that can take tokens which the request may never get."""
+        return BoundRequest(
+            self._matcher.deep_copy(),
+            self._limits.copy(),
+            token_texts=self._token_texts,
+            thoughts=copy.copy(self._thoughts),
+            digit_limit=copy.copy(self._digit_limit),
+            eos_token_ids=self._eos_token_ids,
+        )
 
     @property
     def mask_matcher(self) -> llguidance.LLMatcher | None:

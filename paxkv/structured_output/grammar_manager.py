@@ -1,9 +1,11 @@
 """`GrammarManager`: the matchers of an engine's requests, from their compilation to their end."""
 
 import concurrent.futures
+import itertools
 import logging
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
+from types import MappingProxyType
 
 import llguidance
 import llguidance.numpy
@@ -23,6 +25,7 @@ logger = logging.getLogger(__name__)
 # Compiling takes no interpreter, but a processor that steps need too.
 _MAX_COMPILING = max(1, min(4, (os.cpu_count() or 2) // 2))
 _ANY_TOKEN = -1
+_NO_DRAFTS: Mapping[str, Sequence[int]] = MappingProxyType({})
 # Of `StructuredOutputsParams`: the whole form is JSON.
 _JSON_KINDS = ("json", "json_object")
 
@@ -47,6 +50,9 @@ class GrammarManager:
         self._compiling: dict[str, concurrent.futures.Future[BoundRequest]] = {}
         self._bound: dict[str, BoundRequest] = {}
         self._ended: dict[str, GrammarEnd] = {}
+        # Requests that end if the step in flight gives them more than so many tokens: after these
+        # drafts, no token may follow.
+        self._ends_after: dict[str, tuple[int, GrammarEnd]] = {}
 
     @property
     def num_requests(self) -> int:
@@ -108,23 +114,68 @@ class GrammarManager:
             del self._ended[req_id]
         return ended
 
-    def make_bitmask(self, request_ids: Sequence[str]) -> GrammarBitmask:
-        """What requests may draw next by their grammars.
+    def make_bitmask(
+        self, request_ids: Sequence[str], drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS
+    ) -> GrammarBitmask:
+        """Returns the tokens that the grammars of requests allow next.
 
-        One that has nothing to draw may draw anything, and is among `take_ended`: its form is
-        complete, or its grammar grew over its limits, or its own settings leave no token.
+        A request with drafts has a row for the next token, and a row for the token after each of
+        its drafts. A request that may draw no token gets a row that allows all tokens. It ends
+        (`take_ended`), because its form is complete, or its grammar grew over its limits, or its
+        own settings leave no token.
         """
-        bitmask_np = np.full(
-            (len(request_ids), self._compiler.num_mask_words), _ANY_TOKEN, np.int32
-        )
+        rows_of = [1 + len(drafts.get(request_id, ())) for request_id in request_ids]
+        bitmask_np = np.full((sum(rows_of), self._compiler.num_mask_words), _ANY_TOKEN, np.int32)
+        first_rows = [0, *itertools.accumulate(rows_of)]
+        self._fill_next(request_ids, first_rows, bitmask_np)
+        for request_id, first_row in zip(request_ids, first_rows, strict=False):
+            if drafts.get(request_id) and request_id in self._bound:
+                draft_ids = drafts[request_id]
+                rows_np = bitmask_np[first_row + 1 :][: len(draft_ids)]
+                self._fill_after_drafts(request_id, draft_ids, rows_np)
+        req_ids = [
+            request_id
+            for request_id, num_rows in zip(request_ids, rows_of, strict=True)
+            for _ in range(num_rows)
+        ]
+        return GrammarBitmask(req_ids=req_ids, bitmask_np=bitmask_np)
+
+    def _fill_after_drafts(
+        self,
+        request_id: str,
+        draft_ids: Sequence[int],
+        rows_np: np.ndarray,  # i32[len(draft_ids), num_words]
+    ) -> None:
+        """Fills the row of the token after each draft, up to a draft that cannot be accepted."""
+        bound = self._bound[request_id].copy()
+        for num_taken, (draft_id, row_np) in enumerate(zip(draft_ids, rows_np, strict=True), 1):
+            # A draft that the grammar forbids is never drawn. After a draft that ends the form, the
+            # tokens that the step draws are not used.
+            if bound.advance([draft_id]) is not None:
+                return
+            if bound.mask_matcher is not None:
+                llguidance.numpy.fill_next_token_bitmask(bound.mask_matcher, row_np[None], 0)
+            end = bound.narrow(row_np)
+            if end is not None:
+                row_np[:] = _ANY_TOKEN
+                self._ends_after[request_id] = (num_taken, end)
+                return
+
+    def _fill_next(
+        self,
+        request_ids: Sequence[str],
+        rows: Sequence[int],
+        bitmask_np: np.ndarray,  # i32[num_rows, num_words]
+    ) -> None:
+        """Fills the row of each request's next token."""
         bound_rows, matcher_rows = [], []
-        for row, request_id in enumerate(request_ids):
+        for row, request_id in zip(rows, request_ids, strict=False):
             bound = self._bound.get(request_id)
             if bound is None:
                 if request_id not in self._ended:
                     raise InvariantError(f"request {request_id!r} runs without its grammar.")
                 continue
-            bound_rows.append((bound, row))
+            bound_rows.append((bound, row, request_id))
             if bound.mask_matcher is not None:
                 matcher_rows.append((bound.mask_matcher, row))
         if len(matcher_rows) == 1:
@@ -133,19 +184,38 @@ class GrammarManager:
         elif matcher_rows:
             self._executor = self._executor or llguidance.LLExecutor()
             llguidance.numpy.fill_next_token_bitmask_par(self._executor, matcher_rows, bitmask_np)
-        for bound, row in bound_rows:
+        for bound, row, request_id in bound_rows:
             end = bound.narrow(bitmask_np[row])
             if end is not None:
                 bitmask_np[row] = _ANY_TOKEN
-                self._end(request_ids[row], end)
-        return GrammarBitmask(req_ids=list(request_ids), bitmask_np=bitmask_np)
+                self._end(request_id, end)
 
-    def advance(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Takes a request's new output tokens, with which its form may end: see `take_ended`."""
+    def ends_within(self, request_id: str, num_tokens: int) -> bool:
+        """Whether a request ends before the last of so many tokens of the step with its drafts."""
+        return request_id in self._ends_after and num_tokens > self._ends_after[request_id][0]
+
+    def advance(self, request_id: str, token_ids: Sequence[int]) -> int:
+        """Takes a request's new output tokens, with which its form may end: see `take_ended`.
+
+        Returns:
+            How many of the tokens belong to the answer: those before a token that the grammar
+            rejects, or before which the request ends.
+        """
         bound = self._bound.get(request_id)
-        end = None if bound is None else bound.advance(token_ids)
+        num_kept, end = len(token_ids), None
+        if self.ends_within(request_id, num_kept):
+            num_kept, end = self._ends_after[request_id]
+        self._ends_after.pop(request_id, None)
+        if bound is None:
+            return num_kept
+        for num_taken, token_id in enumerate(token_ids[:num_kept], 1):
+            ended = bound.advance([token_id])
+            if ended is not None:
+                self._end(request_id, ended)
+                return num_taken if ended.error is None else num_taken - 1
         if end is not None:
             self._end(request_id, end)
+        return num_kept
 
     def remove(self, request_id: str) -> None:
         """Forgets a request; unknown ones are ignored."""
@@ -154,6 +224,7 @@ class GrammarManager:
             future.cancel()
         self._bound.pop(request_id, None)
         self._ended.pop(request_id, None)
+        self._ends_after.pop(request_id, None)
 
     def close(self) -> None:
         """Compiles nothing more."""

@@ -1,5 +1,6 @@
 """`TokenLimits`: what a request's own settings leave of the tokens that its grammar allows."""
 
+import copy
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -44,6 +45,12 @@ class TokenLimits:
             self._no_ends_np = ~token_bits(ends, num_words)
         self._bad_words = [word for word in request.bad_words_token_ids if len(word) > 1]
         self._last_tokens: deque[int] = deque(maxlen=MAX_BAD_WORD_TOKENS - 1)
+
+    def copy(self) -> "TokenLimits":
+        """A copy that takes tokens of its own."""
+        copied = copy.copy(self)
+        copied._last_tokens = self._last_tokens.copy()
+        return copied
 
     @property
     def has_any(self) -> bool:

@@ -101,7 +101,9 @@ def mixed_step(
     model: LoadedModel, mesh: Mesh, *, num_tokens: int, num_blocks: int = NUM_BLOCKS
 ) -> StepProgram:
     """The step that the runner compiles for a bucket: any mix of prompts, chunks and decodes."""
-    shape = StepShape(num_tokens=num_tokens, num_reqs=NUM_REQS, num_logits=NUM_REQS, tables=())
+    shape = StepShape(
+        num_tokens=num_tokens, num_reqs=NUM_REQS, num_logits=NUM_REQS, logits="last", tables=()
+    )
     return _step_program(model, mesh, shape, num_blocks)
 
 

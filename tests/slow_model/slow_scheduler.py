@@ -81,7 +81,8 @@ class SlowScheduler:
                 num_sure = len(request.tokens) + request.num_on_their_way
                 if self.is_async and self.step.num_decode_steps > 1:
                     request.num_on_their_way += self.step.num_scheduled[req_id]
-                elif self.is_async and request.num_computed == num_sure:
+                # With a drafter, its next step waits for the drafts of this one.
+                elif self.is_async and not self.lookahead and request.num_computed == num_sure:
                     request.num_on_their_way += 1
         self.in_flight.append(self.step)
         return self.step

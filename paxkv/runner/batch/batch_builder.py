@@ -1,6 +1,6 @@
 """Turns the rows scheduled in a step into one packed int32 buffer for the device."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -8,6 +8,7 @@ from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import InvariantError
 from paxkv.runner.batch.built_step import BuiltStep
 from paxkv.runner.batch.burst_repeater import BurstRepeater
+from paxkv.runner.batch.draw_plan import plan_draws
 from paxkv.runner.batch.input_batch import InputBatch
 from paxkv.runner.features.base import FeatureStep, StepFeature
 from paxkv.runner.sampling.sampling_columns import needs_host_to_draw
@@ -84,6 +85,7 @@ class BatchBuilder:
             num_computed_np=self._rows.num_computed_tokens_np[rows_np],
             num_tokens_np=self._rows.num_tokens_np[rows_np],
             num_pending_np=self._rows.num_pending_np[rows_np],
+            num_drafts_np=_count_drafts(scheduler_output, req_ids),
             token_ids_np=self._rows.token_ids_np,
             num_decode_steps=num_steps,
         )
@@ -102,29 +104,42 @@ class BatchBuilder:
             )
         if num_steps > 1 or (can_burst and bool((rows.num_scheduled_np == 1).all())):
             return self._build_burst(rows, num_steps, features, leaves_logits=needs_host)
-        return self._build_step(rows, features)
+        return self._build_step(rows, features, scheduler_output.scheduled_spec_decode_tokens)
 
-    def _build_step(self, rows: ScheduledRows, features: tuple[FeatureStep, ...]) -> BuiltStep:
+    def _build_step(
+        self,
+        rows: ScheduledRows,
+        features: tuple[FeatureStep, ...],
+        drafts: Mapping[str, Sequence[int]],
+    ) -> BuiltStep:
         num_reqs, num_tokens = len(rows.req_ids), len(rows.positions_np)
         shape = self._buckets.shape_for(num_tokens, _variants_of(features))
         packed_np, views = _make_buffer(shape)
         self._fill(views, rows, rows.row_of_token_np, rows.positions_np)
+        if drafts:
+            self._fill_drafts(views, rows, drafts)
         views["query_start_loc"][1 : num_reqs + 1] = rows.ends_np
         views["query_start_loc"][num_reqs + 1 :] = num_tokens
-        seq_lens_np = rows.num_computed_np + rows.num_scheduled_np
-        views["seq_lens"][:num_reqs] = seq_lens_np
-        views["logits_indices"][:num_reqs] = rows.ends_np - 1
-        is_drawn_np = seq_lens_np >= rows.num_tokens_np
-        # The drawn token's own position: the draw must not depend on how the prompt was split.
-        views["draw_position"][:num_reqs] = seq_lens_np * is_drawn_np
+        views["seq_lens"][:num_reqs] = rows.num_computed_np + rows.num_scheduled_np
+        draws = plan_draws(rows, self._rows.is_pooled_np[rows.rows_np])
+        num_draws = len(draws.req_idx_np)
+        views["logits_indices"][:num_draws] = draws.token_idx_np
+        drawing_rows_np = rows.rows_np[draws.req_idx_np]
+        views["sampling_rows"][:num_draws] = self._rows.sampling_rows_np[drawing_rows_np]
+        views["draw_position"][:num_draws] = draws.draw_position_np
+        if shape.max_draws > 1:
+            views["draw_idx"][:num_draws] = draws.draw_idx_np
+            views["draw_req"][:num_draws] = draws.req_idx_np
         _fill_features(features, views)
         return BuiltStep(
             shape=shape,
             packed_np=packed_np,
             req_ids=rows.req_ids,
             rows_np=rows.rows_np,
-            num_drawn_np=is_drawn_np.astype(np.int32),
-            num_drawn_of_each=1 if is_drawn_np.all() else None,
+            num_drawn_np=draws.num_drawn_np,
+            num_drawn_of_each=1 if (draws.num_drawn_np == 1).all() else None,
+            num_drafts_np=rows.num_drafts_np,
+            first_draw_np=draws.first_row_np,
             num_padded_tokens=shape.num_computed(num_tokens) - num_tokens,
             features=features,
         )
@@ -146,6 +161,7 @@ class BatchBuilder:
         views["num_steps"][:] = num_steps
         views["leaves_logits"][:] = leaves_logits
         views["num_tokens"][:num_reqs] = rows.num_scheduled_np
+        views["sampling_rows"][:num_reqs] = self._rows.sampling_rows_np[rows.rows_np]
         views["ending_ids"][:num_reqs] = self._rows.ending_ids_np[rows.rows_np]
         views["first_end"][:num_reqs] = self._rows.first_end_np[rows.rows_np]
         _fill_features(features, views)
@@ -160,6 +176,8 @@ class BatchBuilder:
             rows_np=rows.rows_np,
             num_drawn_np=num_drawn_np,
             num_drawn_of_each=num_steps if (num_drawn_np == num_steps).all() else None,
+            num_drafts_np=rows.num_drafts_np,
+            first_draw_np=np.arange(num_reqs, dtype=np.int32),
             num_padded_tokens=shape.num_computed(num_reqs) * num_steps - len(rows.positions_np),
             features=features,
             leaves_logits=leaves_logits,
@@ -172,15 +190,13 @@ class BatchBuilder:
         row_of_token_np: np.ndarray,  # i32[num_tokens]
         positions_np: np.ndarray,  # i32[num_tokens]
     ) -> None:
-        """What both kinds of step have: tokens to compute first, block tables, settings."""
+        """Fills what steps and bursts have: the tokens to compute first, and block tables."""
         num_reqs, num_tokens = len(rows.req_ids), len(positions_np)
         views["positions"][:num_tokens] = positions_np
         group_tables = iter(self._rows.block_tables.tables)
         for inputs_idx in range(len(self._buckets.tables)):
             for group_np in views[table_field(inputs_idx)]:
                 group_np[:num_reqs] = next(group_tables).block_ids_np[rows.rows_np]
-        views["sampling_rows"][:num_reqs] = self._rows.sampling_rows_np[rows.rows_np]
-
         token_source_np = views["token_source"]
         token_source_np[:] = self._host_token
         is_on_device_np = positions_np >= self._rows.num_tokens_np[row_of_token_np]
@@ -194,6 +210,18 @@ class BatchBuilder:
                 is_on_device_np, prev_sampled_idx_np, self._host_token
             )
 
+    def _fill_drafts(
+        self,
+        views: dict[str, np.ndarray],
+        rows: ScheduledRows,
+        drafts: Mapping[str, Sequence[int]],
+    ) -> None:
+        for req_id, draft_ids in drafts.items():
+            end = int(rows.ends_np[rows.req_ids.index(req_id)])
+            places = slice(end - len(draft_ids), end)
+            views["token_ids"][places] = draft_ids
+            views["token_source"][places] = self._host_token
+
     def _check(self, rows: ScheduledRows, *, is_burst: bool) -> None:
         rows_np, num_scheduled_np = rows.rows_np, rows.num_scheduled_np
         num_tokens_np = rows.num_tokens_np
@@ -202,10 +230,11 @@ class BatchBuilder:
         num_available_np = num_tokens_np + rows.num_pending_np * is_on_device_np
         # What a burst computes behind its first token it draws itself, and so it must be the last.
         num_given_np = np.minimum(num_scheduled_np, 1) if is_burst else num_scheduled_np
-        given_ends_np = rows.num_computed_np + num_given_np
-        is_bad_np = (num_scheduled_np < 1) | (given_ends_np > num_available_np)
-        if is_burst:
-            is_bad_np |= given_ends_np < num_available_np
+        given_ends_np = rows.num_computed_np + num_given_np - rows.num_drafts_np
+        is_bad_np = (num_scheduled_np <= rows.num_drafts_np) | (given_ends_np > num_available_np)
+        # So must be the token before drafts.
+        must_be_last_np = True if is_burst else rows.num_drafts_np > 0
+        is_bad_np |= must_be_last_np & (given_ends_np < num_available_np)
         # Of tokens that the host does not know, the device keeps the last.
         num_from_device_np = given_ends_np - np.maximum(rows.num_computed_np, num_tokens_np)
         is_bad_np |= (num_from_device_np > 0) & (rows.num_computed_np < num_available_np - 1)
@@ -241,6 +270,15 @@ class BatchBuilder:
                     f"request {rows.req_ids[rows.req_of_token_np[bad]]!r} would write position "
                     f"{rows.positions_np[bad]} to the null block in KV cache group {group_idx}."
                 )
+
+
+def _count_drafts(
+    scheduler_output: SchedulerOutput, req_ids: list[str]
+) -> np.ndarray:  # i32[len(req_ids)]
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    if not drafts:
+        return np.zeros(len(req_ids), np.int32)
+    return np.array([len(drafts.get(req_id, ())) for req_id in req_ids], np.int32)
 
 
 def _variants_of(features: Sequence[FeatureStep]) -> tuple[StepVariant, ...]:

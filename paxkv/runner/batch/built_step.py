@@ -16,9 +16,11 @@ class BuiltStep:
         packed_np: i32[num_words], owned by nobody else.
         req_ids: Requests of the step; request r is row r of the step's arrays.
         rows_np: i32[len(req_ids)], their rows in the `InputBatch`.
-        num_drawn_np: i32[len(req_ids)], tokens that the step draws for the request, or fewer where
-            one of them ends it; 0 while its prompt is not finished.
+        num_drawn_np: i32[len(req_ids)], tokens that the step draws for the request; 0 while its
+            prompt is not finished. Fewer come if one of them ends the request, or is not the draft.
         num_drawn_of_each: The one number in it; None where they differ.
+        num_drafts_np: i32[len(req_ids)], drafts that the step verifies for the request.
+        first_draw_np: i32[len(req_ids)], the request's first row of logits. Its other rows follow.
         num_padded_tokens: Tokens that it computes for nobody.
         features: What step features do in it.
         leaves_logits: Whether the sampler must draw after a burst. It always draws after steps.
@@ -30,6 +32,8 @@ class BuiltStep:
     rows_np: np.ndarray
     num_drawn_np: np.ndarray
     num_drawn_of_each: int | None
+    num_drafts_np: np.ndarray
+    first_draw_np: np.ndarray
     num_padded_tokens: int
     features: tuple[FeatureStep, ...] = ()
     leaves_logits: bool = False

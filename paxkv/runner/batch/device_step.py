@@ -1,5 +1,6 @@
 """`DeviceStep`: a step on its way; brings its tokens home and writes them into the rows."""
 
+import collections
 from collections.abc import Callable, Mapping
 
 import jax
@@ -38,10 +39,10 @@ class DeviceStep:
     """A step that the device is computing, or has computed.
 
     Attributes:
-        result: i32[max_steps, num_reqs, RESULT_WIDTH], on the device; None before its tokens are
-            drawn, and after they were fetched.
+        result: i32[max_steps or max_draws, num_reqs, RESULT_WIDTH], on the device; None before its
+            tokens are drawn, and after they were fetched.
         feature_results: Results of step features on the device, by variant and by name.
-        grammar_rows: Requests that draw a token which a grammar binds, and their rows in the step.
+        grammar_rows: For each request that draws tokens which a grammar binds, its rows of logits.
     """
 
     def __init__(
@@ -61,10 +62,15 @@ class DeviceStep:
         self._states = (
             [rows.requests[req_id] for req_id in built.req_ids] if rows.num_wanting_more else None
         )
-        self.grammar_rows: dict[str, int] = {
-            state.req_id: req_idx
-            for req_idx, state in enumerate(self._states or [])
-            if state.needs_grammar and built.num_drawn_np[req_idx] > 0
+        self.grammar_rows: dict[str, range] = {
+            state.req_id: range(first, first + num_drawn)
+            for state, first, num_drawn in zip(
+                self._states or [],
+                built.first_draw_np.tolist() if self._states else [],
+                built.num_drawn_np.tolist() if self._states else [],
+                strict=True,
+            )
+            if state.needs_grammar and num_drawn > 0
         }
         self._draw: Callable[[np.ndarray], jax.Array] | None = None
         self._mask_dims = (0, 0)
@@ -81,7 +87,7 @@ class DeviceStep:
     def wait_for_bitmask(
         self,
         draw: Callable[[np.ndarray], jax.Array],
-        mask_dims: tuple[int, int],  # max_num_seqs, 1 + vocab_words
+        mask_dims: tuple[int, int],  # num_rows, 1 + vocab_words
     ) -> None:
         """Leaves it to `start_sampling` to call `draw` with the rows of all grammars."""
         self._draw, self._mask_dims = draw, mask_dims
@@ -92,13 +98,15 @@ class DeviceStep:
             raise InvariantError("the step waits for no grammar, or has had its bitmask.")
         req_ids, bitmask_np = grammar_bitmask.req_ids, grammar_bitmask.bitmask_np
         dims = (len(req_ids), self._mask_dims[1] - 1)
-        if sorted(req_ids) != sorted(self.grammar_rows) or bitmask_np.shape != dims:
+        wanted = {req_id: len(rows) for req_id, rows in self.grammar_rows.items()}
+        if collections.Counter(req_ids) != wanted or bitmask_np.shape != dims:
             raise InvariantError(
-                f"a step's bitmask must have the rows of {sorted(self.grammar_rows)}, of "
-                f"{dims[1]} words each; got {sorted(req_ids)} and {bitmask_np.shape}."
+                f"a step's bitmask must have so many rows for each request: {wanted}, of {dims[1]} "
+                f"words each; got rows for {sorted(req_ids)} and the shape {bitmask_np.shape}."
             )
         mask_np = np.zeros(self._mask_dims, np.int32)
-        rows = [self.grammar_rows[req_id] for req_id in req_ids]
+        next_rows = {req_id: iter(rows) for req_id, rows in self.grammar_rows.items()}
+        rows = [next(next_rows[req_id]) for req_id in req_ids]
         mask_np[rows, 0] = 1
         mask_np[rows, 1:] = bitmask_np
         draw, self._draw = self._draw, None
@@ -106,7 +114,7 @@ class DeviceStep:
 
     def take_logits(
         self,
-        logits: jax.Array,  # f32[max_num_seqs, vocab]
+        logits: jax.Array,  # f32[num_rows, vocab]
     ) -> None:
         """Brings home the logits that tokens are drawn from, where a request is to be told of them.
 
@@ -128,7 +136,7 @@ class DeviceStep:
             raise InvariantError("the tokens of a step are fetched once.")
         result_np, self.result = _fetch(self.result), None
         if self._logits_np is not None:
-            result_np = append_logits(result_np, self._logits_np)
+            result_np = append_logits(result_np, self._logits_np, self._built.first_draw_np)
         req_ids = self._built.req_ids
         if self._logits_check is not None:
             num_drawn_np, unfinished = self._built.num_drawn_np, self._rows.requests.keys()
@@ -156,7 +164,7 @@ class DeviceStep:
 
     def _take_tokens(
         self,
-        result_np: np.ndarray,  # i32[max_steps, num_reqs, RESULT_WIDTH]
+        result_np: np.ndarray,  # i32[max_steps or max_draws, num_reqs, RESULT_WIDTH]
     ) -> list[list[int]]:
         """Writes the tokens into the rows that still wait for them; returns those of each."""
         rows_np, num_drawn_np = self._built.rows_np, self._built.num_drawn_np

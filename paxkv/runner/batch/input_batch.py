@@ -39,6 +39,7 @@ class CachedRequestState:
     early_end_ids: tuple[int, ...]
     has_row_state: bool  # whether the device keeps a row of it
     needs_grammar: bool
+    is_pooled: bool
 
     @property
     def wants_more_than_tokens(self) -> bool:
@@ -84,7 +85,9 @@ class InputBatch:
         self.sampling_rows_np = np.zeros((max_num_seqs, NUM_COLUMNS), np.int32)
         self.ending_ids_np = np.full((max_num_seqs, MAX_ENDING_IDS), NO_TOKEN, np.int32)
         self.first_end_np = np.zeros(max_num_seqs, np.int32)
-        # Place of the row's last token among those that the last step drew; -1 if it drew none.
+        self.is_pooled_np = np.zeros(max_num_seqs, bool)
+        # Place of the row's last token among those that the last step drew. -1 if it drew none, or
+        # as many as only the sampler knows.
         self.prev_sampled_idx_np = np.full(max_num_seqs, -1, np.int32)
         # `num_changes` when the row was last taken or given back: tokens that were drawn for it
         # before are not for whoever has it now.
@@ -210,8 +213,13 @@ class InputBatch:
         self,
         rows_np: np.ndarray,  # i32[num_reqs], rows in the order of the step
         num_drawn_np: np.ndarray,  # i32[num_reqs], tokens that it draws for each
+        num_drafts_np: np.ndarray | None = None,  # i32[num_reqs], drafts that it verifies for each
     ) -> None:
-        """Remembers whose last token is among those that a step which was started draws."""
+        """Notes which requests draw tokens in the step that has just been started.
+
+        A request with drafts may get fewer tokens than `num_drawn_np`. No other step may compute
+        its next token before the host has these.
+        """
         noted = self._noted
         if noted is not None and noted[0] is rows_np and noted[1] is num_drawn_np:
             self._num_late_steps += 1
@@ -219,7 +227,10 @@ class InputBatch:
         self._settle()
         self.prev_sampled_idx_np[:] = -1
         step_idx_np = np.arange(len(rows_np), dtype=np.int32)
-        self.prev_sampled_idx_np[rows_np] = np.where(num_drawn_np > 0, step_idx_np, -1)
+        is_known_np = num_drawn_np > 0
+        if num_drafts_np is not None:
+            is_known_np &= num_drafts_np == 0
+        self.prev_sampled_idx_np[rows_np] = np.where(is_known_np, step_idx_np, -1)
         self._num_pending_np[rows_np] += num_drawn_np
         self._noted = (rows_np, num_drawn_np)
 
@@ -320,6 +331,7 @@ class InputBatch:
                 bool(processors & ~(Processors.GRAMMAR | Processors.SHOWN)) or params.min_tokens > 0
             ),
             needs_grammar=new_req.needs_grammar,
+            is_pooled=new_req.is_pooled,
         )
         self.requests[new_req.req_id] = state
         self._take_row(state, new_req.prompt_token_ids)
@@ -364,6 +376,7 @@ class InputBatch:
             self._started.append(state)
         self.ending_ids_np[row_idx] = state.ending_ids_np
         self.first_end_np[row_idx] = state.first_end
+        self.is_pooled_np[row_idx] = state.is_pooled
         self.prev_sampled_idx_np[row_idx] = -1
         self._note_change(state, row_idx, 1)
 

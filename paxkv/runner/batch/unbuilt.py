@@ -1,28 +1,39 @@
-"""Refuses what a step's decision may contain and the device half cannot compute yet."""
+"""Refuses a step's decision that contains something which neither the runner nor a feature does."""
+
+from collections.abc import Collection
 
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.errors import InvariantError
 
 
-def refuse_unbuilt(scheduler_output: SchedulerOutput) -> None:
-    """Checks that a step has nothing which would be left out in silence.
+def refuse_unbuilt(
+    scheduler_output: SchedulerOutput, handled: Collection[str] = (), *, max_drafts: int = 0
+) -> None:
+    """Checks that no part of a step would be ignored.
+
+    Args:
+        handled: Parts that features handle (`StepFeature.handles`).
+        max_drafts: Most drafts of a request.
 
     Raises:
-        InvariantError: It has. Requests that lead to it are to be refused where they come in.
+        InvariantError: A part would be ignored. The engine must refuse requests that lead to it
+            when they arrive.
     """
-    wanted = {
-        "draft tokens to verify": list(scheduler_output.scheduled_spec_decode_tokens),
-        "encoder inputs": list(scheduler_output.scheduled_encoder_inputs),
-        "LoRA adapters": [r.req_id for r in scheduler_output.scheduled_new_reqs if r.lora_name],
-        "multimodal items": [
-            r.req_id for r in scheduler_output.scheduled_new_reqs if r.mm_features
+    new_reqs = scheduler_output.scheduled_new_reqs
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    found = {
+        "scheduled_encoder_inputs": list(scheduler_output.scheduled_encoder_inputs),
+        "lora_name": [new_req.req_id for new_req in new_reqs if new_req.lora_name],
+        "mm_features": [new_req.req_id for new_req in new_reqs if new_req.mm_features],
+        f"more than {max_drafts} drafts": [
+            req_id for req_id, draft_ids in drafts.items() if len(draft_ids) > max_drafts
         ],
     }
-    unbuilt = {name: req_ids for name, req_ids in wanted.items() if req_ids}
+    unbuilt = {part: req_ids for part, req_ids in found.items() if req_ids and part not in handled}
     if unbuilt:
         raise InvariantError(f"the runner cannot compute this yet, of these requests: {unbuilt}.")
-    if scheduler_output.kv_connector_metadata is not None:
+    metadata = scheduler_output.kv_connector_metadata
+    if metadata is not None and "kv_connector_metadata" not in handled:
         raise InvariantError(
-            "the runner has no KV connector, got metadata of "
-            f"{type(scheduler_output.kv_connector_metadata).__name__}."
+            f"the runner has no KV connector, got metadata of {type(metadata).__name__}."
         )

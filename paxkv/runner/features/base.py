@@ -67,6 +67,23 @@ class StepFeature(Protocol):
 
     arrays: dict[str, jax.Array]
 
+    @property
+    def handles(self) -> frozenset[str]:
+        """Fields of a decision, or of its new requests, that only this feature computes.
+
+        Possible are "lora_name", "mm_features", "scheduled_encoder_inputs" and
+        "kv_connector_metadata". The runner refuses decisions with fields that no feature handles.
+        """
+        return frozenset()
+
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts of one request that the feature proposes with `FeatureStep.finish`.
+
+        They go into `ModelRunnerOutput.draft_token_ids`. With drafts there are no bursts.
+        """
+        return 0
+
     def num_bytes(self) -> int:
         """Bytes of `arrays`. The memory plan leaves room for them."""
         return sum(

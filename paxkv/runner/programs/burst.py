@@ -44,7 +44,7 @@ def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
     shape's features.
 
     With `leaves_logits`, the burst takes one step and draws nothing. It leaves the step's logits
-    and `sampling` i32[max_num_seqs, STEP_ROW_WIDTH] for the sampler, as `make_step` does.
+    and `sampling` i32[max_num_seqs, step_row_width] for the sampler, as `make_step` does.
     """
     layout = PackedLayout(shape)
 
@@ -102,13 +102,13 @@ def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
 
 def _sampling_of(
     fields: dict[str, jax.Array], state: DecodeState, *, num_rows: int
-) -> jax.Array:  # i32[num_rows, STEP_ROW_WIDTH]
+) -> jax.Array:  # i32[num_rows, step_row_width]
     """What the draw of the next token needs. Rows that draw nothing have `draw_position` 0."""
     draws = state.is_alive & (fields["draws"] != 0)
     # The drawn token's own position: the draw must not depend on how steps are put together.
     draw_position = jnp.where(draws, state.positions + 1, 0)
     rows = {"sampling_rows": fields["sampling_rows"], "draw_position": draw_position}
-    return join_step_rows(rows, max_num_seqs=num_rows)
+    return join_step_rows(rows, num_rows=num_rows)
 
 
 def _draw(

@@ -14,7 +14,7 @@ from paxkv.runner.shapes.packed_layout import PackedLayout
 from paxkv.runner.shapes.program_shapes import StepShape
 from paxkv.runner.shapes.step_variant import StepPart
 
-# The cache, logits f32[max_num_seqs, vocab], and what parts of the step change for features.
+# The cache, logits f32[num_rows, vocab], and what parts of the step change for features.
 _TileState = tuple[Pages, jax.Array, FeatureValues]
 
 
@@ -35,7 +35,7 @@ def make_invariant_step(model: LoadedModel, shape: StepShape) -> StepFunction:
         kv_cache: Pages,
         packed: jax.Array,  # i32[num_words]
         prev_tokens: jax.Array,  # i32[max_num_seqs]
-        logits: jax.Array,  # f32[max_num_seqs, vocab], of an earlier step, to be overwritten
+        logits: jax.Array,  # f32[num_rows, vocab], of an earlier step, to be overwritten
         kept: FeatureValues = (),
         donated: FeatureValues = (),
     ) -> tuple[Pages, jax.Array, jax.Array, FeatureValues, FeatureValues]:
@@ -69,18 +69,17 @@ def make_invariant_step(model: LoadedModel, shape: StepShape) -> StepFunction:
         kv_cache, logits, values = jax.lax.fori_loop(
             0, num_tiles, run_tile, (kv_cache, logits, features.first_values(donated))
         )
-        sampling = join_step_rows(fields, max_num_seqs=prev_tokens.shape[0])
+        sampling = join_step_rows(fields, num_rows=logits.shape[0])
         return kv_cache, logits, sampling, *features.split(values)
 
     return step
 
 
 def _logits_rows(fields: dict[str, jax.Array], *, num_logits: int) -> jax.Array:  # i32[num_tokens]
-    """Row of the logits that each token's go to; num_logits, which is none, for most of them."""
+    """The row that each token's logits go to; num_logits, past the last row, for most tokens."""
     num_tokens, num_wanted = fields["token_ids"].shape[0], fields["logits_indices"].shape[0]
-    starts = fields["query_start_loc"]
-    is_used = starts[1:] > starts[:-1]  # bool[num_reqs], and there are as many logits
-    token_idx = jnp.where(is_used, fields["logits_indices"], num_tokens)
+    # Logits from which no token is drawn are not needed.
+    token_idx = jnp.where(fields["draw_position"] > 0, fields["logits_indices"], num_tokens)
     rows = jnp.full(num_tokens, num_logits, jnp.int32)
     return rows.at[token_idx].set(jnp.arange(num_wanted, dtype=jnp.int32), mode="drop")
 

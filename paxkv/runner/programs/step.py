@@ -62,11 +62,10 @@ def take_tokens(
 def make_step(model: LoadedModel, shape: StepShape) -> StepFunction:
     """The step of one shape, not yet compiled.
 
-    It leaves `logits` f32[max_num_seqs, vocab] on the device, one row for each request by its place
-    in the step, and beside them `sampling` i32[max_num_seqs, STEP_ROW_WIDTH]: what the sampler
-    (`make_sampler`) has to know of each row. The sampler is a program of its own, since it would
-    take a quarter of the time to compile each of many steps. Last come the results of the shape's
-    features, and their donated arrays.
+    It leaves the rows of `logits` f32[num_rows, vocab] that its `DrawPlan` has on the device, and
+    `sampling` i32[num_rows, step_row_width], which the sampler (`make_sampler`) needs of each row.
+    The sampler is a program of its own, because it would take a quarter of the time to compile each
+    of many steps. Last come the results of the shape's features, and their donated arrays.
     """
     layout = PackedLayout(shape)
 
@@ -75,7 +74,7 @@ def make_step(model: LoadedModel, shape: StepShape) -> StepFunction:
         kv_cache: Pages,
         packed: jax.Array,  # i32[num_words]
         prev_tokens: jax.Array,  # i32[max_num_seqs]
-        logits: jax.Array,  # f32[max_num_seqs, vocab], of an earlier step, to be overwritten
+        logits: jax.Array,  # f32[num_rows, vocab], of an earlier step, to be overwritten
         kept: FeatureValues = (),
         donated: FeatureValues = (),
     ) -> tuple[Pages, jax.Array, jax.Array, FeatureValues, FeatureValues]:
@@ -91,7 +90,7 @@ def make_step(model: LoadedModel, shape: StepShape) -> StepFunction:
         logits = write_logits(model, params, batch, outputs.for_logits, logits)
         logits_of = functools.partial(model.compute_logits, params)
         values = features.update(values, outputs, whole, logits_of)
-        sampling = join_step_rows(fields, max_num_seqs=prev_tokens.shape[0])
+        sampling = join_step_rows(fields, num_rows=logits.shape[0])
         return kv_cache, logits, sampling, *features.split(values)
 
     return step
@@ -102,11 +101,11 @@ def write_logits(
     params: Params,
     batch: ForwardBatch,
     hidden: jax.Array,  # f[num_logits, hidden]
-    logits: jax.Array,  # f32[max_num_seqs, vocab]
-) -> jax.Array:  # f32[max_num_seqs, vocab]
+    logits: jax.Array,  # f32[num_rows, vocab]
+) -> jax.Array:  # f32[num_rows, vocab]
     """`logits` with its first rows replaced.
 
-    At the step's width, since a step has no more requests than tokens.
+    At the step's width, because a step has no more rows of logits than tokens.
     """
 
     def write(width: Width, logits: jax.Array) -> jax.Array:

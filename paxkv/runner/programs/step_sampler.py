@@ -19,19 +19,19 @@ class StepSampler:
     """Owns the logits that a step leaves, and the `RowState`; draws the step's tokens from both.
 
     Attributes:
-        logits: f32[max_num_seqs, vocab]; the next step is given them, to be overwritten.
+        logits: f32[num_rows, vocab]; the next step is given them, to be overwritten.
         row_state: The next burst is given it, to be overwritten.
-        mask_dims: Of a `token_mask` (`process_logits`): max_num_seqs, 1 + vocab_words.
+        mask_dims: Of a `token_mask` (`process_logits`): num_rows, 1 + vocab_words.
     """
 
     def __init__(self, programs: StepPrograms, *, vocab_size: int, sharding: Sharding) -> None:
         buckets = programs.buckets
-        max_num_seqs = buckets.sampler_shape.num_rows
+        num_rows = buckets.sampler_shape.num_rows
         self._programs = programs
         self._sampler_shape, self._row_shape = buckets.sampler_shape, buckets.row_shape
         self._sharding = sharding
-        self.logits = put_zeros((max_num_seqs, vocab_size), jnp.float32, sharding)
-        self.mask_dims = (max_num_seqs, 1 + vocab_words(vocab_size))
+        self.logits = put_zeros((num_rows, vocab_size), jnp.float32, sharding)
+        self.mask_dims = (num_rows, 1 + vocab_words(vocab_size))
         self.row_state = allocate_row_state(buckets.row_shape, vocab_size, sharding)
         # Stays there, since most steps have no grammar.
         self._no_mask = put_zeros(self.mask_dims, jnp.int32, sharding)
@@ -39,10 +39,11 @@ class StepSampler:
     @staticmethod
     def num_bytes(buckets: StepBuckets, vocab_size: int) -> int:
         """Bytes of the arrays on the device. All have 32 bits per number."""
-        max_num_seqs = buckets.sampler_shape.num_rows
+        sampler_shape, row_shape = buckets.sampler_shape, buckets.row_shape
         widths = (vocab_size, 1 + vocab_words(vocab_size))
-        fields = row_fields(buckets.row_shape.max_model_len, vocab_size).values()
-        return 4 * max_num_seqs * (sum(widths) + sum(math.prod(dims) for dims in fields))
+        fields = row_fields(row_shape.max_model_len, vocab_size).values()
+        num_state_words = row_shape.num_rows * sum(math.prod(dims) for dims in fields)
+        return 4 * (sampler_shape.num_rows * sum(widths) + num_state_words)
 
     def write_rows(self, packed_rows_np: Sequence[np.ndarray], kv_cache: Pages) -> None:
         """Writes rows of `pack_row`."""
@@ -53,7 +54,7 @@ class StepSampler:
 
     def draw(
         self,
-        sampling: jax.Array,  # i32[max_num_seqs, STEP_ROW_WIDTH], of the step that left the logits
+        sampling: jax.Array,  # i32[num_rows, step_row_width], of the step that left the logits
         mask_np: np.ndarray | None,  # i32[mask_dims]
         kv_cache: Pages,
     ) -> tuple[jax.Array, jax.Array]:

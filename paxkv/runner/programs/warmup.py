@@ -37,7 +37,7 @@ from paxkv.runner.shapes.program_shapes import (
     RowShape,
     SamplerShape,
 )
-from paxkv.runner.shapes.sampling_row import STEP_ROW_WIDTH
+from paxkv.runner.shapes.sampling_row import step_row_width
 from paxkv.runner.shapes.step_buckets import StepBuckets
 from paxkv.runner.shapes.step_variant import StepVariant
 
@@ -127,7 +127,7 @@ class StepPrograms:
         if isinstance(shape, RowShape):
             packed = self._abstract_int32(num_row_words(shape.max_model_len, vocab_size))
             return jax.jit(write_row, donate_argnums=0).lower(state, packed)
-        sampling = self._abstract_int32(shape.num_rows, STEP_ROW_WIDTH)
+        sampling = self._abstract_int32(shape.num_rows, step_row_width(shape.max_draws))
         token_mask = self._abstract_int32(shape.num_rows, 1 + vocab_words(vocab_size))
         sampler = jax.jit(make_sampler(shape), donate_argnums=(0, 1))
         return sampler.lower(self._abstract_logits(), state, sampling, token_mask)
@@ -258,7 +258,7 @@ class StepPrograms:
         return self._programs[shape]
 
     def _abstract_logits(self) -> jax.ShapeDtypeStruct:
-        dims = (self._max_num_seqs, self._model.config.vocab_size)
+        dims = (self.buckets.sampler_shape.num_rows, self._model.config.vocab_size)
         return jax.ShapeDtypeStruct(dims, jnp.float32, sharding=self._sharding)
 
     def _abstract_row_state(self) -> RowState:

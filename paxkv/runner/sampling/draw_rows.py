@@ -16,7 +16,7 @@ from paxkv.runner.sampling.sampling_columns import Processors, decode_processors
 def draw_rows(
     logits: jax.Array,  # f32[num_rows or more, vocab]
     state: RowState,
-    sampling: jax.Array,  # i32[num_rows, STEP_ROW_WIDTH]
+    sampling: jax.Array,  # i32[num_rows, step_row_width]
     token_mask: jax.Array | None,  # i32[num_rows, 1 + vocab_words], as `process_logits` takes it
     *,
     chunk_rows: int,
@@ -83,7 +83,7 @@ def _num_chunks(
 def _draw_chunk(
     logits_of: Callable[[], jax.Array],  # f32[chunk_rows, vocab]
     state: RowState,
-    sampling: jax.Array,  # i32[chunk_rows, STEP_ROW_WIDTH]
+    sampling: jax.Array,  # i32[chunk_rows, step_row_width]
     token_mask: jax.Array | None,
     greedy_ids: jax.Array | None,
 ) -> jax.Array:  # i32[chunk_rows, RESULT_WIDTH]
@@ -105,12 +105,22 @@ def _draw_chunk(
 
 def _note_drawn(
     state: RowState,
-    sampling: jax.Array,  # i32[num_rows, STEP_ROW_WIDTH]
+    sampling: jax.Array,  # i32[num_rows, step_row_width]
     token_ids: jax.Array,  # i32[num_rows]
 ) -> RowState:
     """Adds the drawn tokens to those of the rows whose next draw depends on them."""
+    return note_tokens(state, sampling, token_ids, decode_processors(sampling).draw_position)
+
+
+def note_tokens(
+    state: RowState,
+    sampling: jax.Array,  # i32[num_rows, step_row_width]
+    token_ids: jax.Array,  # i32[num_rows]
+    positions: jax.Array,  # i32[num_rows]
+) -> RowState:
+    """Writes tokens to the histories of rows that draw and whose draws depend on a history."""
     inputs = decode_processors(sampling)
     num_rows = state.token_ids.shape[0]
     row = jnp.where(inputs.has(Processors.TOKEN_HISTORY), inputs.row, num_rows)
-    history = state.token_ids.at[row, inputs.draw_position].set(token_ids, mode="drop")
+    history = state.token_ids.at[row, positions].set(token_ids, mode="drop")
     return dataclasses.replace(state, token_ids=history)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 
+from paxkv.runner.sampling.accept_drafts import accept_drafts, note_given
 from paxkv.runner.sampling.draw_rows import draw_rows
 from paxkv.runner.sampling.row_state import RowState
 from paxkv.runner.shapes.program_shapes import SamplerShape
@@ -17,20 +18,26 @@ SamplerFunction = Callable[
 def make_sampler(shape: SamplerShape) -> SamplerFunction:
     """The sampler of one shape, not yet compiled. It takes what a step of `make_step` returns.
 
-    Its result i32[1, num_rows, RESULT_WIDTH] has a row for each row of the logits (`pack_result`),
-    like a burst of one step. Rows that draw nothing may hold anything. `next_tokens` i32[num_rows]
-    are the drawn tokens, for the next step's `prev_tokens`: this step can start before the host has
-    seen them. The logits are returned unchanged, so that a step that overwrites them must wait for
-    this program.
+    Its result i32[max_draws, num_reqs, RESULT_WIDTH] has the draws of each request (`pack_result`),
+    like a burst of `max_draws` steps. Requests that draw nothing may have anything there.
+    `next_tokens` i32[num_reqs] are the first draws, for the next step's `prev_tokens`: this step
+    can start before the host has them. The logits are returned unchanged, so that a step that
+    overwrites them must wait for this program.
+
+    With `max_draws` above 1, a request draws the token at each draft's position and the token after
+    its last draft. Its tokens end with the first one that is not the draft.
     """
 
     def draw(
         logits: jax.Array,  # f32[num_rows, vocab]
         state: RowState,
-        sampling: jax.Array,  # i32[num_rows, STEP_ROW_WIDTH]
+        sampling: jax.Array,  # i32[num_rows, step_row_width]
         token_mask: jax.Array,  # i32[num_rows, 1 + vocab_words], as `process_logits` takes it
     ) -> tuple[jax.Array, RowState, jax.Array, jax.Array]:
+        if shape.max_draws > 1:
+            state = note_given(state, sampling)
         result, state = draw_rows(logits, state, sampling, token_mask, chunk_rows=shape.chunk_rows)
-        return logits, state, result[None], result[:, 0]
+        by_req = result[None] if shape.max_draws == 1 else accept_drafts(result, sampling, shape)
+        return logits, state, by_req, by_req[0, :, 0]
 
     return draw

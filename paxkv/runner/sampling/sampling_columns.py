@@ -11,6 +11,7 @@ import numpy as np
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.runner.shapes.sampling_row import (
     COLUMNS,
+    DRAW_POSITION,
     MIN_TOKENS_END,
     NUM_COLUMNS,
     NUM_FLOATS,
@@ -144,26 +145,30 @@ def encode_sampling_params(
 
 
 def join_step_rows(
-    fields: dict[str, jax.Array], *, max_num_seqs: int
-) -> jax.Array:  # i32[max_num_seqs, STEP_ROW_WIDTH]
-    """A step's sampling rows for the sampler's program, under `jit`; rows of nobody are zeros."""
-    rows = jnp.concatenate([fields["sampling_rows"], fields["draw_position"][:, None]], axis=1)
-    return jnp.pad(rows, ((0, max_num_seqs - rows.shape[0]), (0, 0)))
+    fields: dict[str, jax.Array], *, num_rows: int
+) -> jax.Array:  # i32[num_rows, step_row_width]
+    """A step's sampling rows for the sampler's program, under `jit`; unused rows are zeros."""
+    columns = [fields["draw_position"]]
+    if "draw_idx" in fields:
+        given_ids = fields["token_ids"][fields["logits_indices"]]
+        columns += [given_ids, fields["draw_idx"], fields["draw_req"]]
+    rows = jnp.concatenate([fields["sampling_rows"], jnp.stack(columns, axis=1)], axis=1)
+    return jnp.pad(rows, ((0, num_rows - rows.shape[0]), (0, 0)))
 
 
 def decode_step_rows(
-    sampling: jax.Array,  # i32[num_rows, STEP_ROW_WIDTH]
+    sampling: jax.Array,  # i32[num_rows, step_row_width]
 ) -> SamplingInputs:
     """Inverse of `join_step_rows`, under `jit`."""
-    return SamplingInputs(rows=sampling, draw_position=sampling[:, NUM_COLUMNS])
+    return SamplingInputs(rows=sampling, draw_position=sampling[:, DRAW_POSITION])
 
 
 def decode_processors(
-    sampling: jax.Array,  # i32[num_rows, STEP_ROW_WIDTH]
+    sampling: jax.Array,  # i32[num_rows, step_row_width]
 ) -> ProcessorInputs:
     """The other half of `join_step_rows`, under `jit`."""
     floats = jax.lax.bitcast_convert_type(sampling[:, :NUM_FLOATS], jnp.float32)
-    draw_position = sampling[:, NUM_COLUMNS]
+    draw_position = sampling[:, DRAW_POSITION]
     is_drawn = draw_position > 0
     return ProcessorInputs(
         presence_penalty=floats[:, 3],

@@ -22,8 +22,16 @@ def result_width(num_logprobs: int | None, vocab_size: int) -> int:
 
 
 def append_logits(
-    result_np: np.ndarray,  # i32[1, num_rows, RESULT_WIDTH]
+    result_np: np.ndarray,  # i32[max_draws, num_reqs or more, RESULT_WIDTH]
     logits_np: np.ndarray,  # f32[num_rows, vocab]
-) -> np.ndarray:  # i32[1, num_rows, RESULT_WIDTH + vocab]
-    """The result of a step whose rows carry logits too."""
-    return np.concatenate([result_np, logits_np.view(np.int32)[None]], axis=2)
+    first_draw_np: np.ndarray,  # i32[num_reqs], each request's first row of logits
+) -> np.ndarray:  # i32[max_draws, num_reqs, RESULT_WIDTH + vocab]
+    """Appends the logits that each draw had to the result of a step.
+
+    Where a request has fewer draws than `max_draws`, any logits follow.
+    """
+    max_draws, num_reqs = len(result_np), len(first_draw_np)
+    rows_np = first_draw_np + np.arange(max_draws, dtype=np.int32)[:, None]
+    rows_np = np.minimum(rows_np, len(logits_np) - 1)
+    bits_np = logits_np.view(np.int32)[rows_np]
+    return np.concatenate([result_np[:, :num_reqs], bits_np], axis=2)

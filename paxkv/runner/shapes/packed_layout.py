@@ -86,7 +86,7 @@ def _tokens(num_tokens: int) -> dict[str, tuple[int, ...]]:
 
 
 def _step_fields(s: StepShape) -> dict[str, tuple[int, ...]]:
-    return {
+    fields = {
         "query_start_loc": (s.num_reqs + 1,),
         "seq_lens": (s.num_reqs,),
         "logits_indices": (s.num_logits,),
@@ -94,6 +94,10 @@ def _step_fields(s: StepShape) -> dict[str, tuple[int, ...]]:
         # Of the token that the row draws; 0 where it draws none.
         "draw_position": (s.num_logits,),
     }
+    if s.max_draws == 1:
+        return fields
+    # Of each row of logits: its number among those of its request, and the request's place.
+    return fields | {"draw_idx": (s.num_logits,), "draw_req": (s.num_logits,)}
 
 
 def _add_features(

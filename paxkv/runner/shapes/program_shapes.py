@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+from typing import Literal
 
 from models import Wants
 from paxkv.runner.shapes.own_program import OwnProgram
@@ -27,11 +28,18 @@ class StepShape:
         features: Further computations, in the order of the runner's features.
         widths: Numbers of tokens that its layers can compute, in rising order. The step uses the
             smallest that holds its tokens. The last is `num_tokens`; empty means only that one.
+        num_logits: Rows of logits. A request has up to `max_draws` of them.
+        logits: "last" if the rows are the last tokens of the requests, in order: then the last
+            layer computes no other row. "indices" for any rows (`Wants`).
+        max_draws: Most tokens that one request draws: 1, and 1 more for each draft that a step can
+            verify.
     """
 
     num_tokens: int
     num_reqs: int
-    num_logits: int  # rows of logits: at most one for each request, for its last token
+    num_logits: int
+    logits: Literal["last", "indices"]
+    max_draws: int = 1
     tables: tuple[TableShape, ...]
     tile_tokens: int | None = None
     features: tuple[StepVariant, ...] = ()
@@ -40,9 +48,7 @@ class StepShape:
     @property
     def wants(self) -> Wants:
         """The outputs that the step needs from the model."""
-        # If no rows could be left out, the last layer computes all rows like the other layers.
-        wants = Wants(logits="last" if self.num_logits < self.num_tokens else "indices")
-        return add_wants(wants, self.features)
+        return add_wants(Wants(logits=self.logits), self.features)
 
     def num_computed(self, num_tokens: int) -> int:
         """Number of tokens that a step of `num_tokens` computes, with padding."""
@@ -92,12 +98,16 @@ class SamplerShape:
     """The dimensions of the one compiled program that draws the tokens of steps.
 
     Args:
-        num_rows: Largest number of rows in a step.
+        num_rows: Largest number of rows of logits in a step.
+        num_reqs: Largest number of requests in a step.
+        max_draws: As in `StepShape`.
         max_model_len: Tokens of a row that the device can keep.
         chunk_rows: Rows that it draws at a time; at most `num_rows`.
     """
 
     num_rows: int
+    num_reqs: int
+    max_draws: int = 1
     max_model_len: int
     chunk_rows: int
 

@@ -17,8 +17,11 @@ COLUMNS = (
     "row",  # in the `InputBatch` and in the `RowState`
 )
 NUM_COLUMNS = len(COLUMNS)
-# What a step leaves for the sampler of each row: its columns, and the place of what it draws.
-STEP_ROW_WIDTH = NUM_COLUMNS + 1
+# Columns that a step adds for the sampler.
+DRAW_POSITION = NUM_COLUMNS  # of the token that the row draws; 0 where it draws none
+# Only if a request may draw several tokens: the token before the drawn one, the number of the draw
+# among those of its request, and the place of the request in the step.
+GIVEN_ID, DRAW_IDX, DRAW_REQ = range(NUM_COLUMNS + 1, NUM_COLUMNS + 4)
 NUM_FLOATS = COLUMNS.index("top_k")
 TOP_K, SEED, WANTS_LOGPROBS, PROCESSORS, NUM_PROMPT_TOKENS, MIN_TOKENS_END, ROW = (
     COLUMNS.index(name)
@@ -27,3 +30,8 @@ TOP_K, SEED, WANTS_LOGPROBS, PROCESSORS, NUM_PROMPT_TOKENS, MIN_TOKENS_END, ROW 
         *("num_prompt_tokens", "min_tokens_end", "row"),
     )
 )
+
+
+def step_row_width(max_draws: int) -> int:
+    """Columns of a row that a step leaves for the sampler, if requests draw up to `max_draws`."""
+    return 1 + (DRAW_POSITION if max_draws == 1 else DRAW_REQ)

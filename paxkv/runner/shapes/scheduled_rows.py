@@ -13,6 +13,8 @@ class ScheduledRows:
         num_tokens_np: i32[num_reqs], tokens whose ids the host knows.
         num_pending_np: i32[num_reqs], further tokens, which steps in flight sample.
         token_ids_np: i32[max_num_seqs, max_model_len], the token ids that the host knows, by row.
+        num_drafts_np: i32[num_reqs], how many of the step's tokens are drafts; they come last. None
+            means that there are none.
         num_decode_steps: See `SchedulerOutput`.
 
     Attributes:
@@ -32,6 +34,7 @@ class ScheduledRows:
         num_tokens_np: np.ndarray,
         num_pending_np: np.ndarray,
         token_ids_np: np.ndarray,
+        num_drafts_np: np.ndarray | None = None,
         num_decode_steps: int = 1,
     ) -> None:
         self.req_ids = req_ids
@@ -40,6 +43,7 @@ class ScheduledRows:
         self.num_computed_np = num_computed_np
         self.num_tokens_np = num_tokens_np
         self.num_pending_np = num_pending_np
+        self.num_drafts_np = np.zeros_like(rows_np) if num_drafts_np is None else num_drafts_np
         self.token_ids_np = token_ids_np
         self.num_decode_steps = num_decode_steps
         self.ends_np = np.cumsum(num_scheduled_np, dtype=np.int32)

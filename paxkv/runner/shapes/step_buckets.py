@@ -35,15 +35,16 @@ class StepBuckets:
     """The shapes of an engine, each kind with the smallest first.
 
     - Steps have buckets of their number of tokens. The other dimensions follow: a scheduled request
-      has at least one token, so a step has at most `num_tokens` requests, and each of them needs
-      the logits of one token.
+      has at least one token, so a step has at most `num_tokens` requests. Each request needs the
+      logits of `max_draws` tokens at most.
     - A step in which every request has one token is a burst of one step or more. Bursts have
-      buckets of their number of requests.
+      buckets of their number of requests. There are no bursts if requests can have drafts.
     - Block copies have buckets of their number. A request copies at most one block in each KV cache
       group, the one that is partly filled.
 
     Args:
         max_decode_burst: Most steps of a burst.
+        max_draws: Most tokens that one request draws in a step; above 1, steps verify drafts.
         batch_invariant: One program computes all steps, tile by tile, so that the same instructions
             compute every token.
         sampled_chunk_rows: Rows that are drawn at a time. None: all at once.
@@ -64,6 +65,7 @@ class StepBuckets:
         max_decode_burst: int,
         tables: tuple[TableShape, ...],
         max_model_len: int,
+        max_draws: int = 1,
         batch_invariant: bool = False,
         sampled_chunk_rows: int | None = SAMPLED_CHUNK_ROWS,
         shares_programs: bool = False,
@@ -71,6 +73,7 @@ class StepBuckets:
         own_programs: Sequence[OwnProgram] = (),
     ) -> None:
         self.tables = tables
+        self.max_draws = max_draws
         self.own_programs = tuple(own_programs)
         tile_tokens = INVARIANT_TILE_TOKENS if batch_invariant else None
         divide = share_programs if shares_programs else one_program_each
@@ -85,7 +88,10 @@ class StepBuckets:
             StepShape(
                 num_tokens=widths[-1],
                 num_reqs=min(widths[-1], max_num_seqs),
-                num_logits=min(widths[-1], max_num_seqs),
+                num_logits=min(widths[-1], max_num_seqs * max_draws),
+                # The last layer leaves out rows only if there are such rows.
+                logits="last" if max_draws == 1 and max_num_seqs < widths[-1] else "indices",
+                max_draws=max_draws,
                 tables=tables,
                 tile_tokens=tile_tokens,
                 features=everywhere,
@@ -102,7 +108,8 @@ class StepBuckets:
             )
             for features in combinations
         }
-        req_widths = () if batch_invariant else divide(decode_buckets(max_num_seqs))
+        has_bursts = max_draws == 1 and not batch_invariant
+        req_widths = divide(decode_buckets(max_num_seqs)) if has_bursts else ()
         self._num_reqs = tuple(widths[-1] for widths in req_widths)
         self.burst_shapes = tuple(
             BurstShape(
@@ -126,10 +133,13 @@ class StepBuckets:
         }
         self._num_copies = copy_buckets(max_num_seqs * sum(table.num_groups for table in tables))
         self.copy_shapes = tuple(CopyShape(num_copies=count) for count in self._num_copies)
+        num_rows = self.step_shapes[-1].num_logits
         self.sampler_shape = SamplerShape(
-            num_rows=max_num_seqs,
+            num_rows=num_rows,
+            num_reqs=max_num_seqs,
+            max_draws=max_draws,
             max_model_len=max_model_len,
-            chunk_rows=min(sampled_chunk_rows or max_num_seqs, max_num_seqs),
+            chunk_rows=min(sampled_chunk_rows or num_rows, num_rows),
         )
         self.row_shape = RowShape(num_rows=max_num_seqs, max_model_len=max_model_len)
 

@@ -340,3 +340,11 @@ def test_logprobs_that_only_the_host_picks_out_keep_all_to_single_steps():
     assert step(scheduler, runner, 8).num_decode_steps == 1
     scheduler, runner = make_decoding(params={"logprobs": MAX_LOGPROBS})
     assert step(scheduler, runner, 8).num_decode_steps == 8
+
+
+def test_a_pooled_request_that_computes_its_last_token_is_in_no_burst():
+    scheduler, _ = make_decoding(max_num_batched_tokens=8)
+    add(scheduler, "pooled", range(50, 58), is_pooled=True)
+    assert scheduler.schedule(8).num_scheduled_tokens == {"a": 1, "pooled": 7}
+    # Only its last token is left.
+    assert scheduler.schedule(8).num_decode_steps == 1

@@ -37,6 +37,7 @@ FULL_REQUEST = EngineRequest(
     bad_words_token_ids=((5,), (6, 7)),
     scarce_token_ids=(7,),
     needs_grammar=True,
+    is_pooled=True,
     has_heavy_grammar=True,
     fork_from="other",
     keep_blocks=True,

@@ -35,7 +35,7 @@ ONE_GROUP = (table_shape(),)
 TWO_BLOCK_SIZES = (*ONE_GROUP, table_shape(block_size=2 * BLOCK_SIZE))
 
 
-def make_batch_and_builder(tables=ONE_GROUP, features=()):
+def make_batch_and_builder(tables=ONE_GROUP, features=(), max_draws=1):
     batch = InputBatch.create(
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=MAX_MODEL_LEN,
@@ -50,6 +50,7 @@ def make_batch_and_builder(tables=ONE_GROUP, features=()):
         max_decode_burst=4,
         tables=tables,
         max_model_len=MAX_MODEL_LEN,
+        max_draws=max_draws,
         feature_variants=[feature.variants() for feature in features],
     )
     builder = BatchBuilder(
@@ -171,6 +172,51 @@ def test_burst():
     assert views["ending_ids"][:2].tolist() == [[30, 31] + [-1] * 6, [-1] * 8]
     assert views["first_end"][:2].tolist() == [2, 6]
     assert built.num_drawn_np.tolist() == [3, 1]
+
+
+def with_drafts(scheduled, drafts):
+    return dataclasses.replace(scheduled, scheduled_spec_decode_tokens=drafts)
+
+
+def test_each_draft_adds_a_row_of_logits():
+    """A decode with 2 drafts, a chunk of a prompt, and a decode without drafts."""
+    batch, builder = make_batch_and_builder(max_draws=4)
+    new_reqs = [
+        new("a", [11, 12, 13], [5], 2),
+        new("chunk", range(20, 29), [7, 3], 4),
+        new("b", [40, 41], [8], 1),
+    ]
+    scheduled = output({"a": 3, "chunk": 2, "b": 1}, new_reqs)
+    built, views = build(builder, batch, with_drafts(scheduled, {"a": [77, 78]}))
+    assert views["token_ids"][:6].tolist() == [13, 77, 78, 24, 25, 41]
+    assert views["positions"][:6].tolist() == [2, 3, 4, 4, 5, 1]
+    assert views["logits_indices"][:5].tolist() == [0, 1, 2, 4, 5]
+    assert views["draw_position"].tolist() == [3, 4, 5, 0, 2] + [0] * 11
+    assert views["draw_idx"][:5].tolist() == [0, 1, 2, 0, 0]
+    assert views["draw_req"][:5].tolist() == [0, 0, 0, 1, 2]
+    assert views["sampling_rows"][:5, ROW].tolist() == [0, 0, 0, 1, 2]
+    assert built.num_drawn_np.tolist() == [3, 0, 1]
+    assert built.first_draw_np.tolist() == [0, 3, 4]
+
+
+def test_a_request_waits_until_its_drafts_are_verified():
+    batch, builder = make_batch_and_builder(max_draws=4)
+    scheduled = output({"a": 2, "b": 1}, [new("a", [1], [5]), new("b", [2], [6])])
+    built, _ = build(builder, batch, with_drafts(scheduled, {"a": [7]}))
+    batch.note_drawn(built.rows_np, built.num_drawn_np, built.num_drafts_np)
+    with pytest.raises(InvariantError, match="'a' cannot compute 1 tokens up to position 2"):
+        build(builder, batch, output({"a": 1}, cached=running(("a", 1))))
+    _, views = build(builder, batch, output({"b": 1}, cached=running(("b", 1))))
+    # The first draw of the request at place 1.
+    assert views["token_source"][0] == 1
+
+
+@pytest.mark.parametrize("num_computed", [0, 2])
+def test_drafts_must_follow_the_last_token(num_computed):
+    batch, builder = make_batch_and_builder(max_draws=4)
+    scheduled = output({"a": 2}, [new("a", [1, 2], [5], num_computed)])
+    with pytest.raises(InvariantError, match="'a' cannot compute 2 tokens"):
+        build(builder, batch, with_drafts(scheduled, {"a": [7]}))
 
 
 def test_token_that_only_the_device_knows_is_taken_from_there():

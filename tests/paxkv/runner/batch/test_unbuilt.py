@@ -42,13 +42,35 @@ def test_plain_step_passes():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"scheduled_spec_decode_tokens": {"a": [1]}}, r"draft tokens .*\['a'\]"),
-        ({"scheduled_encoder_inputs": {"a": [0]}}, r"encoder inputs.*\['a'\]"),
-        ({"scheduled_new_reqs": [dataclasses.replace(NEW, lora_name="x")]}, "LoRA"),
-        ({"scheduled_new_reqs": [dataclasses.replace(NEW, mm_features=(IMAGE,))]}, "multimodal"),
+        ({"scheduled_spec_decode_tokens": {"a": [1]}}, r"more than 0 drafts': \['a'\]"),
+        ({"scheduled_encoder_inputs": {"a": [0]}}, r"encoder_inputs.*\['a'\]"),
+        ({"scheduled_new_reqs": [dataclasses.replace(NEW, lora_name="x")]}, "lora_name"),
+        ({"scheduled_new_reqs": [dataclasses.replace(NEW, mm_features=(IMAGE,))]}, "mm_features"),
         ({"kv_connector_metadata": KVConnectorMetadata(loads=[], saves=[])}, "no KV connector"),
     ],
 )
 def test_what_is_not_built_is_refused(changes, message):
     with pytest.raises(InvariantError, match=message):
         refuse_unbuilt(dataclasses.replace(PLAIN, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "handled"),
+    [
+        ({"scheduled_encoder_inputs": {"a": [0]}}, "scheduled_encoder_inputs"),
+        ({"scheduled_new_reqs": [dataclasses.replace(NEW, lora_name="x")]}, "lora_name"),
+        (
+            {"kv_connector_metadata": KVConnectorMetadata(loads=[], saves=[])},
+            "kv_connector_metadata",
+        ),
+    ],
+)
+def test_what_a_feature_handles_passes(changes, handled):
+    refuse_unbuilt(dataclasses.replace(PLAIN, **changes), {handled})
+
+
+def test_as_many_drafts_pass_as_a_step_can_verify():
+    drafts = dataclasses.replace(PLAIN, scheduled_spec_decode_tokens={"a": [1, 2]})
+    refuse_unbuilt(drafts, max_drafts=2)
+    with pytest.raises(InvariantError, match="more than 1 drafts"):
+        refuse_unbuilt(drafts, max_drafts=1)

@@ -36,7 +36,7 @@ from paxkv.runner.programs.program_store import (
 from paxkv.runner.programs.warmup import StepPrograms
 from paxkv.runner.sampling.row_state import allocate_row_state, num_row_words, vocab_words
 from paxkv.runner.shapes.program_shapes import CopyShape, RowShape, TableShape
-from paxkv.runner.shapes.sampling_row import ROW, STEP_ROW_WIDTH
+from paxkv.runner.shapes.sampling_row import ROW, step_row_width
 from paxkv.runner.shapes.step_buckets import StepBuckets
 from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, VOCAB, TinyModel
 
@@ -122,7 +122,7 @@ def run(mesh, cache_config):
             elif isinstance(shape, CopyShape):
                 arguments = (kv_cache, np.zeros((2, shape.num_copies), np.int32))
             else:
-                sampling_np = np.ones((1, STEP_ROW_WIDTH), np.int32)
+                sampling_np = np.ones((1, step_row_width(1)), np.int32)
                 sampling_np[0, ROW] = 0
                 mask_np = np.zeros((1, 1 + vocab_words(VOCAB)), np.int32)
                 arguments = (jnp.ones((1, VOCAB)), state, sampling_np, mask_np)

@@ -17,7 +17,7 @@ from tests.oracles.placed_model import place_model
 from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, TinyModel
 
 TABLE = TableShape(num_groups=1, max_blocks_per_req=4, block_size=8)
-SHAPE = StepShape(num_tokens=8, num_reqs=4, num_logits=4, tables=(TABLE,))
+SHAPE = StepShape(num_tokens=8, num_reqs=4, num_logits=4, logits="last", tables=(TABLE,))
 
 
 def abstract(*dims, dtype=jnp.int32):
@@ -25,7 +25,7 @@ def abstract(*dims, dtype=jnp.int32):
 
 
 # The smallest step and a larger one: XLA rewrites tiny scatters and gathers in other ways.
-TINY_SHAPE = dataclasses.replace(SHAPE, num_tokens=1, num_reqs=1, num_logits=1)
+TINY_SHAPE = dataclasses.replace(SHAPE, num_tokens=1, num_reqs=1, num_logits=1, logits="indices")
 # One byte of temporary memory for each block would show in a cache of so many: a program that is
 # compiled once shows what two caches of different sizes would.
 NUM_BLOCKS = 2**20

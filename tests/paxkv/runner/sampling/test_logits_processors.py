@@ -21,7 +21,7 @@ from paxkv.runner.sampling.row_state import (
 )
 from paxkv.runner.sampling.sampling_columns import decode_processors, encode_sampling_params
 from paxkv.runner.shapes.program_shapes import RowShape
-from paxkv.runner.shapes.sampling_row import NUM_COLUMNS, ROW, STEP_ROW_WIDTH
+from paxkv.runner.shapes.sampling_row import NUM_COLUMNS, ROW, step_row_width
 from paxkv.scheduler.request import Request
 from tests.paxkv.runner.logits_truth import true_logits
 from tests.quick_compile import quick_jit
@@ -71,7 +71,7 @@ def packed_row(case, row_idx):
 
 
 def sampling_row(case, row_idx):
-    row_np = np.zeros(STEP_ROW_WIDTH, np.int32)
+    row_np = np.zeros(step_row_width(1), np.int32)
     row_np[:NUM_COLUMNS] = encode_sampling_params(
         case.params,
         seed=0,

@@ -12,7 +12,7 @@ from paxkv.runner.sampling.row_state import (
 )
 from paxkv.runner.sampling.sampler_program import make_sampler
 from paxkv.runner.shapes.program_shapes import RowShape, SamplerShape
-from paxkv.runner.shapes.sampling_row import STEP_ROW_WIDTH
+from paxkv.runner.shapes.sampling_row import step_row_width
 from tests.compiler_flags import AS_FOR_USERS
 
 NUM_ROWS, VOCAB = 8, 300
@@ -36,12 +36,14 @@ def num_bytes(*arrays):
 
 @pytest.mark.parametrize("chunk_rows", [3, NUM_ROWS])
 def test_logits_and_histories_stay_where_they_are(chunk_rows):
-    shape = SamplerShape(num_rows=NUM_ROWS, max_model_len=MAX_MODEL_LEN, chunk_rows=chunk_rows)
+    shape = SamplerShape(
+        num_rows=NUM_ROWS, num_reqs=NUM_ROWS, max_model_len=MAX_MODEL_LEN, chunk_rows=chunk_rows
+    )
     logits, state = abstract(NUM_ROWS, VOCAB, dtype=jnp.float32), abstract_state()
     lowered = jax.jit(make_sampler(shape), donate_argnums=(0, 1)).lower(
         logits,
         state,
-        abstract(NUM_ROWS, STEP_ROW_WIDTH),
+        abstract(NUM_ROWS, step_row_width(1)),
         abstract(NUM_ROWS, 1 + vocab_words(VOCAB)),
     )
     analysis = lowered.compile(AS_FOR_USERS).memory_analysis()

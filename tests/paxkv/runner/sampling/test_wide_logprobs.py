@@ -107,7 +107,8 @@ def test_prompts_in_pieces_are_told_whole(warm, runner):
 def test_of_equally_likely_tokens_the_lowest_id_comes_first():
     logits_np = np.zeros((1, 40), np.float32)
     logits_np[0, 7] = 1.0
-    result_np = append_logits(np.zeros((1, 1, RESULT_WIDTH), np.int32), logits_np)
+    first_draw_np = np.zeros(1, np.int32)
+    result_np = append_logits(np.zeros((1, 1, RESULT_WIDTH), np.int32), logits_np, first_draw_np)
     found = read_logprobs(result_np[0, 0], 25)
     assert found.top_token_ids == [7, *range(7), *range(8, 25)]
 

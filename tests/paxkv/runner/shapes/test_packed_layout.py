@@ -17,7 +17,7 @@ TABLES = (
     TableShape(num_groups=2, max_blocks_per_req=5, block_size=8),
     TableShape(num_groups=1, max_blocks_per_req=3, block_size=16),
 )
-SHAPE = StepShape(num_tokens=8, num_reqs=3, num_logits=3, tables=TABLES)
+SHAPE = StepShape(num_tokens=8, num_reqs=3, num_logits=3, logits="last", tables=TABLES)
 BURST_SHAPE = BurstShape(max_steps=4, num_reqs=3, tables=TABLES, max_model_len=40, chunk_rows=8)
 FEATURE_SHAPE = dataclasses.replace(SHAPE, features=(PromptLogprobsVariant(num_logits=0),))
 both_shapes = pytest.mark.parametrize(

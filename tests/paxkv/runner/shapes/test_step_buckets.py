@@ -190,7 +190,7 @@ def test_sampler_has_a_row_for_every_request_and_no_chunk_is_larger(
 ):
     buckets = make_buckets(max_num_seqs=max_num_seqs, sampled_chunk_rows=chunk_rows)
     assert buckets.sampler_shape == SamplerShape(
-        num_rows=max_num_seqs, max_model_len=40, chunk_rows=expected
+        num_rows=max_num_seqs, num_reqs=max_num_seqs, max_model_len=40, chunk_rows=expected
     )
 
 
