@@ -1,11 +1,12 @@
 """`LayerContext`: everything that a layer knows about the step."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from models.cache.format import CacheFormat, Pages
 from models.errors import ModelError
@@ -249,6 +250,37 @@ class LayerContext:
     def add_linear_change(self, change: LinearChange) -> "LayerContext":
         """The context with one more change, which gets the output of all earlier changes."""
         return replace(self, linear_changes=(*self.linear_changes, change))
+
+    def with_rotary_positions(
+        self,
+        positions: jax.Array,  # i32[num_axes, num_tokens]
+        axis_of_pair: Sequence[int],
+    ) -> "LayerContext":
+        """The context whose tokens are turned by positions on several axes (M-RoPE).
+
+        The KV cache and masks keep the positions of `batch`.
+
+        Args:
+            axis_of_pair: For each pair of rotary dimensions, the axis whose positions turn it.
+
+        Raises:
+            ModelError: The model turns another number of pairs.
+        """
+
+        def choose(axes: Sequence[jax.Array]) -> jax.Array:  # f32[num_tokens, num_pairs]
+            return jnp.stack(axes)[np.array(axis_of_pair), :, np.arange(len(axis_of_pair))].T
+
+        cos_sin = {}
+        for rope, rotary_dim in self.cos_sin:
+            if len(axis_of_pair) != rotary_dim // 2:
+                raise ModelError(
+                    f"rotary positions have axes for {len(axis_of_pair)} pairs of dimensions; the "
+                    f"model turns {rotary_dim // 2}."
+                )
+            found = [rotary_cos_sin(of_axis, rope, rotary_dim) for of_axis in positions]
+            cos, sin = map(choose, zip(*found, strict=True))
+            cos_sin[rope, rotary_dim] = (cos, sin)
+        return replace(self, cos_sin=cos_sin)
 
     def report(self, name: str, count: Callable[[], jax.Array]) -> None:
         """Adds numbers to the layer's report of that name, if the step asks for this report.

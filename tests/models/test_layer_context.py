@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from models import (
@@ -16,6 +17,8 @@ from models import (
     Wants,
 )
 from models.layer_context import LayerContext, make_context
+from models.rope_config import RopeConfig
+from tests.models.plain_context import plain_context
 
 MAIN = AttentionFormat(num_kv_heads=2, head_dim=8, dtype="float32")
 INDEX = AttentionFormat(num_kv_heads=1, head_dim=8, dtype="float32")
@@ -140,3 +143,43 @@ def test_the_last_layer_has_one_query_for_each_request_with_tokens(context):
     last = context.of_last_layer()
     assert last.query_start_loc.tolist() == [0, 1, 2, 2]
     assert last.num_queries_per_req == 1
+
+
+def _interleaved_axes(sections):
+    """Of each pair, as transformers interleaves them: axes 1 and 2 while they have pairs left."""
+    axes = np.zeros(sum(sections), np.int32)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes.tolist()
+
+
+@pytest.mark.parametrize("module_name", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_on_three_axes_turn_tokens_as_in_transformers(module_name):
+    torch = pytest.importorskip("torch")
+    package = pytest.importorskip(f"transformers.models.{module_name}")
+    module = getattr(package, f"modeling_{module_name}")
+    sections, theta, head_dim = [4, 6, 6], 10_000.0, 32
+    rope_parameters = {"rope_type": "default", "rope_theta": theta, "mrope_section": sections}
+    fields = {"hidden_size": 64, "num_attention_heads": 2, "rope_parameters": rope_parameters}
+    if module_name == "qwen3_vl":
+        config = package.configuration_qwen3_vl.Qwen3VLTextConfig(**fields, head_dim=head_dim)
+        rotary, axes = module.Qwen3VLTextRotaryEmbedding(config), _interleaved_axes(sections)
+    else:
+        config = package.configuration_qwen2_5_vl.Qwen2_5_VLTextConfig(**fields)
+        rotary = module.Qwen2_5_VLRotaryEmbedding(config)
+        axes = np.repeat([0, 1, 2], sections).tolist()
+    positions_np = np.random.default_rng(0).integers(0, 900, (3, 5))
+    wanted = rotary(torch.zeros(1), torch.from_numpy(positions_np)[:, None])
+    rope = RopeConfig(theta=theta)
+    context = dataclasses.replace(plain_context(5), cos_sin={(rope, head_dim): ()})
+    got = context.with_rotary_positions(jnp.asarray(positions_np), axes).cos_sin[rope, head_dim]
+    for got_part, wanted_part in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(
+            got_part, wanted_part[0, :, : head_dim // 2].numpy(), atol=2e-4, rtol=0
+        )
+
+
+def test_positions_for_another_number_of_pairs_are_refused():
+    context = dataclasses.replace(plain_context(2), cos_sin={(RopeConfig(), 8): ()})
+    with pytest.raises(ModelError, match="axes for 3 pairs of dimensions; the model turns 4"):
+        context.with_rotary_positions(jnp.zeros((3, 2), jnp.int32), [0, 1, 2])
