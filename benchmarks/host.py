@@ -1,21 +1,25 @@
-"""CPU time of the scheduler per step, without a device.
+"""CPU time of the host per step, without a device.
 
     python -m benchmarks.host
 
-measures steps of steady decode (`schedule` and `update_from_output`), and the admission of a prompt
-whose blocks are all cached. The scheduler has one full-attention group, block size 16 and prefix
-caching; sampled tokens are invented and not in the time. Requests are spread over all positions of
-a block, so one in 16 of them needs a new block in each step.
+measures, of steps of steady decode, the scheduler alone (`decode_step_us`: `schedule` and
+`update_from_output`), and the scheduler with the runner's host half (`host_step_us`: it also
+updates the rows, builds the step's buffer and writes down the tokens). A third case is the
+admission of a prompt whose blocks are all cached. The scheduler has one full-attention group, block
+size 16 and prefix caching. Sampled tokens are invented and not in the time. Requests are spread
+over all positions of a block, so one in 16 of them needs a new block in each step.
 """
 
 import argparse
+import functools
 import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from benchmarks.command_line import output_file, positive_int, run_benchmark, whole_number
+from benchmarks.host_batch import HostBatch
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
 from benchmarks.tables import markdown_table
 from paxkv.config.engine_config import CacheConfig, SchedulerConfig
@@ -84,7 +88,17 @@ def run_step(scheduler: Scheduler) -> int:
     return time.thread_time_ns() - answered + scheduled - start
 
 
-def make_decoding_scheduler(num_requests: int) -> Scheduler:
+def run_host_step(scheduler: Scheduler, batch: HostBatch) -> int:
+    """CPU nanoseconds of the whole host: the scheduler, and the runner without its device."""
+    start = time.thread_time_ns()
+    output = scheduler.schedule()
+    scheduler.update_from_output(output, batch.take(batch.start(output)))
+    return time.thread_time_ns() - start
+
+
+def make_decoding_scheduler(
+    num_requests: int, run_step: Callable[[Scheduler], int] = run_step
+) -> Scheduler:
     """A scheduler whose requests all decode, spread over all positions of a block."""
     scheduler = make_scheduler(num_requests)
     rng = random.Random(0)
@@ -95,12 +109,24 @@ def make_decoding_scheduler(num_requests: int) -> Scheduler:
     return scheduler
 
 
-def measure_decode(num_requests: int, num_steps: int) -> list[float]:
+def measure_decode(num_requests: int, num_steps: int, *, with_batch: bool = False) -> list[float]:
     """Microseconds of each of `num_steps` steps in which every request decodes a token."""
-    scheduler = make_decoding_scheduler(num_requests)
+    if with_batch:
+        batch = HostBatch(
+            max_num_seqs=num_requests,
+            max_num_batched_tokens=max(8192, num_requests),
+            max_model_len=MAX_MODEL_LEN,
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            vocab_size=VOCAB_SIZE,
+        )
+        step = functools.partial(run_host_step, batch=batch)
+    else:
+        step = run_step
+    scheduler = make_decoding_scheduler(num_requests, step)
     for _ in range(2 * BLOCK_SIZE):
-        run_step(scheduler)
-    times = [run_step(scheduler) / 1e3 for _ in range(num_steps)]
+        step(scheduler)
+    times = [step(scheduler) / 1e3 for _ in range(num_steps)]
     assert len(scheduler.running) == num_requests
     return times
 
@@ -160,10 +186,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             "lower --num-running or --num-steps"
         )
     figures = {
-        (f"num_running={num_running}", "decode_step_us"): measure_decode(
-            num_running, arguments.num_steps
+        (f"num_running={num_running}", metric): measure_decode(
+            num_running, arguments.num_steps, with_batch=with_batch
         )
         for num_running in arguments.num_running
+        for metric, with_batch in (("decode_step_us", False), ("host_step_us", True))
     }
     admissions_us, additions_us = measure_admission(arguments.num_admissions)
     case = f"num_tokens={NUM_ADMITTED_TOKENS}"
