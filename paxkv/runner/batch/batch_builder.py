@@ -36,16 +36,16 @@ class BatchBuilder:
     ) -> None:
         self._buckets = buckets
         self._rows = input_batch
-        self._host_token = max_num_seqs  # the `token_source` that takes the token from `token_ids`
+        self._host_token = max_num_seqs  # the `token_source` of tokens that are in `token_ids`
         self._block_sizes = buckets.block_sizes
         self._features = tuple(features)
-        # The last step, where all its rows may go on as they are.
+        # Set if the next step may repeat the last one.
         self._burst_repeater: BurstRepeater | None = None
 
     def build(self, scheduler_output: SchedulerOutput) -> BuiltStep:
-        """Packs one step; the rows must have been updated with `scheduler_output` before.
+        """Packs one step. The rows must have been updated with `scheduler_output` before.
 
-        Where every request computes one token it is a burst of one step, as no prompt is in it.
+        If every request computes one token, the step is a burst of one step.
 
         Example: num_scheduled [2, 5, 3] -> query_start_loc [0, 2, 7, 10]
         -> request of each token [0, 0, 1, 1, 1, 1, 1, 2, 2, 2].
@@ -225,17 +225,17 @@ class BatchBuilder:
     def _check(self, rows: ScheduledRows, *, is_burst: bool) -> None:
         rows_np, num_scheduled_np = rows.rows_np, rows.num_scheduled_np
         num_tokens_np = rows.num_tokens_np
-        # Known on the host, and those drawn since if the step before this drew the last of them.
+        # The tokens that the host knows, and further ones if the last step drew the last of them.
         is_on_device_np = self._rows.prev_sampled_idx_np[rows_np] >= 0
         num_available_np = num_tokens_np + rows.num_pending_np * is_on_device_np
-        # What a burst computes behind its first token it draws itself, and so it must be the last.
+        # A burst draws all tokens after the first one itself, so that must be the request's last.
         num_given_np = np.minimum(num_scheduled_np, 1) if is_burst else num_scheduled_np
         given_ends_np = rows.num_computed_np + num_given_np - rows.num_drafts_np
         is_bad_np = (num_scheduled_np <= rows.num_drafts_np) | (given_ends_np > num_available_np)
-        # So must be the token before drafts.
+        # The token before drafts must be the last one too.
         must_be_last_np = True if is_burst else rows.num_drafts_np > 0
         is_bad_np |= must_be_last_np & (given_ends_np < num_available_np)
-        # Of tokens that the host does not know, the device keeps the last.
+        # Of the tokens that the host does not know, the device keeps only the last one.
         num_from_device_np = given_ends_np - np.maximum(rows.num_computed_np, num_tokens_np)
         is_bad_np |= (num_from_device_np > 0) & (rows.num_computed_np < num_available_np - 1)
         tables = self._rows.block_tables.tables
@@ -253,11 +253,11 @@ class BatchBuilder:
             )
 
     def _check_written_blocks(self, rows: ScheduledRows) -> None:
-        """No token is written to the null block, whose zeros are copied where memory must be clean.
+        """Checks that no token is written to the null block, which must stay zero.
 
-        Left of a window the table has null blocks, or blocks that the request has given back and
-        another may hold by now: attention masks those positions, and no token is written there,
-        because the block of a position that is still to be computed never leaves the window.
+        Before a sliding window, a table has null blocks, or blocks that have been freed and may
+        belong to another request. Attention masks these positions. No token is written there,
+        because a position that is still to be computed is never before the window.
         """
         tables = self._rows.block_tables.tables
         for group_idx, (table, block_size) in enumerate(
@@ -292,9 +292,9 @@ def _fill_features(features: Sequence[FeatureStep], views: dict[str, np.ndarray]
 
 
 def _make_buffer(shape: StepShape | BurstShape) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """A step's buffer i32[num_words] and its fields; rows of nobody stay zero.
+    """Makes a step's buffer i32[num_words], which is zero, and returns it with its fields.
 
-    Fresh for every step: on the CPU the device reads this very memory while the step runs.
+    Each step needs a new buffer, because on a CPU the device reads this memory while the step runs.
     """
     layout = PackedLayout(shape)
     packed_np = np.zeros(layout.num_words, np.int32)

@@ -12,12 +12,12 @@ from paxkv.runner.shapes.packed_layout import PackedLayout, table_field
 
 
 class BurstRepeater:
-    """Builds bursts that differ from the one before them in positions and new blocks alone.
+    """Builds bursts that differ from the burst before them only in positions and new blocks.
 
-    Every row must have drawn a token in each step of `built`: the last of them is on the device,
-    at the row's place, also where the host has it by now. So nothing is gathered from the rows but
-    what moves. While the device computes on the same processor every NumPy call finds cold caches,
-    and takes some ten microseconds, however few the rows.
+    Every request must draw a token in each step of `built`. Its last token is then on the device,
+    even if the host has it too, so the repeater copies only what changes. While the device computes
+    on the same processor, every NumPy call finds cold caches and takes about 10 microseconds,
+    however few rows there are.
     """
 
     def __init__(self, input_batch: InputBatch, built: BuiltStep) -> None:
@@ -26,7 +26,7 @@ class BurstRepeater:
         self._spans = PackedLayout(built.shape).spans()
         self._places_np = np.arange(len(built.rows_np), dtype=np.int32)
         self._place_of_row = {row: place for place, row in enumerate(built.rows_np.tolist())}
-        # Of the tokens that the next burst computes first: i32[num_reqs].
+        # Positions of the tokens that the next burst computes first: i32[num_reqs].
         self._positions_np = self._view(built.packed_np, "positions")[: len(built.rows_np)].copy()
         self._positions_np += built.num_drawn_of_each
 
@@ -36,7 +36,7 @@ class BurstRepeater:
         rows_np: np.ndarray,  # i32[num_reqs], of `InputBatch.rows_of`
         grown_rows: Sequence[int],  # of `InputBatch.take_grown_rows`
     ) -> BuiltStep | None:
-        """The next burst; None where it is another one, or must be looked at more closely."""
+        """Returns the next burst. None if `BatchBuilder` must build it anew."""
         last, num_reqs = self._last, len(rows_np)
         num_steps = last.num_drawn_of_each
         is_same = (
@@ -77,7 +77,7 @@ class BurstRepeater:
         groups_np: Sequence[np.ndarray],  # i32[num_reqs, max_blocks_per_req] each
         grown_rows: Sequence[int],
     ) -> None:
-        # Rows that got blocks and are not in the step are in none of its places.
+        # Rows outside of the step may have got blocks too.
         rows = [row_idx for row_idx in grown_rows if row_idx in self._place_of_row]
         if not rows:
             return
@@ -91,7 +91,7 @@ class BurstRepeater:
         positions_np: np.ndarray,  # i32[num_reqs]
         num_steps: int,
     ) -> bool:
-        """Whether all tokens go to blocks of their rows, which have the null block behind them."""
+        """Whether the rows have blocks for all tokens. After its last block, a row has zeros."""
         last_position = int(positions_np.max()) + num_steps - 1
         for group_np, block_size in groups_np:
             if last_position >= group_np.shape[1] * block_size:

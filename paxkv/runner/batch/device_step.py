@@ -1,4 +1,4 @@
-"""`DeviceStep`: a step on its way; brings its tokens home and writes them into the rows."""
+"""`DeviceStep`: a step that has been started; fetches its tokens and writes them into the rows."""
 
 import collections
 from collections.abc import Callable, Mapping
@@ -54,11 +54,11 @@ class DeviceStep:
         self._built = built
         self._rows = rows
         self._logits_check = logits_check
-        # A request may be gone when the tokens come home, and its row another's; or it may have
-        # lost its row, and got one again.
+        # When the tokens arrive, a request may have ended and its row may belong to another
+        # request. Or the request may have lost its row and got one again.
         self._num_row_changes = rows.num_changes
-        # None where nobody wants more than tokens: then no request is looked at by itself. Now,
-        # because its id may be another's when the tokens come home.
+        # None if no request wants more than tokens: then no code looks at single requests. Read
+        # now, because another request may have the same id when the tokens arrive.
         self._states = (
             [rows.requests[req_id] for req_id in built.req_ids] if rows.num_wanting_more else None
         )
@@ -89,7 +89,7 @@ class DeviceStep:
         draw: Callable[[np.ndarray], jax.Array],
         mask_dims: tuple[int, int],  # num_rows, 1 + vocab_words
     ) -> None:
-        """Leaves it to `start_sampling` to call `draw` with the rows of all grammars."""
+        """Makes `start_sampling` call `draw` with the rows of all grammars."""
         self._draw, self._mask_dims = draw, mask_dims
 
     def start_sampling(self, grammar_bitmask: GrammarBitmask) -> None:
@@ -116,19 +116,19 @@ class DeviceStep:
         self,
         logits: jax.Array,  # f32[num_rows, vocab]
     ) -> None:
-        """Brings home the logits that tokens are drawn from, where a request is to be told of them.
+        """Copies the step's logits to the host, if a request wants many log-probabilities.
 
-        Now, and not with the tokens: the next step, which may start before, overwrites them.
+        Must be called before the next step starts, which overwrites the logits.
         """
         states = [self._rows.requests[req_id] for req_id in self._built.req_ids]
         if any(is_wide(state.sampling_params.logprobs) for state in states):
             self._logits_np = jax.device_get(logits).copy()
 
     def sample_tokens(self) -> ModelRunnerOutput:
-        """Waits for the device, brings the tokens home and writes them into the rows.
+        """Waits for the device, fetches the tokens and writes them into the rows.
 
         Raises:
-            InvariantError: They were fetched before, or it waits for `start_sampling`.
+            InvariantError: The tokens were fetched before, or the step waits for `start_sampling`.
         """
         if self._draw is not None:
             raise InvariantError("the step has drawn no tokens: `start_sampling` comes first.")
@@ -166,7 +166,7 @@ class DeviceStep:
         self,
         result_np: np.ndarray,  # i32[max_steps or max_draws, num_reqs, RESULT_WIDTH]
     ) -> list[list[int]]:
-        """Writes the tokens into the rows that still wait for them; returns those of each."""
+        """Writes the tokens into the rows that still wait for them, and returns them by request."""
         rows_np, num_drawn_np = self._built.rows_np, self._built.num_drawn_np
         num_reqs = len(rows_np)
         if self._built.num_drawn_of_each == 1:
@@ -178,7 +178,7 @@ class DeviceStep:
                 self._rows.append_one_each(rows_np[kept_np], token_ids_np[kept_np])
             return token_ids_np[:, None].tolist()
         drawn_np = result_np[: num_drawn_np.max(), :num_reqs, 0]
-        # A row that draws fewer than others has drawn nothing in the last steps.
+        # A request that draws fewer tokens than others has drawn nothing in the last steps.
         step_idx_np = np.arange(len(drawn_np), dtype=np.int32)[:, None]
         drawn_np = np.where(step_idx_np < num_drawn_np, drawn_np, NO_TOKEN)
         kept_np = self._are_kept()
@@ -188,7 +188,7 @@ class DeviceStep:
         ]
 
     def _are_kept(self) -> np.ndarray:  # bool[num_reqs]
-        """Whose row is still that of the step.
+        """Returns, for each request, whether it still has the row that it had in the step.
 
         A preempted request gets all its tokens from the scheduler when it resumes.
         """
@@ -206,7 +206,7 @@ class DeviceStep:
 
 
 def _fetch(array: jax.Array) -> np.ndarray:
-    """Waits for an array and brings it home; `device_get` would take 5 times as long."""
+    """Waits for an array and copies it to the host; `device_get` would take 5 times as long."""
     # Under a transfer guard too: this is the one place that fetches.
     with jax.transfer_guard_device_to_host("allow"):
         return np.asarray(array)

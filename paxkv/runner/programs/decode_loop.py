@@ -21,12 +21,12 @@ from paxkv.runner.shapes.step_variant import StepPart
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeRows:
-    """The loop's rows, each a request or empty: what is the same in all steps."""
+    """The rows of the loop, each a request or empty; the same in all steps."""
 
     # Tokens that the row computes, at most one per step; 0 is a row that computes none.
     num_tokens: jax.Array  # i32[num_reqs]
-    # Tokens that end the row where they are drawn for the position `first_end` or later; unused
-    # places hold no token's id.
+    # Tokens that end the row if they are drawn for the position `first_end` or a later one. Unused
+    # places have the id of no token.
     ending_ids: jax.Array  # i32[num_reqs, num_ending_ids]
     first_end: jax.Array  # i32[num_reqs]
     num_used: jax.Array | int  # i32[]; rows from here on are empty
@@ -38,10 +38,10 @@ class DecodeRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeState:
-    """What one decode step leaves to the next.
+    """The state between two decode steps.
 
-    A row that has ended stands still: it computes its last token again, at the same position, and
-    so writes what is there already.
+    A row that has ended computes its last token again, at the same position, so it writes the keys
+    and values that are there already.
     """
 
     step_idx: jax.Array  # i32[]
@@ -50,14 +50,14 @@ class DecodeState:
     is_alive: jax.Array  # bool[num_reqs], whether the row takes part in the next step
     drawn_ids: jax.Array  # i32[num_reqs], the last token that each row drew
     pages: Pages
-    drawing: Any  # what `DrawFunction` keeps from step to step, a pytree
-    # `NO_TOKEN` where a row drew nothing; else what `DrawFunction` returned.
+    drawing: Any  # the state of `DrawFunction`, a pytree
+    # The results of `DrawFunction`; `NO_TOKEN` where a row drew nothing.
     results: jax.Array  # i32[max_steps, num_reqs, result_width]
     feature_values: FeatureValues = ()  # of `TracedFeatures`, from step to step
 
 
-# (params, batch, hidden, state) -> (result i32[num_reqs, result_width], drawing): draws a token for
-# each row that is alive, at the position after `state.positions`; the token comes first in a row.
+# (params, batch, hidden, state) -> (result i32[num_reqs, result_width], drawing). Draws a token for
+# each row that is alive, for the position after `state.positions`. A result starts with the token.
 DrawFunction = Callable[
     [Params, ForwardBatch, jax.Array, DecodeState],
     tuple[jax.Array, Any],
@@ -75,7 +75,7 @@ def first_decode_state(
     result_width: int,
     feature_values: FeatureValues = (),
 ) -> DecodeState:
-    """The state before the first step; arguments as the fields of `DecodeState`."""
+    """Makes the state before the first step. The arguments are fields of `DecodeState`."""
     return DecodeState(
         step_idx=jnp.int32(0),
         token_ids=token_ids,

@@ -21,10 +21,10 @@ _TileState = tuple[Pages, jax.Array, FeatureValues]
 def make_invariant_step(model: LoadedModel, shape: StepShape) -> StepFunction:
     """The step of one shape with `tile_tokens`, not yet compiled; called like `make_step`'s.
 
-    Its tokens go through the model a tile at a time, in order, and each as a request of its own
-    that has one token: so every product and every sum has one shape, whatever the step holds, and
-    a token's numbers depend on the keys and values before it alone. Those of its own tile are
-    written before any token of the tile reads.
+    The step computes its tokens tile by tile, in order. In a tile, each token is a request of its
+    own with one token. Therefore, products and sums have the same shape in every step, and the
+    numbers of a token depend only on the keys and values before it. A tile writes the keys and
+    values of all its tokens before any of them attends.
     """
     layout = PackedLayout(shape)
     tile_tokens = shape.tile_tokens
@@ -56,7 +56,7 @@ def make_invariant_step(model: LoadedModel, shape: StepShape) -> StepFunction:
             tile_logits = model.compute_logits(params, outputs.for_logits)
 
             def logits_of(hidden: jax.Array) -> jax.Array:
-                # All tokens of a tile have their logits already.
+                # The tile has computed the logits of all its tokens already.
                 if hidden is outputs.for_logits:
                     return tile_logits
                 return model.compute_logits(params, hidden)

@@ -1,4 +1,4 @@
-"""`StepSampler`: what stays on the device between mixed steps and their sampler."""
+"""`StepSampler`: starts the program that samples the tokens of steps, and owns its arrays."""
 
 import math
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from paxkv.runner.shapes.step_buckets import StepBuckets
 
 
 class StepSampler:
-    """Owns the logits that a step leaves, and the `RowState`; draws the step's tokens from both.
+    """Owns the logits that a step leaves and the `RowState`, and samples the step's tokens.
 
     Attributes:
-        logits: f32[num_rows, vocab]; the next step is given them, to be overwritten.
-        row_state: The next burst is given it, to be overwritten.
+        logits: f32[num_rows, vocab]; the next step overwrites them.
+        row_state: The next burst overwrites it.
         mask_dims: Of a `token_mask` (`process_logits`): num_rows, 1 + vocab_words.
     """
 
@@ -33,12 +33,12 @@ class StepSampler:
         self.logits = put_zeros((num_rows, vocab_size), jnp.float32, sharding)
         self.mask_dims = (num_rows, 1 + vocab_words(vocab_size))
         self.row_state = allocate_row_state(buckets.row_shape, vocab_size, sharding)
-        # Stays there, since most steps have no grammar.
+        # Most steps have no grammar, so their mask stays on the device.
         self._no_mask = put_zeros(self.mask_dims, jnp.int32, sharding)
 
     @staticmethod
     def num_bytes(buckets: StepBuckets, vocab_size: int) -> int:
-        """Bytes of the arrays on the device. All have 32 bits per number."""
+        """Returns the bytes of the arrays on the device. All numbers have 32 bits."""
         sampler_shape, row_shape = buckets.sampler_shape, buckets.row_shape
         widths = (vocab_size, 1 + vocab_words(vocab_size))
         fields = row_fields(row_shape.max_model_len, vocab_size).values()

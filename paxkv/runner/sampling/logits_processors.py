@@ -1,7 +1,7 @@
-"""What is done to logits before a token is drawn: masks, bad words, biases and penalties.
+"""Logits processors: masks, bad words, biases and penalties.
 
-In vLLM's order: the grammar's mask, allowed tokens, bad words, `logit_bias` and `min_tokens`, then
-penalties. A row's logits depend on its own settings and tokens alone.
+The order is vLLM's: the grammar's mask, allowed tokens, bad words, `logit_bias` and `min_tokens`,
+then penalties. The logits of a row depend only on its own settings and tokens.
 
 Source: vllm/v1/sample/sampler.py, vllm/v1/sample/ops/ and vllm/v1/sample/logits_processor/.
 """
@@ -32,11 +32,11 @@ def process_logits(
     state: RowState,
     token_mask: jax.Array | None,  # i32[num_logits, 1 + vocab_words]
 ) -> jax.Array:  # f32[num_logits, vocab]
-    """The logits that tokens are drawn from; a batch pays only for what some row of it asks for.
+    """Returns the logits that tokens are drawn from. Processors that no row needs cost nothing.
 
     Args:
-        token_mask: Word 0 of a row says whether the other words bind it. They have a bit for each
-            token, set if the token is allowed. None binds no row.
+        token_mask: Word 0 of a row is 1 if the row has a mask. The other words have a bit for each
+            token, set if the token is allowed. None: no row has a mask.
     """
     is_forbidden = _forbidden_tokens(logits.shape[1], inputs, state, token_mask)
     logits = jnp.where(is_forbidden, -jnp.inf, logits)
@@ -57,7 +57,7 @@ def process_logits(
 def _forbidden_tokens(
     vocab_size: int, inputs: ProcessorInputs, state: RowState, token_mask: jax.Array | None
 ) -> jax.Array:  # bool[num_logits, vocab]
-    """What a grammar, allowed tokens, bad words of one token or `min_tokens` rule out."""
+    """Finds tokens that grammars, allowed tokens, bad words of one token or `min_tokens` ban."""
 
     def where(is_bound: jax.Array, words: jax.Array) -> jax.Array:
         return jnp.where(is_bound[:, None], words, 0)
@@ -71,7 +71,7 @@ def _forbidden_tokens(
 
 
 def _ban_bad_words(logits: jax.Array, inputs: ProcessorInputs, state: RowState) -> jax.Array:
-    """Rules out the last token of each bad word whose others the output ends with."""
+    """Bans the last token of each bad word if the output ends with the word's other tokens."""
     num_logits, vocab_size = logits.shape
     words = state.bad_words[inputs.row]  # i32[num_logits, num_words, max_word_tokens]
     num_before = words.shape[2] - 1
@@ -108,7 +108,7 @@ def _add_bias(logits: jax.Array, inputs: ProcessorInputs, state: RowState) -> ja
 
 
 def _penalize(logits: jax.Array, inputs: ProcessorInputs, state: RowState) -> jax.Array:
-    """Repetition, frequency and presence penalties; those of other rows change nothing."""
+    """Applies repetition, frequency and presence penalties. Neutral penalties change nothing."""
     in_prompt, in_output = _count_tokens(logits.shape[1], inputs, state)
     repetition = inputs.repetition_penalty[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
@@ -120,7 +120,7 @@ def _penalize(logits: jax.Array, inputs: ProcessorInputs, state: RowState) -> ja
 def _count_tokens(
     vocab_size: int, inputs: ProcessorInputs, state: RowState
 ) -> tuple[jax.Array, jax.Array]:
-    """How often each token is in a row's prompt, and in its output: i32[num_logits, vocab] both."""
+    """Counts each token in a row's prompt and in its output: i32[num_logits, vocab] each."""
     num_logits = inputs.row.shape[0]
     max_model_len = state.token_ids.shape[1]
     chunk = min(_HISTORY_CHUNK, max_model_len)
@@ -129,7 +129,7 @@ def _count_tokens(
 
     def count_chunk(chunk_idx: jax.Array, counts: jax.Array) -> jax.Array:
         first = chunk_idx * chunk
-        # The last chunk begins earlier than it would, and leaves out what was counted.
+        # The last chunk begins early enough to be full, and skips places that were counted.
         start = jnp.minimum(first, max_model_len - chunk)
         places = start + jnp.arange(chunk, dtype=jnp.int32)
         tokens = state.token_ids[inputs.row[:, None], places[None]]

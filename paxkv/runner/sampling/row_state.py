@@ -1,8 +1,8 @@
-"""`RowState`: what the device keeps of running requests whose logits are changed before a draw.
+"""`RowState`: the device's data of running requests whose logits are changed before a draw.
 
-Small where it can be: a row holds its request's tokens, and what they count for each entry of the
-vocabulary is found when a token is drawn. Counts themselves would take `9 * vocab` bytes a row,
-with 64 rows of Qwen3's vocabulary 87 MB; these are 14 MB with 40,960 tokens a row.
+A row holds its request's tokens, and a draw that needs counts of tokens makes them. Stored counts
+would take `9 * vocab` bytes per row: 87 MB for 64 rows of Qwen3's vocabulary. The tokens take 14 MB
+with 40,960 tokens per row.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from paxkv.runner.memory.zeros import put_zeros
 from paxkv.runner.sampling.sampling_columns import Processors
 from paxkv.runner.shapes.program_shapes import RowShape
 
-# In place of a token before the first of a bad word: any token is equal to it.
+# Fills the front of a bad word that is shorter than the others. Every token matches it.
 ANY_TOKEN = -1
 BITS = 32
 
@@ -32,7 +32,7 @@ BITS = 32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowState:
-    """A row for each of the `InputBatch`; a row of a request that needs none may hold anything."""
+    """One row per row of the `InputBatch`. Rows of requests that need none hold anything."""
 
     token_ids: jax.Array  # i32[max_num_seqs, max_model_len], prompt and output by their places
     forbidden: jax.Array  # i32[max_num_seqs, vocab_words], bit set: never drawn
@@ -43,12 +43,12 @@ class RowState:
 
 
 def vocab_words(vocab_size: int) -> int:
-    """Words of a bit for each token."""
+    """Returns how many int32 words hold one bit for each token."""
     return -(-vocab_size // BITS)
 
 
 def row_fields(max_model_len: int, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Shape of each field of a `RowState`, without its rows."""
+    """Returns the shape of one row of each field of a `RowState`."""
     return {
         "token_ids": (max_model_len,),
         "forbidden": (vocab_words(vocab_size),),
@@ -60,7 +60,7 @@ def row_fields(max_model_len: int, vocab_size: int) -> dict[str, tuple[int, ...]
 
 
 def num_row_words(max_model_len: int, vocab_size: int) -> int:
-    """Words of a packed row: its index, then its fields."""
+    """Returns how many int32 words a packed row has: its index, then its fields."""
     fields = row_fields(max_model_len, vocab_size)
     return 1 + sum(math.prod(dims) for dims in fields.values())
 
@@ -68,7 +68,7 @@ def num_row_words(max_model_len: int, vocab_size: int) -> int:
 def abstract_row_state(
     shape: RowShape, vocab_size: int, sharding: jax.sharding.Sharding
 ) -> RowState:
-    """The state's shapes, without memory."""
+    """Returns the state's shapes, without memory."""
     fields = row_fields(shape.max_model_len, vocab_size)
     return RowState(
         **{
@@ -81,7 +81,7 @@ def abstract_row_state(
 def allocate_row_state(
     shape: RowShape, vocab_size: int, sharding: jax.sharding.Sharding
 ) -> RowState:
-    """The state with zeros in every row."""
+    """Allocates a state of zeros."""
     return jax.tree.map(
         lambda array: put_zeros(array.shape, array.dtype, sharding),
         abstract_row_state(shape, vocab_size, sharding),
@@ -92,7 +92,7 @@ def write_row(
     state: RowState,
     packed: jax.Array,  # i32[num_row_words]
 ) -> RowState:
-    """The state with one row of `pack_row` in it, under `jit`."""
+    """Returns the state with one row replaced by a row of `pack_row`, under `jit`."""
     dims = {field.name: getattr(state, field.name).shape[1:] for field in dataclasses.fields(state)}
     return jax.tree.map(
         lambda array, row: jax.lax.dynamic_update_slice_in_dim(array, row, packed[0], axis=0),
@@ -107,7 +107,7 @@ def unpack_rows(
     max_model_len: int,
     vocab_size: int,
 ) -> RowState:
-    """A state of these rows of `pack_row` in their order, under `jit`; row indices are not read."""
+    """Makes a state of rows of `pack_row` in their order, under `jit`. Ignores row indices."""
     return _split_rows(packed, row_fields(max_model_len, vocab_size))
 
 
@@ -130,7 +130,10 @@ def processors_of(
     *,
     needs_grammar: bool,
 ) -> Processors:
-    """What is done to a request's logits, `min_tokens` aside, which ends by itself."""
+    """Returns the processors of a request's logits, without `min_tokens`.
+
+    `min_tokens` is apart because it stops by itself (`ProcessorInputs.is_early`).
+    """
     found = Processors(0)
     if params.has_penalties:
         found |= Processors.PENALTIES | Processors.TOKEN_HISTORY
@@ -149,7 +152,7 @@ def processors_of(
 
 def pack_row(
     row_idx: int,
-    token_ids_np: np.ndarray,  # i32[num_tokens], those that the host knows: all of them
+    token_ids_np: np.ndarray,  # i32[num_tokens], all tokens; the host must know them
     params: SamplingParams,
     *,
     bad_words_token_ids: Sequence[Sequence[int]],
@@ -157,7 +160,7 @@ def pack_row(
     max_model_len: int,
     vocab_size: int,
 ) -> np.ndarray:  # i32[num_row_words]
-    """A request's row, for `write_row`."""
+    """Packs a request's row for `write_row`."""
     packed_np = np.zeros(num_row_words(max_model_len, vocab_size), np.int32)
     packed_np[0] = row_idx
     views, start = {}, 1

@@ -1,4 +1,4 @@
-"""What a step samples, as one int32 array: packed under `jit`, read by NumPy."""
+"""The sampled tokens of a step as one int32 array: packed under `jit`, read by NumPy."""
 
 import dataclasses
 
@@ -11,14 +11,14 @@ from paxkv.contracts.scheduler_output import TokenLogprobs
 
 # token, its logprob, its rank, then the most likely tokens and their logprobs.
 RESULT_WIDTH = 3 + 2 * MAX_LOGPROBS
-# In the token's place where a row of a burst has ended and drew none.
+# Stands for the token of a row that drew none, such as a row of a burst that has ended.
 NO_TOKEN = -1
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampledTokens:
-    """One drawn token a row; the log-probabilities are zeros unless some row asks for them."""
+    """One drawn token per row. Log-probabilities are zeros unless a row asks for them."""
 
     token_ids: jax.Array  # i32[num_logits]
     logprobs: jax.Array  # f32[num_logits], of the drawn token, before temperature and filters
@@ -28,7 +28,7 @@ class SampledTokens:
 
 
 def pack_result(sampled: SampledTokens) -> jax.Array:  # i32[num_logits, RESULT_WIDTH]
-    """All of it in one array, so that one fetch brings it home."""
+    """Packs everything into one array, so that the host needs one fetch."""
 
     def bits(x: jax.Array) -> jax.Array:
         return jax.lax.bitcast_convert_type(x, jnp.int32)
@@ -67,10 +67,12 @@ def read_logprobs(
     result_row_np: np.ndarray,  # i32[RESULT_WIDTH], or longer where it carries logits
     num_logprobs: int,
 ) -> TokenLogprobs:
-    """The log-probabilities of one row of a fetched result, with the `num_logprobs` most likely.
+    """Reads the log-probabilities of one row of a fetched result.
 
-    Those that the device did not pick out come from the logits behind the row: f32[vocab], as
-    bits. -1 is all of them.
+    Args:
+        num_logprobs: How many of the most likely tokens to return; -1 returns all. If it exceeds
+            what the device selects, they are computed from the row's logits, whose f32 bits follow
+            `RESULT_WIDTH` words.
     """
     if is_wide(num_logprobs):
         token = read_logprobs(result_row_np, 0)

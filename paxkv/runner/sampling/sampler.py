@@ -1,9 +1,9 @@
 """Draws one token per row: greedy, temperature, min_p, top_k, top_p, and log-probabilities.
 
-A row's draw depends on its logits, its settings, its seed and its position, never on its
-neighbours. Filters come in vLLM's order: temperature, min_p, top_k, then top_p on what top_k left.
-Each keeps the tokens above some threshold, so the three together are one threshold a row, and
-nothing is sorted.
+The draw of a row depends on its logits, its settings, its seed and its position, never on other
+rows. Filters have vLLM's order: temperature, min_p, top_k, then top_p of the tokens that top_k
+kept. Each filter keeps the tokens above a threshold. Together, the three are one threshold per row,
+so nothing is sorted.
 
 Source: vllm/v1/sample/sampler.py and vllm/v1/sample/ops/topk_topp_sampler.py.
 """
@@ -36,12 +36,12 @@ def sample(
     raw_logits: Callable[[], jax.Array] | None = None,
     greedy_ids: jax.Array | None = None,
 ) -> SampledTokens:
-    """Draws a token per row; a batch pays only for what some row of it asks for.
+    """Draws a token per row. Filters and log-probabilities that no row needs cost nothing.
 
     Args:
-        raw_logits: Where `logits` were changed before, those of the model, f32[num_logits, vocab]:
-            log-probabilities are of these.
-        greedy_ids: i32[num_logits], the most likely tokens, where they are known.
+        raw_logits: Returns the model's logits, f32[num_logits, vocab], if processors have changed
+            `logits`. Log-probabilities are computed from these.
+        greedy_ids: i32[num_logits], the most likely tokens, if known.
     """
     if greedy_ids is None:
         greedy_ids = argmax_grouped(logits)
@@ -50,7 +50,7 @@ def sample(
         lambda: jnp.where(inputs.temperature > 0, _draw(logits, inputs), greedy_ids),
         lambda: greedy_ids,
     )
-    # Packed, as whoever takes the result wants it: five results would be as many kernels more.
+    # Packed here: five results of the branch would be five more kernels.
     packed = jax.lax.cond(
         jnp.any(inputs.wants_logprobs),
         lambda: pack_result(

@@ -1,7 +1,8 @@
-"""Rows of results that carry logits: for more log-probabilities than the device picks out.
+"""Result rows with logits, for more log-probabilities than the device selects.
 
-Behind `RESULT_WIDTH` words stand the bits of the model's logits, f32[vocab], in which
-`read_logprobs` finds them. Only an engine with `max_logprobs` above `MAX_LOGPROBS` has such rows.
+After `RESULT_WIDTH` words, a row has the bits of the model's logits, f32[vocab]. `read_logprobs`
+computes the log-probabilities from them. Only engines with `max_logprobs` above `MAX_LOGPROBS` have
+such rows.
 """
 
 import numpy as np
@@ -12,12 +13,12 @@ from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH
 
 
 def num_told_logits(config: RunnerConfig, vocab_size: int) -> int:
-    """Logits of a token that the device hands over: all, or none."""
+    """Returns how many logits of a token the host gets: the size of the vocabulary, or 0."""
     return vocab_size if is_wide(config.max_logprobs) else 0
 
 
 def result_width(num_logprobs: int | None, vocab_size: int) -> int:
-    """Words of a row with which so many log-probabilities can be told."""
+    """Row width, in int32 words, for `num_logprobs` log-probabilities."""
     return RESULT_WIDTH + (vocab_size if is_wide(num_logprobs) else 0)
 
 
