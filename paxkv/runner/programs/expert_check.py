@@ -1,7 +1,6 @@
-"""Before anything is served: does the device's own product of experts give what plain XLA gives?"""
+"""`CheckedProduct`: compares the device's kernel for products of experts with plain XLA."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -9,61 +8,63 @@ import numpy as np
 
 import pallas_kernels
 from models import LoadedModel
+from models.cache.self_test import MAX_RELATIVE_ERROR, relative_error
 
-# With more than two tiles of rows, without rows, and with one row. Their matrices may be large, so
-# there are no more experts than these.
+# One expert gets rows for more than two tiles, one gets no row, and one gets a single row. The
+# matrix of an expert may be large, so there are only these three.
 _NUM_EXPERTS = 3
-# Rows of no expert, as padding has them.
+# Rows that go to no expert, like padding.
 _NUM_UNROUTED = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckedProduct:
-    """A product of a layer with experts: f[rows, in_features] times each row's own matrix."""
+    """A `SelfTest` of a product in a layer with experts.
+
+    The product is f[rows, in_features] times the matrix of each row's expert.
+    """
 
     in_features: int
     out_features: int
     dtype: str
 
+    def why_kernels_differ(
+        self, target: pallas_kernels.Target, *, implementation: str | None = None
+    ) -> str | None:
+        """Compares products in tiles of each size that `target` may use.
+
+        Products that plain XLA computes anyway are left out. See `SelfTest.why_kernels_differ`.
+        """
+        bodies = {
+            tile_rows: implementation or _preferred_body(self, tile_rows, target)
+            for tile_rows in pallas_kernels.tile_row_choices(target)
+        }
+        own = {tile_rows: body for tile_rows, body in bodies.items() if body != "xla"}
+        kernel = _random_kernel(self) if own else None
+        for tile_rows, body in own.items():
+            rows, expert_ids = _random_rows(self, tile_rows)
+            got_np, expected_np = (
+                np.asarray(_multiply(rows, expert_ids, kernel, tile_rows, chosen), np.float32)
+                for chosen in (body, "xla")
+            )
+            difference = relative_error(got_np, expected_np)
+            if not difference <= MAX_RELATIVE_ERROR:  # NaN is not
+                return (
+                    f"the product of experts of {self.in_features} x {self.out_features}, tiles of "
+                    f"{tile_rows} differs from XLA's by {difference:.3g} of its norm, more than "
+                    f"{MAX_RELATIVE_ERROR}"
+                )
+        return None
+
 
 def products_of(model: LoadedModel) -> frozenset[CheckedProduct]:
-    """The different products of all layers with experts."""
+    """Returns the different products of all layers with experts."""
     kernels = (
         param
         for name, param in zip(model.param_names, model.params, strict=True)
         if name in model.weight_rules and model.weight_rules[name].layout == "experts"
     )
     return frozenset(CheckedProduct(*param.shape[1:], param.dtype.name) for param in kernels)
-
-
-def multiply_and_compare(
-    products: Iterable[CheckedProduct],
-    target: pallas_kernels.Target,
-    *,
-    implementation: str | None = None,
-) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Computes every product in tiles of every size that `target` may get.
-
-    Products that plain XLA computes anyway are left out.
-
-    Yields:
-        What was computed; f32[num_rows, out_features] of `implementation`, and of XLA.
-    """
-    for product in sorted(products, key=dataclasses.astuple):
-        bodies = {
-            tile_rows: implementation or _preferred_body(product, tile_rows, target)
-            for tile_rows in pallas_kernels.tile_row_choices(target)
-        }
-        own = {tile_rows: body for tile_rows, body in bodies.items() if body != "xla"}
-        kernel = _random_kernel(product) if own else None
-        for tile_rows, body in own.items():
-            rows, expert_ids = _random_rows(product, tile_rows)
-            got_np, expected_np = (
-                np.asarray(_multiply(rows, expert_ids, kernel, tile_rows, chosen), np.float32)
-                for chosen in (body, "xla")
-            )
-            what = f"experts of {product.in_features} x {product.out_features}"
-            yield f"{what}, tiles of {tile_rows}", got_np, expected_np
 
 
 def _preferred_body(product: CheckedProduct, tile_rows: int, target: pallas_kernels.Target) -> str:
@@ -80,7 +81,7 @@ def _preferred_body(product: CheckedProduct, tile_rows: int, target: pallas_kern
 def _random_kernel(
     product: CheckedProduct,
 ) -> jax.Array:  # f[_NUM_EXPERTS, in_features, out_features]
-    """Drawn on the device, where it is fast; products with `_random_rows` are near 1."""
+    """Draws the matrices on the device, which is fast. Products with `_random_rows` are near 1."""
     shape = (_NUM_EXPERTS, product.in_features, product.out_features)
     drawn = jax.random.normal(jax.random.key(0), shape, product.dtype)
     return drawn * jnp.asarray(product.in_features**-0.5, drawn.dtype)
@@ -89,7 +90,7 @@ def _random_kernel(
 def _random_rows(
     product: CheckedProduct, tile_rows: int
 ) -> tuple[jax.Array, jax.Array]:  # f[num_rows, in_features], i32[num_rows]
-    """Rows, and the expert of each."""
+    """Returns rows, and the expert of each row."""
     rng = np.random.default_rng(tile_rows)
     sizes = (2 * tile_rows + 1, 0, 1, _NUM_UNROUTED)
     expert_ids_np = rng.permutation(np.repeat(np.arange(_NUM_EXPERTS + 1, dtype=np.int32), sizes))

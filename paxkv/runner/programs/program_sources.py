@@ -1,4 +1,4 @@
-"""Which of our source files decide what a step computes, and one digest of them."""
+"""The source files that a compiled step depends on, and one digest of all of them."""
 
 import ast
 import functools
@@ -11,25 +11,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[3]
-# Kernel bodies and model families are imported by name, so no closure of imports finds them.
-_WHOLE_PACKAGES = ("models", "pallas_kernels")
-_CLOSURE_OF = "paxkv.runner"
+# The packages that `paxkv.runner` may import (`tests/test_architecture.py`), and itself.
+_SOURCES = (
+    *("models", "pallas_kernels", "paxkv/runner", "paxkv/config", "paxkv/contracts"),
+    *("paxkv/errors.py", "paxkv/__init__.py"),
+)
 _IMPORTED_AT = time.time()
 
 
 @functools.cache
 def source_digest(packages: frozenset[str] = frozenset()) -> str:
-    """SHA-256 of the source files that a compiled step depends on, names included.
+    """SHA-256 of the names and contents of the source files that a compiled step depends on.
 
-    A file that was written after this process started may differ from the code that runs here. The
-    digest is then a random one, which no other process has. The same holds for a package without
-    source files.
+    The digest is random, so that no other process has it, in two cases. A file was written after
+    this process started, so it may differ from the code that runs here. Or a package has no source
+    files.
 
     Args:
-        packages: `LoadedModel.packages`; all their files count, ours only if a step needs them.
+        packages: `LoadedModel.packages`. All files of packages other than paxkv's are included.
     """
     files = {path.relative_to(_ROOT).as_posix(): path for path in program_source_files(_ROOT)}
-    for package in packages - {*_WHOLE_PACKAGES, "paxkv"}:
+    for package in packages - {"models", "pallas_kernels", "paxkv"}:
         of_package = _files_of_other_package(package)
         if not of_package:
             return uuid.uuid4().hex
@@ -43,10 +45,23 @@ def source_digest(packages: frozenset[str] = frozenset()) -> str:
     return digest.hexdigest()
 
 
-def _files_of_other_package(package: str) -> dict[str, Path]:
-    """Name to source file, of an imported package or of a module that is a single file.
+def program_source_files(root: Path) -> list[Path]:
+    """The source files of paxkv that a step may depend on, sorted.
 
-    Those of a single file include the files and packages beside it that it imports.
+    Args:
+        root: The folder that holds the packages `models`, `pallas_kernels` and `paxkv`.
+    """
+    return sorted(path for name in _SOURCES for path in _python_files(root / name))
+
+
+def _python_files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else list(path.rglob("*.py"))
+
+
+def _files_of_other_package(package: str) -> dict[str, Path]:
+    """Maps names to source files, for an imported package or a module that is a single file.
+
+    The files of a single-file module include the files and packages beside it that it imports.
     """
     module = sys.modules[package]
     folders = [Path(folder) for folder in getattr(module, "__path__", ())]
@@ -61,70 +76,27 @@ def _files_of_other_package(package: str) -> dict[str, Path]:
 
 
 def _files_beside(file: Path) -> dict[str, Path]:
-    """Name to source file: a file, and what it imports, directly or not, from its own folder."""
+    """Maps names to source files: `file`, and all that it imports from its folder, also indirectly.
+
+    An installed file stands alone. The packages beside it are installed too, and the versions of
+    those that matter are part of the identity.
+    """
     folder = file.parent
-    # Installed packages lie beside each other; the versions of those that matter are known.
     is_installed = folder in {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
     found, waiting = {file}, [] if is_installed else [file]
     while waiting:
-        for module in _imported_modules(waiting.pop()):
-            top = folder / module.partition(".")[0]
-            candidates = [top.with_suffix(".py"), *top.rglob("*.py")]
+        for package in _imported_packages(waiting.pop()):
+            candidates = [folder / f"{package}.py", *(folder / package).rglob("*.py")]
             new = {path for path in candidates if path.is_file()} - found
             found |= new
             waiting += new
     return {path.relative_to(folder).as_posix(): path for path in found}
 
 
-def program_source_files(root: Path) -> list[Path]:
-    """All of `models/` and `pallas_kernels/`, and what `paxkv.runner` imports of paxkv, sorted.
-
-    Args:
-        root: The folder that holds the three packages.
-    """
-    found = {path for package in _WHOLE_PACKAGES for path in (root / package).rglob("*.py")}
-    waiting = [_CLOSURE_OF]
-    while waiting:
-        for path in _files_of(root, waiting.pop()):
-            if path not in found:
-                found.add(path)
-                waiting += _imported_modules(path)
-    return sorted(found)
-
-
-def _files_of(root: Path, module: str) -> Iterator[Path]:
-    """A module's file, and the `__init__.py` of each package around it, which Python runs first.
-
-    Nothing for modules outside paxkv, and for names that are not modules.
-    """
-    parts = module.split(".")
-    if parts[0] != "paxkv":
-        return
-    for end in range(1, len(parts) + 1):
-        path = root.joinpath(*parts[:end])
-        candidates = (path / "__init__.py", path.with_suffix(".py"))
-        yield from (candidate for candidate in candidates if candidate.is_file())
-
-
-def _imported_modules(path: Path) -> Iterator[str]:
-    """Modules that a file imports at its top; `from a import b` counts as `a.b`."""
-    for node in _module_level(ast.parse(path.read_text()).body):
+def _imported_packages(path: Path) -> Iterator[str]:
+    """Top-level names of the modules that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def _module_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that run on import: not those of functions, nor those for type checkers."""
-    for node in body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            yield from _module_level(node.orelse)
-            continue
-        yield node
-        for inner in ("body", "orelse", "finalbody"):
-            yield from _module_level(getattr(node, inner, []))
-        for handler in getattr(node, "handlers", []):
-            yield from _module_level(handler.body)
+            yield node.module.partition(".")[0]

@@ -12,10 +12,7 @@ from models.weight_rule import Source, WeightRule
 from pallas_kernels import dispatch
 from paxkv.runner.programs import expert_check, kernel_check
 from paxkv.runner.programs.expert_check import CheckedProduct, products_of
-from paxkv.runner.programs.kernel_check import (
-    choose_implementation,
-    why_products_differ,
-)
+from paxkv.runner.programs.kernel_check import choose_implementation, why_kernels_differ
 
 H200 = pallas_kernels.Target(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
 PRODUCTS = (CheckedProduct(16, 24, "float32"),)
@@ -44,7 +41,7 @@ def spoil_products(monkeypatch, spoil):
 )
 def test_wrong_products_of_experts_are_noticed(monkeypatch, spoil):
     spoil_products(monkeypatch, spoil)
-    reason = why_products_differ(PRODUCTS, H200, implementation="reference")
+    reason = why_kernels_differ(PRODUCTS, H200, implementation="reference")
     assert "experts of 16 x 24, tiles of 8 differs from XLA's by" in reason
 
 
@@ -57,7 +54,7 @@ def test_right_products_of_experts_pass_in_tiles_of_every_size(monkeypatch):
         return multiply(rows, expert_ids, kernel, tile_rows, implementation)
 
     monkeypatch.setattr(expert_check, "_multiply", watched)
-    assert why_products_differ(PRODUCTS, H200, implementation="reference") is None
+    assert why_kernels_differ(PRODUCTS, H200, implementation="reference") is None
     numbers = ((rows, groups) for rows in range(1, 4096, 7) for groups in (1, 8, 128))
     chosen = {pallas_kernels.choose_tile_rows(*number, H200) for number in numbers}
     assert set(sizes) == chosen
@@ -66,7 +63,7 @@ def test_right_products_of_experts_pass_in_tiles_of_every_size(monkeypatch):
 def test_products_that_xla_computes_anyway_are_left_out(monkeypatch):
     # The kernel multiplies 16-bit floats alone.
     monkeypatch.delattr(expert_check, "_multiply")
-    assert why_products_differ(PRODUCTS, H200) is None
+    assert why_kernels_differ(PRODUCTS, H200) is None
 
 
 def test_a_product_of_experts_that_cannot_run_is_a_reason(monkeypatch, caplog):
@@ -75,7 +72,9 @@ def test_a_product_of_experts_that_cannot_run_is_a_reason(monkeypatch, caplog):
 
     spoil_products(monkeypatch, fail)
     with caplog.at_level(logging.ERROR):
-        reason = why_products_differ(PRODUCTS, H200, implementation="reference")
+        reason = why_kernels_differ(
+            PRODUCTS, H200, implementation="reference", tested="the product of experts"
+        )
     assert reason == "running the product of experts raised RuntimeError"
     assert "CUDA says no" in caplog.text
 
@@ -108,8 +107,8 @@ class FakeH200:
 
 def test_kernels_that_differ_are_not_used_and_the_log_says_so(monkeypatch, caplog):
     monkeypatch.setattr(kernel_check, "target_misfit", lambda target: None)
-    reasons = iter(["they rot", None])
-    monkeypatch.setattr(kernel_check, "why_kernels_differ", lambda *args: next(reasons))
+    reasons = iter(["they rot", None, None])
+    monkeypatch.setattr(kernel_check, "why_kernels_differ", lambda *args, **kwargs: next(reasons))
     with caplog.at_level(logging.ERROR):
         choice = choose_implementation("auto", (), (), FakeH200())
         assert choice.implementation == "xla"
@@ -122,7 +121,6 @@ def test_kernels_that_differ_are_not_used_and_the_log_says_so(monkeypatch, caplo
 
 def test_wrong_experts_alone_are_enough_to_use_xla(monkeypatch, caplog):
     monkeypatch.setattr(kernel_check, "target_misfit", lambda target: None)
-    monkeypatch.setattr(kernel_check, "why_kernels_differ", lambda *args: None)
     spoil_products(monkeypatch, lambda y: y * 1.05)
     monkeypatch.setattr(expert_check, "_preferred_body", lambda *args: "reference")
     with caplog.at_level(logging.ERROR):
@@ -142,7 +140,7 @@ def test_cpu_leaves_the_choice_to_dispatch_and_xla_is_taken_at_its_word():
 def test_operations_without_a_kernel_are_named_in_the_choice(monkeypatch):
     """A model's shapes may fit the kernels of some operations only."""
 
-    def check(tests, target):
+    def check(tests, target, **kwargs):
         late = dispatch.LateBody(module="late", function="f")
         return dispatch.preferred_body("paged_attention", {"mosaic_gpu": late}, target) and None
 
