@@ -1,4 +1,4 @@
-"""The only place where a `ForwardBatch` is put together."""
+"""Functions that make a `ForwardBatch`. No other module of the runner makes one."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +13,7 @@ from paxkv.runner.shapes.program_shapes import BurstShape, StepShape, TableShape
 def tables_of(
     fields: Mapping[str, jax.Array], shape: StepShape | BurstShape
 ) -> tuple[jax.Array, ...]:  # i32[num_groups, num_reqs, max_blocks_per_req] each
-    """The block tables of a step's buffer, one array for each of `shape.tables`."""
+    """Returns the block tables in a step's buffer, one array for each of `shape.tables`."""
     return tuple(fields[table_field(i)] for i in range(len(shape.tables)))
 
 
@@ -30,7 +30,7 @@ def make_batch(
     max_query_len: int | None = None,
     widths: tuple[int, ...] = (),
 ) -> ForwardBatch:
-    """A batch of requests with any number of tokens; arguments as the fields of `ForwardBatch`."""
+    """Makes a batch of requests with any number of tokens. See `ForwardBatch` for the arguments."""
     groups = tuple(
         GroupInputs(block_tables=tables, seq_lens=seq_lens, block_size=shape.block_size)
         for tables, shape in zip(block_tables, table_shapes, strict=True)
@@ -51,12 +51,12 @@ def make_decode_batch(
     *,
     token_ids: jax.Array,  # i32[num_reqs]
     positions: jax.Array,  # i32[num_reqs]
-    num_used: jax.Array | int,  # i32[], rows with a request; they come first
+    num_used: jax.Array | int,  # i32[], number of rows with a request; these rows come first
     block_tables: Sequence[jax.Array],  # i32[num_groups, num_reqs, max_blocks_per_req] each
     table_shapes: Sequence[TableShape],
     widths: tuple[int, ...] = (),
 ) -> ForwardBatch:
-    """A batch of one token for each request, and the logits of all."""
+    """Makes a batch with one token per request, and the logits of all of them."""
     row_idx = jnp.arange(token_ids.shape[0] + 1, dtype=jnp.int32)
     return make_batch(
         token_ids=token_ids,

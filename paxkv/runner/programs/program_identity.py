@@ -1,4 +1,4 @@
-"""What a compiled program depends on besides its shape; where all of it is equal, it is reused."""
+"""The identity of compiled programs: everything that they depend on besides their shapes."""
 
 import dataclasses
 import hashlib
@@ -18,7 +18,7 @@ from paxkv.runner.programs.program_sources import source_digest
 from paxkv.runner.shapes.own_program import OwnProgram
 from paxkv.runner.shapes.step_variant import StepVariant
 
-# Settings of JAX that change what is traced or how it is compiled; no version has all of them.
+# Settings of JAX that change tracing or compiling. No version of JAX has all of them.
 _JAX_SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -52,20 +52,20 @@ def program_identity(
     compiler_options: Mapping[str, str],
     feature_code: Sequence[StepVariant | OwnProgram] = (),
 ) -> dict[str, str]:
-    """Names and values of everything that every step of an engine depends on.
+    """Returns names and values of everything that all programs of an engine depend on.
 
-    Two processes with equal identities compile the same program for the same shape: versions, our
-    own source, the device down to its instruction set, the model without its weights' values, the
-    arrays that it is called with, and the settings of the compiler.
+    The identity has versions, the source code of paxkv, the device down to its instruction set,
+    the model except the values of its weights, the programs' arguments, and the compiler's
+    settings. Two processes with equal identities compile the same program for the same shape.
 
     Args:
         kv_cache: May be abstract.
         feature_code: Variants and programs of all step features. The identity covers their source
-            code, and that of the formats in `model.places`. A program's shape names the variants
-            that it contains.
+            code, and the source code of the formats in `model.places`. A program's shape names the
+            variants that it contains.
     """
     num_rows, num_blocks, *page = kv_cache.shape
-    jax_settings = jax.config.values  # not all of them are attributes
+    jax_settings = jax.config.values  # some settings are not attributes of `jax.config`
     formats = {place.format for places in model.places for _, place in places}
     packages = model.packages | _packages_of([*feature_code, *formats])
     return {
@@ -93,12 +93,12 @@ def program_identity(
 
 
 def identity_digest(identity: Mapping[str, str]) -> str:
-    """A name for an identity, as long as a folder's name may well be."""
+    """Returns a short name for an identity, for its folder."""
     return _digest(sorted(identity.items()))[:32]
 
 
 def identity_differences(compiled: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
-    """What differs, each by its name with both values; empty where nothing does."""
+    """Describes each difference by its name and both values."""
     names = [*wanted, *(name for name in compiled if name not in wanted)]
     return [
         f"{name}: compiled with {compiled.get(name, 'none')!r}, now {wanted.get(name, 'none')!r}"
@@ -108,7 +108,7 @@ def identity_differences(compiled: Mapping[str, str], wanted: Mapping[str, str])
 
 
 def _packages_of(traced: Iterable[object]) -> set[str]:
-    """Top-level packages that define the classes of these objects."""
+    """Returns the top-level packages that define the classes of these objects."""
     classes = {base for each in traced for base in type(each).__mro__}
     return {cls.__module__.partition(".")[0] for cls in classes} - sys.stdlib_module_names
 
@@ -127,13 +127,13 @@ def _model_facts(config: object) -> dict[str, str]:
     return {
         f"model's {field.name}": repr(getattr(config, field.name))
         for field in dataclasses.fields(config)
-        # Tokens that end a request are given to the programs with it.
+        # Programs get the tokens that end a request as arguments.
         if field.name != "eos_token_ids"
     }
 
 
 def _kernel_facts(kernels: KernelSettings) -> dict[str, str]:
-    # The mesh is a fact of its own, and prints its devices' numbers.
+    # `_device_facts` describes the mesh. Its own repr contains the numbers of devices.
     names = [field.name for field in dataclasses.fields(kernels) if field.name != "mesh"]
     return {f"kernels' {name}": str(getattr(kernels, name)) for name in names}
 

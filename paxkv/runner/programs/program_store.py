@@ -1,7 +1,7 @@
-"""Folders of compiled programs: the user's cache, and what `python -m paxkv.compile` writes.
+"""Folders of compiled programs: the user's cache, and the output of `python -m paxkv.compile`.
 
-A program is machine code, and who loads it runs it. So a folder is used only if it belongs to the
-user or to root, and if not everybody may write to it.
+A program is machine code, which runs after it is loaded. So paxkv uses a folder only if it belongs
+to the user or to root, and is not writable by everybody.
 """
 
 import contextlib
@@ -39,24 +39,24 @@ _OUR_FILES = (_SUFFIX, _INDEX_FILE, _TEMPORARY)
 _DIGEST_BYTES = 32
 _PROBE_BYTES = 2**16
 _NUM_BLOCKS = "number of KV blocks"
-# Folders of other versions and settings go when nobody has started with them for so long.
+# The cache deletes the folder of an identity if no engine has started with it for this long.
 _FORGET_AFTER_S = 30 * 24 * 3600
-# And of those, the ones that were started least lately: each holds up to some hundred megabytes.
+# The cache keeps the folders that were used last. A folder may take some hundred megabytes.
 _MAX_IDENTITIES = 32
-# As `identity_digest` names them; what else lies beside them, others have put there.
+# Names of `identity_digest`. The cache deletes no other folders.
 _IDENTITY_FOLDER = re.compile(r"[0-9a-f]{32}")
-# What an index says of one dimension of a shape.
-_Described = str | int | list[int | str]
+# A shape in an index: its class and its dimensions by name, as JSON.
+_Described = dict[str, str | int | list[int | str] | None]
 
 
 class ProgramFolder:
-    """The programs of one identity, a file each.
+    """The programs of one identity, one file each.
 
     Args:
-        devices: What programs run on.
-        has_all: A program that is missing or damaged is an error; otherwise it is compiled.
-        must_keep: A program that cannot be kept is an error; otherwise the first one is logged.
-        is_warned: The user knows already that no program can be kept.
+        devices: The devices that the programs run on.
+        has_all: True: a missing or damaged program is an error. False: it is compiled.
+        must_keep: True: failing to save a program is an error. False: the first failure is logged.
+        is_warned: A failure to save programs was already logged.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class ProgramFolder:
         self._is_warned = is_warned
 
     def load(self, shape: ProgramShape) -> Compiled | None:
-        """The program of `shape`, ready to be called; None if it has to be compiled.
+        """Loads the program of `shape`; None if it has to be compiled.
 
         Raises:
-            ConfigError: There is none that can be read, and the folder must have it.
+            ConfigError: The program is missing or cannot be read, and the folder must have it.
         """
         path = self._file(shape)
         try:
@@ -96,20 +96,20 @@ class ProgramFolder:
                 backend=self._devices[0].client,
                 execution_devices=self._devices,
             )
-        # Whatever a backend raises where it cannot take a program back, it can still compile it.
+        # A backend that cannot load a program, whatever error it raises, can still compile it.
         except Exception as error:
             return self._refuse(path, f"{type(error).__name__}: {error}")
 
     def save(self, shape: ProgramShape, program: Compiled) -> None:
-        """Keeps a program that was compiled `without_jax_cache`.
+        """Saves a program that was compiled `without_jax_cache`.
 
         Raises:
-            ConfigError: It cannot be kept, and must be.
+            ConfigError: The program cannot be saved, and `must_keep` is true.
         """
         try:
             content = pickle.dumps(serialize_executable.serialize(program))
             _write(self._file(shape), hashlib.sha256(content).digest() + content)
-        # The same: a program that cannot be written down can still run.
+        # A program that cannot be saved, whatever the error, can still run.
         except Exception as error:
             message = f"the program of {shape} cannot be kept in {self.path}: {error}."
             if self._must_keep:
@@ -133,7 +133,7 @@ class ProgramFolder:
 
 
 class ProgramStore(Protocol):
-    """Where an engine looks for its programs before it compiles them."""
+    """Finds the folder in which an engine looks for its programs before it compiles them."""
 
     def open(
         self,
@@ -141,21 +141,21 @@ class ProgramStore(Protocol):
         shapes: Sequence[ProgramShape],
         devices: Sequence[jax.Device],
     ) -> ProgramFolder | None:
-        """The folder with the programs of that identity; None where none can be kept.
+        """Returns the folder for the programs of an identity; None if it cannot be written.
 
         Raises:
-            ConfigError: It may not be used, or what it holds does not fit.
+            ConfigError: The folder cannot be trusted or written, or its programs do not fit.
         """
         ...
 
 
 class ProgramCache:
-    """Programs that one start leaves for the next.
+    """The user's cache: each start saves its programs for later starts.
 
     Args:
-        root: Holds a folder for each identity; those that nobody used for 30 days are
-            deleted, and all but the 32 that were used last. Where it cannot be written, the engine
-            starts all the same, and a warning says so.
+        root: Holds a folder per identity. The cache deletes a folder that no start has used for 30
+            days, and all but the 32 that were used last. If it cannot write to `root`, it logs a
+            warning and the engine starts without it.
     """
 
     def __init__(self, root: Path) -> None:
@@ -163,14 +163,14 @@ class ProgramCache:
         self._is_warned = False
 
     def check(self) -> None:
-        """Finds out at once, and not after minutes of compiling, whether programs can be kept.
+        """Checks before minutes of compiling that programs can be saved; logs a warning if not.
 
         Raises:
-            ConfigError: Others may write to the folder, so that it cannot be trusted.
+            ConfigError: The folder cannot be trusted, because others may write to it.
         """
         try:
             _make_folder(self._root)
-            # A full disk may still have room for a name.
+            # A full disk may have room for an empty file, so this writes something.
             with tempfile.TemporaryFile(dir=self._root) as file:
                 file.write(bytes(_PROBE_BYTES))
                 file.flush()
@@ -184,16 +184,16 @@ class ProgramCache:
         shapes: Sequence[ProgramShape],
         devices: Sequence[jax.Device],
     ) -> ProgramFolder | None:
-        """The folder of that identity, made if it is new. Raises as `ProgramStore.open` does."""
+        """See `ProgramStore.open`. Makes the folder if the identity is new."""
         path = self._root / identity_digest(identity)
         try:
             _make_folder(self._root)
-            # Not this one: a server may have run for longer than that since its last start.
+            # Keeps this folder: a server may have run longer than the limit since its last start.
             _forget_unused(self._root, but=path)
             _make_folder(path)
             if not (path / _INDEX_FILE).is_file():
                 _write_index(path, identity, shapes)
-            # Whoever may only read it finds its programs all the same.
+            # A user who may only read the folder can still load its programs.
             with contextlib.suppress(OSError):
                 os.utime(path)
         except OSError as error:
@@ -215,10 +215,10 @@ class ProgramCache:
 
 
 class CompiledPrograms:
-    """What `python -m paxkv.compile` wrote into a folder: all that a start needs, or refused.
+    """A folder that `python -m paxkv.compile` wrote. It must have all programs of a start.
 
     Raises:
-        ConfigError: There is nothing of the kind.
+        ConfigError: The folder holds no compiled programs.
     """
 
     def __init__(self, path: Path) -> None:
@@ -227,12 +227,12 @@ class CompiledPrograms:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks of the cache that the programs are made for."""
+        """Number of blocks of the KV cache that the programs were compiled for."""
         return int(self._index["identity"][_NUM_BLOCKS])
 
     @property
     def max_model_len(self) -> int | None:
-        """Most tokens of a request that the programs are made for; None where none says it."""
+        """`max_model_len` that the programs were compiled for; None if no program has it."""
         rows = (p for p in self._index["programs"] if p["shape"] == RowShape.__name__)
         return next((program["max_model_len"] for program in rows), None)
 
@@ -242,7 +242,7 @@ class CompiledPrograms:
         shapes: Sequence[ProgramShape],
         devices: Sequence[jax.Device],
     ) -> ProgramFolder:
-        """The folder. Raises as `ProgramStore.open` does."""
+        """See `ProgramStore.open`."""
         differences = [
             *identity_differences(self._index["identity"], identity),
             *_shape_differences(self._index["programs"], list(map(_described, shapes))),
@@ -257,13 +257,13 @@ class CompiledPrograms:
 
 
 class NewCompiledPrograms:
-    """The folder that `python -m paxkv.compile` fills.
+    """The folder that a run of `python -m paxkv.compile` fills.
 
     Args:
-        path: New or empty, or filled by an earlier run, whose programs are deleted.
+        path: A new or empty folder, or the folder of an earlier run, whose programs are deleted.
 
     Raises:
-        ConfigError: It is none of these, or cannot be written to.
+        ConfigError: The folder holds other files, or cannot be written to.
     """
 
     def __init__(self, path: Path) -> None:
@@ -285,7 +285,7 @@ class NewCompiledPrograms:
         shapes: Sequence[ProgramShape],
         devices: Sequence[jax.Device],
     ) -> ProgramFolder:
-        """The folder, without programs. Raises as `ProgramStore.open` does."""
+        """See `ProgramStore.open`. Deletes the programs of earlier runs."""
         try:
             for path in self._path.iterdir():
                 if path.name.endswith(_OUR_FILES):
@@ -297,9 +297,9 @@ class NewCompiledPrograms:
 
 
 def choose_store(config: RunnerConfig) -> ProgramStore | None:
-    """The store that the settings ask for; None if every start is to compile everything.
+    """Returns the store that the settings choose; None if every start compiles all programs.
 
-    Left to itself, it lies in the folder that the user gave to JAX's own cache, if there is one.
+    By default, the store is in the folder of JAX's own cache, if the user has set one.
     """
     if config.compiled_dir is not None:
         return CompiledPrograms(Path(config.compiled_dir))
@@ -321,33 +321,34 @@ def _cache_root(config: RunnerConfig) -> Path | None:
     if config.compilation_cache_dir is not None:
         return Path(config.compilation_cache_dir)
     jax_cache_dir = jax.config.jax_compilation_cache_dir
-    # JAX's may also be a bucket in the cloud, such as gs://name.
+    # JAX's cache may also be a bucket in the cloud, such as gs://name.
     if jax_cache_dir and "://" not in jax_cache_dir:
         return Path(jax_cache_dir) / "paxkv"
     return user_cache_folder()
 
 
 def user_cache_folder() -> Path | None:
-    """Where programs are kept if nothing else is said (XDG Base Directory Specification).
+    """Returns the default folder for programs (XDG Base Directory Specification).
 
-    None for a user without a home: "~" stays "~", and would be a folder wherever we are started.
+    None for a user without a home: `expanduser` then returns "~", a path relative to the current
+    folder.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # which the specification has us ignore
+    if not base.is_absolute():  # the specification says to ignore it
         base = Path(os.path.expanduser("~"), ".cache")
     return base / "paxkv" / "compiled" if base.is_absolute() else None
 
 
 @contextlib.contextmanager
 def without_jax_cache() -> Iterator[None]:
-    """JAX's own persistent cache is neither read nor written.
+    """Turns JAX's own persistent cache off inside the context.
 
-    XLA for the CPU hands out a program from there without what is needed to write it down again: it
-    could be saved and loaded, and would fail when called (JAX 0.10.2 and 0.12.0.1).
+    On a CPU, a program from that cache lacks parts. It could be saved and loaded again, but would
+    fail when called (JAX 0.10.2 and 0.12.0.1).
     """
     was_enabled = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # it decides once whether it is used
+    compilation_cache.reset_cache()  # JAX decides only once whether to use the cache
     try:
         yield
     finally:
@@ -355,29 +356,25 @@ def without_jax_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def _described(shape: ProgramShape) -> dict[str, _Described]:
+def _described(shape: ProgramShape) -> _Described:
     values = _fields_of(shape)
     for table in values.pop("tables", ()):
         for name, value in _fields_of(table).items():
             values[name] = (*values.get(name, ()), value)
-    # As JSON gives it back. What is no number is described by its repr, as in the file's name.
-    fields = {
-        name: [part if isinstance(part, int) else repr(part) for part in value]
-        if isinstance(value, tuple)
-        else value
-        for name, value in values.items()
-    }
-    return {"shape": type(shape).__name__, **fields}
+    # As an index that was read has it. Features are described by their repr.
+    return json.loads(json.dumps({"shape": type(shape).__name__, **values}, default=repr))
 
 
 def _fields_of(shape: ProgramShape | TableShape) -> dict[str, object]:
     return {field.name: getattr(shape, field.name) for field in dataclasses.fields(shape)}
 
 
-def _shape_differences(
-    compiled: Sequence[dict[str, _Described]], wanted: Sequence[dict[str, _Described]]
-) -> list[str]:
-    """Why wanted programs are not among the compiled ones: first by dimension, if that says it."""
+def _shape_differences(compiled: Sequence[_Described], wanted: Sequence[_Described]) -> list[str]:
+    """Describes which wanted programs were not compiled.
+
+    Names the dimensions with values that no compiled program has. If each value occurs in some
+    program, names the first missing program.
+    """
     missing = [shape for shape in wanted if shape not in compiled]
     unknown: dict[tuple[str, str], list[str]] = {}
     for shape in missing:
@@ -394,8 +391,8 @@ def _shape_differences(
     return differences or [f"a program of {shape} is missing" for shape in missing[:1]]
 
 
-def _values_of(name: str, kind: str, shapes: Sequence[dict[str, _Described]]) -> list[str]:
-    """The different values of one dimension."""
+def _values_of(name: str, kind: str, shapes: Sequence[_Described]) -> list[str]:
+    """Returns the different values of one dimension."""
     return list(dict.fromkeys(str(s.get(name)) for s in shapes if s["shape"] == kind))
 
 
@@ -439,7 +436,7 @@ def _forget_unused(root: Path, *, but: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _read_index(path: Path) -> dict[str, dict[str, str] | list[dict[str, _Described]]]:
+def _read_index(path: Path) -> dict[str, dict[str, str] | list[_Described]]:
     try:
         _check_trusted(path)
         index = json.loads((path / _INDEX_FILE).read_text())
@@ -457,7 +454,7 @@ def _write_index(path: Path, identity: Mapping[str, str], shapes: Sequence[Progr
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all: other processes may read and write the same file."""
+    """Writes a file atomically, because other processes may read and write it at the same time."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=_TEMPORARY)
     try:
         with os.fdopen(descriptor, "wb") as file:

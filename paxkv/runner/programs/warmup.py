@@ -1,4 +1,4 @@
-"""Has every program that traffic can ask for before the engine is ready, and counts later ones."""
+"""`StepPrograms`: loads or compiles every program before the engine is ready."""
 
 import concurrent.futures
 import contextlib
@@ -45,13 +45,16 @@ logger = logging.getLogger(__name__)
 
 
 class StepPrograms:
-    """The compiled steps of a model and its block copies, one program per bucket.
+    """The compiled programs of a model, one per bucket.
 
-    They are compiled ahead of time: such a program takes its own shapes, dtypes and shardings and
-    raises for any other, so no call can compile behind our back and the counts below are true.
+    Programs are compiled ahead of time. Such a program raises an error for shapes, dtypes and
+    shardings other than its own, so calls never compile, and the counters miss no compilation.
 
     Args:
-        store: Where programs are looked for before they are compiled, and kept afterwards.
+        store: Where programs are loaded from and saved. None: all are compiled.
+
+    Attributes:
+        num_compiles_after_ready: Programs that the warm-up missed, compiled while serving.
     """
 
     def __init__(
@@ -81,20 +84,23 @@ class StepPrograms:
         self.num_compiles_after_ready = 0
 
     def compile(self, shape: ProgramShape, kv_cache: Pages) -> Compiled:
-        """The program of `shape`, not kept; `kv_cache` may be abstract."""
+        """Compiles the program of `shape`, for one use. `kv_cache` may be abstract."""
         return self._finish(shape, self._lower(shape, kv_cache))
 
     def measure_temp_bytes(self, kv_cache: Pages) -> int:
-        """Most memory that a program takes for itself and its results; `kv_cache` may be abstract.
+        """Returns the most memory that any program needs for temporary arrays and results.
+
+        Args:
+            kv_cache: May be abstract.
 
         Raises:
-            ConfigError: As `warm_up`.
+            ConfigError: See `warm_up`.
         """
         shapes = self.buckets.largest
         folder = self._open_store(shapes, kv_cache)
         programs = self._load_or_compile(shapes, kv_cache, folder, show_progress=False)
         found = [program.memory_analysis() for program in programs.values()]
-        # What is written over a donated array takes no more.
+        # A result that is written over a donated array needs no more memory.
         return max(
             m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes for m in found
         )
@@ -137,13 +143,13 @@ class StepPrograms:
         return lowered.compile(self._compiler_options)
 
     def warm_up(self, kv_cache: Pages, *, show_progress: bool) -> int:
-        """Loads or compiles every bucket, several at a time, the largest first.
+        """Loads or compiles the programs of all buckets, several at a time, the largest first.
 
         Returns:
             The number of programs.
 
         Raises:
-            ConfigError: The store may not be used, or does not fit.
+            ConfigError: The store cannot be used, or its programs do not fit.
         """
         start = time.monotonic()
         shapes = [shape for shape in self.buckets.largest_first if shape not in self._programs]
@@ -183,33 +189,25 @@ class StepPrograms:
         *,
         show_progress: bool,
     ) -> dict[ProgramShape, Compiled]:
-        """The programs of these shapes; several are loaded, or compiled, at a time."""
+        """Loads the programs that the folder has and compiles the others, several at a time."""
         num_threads = self._model.platform.num_compile_threads()
-        # Left after the threads have ended, also if one of them failed.
+        # The cache is turned on again after the threads have ended, even if one of them failed.
         jax_cache = contextlib.nullcontext() if folder is None else without_jax_cache()
+        programs: dict[ProgramShape, Compiled] = {}
         with jax_cache, concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
             try:
-                programs = {} if folder is None else self._load_all(shapes, folder, threads)
+                if folder is not None:
+                    found = zip(shapes, threads.map(folder.load, shapes), strict=True)
+                    programs = {shape: program for shape, program in found if program is not None}
+                    self.num_loaded += len(programs)
                 missing = [shape for shape in shapes if shape not in programs]
                 programs |= self._compile_all(
                     missing, kv_cache, folder, threads, show_progress=show_progress
                 )
             except BaseException:
-                # After an interrupt or an error, programs that have not begun are left out.
+                # After an interrupt or an error, the threads start no more programs.
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
-        return programs
-
-    def _load_all(
-        self,
-        shapes: Sequence[ProgramShape],
-        folder: ProgramFolder,
-        threads: concurrent.futures.Executor,
-    ) -> dict[ProgramShape, Compiled]:
-        """The programs that the folder has."""
-        found = zip(shapes, threads.map(folder.load, shapes), strict=True)
-        programs = {shape: program for shape, program in found if program is not None}
-        self.num_loaded += len(programs)
         return programs
 
     def _compile_all(
@@ -236,13 +234,13 @@ class StepPrograms:
             disable=not show_progress or not shapes,
         )
         with progress:
-            # Lowered one after the other: Mosaic numbers kernels in the order in which a process
-            # lowers them (JAX 0.11), so that another order would be another program to a cache.
+            # Programs are lowered one after the other. Mosaic numbers kernels in the order in which
+            # a process lowers them (JAX 0.11), so a cache would miss a program after another order.
             compiling: dict[concurrent.futures.Future[Compiled], ProgramShape] = {}
             for shape in shapes:
                 lowered = self._lower(shape, kv_cache)
                 for done in [future for future in compiling if future.done()]:
-                    done.result()  # an error ends the start now, not after the last lowering
+                    done.result()  # raises an error now, not after the last lowering
                 future = threads.submit(finish, shape, lowered)
                 future.add_done_callback(lambda _: progress.update())
                 compiling[future] = shape
@@ -251,7 +249,7 @@ class StepPrograms:
         return programs
 
     def get(self, shape: ProgramShape, kv_cache: Pages) -> Compiled:
-        """The program of `shape`; compiles it if the warm-up was left out or missed it."""
+        """Returns the program of `shape`. Compiles it if no warm-up has done so."""
         if shape not in self._programs:
             self._programs[shape] = self.compile(shape, kv_cache)
             self.num_compiles_after_ready += self._is_ready
