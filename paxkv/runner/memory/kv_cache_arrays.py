@@ -1,4 +1,4 @@
-"""The KV cache's pages on the device: their dtype, their sharding, and their allocation."""
+"""The pages of the KV cache on the device: dtype, sharding and allocation."""
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,13 @@ from paxkv.errors import ConfigError
 
 
 def kv_cache_dtype(model_dtype: str, platform: Platform, wanted: str = "auto") -> str:
-    """The dtype that keys and values are stored in.
+    """Returns the dtype of stored keys and values.
 
     Args:
         wanted: `CacheConfig.kv_cache_dtype`.
 
     Raises:
-        ConfigError: The platform cannot keep them in what is wanted.
+        ConfigError: The platform cannot store them in the wanted dtype.
     """
     allowed = platform.kv_cache_dtypes(model_dtype)
     if wanted == "auto":
@@ -34,22 +34,19 @@ def kv_cache_dtype(model_dtype: str, platform: Platform, wanted: str = "auto") -
 
 
 def device_mesh(device: jax.Device) -> Mesh:
-    """A mesh of one device, whose axis is the one that heads would be split over."""
+    """Returns a mesh of one device. Its axis is the axis over which heads are split."""
     return Mesh(np.array([device]), (MODEL_AXIS,), axis_types=(AxisType.Auto,))
-
-
-def kv_cache_sharding(mesh: Mesh) -> NamedSharding:
-    """Each device has its own part of every page, with its own heads."""
-    return NamedSharding(mesh, PAGES_BY_DEVICE)
 
 
 def abstract_kv_cache(
     config: KVCacheConfig, mesh: Mesh, platform: Platform, kv_dtype: str
 ) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of the pages, for compiling without memory for them.
+    """Returns shape, dtype and sharding of the pages, for compiling without allocating them.
+
+    Each device has its own heads' part of every page.
 
     Args:
-        kv_dtype: Of keys and values.
+        kv_dtype: The dtype of keys and values.
 
     Raises:
         ConfigError: The cache has more slots than an int32 can count.
@@ -60,18 +57,18 @@ def abstract_kv_cache(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     shape, dtype = _shape_and_dtype(config, platform, kv_dtype)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=kv_cache_sharding(mesh))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PAGES_BY_DEVICE))
 
 
 def empty_kv_cache(config: KVCacheConfig, platform: Platform, kv_dtype: str) -> Pages:
-    """Pages of zeros inside a program, on one device."""
+    """Makes pages of zeros inside a program, on one device."""
     return jnp.zeros(*_shape_and_dtype(config, platform, kv_dtype))
 
 
 def _shape_and_dtype(
     config: KVCacheConfig, platform: Platform, kv_dtype: str
 ) -> tuple[tuple[int, ...], jnp.dtype]:
-    """Of the pages. All groups' pages have the same bytes, whatever they hold."""
+    """Returns the shape and dtype of the pages. The pages of all groups have the same size."""
     dtype = jnp.dtype(platform.page_dtype(kv_dtype))
     page_bytes = config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
     page = platform.page_shape(page_bytes // dtype.itemsize)
@@ -81,10 +78,10 @@ def _shape_and_dtype(
 def allocate_kv_cache(
     config: KVCacheConfig, mesh: Mesh, platform: Platform, kv_dtype: str
 ) -> Pages:
-    """The pages, all zeros.
+    """Allocates the pages, filled with zeros.
 
     Raises:
-        ConfigError: There is no memory for it, or as `abstract_kv_cache` does.
+        ConfigError: The device has no memory for them, or too many slots (`abstract_kv_cache`).
     """
     pages = abstract_kv_cache(config, mesh, platform, kv_dtype)
     try:

@@ -1,4 +1,4 @@
-"""KV cache groups of a model's layers. All have pages of one size, so one pool serves them."""
+"""The KV cache groups of a model. Their pages have one size, so all groups share one pool."""
 
 import dataclasses
 import itertools
@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping
 
 from models import AttentionFormat, CacheFormat, CachePlace, DecoderSpec, LayerPlaces
 from paxkv.contracts.kv_cache_spec import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -19,18 +20,18 @@ from paxkv.contracts.kv_cache_spec import (
 from paxkv.errors import ConfigError, InvariantError
 from paxkv.runner.shapes.program_shapes import TableShape
 
-# If there are at most this many times as many layers of the commonest kind as of the rarest,
-# padding takes less memory than more groups.
+# Below this ratio of the numbers of layers of the commonest kind and of the rarest kind, padding
+# takes less memory than more groups.
 _MAX_PADDED_RATIO = 1.25
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheGroups:
-    """A `KVCacheConfig` without its number of blocks, with two more fields.
+    """The groups of a `KVCacheConfig`, with two more fields but without a number of blocks.
 
     Args:
         formats: Full name of each cache -> its format, in pages of the common size. Empty if
-            nothing is computed, as in the replay of a trace.
+            nothing is computed.
         padded_shares: Full name -> share of a page that is padding, for caches with padding.
     """
 
@@ -51,7 +52,7 @@ class KVCacheGroups:
         )
 
     def places(self, spec: DecoderSpec) -> tuple[LayerPlaces, ...]:
-        """Where each layer finds its caches. A shared cache has the place of its owner's.
+        """Returns the places of the caches of each layer. A shared cache has its owner's place.
 
         Raises:
             InvariantError: A cache is in no group.
@@ -107,8 +108,8 @@ def groups_of_spec(spec: DecoderSpec, *, block_size: int, head_dim_step: int = 1
     """The groups of a model's caches.
 
     Args:
-        block_size: Of caches with the largest pages. Other caches have a power of two times as
-            many tokens in a block.
+        block_size: Tokens in a block of caches with the largest pages. Other caches have a power
+            of two times as many.
         head_dim_step: `Platform.head_dim_step`.
 
     Raises:
@@ -135,10 +136,11 @@ def groups_of_spec(spec: DecoderSpec, *, block_size: int, head_dim_step: int = 1
         },
         kv_sharing_targets=spec.owners,
     )
-    padded_shares = {}
-    for name, (_, size, page_bytes) in agreed.items():
-        if num_unused := page_bytes - own[name].content_bytes(size):
-            padded_shares[name] = num_unused / page_bytes
+    padded_shares = {
+        name: 1 - own[name].content_bytes(size) / page_bytes
+        for name, (_, size, page_bytes) in agreed.items()
+        if own[name].content_bytes(size) < page_bytes
+    }
     return dataclasses.replace(
         groups,
         formats={name: cache for name, (cache, _, _) in agreed.items()},
@@ -151,17 +153,18 @@ def agree_on_pages(
 ) -> dict[str, tuple[CacheFormat, int, int]]:
     """Gives all caches pages of one size.
 
-    The largest page of tokens sets the size. A cache with smaller pages gets larger blocks, by a
-    power of two. If its content still does not fill a page, the rest is padding.
+    The cache of tokens with the largest pages sets the size. A cache with smaller pages gets blocks
+    that are larger by a power of two. If its content still does not fill a page, the rest is
+    padding.
 
     Example: pages of 64 KiB, 16 KiB and 24 KiB at block size 16 -> block sizes 16, 64 and 32. A
     quarter of the third cache's pages is padding.
 
     Returns:
-        For each name the format, its block size, and the bytes of a page.
+        For each name: the format, the block size, and the bytes of a page.
 
     Raises:
-        ConfigError: A cache cannot have such pages.
+        ConfigError: A cache cannot have pages of this size.
     """
     own_bytes = {name: cache.page_bytes(block_size) for name, cache in formats.items()}
     of_tokens = [own_bytes[name] for name, cache in formats.items() if not _is_state(cache)]
@@ -192,17 +195,17 @@ def _is_state(cache: CacheFormat) -> bool:
 
 
 def cache_spec(cache: CacheFormat, block_size: int, page_bytes: int) -> KVCacheSpec:
-    """What the block pool and the scheduler know of a cache: its kind and the bytes of its pages.
+    """Describes a cache to the block pool and the scheduler: its kind, and the bytes of its pages.
 
     Raises:
         ConfigError: Caches of this kind are not supported yet.
     """
-    if cache.kind in _ATTENTION_SPECS:
-        return _ATTENTION_SPECS[cache.kind](cache, block_size)
+    if cache.kind in ("full", "window", "chunk"):
+        return _attention_spec(cache, block_size)
     own_bytes = cache.page_bytes(block_size)
     padded_bytes = None if own_bytes == page_bytes else page_bytes
     if cache.kind in ("latent", "index"):
-        # One vector per token, counted in bytes.
+        # The spec has one head of int8, so its size is the bytes of a token.
         return MLAAttentionSpec(
             block_size=block_size,
             num_kv_heads=1,
@@ -220,38 +223,23 @@ def cache_spec(cache: CacheFormat, block_size: int, page_bytes: int) -> KVCacheS
     raise ConfigError(f"caches of the kind {cache.kind!r} are not supported yet: got {cache}.")
 
 
-def _attention_fields(cache: AttentionFormat, block_size: int) -> dict[str, object]:
-    return {
+def _attention_spec(cache: AttentionFormat, block_size: int) -> AttentionSpec:
+    fields = {
         "block_size": block_size,
         "num_kv_heads": cache.num_kv_heads,
         "head_size": cache.head_dim,
         "dtype": cache.dtype,
     }
-
-
-def _full_spec(cache: AttentionFormat, block_size: int) -> FullAttentionSpec:
-    return FullAttentionSpec(
-        **_attention_fields(cache, block_size),
-        sliding_window=cache.sliding_window,
-        attention_chunk_size=cache.chunk_size,
-    )
-
-
-def _window_spec(cache: AttentionFormat, block_size: int) -> SlidingWindowSpec:
-    fields = _attention_fields(cache, block_size)
-    return SlidingWindowSpec(**fields, sliding_window=cache.sliding_window)
-
-
-def _chunk_spec(cache: AttentionFormat, block_size: int) -> ChunkedLocalAttentionSpec:
-    fields = _attention_fields(cache, block_size)
-    return ChunkedLocalAttentionSpec(**fields, attention_chunk_size=cache.chunk_size)
-
-
-_ATTENTION_SPECS = {"full": _full_spec, "window": _window_spec, "chunk": _chunk_spec}
+    window, chunk_size = cache.sliding_window, cache.chunk_size
+    if cache.kind == "window":
+        return SlidingWindowSpec(**fields, sliding_window=window)
+    if cache.kind == "chunk":
+        return ChunkedLocalAttentionSpec(**fields, attention_chunk_size=chunk_size)
+    return FullAttentionSpec(**fields, sliding_window=window, attention_chunk_size=chunk_size)
 
 
 def group_layers(kinds: Mapping[str, Hashable]) -> tuple[tuple[str, ...], ...]:
-    """Splits layers into KV cache groups. All layers of a group are of one kind.
+    """Splits layers into KV cache groups. All layers of a group have the same kind.
 
     A block of the pool has a page for each row, and a group uses one row per layer. Rows that a
     group does not use are padding, so all groups get about as many layers as the rarest kind has.
@@ -259,7 +247,8 @@ def group_layers(kinds: Mapping[str, Hashable]) -> tuple[tuple[str, ...], ...]:
     Example: 22 sliding and 4 full layers -> groups of at most 4: 6 sliding groups and a full one.
 
     Args:
-        kinds: Layer name -> what its block table depends on, in the order of the layers.
+        kinds: Layer name -> its kind, in the order of the layers. Layers of one kind can share a
+            block table.
 
     Returns:
         Layer names of each group. Kinds are in the order of their first layers.
@@ -278,7 +267,7 @@ def group_layers(kinds: Mapping[str, Hashable]) -> tuple[tuple[str, ...], ...]:
     groups: list[tuple[str, ...]] = []
     for names in names_by_kind.values():
         num_groups = -(-len(names) // group_size)
-        # Every num_groups-th: with stages of layers on different devices, each gets some.
+        # A group gets every num_groups-th layer, so each stage of a pipeline has layers of it.
         groups += [tuple(names[start::num_groups]) for start in range(num_groups)]
     return tuple(groups)
 
@@ -289,13 +278,14 @@ def make_kv_cache_groups(
     """Groups caches of equal specs.
 
     Args:
-        specs: Name of a cache -> its spec, in the order of the layers. All have pages of the same
-            bytes (`agree_on_pages`).
+        specs: Name of a cache -> its spec, in the order of the layers. All pages have the same size
+            (`agree_on_pages`).
         kv_sharing_targets: Name of a shared cache -> name of the earlier cache whose pages it uses.
             Shared caches are in no group and not in `specs`.
 
     Raises:
-        InvariantError: A shared cache uses pages of none of `specs`, or pages differ in size.
+        InvariantError: A shared cache uses pages of a cache that is not in `specs`, or pages differ
+            in size.
     """
     targets = kv_sharing_targets or {}
     for name, target in targets.items():
@@ -311,7 +301,7 @@ def make_kv_cache_groups(
         KVCacheGroupSpec(layer_names=names, kv_cache_spec=specs[names[0]])
         for names in group_layers(specs)
     ]
-    # Groups whose block tables can share an array are neighbors. Otherwise the order stays.
+    # Makes groups whose block tables can share an array neighbors, and keeps the order otherwise.
     first_idx = {}
     for group_idx, group in enumerate(groups):
         first_idx.setdefault(_inputs_kind(group.kv_cache_spec), group_idx)

@@ -1,4 +1,4 @@
-"""Most tokens of a sequence: what was asked for, and what the model can take."""
+"""The largest number of tokens of a sequence, by the setting and the model."""
 
 from models import ModelConfig
 from paxkv.config.engine_config import FIT_MEMORY
@@ -6,14 +6,14 @@ from paxkv.errors import ConfigError
 
 
 def find_max_model_len(asked: int | None, model_config: ModelConfig) -> int:
-    """Most tokens of prompt and output together.
+    """Returns the largest number of tokens of prompt and output together.
 
     Args:
-        asked: At least 2. None and FIT_MEMORY are the model's limit: as far as its rotary
-            embedding is scaled.
+        asked: At least 2. None and FIT_MEMORY ask for the model's limit, the number of positions
+            for which its rotary embedding is scaled.
 
     Raises:
-        ConfigError: The model has fewer positions.
+        ConfigError: The model has fewer positions than `asked`.
     """
     limit = model_config.max_scaled_positions
     if asked in (None, FIT_MEMORY):

@@ -1,5 +1,6 @@
-"""How many KV blocks fit: from a setting, from the device's memory, or from the host's."""
+"""Decides the number of KV blocks: by a setting, by the device's memory or by the host's."""
 
+import bisect
 import collections
 import dataclasses
 import math
@@ -10,29 +11,25 @@ import jax
 
 from models import Platform
 from paxkv.config.engine_config import CacheConfig
-from paxkv.contracts.kv_cache_spec import (
-    AttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-)
+from paxkv.contracts.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheSpec
 from paxkv.errors import ConfigError, InvariantError, KVCacheTooSmallError
 from paxkv.runner.memory.kv_cache_groups import KVCacheGroups
 
 _NULL_BLOCK = 1
-# Of what JAX may take, left for fragmentation and for what compiling tries out. A guess: it was
-# never measured on an accelerator.
+# Share of JAX's memory that stays free, for fragmentation and for trials of the compiler. A guess:
+# it was never measured on an accelerator.
 _SLACK_SHARE = 0.02
-# Of the host's free memory, which other programs need too. Compiling takes up to 0.5 GiB per core.
+# Share of the host's free memory that the KV cache may use. Other programs need memory too, and
+# compiling takes up to 0.5 GiB per core.
 _HOST_SHARE = 0.5
-# The most that a host's pool gets, unless one request of `max_model_len` needs more. A CPU computes
-# so slowly that a larger pool would seldom be used.
+# Largest pool on a host, unless one request of `max_model_len` needs more. A CPU computes so slowly
+# that a larger pool would seldom be used.
 _ENOUGH_HOST_BYTES = 4 * 2**30
-# The least that is useful on a host: small models use it for their prefix cache.
+# Smallest useful pool on a host: small models use it for their prefix cache.
 _LEAST_HOST_BYTES = 2**28
 # Slots are counted in int32, in the whole cache and once more by the largest row offset.
 _MAX_SLOTS = (2**31 - 1) // 2
-# Tokens: longer than any window together with a step.
+# A number of tokens that is larger than any window together with a step.
 _FAR = 2**40
 
 
@@ -41,28 +38,28 @@ class DeviceMemory:
     """Memory of an accelerator, in bytes, before the KV cache is allocated."""
 
     total_bytes: int  # of the device
-    limit_bytes: int  # what JAX may take of it
+    limit_bytes: int  # the part that JAX may use
     used_bytes: int  # already in use, plus arrays to be allocated besides the KV cache
     activation_bytes: int  # temporary memory of the largest step
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """Memory of a CPU's host.
+    """Memory of the host of a CPU.
 
     Args:
-        free_bytes: For this engine, after its weights are loaded.
+        free_bytes: Free memory for this engine, after it has loaded its weights.
     """
 
     free_bytes: int
 
     @staticmethod
     def of_engines(free_bytes: int, *, num_engines: int, weight_bytes: int) -> "HostMemory":
-        """The equal part of each of several engines, when only the first has loaded its weights.
+        """Divides memory equally between engines, of which only the first has loaded its weights.
 
         Args:
-            free_bytes: Of the host, or of the container.
-            weight_bytes: Of one engine.
+            free_bytes: Free memory of the host or container.
+            weight_bytes: Bytes of the weights of one engine.
         """
         free_bytes -= weight_bytes * (num_engines - 1)
         return HostMemory(free_bytes=max(0, free_bytes // num_engines))
@@ -70,11 +67,11 @@ class HostMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """The KV cache that was decided on, and why.
+    """The size of the KV cache, and the reason for it.
 
     Args:
-        max_num_batched_tokens: Most tokens that one step computes of a request: sliding windows
-            hold them besides the window.
+        max_num_batched_tokens: Most tokens of a request that one step computes. A sliding-window
+            group holds them in addition to the window.
         padded_shares: See `KVCacheGroups`.
     """
 
@@ -82,11 +79,12 @@ class MemoryPlan:
     max_model_len: int
     max_num_batched_tokens: int
     reason: str
-    padded_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    padded_shares: Mapping[str, float]
 
     @property
     def block_bytes(self) -> int:
-        return _block_bytes(self._groups)
+        """Bytes of one block of the pool: one page per row. The pages of all groups are equal."""
+        return self.kv_cache_config.num_rows * self._specs[0].page_size_bytes
 
     @property
     def pool_bytes(self) -> int:
@@ -94,45 +92,50 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that fit at once where every group holds all of them: sequences so short that
-        none has left a window. The null block holds none.
+        """Tokens that fit at once in short sequences, of which each group holds all tokens.
+
+        The null block holds no tokens.
         """
         unit = math.lcm(*(spec.block_size for spec in self._specs))
         blocks_per_unit = sum(unit // spec.block_size for spec in self._specs)
         return self._num_usable_blocks * unit // blocks_per_unit
 
+    def num_blocks_of_req(self, num_tokens: int) -> int:
+        """Most blocks that a request of `num_tokens` tokens holds at once, in all groups."""
+        return sum(self._num_held(spec, num_tokens) for spec in self._specs)
+
     @property
     def num_longest_reqs(self) -> int:
         """Requests of `max_model_len` tokens that fit at once."""
-        return self._num_usable_blocks // _num_blocks_of_longest_req(
-            self._groups, self.max_model_len, self.max_num_batched_tokens
-        )
+        return self._num_usable_blocks // self.num_blocks_of_req(self.max_model_len)
 
     @property
     def max_fitting_len(self) -> int:
-        """The most tokens, up to `max_model_len`, that one request may have to fit."""
-        return _max_fitting_len(
-            self._groups, self._num_usable_blocks, self.max_model_len, self.max_num_batched_tokens
-        )
+        """The most tokens, up to `max_model_len`, of a request that fits; 0 if none does."""
+        lengths = range(1, self.max_model_len + 1)
+        return bisect.bisect_right(lengths, self._num_usable_blocks, key=self.num_blocks_of_req)
 
     @property
     def token_bytes(self) -> float:
-        """Bytes that a token takes in all groups."""
+        """Bytes of a token in all groups."""
         return sum(self.block_bytes / spec.block_size for spec in self._specs)
 
     @property
     def late_token_bytes(self) -> float:
-        """Bytes that one more token of a long sequence takes: only where no other is given up."""
+        """Bytes that one more token of a long sequence takes.
+
+        Groups that hold a limited number of blocks, such as sliding windows, do not count.
+        """
         return sum(
             self.block_bytes / spec.block_size
             for spec in self._specs
-            if _grows_forever(spec, self.max_num_batched_tokens)
+            if self._num_held(spec, 2 * _FAR) > self._num_held(spec, _FAR)
         )
 
     def report(self) -> str:
-        """The plan in one line, for the log."""
+        """Describes the plan in one line, for the log."""
         block_sizes = sorted({spec.block_size for spec in self._specs})
-        num_groups = len(self._groups)
+        num_groups = len(self._specs)
         in_groups = f" in {num_groups} groups" if num_groups > 1 else ""
         dtypes = ", ".join(dict.fromkeys(_dtype_of(spec) for spec in self._specs))
         late = ""
@@ -147,7 +150,7 @@ class MemoryPlan:
         )
 
     def _padding(self) -> str:
-        """What of the pool is padding, for caches that share it with those of larger pages."""
+        """Describes the padding in pages that are larger than the content of their caches."""
         counts = collections.Counter(self.padded_shares.values())
         if not counts:
             return ""
@@ -158,16 +161,17 @@ class MemoryPlan:
         return f"; padding: {', '.join(parts)}"
 
     @property
-    def _groups(self) -> tuple[KVCacheGroupSpec, ...]:
-        return self.kv_cache_config.kv_cache_groups
-
-    @property
     def _specs(self) -> list[KVCacheSpec]:
-        return [group.kv_cache_spec for group in self._groups]
+        return [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
 
     @property
     def _num_usable_blocks(self) -> int:
         return self.kv_cache_config.num_blocks - _NULL_BLOCK
+
+    def _num_held(self, spec: KVCacheSpec, num_tokens: int) -> int:
+        return spec.max_held_blocks(
+            max_model_len=num_tokens, max_num_batched_tokens=self.max_num_batched_tokens
+        )
 
 
 def plan_memory(
@@ -182,25 +186,27 @@ def plan_memory(
     """Decides the number of blocks.
 
     Args:
-        memory: May be None if a setting has the number of blocks.
+        memory: May be None if a setting decides the size of the KV cache.
 
     Raises:
-        KVCacheTooSmallError: Not even one request of `max_model_len` tokens fits what was measured.
+        KVCacheTooSmallError: The memory has no room for one request of `max_model_len` tokens.
     """
-    group_specs = groups.kv_cache_groups
-    block_bytes = _block_bytes(group_specs)
-    if cache_config.num_gpu_blocks_override is not None:
-        # Taken at its word, also when one request of max_model_len does not fit: then requests
-        # that are too long for the pool are refused one by one.
+
+    def plan_of(num_blocks: int, reason: str) -> MemoryPlan:
         return MemoryPlan(
-            kv_cache_config=groups.config(cache_config.num_gpu_blocks_override),
+            kv_cache_config=groups.config(num_blocks),
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
-            reason="the number of blocks is given",
+            reason=reason,
             padded_shares=groups.padded_shares,
         )
-    num_longest = _num_blocks_of_longest_req(group_specs, max_model_len, max_num_batched_tokens)
-    num_wanted = _NULL_BLOCK + num_longest
+
+    if cache_config.num_gpu_blocks_override is not None:
+        # Accepted even if no request of `max_model_len` fits. Each request that is too long for the
+        # pool is then refused when it arrives.
+        return plan_of(cache_config.num_gpu_blocks_override, "the number of blocks is given")
+    empty = plan_of(0, "")
+    block_bytes, num_longest = empty.block_bytes, empty.num_blocks_of_req(max_model_len)
     if isinstance(memory, DeviceMemory):
         size = _size_on_device(memory, cache_config.gpu_memory_utilization, block_bytes)
     else:
@@ -211,25 +217,19 @@ def plan_memory(
             num_longest=num_longest,
             max_num_seqs=max_num_seqs,
         )
-    reason = size.reason
-    largest_block_size = max(group.kv_cache_spec.block_size for group in group_specs)
-    num_blocks = min(size.num_blocks, _MAX_SLOTS // (_num_rows(group_specs) * largest_block_size))
-    if num_blocks < num_wanted:
+    largest_block_size = max(group.kv_cache_spec.block_size for group in groups.kv_cache_groups)
+    most_blocks = _MAX_SLOTS // (empty.kv_cache_config.num_rows * largest_block_size)
+    plan = plan_of(max(0, min(size.num_blocks, most_blocks)), size.reason)
+    if plan.num_longest_reqs < 1:
+        num_wanted = _NULL_BLOCK + num_longest
         raise KVCacheTooSmallError(
             f"the KV cache is too small for one request of max_model_len={max_model_len}: got "
-            f"{max(num_blocks, 0)} blocks ({reason}), wanted at least {num_wanted} blocks, or "
-            f"{_mib(num_wanted * block_bytes)}. Set a smaller max_model_len, or {size.remedy}.",
-            max_fitting_len=_max_fitting_len(
-                group_specs, num_blocks - _NULL_BLOCK, max_model_len, max_num_batched_tokens
-            ),
+            f"{plan.kv_cache_config.num_blocks} blocks ({plan.reason}), wanted at least "
+            f"{num_wanted} blocks, or {_mib(num_wanted * block_bytes)}. Set a smaller "
+            f"max_model_len, or {size.remedy}.",
+            max_fitting_len=plan.max_fitting_len,
         )
-    return MemoryPlan(
-        kv_cache_config=groups.config(num_blocks),
-        max_model_len=max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        reason=reason,
-        padded_shares=groups.padded_shares,
-    )
+    return plan
 
 
 def measure_device_memory(
@@ -240,11 +240,11 @@ def measure_device_memory(
     planned_bytes: int,
     activation_bytes: int,
 ) -> DeviceMemory:
-    """Memory of `device` as it is now.
+    """Measures the memory of a device.
 
     Args:
-        weight_bytes: Of the weights, which are on the device.
-        planned_bytes: Of arrays besides the KV cache that will be allocated.
+        weight_bytes: Bytes of the weights, which are on the device.
+        planned_bytes: Bytes of arrays, other than the KV cache, that will be allocated.
         activation_bytes: See `DeviceMemory`.
 
     Raises:
@@ -264,13 +264,8 @@ def measure_device_memory(
     )
 
 
-def _free_bytes(memory: DeviceMemory, utilization: float) -> int:
-    usable_bytes = min(memory.total_bytes * utilization, memory.limit_bytes * (1 - _SLACK_SHARE))
-    return int(usable_bytes) - memory.used_bytes - memory.activation_bytes
-
-
 class _Size(NamedTuple):
-    """A number of blocks; why there are not more; and how there can be more."""
+    """A number of blocks, the reason why there are not more, and how the user can get more."""
 
     num_blocks: int
     reason: str
@@ -278,8 +273,10 @@ class _Size(NamedTuple):
 
 
 def _size_on_device(memory: DeviceMemory, utilization: float, block_bytes: int) -> _Size:
+    usable_bytes = min(memory.total_bytes * utilization, memory.limit_bytes * (1 - _SLACK_SHARE))
+    free_bytes = int(usable_bytes) - memory.used_bytes - memory.activation_bytes
     return _Size(
-        num_blocks=_rounded_down(_free_bytes(memory, utilization) // block_bytes),
+        num_blocks=_rounded_down(free_bytes // block_bytes),
         reason=(
             f"{utilization:g} of {_mib(memory.total_bytes)}, of which JAX may take "
             f"{_mib(memory.limit_bytes)}, less {_mib(memory.used_bytes)} in use and "
@@ -297,11 +294,11 @@ def _size_on_host(
     num_longest: int,
     max_num_seqs: int,
 ) -> _Size:
-    """The size on a CPU.
+    """Decides the size on a CPU.
 
     Args:
         pool_bytes: `CacheConfig.cpu_kv_cache_bytes`.
-        num_longest: Blocks of one request of `max_model_len` tokens.
+        num_longest: Blocks that one request of `max_model_len` tokens needs.
     """
     if pool_bytes is not None:
         reason = f"cpu_kv_cache_bytes={pool_bytes}"
@@ -324,14 +321,14 @@ def _size_on_host(
 
 
 def _host_pool_bytes(free_bytes: int, *, longest_bytes: int, most_bytes: int) -> int:
-    """The default size on a host.
+    """Returns the default size on a host.
 
     The pool has the useful size if that is at most `_HOST_SHARE` of the free memory. Otherwise, the
     share is rounded down to a power of two, because programs are compiled for a number of blocks.
 
     Args:
-        longest_bytes: For one request of `max_model_len` tokens.
-        most_bytes: For as many of those as run at once.
+        longest_bytes: Bytes for one request of `max_model_len` tokens.
+        most_bytes: Bytes for `max_num_seqs` such requests.
     """
     useful_bytes = max(longest_bytes, _LEAST_HOST_BYTES, min(_ENOUGH_HOST_BYTES, most_bytes))
     share_bytes = int(free_bytes * _HOST_SHARE)
@@ -341,59 +338,13 @@ def _host_pool_bytes(free_bytes: int, *, longest_bytes: int, most_bytes: int) ->
     return max(rounded_bytes, longest_bytes) if longest_bytes <= share_bytes else rounded_bytes
 
 
-def _num_rows(groups: tuple[KVCacheGroupSpec, ...]) -> int:
-    return max(len(group.layer_names) for group in groups)
-
-
-def _block_bytes(groups: tuple[KVCacheGroupSpec, ...]) -> int:
-    """Bytes of one block of the pool: a page for each row. All groups' pages are of one size."""
-    return _num_rows(groups) * groups[0].kv_cache_spec.page_size_bytes
-
-
 def _rounded_down(num_blocks: int) -> int:
-    """To 7 binary digits: programs are compiled for a number of blocks, and free memory differs by
-    a little from start to start.
+    """Rounds to 7 binary digits.
+
+    Programs are compiled for a number of blocks, and free memory differs a little between starts.
     """
     step = 1 << max(0, num_blocks.bit_length() - 7)
     return num_blocks // step * step
-
-
-def _num_blocks_of_longest_req(
-    groups: tuple[KVCacheGroupSpec, ...], max_model_len: int, max_num_batched_tokens: int
-) -> int:
-    """Most blocks that a request of `max_model_len` tokens holds at once, in all groups."""
-    return sum(
-        group.kv_cache_spec.max_held_blocks(
-            max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens
-        )
-        for group in groups
-    )
-
-
-def _max_fitting_len(
-    groups: tuple[KVCacheGroupSpec, ...],
-    num_usable_blocks: int,
-    max_model_len: int,
-    max_num_batched_tokens: int,
-) -> int:
-    """The most tokens, up to `max_model_len`, of a request that the blocks hold."""
-    fits, exceeds = 0, max_model_len + 1
-    while exceeds - fits > 1:
-        middle = (fits + exceeds) // 2
-        num_blocks = _num_blocks_of_longest_req(groups, middle, max_num_batched_tokens)
-        fits, exceeds = (middle, exceeds) if num_blocks <= num_usable_blocks else (fits, middle)
-    return fits
-
-
-def _grows_forever(spec: KVCacheSpec, max_num_batched_tokens: int) -> bool:
-    """Whether a request holds more blocks the longer it gets, however long it is."""
-
-    def num_held(num_tokens: int) -> int:
-        return spec.max_held_blocks(
-            max_model_len=num_tokens, max_num_batched_tokens=max_num_batched_tokens
-        )
-
-    return num_held(2 * _FAR) > num_held(_FAR)
 
 
 def _dtype_of(spec: KVCacheSpec) -> str:
@@ -405,11 +356,11 @@ def _mib(num_bytes: int) -> str:
 
 
 def report_memory(resident_bytes: int, weight_bytes: int, pool_bytes: int) -> str:
-    """The memory of a CPU's process in one line, for the log.
+    """Describes the memory of a process on a CPU in one line, for the log.
 
     Args:
-        resident_bytes: What the process occupies after the start. The KV cache occupies nothing
-            until requests fill it.
+        resident_bytes: Memory of the process after the start. The KV cache takes no memory until
+            requests fill it.
     """
     other_bytes = max(0, resident_bytes - weight_bytes)
     return (

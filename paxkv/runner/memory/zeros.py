@@ -1,4 +1,4 @@
-"""Device arrays of zeros that need no program of their own."""
+"""Makes device arrays of zeros without compiling a program."""
 
 import jax
 import numpy as np
@@ -7,9 +7,10 @@ from jax.typing import DTypeLike
 
 
 def put_zeros(shape: tuple[int, ...], dtype: DTypeLike, sharding: Sharding) -> jax.Array:
-    """Zeros of the device's own; for arrays that the host can send in no time.
+    """Makes an array of zeros on the device, by a copy from the host. For small arrays.
 
-    `jnp.zeros` compiles a program for each shape, 0.03 s one after the other at every start. A
-    donated array must not be the host's memory, which a put may share on a CPU unless told.
+    `jnp.zeros` would compile a program for each shape, which takes 0.03 s each at every start. The
+    array may be donated, so it must not share the host's memory. On a CPU, `device_put` would share
+    it without `may_alias=False`.
     """
     return jax.device_put(np.zeros(shape, dtype), sharding, may_alias=False)
