@@ -1,7 +1,6 @@
-"""KV cache events in the wire formats of vLLM 0.16 and 0.32, field by field."""
+"""KV cache events in the wire formats of vLLM 0.16 and 0.32."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -14,91 +13,40 @@ from paxkv.contracts.observation import (
     KVEventBatch,
 )
 
-# vLLM's name for the cache in the device's memory. paxkv has no other one.
+# vLLM's name for the cache in the memory of the device, which is the only cache of paxkv.
 _MEDIUM = "GPU"
-# As vLLM shortens hashes that it sends as integers.
+# vLLM sends this many bytes of a hash as an integer.
 _INT_HASH_BYTES = 8
 
 WireHash = bytes | int
 
 
-class _ArrayEvent(msgspec.Struct, array_like=True, omit_defaults=True, tag=True, frozen=True):
-    """Base of 0.16's events: an array with the class name in front."""
-
-
-class _ArrayBlockStored(_ArrayEvent, frozen=True, tag="BlockStored"):
-    block_hashes: list[WireHash]
-    parent_block_hash: WireHash | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-
-
-class _ArrayBlockRemoved(_ArrayEvent, frozen=True, tag="BlockRemoved"):
-    block_hashes: list[WireHash]
-    medium: str | None
-
-
-class _ArrayAllBlocksCleared(_ArrayEvent, frozen=True, tag="AllBlocksCleared"):
-    pass
-
-
-class _MapEvent(msgspec.Struct, omit_defaults=True, tag=True, frozen=True):
-    """Base of 0.32's events: a map with the class name under `type`."""
-
-
-class _MapBlockStored(_MapEvent, frozen=True, tag="BlockStored"):
-    block_hashes: list[WireHash]
-    parent_block_hash: WireHash | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    group_idx: int | None = None
-
-
-class _MapBlockRemoved(_MapEvent, frozen=True, tag="BlockRemoved"):
-    block_hashes: list[WireHash]
-    medium: str | None
-    group_idx: int | None = None
-
-
-class _MapAllBlocksCleared(_MapEvent, frozen=True, tag="AllBlocksCleared"):
-    pass
+# An event of 0.16 is an array that begins with the name of its type. An event of 0.32 is a map with
+# the name as "type".
+WireEvent = list[object] | dict[str, object]
 
 
 class WireBatch(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
-    """The payload of one message, in both formats; msgpack of it is what subscribers decode."""
+    """The payload of one message, in both formats. Subscribers decode its msgpack."""
 
     ts: float
-    events: list[_ArrayEvent | _MapEvent]
+    events: list[WireEvent]
     data_parallel_rank: int | None = None
 
 
-class WireEvents(Protocol):
-    """Turns recorded events into those of one wire format."""
-
-    def convert(self, event: KVCacheEvent) -> _ArrayEvent | _MapEvent | None:
-        """The event for subscribers; None if they need none."""
-        ...
-
-
 class WireFormat:
-    """Turns each step's events into the configured format.
+    """Converts the events of each step to the configured format.
 
-    `convert` must see every batch, also one that is dropped later: see `_UngroupedEvents`.
+    `convert` must be called with each batch, even if it is dropped later. See `_UngroupedEvents`.
     """
 
     def __init__(self, config: KVEventsConfig) -> None:
         events_class = _EVENTS_CLASSES[config.wire_format]
-        self._events: WireEvents = events_class(config.block_hash_type)
+        self._events = events_class(config.block_hash_type)
         self._data_parallel_rank = config.data_parallel_rank
 
     def convert(self, batch: KVEventBatch) -> WireBatch | None:
-        """The batch for subscribers; None if it has no event for them."""
+        """Returns the batch for subscribers; None if it has no event for them."""
         converted = [self._events.convert(event) for event in batch.events]
         events = [event for event in converted if event is not None]
         if not events:
@@ -107,10 +55,10 @@ class WireFormat:
 
 
 class _UngroupedEvents:
-    """0.16's events, which cannot name a KV cache group.
+    """Converts to events of 0.16, which cannot name a KV cache group.
 
-    A hash is stored when the first group has it, and removed when no group has it any more. So a
-    subscriber's set of hashes is what any group can find.
+    Subscribers learn that a hash is stored when the first group has it, and that it is removed when
+    no group has it any more. So their set of hashes has every hash that some group can find.
     """
 
     def __init__(self, hash_type: KVBlockHashType) -> None:
@@ -118,23 +66,24 @@ class _UngroupedEvents:
         # Bit i is set if group i has the hash.
         self._groups: dict[WireHash, int] = {}
 
-    def convert(self, event: KVCacheEvent) -> _ArrayEvent | None:
-        """The event of 0.16; None if another group had, or still has, all of its hashes."""
+    def convert(self, event: KVCacheEvent) -> WireEvent | None:
+        """Returns None if another group had, or still has, all hashes of the event."""
         if isinstance(event, AllBlocksCleared):
             self._groups.clear()
-            return _ArrayAllBlocksCleared()
+            return ["AllBlocksCleared"]
         block_hashes = _wire_hashes(event.block_hashes, self._hash_type)
         group_bit = 1 << event.group_id
         if isinstance(event, BlockRemoved):
             removed = [wire for wire in block_hashes if self._is_last(wire, group_bit)]
-            return _ArrayBlockRemoved(block_hashes=removed, medium=_MEDIUM) if removed else None
+            return ["BlockRemoved", removed, _MEDIUM] if removed else None
         is_new = False
         for wire in block_hashes:
             groups = self._groups.get(wire, 0)
             is_new = is_new or not groups
             self._groups[wire] = groups | group_bit
-        # Storing a hash again changes no set, so an event that is partly new is sent whole.
-        return _ArrayBlockStored(**_stored_fields(event, self._hash_type)) if is_new else None
+        # An event with a new hash is sent whole: to store a known hash again changes no set.
+        fields = _stored_fields(event, self._hash_type)
+        return ["BlockStored", *fields.values()] if is_new else None
 
     def _is_last(self, wire: WireHash, group_bit: int) -> bool:
         groups = self._groups.pop(wire, 0) & ~group_bit
@@ -144,30 +93,30 @@ class _UngroupedEvents:
 
 
 class _GroupedEvents:
-    """0.32's events, each of one KV cache group."""
+    """Converts to events of 0.32, each of one KV cache group."""
 
     def __init__(self, hash_type: KVBlockHashType) -> None:
         self._hash_type: KVBlockHashType = hash_type
 
-    def convert(self, event: KVCacheEvent) -> _MapEvent:
-        """The event of 0.32."""
+    def convert(self, event: KVCacheEvent) -> WireEvent:
         if isinstance(event, AllBlocksCleared):
-            return _MapAllBlocksCleared()
+            return {"type": "AllBlocksCleared"}
         if isinstance(event, BlockStored):
             fields = _stored_fields(event, self._hash_type)
-            return _MapBlockStored(**fields, group_idx=event.group_id)
-        return _MapBlockRemoved(
-            block_hashes=_wire_hashes(event.block_hashes, self._hash_type),
-            medium=_MEDIUM,
-            group_idx=event.group_id,
-        )
+            return {"type": "BlockStored", **fields, "group_idx": event.group_id}
+        return {
+            "type": "BlockRemoved",
+            "block_hashes": _wire_hashes(event.block_hashes, self._hash_type),
+            "medium": _MEDIUM,
+            "group_idx": event.group_id,
+        }
 
 
 _EVENTS_CLASSES = {"vllm-0.16": _UngroupedEvents, "vllm-0.32": _GroupedEvents}
 
 
 def _stored_fields(event: BlockStored, hash_type: KVBlockHashType) -> dict[str, object]:
-    """The fields that both formats have."""
+    """Returns the fields that both formats have, in the order of 0.16."""
     parent = event.parent_block_hash
     return {
         "block_hashes": _wire_hashes(event.block_hashes, hash_type),

@@ -1,10 +1,9 @@
-"""KVEventPublisher: sends KV cache events over ZeroMQ, numbered, with replay of missed ones."""
+"""`KVEventPublisher`: sends numbered KV cache events over ZeroMQ, and replays missed ones."""
 
 import logging
 import os
 import threading
 from collections import deque
-from typing import Protocol
 
 import msgspec
 import zmq
@@ -16,40 +15,30 @@ from paxkv.errors import ConfigError, InvariantError
 
 logger = logging.getLogger(__name__)
 
-# Sequence number that ends a replay, with an empty payload.
+# This sequence number, with an empty payload, ends a replay.
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-# Batches that are not with a subscriber when the engine ends get so long to arrive there.
+# When the engine ends, it waits this long for subscribers to receive the last batches.
 _LINGER_MS = 1000
 _MAX_HWM = 2**31 - 1
 
 
-class KVEventPublisher(Protocol):
-    """Takes the events of steps; every call comes from the engine's thread."""
-
-    def publish(self, batch: KVEventBatch) -> None:
-        """Takes one step's events and returns without waiting."""
-        ...
-
-    def close(self) -> None:
-        """Sends what waits and ends; nothing may be published afterwards."""
-        ...
-
-
-class ZmqKVEventPublisher:
-    """Publishes on a PUB socket, and answers for missed batches on a ROUTER socket.
+class KVEventPublisher:
+    """Publishes on a PUB socket, and answers requests for missed batches on a ROUTER socket.
 
         message          (topic, sequence number, msgpack of WireBatch)
-        replay, asked    (sequence number to start from)
-        replay, answer   (sequence number, msgpack) for each batch kept from there on,
+        replay, request  (sequence number to start from)
+        replay, answer   (sequence number, msgpack) for each stored batch from there on,
                          then (-1, empty)
 
-    Sequence numbers are 8 bytes, big-endian, from 0, one more for each batch. A batch that had to
-    be dropped keeps its number, so a subscriber sees the gap; where replay does not fill it, the
-    subscriber knows nothing of this engine's cache any more. (vLLM waits for room in the queue
-    instead; here nobody who listens can slow a step down.)
+    All methods are called from the engine's thread.
 
-    A replay is asked for from a DEALER socket; frames in front of the number, as an empty one,
-    come back in front of each answer.
+    Sequence numbers have 8 bytes, big-endian. They start at 0 and grow by one per batch. A dropped
+    batch keeps its number, so subscribers see the gap. If a replay does not fill the gap, a
+    subscriber must forget all that it knows of this engine's cache. (vLLM waits for room in the
+    queue instead. In paxkv, subscribers cannot slow a step down.)
+
+    A client requests a replay with a DEALER socket. Frames before the number, such as an empty
+    frame, are sent back before each answer.
 
     Raises:
         ConfigError: An endpoint cannot be bound.
@@ -68,30 +57,30 @@ class ZmqKVEventPublisher:
         self.endpoint = sender.endpoint
         self.replay_endpoint = sender.replay_endpoint
         self._wake_fd = sender.wake_fd
-        # Where port 0 was asked for, nobody else says which one it became.
+        # With port 0 in the settings, only this line of the log has the port.
         replay = self.replay_endpoint or "nowhere"
         logger.info("KV cache events: published at %s, replayed at %s", self.endpoint, replay)
-        # Starting the thread hands the sockets over: nobody else touches them from here on.
+        # From here on, only the thread uses the sockets.
         self._thread = threading.Thread(target=sender.run, name="paxkv-kv-events", daemon=True)
         self._thread.start()
 
     @property
     def num_dropped(self) -> int:
-        """Batches lost because more than `max_queue_size` waited."""
+        """Batches that were dropped because more than `max_queue_size` waited."""
         return self._num_dropped
 
     def publish(self, batch: KVEventBatch) -> None:
-        """Queues one step's events; never waits, and drops the oldest one too many.
+        """Queues the events of one step. Never waits: a full queue drops its oldest batch.
 
         Raises:
-            InvariantError: It is closed.
+            InvariantError: The publisher is closed.
         """
         if self._is_closing.is_set():
             raise InvariantError("events were published after close().")
         wire_batch = self._wire_format.convert(batch)
         if wire_batch is None:
             return
-        # Numbered before it can be dropped.
+        # The batch gets its number before it may be dropped.
         self._queue.append((self._next_sequence_number, wire_batch))
         self._next_sequence_number += 1
         if len(self._queue) > self._max_queue_size:
@@ -99,7 +88,7 @@ class ZmqKVEventPublisher:
         self._wake()
 
     def close(self) -> None:
-        """Sends what waits and ends the thread, in about a second at most; may be repeated."""
+        """Sends all queued batches and ends the thread, in about a second. May be repeated."""
         if self._is_closing.is_set():
             return
         self._is_closing.set()
@@ -111,18 +100,18 @@ class ZmqKVEventPublisher:
         try:
             os.write(self._wake_fd, b"\0")
         except (BlockingIOError, BrokenPipeError):
-            # The pipe is full of earlier calls, so the thread will wake; or it died, which was
-            # logged, and is no reason to end the engine.
+            # The pipe is full of earlier calls, so the thread will wake. Or the thread has died,
+            # which was logged and is no reason to end the engine.
             return
 
     def _drop_oldest(self) -> None:
         try:
             self._queue.popleft()
         except IndexError:
-            # The thread was faster, and has sent everything.
+            # The thread has sent all batches meanwhile.
             return
         self._num_dropped += 1
-        # At 1, 2, 4, 8, ...: the log must not fill up.
+        # Logs the numbers 1, 2, 4, 8, ... only, so that the log does not fill up.
         if self._num_dropped & (self._num_dropped - 1) == 0:
             logger.warning(
                 "%d KV event batches were dropped so far: more than max_queue_size=%d waited.",
@@ -132,7 +121,7 @@ class ZmqKVEventPublisher:
 
 
 class _Sender:
-    """The thread's half: the sockets, and the batches kept for replay."""
+    """The part that runs in the thread: the sockets, and the batches stored for replay."""
 
     def __init__(
         self,
@@ -150,8 +139,8 @@ class _Sender:
         try:
             self._pub = self._bind(zmq.PUB, "endpoint", config.endpoint, config.hwm)
             if config.replay_endpoint is not None:
-                # What is over the mark is dropped, the end of a replay too: one may wait for its
-                # reader whole while the next is asked for.
+                # ZeroMQ drops messages above this mark, even the end of a replay. Two whole replays
+                # fit: one that the client still reads, and the next one.
                 hwm = min(2 * (config.buffer_steps + 1), _MAX_HWM)
                 self._router = self._bind(
                     zmq.ROUTER, "replay_endpoint", config.replay_endpoint, hwm
@@ -161,12 +150,13 @@ class _Sender:
             raise
         self.endpoint = _last_endpoint(self._pub)
         self.replay_endpoint = None if self._router is None else _last_endpoint(self._router)
-        # Wakes the thread out of its poll: a socket could not be shared with who publishes.
+        # `publish` writes to this pipe to wake the thread from its poll. ZeroMQ's sockets must not
+        # be shared between threads.
         self._woken_fd, self.wake_fd = os.pipe()
         os.set_blocking(self.wake_fd, False)
 
     def run(self) -> None:
-        """The thread's body."""
+        """Runs in the thread until the publisher is closed."""
         poller = zmq.Poller()
         poller.register(self._woken_fd, zmq.POLLIN)
         if self._router is not None:
@@ -177,7 +167,7 @@ class _Sender:
                 ready = dict(poller.poll())
                 if self._woken_fd in ready:
                     os.read(self._woken_fd, 65_536)
-                # Asked before the queue is emptied: what was published before closing is sent.
+                # Read before the queue is emptied, so batches from before `close` are all sent.
                 is_last = self._is_closing.is_set()
                 self._send_queued()
                 if self._router in ready:
@@ -191,20 +181,20 @@ class _Sender:
             try:
                 number, batch = self._queue.popleft()
             except IndexError:
-                # It was dropped in this very moment.
+                # `publish` has dropped the last batch meanwhile.
                 return
             sequence_number = number.to_bytes(8, "big")
             payload = msgspec.msgpack.encode(batch)
             self._sent.append((sequence_number, payload))
-            # Never blocks: a PUB socket drops what a slow subscriber has no room for.
+            # Never blocks: a PUB socket drops messages for which a slow subscriber has no room.
             self._pub.send_multipart((self._topic, sequence_number, payload))
 
     def _answer_replay(self, router: zmq.Socket) -> None:
-        # The envelope says who asks; it goes back in front of every answer.
+        # The envelope names the client. It must precede every answer.
         *envelope, start = router.recv_multipart()
         if len(start) == len(END_OF_REPLAY):
             for sequence_number, payload in self._sent:
-                # Big-endian bytes of one length sort as their numbers do.
+                # Big-endian bytes of equal length sort like their numbers.
                 if sequence_number >= start:
                     router.send_multipart((*envelope, sequence_number, payload))
         else:
@@ -227,14 +217,14 @@ class _Sender:
 
 
 def make_kv_event_publisher(config: KVEventsConfig | None) -> KVEventPublisher | None:
-    """The publisher of `CacheConfig.kv_events`; None where there are to be no events.
+    """Makes the publisher of `CacheConfig.kv_events`; None without a config.
 
     Raises:
         ConfigError: An endpoint cannot be bound.
     """
-    return None if config is None else ZmqKVEventPublisher(config)
+    return None if config is None else KVEventPublisher(config)
 
 
 def _last_endpoint(socket: zmq.Socket) -> str:
-    """Where the socket is bound, with the port that was free if any was asked for."""
+    """Returns the endpoint of a bound socket. It has the port that was chosen for port 0."""
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)

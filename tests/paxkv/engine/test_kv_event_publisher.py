@@ -20,7 +20,7 @@ from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
 from paxkv.engine.kv_event_publisher import (
     END_OF_REPLAY,
-    ZmqKVEventPublisher,
+    KVEventPublisher,
     make_kv_event_publisher,
 )
 from paxkv.errors import ConfigError, InvariantError
@@ -45,7 +45,7 @@ TIMEOUT_MS = 60_000
 @contextlib.contextmanager
 def running(**config):
     """A publisher on free loopback ports, and a context for its subscribers."""
-    publisher = ZmqKVEventPublisher(
+    publisher = KVEventPublisher(
         KVEventsConfig(
             **{"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"} | config
         )
@@ -260,7 +260,7 @@ def test_what_was_published_before_the_end_still_arrives(monkeypatch):
         socket, _ = subscribe(publisher, context)
         with monkeypatch.context() as patch:
             # The thread sleeps until it is told of the end.
-            patch.setattr(ZmqKVEventPublisher, "_wake", lambda self: None)
+            patch.setattr(KVEventPublisher, "_wake", lambda self: None)
             for ts in range(100):
                 publisher.publish(batch(ts))
         publisher.close()
@@ -269,7 +269,7 @@ def test_what_was_published_before_the_end_still_arrives(monkeypatch):
 
 
 def test_after_the_end_threads_and_ports_are_gone():
-    publisher = ZmqKVEventPublisher(
+    publisher = KVEventPublisher(
         KVEventsConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
     )
     endpoint, replay_endpoint = publisher.endpoint, publisher.replay_endpoint
