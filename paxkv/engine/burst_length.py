@@ -1,23 +1,23 @@
-"""`BurstLength`: how many decode steps the engine lets the device compute without the host."""
+"""`BurstLength`: the number of decode steps that the device computes without the host."""
 
 import math
 
-# A stream's reader waits for the burst that runs, which takes no longer than this, however fast
-# steps would be in bursts. So does a prompt that arrives. Guesses at what people feel.
+# Longest durations of a burst. A new request, and the reader of a stream, wait for the running
+# burst. The numbers are guesses at the delay that people notice.
 MAX_BURST_S = 0.2
 MAX_STREAMED_BURST_S = 0.05
-# Weight of the newest step in the average: steps grow with their contexts, but slowly.
+# Weight of the newest step in the average. Steps get slower with longer contexts, but slowly.
 _NEWEST_WEIGHT = 0.25
 
 
 class BurstLength:
-    """Grows while no request arrives, within a time that is short for whoever waits.
+    """Chooses a length that grows while no request arrives, up to a limit on the duration.
 
-    Bursts save the host's work between steps. After an arrival the next step is a single one, since
-    more requests often follow; each quiet step doubles what is allowed.
+    Bursts save the host's work between steps. After a request arrives, the next burst has one step,
+    because more requests often follow. Each burst without an arrival doubles the allowed length.
 
     Args:
-        max_decode_burst: Never more steps than this.
+        max_decode_burst: Most steps of a burst.
     """
 
     def __init__(self, max_decode_burst: int) -> None:
@@ -27,33 +27,34 @@ class BurstLength:
         self._newest_step_s = 0.0
 
     def note_arrival(self) -> None:
-        """A request came."""
+        """Records that a request has arrived."""
         self._num_steps = 1
 
     def note_burst(self, num_decode_steps: int, took_s: float) -> None:
-        """A burst of this many steps, one or more, took so long."""
+        """Records the duration of a burst of one or more decode steps."""
         newest_s = self._newest_step_s = took_s / num_decode_steps
         if self._step_s is None:
             self._step_s = newest_s
         self._step_s += _NEWEST_WEIGHT * (newest_s - self._step_s)
 
     def expected_s(self, num_decode_steps: int) -> float:
-        """Seconds that a burst of this many steps takes at least, so far as is known; 0 if nothing.
+        """Returns the least seconds that a burst is expected to take; 0 before the first burst.
 
-        When most requests end, steps become faster at once, and the average does so late.
+        When most requests end, steps become faster immediately, but the average falls slowly. So
+        the newest step counts too.
         """
         return num_decode_steps * min(self._step_s or 0.0, self._newest_step_s)
 
     def next_length(self, *, is_streamed: bool) -> int:
-        """Most steps of the burst that is decided now.
+        """Returns the most steps of the burst that is decided now.
 
         Args:
-            is_streamed: Whether somebody reads tokens as they come.
+            is_streamed: Whether a client reads tokens as they come.
         """
         num_steps = self._num_steps
         self._num_steps = min(2 * num_steps, self._max_decode_burst)
         if self._step_s is None:
-            return 1  # the first tells how long a step is
+            return 1  # the duration of a step is not known yet
         max_burst_s = MAX_STREAMED_BURST_S if is_streamed else MAX_BURST_S
         num_in_time = max_burst_s / max(self._step_s, 1e-6)
         return max(1, min(num_steps, math.floor(num_in_time)))

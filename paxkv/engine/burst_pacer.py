@@ -1,15 +1,15 @@
-"""`BurstPacer`: how long the next burst may be, and how long the engine may wait to decide it."""
+"""`BurstPacer`: decides the length of the next burst, and when the engine decides it."""
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from paxkv.engine.burst_length import BurstLength
+from paxkv.engine.step_in_flight import StepInFlight
 
 # Share of a burst's expected duration after which the engine decides the next burst. The rest is
 # for the engine's own work, and for a burst that is faster than the bursts before it.
 _AWAITED_SHARE = 0.7
-# Bursts shorter than this are not worth a wait: an arrival does not notice the difference.
+# The engine does not wait during shorter bursts, because they delay a new request only a little.
 _MIN_AWAITED_S = 0.01
 # The engine reserves this multiple of the last decision's duration. If it decided too late, the
 # device would idle, its bursts would seem longer, and the engine would wait even longer.
@@ -18,32 +18,10 @@ _DECIDING_MARGIN = 2.0
 # it does when all requests end. More checks would cost time: on a processor that also computes the
 # burst, the engine wakes with cold caches, which takes 0.1 ms.
 _MIN_CHECK_S = 0.005
-# The longest wait for a message that ends the engine.
+# The longest time that the engine waits before it checks again, so that it ends soon if it must.
 _MAX_CHECK_S = 0.1
 # ZeroMQ waits whole milliseconds, so a shorter wait would return immediately, again and again.
 _MIN_SPARE_S = 0.001
-
-
-class PacedStep(Protocol):
-    """What the pacer reads of a step that the device computes."""
-
-    @property
-    def start_s(self) -> float:
-        """`time.perf_counter()` before the step was decided."""
-        ...
-
-    @property
-    def num_decode_steps(self) -> int: ...
-
-    @property
-    def is_burst(self) -> bool:
-        """Whether every request decodes, so the duration tells that of a decode step."""
-        ...
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the device has finished."""
-        ...
 
 
 class BurstPacer:
@@ -67,7 +45,7 @@ class BurstPacer:
         """A step that the engine began to decide at `start_s` was given to the device."""
         self._last_deciding_s = time.perf_counter() - start_s
 
-    def record_fetch(self, step: PacedStep) -> None:
+    def record_fetch(self, step: StepInFlight) -> None:
         """The tokens of a step were fetched just now."""
         now_s = time.perf_counter()
         if step.is_burst:
@@ -85,7 +63,7 @@ class BurstPacer:
             return 1
         return self._burst_length.next_length(is_streamed=is_streamed())
 
-    def spare_s(self, step: PacedStep) -> float:
+    def spare_s(self, step: StepInFlight) -> float:
         """Returns the seconds that the engine can wait before it decides the next step.
 
         A request that arrives in this time gets into the step after the running one, instead of
@@ -103,11 +81,11 @@ class BurstPacer:
             _AWAITED_SHARE * expected_s, expected_s - _DECIDING_MARGIN * self._last_deciding_s
         )
         spare_s = self._began_s(step) + awaited_s - time.perf_counter()
-        if spare_s < _MIN_SPARE_S or step.is_done:
+        if spare_s < _MIN_SPARE_S or step.handle.is_done:
             return 0.0
         check_s = max(expected_s / step.num_decode_steps, _MIN_CHECK_S)
         return min(spare_s, check_s, _MAX_CHECK_S)
 
-    def _began_s(self, step: PacedStep) -> float:
+    def _began_s(self, step: StepInFlight) -> float:
         """The device began a step when it was started, or when the step before it ended."""
         return max(step.start_s, self._last_fetch_s)

@@ -1,4 +1,4 @@
-"""The loop of an engine core: messages, then a step, until it is told to end."""
+"""The loop of an engine core: handles messages and runs steps until a shutdown."""
 
 import logging
 from collections.abc import Iterator
@@ -15,26 +15,30 @@ class CoreChannel(Protocol):
     """The core's end of the message channel to its client."""
 
     def waiting_messages(self, wait_s: float | None) -> Iterator[bytes]:
-        """All messages that wait now or come within `wait_s`; None waits for the first."""
+        """Yields all messages that are queued or arrive within `wait_s`.
+
+        Args:
+            wait_s: None waits until the first message arrives, however long that takes.
+        """
         ...
 
     def send(self, data: bytes) -> None:
-        """Queues a message; never waits."""
+        """Queues a message. Never waits."""
         ...
 
     def note_step(self) -> None:
-        """Tells whoever watches that another step is done."""
+        """Counts a finished step, for a client that watches the engine's progress."""
         ...
 
 
 def run_core(core: EngineCore, channel: CoreChannel) -> EngineDead:
-    """Runs a core to its end; returns what its client is to hear last.
+    """Runs a core until it ends; returns the last message for its client.
 
-    The core is not closed, so that the client can be told first.
+    The caller closes the core, after it has sent the message.
     """
     try:
         _run_until_shutdown(core, channel)
-    # Whatever it is, the engine is not to be trusted afterwards.
+    # After any error, the state of the engine may be wrong, so the engine ends.
     except Exception as error:
         logger.exception("the engine died")
         return EngineDead(reason=f"{type(error).__name__}: {error}")
@@ -49,7 +53,7 @@ def _run_until_shutdown(core: EngineCore, channel: CoreChannel) -> None:
             if reply is not None:
                 channel.send(wire.encode(reply))
         if wait_s:
-            # Whether the next step can wait even longer, or the engine is to end.
+            # Checks again whether the engine has ended, or can wait longer before the next step.
             continue
         if core.has_work and not core.is_finished:
             channel.send(wire.encode(core.step()))

@@ -1,8 +1,8 @@
-"""Runs an engine core in a process of its own, behind ZeroMQ sockets.
+"""Runs an engine core in its own process, which a client talks to through ZeroMQ sockets.
 
-The client's process starts this one, tells it what to build in a line on its standard input, and
-keeps that pipe open: when it ends, for whatever reason, so does this one. Signals of the terminal
-are the client's to answer.
+The client's process starts this process, and writes an order with the settings as one line to its
+standard input. The client keeps this pipe open. When the client's process ends, for any reason, the
+pipe closes and this process ends too. Only the client handles signals of the terminal.
 """
 
 import contextlib
@@ -39,21 +39,21 @@ from paxkv.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# How often an engine that starts says that it does something, which is to use the processor for a
-# hundredth of the time: it does where it compiles, or reads from a slow disk, and does not where it
-# waits for good.
+# A starting engine reports progress this often, if it used the processor for more than `_MIN_WORK`
+# of the time. An engine that compiles, or reads from a slow disk, uses more. One that hangs does
+# not.
 _PULSE_S = 1.0
 _MIN_WORK = 0.01
-# Time for the last messages to reach a client that is busy.
+# Time for the last messages to reach a busy client.
 _LINGER_MS = 5000
 _PARENT_IS_GONE = 1
 
 
 class BuildCore(Protocol):
-    """Makes the engine that a process is to run.
+    """Builds the engine of the process.
 
     Raises:
-        ConfigError: The caller's mistake, of which the message says all.
+        ConfigError: The settings are wrong. The message tells the user all that is needed.
     """
 
     def __call__(
@@ -66,7 +66,7 @@ class BuildCore(Protocol):
 
 
 class ZmqChannel:
-    """The engine's end: one socket to hear on, one to speak on. Neither drops a message."""
+    """The engine's `CoreChannel`: one socket for input, one for output. Neither drops messages."""
 
     def __init__(self, order: EngineOrder) -> None:
         self._counter = StepCounter(order.step_counter)
@@ -85,11 +85,11 @@ class ZmqChannel:
         self.say(EngineHello(input_endpoint=self._inputs.getsockopt_string(zmq.LAST_ENDPOINT)))
 
     def say(self, message: EngineOutput | EngineStartOutput) -> None:
-        """Queues a message; never waits."""
+        """Encodes and queues a message. Never waits."""
         self.send(wire.encode(message))
 
     def send(self, data: bytes) -> None:
-        """Queues a message; never waits, because nothing limits the queue."""
+        """Queues a message. Never waits, because the queue has no limit."""
         self._outputs.send(data)
 
     def waiting_messages(self, wait_s: float | None) -> Iterator[bytes]:
@@ -110,7 +110,7 @@ class ZmqChannel:
                 return
 
     def close(self) -> None:
-        """Ends when the client has every message."""
+        """Waits until the client has received all messages, for `_LINGER_MS` at most."""
         self._context.destroy(linger=_LINGER_MS)
 
     def _socket(self, kind: int) -> zmq.Socket:
@@ -120,11 +120,11 @@ class ZmqChannel:
 
 
 def run_engine_process(build: BuildCore) -> int:
-    """Does what the order on standard input says; returns the exit code of the process."""
+    """Builds and runs the engine that standard input orders; returns the process's exit code."""
     order = _read_order()
     if order is None:
         return _PARENT_IS_GONE
-    # What a step that hangs waits for: its client asks before it ends this process.
+    # Prints the stacks of a hanging step. The client sends the signal before it ends the process.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     is_binding = threading.Lock()
     threading.Thread(
@@ -142,9 +142,10 @@ def run_engine_process(build: BuildCore) -> int:
 
 
 def leave_signals_to_parent() -> None:
-    """Ctrl-C goes to every process of a terminal, and systemd's SIGTERM to all of a service.
+    """Makes this process ignore SIGINT and SIGTERM, so that its parent can drain requests first.
 
-    The parent, which drains first, started this process with both blocked.
+    Ctrl-C reaches every process of a terminal, and systemd's SIGTERM every process of a service.
+    The parent started this process with both signals blocked.
     """
     signals = {signal.SIGINT, signal.SIGTERM}
     for number in signals:
@@ -153,31 +154,31 @@ def leave_signals_to_parent() -> None:
 
 
 def _read_order() -> EngineOrder | None:
-    # Byte by byte in effect: nothing but one line ever comes.
+    # The buffer holds nothing after this line, because the client writes only one.
     line = sys.stdin.buffer.readline()
     return msgspec.json.decode(line, type=EngineOrder) if line.endswith(b"\n") else None
 
 
 def _end_with_parent(folder: str | None, is_binding: threading.Lock) -> None:
-    """Runs in a thread. Nothing comes on standard input after the order, but its end."""
+    """Runs in a thread, and ends the process when standard input closes."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
-    # A socket's file that comes while the folder is emptied would keep it.
+    # A socket that is bound while the folder is deleted would leave a file there.
     is_binding.acquire()
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
-    # Nobody is left to read an output, and a step may take long.
+    # Does not wait for the running step: no client reads its output.
     os._exit(_PARENT_IS_GONE)
 
 
 @contextlib.contextmanager
 def _start_pulse(note_work: Callable[[], None]) -> Iterator[None]:
-    """Calls `note_work` every now and then, as long as the process does something.
+    """Calls `note_work` every `_PULSE_S` from a thread, while the process uses the processor.
 
-    On a thread: one that waits with the interpreter's lock keeps it from saying so, too.
+    If another thread hangs and holds the interpreter's lock, the calls stop, as they should.
     """
     is_over = threading.Event()
-    # It has loaded its libraries.
+    # The first progress: the process has loaded its libraries.
     note_work()
 
     def run() -> None:

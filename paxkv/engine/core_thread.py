@@ -1,4 +1,4 @@
-"""`CoreThread`: runs an engine core in a thread, behind the messages it would get as a process."""
+"""`CoreThread`: runs an engine core in a thread, with the same messages as in a process."""
 
 import asyncio
 import logging
@@ -16,18 +16,18 @@ from paxkv.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
 
-# A step that takes longer than this at the end is left to die with the process.
+# `close` waits this long for the last step. A longer step runs on until the process ends.
 CLOSE_TIMEOUT_S = 60.0
 
 
 class CoreThread:
     """The `EngineTransport` of an engine core in this process.
 
-    Only bytes pass between the threads, so that nothing can lean on shared objects. The last
-    message is always an `EngineDead`; `receive` repeats it.
+    The threads exchange only bytes, so they share no objects. The last message is always an
+    `EngineDead`, and `receive` repeats it.
 
     Args:
-        core: Belongs to the thread from here on.
+        core: Only the thread may use it from now on.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -55,7 +55,7 @@ class CoreThread:
         self._inputs.put(wire.encode(message))
 
     def receive(self, timeout_s: float | None = None) -> EngineOutput | None:
-        """Next message from the engine; None when `timeout_s` passed without one."""
+        """Returns the next message from the engine; None if none arrives within `timeout_s`."""
         try:
             data = self._outputs.get(timeout=timeout_s)
         except queue.Empty:
@@ -68,7 +68,7 @@ class CoreThread:
     def deliver_on(
         self, loop: asyncio.AbstractEventLoop, on_message: Callable[[EngineOutput], None]
     ) -> None:
-        """Calls `on_message` on the loop with every message from now on."""
+        """Calls `on_message` on the loop with each message from now on."""
         self._on_message = on_message
         threading.Thread(
             target=self._deliver, args=(loop, on_message), name="paxkv-receiver", daemon=True
@@ -82,7 +82,7 @@ class CoreThread:
         while not isinstance(message, EngineDead):
             try:
                 message = self.receive()
-            # Whatever it is, nothing more will come, and callers would wait for ever.
+            # After any error no message follows, and callers would wait forever.
             except Exception as error:
                 logger.exception("the engine's messages cannot be read")
                 message = EngineDead(reason=f"{type(error).__name__}: {error}")
@@ -91,18 +91,18 @@ class CoreThread:
             try:
                 loop.call_soon_threadsafe(on_message, message)
             except RuntimeError:
-                # The loop was closed without `close`: nobody is left to hear.
+                # The loop was closed without a call of `close`, so no messages are needed.
                 return
 
     def give_up(self, reason: str) -> None:
-        """See `LoopTransport.give_up`: no other engine takes its place."""
+        """See `LoopTransport.give_up`. No other engine replaces this one."""
         if not self._is_given_up.is_set():
             self._is_given_up.set()
             self._inputs.put(wire.encode(Shutdown()))
             self._on_message(EngineDead(reason=reason))
 
     def close(self) -> None:
-        """Ends the engine after the step that it computes now, and waits for it."""
+        """Ends the engine after the running step, and waits for the end."""
         if not self._is_dead.is_set():
             self._inputs.put(wire.encode(Shutdown()))
         # The garbage collector may call this from any thread.
@@ -114,7 +114,7 @@ class CoreThread:
 
 
 class _QueueChannel:
-    """The core's end."""
+    """The core's `CoreChannel`."""
 
     def __init__(self, inputs: queue.SimpleQueue[bytes], outputs: queue.SimpleQueue[bytes]) -> None:
         self._inputs = inputs
@@ -131,11 +131,11 @@ class _QueueChannel:
                 return
 
     def note_step(self) -> None:
-        """Nobody watches: a thread that hangs cannot be ended."""
+        """Does nothing. A client could not end a thread that hangs."""
 
 
 def _run_in_thread(core: EngineCore, channel: _QueueChannel, is_dead: threading.Event) -> None:
-    """The thread's body. It holds no reference to `CoreThread`, which may go before it."""
+    """Runs in the thread. Has no reference to `CoreThread`, which may be deleted earlier."""
     last_message = EngineDead(reason="it was stopped")
     try:
         last_message = run_core(core, channel)

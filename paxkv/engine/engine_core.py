@@ -1,7 +1,6 @@
-"""`EngineCore`: steps and messages, between a deciding scheduler and a computing executor."""
+"""`EngineCore`: runs the steps of a scheduler and an executor, and handles messages."""
 
 import bisect
-import dataclasses
 import inspect
 import logging
 import time
@@ -27,7 +26,7 @@ from paxkv.contracts.engine_request import (
     Shutdown,
     UtilityCall,
 )
-from paxkv.contracts.executor import Executor, StepHandle
+from paxkv.contracts.executor import Executor
 from paxkv.contracts.observation import KVEventBatch
 from paxkv.contracts.protocols import Scheduler
 from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -35,6 +34,7 @@ from paxkv.engine.burst_pacer import BurstPacer
 from paxkv.engine.grammar_steps import advance_grammars, drawing_requests
 from paxkv.engine.kv_event_publisher import KVEventPublisher
 from paxkv.engine.request_clock import RequestClock
+from paxkv.engine.step_in_flight import StepInFlight
 from paxkv.errors import InvalidRequestError, InvariantError, PaxkvError
 from paxkv.inspector.inspected_scheduler import InspectedScheduler
 from paxkv.inspector.recorder import InspectionRecorder
@@ -42,41 +42,13 @@ from paxkv.structured_output.grammar_manager import GrammarManager
 
 logger = logging.getLogger(__name__)
 
-# The scheduler promises a token to someone in every step, unless all wait for something outside;
-# so many steps without one would never end.
+# If requests wait and this many steps in a row schedule no token, the engine stops with an error:
+# the scheduler must schedule a token in every step, unless all requests wait for another component.
 MAX_EMPTY_STEPS = 8
-# A step that can only wait for something outside lets it have the interpreter.
+# Sleep of a step whose requests all wait for another component, which needs the interpreter.
 _WAIT_S = 0.001
-# Counting used KV slots takes time with every running request.
+# Counting used KV slots takes time for each running request, so not every step counts them.
 _STEPS_PER_SLOT_COUNT = 16
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StepInFlight:
-    """A step that was given to the executor and whose tokens have not been fetched."""
-
-    scheduler_output: SchedulerOutput
-    handle: StepHandle
-    start_s: float
-
-    @property
-    def num_scheduled_tokens(self) -> int:
-        return self.scheduler_output.total_num_scheduled_tokens
-
-    @property
-    def num_decode_steps(self) -> int:
-        return self.scheduler_output.num_decode_steps
-
-    @property
-    def is_burst(self) -> bool:
-        """True if every request decodes, so the duration is a valid estimate of decode steps."""
-        num_reqs = len(self.scheduler_output.num_scheduled_tokens)
-        return self.num_decode_steps > 1 or 0 < self.num_scheduled_tokens == num_reqs
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the device has finished the step."""
-        return self.handle.is_done
 
 
 class EngineScheduler(Scheduler, InspectedScheduler, Protocol):
@@ -84,16 +56,16 @@ class EngineScheduler(Scheduler, InspectedScheduler, Protocol):
 
 
 class EngineCore:
-    """One engine. Not safe for threads: whoever runs it calls everything from one.
+    """One engine. All its methods must be called from one thread.
 
     Args:
-        max_steps_in_flight: 2 decides the next step while the device computes one, for which the
-            scheduler must be an `AsyncScheduler`.
-        max_decode_burst: Most decode steps that the device computes as one.
-        kv_event_publisher: Told of KV cache events, where the scheduler records them; belongs to
-            the engine, and ends with it.
-        grammars: Those of its requests, which the scheduler must have as its gate; None where no
-            request may have one. Belongs to the engine too.
+        kv_event_publisher: Receives the KV cache events that the scheduler records. The engine
+            closes it.
+        grammars: The grammars of requests, or None if no request may have one. The scheduler must
+            have the same object as its gate. The engine closes it.
+        max_steps_in_flight: 1, or 2 to decide the next step while the device computes one. For 2,
+            the scheduler must be an `AsyncScheduler`.
+        max_decode_burst: Most decode steps in a burst.
     """
 
     def __init__(
@@ -113,9 +85,6 @@ class EngineCore:
         self._max_steps_in_flight = max_steps_in_flight
         self._pacer = BurstPacer(max_decode_burst)
         self._in_flight: deque[StepInFlight] = deque()
-        self._last_wait_s = 0.0
-        self._last_was_single = True
-        self._last_was_empty = False
         self._num_steps = 0
         self._num_empty_steps = 0
         self._shutdown: Shutdown | None = None
@@ -128,8 +97,8 @@ class EngineCore:
             "get_stats": self.make_stats,
             "check_invariants": scheduler.check_invariants,
             "explain_prefix_cache_miss": scheduler.explain_prefix_cache_miss,
-            "start_profile": self._start_profile,
-            "stop_profile": self._stop_profile,
+            "start_profile": lambda folder: executor.start_profile(folder),
+            "stop_profile": lambda: executor.stop_profile(),
             "inspect": self._inspection.inspect,
             "inspect_block": self._inspection.inspect_block,
         }
@@ -139,7 +108,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step has something to do: compute, fetch, or tell the executor who ended."""
+        """Whether a step would compute, fetch tokens, or tell the executor of finished requests."""
         return (
             self._scheduler.has_unfinished_requests()
             or self._scheduler.has_finished_requests()
@@ -148,7 +117,7 @@ class EngineCore:
 
     @property
     def is_finished(self) -> bool:
-        """Whether a shutdown was asked for and may happen now."""
+        """Whether a client has requested a shutdown that may happen now."""
         if self._shutdown is None:
             return False
         return not self._shutdown.drain or not self._scheduler.has_unfinished_requests()
@@ -157,24 +126,24 @@ class EngineCore:
     def spare_s(self) -> float:
         """Seconds that the engine can wait for messages before it decides the next step.
 
-        0 unless the device computes exactly one step and another one may be decided meanwhile. See
-        `BurstPacer.spare_s`.
+        0 unless the device computes exactly one step and the engine may decide another one
+        meanwhile. See `BurstPacer.spare_s`.
         """
         if len(self._in_flight) != 1 or self._max_steps_in_flight == 1:
             return 0.0
         return self._pacer.spare_s(self._in_flight[0])
 
     def handle(self, message: EngineInput) -> EngineOutput | None:
-        """Obeys one message; returns what its sender is to hear at once, if anything.
+        """Handles one message; returns the immediate reply, or None if there is none.
 
-        A request that cannot be taken is answered by an output with finish reason "error".
+        The reply to a request that the engine refuses is an output with finish reason "error".
         """
-        reply = self._obey(message)
-        # A reset has events too, and may find an engine that computes no step for a long time.
+        reply = self._handle(message)
+        # A reset of the prefix cache has events, and no step may follow for a long time.
         self._publish_kv_events()
         return reply
 
-    def _obey(self, message: EngineInput) -> EngineOutput | None:
+    def _handle(self, message: EngineInput) -> EngineOutput | None:
         match message:
             case AddRequest(request=request):
                 return self._add_request(request)
@@ -191,32 +160,36 @@ class EngineCore:
         raise InvariantError(f"unknown message {type(message).__name__}.")
 
     def step(self) -> StepOutputs:
-        """Starts as many steps as may be in flight, then waits for the oldest and takes it home.
+        """Starts as many steps as may be in flight, then fetches the tokens of the oldest one.
 
         Raises:
-            InvariantError: Requests wait, but the scheduler gives none of them a token.
+            InvariantError: Requests wait, but the scheduler schedules no tokens.
         """
         start_s = time.perf_counter()
         while len(self._in_flight) < self._max_steps_in_flight and self._start_step():
             pass
-        outputs = self._fetch_oldest()
+        step = self._in_flight.popleft()
+        outputs, wait_s = self._fetch(step)
         self._publish_kv_events()
         self._num_steps += 1
-        # Also when all have ended: nobody may come to correct the last numbers for a long time.
+        # Counts after the last request too, because these counts may stay for a long time.
         count_slots = (
             self._num_steps % _STEPS_PER_SLOT_COUNT == 0
             or not self._scheduler.has_unfinished_requests()
         )
         stats = self.make_stats(count_slots=count_slots, only_new=True)
         if self._inspection.is_active:
-            took_s = time.perf_counter() - start_s
+            has_drafts = bool(step.scheduler_output.scheduled_spec_decode_tokens)
             self._inspection.on_step(
                 outputs,
-                took_s=took_s,
-                wait_s=self._last_wait_s,
-                is_one_token_each=self._last_was_single,
-                is_empty=self._last_was_empty,
+                took_s=time.perf_counter() - start_s,
+                wait_s=wait_s,
+                is_one_token_each=step.num_decode_steps == 1 and not has_drafts,
+                is_empty=step.num_scheduled_tokens == 0,
             )
+        return self._step_outputs(outputs, stats)
+
+    def _step_outputs(self, outputs: list[EngineCoreOutput], stats: SchedulerStats) -> StepOutputs:
         return StepOutputs(
             outputs=outputs,
             stats=stats,
@@ -226,7 +199,7 @@ class EngineCore:
         )
 
     def _start_step(self) -> bool:
-        """Decides a step and gives it to the executor; False where it has nothing to compute."""
+        """Decides a step and gives it to the executor; False if it has nothing to compute."""
         if self._in_flight and not self._scheduler.has_unfinished_requests():
             return False
         max_decode_steps = self._pacer.next_length(
@@ -237,7 +210,7 @@ class EngineCore:
         num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
         self._check_progress(num_scheduled_tokens)
         self._note_step(scheduler_output)
-        # An empty step too: the executor hears who ended.
+        # The executor gets empty steps too, because they name finished requests.
         handle = self._executor.execute_model(scheduler_output)
         grammars = self._grammars
         if grammars is not None and grammars.num_requests > 0 and handle.needs_bitmask:
@@ -256,27 +229,22 @@ class EngineCore:
             self._request_clock.note_scheduled(new.req_id for new in new_reqs)
         num_tokens = scheduler_output.total_num_scheduled_tokens
         if num_tokens > 0:
-            # A burst of 4 steps with 12 tokens is 4 steps of 3.
+            # A burst of 4 steps with 12 tokens counts as 4 steps of 3 tokens.
             num_steps = scheduler_output.num_decode_steps
             bucket = bisect.bisect_left(STEP_TOKEN_BUCKETS, num_tokens / num_steps)
             self._step_token_counts[bucket] += num_steps
 
-    def _fetch_oldest(self) -> list[EngineCoreOutput]:
-        step = self._in_flight.popleft()
+    def _fetch(self, step: StepInFlight) -> tuple[list[EngineCoreOutput], float]:
+        """Waits for a step; returns its outputs, and the seconds that it waited."""
         wait_start_s = time.perf_counter()
         runner_output = step.handle.sample_tokens()
-        self._last_wait_s = time.perf_counter() - wait_start_s
+        wait_s = time.perf_counter() - wait_start_s
         self._pacer.record_fetch(step)
-        decided = step.scheduler_output
-        self._last_was_single = (
-            decided.num_decode_steps == 1 and not decided.scheduled_spec_decode_tokens
-        )
-        self._last_was_empty = decided.total_num_scheduled_tokens == 0
         outputs = self._scheduler.update_from_output(step.scheduler_output, runner_output)
         in_flight = (other.scheduler_output for other in self._in_flight)
         outputs = advance_grammars(outputs, self._scheduler, self._grammars, in_flight)
-        # Behind the grammars: they may end a request that has lost its token to a preemption.
-        return _with_prompt_logprobs(outputs, runner_output)
+        # After the grammars, which may end a request whose token was lost to a preemption.
+        return _with_prompt_logprobs(outputs, runner_output), wait_s
 
     def _forget_grammars(self, request_ids: list[str]) -> None:
         if self._grammars is not None:
@@ -284,11 +252,11 @@ class EngineCore:
                 self._grammars.remove(request_id)
 
     def make_stats(self, *, count_slots: bool = True, only_new: bool = False) -> SchedulerStats:
-        """A snapshot of both halves.
+        """Returns the numbers of the scheduler, the executor and the engine.
 
         Args:
-            count_slots: Count used KV slots anew; else they are those of the last count.
-            only_new: As of `Executor.feature_stats`.
+            count_slots: Count used KV slots again. False: use the last count.
+            only_new: See `Executor.feature_stats`.
         """
         return msgspec.structs.replace(
             self._scheduler.make_stats(count_slots=count_slots),
@@ -302,8 +270,8 @@ class EngineCore:
         )
 
     def close(self) -> None:
-        """Ends the trace and the publisher; nothing may be called afterwards. May be repeated."""
-        # A recorded scheduler writes the decision of a step that failed on the device here.
+        """Closes the scheduler, the publisher and the grammars. May be repeated."""
+        # A recorded scheduler writes here the decision of a step that failed on the device.
         self._scheduler.close()
         if self._kv_event_publisher is not None:
             self._kv_event_publisher.close()
@@ -329,17 +297,12 @@ class EngineCore:
             self._inspection.on_arrival(request.request_id, request.arrival_time)
             return None
         except InvalidRequestError as error:
-            # `InputProcessor` should have refused it; only this request ends with it.
+            # `InputProcessor` should have refused the request. Other requests go on.
             logger.warning("request %r was refused by the engine: %s", request.request_id, error)
             refusal = EngineCoreOutput(
                 request_id=request.request_id, new_token_ids=[], finish_reason="error"
             )
-            return StepOutputs(
-                outputs=[refusal],
-                stats=self.make_stats(),
-                timestamp=time.time(),
-                monotonic_s=time.monotonic(),
-            )
+            return self._step_outputs([refusal], self.make_stats())
 
     def _call(self, call: UtilityCall) -> UtilityReply:
         utility = self._utilities.get(call.method)
@@ -360,16 +323,10 @@ class EngineCore:
             return UtilityReply(call_id=call.call_id, error=f"{type(error).__name__}: {error}")
         return UtilityReply(call_id=call.call_id, result_json=result_json)
 
-    def _start_profile(self, folder: str) -> bool:
-        return self._executor.start_profile(folder)
-
-    def _stop_profile(self) -> bool:
-        return self._executor.stop_profile()
-
     def _check_progress(self, num_scheduled_tokens: int) -> None:
         is_idle = not self._scheduler.has_unfinished_requests()
-        # Those in flight bring all that is left, or make room for it; but an empty one, which was
-        # decided behind them, brings nothing.
+        # A step in flight that computes tokens may finish requests, or free blocks for others. An
+        # empty step does neither.
         is_computing = any(step.num_scheduled_tokens > 0 for step in self._in_flight)
         if num_scheduled_tokens > 0 or is_idle or is_computing:
             self._num_empty_steps = 0
@@ -388,11 +345,13 @@ class EngineCore:
 def _with_prompt_logprobs(
     outputs: list[EngineCoreOutput], runner_output: ModelRunnerOutput
 ) -> list[EngineCoreOutput]:
-    """The same, with those that the step brought for the prompts of their requests."""
+    """Adds the log-probabilities of prompts to the outputs of their requests.
+
+    A preempted request may have lost its first token and have no output. Its prompt is computed
+    again, so its log-probabilities come with a later step.
+    """
     if not runner_output.prompt_logprobs:
         return outputs
-    # Of a request that lost its first token, to a preemption, and goes on, they come again with the
-    # next.
     return [
         msgspec.structs.replace(
             output, prompt_logprobs=runner_output.prompt_logprobs.get(output.request_id)

@@ -1,4 +1,4 @@
-"""What grammars have to do with a step: who is bound when it draws, and who ends with it."""
+"""Grammars in a step: which requests need their masks, and which requests their grammars end."""
 
 from collections.abc import Iterable
 
@@ -14,9 +14,9 @@ from paxkv.structured_output.grammar_manager import GrammarManager
 def drawing_requests(
     running: Iterable[ScheduledRequest], scheduler_output: SchedulerOutput
 ) -> list[str]:
-    """Requests with a grammar that draw in a step.
+    """Returns the requests with a grammar for which a step draws a token.
 
-    The others have more of their prompt to compute, and draw nothing yet.
+    A request whose prompt is not computed to its end in the step draws no token.
     """
     return [
         request.request_id
@@ -33,19 +33,21 @@ def advance_grammars(
     grammars: GrammarManager | None,
     in_flight: Iterable[SchedulerOutput] = (),
 ) -> list[EngineCoreOutput]:
-    """Moves grammars on by a step's outputs, and ends requests whose form is complete or cannot.
+    """Advances grammars by a step's tokens, and ends requests whose grammars end.
+
+    A grammar ends when the output is complete, or when no token can follow.
 
     Args:
-        in_flight: Steps that are not home yet. A request that has nothing to draw in one of them
-            ends when it comes home, with the log-probabilities of its prompt.
+        in_flight: Steps whose tokens have not been fetched. A request of such a step whose grammar
+            has ended ends when the step is fetched, with the log-probabilities of its prompt.
 
     Returns:
-        The step's outputs, with what requests hear that their grammars end.
+        The step's outputs, with the last outputs of the requests that end.
     """
     if grammars is None or grammars.num_requests == 0:
         return outputs
     awaited = {req_id for step in in_flight for req_id in step.num_scheduled_tokens}
-    # They had nothing to draw: what came for them is nobody's.
+    # The grammars of these requests allowed no token in this step, so their tokens are dropped.
     ended = grammars.take_ended(awaited)
     num_kept = dict.fromkeys(ended, 0)
     for output in outputs:
@@ -91,7 +93,7 @@ def _finish_reason(end: GrammarEnd) -> FinishReason:
 
 
 def _last_output(output: EngineCoreOutput, end: GrammarEnd, *, num_kept: int) -> EngineCoreOutput:
-    """The last output of a request that its grammar ends, with its first `num_kept` tokens."""
+    """Makes the last output of a request that its grammar ends, with its first tokens."""
     return msgspec.structs.replace(
         output,
         new_token_ids=output.new_token_ids[:num_kept],

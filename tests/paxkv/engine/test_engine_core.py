@@ -16,7 +16,8 @@ from paxkv.contracts.engine_output import (
 )
 from paxkv.contracts.engine_request import AbortRequests, AddRequest, Shutdown, UtilityCall
 from paxkv.contracts.scheduler_output import SchedulerOutput
-from paxkv.engine.engine_core import MAX_EMPTY_STEPS, EngineCore, StepInFlight
+from paxkv.engine.engine_core import MAX_EMPTY_STEPS, EngineCore
+from paxkv.engine.step_in_flight import StepInFlight
 from paxkv.errors import InvariantError
 from paxkv.scheduler.scheduler import Scheduler
 from tests.paxkv.engine.fake_engine import (
