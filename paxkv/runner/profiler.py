@@ -1,4 +1,4 @@
-"""JAX's profiler, one recording at a time."""
+"""`Profiler`: records profiles with JAX, one at a time."""
 
 import jax
 
@@ -6,16 +6,16 @@ from paxkv.errors import PaxkvError
 
 
 class Profiler:
-    """Records what host and device do between `start` and `stop`, for TensorBoard or XProf."""
+    """Records the work of host and device between `start` and `stop`, for TensorBoard or XProf."""
 
     def __init__(self) -> None:
         self._folder: str | None = None
 
     def start(self, folder: str) -> bool:
-        """Begins to record; False, and nothing changed, while a recording runs.
+        """Starts a recording. Returns False and does nothing if a recording runs already.
 
         Raises:
-            PaxkvError: JAX cannot, or someone else in this process records.
+            PaxkvError: JAX cannot record, or other code in this process records a profile.
         """
         if self._folder is not None:
             return False
@@ -27,10 +27,10 @@ class Profiler:
         return True
 
     def stop(self) -> bool:
-        """Writes what was recorded; False where nothing was.
+        """Ends the recording and writes it. Returns False if no recording runs.
 
         Raises:
-            PaxkvError: It cannot be written; the recording is over all the same.
+            PaxkvError: The recording cannot be written. It has ended nevertheless.
         """
         if self._folder is None:
             return False

@@ -1,4 +1,4 @@
-"""`RunnerPlan`: all that a runner decides before it touches a device."""
+"""`RunnerPlan`: the decisions of a runner that need no device."""
 
 import dataclasses
 import functools
@@ -21,10 +21,10 @@ _MIN_MODEL_LEN = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunnerPlan:
-    """The KV cache and the programs of a runner. Each property depends on those above it.
+    """The KV cache and the programs of a runner. Each property depends on the properties above it.
 
     Args:
-        dtype: Of the model's weights.
+        dtype: The dtype of the model's weights.
         max_model_len: Largest number of tokens of a request, prompt and output together.
         may_be_shorter: Whether `fit` may choose a smaller `max_model_len`.
         feature_variants: For each step feature, its variants.
@@ -46,7 +46,7 @@ class RunnerPlan:
 
     @functools.cached_property
     def kv_dtype(self) -> str:
-        """The dtype that keys and values are stored in."""
+        """The dtype of stored keys and values."""
         return kv_cache_dtype(self.dtype, self.platform, self.cache_config.kv_cache_dtype)
 
     @functools.cached_property
@@ -56,7 +56,6 @@ class RunnerPlan:
 
     @functools.cached_property
     def groups(self) -> KVCacheGroups:
-        """The KV cache groups."""
         return groups_of_spec(
             self.spec,
             block_size=self.cache_config.block_size or self.platform.block_size,
@@ -65,7 +64,7 @@ class RunnerPlan:
 
     @functools.cached_property
     def places(self) -> tuple[LayerPlaces, ...]:
-        """Where each layer finds its caches."""
+        """The places of each layer's caches."""
         return self.groups.places(self.spec)
 
     @functools.cached_property
@@ -76,7 +75,6 @@ class RunnerPlan:
     @functools.cached_property
     def buckets(self) -> StepBuckets:
         """The shapes of all programs."""
-        samples_in_chunks = self.platform.samples_in_chunks
         return StepBuckets(
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
             max_num_seqs=self.scheduler_config.max_num_seqs,
@@ -85,30 +83,37 @@ class RunnerPlan:
             max_model_len=self.max_model_len,
             max_draws=1 + self.max_drafts,
             batch_invariant=self.runner_config.batch_invariant,
-            sampled_chunk_rows=SAMPLED_CHUNK_ROWS if samples_in_chunks else None,
+            sampled_chunk_rows=SAMPLED_CHUNK_ROWS if self.platform.samples_in_chunks else None,
             shares_programs=self.platform.shares_programs,
             feature_variants=self.feature_variants,
             own_programs=self.own_programs,
         )
 
     def fit(self, memory: DeviceMemory | HostMemory | None) -> tuple["RunnerPlan", MemoryPlan]:
-        """Decides the number of blocks, and `max_model_len` if that may be shorter.
+        """Decides the number of blocks, and lowers `max_model_len` if it may and must be shorter.
 
         Args:
-            memory: None if a setting has the size of the KV cache.
+            memory: May be None if a setting decides the size of the KV cache.
 
         Returns:
-            This plan, or the plan of the largest `max_model_len` whose requests fit; and its
-            memory.
+            This plan, or the plan of the largest `max_model_len` of which a request fits; and the
+            plan of the memory.
 
         Raises:
             KVCacheTooSmallError: The KV cache has no room for one request of `max_model_len`
-                tokens; or, if that may be shorter, of two tokens.
+                tokens; or of two tokens, if `may_be_shorter` is true.
         """
         plan = self
         while True:
             try:
-                memory_plan = plan._plan_memory(memory)
+                memory_plan = plan_memory(
+                    plan.groups,
+                    plan.cache_config,
+                    max_model_len=plan.max_model_len,
+                    max_num_batched_tokens=plan.scheduler_config.max_num_batched_tokens,
+                    max_num_seqs=plan.scheduler_config.max_num_seqs,
+                    memory=memory,
+                )
                 fitting = memory_plan.max_fitting_len
             except KVCacheTooSmallError as error:
                 fitting = error.max_fitting_len
@@ -125,13 +130,3 @@ class RunnerPlan:
                     "num_gpu_blocks_override."
                 )
             plan = dataclasses.replace(plan, max_model_len=fitting)
-
-    def _plan_memory(self, memory: DeviceMemory | HostMemory | None) -> MemoryPlan:
-        return plan_memory(
-            self.groups,
-            self.cache_config,
-            max_model_len=self.max_model_len,
-            max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
-            max_num_seqs=self.scheduler_config.max_num_seqs,
-            memory=memory,
-        )

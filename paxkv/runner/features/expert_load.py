@@ -1,4 +1,4 @@
-"""A step feature that counts the load of experts: how many tokens go to each expert of a layer."""
+"""A step feature that counts the load of experts: the tokens that go to each expert of a layer."""
 
 import dataclasses
 import logging
@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
 
 from models import EXPERT_TOKENS, LoadedModel, Outputs, Report, Wants
 from paxkv.contracts.scheduler_output import SchedulerOutput
@@ -87,16 +86,11 @@ class ExpertLoad(StepFeature):
         self._num_experts = num_experts
         self._window_s = window_s
         self._clock = clock
-        self._sharding: Sharding | None = None
         self._began_s: float | None = None  # None: no step has run in this window
-        self._ended: jax.Array | None = None  # the array of a window that was not read yet
+        self._ended: jax.Array | None = None  # counts of an ended window, until they are read
         self._ended_took_s = 0.0
         self._totals_np = np.zeros((self._variant.num_layers, self._variant.num_experts), np.int64)
         self._is_new = False
-
-    def allocate(self, sharding: Sharding) -> None:
-        super().allocate(sharding)
-        self._sharding = sharding
 
     def variants(self) -> tuple[StepVariant, ...]:
         return (self._variant,)
@@ -113,10 +107,10 @@ class ExpertLoad(StepFeature):
     def stats(self, *, only_new: bool) -> Mapping[str, object]:
         """Returns the field `SchedulerStats.expert_tokens`."""
         self._end_window()
-        if only_new and not self._is_new:
-            return {}
         if only_new:
-            self._is_new = False
+            was_new, self._is_new = self._is_new, False
+            if not was_new:
+                return {}
         expert_tokens = {
             layer_idx: tuple(self._totals_np[layer_idx, :num_experts].tolist())
             for layer_idx, num_experts in self._num_experts.items()
@@ -130,10 +124,9 @@ class ExpertLoad(StepFeature):
             return
         took_s = self._clock() - self._began_s
         if took_s >= self._window_s:
-            self._ended, self._ended_took_s = self.arrays[_COUNTS], took_s
-            self._began_s = None
-            # Compiles nothing, unlike `jnp.zeros`.
-            self.arrays[_COUNTS] = put_zeros(self._ended.shape, self._ended.dtype, self._sharding)
+            ended = self.arrays[_COUNTS]
+            self.arrays[_COUNTS] = put_zeros(ended.shape, ended.dtype, ended.sharding)
+            self._ended, self._ended_took_s, self._began_s = ended, took_s, None
             self._read_ended()
 
     def _read_ended(self) -> None:
@@ -157,8 +150,8 @@ def describe_load(
 
     The imbalance of a layer is the load of its busiest expert, divided by the mean load of all its
     experts: 1 is perfectly even. A layer with less than half of the choices of another layer counts
-    neither for imbalances nor for idle experts. This is the last layer if most tokens are of
-    prompts: it computes few of them, and few choices are uneven by chance.
+    neither for imbalances nor for idle experts, because few choices are uneven by chance. The last
+    layer has few choices if most tokens are of prompts, of which it computes only a few.
     """
     num_choices = {layer_idx: int(counts_np.sum()) for layer_idx, counts_np in of_layers.items()}
     most = max(num_choices.values())

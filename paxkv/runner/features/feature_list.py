@@ -8,7 +8,7 @@ from paxkv.runner.features.prompt_logprobs import PromptLogprobs
 
 
 def make_features(config: RunnerConfig, model: LoadedModel) -> tuple[StepFeature, ...]:
-    """The features of an engine, in the order in which they are called.
+    """Makes the features of an engine, in the order in which the runner calls them.
 
     Raises:
         ConfigError: A setting asks for a feature that does not fit the model.

@@ -18,8 +18,8 @@ from paxkv.runner.sampling.wide_logprobs import num_told_logits, result_width
 from paxkv.runner.shapes.scheduled_rows import ScheduledRows
 from paxkv.runner.shapes.step_variant import StepPart, StepVariant
 
-# Tokens whose logits are computed at the same time. The logits of all tokens of a step would be the
-# largest array of the engine.
+# Number of tokens whose logits are computed at the same time. The logits of all tokens of a step
+# would be the largest array of the engine.
 _CHUNK_TOKENS = 32
 
 
@@ -28,7 +28,7 @@ class PromptLogprobsVariant(StepVariant):
     """Computes, for each token of a prompt, the log-probabilities of the next token.
 
     Args:
-        num_logits: How many logits the result has for each token: the size of the vocabulary, or 0.
+        num_logits: Number of logits in the result for each token: the size of the vocabulary, or 0.
     """
 
     num_logits: int
@@ -61,7 +61,7 @@ class PromptLogprobsVariant(StepVariant):
             return {"rows": part.write(values["rows"], self._rows(logits_of(hidden), next_ids))}
 
         def find_chunk(chunk_idx: jax.Array, rows: jax.Array) -> jax.Array:
-            # The last chunk begins early enough to be full, and computes some rows again.
+            # The last chunk may overlap the chunk before it, so that it is full.
             start = jnp.minimum(chunk_idx * _CHUNK_TOKENS, num_tokens - _CHUNK_TOKENS)
 
             def of_chunk(array: jax.Array) -> jax.Array:
@@ -114,19 +114,14 @@ class _PromptSpan:
     """Consecutive tokens of one prompt in a step.
 
     Args:
-        start: Index of the first token in the step.
+        places: Indices of the tokens in the step.
         next_ids_np: i32[num_tokens], for each token the next token of the prompt.
         rows_np: i32[num_tokens, result_width], the part of `_AskedPrompt.rows_np` to be written.
     """
 
-    start: int
+    places: slice
     next_ids_np: np.ndarray
     rows_np: np.ndarray
-
-    @property
-    def places(self) -> slice:
-        """Indices of the tokens in the step."""
-        return slice(self.start, self.start + len(self.next_ids_np))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +129,7 @@ class _PromptStep(FeatureStep):
     """The prompts of one step.
 
     Args:
-        complete: Prompts whose request samples its first token in this step.
+        complete: Prompts whose requests sample their first token in this step.
     """
 
     variant: PromptLogprobsVariant | None
@@ -158,9 +153,9 @@ class _PromptStep(FeatureStep):
 class PromptLogprobs(StepFeature):
     """Computes the log-probabilities that `SamplingParams.prompt_logprobs` asks for.
 
-    The steps that compute the prompt compute them. The output with the request's first token
-    returns them. If the request is preempted before that, the prompt and its log-probabilities are
-    computed again.
+    The steps that compute a prompt also compute its log-probabilities. They are returned together
+    with the request's first token. If the request is preempted before that, later steps compute the
+    prompt and its log-probabilities again.
     """
 
     def __init__(self, config: RunnerConfig, *, vocab_size: int) -> None:
@@ -192,7 +187,7 @@ class PromptLogprobs(StepFeature):
         for req_idx, req_id in enumerate(step.req_ids):
             prompt = self._asked.get(req_id)
             num_known = step.num_tokens_np[req_idx] + step.num_pending_np[req_idx]
-            # After the step that samples the first token, the log-probabilities are complete.
+            # Later steps of the request have output tokens, and the log-probabilities are complete.
             if prompt is None or num_known != prompt.num_prompt_tokens:
                 continue
             num_scheduled = int(step.num_scheduled_np[req_idx])
@@ -200,9 +195,10 @@ class PromptLogprobs(StepFeature):
             num_found = min(num_scheduled, prompt.num_prompt_tokens - 1 - position)
             if num_found > 0:
                 token_ids_np = step.token_ids_np[step.rows_np[req_idx]]
+                start = int(step.ends_np[req_idx]) - num_scheduled
                 spans.append(
                     _PromptSpan(
-                        start=int(step.ends_np[req_idx]) - num_scheduled,
+                        places=slice(start, start + num_found),
                         next_ids_np=token_ids_np[position + 1 :][:num_found],
                         rows_np=prompt.rows_np[position:][:num_found],
                     )

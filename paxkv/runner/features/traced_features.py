@@ -54,20 +54,15 @@ class TracedFeatures:
         self._kept = kept
 
     def add_wants(self, batch: ForwardBatch) -> ForwardBatch:
-        """Returns `batch` with the outputs added to its `wants` that the variants need."""
+        """Returns `batch`, with `wants` that include the outputs that the variants need."""
         return dataclasses.replace(batch, wants=add_wants(batch.wants, self._variants))
 
     def first_values(self, donated: FeatureValues) -> FeatureValues:
         """The values before the first part of the step: donated arrays, and zeros as results."""
+        results = (variant.results(**self._dims) for variant in self._variants)
         return tuple(
-            {
-                **arrays,
-                **{
-                    name: jnp.zeros(dims, jnp.int32)
-                    for name, dims in variant.results(**self._dims).items()
-                },
-            }
-            for variant, arrays in zip(self._variants, donated, strict=True)
+            {**arrays, **{name: jnp.zeros(dims, jnp.int32) for name, dims in dims_of.items()}}
+            for arrays, dims_of in zip(donated, results, strict=True)
         )
 
     def apply(self, context: LayerContext, part: StepPart, values: FeatureValues) -> LayerContext:

@@ -58,17 +58,14 @@ class KVCacheGroups:
             InvariantError: A cache is in no group.
         """
         found = self._find_places()
-        owners = spec.owners
+        found |= {name: found[owner] for name, owner in spec.owners.items() if owner in found}
         names = [layer.full_name(name) for layer in spec.layers for name, _ in layer.caches]
-        if missing := [name for name in names if owners.get(name, name) not in found]:
+        if missing := [name for name in names if name not in found]:
             raise InvariantError(
                 f"caches {missing} are in no KV cache group; the groups have {sorted(found)}."
             )
         return tuple(
-            tuple(
-                (name, found[owners.get(layer.full_name(name), layer.full_name(name))])
-                for name, _ in layer.caches
-            )
+            tuple((name, found[layer.full_name(name)]) for name, _ in layer.caches)
             for layer in spec.layers
         )
 

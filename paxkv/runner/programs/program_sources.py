@@ -30,7 +30,7 @@ def source_digest(packages: frozenset[str] = frozenset()) -> str:
     Args:
         packages: `LoadedModel.packages`. All files of packages other than paxkv's are included.
     """
-    files = {path.relative_to(_ROOT).as_posix(): path for path in program_source_files(_ROOT)}
+    files = {path.relative_to(_ROOT).as_posix(): path for path in program_source_files()}
     for package in packages - {"models", "pallas_kernels", "paxkv"}:
         of_package = _files_of_other_package(package)
         if not of_package:
@@ -45,17 +45,12 @@ def source_digest(packages: frozenset[str] = frozenset()) -> str:
     return digest.hexdigest()
 
 
-def program_source_files(root: Path) -> list[Path]:
-    """The source files of paxkv that a step may depend on, sorted.
-
-    Args:
-        root: The folder that holds the packages `models`, `pallas_kernels` and `paxkv`.
-    """
-    return sorted(path for name in _SOURCES for path in _python_files(root / name))
-
-
-def _python_files(path: Path) -> list[Path]:
-    return [path] if path.is_file() else list(path.rglob("*.py"))
+def program_source_files() -> list[Path]:
+    """Returns the source files of paxkv that a step may depend on, sorted."""
+    found: set[Path] = set()
+    for path in (_ROOT / name for name in _SOURCES):
+        found |= {path} if path.is_file() else set(path.rglob("*.py"))
+    return sorted(found)
 
 
 def _files_of_other_package(package: str) -> dict[str, Path]:

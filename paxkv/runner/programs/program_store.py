@@ -233,8 +233,8 @@ class CompiledPrograms:
     @property
     def max_model_len(self) -> int | None:
         """`max_model_len` that the programs were compiled for; None if no program has it."""
-        rows = (p for p in self._index["programs"] if p["shape"] == RowShape.__name__)
-        return next((program["max_model_len"] for program in rows), None)
+        shapes = (shape for shape in self._index["programs"] if shape["shape"] == RowShape.__name__)
+        return next((shape["max_model_len"] for shape in shapes), None)
 
     def open(
         self,

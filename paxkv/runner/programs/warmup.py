@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled, Lowered
+from jax.typing import DTypeLike
 from tqdm import tqdm
 
 from models import LoadedModel, Pages
@@ -39,7 +40,6 @@ from paxkv.runner.shapes.program_shapes import (
 )
 from paxkv.runner.shapes.sampling_row import step_row_width
 from paxkv.runner.shapes.step_buckets import StepBuckets
-from paxkv.runner.shapes.step_variant import StepVariant
 
 logger = logging.getLogger(__name__)
 
@@ -109,15 +109,18 @@ class StepPrograms:
         if isinstance(shape, OwnProgram):
             return shape.lower(self._model, self._params, kv_cache, self._sharding)
         if isinstance(shape, CopyShape):
-            copies = self._abstract_int32(2, shape.num_copies)
+            copies = self._abstract(2, shape.num_copies)
             copy_blocks = make_block_copies(self._model)
             return jax.jit(copy_blocks, donate_argnums=0).lower(kv_cache, copies)
         if isinstance(shape, (SamplerShape, RowShape)):
             return self._lower_sampling(shape)
-        packed = self._abstract_int32(PackedLayout(shape).num_words)
-        prev_tokens = self._abstract_int32(self._max_num_seqs)
+        packed = self._abstract(PackedLayout(shape).num_words)
+        prev_tokens = self._abstract(self._max_num_seqs)
         arguments = (self._params, kv_cache, packed, prev_tokens)
-        arrays = [self._abstract_arrays(variant) for variant in shape.features]
+        arrays = [
+            {name: self._abstract(*a.dims, dtype=a.dtype) for name, a in variant.arrays().items()}
+            for variant in shape.features
+        ]
         kept, donated = split_arrays(shape.features, arrays)
         if isinstance(shape, BurstShape):
             burst = jax.jit(make_burst(self._model, shape), donate_argnums=(1, 4, 5, 7))
@@ -131,10 +134,10 @@ class StepPrograms:
         vocab_size = self._model.config.vocab_size
         state = self._abstract_row_state()
         if isinstance(shape, RowShape):
-            packed = self._abstract_int32(num_row_words(shape.max_model_len, vocab_size))
+            packed = self._abstract(num_row_words(shape.max_model_len, vocab_size))
             return jax.jit(write_row, donate_argnums=0).lower(state, packed)
-        sampling = self._abstract_int32(shape.num_rows, step_row_width(shape.max_draws))
-        token_mask = self._abstract_int32(shape.num_rows, 1 + vocab_words(vocab_size))
+        sampling = self._abstract(shape.num_rows, step_row_width(shape.max_draws))
+        token_mask = self._abstract(shape.num_rows, 1 + vocab_words(vocab_size))
         sampler = jax.jit(make_sampler(shape), donate_argnums=(0, 1))
         return sampler.lower(self._abstract_logits(), state, sampling, token_mask)
 
@@ -256,18 +259,12 @@ class StepPrograms:
         return self._programs[shape]
 
     def _abstract_logits(self) -> jax.ShapeDtypeStruct:
-        dims = (self.buckets.sampler_shape.num_rows, self._model.config.vocab_size)
-        return jax.ShapeDtypeStruct(dims, jnp.float32, sharding=self._sharding)
+        num_rows, vocab_size = self.buckets.sampler_shape.num_rows, self._model.config.vocab_size
+        return self._abstract(num_rows, vocab_size, dtype=jnp.float32)
 
     def _abstract_row_state(self) -> RowState:
         vocab_size = self._model.config.vocab_size
         return abstract_row_state(self.buckets.row_shape, vocab_size, self._sharding)
 
-    def _abstract_arrays(self, variant: StepVariant) -> dict[str, jax.ShapeDtypeStruct]:
-        return {
-            name: jax.ShapeDtypeStruct(array.dims, array.dtype, sharding=self._sharding)
-            for name, array in variant.arrays().items()
-        }
-
-    def _abstract_int32(self, *dims: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, jnp.int32, sharding=self._sharding)
+    def _abstract(self, *dims: int, dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=self._sharding)

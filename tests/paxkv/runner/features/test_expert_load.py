@@ -142,7 +142,8 @@ class FakeArray:
 
     shape, dtype = (NUM_LAYERS, NUM_EXPERTS), np.dtype(np.int32)
 
-    def __init__(self):
+    def __init__(self, sharding):
+        self.sharding = sharding
         self.is_done = False
 
     def is_ready(self):
@@ -156,13 +157,14 @@ class FakeArray:
 def test_window_is_read_once_the_device_is_done(model, caplog):
     clock = FakeClock()
     load = ExpertLoad(model, WINDOW_S, clock=clock)
-    load.allocate(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    load.allocate(sharding)
     nothing, one_token = (SimpleNamespace(num_scheduled_tokens=n) for n in ({}, {"a": 1}))
     load.before_step(nothing, None)
     clock.now_s += 2 * WINDOW_S
     # Steps that compute nothing are no window.
     load.before_step(one_token, None)
-    load.arrays["expert_counts"] = counted = FakeArray()
+    load.arrays["expert_counts"] = counted = FakeArray(sharding)
     clock.now_s += WINDOW_S
     load.before_step(one_token, None)
     assert load.arrays["expert_counts"] is not counted
