@@ -6,7 +6,7 @@ import math
 # burst. The numbers are guesses at the delay that people notice.
 MAX_BURST_S = 0.2
 MAX_STREAMED_BURST_S = 0.05
-# Weight of the newest step in the average. Steps get slower with longer contexts, but slowly.
+# Weight of the newest step in the average. Steps get longer only slowly, as contexts grow.
 _NEWEST_WEIGHT = 0.25
 
 
@@ -41,7 +41,7 @@ class BurstLength:
         """Returns the least seconds that a burst is expected to take; 0 before the first burst.
 
         When most requests end, steps become faster immediately, but the average falls slowly. So
-        the newest step counts too.
+        the result uses the faster of the two.
         """
         return num_decode_steps * min(self._step_s or 0.0, self._newest_step_s)
 

@@ -38,15 +38,15 @@ class BurstPacer:
         self._last_deciding_s = 0.0
 
     def record_arrival(self) -> None:
-        """A request was added."""
+        """Records that a request was added."""
         self._burst_length.note_arrival()
 
     def record_decision(self, start_s: float) -> None:
-        """A step that the engine began to decide at `start_s` was given to the device."""
+        """Records that a step, which the engine began to decide at `start_s`, is on the device."""
         self._last_deciding_s = time.perf_counter() - start_s
 
     def record_fetch(self, step: StepInFlight) -> None:
-        """The tokens of a step were fetched just now."""
+        """Records that the tokens of a step were fetched just now."""
         now_s = time.perf_counter()
         if step.is_burst:
             self._burst_length.note_burst(step.num_decode_steps, now_s - self._began_s(step))
@@ -67,7 +67,7 @@ class BurstPacer:
         """Returns the seconds that the engine can wait before it decides the next step.
 
         A request that arrives in this time gets into the step after the running one, instead of
-        waiting for one more burst. The engine may be able to wait longer: it asks again afterwards.
+        waiting for one more burst. After the wait, the engine calls this method again.
 
         Args:
             step: The only step that the device computes.
@@ -87,5 +87,5 @@ class BurstPacer:
         return min(spare_s, check_s, _MAX_CHECK_S)
 
     def _began_s(self, step: StepInFlight) -> float:
-        """The device began a step when it was started, or when the step before it ended."""
+        """Returns when the device began a step: at its start, or after the step before it."""
         return max(step.start_s, self._last_fetch_s)

@@ -53,7 +53,7 @@ class BuildCore(Protocol):
     """Builds the engine of the process.
 
     Raises:
-        ConfigError: The settings are wrong. The message tells the user all that is needed.
+        ConfigError: The settings are wrong. The message explains the error to the user.
     """
 
     def __call__(
@@ -120,7 +120,7 @@ class ZmqChannel:
 
 
 def run_engine_process(build: BuildCore) -> int:
-    """Builds and runs the engine that standard input orders; returns the process's exit code."""
+    """Reads an order from standard input, and runs its engine; returns the process's exit code."""
     order = _read_order()
     if order is None:
         return _PARENT_IS_GONE
@@ -154,7 +154,8 @@ def leave_signals_to_parent() -> None:
 
 
 def _read_order() -> EngineOrder | None:
-    # The buffer holds nothing after this line, because the client writes only one.
+    # `_end_with_parent` reads past this buffer. The buffer is empty after the line, because the
+    # client writes nothing else.
     line = sys.stdin.buffer.readline()
     return msgspec.json.decode(line, type=EngineOrder) if line.endswith(b"\n") else None
 
@@ -163,7 +164,7 @@ def _end_with_parent(folder: str | None, is_binding: threading.Lock) -> None:
     """Runs in a thread, and ends the process when standard input closes."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
-    # A socket that is bound while the folder is deleted would leave a file there.
+    # Waits until the channel has bound its socket. Otherwise, the socket could leave a file behind.
     is_binding.acquire()
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)

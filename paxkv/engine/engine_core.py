@@ -42,10 +42,10 @@ from paxkv.structured_output.grammar_manager import GrammarManager
 
 logger = logging.getLogger(__name__)
 
-# If requests wait and this many steps in a row schedule no token, the engine stops with an error:
-# the scheduler must schedule a token in every step, unless all requests wait for another component.
+# The scheduler must schedule a token in every step, unless all requests wait for another component.
+# The engine stops with an error after this many steps in a row without a token.
 MAX_EMPTY_STEPS = 8
-# Sleep of a step whose requests all wait for another component, which needs the interpreter.
+# If all requests wait for another component, a step sleeps this long to let the component run.
 _WAIT_S = 0.001
 # Counting used KV slots takes time for each running request, so not every step counts them.
 _STEPS_PER_SLOT_COUNT = 16
@@ -172,7 +172,7 @@ class EngineCore:
         outputs, wait_s = self._fetch(step)
         self._publish_kv_events()
         self._num_steps += 1
-        # Counts after the last request too, because these counts may stay for a long time.
+        # Counts after the last request too: it may take long until a later step counts again.
         count_slots = (
             self._num_steps % _STEPS_PER_SLOT_COUNT == 0
             or not self._scheduler.has_unfinished_requests()
@@ -252,7 +252,7 @@ class EngineCore:
                 self._grammars.remove(request_id)
 
     def make_stats(self, *, count_slots: bool = True, only_new: bool = False) -> SchedulerStats:
-        """Returns the numbers of the scheduler, the executor and the engine.
+        """Returns the statistics of the scheduler, the executor and the engine.
 
         Args:
             count_slots: Count used KV slots again. False: use the last count.
@@ -347,8 +347,8 @@ def _with_prompt_logprobs(
 ) -> list[EngineCoreOutput]:
     """Adds the log-probabilities of prompts to the outputs of their requests.
 
-    A preempted request may have lost its first token and have no output. Its prompt is computed
-    again, so its log-probabilities come with a later step.
+    A request that was preempted may have no output. Its prompt is then computed again, and a later
+    step returns the log-probabilities again.
     """
     if not runner_output.prompt_logprobs:
         return outputs

@@ -1,4 +1,4 @@
-"""The features that an engine uses with its model and settings, and reasons for the others."""
+"""Lists the features that an engine uses, and the reasons why it does not use the others."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def find_feature_uses(
     why_no_kernels: str | None,
     ops_without_kernels: Sequence[str],
 ) -> tuple[FeatureUse, ...]:
-    """Returns the use of each feature that has no effect with some models, devices or settings.
+    """Returns for each feature whether it has an effect with this model, device and settings.
 
     Args:
         max_model_len: The limit of the engine.

@@ -1,4 +1,4 @@
-"""Grammars in a step: which requests need their masks, and which requests their grammars end."""
+"""Applies grammars to a step: finds the requests that need masks, and ends requests."""
 
 from collections.abc import Iterable
 
@@ -16,7 +16,7 @@ def drawing_requests(
 ) -> list[str]:
     """Returns the requests with a grammar for which a step draws a token.
 
-    A request whose prompt is not computed to its end in the step draws no token.
+    A request draws no token if the step does not reach the end of its prompt.
     """
     return [
         request.request_id
@@ -38,8 +38,9 @@ def advance_grammars(
     A grammar ends when the output is complete, or when no token can follow.
 
     Args:
-        in_flight: Steps whose tokens have not been fetched. A request of such a step whose grammar
-            has ended ends when the step is fetched, with the log-probabilities of its prompt.
+        in_flight: Steps whose tokens have not been fetched. If the grammar of a request in such a
+            step has ended, the request ends when the step is fetched. Its output then has the
+            log-probabilities of its prompt.
 
     Returns:
         The step's outputs, with the last outputs of the requests that end.
@@ -93,7 +94,7 @@ def _finish_reason(end: GrammarEnd) -> FinishReason:
 
 
 def _last_output(output: EngineCoreOutput, end: GrammarEnd, *, num_kept: int) -> EngineCoreOutput:
-    """Makes the last output of a request that its grammar ends, with its first tokens."""
+    """Makes the last output of a request whose grammar has ended, with its first tokens."""
     return msgspec.structs.replace(
         output,
         new_token_ids=output.new_token_ids[:num_kept],

@@ -81,7 +81,7 @@ class _UngroupedEvents:
             groups = self._groups.get(wire, 0)
             is_new = is_new or not groups
             self._groups[wire] = groups | group_bit
-        # An event with a new hash is sent whole: to store a known hash again changes no set.
+        # An event with a new hash is sent whole. Its other hashes do not change subscribers' sets.
         fields = _stored_fields(event, self._hash_type)
         return ["BlockStored", *fields.values()] if is_new else None
 

@@ -40,6 +40,9 @@ class KVEventPublisher:
     A client requests a replay with a DEALER socket. Frames before the number, such as an empty
     frame, are sent back before each answer.
 
+    Attributes:
+        num_dropped: Batches that were dropped because more than `max_queue_size` waited.
+
     Raises:
         ConfigError: An endpoint cannot be bound.
 
@@ -49,7 +52,7 @@ class KVEventPublisher:
     def __init__(self, config: KVEventsConfig) -> None:
         self._max_queue_size = config.max_queue_size
         self._next_sequence_number = 0
-        self._num_dropped = 0
+        self.num_dropped = 0
         self._queue: deque[tuple[int, WireBatch]] = deque()
         self._wire_format = WireFormat(config)
         self._is_closing = threading.Event()
@@ -63,11 +66,6 @@ class KVEventPublisher:
         # From here on, only the thread uses the sockets.
         self._thread = threading.Thread(target=sender.run, name="paxkv-kv-events", daemon=True)
         self._thread.start()
-
-    @property
-    def num_dropped(self) -> int:
-        """Batches that were dropped because more than `max_queue_size` waited."""
-        return self._num_dropped
 
     def publish(self, batch: KVEventBatch) -> None:
         """Queues the events of one step. Never waits: a full queue drops its oldest batch.
@@ -110,12 +108,12 @@ class KVEventPublisher:
         except IndexError:
             # The thread has sent all batches meanwhile.
             return
-        self._num_dropped += 1
+        self.num_dropped += 1
         # Logs the numbers 1, 2, 4, 8, ... only, so that the log does not fill up.
-        if self._num_dropped & (self._num_dropped - 1) == 0:
+        if self.num_dropped & (self.num_dropped - 1) == 0:
             logger.warning(
                 "%d KV event batches were dropped so far: more than max_queue_size=%d waited.",
-                self._num_dropped,
+                self.num_dropped,
                 self._max_queue_size,
             )
 

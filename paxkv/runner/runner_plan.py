@@ -90,14 +90,13 @@ class RunnerPlan:
         )
 
     def fit(self, memory: DeviceMemory | HostMemory | None) -> tuple["RunnerPlan", MemoryPlan]:
-        """Decides the number of blocks, and lowers `max_model_len` if it may and must be shorter.
+        """Decides the number of blocks, and a shorter `max_model_len` if needed and allowed.
 
         Args:
             memory: May be None if a setting decides the size of the KV cache.
 
         Returns:
-            This plan, or the plan of the largest `max_model_len` of which a request fits; and the
-            plan of the memory.
+            This plan, or a plan with the largest `max_model_len` that fits; and the memory plan.
 
         Raises:
             KVCacheTooSmallError: The KV cache has no room for one request of `max_model_len`

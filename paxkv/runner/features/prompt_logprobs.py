@@ -9,7 +9,7 @@ import numpy as np
 
 from models import Outputs, Wants
 from paxkv.config.engine_config import RunnerConfig
-from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from paxkv.runner.features.base import FeatureStep, StepFeature
 from paxkv.runner.features.feature_device import FeatureDevice
 from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH, pack_result, read_logprobs
@@ -39,7 +39,7 @@ class PromptLogprobsVariant(StepVariant):
         return RESULT_WIDTH + self.num_logits
 
     def fields(self, *, num_tokens: int, num_reqs: int) -> Mapping[str, tuple[int, ...]]:
-        # For each token, the one that follows it in the prompt; 0 if none does.
+        # For each token, the next token of the prompt; 0 if there is none.
         return {"next_ids": (num_tokens,)}
 
     def results(self, *, num_tokens: int, num_reqs: int) -> Mapping[str, tuple[int, ...]]:
@@ -105,9 +105,6 @@ class _AskedPrompt:
     def num_prompt_tokens(self) -> int:
         return len(self.rows_np) + 1
 
-    def read(self) -> list[TokenLogprobs]:
-        return [read_logprobs(row_np, self.num_logprobs) for row_np in self.rows_np]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _PromptSpan:
@@ -146,7 +143,10 @@ class _PromptStep(FeatureStep):
         for span in self.spans:
             width = span.rows_np.shape[1]
             span.rows_np[:] = results["rows"][span.places, :width]
-        found = {prompt.req_id: prompt.read() for prompt in self.complete}
+        found = {
+            prompt.req_id: [read_logprobs(row_np, prompt.num_logprobs) for row_np in prompt.rows_np]
+            for prompt in self.complete
+        }
         return dataclasses.replace(output, prompt_logprobs=output.prompt_logprobs | found)
 
 
@@ -187,7 +187,7 @@ class PromptLogprobs(StepFeature):
         for req_idx, req_id in enumerate(step.req_ids):
             prompt = self._asked.get(req_id)
             num_known = step.num_tokens_np[req_idx] + step.num_pending_np[req_idx]
-            # Later steps of the request have output tokens, and the log-probabilities are complete.
+            # A request with output tokens has all its log-probabilities.
             if prompt is None or num_known != prompt.num_prompt_tokens:
                 continue
             num_scheduled = int(step.num_scheduled_np[req_idx])

@@ -58,7 +58,7 @@ class TracedFeatures:
         return dataclasses.replace(batch, wants=add_wants(batch.wants, self._variants))
 
     def first_values(self, donated: FeatureValues) -> FeatureValues:
-        """The values before the first part of the step: donated arrays, and zeros as results."""
+        """Returns the values before the first part: donated arrays, and zeros as results."""
         results = (variant.results(**self._dims) for variant in self._variants)
         return tuple(
             {**arrays, **{name: jnp.zeros(dims, jnp.int32) for name, dims in dims_of.items()}}

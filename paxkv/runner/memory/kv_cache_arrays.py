@@ -43,7 +43,7 @@ def abstract_kv_cache(
 ) -> jax.ShapeDtypeStruct:
     """Returns shape, dtype and sharding of the pages, for compiling without allocating them.
 
-    Each device has its own heads' part of every page.
+    The devices split each page by heads.
 
     Args:
         kv_dtype: The dtype of keys and values.
@@ -81,7 +81,7 @@ def allocate_kv_cache(
     """Allocates the pages, filled with zeros.
 
     Raises:
-        ConfigError: The device has no memory for them, or too many slots (`abstract_kv_cache`).
+        ConfigError: The device has no memory for the pages. See also `abstract_kv_cache`.
     """
     pages = abstract_kv_cache(config, mesh, platform, kv_dtype)
     try:

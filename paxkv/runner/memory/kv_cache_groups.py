@@ -20,8 +20,8 @@ from paxkv.contracts.kv_cache_spec import (
 from paxkv.errors import ConfigError, InvariantError
 from paxkv.runner.shapes.program_shapes import TableShape
 
-# Below this ratio of the numbers of layers of the commonest kind and of the rarest kind, padding
-# takes less memory than more groups.
+# Padding takes less memory than more groups if the commonest kind of layer has less than this many
+# times the layers of the rarest kind.
 _MAX_PADDED_RATIO = 1.25
 
 
@@ -31,7 +31,7 @@ class KVCacheGroups:
 
     Args:
         formats: Full name of each cache -> its format, in pages of the common size. Empty if
-            nothing is computed.
+            the groups were made from specs alone.
         padded_shares: Full name -> share of a page that is padding, for caches with padding.
     """
 
@@ -41,7 +41,7 @@ class KVCacheGroups:
     padded_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def tables(self, max_model_len: int) -> tuple[TableShape, ...]:
-        """The block tables of a step. Neighboring groups share an array if they can."""
+        """Returns the block tables of a step. Neighboring groups share an array if they can."""
         return tuple(
             TableShape(
                 num_groups=len(specs),
@@ -96,13 +96,13 @@ class KVCacheGroups:
 
 
 def _inputs_kind(spec: KVCacheSpec) -> Hashable:
-    """Equal for groups whose block tables can share an array."""
+    """Returns equal values for groups whose block tables can share an array."""
     own_meaning = type(spec) if isinstance(spec, (MambaSpec, CrossAttentionSpec)) else None
     return spec.block_size, own_meaning
 
 
 def groups_of_spec(spec: DecoderSpec, *, block_size: int, head_dim_step: int = 1) -> KVCacheGroups:
-    """The groups of a model's caches.
+    """Makes the KV cache groups of a model.
 
     Args:
         block_size: Tokens in a block of caches with the largest pages. Other caches have a power
@@ -202,7 +202,7 @@ def cache_spec(cache: CacheFormat, block_size: int, page_bytes: int) -> KVCacheS
     own_bytes = cache.page_bytes(block_size)
     padded_bytes = None if own_bytes == page_bytes else page_bytes
     if cache.kind in ("latent", "index"):
-        # The spec has one head of int8, so its size is the bytes of a token.
+        # One head of int8: its size is the number of bytes of a token.
         return MLAAttentionSpec(
             block_size=block_size,
             num_kv_heads=1,
@@ -264,7 +264,8 @@ def group_layers(kinds: Mapping[str, Hashable]) -> tuple[tuple[str, ...], ...]:
     groups: list[tuple[str, ...]] = []
     for names in names_by_kind.values():
         num_groups = -(-len(names) // group_size)
-        # A group gets every num_groups-th layer, so each stage of a pipeline has layers of it.
+        # A group takes every num_groups-th layer. If devices compute different stages of layers,
+        # each stage has layers of each group.
         groups += [tuple(names[start::num_groups]) for start in range(num_groups)]
     return tuple(groups)
 
@@ -298,7 +299,7 @@ def make_kv_cache_groups(
         KVCacheGroupSpec(layer_names=names, kv_cache_spec=specs[names[0]])
         for names in group_layers(specs)
     ]
-    # Makes groups whose block tables can share an array neighbors, and keeps the order otherwise.
+    # Groups become neighbors if their block tables can share an array. Otherwise the order stays.
     first_idx = {}
     for group_idx, group in enumerate(groups):
         first_idx.setdefault(_inputs_kind(group.kv_cache_spec), group_idx)

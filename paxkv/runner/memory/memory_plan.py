@@ -27,7 +27,7 @@ _HOST_SHARE = 0.5
 _ENOUGH_HOST_BYTES = 4 * 2**30
 # Smallest useful pool on a host: small models use it for their prefix cache.
 _LEAST_HOST_BYTES = 2**28
-# Slots are counted in int32, in the whole cache and once more by the largest row offset.
+# Half of int32's range, because kernels add a row's offset to a slot (`pallas_kernels.pad_slot`).
 _MAX_SLOTS = (2**31 - 1) // 2
 # A number of tokens that is larger than any window together with a step.
 _FAR = 2**40
@@ -83,7 +83,7 @@ class MemoryPlan:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of the pool: one page per row. The pages of all groups are equal."""
+        """Bytes of one block of the pool: one page per row. All pages have one size."""
         return self.kv_cache_config.num_rows * self._specs[0].page_size_bytes
 
     @property
@@ -92,10 +92,7 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that fit at once in short sequences, of which each group holds all tokens.
-
-        The null block holds no tokens.
-        """
+        """Tokens that fit at once in sequences so short that each group holds all their tokens."""
         unit = math.lcm(*(spec.block_size for spec in self._specs))
         blocks_per_unit = sum(unit // spec.block_size for spec in self._specs)
         return self._num_usable_blocks * unit // blocks_per_unit
@@ -111,7 +108,7 @@ class MemoryPlan:
 
     @property
     def max_fitting_len(self) -> int:
-        """The most tokens, up to `max_model_len`, of a request that fits; 0 if none does."""
+        """Tokens of the longest request that fits, at most `max_model_len`; 0 if none fits."""
         lengths = range(1, self.max_model_len + 1)
         return bisect.bisect_right(lengths, self._num_usable_blocks, key=self.num_blocks_of_req)
 
@@ -137,13 +134,15 @@ class MemoryPlan:
         block_sizes = sorted({spec.block_size for spec in self._specs})
         num_groups = len(self._specs)
         in_groups = f" in {num_groups} groups" if num_groups > 1 else ""
-        dtypes = ", ".join(dict.fromkeys(_dtype_of(spec) for spec in self._specs))
+        dtypes = dict.fromkeys(
+            spec.dtype if isinstance(spec, AttentionSpec) else "state" for spec in self._specs
+        )
         late = ""
         if self.late_token_bytes != self.token_bytes:
             late = f", {self.late_token_bytes:.0f} past the window of a long sequence"
         return (
             f"KV cache: {self.kv_cache_config.num_blocks} blocks of "
-            f"{' or '.join(map(str, block_sizes))} tokens{in_groups} ({dtypes}, "
+            f"{' or '.join(map(str, block_sizes))} tokens{in_groups} ({', '.join(dtypes)}, "
             f"{self.token_bytes:.0f} bytes a token{late}, {_mib(self.pool_bytes)} in all; "
             f"{self.reason}): {self.num_tokens} tokens, or {self.num_longest_reqs} requests of "
             f"{self.max_model_len}{self._padding()}"
@@ -323,8 +322,9 @@ def _size_on_host(
 def _host_pool_bytes(free_bytes: int, *, longest_bytes: int, most_bytes: int) -> int:
     """Returns the default size on a host.
 
-    The pool has the useful size if that is at most `_HOST_SHARE` of the free memory. Otherwise, the
-    share is rounded down to a power of two, because programs are compiled for a number of blocks.
+    The useful size is `most_bytes` within the limits above, and at least `longest_bytes`. The pool
+    has this size if it is at most `_HOST_SHARE` of the free memory. Otherwise, the share is rounded
+    down to a power of two, because programs are compiled for a number of blocks.
 
     Args:
         longest_bytes: Bytes for one request of `max_model_len` tokens.
@@ -345,10 +345,6 @@ def _rounded_down(num_blocks: int) -> int:
     """
     step = 1 << max(0, num_blocks.bit_length() - 7)
     return num_blocks // step * step
-
-
-def _dtype_of(spec: KVCacheSpec) -> str:
-    return spec.dtype if isinstance(spec, AttentionSpec) else "state"
 
 
 def _mib(num_bytes: int) -> str:

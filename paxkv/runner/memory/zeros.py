@@ -10,7 +10,7 @@ def put_zeros(shape: tuple[int, ...], dtype: DTypeLike, sharding: Sharding) -> j
     """Makes an array of zeros on the device, by a copy from the host. For small arrays.
 
     `jnp.zeros` would compile a program for each shape, which takes 0.03 s each at every start. The
-    array may be donated, so it must not share the host's memory. On a CPU, `device_put` would share
-    it without `may_alias=False`.
+    array may be donated, so it must not share the host's memory. On a CPU, `may_alias=False` keeps
+    `device_put` from sharing it.
     """
     return jax.device_put(np.zeros(shape, dtype), sharding, may_alias=False)

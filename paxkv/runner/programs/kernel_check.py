@@ -76,13 +76,13 @@ def why_kernels_differ(
     implementation: str | None = None,
     tested: str = "them",
 ) -> str | None:
-    """Runs each different test once, with `implementation`.
+    """Runs each test once, with `implementation`. Equal tests count as one.
 
     Args:
-        tested: Names what the tests run, in the reason if that raises an error.
+        tested: The words for the tested operations in the message about an error.
 
     Returns:
-        What differs from plain XLA; None if nothing does.
+        A description of the first difference from plain XLA; None if there is none.
     """
     for test in dict.fromkeys(tests):
         try:

@@ -56,7 +56,7 @@ def make_decode_batch(
     table_shapes: Sequence[TableShape],
     widths: tuple[int, ...] = (),
 ) -> ForwardBatch:
-    """Makes a batch with one token per request, and the logits of all of them."""
+    """Makes a batch of one token per request. The model returns the logits of all requests."""
     row_idx = jnp.arange(token_ids.shape[0] + 1, dtype=jnp.int32)
     return make_batch(
         token_ids=token_ids,

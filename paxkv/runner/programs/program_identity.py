@@ -133,7 +133,7 @@ def _model_facts(config: object) -> dict[str, str]:
 
 
 def _kernel_facts(kernels: KernelSettings) -> dict[str, str]:
-    # `_device_facts` describes the mesh. Its own repr contains the numbers of devices.
+    # Leaves out the mesh. `_device_facts` describes it, and its text contains device numbers.
     names = [field.name for field in dataclasses.fields(kernels) if field.name != "mesh"]
     return {f"kernels' {name}": str(getattr(kernels, name)) for name in names}
 

@@ -23,12 +23,12 @@ _IMPORTED_AT = time.time()
 def source_digest(packages: frozenset[str] = frozenset()) -> str:
     """SHA-256 of the names and contents of the source files that a compiled step depends on.
 
-    The digest is random, so that no other process has it, in two cases. A file was written after
-    this process started, so it may differ from the code that runs here. Or a package has no source
-    files.
+    The digest is random, so that no other process has it, if one of `packages` has no source files,
+    or if a file was written after this process started. Such a file may differ from the code that
+    runs here.
 
     Args:
-        packages: `LoadedModel.packages`. All files of packages other than paxkv's are included.
+        packages: `LoadedModel.packages`. All files of packages from elsewhere count.
     """
     files = {path.relative_to(_ROOT).as_posix(): path for path in program_source_files()}
     for package in packages - {"models", "pallas_kernels", "paxkv"}:
@@ -71,10 +71,10 @@ def _files_of_other_package(package: str) -> dict[str, Path]:
 
 
 def _files_beside(file: Path) -> dict[str, Path]:
-    """Maps names to source files: `file`, and all that it imports from its folder, also indirectly.
+    """Maps names to source files: `file` and the files of its folder that it needs for its imports.
 
-    An installed file stands alone. The packages beside it are installed too, and the versions of
-    those that matter are part of the identity.
+    An installed file stands alone, because the files beside it are other installed packages. The
+    identity has the versions of the packages that matter.
     """
     folder = file.parent
     is_installed = folder in {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
@@ -89,7 +89,7 @@ def _files_beside(file: Path) -> dict[str, Path]:
 
 
 def _imported_packages(path: Path) -> Iterator[str]:
-    """Top-level names of the modules that a file imports."""
+    """Yields the top-level names of the modules that a file imports."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)

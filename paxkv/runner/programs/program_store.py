@@ -153,8 +153,8 @@ class ProgramCache:
     """The user's cache: each start saves its programs for later starts.
 
     Args:
-        root: Holds a folder per identity. The cache deletes a folder that no start has used for 30
-            days, and all but the 32 that were used last. If it cannot write to `root`, it logs a
+        root: Holds a folder per identity. The cache keeps the 32 folders that starts used last, and
+            deletes a folder after 30 days without a start. If it cannot write to `root`, it logs a
             warning and the engine starts without it.
     """
 
@@ -163,7 +163,7 @@ class ProgramCache:
         self._is_warned = False
 
     def check(self) -> None:
-        """Checks before minutes of compiling that programs can be saved; logs a warning if not.
+        """Checks that programs can be saved, before minutes of compiling. Logs a warning if not.
 
         Raises:
             ConfigError: The folder cannot be trusted, because others may write to it.
@@ -305,7 +305,14 @@ def choose_store(config: RunnerConfig) -> ProgramStore | None:
         return CompiledPrograms(Path(config.compiled_dir))
     if not config.enable_compilation_cache:
         return None
-    root = _cache_root(config)
+    jax_cache_dir = jax.config.jax_compilation_cache_dir
+    if config.compilation_cache_dir is not None:
+        root = Path(config.compilation_cache_dir)
+    # JAX's cache may also be a bucket in the cloud, such as gs://name.
+    elif jax_cache_dir and "://" not in jax_cache_dir:
+        root = Path(jax_cache_dir) / "paxkv"
+    else:
+        root = user_cache_folder()
     if root is None:
         logger.warning(
             "no program can be kept: this user has no home folder. Every start compiles all of "
@@ -315,16 +322,6 @@ def choose_store(config: RunnerConfig) -> ProgramStore | None:
     cache = ProgramCache(root)
     cache.check()
     return cache
-
-
-def _cache_root(config: RunnerConfig) -> Path | None:
-    if config.compilation_cache_dir is not None:
-        return Path(config.compilation_cache_dir)
-    jax_cache_dir = jax.config.jax_compilation_cache_dir
-    # JAX's cache may also be a bucket in the cloud, such as gs://name.
-    if jax_cache_dir and "://" not in jax_cache_dir:
-        return Path(jax_cache_dir) / "paxkv"
-    return user_cache_folder()
 
 
 def user_cache_folder() -> Path | None:
@@ -361,7 +358,7 @@ def _described(shape: ProgramShape) -> _Described:
     for table in values.pop("tables", ()):
         for name, value in _fields_of(table).items():
             values[name] = (*values.get(name, ()), value)
-    # As an index that was read has it. Features are described by their repr.
+    # Equal to the same shape in an index file. Features are described by their repr.
     return json.loads(json.dumps({"shape": type(shape).__name__, **values}, default=repr))
 
 

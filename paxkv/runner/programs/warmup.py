@@ -84,7 +84,7 @@ class StepPrograms:
         self.num_compiles_after_ready = 0
 
     def compile(self, shape: ProgramShape, kv_cache: Pages) -> Compiled:
-        """Compiles the program of `shape`, for one use. `kv_cache` may be abstract."""
+        """Compiles the program of `shape` without storing it. `kv_cache` may be abstract."""
         return self._finish(shape, self._lower(shape, kv_cache))
 
     def measure_temp_bytes(self, kv_cache: Pages) -> int:
@@ -237,8 +237,9 @@ class StepPrograms:
             disable=not show_progress or not shapes,
         )
         with progress:
-            # Programs are lowered one after the other. Mosaic numbers kernels in the order in which
-            # a process lowers them (JAX 0.11), so a cache would miss a program after another order.
+            # Programs are lowered one after the other, always in the same order. Mosaic numbers
+            # kernels in the order in which a process lowers them (JAX 0.11), and the numbers decide
+            # whether a cache has a program.
             compiling: dict[concurrent.futures.Future[Compiled], ProgramShape] = {}
             for shape in shapes:
                 lowered = self._lower(shape, kv_cache)
