@@ -11,8 +11,7 @@ import numpy as np
 
 from models import LoadedModel, load_model
 from paxkv.config.sampling_params import SamplingParams
-from paxkv.generate import CompiledGenerator
-from paxkv.runner.batch.generate_inputs import GenerateShape
+from paxkv.generate import CompiledGenerator, GenerateShape
 from paxkv.runner.model_runner import ModelRunner
 from tests.end_to_end.engine_harness import (
     MAX_DECODE_BURST,

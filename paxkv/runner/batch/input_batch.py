@@ -170,7 +170,7 @@ class InputBatch:
             self._release_row(self._state(req_id))
         self._update_cached(scheduler_output.scheduled_cached_reqs)
         for new_req in scheduler_output.scheduled_new_reqs:
-            self._add_new(new_req)
+            self.add_new(new_req)
 
     def take_packed_rows(self) -> list[np.ndarray]:  # i32[num_row_words] each
         """Rows of the device's `RowState` that began since the last call, for `write_row`."""
@@ -303,7 +303,8 @@ class InputBatch:
                 f"tokens, with which rows {rows_np.tolist()} have {ends_np.tolist()}."
             )
 
-    def _add_new(self, new_req: NewRequestData) -> None:
+    def add_new(self, new_req: NewRequestData) -> None:
+        """Takes a row for a request. `update` calls it for new requests."""
         if new_req.req_id in self.requests:
             raise InvariantError(f"request {new_req.req_id!r} is new, but known already.")
         params = new_req.sampling_params

@@ -97,36 +97,35 @@ def run_decode_loop(
     draw: DrawFunction,
     *,
     num_steps: jax.Array | int,  # i32[], at most max_steps
+    prompts: ForwardBatch | None = None,
     features: TracedFeatures = NO_FEATURES,
     fields: Mapping[str, jax.Array] = MappingProxyType({}),
 ) -> DecodeState:
     """Takes up to `num_steps` steps, until no row is alive.
 
     Args:
+        prompts: The first step computes this batch instead of one token per row. `state` then has
+            the last token of each prompt.
         fields: See `StepPart`.
     """
 
     def is_running(state: DecodeState) -> jax.Array:
         return (state.step_idx < num_steps) & jnp.any(state.is_alive)
 
-    def run_step(state: DecodeState) -> DecodeState:
-        return _run_step(model, params, rows, state, draw, features, fields)
+    def run_step(state: DecodeState, batch: ForwardBatch | None = None) -> DecodeState:
+        if batch is None:
+            batch = _decode_batch(rows, state)
+        return _run_step(model, params, batch, rows, state, draw, features, fields)
 
+    if prompts is not None or state.results.shape[0] == 1:
+        state = run_step(state, prompts)
     if state.results.shape[0] == 1:
-        return run_step(state)
+        return state
     return jax.lax.while_loop(is_running, run_step, state)
 
 
-def _run_step(
-    model: LoadedModel,
-    params: Params,
-    rows: DecodeRows,
-    state: DecodeState,
-    draw: DrawFunction,
-    features: TracedFeatures,
-    fields: Mapping[str, jax.Array],
-) -> DecodeState:
-    batch = make_decode_batch(
+def _decode_batch(rows: DecodeRows, state: DecodeState) -> ForwardBatch:
+    return make_decode_batch(
         token_ids=state.token_ids,
         positions=state.positions,
         num_used=rows.num_used,
@@ -134,6 +133,18 @@ def _run_step(
         table_shapes=rows.table_shapes,
         widths=rows.widths,
     )
+
+
+def _run_step(
+    model: LoadedModel,
+    params: Params,
+    batch: ForwardBatch,
+    rows: DecodeRows,
+    state: DecodeState,
+    draw: DrawFunction,
+    features: TracedFeatures,
+    fields: Mapping[str, jax.Array],
+) -> DecodeState:
     batch = features.add_wants(batch)
     part = StepPart(start=jnp.int32(0), batch=batch, fields=fields)
     apply = functools.partial(features.apply, part=part, values=state.feature_values)

@@ -1,0 +1,196 @@
+"""The program of `CompiledGenerator`: one step for all prompts, then the decode loop."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from models import ForwardBatch, LoadedModel, Wants
+from paxkv.errors import ConfigError
+from paxkv.runner.memory.kv_cache_arrays import empty_kv_cache, kv_cache_dtype
+from paxkv.runner.memory.kv_cache_groups import groups_of_spec
+from paxkv.runner.programs.decode_loop import (
+    DecodeRows,
+    DecodeState,
+    first_decode_state,
+    run_decode_loop,
+)
+from paxkv.runner.programs.make_batch import make_batch
+from paxkv.runner.programs.step import Params
+from paxkv.runner.sampling.draw_rows import draw_rows
+from paxkv.runner.sampling.row_state import RowState, num_row_words, unpack_rows
+from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
+from paxkv.runner.sampling.sampler import sample
+from paxkv.runner.sampling.sampling_columns import decode_step_rows, join_step_rows
+from paxkv.runner.shapes.sampling_row import ROW
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateShape:
+    """All static sizes of a compiled generation.
+
+    Args:
+        batch_size: Number of rows. Each row has one prompt.
+        max_prompt_len: Largest number of tokens in a prompt.
+        max_new_tokens: Largest number of tokens generated for a row.
+        block_size: Token positions in a KV block.
+        max_stop_ids: Largest number of token ids that end a row.
+    """
+
+    batch_size: int
+    max_prompt_len: int
+    max_new_tokens: int
+    block_size: int = 16
+    max_stop_ids: int = 8
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}.")
+
+    @property
+    def max_tokens_per_row(self) -> int:
+        return self.max_prompt_len + self.max_new_tokens
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateInputs:
+    """The arrays of a compiled generation. A row with an empty prompt generates nothing."""
+
+    prompt_token_ids: jax.Array  # i32[batch_size, max_prompt_len], any padding after the prompt
+    prompt_lens: jax.Array  # i32[batch_size], in [0, max_prompt_len]
+    max_new_tokens: jax.Array  # i32[batch_size], in [1, max_new_tokens]
+    stop_token_ids: jax.Array  # i32[batch_size, max_stop_ids], padded with the vocabulary's size
+    sampling_rows: jax.Array  # i32[batch_size, NUM_COLUMNS], of `encode_sampling_params`
+    # i32[batch_size, num_row_words], of `pack_row` with `max_tokens_per_row` as its max_model_len.
+    # None: logits are not processed, whatever `sampling_rows` ask for. The program is smaller.
+    packed_rows: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateOutputs:
+    """The generated tokens. The token that ends a row is included."""
+
+    token_ids: jax.Array  # i32[batch_size, max_new_tokens], padded with 0
+    num_tokens: jax.Array  # i32[batch_size], in [0, max_new_tokens]
+
+
+def make_generate(
+    model: LoadedModel, shape: GenerateShape
+) -> Callable[[Params, GenerateInputs], GenerateOutputs]:
+    """Returns the pure function `(params, inputs) -> outputs`, not yet compiled.
+
+    The KV cache exists only while the function runs. It has room for all rows at their full length,
+    in sliding-window layers too.
+    """
+    kv_dtype = kv_cache_dtype(model.dtype, model.platform)
+    spec = model.config.spec(kv_dtype)
+    groups = groups_of_spec(
+        spec, block_size=shape.block_size, head_dim_step=model.platform.head_dim_step
+    )
+    model = model.with_places(groups.places(spec))
+    # The last token is returned, but its key and value are never computed.
+    tables = groups.tables(shape.max_tokens_per_row - 1)
+    table_dims = [(t.num_groups, shape.batch_size, t.max_blocks_per_req) for t in tables]
+    # Each row of each group owns a range of blocks. Block 0 is the null block.
+    block_ends = list(itertools.accumulate(map(math.prod, table_dims), initial=1))
+    block_ranges = list(zip(itertools.pairwise(block_ends), table_dims, strict=True))
+
+    def generate(params: Params, inputs: GenerateInputs) -> GenerateOutputs:
+        rows = DecodeRows(
+            num_tokens=inputs.max_new_tokens,
+            ending_ids=inputs.stop_token_ids,
+            first_end=jnp.zeros(shape.batch_size, jnp.int32),
+            num_used=shape.batch_size,
+            block_tables=tuple(
+                jnp.arange(*ends, dtype=jnp.int32).reshape(dims) for ends, dims in block_ranges
+            ),
+            table_shapes=tables,
+        )
+        prompts = _prompt_batch(inputs, shape, rows)
+        state = first_decode_state(
+            token_ids=prompts.token_ids[prompts.logits_indices],
+            positions=jnp.maximum(inputs.prompt_lens - 1, 0),
+            is_alive=inputs.prompt_lens > 0,
+            pages=empty_kv_cache(groups.config(block_ends[-1]), model.platform, kv_dtype),
+            drawing=_first_row_state(inputs, shape, model.config.vocab_size),
+            max_steps=shape.max_new_tokens,
+            result_width=1,
+        )
+        row_idx = jnp.arange(shape.batch_size, dtype=jnp.int32)
+        draw = functools.partial(_draw, model, inputs.sampling_rows.at[:, ROW].set(row_idx))
+        state = run_decode_loop(
+            *(model, params, rows, state, draw), num_steps=shape.max_new_tokens, prompts=prompts
+        )
+        token_ids = state.results[:, :, 0].T
+        is_drawn = token_ids != NO_TOKEN
+        return GenerateOutputs(
+            token_ids=jnp.where(is_drawn, token_ids, 0),
+            num_tokens=is_drawn.sum(axis=1, dtype=jnp.int32),
+        )
+
+    return generate
+
+
+def _prompt_batch(inputs: GenerateInputs, shape: GenerateShape, rows: DecodeRows) -> ForwardBatch:
+    """All prompts as one batch, in the order of the rows."""
+    # prompt_lens [2, 0, 3] -> query_start_loc [0, 2, 2, 5] -> row of each token [0, 0, 2, 2, 2].
+    ends = jnp.cumsum(inputs.prompt_lens, dtype=jnp.int32)
+    query_start_loc = jnp.pad(ends, (1, 0))
+    token_idx = jnp.arange(shape.batch_size * shape.max_prompt_len, dtype=jnp.int32)
+    row = jnp.searchsorted(ends, token_idx, side="right").astype(jnp.int32)
+    row = jnp.minimum(row, shape.batch_size - 1)
+    is_token = token_idx < ends[-1]
+    positions = jnp.where(is_token, token_idx - query_start_loc[row], 0)
+    return make_batch(
+        token_ids=jnp.where(is_token, inputs.prompt_token_ids[row, positions], 0),
+        positions=positions,
+        query_start_loc=query_start_loc,
+        seq_lens=inputs.prompt_lens,
+        block_tables=rows.block_tables,
+        table_shapes=rows.table_shapes,
+        logits_indices=jnp.maximum(ends - 1, 0),
+        # Not "last": with it, rows with an empty prompt would have to come after all others.
+        wants=Wants(logits="indices"),
+    )
+
+
+def _first_row_state(
+    inputs: GenerateInputs, shape: GenerateShape, vocab_size: int
+) -> RowState | None:
+    if inputs.packed_rows is None:
+        return None
+    max_model_len = shape.max_tokens_per_row
+    expected = (shape.batch_size, num_row_words(max_model_len, vocab_size))
+    if inputs.packed_rows.shape != expected:
+        raise ConfigError(
+            f"packed_rows must have the shape {expected}, got {inputs.packed_rows.shape}. Pack "
+            f"each row with {max_model_len=} and {vocab_size=}."
+        )
+    return unpack_rows(inputs.packed_rows, max_model_len=max_model_len, vocab_size=vocab_size)
+
+
+def _draw(
+    model: LoadedModel,
+    sampling_rows: jax.Array,  # i32[batch_size, NUM_COLUMNS]
+    params: Params,
+    batch: ForwardBatch,
+    hidden: jax.Array,  # f[batch_size, hidden]
+    state: DecodeState,
+) -> tuple[jax.Array, RowState | None]:  # i32[batch_size, 1]
+    logits = model.compute_logits(params, hidden)
+    num_rows = logits.shape[0]
+    # With `draw_position` 0, the row draws nothing and its logits are not processed.
+    draw_position = jnp.where(state.is_alive, state.positions + 1, 0)
+    fields = {"sampling_rows": sampling_rows, "draw_position": draw_position}
+    sampling = join_step_rows(fields, num_rows=num_rows)
+    if state.drawing is None:
+        return sample(logits, decode_step_rows(sampling)).token_ids[:, None], None
+    result, row_state = draw_rows(logits, state.drawing, sampling, None, chunk_rows=num_rows)
+    return result[:, :1], row_state
