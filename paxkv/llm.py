@@ -32,6 +32,7 @@ from paxkv.config.generation_config import FROM_MODEL
 from paxkv.config.sampling_defaults import GenerationConfig
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.config.setting import unspelled
+from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.engine_start import ModelInfo
@@ -390,9 +391,10 @@ class LLM:
         try:
             for request, text in zip(requests, texts, strict=True):
                 self._client.add_request(request, prompt=text)
+            forms = {r.request_id: r.sampling_params.structured_outputs for r in requests}
             while len(finished) < len(requests):
                 for output in self._client.wait_for_outputs():
-                    _check_completed(output)
+                    _check_completed(output, forms.get(output.request_id))
                     finished[output.request_id] = output
                     progress.update()
         except BaseException:
@@ -491,13 +493,14 @@ def _one_for_each(
     return values
 
 
-def _check_completed(output: RequestOutput) -> None:
+def _check_completed(output: RequestOutput, form: StructuredOutputsParams | None) -> None:
     for completion in output.outputs:
         if completion.finish_reason != "error":
             continue
         # What the engine says itself of an end is the request's fault, such as its grammar's.
         if isinstance(completion.stop_reason, str):
-            raise InvalidRequestError(completion.stop_reason, param="structured_outputs")
+            param = "structured_outputs" if form is None else form.field_of().name
+            raise InvalidRequestError(completion.stop_reason, param=param)
         raise InvariantError(
             f"the engine refused request {output.request_id}, which was checked before; its log "
             "says why."

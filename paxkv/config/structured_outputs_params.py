@@ -85,17 +85,28 @@ class StructuredOutputsParams:
         for name in ("regex", "grammar", "structural_tag"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise _error(f"structured_outputs.{name} must be a non-empty string.")
+                raise _error(
+                    f"structured_outputs.{name} must be a non-empty string, got {_shown(value)}."
+                )
         if self.json is not None and not isinstance(self.json, (str, dict)):
-            raise _error("structured_outputs.json must be a JSON schema, as an object or as text.")
+            raise _error(
+                "structured_outputs.json must be a JSON schema, as an object or as JSON text, got "
+                f"{_shown(self.json)}."
+            )
         self._check_choice()
         for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
             value = getattr(self, name)
             if not isinstance(value, bool) and (name, value) != ("json_object", None):
-                raise _error(f"structured_outputs.{name} must be true or false.")
+                raise _error(
+                    f"structured_outputs.{name} must be true or false, got {_shown(value)}."
+                )
         self._check_whitespace()
         if self.thoughts not in _THOUGHTS:
-            raise _error(f"structured_outputs.thoughts must be one of {', '.join(_THOUGHTS)}.")
+            raise _error(
+                f"structured_outputs.thoughts must be one of {', '.join(_THOUGHTS)}, got "
+                f"{_shown(self.thoughts)}."
+            )
+        self._check_is_unicode()
         num_chars = len(self.source_text)
         if num_chars > MAX_GRAMMAR_CHARS:
             raise InvalidRequestError(
@@ -127,6 +138,18 @@ class StructuredOutputsParams:
         except (TypeError, ValueError, RecursionError) as error:
             raise _error(f"{self.field_of()} is not JSON: {error}.") from None
 
+    def _check_is_unicode(self) -> None:
+        """Refuses lone surrogates: they are no characters, and cannot cross to the engine."""
+        try:
+            self.source_text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            field = self.field_of()
+            raise InvalidRequestError(
+                f"{field} is not valid Unicode: it has a lone surrogate, "
+                f"{error.object[error.start]!a}; send whole characters.",
+                param=field.name,
+            ) from None
+
     def _check_whitespace(self) -> None:
         pattern = self.whitespace_pattern
         if pattern is None:
@@ -134,7 +157,7 @@ class StructuredOutputsParams:
         if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_WHITESPACE_CHARS:
             raise _error(
                 "structured_outputs.whitespace_pattern must be a regular expression of at most "
-                f"{MAX_WHITESPACE_CHARS} characters."
+                f"{MAX_WHITESPACE_CHARS} characters, got {_shown(pattern)}."
             )
         if self.disable_any_whitespace:
             raise _error(
@@ -150,11 +173,18 @@ class StructuredOutputsParams:
             return
         is_list = isinstance(self.choice, (list, tuple)) and self.choice
         if not is_list or not all(isinstance(c, str) and c for c in self.choice):
-            raise _error("structured_outputs.choice must be a list of non-empty strings.")
+            raise _error(
+                "structured_outputs.choice must be a list of non-empty strings, got "
+                f"{_shown(self.choice)}."
+            )
         if len(self.choice) > MAX_CHOICES:
             raise _error(
                 f"structured_outputs.choice has {len(self.choice)} strings; at most {MAX_CHOICES}."
             )
+
+
+def _shown(value: object) -> str:
+    return f"{value!r:.80}"
 
 
 def _error(message: str) -> InvalidRequestError:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import llguidance
 import numpy as np
 
+from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.contracts.engine_output import NO_TOKEN_LEFT
 from paxkv.structured_output.digit_limit import DigitLimit
+from paxkv.structured_output.plain_reasons import describe_failure
 from paxkv.structured_output.thoughts import Thoughts
 from paxkv.structured_output.token_limits import TokenLimits, token_bits
 from paxkv.structured_output.token_texts import TokenTexts
@@ -29,6 +31,7 @@ class BoundRequest:
 
     Args:
         matcher: Its own, in front of its first token.
+        form: What the request asked for, for errors.
         token_texts: None where `limits` has none.
         thoughts: What may come before the form; None is nothing.
         digit_limit: Of a form that is JSON.
@@ -40,6 +43,7 @@ class BoundRequest:
         matcher: llguidance.LLMatcher,
         limits: TokenLimits,
         *,
+        form: StructuredOutputsParams,
         token_texts: TokenTexts | None,
         thoughts: Thoughts | None,
         digit_limit: DigitLimit | None = None,
@@ -47,6 +51,8 @@ class BoundRequest:
     ) -> None:
         self._matcher = matcher
         self._limits = limits
+        self._form = form
+        self._num_tokens = 0
         self._token_texts = token_texts
         self._thoughts = thoughts
         self._digit_limit = digit_limit
@@ -75,7 +81,7 @@ class BoundRequest:
     ) -> GrammarEnd | None:
         """Makes of the matcher's mask, in place, what may be drawn; says so if that is nothing."""
         if self._matcher.is_error():
-            return GrammarEnd(error=self._matcher.get_error())
+            return self._failure(self._matcher.get_error())
         if self._thoughts is not None:
             self._thoughts.allow(mask_np)
         self._limits.narrow(mask_np)
@@ -87,7 +93,7 @@ class BoundRequest:
         if mask_np.any():
             return None
         is_complete = self._thoughts is None and self._matcher.is_accepting()
-        return GrammarEnd() if is_complete else GrammarEnd(error=NO_TOKEN_LEFT)
+        return GrammarEnd() if is_complete else self._failure(NO_TOKEN_LEFT)
 
     def _other_spellings(
         self, token_texts: TokenTexts, num_words: int
@@ -108,6 +114,7 @@ class BoundRequest:
         """Takes new tokens; says so if the request ends with them."""
         self._limits.advance(token_ids)
         for token_id in token_ids:
+            self._num_tokens += 1
             if self._thoughts is not None:
                 was_open = self._thoughts.is_open
                 if self._thoughts.take(token_id):
@@ -119,5 +126,8 @@ class BoundRequest:
             if self._digit_limit is not None:
                 self._digit_limit.advance(token_id)
             if not self._matcher.consume_token(token_id):
-                return GrammarEnd(error=self._matcher.get_error() or "a token has no place in it")
+                return self._failure(self._matcher.get_error() or "a token has no place in it")
         return None
+
+    def _failure(self, reason: str) -> GrammarEnd:
+        return GrammarEnd(error=describe_failure(self._form, reason, num_tokens=self._num_tokens))

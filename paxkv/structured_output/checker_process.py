@@ -9,6 +9,7 @@ milliseconds. So a trial that is ended costs nobody else anything.
 """
 
 import contextlib
+import dataclasses
 import errno
 import gc
 import hashlib
@@ -156,7 +157,7 @@ class CheckerProcess:
         with self._lock:
             verdict = self._verdicts.get(_digest(params))
         if verdict is None:
-            verdict = self._ask(_Trial(params, compile_s, is_long))
+            verdict = self._ask(_Trial(_as_text(params), compile_s, is_long))
             if verdict is None:
                 return False
             self._remember(params, verdict)
@@ -264,6 +265,13 @@ class _Forker:
 def _digest(params: StructuredOutputsParams) -> bytes:
     """Of what a verdict depends on; the field that the form was sent in is not part of it."""
     return hashlib.sha256(msgspec.json.encode((*form_key(params), params.thoughts))).digest()
+
+
+def _as_text(params: StructuredOutputsParams) -> StructuredOutputsParams:
+    """With a schema as text: the codec of trials would write NaN, which it may have, as null."""
+    if not isinstance(params.json, dict):
+        return params
+    return dataclasses.replace(params, json=params.source_text)
 
 
 def _end_all(running: list[_Forker]) -> None:

@@ -18,28 +18,20 @@ from paxkv.structured_output.grammar_walk import find_dead_end
 from paxkv.structured_output.json_schema.schema_cleaner import SchemaCleaner
 from paxkv.structured_output.json_schema.schema_faults import find_fault
 from paxkv.structured_output.json_schema.schema_probe import LlguidanceProbe
+from paxkv.structured_output.plain_reasons import one_line, without_excerpt
 from paxkv.structured_output.structural_format import StructuralFormat
 from paxkv.structured_output.thoughts import ThoughtTokens, find_thought_tokens
 from paxkv.structured_output.token_texts import TokenTexts
 
 # Some applications send the same few schemas with every request.
 MAX_CACHED_GRAMMARS = 64
-# A reason is shown to whoever sent the grammar, and may quote it.
-MAX_REASON_CHARS = 400
 # Between the parts of JSON: a space, or the beginning of a line and its indentation. A small model
 # may never stop writing white space if it may write more.
 _WHITESPACE = r"[ \t]|[ \t]?\r?\n[ \t]{0,20}"
 # Of a schema: what holds others under names that are the client's, and what holds answers.
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = ("const", "enum")
-# Phrases in llguidance's errors -> phrases for a client that does not know llguidance.
-_PLAIN_WORDS = {
-    "<non-verbose/>": "",
-    "Unsatisfiable schema": "no value fits the schema",
-    "is not present in a registry and retrieving it failed: Default retriever does not fetch "
-    "resources": "is another document, which paxkv does not fetch; put its schema into $defs",
-    "NoExtensionBias": "nothing can follow the text so far: no value fits at this place",
-}
+_SHOWN_CHARS = 80
 # What a matcher is made from: kind, source and options.
 FormKey = tuple[str, str, bool, str | None, bool]
 # What one grammar may take, at most: about 0.1 s and 50 MB to build, and 0.05 s a step. Ordinary
@@ -217,7 +209,9 @@ class GrammarCompiler:
             raise _cannot_compile(params, str(error)) from None
         matcher = llguidance.LLMatcher(self._get_tokenizer(), grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
-            raise _cannot_compile(params, matcher.get_error())
+            error = matcher.get_error()
+            is_own = params.kind == "grammar"
+            raise _cannot_compile(params, error if is_own else without_excerpt(error))
         # What a grammar costs shows at the first masks; a limit that the first one reaches is
         # told of by the second.
         for _ in range(2):
@@ -261,7 +255,7 @@ def _grammar(params: StructuredOutputsParams, cleaner: "SchemaCleaner | _SchemaC
         options = {"whitespace_flexible": False}
     match params.kind:
         case "json":
-            schema = json.loads(source)
+            schema = _parsed(source, "a JSON schema")
             if params.disable_additional_properties:
                 schema = _without_more_properties(schema)
             return _json_grammar(cleaner.clean(schema), options)
@@ -273,12 +267,21 @@ def _grammar(params: StructuredOutputsParams, cleaner: "SchemaCleaner | _SchemaC
             return _choice_grammar(source)
         case "grammar":
             return f"{to_lark(source)}\n{NO_FORCING}"
-    tag = json.loads(source)
+    tag = _parsed(source, "a structural tag")
     if params.disable_additional_properties:
         tag = _without_more_properties(tag)
     if isinstance(tag, Mapping) and "format" in tag:
         return StructuralFormat(options, cleaner).grammar(tag["format"])
     return _structural_tag_grammar(tag, options, cleaner)
+
+
+def _parsed(source: str, wanted: str) -> object:
+    try:
+        return json.loads(source)
+    except ValueError as error:
+        raise ValueError(
+            f"it is not JSON ({error}), got {source[:_SHOWN_CHARS]!r}; send {wanted} as JSON"
+        ) from None
 
 
 def _json_grammar(schema: object, options: Mapping[str, object]) -> str:
@@ -334,13 +337,6 @@ def _structural_tag_grammar(
     return llguidance.StructTag.to_grammar(tags, assume_special=False)
 
 
-def one_line(reason: str) -> str:
-    """A reason of llguidance's, as it is shown."""
-    for words, plain_words in _PLAIN_WORDS.items():
-        reason = reason.replace(words, plain_words)
-    return " ".join(reason.split())[:MAX_REASON_CHARS].rstrip(".")
-
-
 def _cannot_compile(
     params: StructuredOutputsParams, reason: str, *, tool: str | None = None
 ) -> FormError:
@@ -362,6 +358,13 @@ def _refusal_with_place(
     params: StructuredOutputsParams, probe: LlguidanceProbe
 ) -> FormError | None:
     """The refusal of a form that has been refused, with the place of the mistake if it is found."""
+    pattern = params.whitespace_pattern
+    if pattern is not None:
+        error = llguidance.LLMatcher.validate_grammar(
+            llguidance.LLMatcher.grammar_from_regex(pattern)
+        )
+        if error:
+            return _cannot_compile(params, f"whitespace_pattern: {without_excerpt(error)}")
     collector = _SchemaCollector()
     try:
         _grammar(params, collector)

@@ -16,7 +16,7 @@ from paxkv.contracts.executor import GrammarBitmask
 from paxkv.errors import InvalidRequestError, InvariantError
 from paxkv.structured_output.bound_request import BoundRequest, GrammarEnd
 from paxkv.structured_output.digit_limit import DigitLimit
-from paxkv.structured_output.grammar_compiler import GrammarCompiler, one_line
+from paxkv.structured_output.grammar_compiler import GrammarCompiler
 from paxkv.structured_output.thoughts import Thoughts
 from paxkv.structured_output.token_limits import TokenLimits
 
@@ -85,6 +85,7 @@ class GrammarManager:
         return BoundRequest(
             matcher,
             limits,
+            form=params,
             token_texts=compiler.token_texts() if limits.has_any else None,
             thoughts=thoughts,
             digit_limit=digit_limit,
@@ -234,7 +235,5 @@ class GrammarManager:
     def _end(self, request_id: str, end: GrammarEnd) -> None:
         self._bound.pop(request_id, None)
         if end.error is not None:
-            reason = one_line(end.error)
-            logger.info("the grammar of request %r cannot go on: %s", request_id, reason)
-            end = GrammarEnd(error=f"the grammar cannot go on: {reason}")
+            logger.info("request %r ends: %s", request_id, end.error)
         self._ended[request_id] = end

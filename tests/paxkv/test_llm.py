@@ -395,8 +395,9 @@ def test_end_that_the_request_brought_about_is_its_own_mistake(
         return process(dataclasses.replace(step, outputs=ends))
 
     monkeypatch.setattr(llm._client._output_processor, "process", end)
-    with pytest.raises(InvalidRequestError, match="none is left"):
+    with pytest.raises(InvalidRequestError, match="none is left") as raised:
         llm.generate([[97]], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert raised.value.param == "structured_outputs"
 
 
 def test_calls_of_several_threads_take_turns(make_llm: Callable[..., LLM]) -> None:

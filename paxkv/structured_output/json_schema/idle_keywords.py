@@ -111,7 +111,8 @@ def _correct_bounds(schema: dict[str, object]) -> None:
             del schema[keyword]
         elif isinstance(bound, float) and 0 < abs(bound) < _SMALLEST_BOUND:
             _replace_small_bound(schema, keyword, bound)
-    if schema.get("multipleOf") == 1 and is_integer:
+    step = schema.get("multipleOf")
+    if step == 1 and step is not True and is_integer:
         del schema["multipleOf"]
 
 

@@ -17,6 +17,7 @@ from paxkv.structured_output.json_schema.idle_keywords import (
     is_trivial,
     types_of,
 )
+from paxkv.structured_output.json_schema.keyword_forms import shown, wrong_limit
 from paxkv.structured_output.json_schema.schema_parts import SchemaPart, find_schema_parts
 
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -32,6 +33,7 @@ _KNOWN_FORMATS = frozenset(
 )
 # Keywords that are tried with llguidance, by the type of value that they limit.
 _NUMBER_LIMITS = ("multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_ARRAY_LIMITS = ("minItems", "maxItems")
 _STRING_LIMITS = ("pattern", "format", "minLength", "maxLength")
 _OBJECT_LIMITS = ("minProperties", "maxProperties")
 # Each `oneOf` is tried with the whole schema. If there are more, all of them are read as `anyOf`.
@@ -113,12 +115,7 @@ class SchemaCleaner:
         pointer = part.pointer_to(*steps)
         if part.is_strict:
             self.is_strict_refusal = True
-            raise SchemaError(
-                f'the schema is strict, and no grammar can enforce "{steps[0]}" at '
-                f"{part.place_of(*steps)}; remove the keyword, or send strict: false to have it "
-                "ignored",
-                tool=part.tool,
-            )
+            raise SchemaError(_strict_refusal(part, steps), tool=part.tool)
         self._ignored[pointer] = None
         *outer, last = steps
         holder = part.schema[outer[0]] if outer else part.schema
@@ -143,6 +140,8 @@ class SchemaCleaner:
             self._drop_limits(part, {"type": number}, _NUMBER_LIMITS)
         if "string" in types:
             self._drop_limits(part, {"type": "string"}, _STRING_LIMITS)
+        if "array" in types:
+            self._drop_limits(part, {"type": "array"}, _ARRAY_LIMITS)
         if "object" in types:
             self._drop_patterns(part)
             self._drop_limits(part, _without_values(part.schema), _OBJECT_LIMITS)
@@ -224,6 +223,17 @@ class SchemaCleaner:
             _replace(part.schema, original)
             self._drop(part, "oneOf")
             _replace(part.schema, replaced)
+
+
+def _strict_refusal(part: SchemaPart, steps: Sequence[str]) -> str:
+    wrong = wrong_limit(part, steps[0])
+    if wrong is not None:
+        return f"{wrong}; correct it, or send strict: false to have it ignored"
+    value = "" if len(steps) > 1 else f": {shown(part.schema[steps[0]])}"
+    return (
+        f'the schema is strict, and no grammar can enforce "{steps[0]}"{value} at '
+        f"{part.place_of(*steps)}; remove the keyword, or send strict: false to have it ignored"
+    )
 
 
 def _check_names(part: SchemaPart) -> None:

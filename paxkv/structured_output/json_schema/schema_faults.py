@@ -4,40 +4,20 @@ llguidance says "properties must be an object", but not where. These searches ru
 refused a schema, so they cost nothing for the others, and refuse nothing by themselves.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from paxkv.structured_output.form_errors import SchemaError
+from paxkv.structured_output.json_schema.keyword_forms import shown, wrong_form
+from paxkv.structured_output.json_schema.schema_cleaner import SchemaCleaner
 from paxkv.structured_output.json_schema.schema_parts import SchemaPart, find_schema_parts
 from paxkv.structured_output.json_schema.schema_probe import LlguidanceProbe
+from paxkv.structured_output.json_schema.unwritable_values import find_unwritable
 
-_SCHEMA = "an object or a boolean"
-_NAMED_SCHEMAS = "an object whose values are schemas"
-_SCHEMA_LIST = "a list of schemas"
-_COUNT = "a whole number from 0 on"
-# Keyword -> what its value must be.
-_FORMS = {
-    "properties": _NAMED_SCHEMAS,
-    "patternProperties": _NAMED_SCHEMAS,
-    "allOf": _SCHEMA_LIST,
-    "anyOf": _SCHEMA_LIST,
-    "oneOf": _SCHEMA_LIST,
-    "prefixItems": _SCHEMA_LIST,
-    "additionalProperties": _SCHEMA,
-    "items": _SCHEMA,
-    "minItems": _COUNT,
-    "maxItems": _COUNT,
-    "required": "a list of strings",
-    "enum": "a list of values",
-    "type": "a string or a list of strings",
-    "$ref": "a string",
-}
-# Keywords whose value null does not stand for their absence.
-_NULL_IS_A_VALUE = ("enum",)
+# Of llguidance, which reads them in the whole schema.
+_OPTIONS = "x-guidance"
 # Schemas that are tried, to find the one that no value fits.
 _MAX_TRIED = 32
-_SHOWN_CHARS = 100
 _REFERENCED = re.compile(r"while processing (?:json-schema:///)?(\S+#\S*|#\S*)")
 
 
@@ -45,85 +25,51 @@ def find_fault(schema: object, probe: LlguidanceProbe) -> SchemaError | None:
     """The first mistake in a schema; None if it is not of a kind that is looked for.
 
     Args:
-        schema: As it was sent; references in it may be rewritten.
+        schema: As it was sent; it may be changed in place.
     """
+    if schema is False:
+        return SchemaError("no value fits the schema, which is false; send one that allows a value")
+    reason = find_unwritable(schema)
+    if reason is not None:
+        return SchemaError(reason)
     parts = find_schema_parts(schema)
     for part in parts:
-        reason = _wrong_form(part)
+        reason = wrong_form(part) or _unreachable(part)
         if reason is not None:
             return SchemaError(reason, tool=part.tool)
-    return _find_impossible(schema, parts, probe) if isinstance(schema, dict) else None
+    if not isinstance(schema, dict):
+        return None
+    return _wrong_options(schema, probe) or _find_impossible(schema, parts, probe)
 
 
-def _wrong_form(part: SchemaPart) -> str | None:
-    """The keyword of one schema whose value has the wrong type, or that llguidance cannot reach."""
-    for keyword, value in part.schema.items():
-        form = _FORMS.get(keyword)
-        if form is None or (value is None and keyword not in _NULL_IS_A_VALUE):
-            continue
-        steps = next(_wrong_steps(keyword, form, value), None)
-        if steps is None:
-            continue
-        for step in steps:
-            value = value[step]
-        wanted = f'a schema in "{keyword}" must be {_SCHEMA}' if steps else f"it must be {form}"
-        if steps and form == "a list of strings":
-            wanted = f'an entry of "{keyword}" must be a string'
-        return f"{part.place_of(keyword, *steps)} is {_shown(value)}; {wanted}"
+def _unreachable(part: SchemaPart) -> str | None:
     ref = part.schema.get("$ref")
-    if isinstance(ref, str) and not ref.startswith("#") and part.target is None:
-        return (
-            f'"$ref" at {part.place} is {_shown(ref)}, which is another document; paxkv does not '
-            "fetch it: put its schema into $defs"
-        )
-    return None
+    if not isinstance(ref, str) or ref.startswith("#") or part.target is not None:
+        return None
+    return (
+        f'"$ref" at {part.place} is {shown(ref)}, which is another document; paxkv does not '
+        "fetch it: put its schema into $defs"
+    )
 
 
-def _wrong_steps(keyword: str, form: str, value: object) -> Iterator[tuple[object, ...]]:
-    """Paths below a keyword to what has the wrong type; () is the value of the keyword itself."""
-    if form == _SCHEMA:
-        # Up to draft 2019-09, "items" may be a list of schemas.
-        if keyword == "items" and isinstance(value, list):
-            yield from ((k,) for k, inner in enumerate(value) if not _is_schema(inner))
-        elif not _is_schema(value):
-            yield ()
-    elif form == _NAMED_SCHEMAS:
-        if not isinstance(value, dict):
-            yield ()
-        else:
-            yield from ((name,) for name, inner in value.items() if not _is_schema(inner))
-    elif form == _SCHEMA_LIST:
-        if not isinstance(value, list):
-            yield ()
-        else:
-            yield from ((k,) for k, inner in enumerate(value) if not _is_schema(inner))
-    elif form == "a list of strings":
-        if not isinstance(value, list):
-            yield ()
-        else:
-            yield from ((k,) for k, inner in enumerate(value) if not isinstance(inner, str))
-    else:
-        is_whole = type(value) is int or (isinstance(value, float) and value.is_integer())
-        is_right = {
-            "minItems": is_whole and value >= 0,
-            "maxItems": is_whole and value >= 0,
-            "enum": isinstance(value, list),
-            "$ref": isinstance(value, str),
-            "type": isinstance(value, str)
-            or (isinstance(value, list) and all(isinstance(name, str) for name in value)),
-        }
-        if not is_right[keyword]:
-            yield ()
-
-
-def _is_schema(value: object) -> bool:
-    return isinstance(value, (dict, bool))
+def _wrong_options(schema: Mapping[str, object], probe: LlguidanceProbe) -> SchemaError | None:
+    """Options of llguidance's, which a whole schema may have, and which llguidance refuses."""
+    if _OPTIONS not in schema:
+        return None
+    error = probe.error_of({_OPTIONS: schema[_OPTIONS]})
+    if not error:
+        return None
+    return SchemaError(f"#/{_OPTIONS} is {shown(schema[_OPTIONS])}: {error}; correct or remove it")
 
 
 def _find_impossible(
     schema: Mapping[str, object], parts: Sequence[SchemaPart], probe: LlguidanceProbe
 ) -> SchemaError | None:
     """The innermost schema that no value fits, and that every value of the outer ones needs."""
+    # As they were sent, because what no grammar can enforce is removed before they are tried.
+    sent = {id(part.schema): shown(part.schema) for part in parts}
+    SchemaCleaner(probe, probes_values=True).clean(schema)
+    parts = find_schema_parts(schema)
     error = probe.error_of(schema)
     if not probe.is_about_values(error):
         return None
@@ -145,8 +91,9 @@ def _find_impossible(
                 # What it needs is looked at next, and nothing beside it.
                 found, waiting = inner, list(_needed(inner))
     return SchemaError(
-        f"no value fits the schema at {found.place}, which is {_shown(found.schema)}; correct "
-        "keywords that exclude each other, or remove one",
+        f"no value fits the schema at {found.place}, which is "
+        f"{sent.get(id(found.schema)) or shown(found.schema)}; correct or remove keywords that "
+        "exclude every value",
         tool=found.tool,
     )
 
@@ -181,8 +128,3 @@ def _needed(part: SchemaPart) -> Iterator[object]:
         yield from prefix[:min_items]
         if min_items > len(prefix):
             yield schema.get("items")
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."

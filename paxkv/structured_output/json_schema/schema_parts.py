@@ -51,7 +51,7 @@ class SchemaPart:
 
     def pointer_to(self, *steps: object) -> str:
         """The place of a keyword, or of what is in it: ("enum", 0) -> "#/properties/a/enum/0"."""
-        return self.pointer + "".join(f"/{_escape(str(step))}" for step in steps)
+        return self.pointer + "".join(f"/{escape_step(str(step))}" for step in steps)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def _resolve(ref: object, resource: _Resource) -> tuple[object, _Resource, str] 
             found = found[int(step)]
         else:
             return None
-        pointer += f"/{_escape(step)}"
+        pointer += f"/{escape_step(step)}"
         if isinstance(found, dict):
             inner, pointer = _enter(found, inner, pointer)
     return found, inner, pointer
@@ -158,12 +158,12 @@ def _find_anchor(name: str, resource: _Resource) -> tuple[object, _Resource, str
             own = [value.get(key) for key in ("$anchor", "$dynamicAnchor", "$id", "id")]
             if name in own or f"#{name}" in own:
                 return value, resource, pointer
-            waiting += [(inner, f"{pointer}/{_escape(key)}") for key, inner in value.items()]
+            waiting += [(inner, f"{pointer}/{escape_step(key)}") for key, inner in value.items()]
         elif isinstance(value, list):
             waiting += [(inner, f"{pointer}/{idx}") for idx, inner in enumerate(value)]
     return None
 
 
-def _escape(step: str) -> str:
+def escape_step(step: str) -> str:
     """A step of a JSON pointer in a URI, which is ASCII without spaces and commas."""
     return quote(step.replace("~", "~0").replace("/", "~1"), safe="$:@!'()*+;=&~")

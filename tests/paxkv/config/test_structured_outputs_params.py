@@ -59,6 +59,20 @@ def test_anything_else_is_refused(fields):
     assert len(str(raised.value)) < 300
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"json": {"const": "a\ud800"}}, "structured_outputs.json"),
+        ({"choice": ["a\ud800"]}, "structured_outputs.choice"),
+        ({"regex": "a\ud800"}, "structured_outputs.regex"),
+    ],
+)
+def test_half_a_character_is_refused(fields, param):
+    with pytest.raises(InvalidRequestError, match=r"has a lone surrogate, '\\ud800'") as raised:
+        StructuredOutputsParams(**fields)
+    assert raised.value.param == param
+
+
 def test_errors_name_the_field_that_a_form_was_sent_in():
     fields = (FormField(name="tools"), FormField(name="tools[3].input_schema", tool="f"))
     with pytest.raises(InvalidRequestError, match="^tools has 262150 characters") as raised:

@@ -179,7 +179,7 @@ def test_a_grammar_that_cannot_go_on_ends_its_request_alone(max_steps_in_flight:
     outputs = run_until_idle(core)
     (last,) = [o for o in outputs if o.request_id == "a" and o.finish_reason is not None]
     assert last.finish_reason == "error"
-    assert last.stop_reason.startswith("the grammar cannot go on")
+    assert last.stop_reason.startswith("the grammar of structured_outputs.choice cannot go on")
     assert tokens_of(outputs, "b") == [7, 8] * 6
     assert core.make_stats().num_free_blocks == core.make_stats().num_blocks - 1
     core.close()

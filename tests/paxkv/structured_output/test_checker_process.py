@@ -38,6 +38,11 @@ def test_good_grammars_pass_and_bad_ones_are_refused_with_the_reason(checker):
         assert raised.value.param == "structured_outputs.regex"
 
 
+def test_numbers_that_json_does_not_have_are_not_replaced(checker):
+    with pytest.raises(InvalidRequestError, match="#/const is NaN"):
+        checker.check(StructuredOutputsParams(json={"const": float("nan")}))
+
+
 def test_what_is_remembered_of_a_grammar_is_as_short_for_a_long_one(checker):
     long = StructuredOutputsParams(choice=["a" * 1000, "b"])
     checker.check(long)

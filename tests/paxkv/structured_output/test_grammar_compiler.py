@@ -11,13 +11,16 @@ import pytest
 
 from paxkv.config.structured_outputs_params import MAX_CHOICES, StructuredOutputsParams
 from paxkv.errors import InvalidRequestError
-from paxkv.structured_output.grammar_compiler import MAX_REASON_CHARS
+from paxkv.structured_output.grammar_compiler import GrammarCompiler
+from paxkv.structured_output.plain_reasons import MAX_REASON_CHARS
 from tests.paxkv.structured_output.demo_grammars import EOS, TOKENIZER, VOCAB_SIZE, make_compiler
 
 ENDS = [TOKENIZER.token_to_id(text) for text in ('"', "}")]
 
 
-def _draw(compiler, params: StructuredOutputsParams, seed: int, max_tokens: int = 300) -> str:
+def _draw(
+    compiler: GrammarCompiler, params: StructuredOutputsParams, seed: int, max_tokens: int = 300
+) -> str:
     """Text of tokens drawn at random among those allowed, up to the end of the grammar."""
     matcher = compiler.compile(params)
     draws = np.random.default_rng(seed)
@@ -187,7 +190,7 @@ MALFORMED = {
     "reference to itself": ({"json": {"$ref": "#"}}, '"\\$ref" at # leads back to itself'),
     "strict schema": (
         {"json": {"x-paxkv-strict": True, "items": {"not": {"const": 1}}}},
-        'enforce "not" at #/items/not',
+        'enforce "not": {"const": 1} at #/items/not;',
     ),
     "remote schema": ({"json": {"$ref": "http://127.0.0.1:1/a"}}, "not fetch"),
     "file schema": ({"json": {"$ref": "file:///etc/passwd"}}, "not fetch"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paxkv.config.sampling_params import SamplingParams
-from paxkv.config.structured_outputs_params import StructuredOutputsParams
+from paxkv.config.structured_outputs_params import FormField, StructuredOutputsParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.errors import InvariantError
 from paxkv.structured_output.bound_request import GrammarEnd
@@ -92,10 +92,14 @@ def test_one_mask_is_that_of_several_together(manager):
 
 
 def test_a_token_without_a_place_ends_the_request_with_the_reason(manager):
-    add_request(manager, "a", choice=["no", "yes"])
-    manager.advance("a", TOKENIZER.encode("8"))
+    form = {"choice": ["no", "yes"], "sent_in": (FormField(name="response_format"),)}
+    add_request(manager, "a", **form)
+    manager.advance("a", _ids("y"))
+    manager.advance("a", _ids("8"))
     ended = manager.take_ended()
-    assert list(ended) == ["a"] and ended["a"].error.startswith("the grammar cannot go on")
+    assert list(ended) == ["a"]
+    start = "the grammar of response_format cannot go on after 2 tokens: "
+    assert ended["a"].error.startswith(start)
     assert manager.take_ended() == {} and manager.num_requests == 0
 
 

@@ -28,8 +28,9 @@ WRONG = [
     ({"prefixItems": {}}, "#/properties/x/prefixItems is {};"),
     ({"type": ["string", 5]}, '#/properties/x/type is ["string", 5]; it must be'),
     ({"$ref": 5}, "#/properties/x/$ref is 5; it must be a string"),
-    ({"type": "array", "minItems": -1}, "#/properties/x/minItems is -1; it must be a whole"),
-    ({"type": "array", "maxItems": "a"}, '#/properties/x/maxItems is "a"; it must be a whole'),
+    ({"items": [{}], "additionalItems": 5}, "#/properties/x/additionalItems is 5; it must be an"),
+    ({"enum": [{"a": float("nan")}]}, "#/properties/x/enum/0/a is NaN, which is no number of"),
+    ({"const": float("-inf")}, "#/properties/x/const is -Infinity, which is no number of JSON"),
     ({"$ref": "http://x/y"}, '"$ref" at #/properties/x is "http://x/y", which is another document'),
 ]
 IMPOSSIBLE = [
@@ -46,6 +47,15 @@ IMPOSSIBLE = [
     ),
     ({"allOf": [{}, {"type": "string", "enum": [1]}]}, "#/properties/x/allOf/1, which is"),
     ({"allOf": [{"type": "string"}, {"type": "null"}]}, "#/properties/x, which is"),
+    # What no grammar can enforce does not hide it, and it is shown as it was sent.
+    (
+        {"type": "object", "properties": {"a": {"not": {}}}, "required": ["a"]},
+        '#/properties/x/properties/a, which is {"not": {}}; correct',
+    ),
+    (
+        {"type": "string", "format": "byte", "minLength": 5, "maxLength": 2},
+        '#/properties/x, which is {"type": "string", "format": "byte", "minLength": 5',
+    ),
     # Neither a choice nor a property that may be left out makes the whole impossible.
     (
         {
@@ -67,7 +77,11 @@ def test_no_fault_is_found_in_good_schemas_and_in_those_of_another_kind():
 
 
 def _message(schema, sent_in=()):
-    params = StructuredOutputsParams(json=json.dumps(schema), sent_in=sent_in)
+    return _text_message(json.dumps(schema), sent_in)
+
+
+def _text_message(text, sent_in=()):
+    params = StructuredOutputsParams(json=text, sent_in=sent_in)
     with pytest.raises(FormError) as caught:
         make_compiler().check(params)
     return str(caught.value), caught.value.param
@@ -111,6 +125,45 @@ def test_the_tool_is_named_whose_schema_is_wrong(schema, words):
     message, param = _message({"type": "array", "items": {"anyOf": calls}}, sent_in)
     assert message.startswith('tools[3].input_schema (tool "g") cannot be compiled:')
     assert words in message and param == "tools[3].input_schema"
+
+
+def test_a_schema_that_is_false_is_named_as_that():
+    for text in ("false", " false"):
+        message, _ = _text_message(text)
+        assert message == (
+            "structured_outputs.json cannot be compiled: no value fits the schema, which is false; "
+            "send one that allows a value."
+        )
+    assert "which is {}" not in _message({"not": {}})[0]
+    tag = {"type": "tag", "begin": "a", "end": "b", "content": {"type": "json_schema"}}
+    tag["content"]["json_schema"] = False
+    with pytest.raises(FormError, match="no value fits the schema, which is false; send"):
+        make_compiler().check(StructuredOutputsParams(structural_tag=json.dumps({"format": tag})))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("5", "a schema is an object or a boolean, got 5."),
+        ("NaN", "# is NaN, which is no number of JSON; send a finite one."),
+        ('{"const": 1e400}', "#/const is Infinity, which is no number of JSON"),
+        ('{"enum": ["\\ud800"]}', '#/enum/0 is "\\ud800", which has half a character'),
+        ('{"properties": {"\\udc00": {}}}', 'a name in #/properties is "\\udc00", which'),
+        ('{"type": "string",}', "it is not JSON (Expecting property name enclosed in double"),
+        ("{'a': 1}", """got "{'a': 1}"; send a JSON schema as JSON."""),
+        ('{"x-guidance": {"a": 1}}', '#/x-guidance is {"a": 1}: unknown field `a`'),
+        ('{"items":' * 300 + "{}" + "}" * 300, "it is nested too deeply."),
+    ],
+)
+def test_a_text_that_is_no_schema_is_named_with_the_mistake(text, words):
+    assert words in _text_message(text)[0]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"maximum": 1e400}', '{"minimum": NaN}', '{"const": "\\ud83d\\ude00"}']
+)
+def test_numbers_that_bound_nothing_and_whole_characters_pass(text):
+    assert make_compiler().check(StructuredOutputsParams(json=text)) == ()
 
 
 def test_a_schema_within_a_structural_tag_is_searched_too():
