@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -214,8 +216,10 @@ def _read_params(
     )
     params = []
     # One parameter at a time, so that the host never holds a second copy of the model.
-    for name, rule, wanted in zip(structure.names, structure.rules, structure.shapes, strict=True):
-        weight_np = rule.combined([_read(checkpoint, source.name) for source in rule.sources])
+    weights = _read_ahead(checkpoint, structure.rules)
+    for name, rule, wanted, weight_np in zip(
+        structure.names, structure.rules, structure.shapes, weights, strict=True
+    ):
         is_transposed = rule.layout in ("matrix", "experts", "turned_table")
         if weight_np.dtype == np.float64:  # no float64 on the device
             weight_np = weight_np.astype(np.float32)
@@ -227,6 +231,23 @@ def _read_params(
             )
         params.append(param)
     return params
+
+
+def _read_ahead(
+    checkpoint: SafetensorsCheckpoint, rules: Sequence[WeightRule]
+) -> Iterator[np.ndarray]:
+    """The weight of each rule; the next one is read from the file while the last one is cast."""
+
+    def read(rule: WeightRule) -> list[np.ndarray]:
+        return [_read(checkpoint, source.name) for source in rule.sources]
+
+    with ThreadPoolExecutor(1) as reader:
+        sources = [reader.submit(read, rules[0])]
+        for rule, following in zip(rules, [*rules[1:], None], strict=True):
+            if following is not None:
+                sources.append(reader.submit(read, following))
+            # Here, because a combined weight is a copy.
+            yield rule.combined(sources.pop(0).result())
 
 
 def _read(checkpoint: SafetensorsCheckpoint, name: str) -> np.ndarray:

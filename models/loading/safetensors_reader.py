@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from models.config import ModelDtype
 from models.errors import CheckpointError, CheckpointNotFoundError, ModelConfigError
 from models.loading.json_file import describe_missing, is_lfs_pointer, read_json_object
+from models.loading.mapped_tensors import MappedTensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -60,6 +61,7 @@ class SafetensorsCheckpoint:
         """
         self.folder = folder
         self.weights: dict[str, StoredWeight] = {}
+        self._mapped: dict[Path, MappedTensors] = {}
         files = _find_files(folder)
         for path in files.paths:
             for name, weight in _read_header(path).items():
@@ -89,10 +91,11 @@ class SafetensorsCheckpoint:
         self.weights = {names[name]: weight for name, weight in self.weights.items()}
 
     def read(self, name: str) -> np.ndarray:
-        """Returns one weight, with bfloat16 as `ml_dtypes.bfloat16`."""
+        """Returns one weight, a view of its file, with bfloat16 as `ml_dtypes.bfloat16`."""
         weight = self.weights[name]
-        with safe_open(weight.path, framework="numpy") as file:
-            return file.get_tensor(weight.name)
+        if weight.path not in self._mapped:
+            self._mapped[weight.path] = MappedTensors(weight.path)
+        return self._mapped[weight.path].read(weight.name)
 
 
 def _find_files(folder: Path) -> _Files:

@@ -1,0 +1,51 @@
+"""Tensors are views of the mapped file, equal to what safetensors reads."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from models.loading.mapped_tensors import MappedTensors
+
+
+def test_every_dtype_and_shape_is_what_safetensors_reads(tmp_path):
+    rng = np.random.default_rng(0)
+    tensors = {
+        f"{dtype.__name__}.{len(shape)}": rng.normal(size=shape).astype(dtype)
+        for dtype in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
+        for shape in ((), (5,), (3, 7), (2, 0), (2, 3, 4))
+    }
+    save_file(tensors, tmp_path / "file")
+    wanted, file = load_file(tmp_path / "file"), MappedTensors(tmp_path / "file")
+    for name, tensor_np in wanted.items():
+        got = file.read(name)
+        assert (got.dtype, got.shape) == (tensor_np.dtype, tensor_np.shape), name
+        np.testing.assert_array_equal(got, tensor_np)
+
+
+@pytest.mark.parametrize("padding", range(8))
+def test_data_may_begin_at_any_byte(tmp_path, padding):
+    values_np = np.arange(6, dtype=np.float32)
+    header = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
+    text = json.dumps(header).encode() + b" " * padding
+    (tmp_path / "file").write_bytes(len(text).to_bytes(8, "little") + text + values_np.tobytes())
+    assert MappedTensors(tmp_path / "file").read("a").astype(np.float64).tolist() == [
+        [0, 1, 2],
+        [3, 4, 5],
+    ]
+
+
+def test_a_tensor_is_no_copy_and_outlives_its_file_object(tmp_path):
+    save_file({"a": np.ones(4, np.float32)}, tmp_path / "file")
+    file = MappedTensors(tmp_path / "file")
+    first, second = file.read("a"), file.read("a")
+    del file
+    assert np.shares_memory(first, second) and not first.flags.writeable
+    assert first.tolist() == [1.0] * 4
+
+
+def test_a_file_without_numbers_is_not_mapped(tmp_path):
+    save_file({"a": np.ones((0, 3), np.float16)}, tmp_path / "file")
+    assert MappedTensors(tmp_path / "file").read("a").shape == (0, 3)
