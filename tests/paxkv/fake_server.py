@@ -5,7 +5,6 @@ import functools
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,15 +15,21 @@ from paxkv import serve
 from paxkv.entrypoints import build_client
 from paxkv.fleet.engine_supervisor import EngineSupervisor
 from tests.paxkv.engine.fake_engine_process import COMMAND
+from tests.paxkv.forked_servers import (
+    ForkedProcess,
+    ForkedServers,
+    forked_servers,
+    serve_forks,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
 END_TIMEOUT_S = 120
+_servers: list[ForkedServers] = []
 
 
 class FakeServer:
     """A server process; its engine echoes prompts of token ids."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+    def __init__(self, process: ForkedProcess, url: str) -> None:
         self.process = process
         self.url = url
 
@@ -52,18 +57,24 @@ def only_child(pid: int) -> int:
     return int(child)
 
 
-def start_process(*flags: str, **settings: object) -> subprocess.Popen[str]:
-    """A server process with the flags; `settings` are those of `fake_config`."""
-    command = [sys.executable, "-m", "tests.paxkv.fake_server", "--port", "0", *flags]
-    return subprocess.Popen(
-        [*command, "--model", json.dumps(settings)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A group of its own, so that a test can send a signal to all of it, as a terminal does.
-        start_new_session=True,
-    )
+@contextlib.contextmanager
+def fake_servers() -> Iterator[None]:
+    """Inside, servers can be started."""
+    with forked_servers("tests.paxkv.fake_server") as servers:
+        _servers.append(servers)
+        try:
+            yield
+        finally:
+            _servers.pop()
+
+
+def start_process(*flags: str, **settings: object) -> ForkedProcess:
+    """A server process with the flags; `settings` are those of `fake_config`.
+
+    It has a process group of its own, so that a test can send a signal to all of it, as a terminal
+    does.
+    """
+    return _servers[-1].start(["--port", "0", *flags, "--model", json.dumps(settings)])
 
 
 @contextlib.contextmanager
@@ -86,4 +97,4 @@ def running_fake_server(*flags: str, **settings: object) -> Iterator[FakeServer]
 
 if __name__ == "__main__":
     build_client.EngineSupervisor = functools.partial(EngineSupervisor, command=COMMAND)
-    sys.exit(serve.main())
+    sys.exit(serve_forks(serve.main))

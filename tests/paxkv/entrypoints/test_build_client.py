@@ -27,6 +27,7 @@ from tests.paxkv.client.test_async_client import collect, in_loop
 from tests.paxkv.fake_build import save_tokenizer, started_fake
 from tests.paxkv.fake_server import (
     FakeServer,
+    fake_servers,
     only_child,
     running_fake_server,
     start_process,
@@ -34,6 +35,12 @@ from tests.paxkv.fake_server import (
 from tests.paxkv.fleet.test_engine_process import wait_for_end
 
 TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def servers():
+    with fake_servers():
+        yield
 
 
 def wait_for_health(server: FakeServer, status: int) -> None:
