@@ -289,13 +289,15 @@ def build_inputs(case: PagedAttentionCase, seed: int = 0) -> PagedAttentionInput
     q_np = _draw(rng, case.dtype, num_tokens, case.num_q_heads, case.head_dim)
     sinks_np = rng.standard_normal(case.num_q_heads)
     stored_np = kv_cache_np.astype(cache_dtype)
+    query_start_loc_np = np.concatenate([[0], np.cumsum(num_query_np)])
+    # Not `jnp.asarray`, which compiles a program for each dtype and shape.
     return PagedAttentionInputs(
-        q=jnp.asarray(q_np, case.dtype),
-        kv_cache=jnp.asarray(stored_np.view(np.uint16) if case.is_uint16 else stored_np),
+        q=jax.device_put(q_np.astype(jnp.dtype(case.dtype))),
+        kv_cache=jax.device_put(stored_np.view(np.uint16) if case.is_uint16 else stored_np),
         row=case.row,
-        block_tables=jnp.asarray(block_tables_np, jnp.int32),
-        seq_lens=jnp.asarray(seq_lens_np, jnp.int32),
-        query_start_loc=jnp.asarray(np.concatenate([[0], np.cumsum(num_query_np)]), jnp.int32),
+        block_tables=jax.device_put(block_tables_np.astype(np.int32)),
+        seq_lens=jax.device_put(seq_lens_np.astype(np.int32)),
+        query_start_loc=jax.device_put(query_start_loc_np.astype(np.int32)),
         rules={
             "scale": case.head_dim**-0.5 if case.scale is None else case.scale,
             "is_causal": case.is_causal,
@@ -305,7 +307,7 @@ def build_inputs(case: PagedAttentionCase, seed: int = 0) -> PagedAttentionInput
             "kv_dtype": cache_dtype if case.is_uint16 else None,
             "max_query_len": max(1, int(num_query_np.max(initial=0))),
         },
-        sinks=jnp.asarray(sinks_np, jnp.float32) if case.has_sinks else None,
+        sinks=jax.device_put(sinks_np.astype(np.float32)) if case.has_sinks else None,
         keys_np=tuple(keys_np),
         values_np=tuple(values_np),
     )

@@ -5,7 +5,7 @@ Its layers are in a loop, as on a CPU. `test_layer_loop.py` compares that with l
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,15 +28,21 @@ from tests.oracles.recipes import NUM_GREEDY_TOKENS, RECIPES
 # Largest difference to the truth, as a share of the largest absolute logit.
 TOLERANCE = 1e-4
 
-# Other recipes have these facts too, with more of them. They run with `pytest -m slow`.
-SLOW_RECIPES = ("llama_tied", "mistral", "rope_linear")
-all_recipes = pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param(recipe, marks=[pytest.mark.slow] if recipe in SLOW_RECIPES else [])
-        for recipe in RECIPES
-    ],
-)
+# Other recipes have these facts too, with more of them, and `test_rotary.py` has the frequencies of
+# every kind. They run with `pytest -m slow`.
+SLOW_RECIPES = ("llama_tied", "mistral", "rope_linear", "rope_llama3")
+# Live transformers say whether the golden numbers are still theirs. One recipe is enough for that
+# in the normal run: the others equal the golden numbers.
+LIVE_RECIPES = ("gemma2",)
+
+
+def each_recipe(*, slow: Collection[str]) -> pytest.MarkDecorator:
+    marks = dict.fromkeys(slow, pytest.mark.slow)
+    recipes = [pytest.param(recipe, marks=marks.get(recipe, ())) for recipe in RECIPES]
+    return pytest.mark.parametrize("recipe", recipes)
+
+
+all_recipes = each_recipe(slow=SLOW_RECIPES)
 
 
 @functools.cache
@@ -99,7 +105,7 @@ def test_chunked_prefill_beside_decodes_gives_same_logits(recipe):
     assert_close(np.concatenate(long_parts), in_one_go[2])
 
 
-@all_recipes
+@each_recipe(slow=RECIPES.keys() - LIVE_RECIPES)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_logits_of_every_position_equal_live_transformers(recipe):
     make_golden = pytest.importorskip("tests.oracles.make_golden")  # needs torch and transformers

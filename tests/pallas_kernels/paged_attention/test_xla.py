@@ -188,17 +188,18 @@ def burst(pages, q, slots, block_tables, seq_lens, query_start_loc, **options):
 
 # XLA on the CPU copies a cache if a scatter has one index, if the dtype is bfloat16, if the view of
 # a block is bad for it, or if the whole array is converted. These are the default options of the
-# compiler: the quick ones of other tests copy less.
+# compiler: the quick ones of other tests copy less. The slow ones are other products of the same
+# facts.
 @pytest.mark.parametrize(
     ("function", "num_tokens", "num_kv_heads", "block_size", "dtype", "kv_dtype"),
     [
         (step, 1, 1, 16, "float32", None),
         (burst, 8, 2, 16, "float32", None),
-        (step, 1, 1, 256, "float32", None),
         (step, 1, 2, 16, "uint16", "bfloat16"),
-        (step, 8, 1, 16, "uint16", "bfloat16"),
-        (burst, 1, 1, 16, "uint16", "float16"),
         (burst, 8, 2, 256, "uint16", "bfloat16"),
+        pytest.param(step, 1, 1, 256, "float32", None, marks=pytest.mark.slow),
+        pytest.param(step, 8, 1, 16, "uint16", "bfloat16", marks=pytest.mark.slow),
+        pytest.param(burst, 1, 1, 16, "uint16", "float16", marks=pytest.mark.slow),
     ],
 )
 def test_donated_pages_are_updated_in_place(
