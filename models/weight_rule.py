@@ -119,6 +119,23 @@ def with_renamed_sources(
     }
 
 
+def with_stored_names(
+    rules: Mapping[str, WeightRule], stored_names: Mapping[str, str]
+) -> dict[str, WeightRule]:
+    """The same rules, with parts of the names of tensors replaced, one after the other.
+
+    Args:
+        stored_names: Part of a name here -> the part in checkpoints.
+    """
+
+    def rename(name: str) -> str:
+        for own, stored in stored_names.items():
+            name = name.replace(own, stored)
+        return name
+
+    return with_renamed_sources(rules, rename)
+
+
 def _named_layers(model: nnx.Module) -> Iterator[tuple[str, HasWeights]]:
     for path, module in nnx.iter_modules(model):
         if module is not model and hasattr(module, "weight_rules"):

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from models.attention_config import AttentionConfig
 from models.config_fields import read_flag
-from models.decoder import Decoder
 from models.dense_config import read_dense_fields, read_head_fields
 from models.families.gemma2 import read_logits_soft_cap
 from models.layer_types import attention_by_type, read_sliding_window
@@ -19,6 +18,7 @@ from models.layers.beam_layers import (
     BeamLayer,
     BeamMLP,
 )
+from models.layers.dense_layers import make_head_normed_attention
 from models.layers.rms_norm import RoundedLastRMSNorm
 from models.layers.routing import CorrectedRouter, SigmoidTopK
 from models.layers.soft_cap import soft_cap_logits
@@ -29,6 +29,7 @@ from models.moe_config import (
     read_expert_fields,
     read_mlp_layer_types,
 )
+from models.moe_decoder import MoEDecoder
 from models.rope_config import parse_ropes_by_layer_type
 
 _DEFAULT_ROPES = {"sliding_attention": {"rope_theta": 10_000.0}, "full_attention": None}
@@ -44,7 +45,7 @@ class BeamConfig(MoEConfig):
     logits_soft_cap: float | None
 
 
-class BeamForCausalLM(Decoder):
+class BeamForCausalLM(MoEDecoder):
     """By default, the last layer and every sixth are full and have no positions.
 
     Source: huggingface.co/reflection/Beam-1.0-501B-A23B.
@@ -71,23 +72,15 @@ class BeamForCausalLM(Decoder):
 
     def __init__(self, config: BeamConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
         norm = functools.partial(RoundedLastRMSNorm, eps=config.rms_norm_eps, dtype=dtype)
-        layers = [
-            BeamLayer(
-                attention=BeamAttention(
-                    attention,
-                    q_norm=norm(attention.head_dim),
-                    k_norm=norm(attention.head_dim),
-                    dtype=dtype,
-                ),
-                mlp=_make_sparse_mlp(config, dtype) if has_experts else _make_mlp(config, dtype),
-                norm=functools.partial(norm, config.hidden_size),
-            )
-            for attention, has_experts in zip(config.attention, config.has_experts, strict=True)
-        ]
         super().__init__(
             config,
-            layers=layers,
-            norm=norm(config.hidden_size),
+            layer=BeamLayer,
+            attention=functools.partial(
+                make_head_normed_attention, norm=norm, attention=BeamAttention, dtype=dtype
+            ),
+            mlp=BeamMLP,
+            sparse_mlp=functools.partial(_make_sparse_mlp, config, dtype),
+            norm=norm,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )
@@ -126,12 +119,6 @@ def _read_attention(
         ),
         window=read_sliding_window(hf_config, default=512),
         max_position_embeddings=max_positions,
-    )
-
-
-def _make_mlp(config: BeamConfig, dtype: jnp.dtype) -> BeamMLP:
-    return BeamMLP(
-        config.hidden_size, config.intermediate_size, activation=config.hidden_act, dtype=dtype
     )
 
 

@@ -17,13 +17,13 @@ from models.layers.layer_norm import LayerNorm
 from models.layers.mlp import PlainMLP
 from models.layers.packed_weights import with_grouped_qkv
 from models.rope_config import RopeConfig
-from models.weight_rule import WeightRule, with_renamed_sources
+from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"bos_token_id": 1, "eos_token_id": 2, "seq_length": 2048}
 _SUPPORTED = {"apply_residual_connection_post_layernorm": False}
-# Names of modules here, and in checkpoints.
-_STORED_NAMES = {
+# Names of modules here, and in checkpoints of BLOOM and Falcon.
+STORED_NAMES = {
     "model.embed_tokens.": "transformer.word_embeddings.",
     "model.embed_norm.": "transformer.word_embeddings_layernorm.",
     "model.layers.": "transformer.h.",
@@ -70,7 +70,7 @@ class BloomForCausalLM(DenseDecoder):
     def weight_rules(self) -> dict[str, WeightRule]:
         """Checkpoints join queries, keys and values, head by head, and rename most modules."""
         rules = with_grouped_qkv(super().weight_rules(), self.config.attention, packed=PACKED_QKV)
-        return with_renamed_sources(rules, bloom_name)
+        return with_stored_names(rules, STORED_NAMES)
 
 
 def read_alibi_attention(
@@ -90,10 +90,3 @@ def read_alibi_attention(
         qkv_bias=has_bias,
         out_bias=has_bias,
     )
-
-
-def bloom_name(name: str) -> str:
-    """The name in checkpoints of BLOOM and Falcon."""
-    for own, stored in _STORED_NAMES.items():
-        name = name.replace(own, stored)
-    return name

@@ -17,7 +17,6 @@ from models.layer_context import LayerContext
 from models.layer_types import attention_by_type, read_sliding_window
 from models.layers.attention import Attention
 from models.layers.decoder_layers import ParallelLayer
-from models.layers.experts import make_experts
 from models.layers.layer_norm import UnbiasedLayerNorm
 from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import RMSNorm
@@ -26,12 +25,12 @@ from models.layers.routing import Router, SoftmaxTopK
 from models.layers.routing_rules import SigmoidOfTopK
 from models.layers.sparse_mlp import SharedExpertsMLP, SparseMLP
 from models.moe_config import (
-    MoEConfig,
     read_expert_fields,
     read_leading_dense,
     read_mlp_layer_types,
 )
 from models.moe_decoder import MoEDecoder
+from models.shared_moe import SharedMoEConfig, make_shared_experts
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"bos_token_id": 5, "eos_token_id": 255_001}
@@ -39,13 +38,12 @@ _Combination = Literal["average", "sum"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Cohere2MoeConfig(MoEConfig):
+class Cohere2MoeConfig(SharedMoEConfig):
     """The config of Command A with experts. `rms_norm_eps` is the norms' eps of either kind."""
 
     has_rms_norms: bool  # otherwise layer norms
     logits_scale: float  # factor of logits
     dense_intermediate_size: int  # of the MLPs in layers without experts
-    num_shared_experts: int
     combination: _Combination  # of the outputs of experts and shared experts
     choose: SoftmaxTopK | SigmoidOfTopK
 
@@ -65,6 +63,7 @@ class Cohere2MoeForCausalLM(MoEDecoder):
         )
         leading_dense = read_leading_dense(hf_config, fields["num_layers"], default=0)
         has_experts = read_mlp_layer_types(hf_config, leading_dense)
+        num_shared = read_count(hf_config, "num_shared_experts", 0, minimum=0)
         return Cohere2MoeConfig(
             **fields,
             **experts,
@@ -75,7 +74,7 @@ class Cohere2MoeForCausalLM(MoEDecoder):
             dense_intermediate_size=read_count(
                 hf_config, "prefix_dense_intermediate_size", fields["intermediate_size"]
             ),
-            num_shared_experts=read_count(hf_config, "num_shared_experts", 0, minimum=0),
+            shared_intermediate_size=num_shared * experts["moe_intermediate_size"],
             combination=_read_name(
                 hf_config, "shared_expert_combination_strategy", ("average", "sum")
             ),
@@ -169,18 +168,10 @@ def _read_name(hf_config: Mapping[str, object], field: str, names: tuple[str, st
 
 
 def _make_sparse_mlp(config: Cohere2MoeConfig, dtype: jnp.dtype) -> SparseMLP:
-    parts = {
-        "gate": Router(config.hidden_size, config.num_experts, dtype=dtype),
-        "choose": config.choose,
-        "experts": make_experts(config, dtype=dtype),
-    }
-    if not config.num_shared_experts:
-        return SparseMLP(**parts)
-    shared_experts = GatedMLP(
-        config.hidden_size,
-        config.moe_intermediate_size * config.num_shared_experts,
-        activation=config.hidden_act,
+    return make_shared_experts(
+        config,
+        gate=Router(config.hidden_size, config.num_experts, dtype=dtype),
+        choose=config.choose,
+        mlp=AveragedExpertsMLP if config.combination == "average" else SharedExpertsMLP,
         dtype=dtype,
     )
-    combined = AveragedExpertsMLP if config.combination == "average" else SharedExpertsMLP
-    return combined(**parts, shared_experts=shared_experts)

@@ -6,14 +6,11 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
 from models.config_fields import read_optional_number, refuse_other_values
-from models.decoder import Decoder
 from models.dense_config import read_attention, read_dense_fields
 from models.errors import ModelConfigError
 from models.layers.attention import Attention
 from models.layers.attention_variants import ClippedAttention
-from models.layers.decoder_layers import PreNormLayer
 from models.layers.experts import make_experts
 from models.layers.layer_norm import UnbiasedLayerNorm
 from models.layers.packed_weights import with_packed_qkv
@@ -21,7 +18,8 @@ from models.layers.routing import Router, SoftmaxTopK
 from models.layers.sparse_mlp import SparseMLP
 from models.layers.stacked_experts import with_rows_of_experts
 from models.moe_config import MoEConfig, read_expert_fields
-from models.weight_rule import WeightRule, with_renamed_sources
+from models.moe_decoder import MoEDecoder
+from models.weight_rule import WeightRule, with_stored_names
 
 _EPS = 1e-5  # of all norms
 # A norm of order 1 is the sum.
@@ -34,18 +32,18 @@ _SIZES = {
     "n_layers": "num_hidden_layers",
     "max_seq_len": "max_position_embeddings",
 }
-# Parts of names in this model, and in checkpoints, in the order in which they are replaced.
-_STORED_PARTS = (
-    ("model.embed_tokens.", "transformer.wte."),
-    ("model.norm.", "transformer.norm_f."),
-    ("model.layers.", "transformer.blocks."),
-    (".input_layernorm.", ".norm_attn_norm.norm_1."),
-    (".post_attention_layernorm.", ".norm_attn_norm.norm_2."),
-    (".self_attn.o_proj.", ".norm_attn_norm.attn.out_proj."),
-    (".self_attn.", ".norm_attn_norm.attn."),
-    (".mlp.gate.", ".ffn.router.layer."),
-    (".mlp.experts.", ".ffn.experts.mlp."),
-)
+# Names of modules here, and in checkpoints.
+_STORED_NAMES = {
+    "model.embed_tokens.": "transformer.wte.",
+    "model.norm.": "transformer.norm_f.",
+    "model.layers.": "transformer.blocks.",
+    ".input_layernorm.": ".norm_attn_norm.norm_1.",
+    ".post_attention_layernorm.": ".norm_attn_norm.norm_2.",
+    ".self_attn.o_proj.": ".norm_attn_norm.attn.out_proj.",
+    ".self_attn.": ".norm_attn_norm.attn.",
+    ".mlp.gate.": ".ffn.router.layer.",
+    ".mlp.experts.": ".ffn.experts.mlp.",
+}
 _STORED_EXPERTS = {"gate_proj": "w1", "up_proj": "v1", "down_proj": "w2"}
 
 
@@ -57,7 +55,7 @@ class DbrxConfig(MoEConfig):
     clip: float | None  # bound of queries, keys and values
 
 
-class DbrxForCausalLM(Decoder):
+class DbrxForCausalLM(MoEDecoder):
     """Source: huggingface.co/databricks/dbrx-instruct."""
 
     @classmethod
@@ -97,28 +95,23 @@ class DbrxForCausalLM(Decoder):
         )
 
     def __init__(self, config: DbrxConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
-        norm = functools.partial(UnbiasedLayerNorm, config.hidden_size, eps=_EPS, dtype=dtype)
-        layers = [
-            PreNormLayer(
-                attention=_make_attention(attention, config.clip, dtype),
-                mlp=_make_sparse_mlp(config, dtype),
-                norm=norm,
-            )
-            for attention in config.attention
-        ]
+        attention = functools.partial(Attention, dtype=dtype)
+        if config.clip is not None:
+            attention = functools.partial(ClippedAttention, bound=config.clip, dtype=dtype)
         super().__init__(
-            config, layers=layers, norm=norm(), has_head_kernel=has_head_kernel, dtype=dtype
+            config,
+            attention=attention,
+            sparse_mlp=functools.partial(_make_sparse_mlp, config, dtype),
+            norm=functools.partial(UnbiasedLayerNorm, eps=_EPS, dtype=dtype),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
         )
 
     def weight_rules(self) -> dict[str, WeightRule]:
         """See `Decoder.weight_rules`. Checkpoints pack attention, and all experts of a layer."""
         rules = with_rows_of_experts(super().weight_rules(), _STORED_EXPERTS)
         rules = with_packed_qkv(rules, self.config.attention, packed="self_attn.Wqkv")
-        return with_renamed_sources(rules, _stored_name)
-
-
-def _stored_name(name: str) -> str:
-    return functools.reduce(lambda name, parts: name.replace(*parts), _STORED_PARTS, name)
+        return with_stored_names(rules, _STORED_NAMES)
 
 
 def _read_object(fields: Mapping[str, object], name: str) -> Mapping[str, object]:
@@ -127,12 +120,6 @@ def _read_object(fields: Mapping[str, object], name: str) -> Mapping[str, object
     if not isinstance(value, Mapping):
         raise ModelConfigError(f"config.json: {name} is {value!r}; expected an object.")
     return value
-
-
-def _make_attention(attention: AttentionConfig, clip: float | None, dtype: jnp.dtype) -> Attention:
-    if clip is None:
-        return Attention(attention, dtype=dtype)
-    return ClippedAttention(attention, bound=clip, dtype=dtype)
 
 
 def _make_sparse_mlp(config: DbrxConfig, dtype: jnp.dtype) -> SparseMLP:

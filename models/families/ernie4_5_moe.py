@@ -16,15 +16,14 @@ from models.config_fields import (
 )
 from models.dense_config import read_attention, read_dense_fields
 from models.layers.attention import Attention
-from models.layers.experts import make_experts
-from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import RMSNorm
 from models.layers.rotary import apply_rotary_to_neighbors
 from models.layers.routing import CorrectedRouter
 from models.layers.routing_rules import CorrectedSoftmaxTopK
-from models.layers.sparse_mlp import SharedExpertsMLP, SparseMLP
-from models.moe_config import MoEConfig, read_expert_fields
+from models.layers.sparse_mlp import SparseMLP
+from models.moe_config import read_expert_fields
 from models.moe_decoder import MoEDecoder
+from models.shared_moe import SharedMoEConfig, make_shared_experts
 from models.weight_rule import Source, WeightRule
 
 # Defaults of fields that a config.json may leave out.
@@ -34,11 +33,10 @@ _SUPPORTED = {"use_bias": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ernie4_5_MoeConfig(MoEConfig):
+class Ernie4_5_MoeConfig(SharedMoEConfig):
     """The config of ERNIE 4.5 with experts."""
 
     choose: CorrectedSoftmaxTopK
-    shared_intermediate_size: int  # inner width of all shared experts together; 0 if there are none
 
 
 class Ernie4_5_MoeForCausalLM(MoEDecoder):
@@ -119,17 +117,5 @@ def _read_has_experts(hf_config: Mapping[str, object], num_layers: int) -> tuple
 
 
 def _make_sparse_mlp(config: Ernie4_5_MoeConfig, dtype: jnp.dtype) -> SparseMLP:
-    parts = {
-        "gate": CorrectedRouter(config.hidden_size, config.num_experts),
-        "choose": config.choose,
-        "experts": make_experts(config, dtype=dtype),
-    }
-    if not config.shared_intermediate_size:
-        return SparseMLP(**parts)
-    shared_experts = GatedMLP(
-        config.hidden_size,
-        config.shared_intermediate_size,
-        activation=config.hidden_act,
-        dtype=dtype,
-    )
-    return SharedExpertsMLP(**parts, shared_experts=shared_experts)
+    gate = CorrectedRouter(config.hidden_size, config.num_experts)
+    return make_shared_experts(config, gate=gate, choose=config.choose, dtype=dtype)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from models.config_fields import read_flag, with_defaults
 from models.dense_config import read_attention, read_dense_fields
 from models.families.llama import LlamaConfig, LlamaForCausalLM
-from models.weight_rule import WeightRule, with_renamed_sources
+from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 361, "rope_theta": 5e5}
@@ -56,10 +56,4 @@ class ExaoneForCausalLM(LlamaForCausalLM):
 
     def weight_rules(self) -> dict[str, WeightRule]:
         """See `Decoder.weight_rules`. Checkpoints rename all modules."""
-        return with_renamed_sources(super().weight_rules(), _stored_name)
-
-
-def _stored_name(name: str) -> str:
-    for own, stored in _STORED_NAMES.items():
-        name = name.replace(own, stored)
-    return name
+        return with_stored_names(super().weight_rules(), _STORED_NAMES)

@@ -13,14 +13,14 @@ from models.config_fields import read_count, read_flag, with_defaults
 from models.dense_config import LayerNormConfig, read_attention, read_layer_norm_fields
 from models.dense_decoder import DenseDecoder
 from models.errors import UnsupportedModelError
-from models.families.bloom import PACKED_QKV, bloom_name, read_alibi_attention
+from models.families.bloom import PACKED_QKV, STORED_NAMES, read_alibi_attention
 from models.gpt_fields import with_later_names
 from models.layers.decoder_layers import ParallelLayer, PreNormLayer
 from models.layers.layer_norm import LayerNorm
 from models.layers.mlp import PlainMLP
 from models.layers.packed_weights import with_grouped_qkv
 from models.layers.residual_layers import TwoNormParallelLayer
-from models.weight_rule import WeightRule, with_renamed_sources
+from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"bos_token_id": 11, "eos_token_id": 11, "max_position_embeddings": 2048}
@@ -31,6 +31,8 @@ _LAYERS = {
     "two norms": TwoNormParallelLayer,
     "in turn": PreNormLayer,
 }
+# Names of modules here, and in checkpoints with two norms.
+_STORED_NORMS = {".input_layernorm.": ".ln_attn.", ".post_attention_layernorm.": ".ln_mlp."}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +77,9 @@ class FalconForCausalLM(DenseDecoder):
 
     def weight_rules(self) -> dict[str, WeightRule]:
         """Checkpoints join queries, keys and values, KV head by KV head."""
-
-        def rename(name: str) -> str:
-            if self.config.order == "two norms":
-                name = name.replace(".input_layernorm.", ".ln_attn.")
-                name = name.replace(".post_attention_layernorm.", ".ln_mlp.")
-            return bloom_name(name)
-
         rules = with_grouped_qkv(super().weight_rules(), self.config.attention, packed=PACKED_QKV)
-        return with_renamed_sources(rules, rename)
+        norms = _STORED_NORMS if self.config.order == "two norms" else {}
+        return with_stored_names(rules, {**norms, **STORED_NAMES})
 
 
 def _read_attention(

@@ -10,23 +10,21 @@ from models.config_fields import read_count, read_flag
 from models.dense_config import read_attention, read_dense_fields
 from models.layer_types import attention_by_type, read_sliding_window
 from models.layers.dense_layers import make_head_normed_attention
-from models.layers.experts import make_experts
-from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import Router
 from models.layers.routing_rules import SigmoidOfTopK
-from models.layers.sparse_mlp import SharedExpertsMLP
-from models.moe_config import MoEConfig, read_expert_fields, read_sparse_steps
+from models.layers.sparse_mlp import SparseMLP
+from models.moe_config import read_expert_fields, read_sparse_steps
 from models.moe_decoder import MoEDecoder
+from models.shared_moe import SharedMoEConfig, make_shared_experts
 from models.weight_rule import WeightRule, with_renamed_sources
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FlintConfig(MoEConfig):
+class FlintConfig(SharedMoEConfig):
     """The config of Flint."""
 
     choose: SigmoidOfTopK
-    shared_intermediate_size: int  # inner width of the shared expert
 
 
 class FlintForCausalLM(MoEDecoder):
@@ -94,15 +92,6 @@ def _is_sliding(layer_idx: int, num_layers: int) -> bool:
     return layer_idx >= 2 and layer_idx % 4 != 1 and layer_idx != num_layers - 1
 
 
-def _make_sparse_mlp(config: FlintConfig, dtype: jnp.dtype) -> SharedExpertsMLP:
-    return SharedExpertsMLP(
-        gate=Router(config.hidden_size, config.num_experts, dtype=jnp.dtype("float32")),
-        choose=config.choose,
-        experts=make_experts(config, dtype=dtype),
-        shared_experts=GatedMLP(
-            config.hidden_size,
-            config.shared_intermediate_size,
-            activation=config.hidden_act,
-            dtype=dtype,
-        ),
-    )
+def _make_sparse_mlp(config: FlintConfig, dtype: jnp.dtype) -> SparseMLP:
+    gate = Router(config.hidden_size, config.num_experts, dtype=jnp.dtype("float32"))
+    return make_shared_experts(config, gate=gate, choose=config.choose, dtype=dtype)

@@ -15,21 +15,17 @@ from models.config_fields import (
     refuse_other_values,
     with_defaults,
 )
-from models.decoder import Decoder
+from models.corrected_moe import CorrectedMoEConfig, make_corrected_experts
 from models.dense_config import read_dense_fields, read_head_fields
 from models.layers.attention import Attention
-from models.layers.decoder_layers import PreNormLayer
-from models.layers.experts import make_experts
-from models.layers.mlp import GatedMLP
+from models.layers.dense_layers import make_head_normed_attention
 from models.layers.rms_norm import RMSNorm
-from models.layers.routing import CorrectedRouter, SigmoidTopK
-from models.layers.sparse_mlp import SharedExpertsMLP
 from models.moe_config import (
-    MoEConfig,
     read_corrected_choice,
     read_expert_fields,
     read_leading_dense,
 )
+from models.moe_decoder import MoEDecoder
 from models.mtp_layers import is_of_mtp_layer, read_num_mtp_layers
 from models.partial_rotary import parse_partial_rope
 
@@ -39,16 +35,14 @@ _SUPPORTED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Glm4MoeConfig(MoEConfig):
+class Glm4MoeConfig(CorrectedMoEConfig):
     """The config of GLM-4.5 and its successors."""
 
     has_head_norms: bool  # whether each head of queries and keys is normed
-    choose: SigmoidTopK
-    shared_intermediate_size: int  # of all shared experts together
     num_mtp_layers: int
 
 
-class Glm4MoeForCausalLM(Decoder):
+class Glm4MoeForCausalLM(MoEDecoder):
     """Llama's layers, with experts in all but the first ones.
 
     Source: arXiv:2508.06471.
@@ -80,21 +74,17 @@ class Glm4MoeForCausalLM(Decoder):
         )
 
     def __init__(self, config: Glm4MoeConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
-        norm = functools.partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        layers = [
-            PreNormLayer(
-                attention=_make_attention(attention, config, dtype),
-                mlp=(
-                    _make_sparse_mlp(config, dtype)
-                    if has_experts
-                    else _make_mlp(config, config.intermediate_size, dtype)
-                ),
-                norm=norm,
-            )
-            for attention, has_experts in zip(config.attention, config.has_experts, strict=True)
-        ]
+        norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
+        attention = functools.partial(Attention, dtype=dtype)
+        if config.has_head_norms:
+            attention = functools.partial(make_head_normed_attention, norm=norm, dtype=dtype)
         super().__init__(
-            config, layers=layers, norm=norm(), has_head_kernel=has_head_kernel, dtype=dtype
+            config,
+            attention=attention,
+            sparse_mlp=functools.partial(make_corrected_experts, config, dtype=dtype),
+            norm=norm,
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
         )
 
     def ignores_weight(self, name: str) -> bool:
@@ -111,28 +101,4 @@ def _read_attention(hf_config: Mapping[str, object], max_positions: int) -> Atte
         rope=rope,
         rotary_dim=int(head_fields["head_dim"] * factor),
         qkv_bias=read_flag(hf_config, "attention_bias"),
-    )
-
-
-def _make_attention(
-    attention: AttentionConfig, config: Glm4MoeConfig, dtype: jnp.dtype
-) -> Attention:
-    if not config.has_head_norms:
-        return Attention(attention, dtype=dtype)
-    norm = functools.partial(RMSNorm, attention.head_dim, eps=config.rms_norm_eps, dtype=dtype)
-    return Attention(attention, q_norm=norm(), k_norm=norm(), dtype=dtype)
-
-
-def _make_mlp(config: Glm4MoeConfig, intermediate_size: int, dtype: jnp.dtype) -> GatedMLP:
-    return GatedMLP(
-        config.hidden_size, intermediate_size, activation=config.hidden_act, dtype=dtype
-    )
-
-
-def _make_sparse_mlp(config: Glm4MoeConfig, dtype: jnp.dtype) -> SharedExpertsMLP:
-    return SharedExpertsMLP(
-        gate=CorrectedRouter(config.hidden_size, config.num_experts),
-        choose=config.choose,
-        experts=make_experts(config, dtype=dtype),
-        shared_experts=_make_mlp(config, config.shared_intermediate_size, dtype),
     )

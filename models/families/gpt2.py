@@ -15,12 +15,12 @@ from models.layers.mlp import PlainMLP
 from models.layers.packed_weights import with_packed_qkv, with_turned_matrices
 from models.learned_positions import LearnedPositionsDecoder
 from models.rope_config import RopeConfig
-from models.weight_rule import WeightRule, with_renamed_sources
+from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"bos_token_id": 50256, "eos_token_id": 50256}
-# Names of modules here, and in checkpoints.
-_STORED_NAMES = {
+# Names of modules here, and in checkpoints of GPT-2 and GPTBigCode.
+STORED_NAMES = {
     "model.embed_tokens.": "transformer.wte.",
     "model.embed_positions.": "transformer.wpe.",
     "model.layers.": "transformer.h.",
@@ -68,7 +68,7 @@ class GPT2LMHeadModel(LearnedPositionsDecoder):
     def weight_rules(self) -> dict[str, WeightRule]:
         """Checkpoints join queries, keys and values, and store matrices as [in, out]."""
         rules = with_packed_qkv(super().weight_rules(), self.config.attention)
-        return with_renamed_sources(with_turned_matrices(rules), gpt2_name)
+        return with_stored_names(with_turned_matrices(rules), STORED_NAMES)
 
     def ignores_weight(self, name: str) -> bool:
         return is_mask_buffer(name)
@@ -95,10 +95,3 @@ def read_gpt2_attention(
     return AttentionConfig(
         **heads, rope=RopeConfig(theta=10_000.0), has_positions=False, qkv_bias=True, out_bias=True
     )
-
-
-def gpt2_name(name: str) -> str:
-    """The name in checkpoints of GPT-2 and GPTBigCode."""
-    for own, stored in _STORED_NAMES.items():
-        name = name.replace(own, stored)
-    return name

@@ -5,15 +5,15 @@ from collections.abc import Mapping
 from models.config_fields import read_flag, refuse_other_values, with_defaults
 from models.dense_config import LayerNormConfig
 from models.families.gpt2 import (
+    STORED_NAMES,
     GPT2LMHeadModel,
-    gpt2_name,
     read_gpt2_attention,
     read_gpt2_fields,
 )
 from models.gpt_fields import with_later_names
 from models.layers.packed_weights import with_grouped_qkv
 from models.learned_positions import LearnedPositionsDecoder
-from models.weight_rule import WeightRule, with_renamed_sources
+from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"bos_token_id": 50256, "eos_token_id": 50256}
@@ -35,4 +35,4 @@ class GPTBigCodeForCausalLM(GPT2LMHeadModel):
         """Checkpoints join queries, keys and values, head by head."""
         rules = LearnedPositionsDecoder.weight_rules(self)
         rules = with_grouped_qkv(rules, self.config.attention, packed="self_attn.qkv_proj")
-        return with_renamed_sources(rules, gpt2_name)
+        return with_stored_names(rules, STORED_NAMES)

@@ -17,7 +17,7 @@ from models.layers.mlp import PlainMLP
 from models.layers.packed_weights import with_grouped_qkv
 from models.layers.residual_layers import TwoNormParallelLayer
 from models.partial_rotary import parse_partial_rope
-from models.weight_rule import WeightRule, with_renamed_sources
+from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"bos_token_id": 0, "eos_token_id": 2}
@@ -88,16 +88,10 @@ class GPTNeoXForCausalLM(DenseDecoder):
 
     def weight_rules(self) -> dict[str, WeightRule]:
         """Checkpoints join queries, keys and values, head by head, and rename most modules."""
-
-        def rename(name: str) -> str:
-            for own, stored in _STORED_NAMES.items():
-                name = name.replace(own, stored)
-            return name
-
         rules = with_grouped_qkv(
             super().weight_rules(), self.config.attention, packed="attention.query_key_value"
         )
-        return with_renamed_sources(rules, rename)
+        return with_stored_names(rules, _STORED_NAMES)
 
     def ignores_weight(self, name: str) -> bool:
         return is_mask_buffer(name)

@@ -12,16 +12,14 @@ import numpy as np
 
 from models.attention_config import AttentionConfig
 from models.config_fields import read_flag, read_number
-from models.decoder import Decoder
 from models.dense_config import read_dense_fields, read_head_fields
 from models.layer_types import read_layer_types, read_sliding_window, with_window
-from models.layers.attention import Attention
-from models.layers.decoder_layers import PreNormLayer
 from models.layers.experts import Experts, packed_gate_up_rules
 from models.layers.rms_norm import RoundedLastRMSNorm
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.sparse_mlp import SparseMLP
 from models.moe_config import MoEConfig, read_expert_fields
+from models.moe_decoder import MoEDecoder
 from models.rope_config import RopeConfig, parse_rope_config
 from models.weight_rule import Source, WeightRule, with_renamed_sources
 
@@ -43,7 +41,7 @@ class GptOssConfig(MoEConfig):
     swiglu_limit: float
 
 
-class GptOssForCausalLM(Decoder):
+class GptOssForCausalLM(MoEDecoder):
     """Source: arXiv:2508.10925."""
 
     @classmethod
@@ -67,19 +65,12 @@ class GptOssForCausalLM(Decoder):
         )
 
     def __init__(self, config: GptOssConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
-        norm = functools.partial(
-            RoundedLastRMSNorm, config.hidden_size, eps=config.rms_norm_eps, dtype=dtype
-        )
-        layers = [
-            PreNormLayer(
-                attention=Attention(attention, dtype=dtype),
-                mlp=_make_experts(config, dtype),
-                norm=norm,
-            )
-            for attention in config.attention
-        ]
         super().__init__(
-            config, layers=layers, norm=norm(), has_head_kernel=has_head_kernel, dtype=dtype
+            config,
+            sparse_mlp=functools.partial(_make_experts, config, dtype),
+            norm=functools.partial(RoundedLastRMSNorm, eps=config.rms_norm_eps, dtype=dtype),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
         )
 
     def weight_rules(self) -> dict[str, WeightRule]:

@@ -17,7 +17,7 @@ from models.layers.layer_norm import LayerNorm
 from models.layers.mlp import PlainMLP
 from models.layers.rotary import apply_rotary_to_neighbors
 from models.rope_config import RopeConfig
-from models.weight_rule import WeightRule, with_renamed_sources
+from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"bos_token_id": 50256, "eos_token_id": 50256}
@@ -67,13 +67,7 @@ class GPTJForCausalLM(BiasedHeadDecoder):
 
     def weight_rules(self) -> dict[str, WeightRule]:
         """Checkpoints rename most modules."""
-
-        def rename(name: str) -> str:
-            for own, stored in _STORED_NAMES.items():
-                name = name.replace(own, stored)
-            return name
-
-        return with_renamed_sources(super().weight_rules(), rename)
+        return with_stored_names(super().weight_rules(), _STORED_NAMES)
 
     def ignores_weight(self, name: str) -> bool:
         return is_mask_buffer(name)

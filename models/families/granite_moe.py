@@ -16,30 +16,29 @@ from models.attention_config import AttentionConfig
 from models.config_fields import read_count, with_defaults
 from models.dense_config import read_dense_fields
 from models.families.granite import read_granite_factors, read_granite_head_fields
-from models.layers.experts import make_experts, packed_gate_up_rules
-from models.layers.mlp import GatedMLP
+from models.layers.experts import packed_gate_up_rules
 from models.layers.packed_weights import with_packed_gate_up
 from models.layers.residual_layers import ScaledPreNormLayer
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import Router, SoftmaxTopK
-from models.layers.sparse_mlp import SharedExpertsMLP, SparseMLP
-from models.moe_config import MoEConfig, read_expert_fields
+from models.layers.sparse_mlp import SparseMLP
+from models.moe_config import read_expert_fields
 from models.moe_decoder import MoEDecoder
 from models.rope_config import parse_rope_config
-from models.weight_rule import WeightRule, with_renamed_sources
+from models.shared_moe import SharedMoEConfig, make_shared_experts
+from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"bos_token_id": 1, "eos_token_id": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraniteMoeConfig(MoEConfig):
+class GraniteMoeConfig(SharedMoEConfig):
     """The config of Granite with experts."""
 
     embedding_scale: float  # factor of token embeddings
     residual_scale: float  # factor of the outputs of attention and of the experts
     logits_scale: float  # factor of logits
-    shared_intermediate_size: int  # inner width of the shared MLP; 0 if there is none
 
 
 class GraniteMoeForCausalLM(MoEDecoder):
@@ -76,8 +75,8 @@ class GraniteMoeForCausalLM(MoEDecoder):
     ) -> jax.Array:  # f32[num_logits, vocab]
         return super().compute_logits(hidden) * self.config.logits_scale
 
-    # Names of modules here -> their names in checkpoints. The first that fits is replaced.
-    checkpoint_names: ClassVar[Mapping[str, str]] = {
+    # Names of modules here, and in checkpoints.
+    stored_names: ClassVar[Mapping[str, str]] = {
         ".mlp.experts.gate_up_proj": ".block_sparse_moe.input_linear.weight",
         ".mlp.experts.down_proj": ".block_sparse_moe.output_linear.weight",
         ".mlp.gate.": ".block_sparse_moe.router.layer.",
@@ -96,14 +95,7 @@ class GraniteMoeForCausalLM(MoEDecoder):
                 mlp="mlp.shared_experts",
                 packed="input_linear",
             )
-
-        def rename(name: str) -> str:
-            for ours, theirs in self.checkpoint_names.items():
-                if ours in name:
-                    return name.replace(ours, theirs)
-            return name
-
-        return with_renamed_sources(rules, rename)
+        return with_stored_names(rules, self.stored_names)
 
 
 class GraniteMoeSharedForCausalLM(GraniteMoeForCausalLM):
@@ -136,17 +128,9 @@ def read_shared_size(hf_config: Mapping[str, object]) -> int:
 
 
 def _make_sparse_mlp(config: GraniteMoeConfig, dtype: jnp.dtype) -> SparseMLP:
-    parts = {
-        "gate": Router(config.hidden_size, config.num_experts, dtype=dtype),
-        "choose": SoftmaxTopK(top_k=config.num_experts_per_tok, normalizes=True),
-        "experts": make_experts(config, dtype=dtype),
-    }
-    if not config.shared_intermediate_size:
-        return SparseMLP(**parts)
-    shared_experts = GatedMLP(
-        config.hidden_size,
-        config.shared_intermediate_size,
-        activation=config.hidden_act,
+    return make_shared_experts(
+        config,
+        gate=Router(config.hidden_size, config.num_experts, dtype=dtype),
+        choose=SoftmaxTopK(top_k=config.num_experts_per_tok, normalizes=True),
         dtype=dtype,
     )
-    return SharedExpertsMLP(**parts, shared_experts=shared_experts)

@@ -19,7 +19,7 @@ _DEFAULTS = {"bos_token_id": 1, "eos_token_id": 2}
 class GraniteMoeSWAForCausalLM(GraniteMoeForCausalLM):
     """By default, every fourth layer is full, from the first one on."""
 
-    checkpoint_names: ClassVar[Mapping[str, str]] = {
+    stored_names: ClassVar[Mapping[str, str]] = {
         ".mlp.experts.": ".block_sparse_moe.experts.",
         ".mlp.gate.": ".block_sparse_moe.router.",
         ".mlp.shared_experts.down_proj.": ".shared_mlp.output_linear.",

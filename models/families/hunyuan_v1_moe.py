@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import jax.numpy as jnp
 
@@ -13,13 +12,12 @@ from models.errors import UnsupportedModelError
 from models.families.hunyuan_v1_dense import hunyuan_name, parse_hunyuan_rope
 from models.layers.attention_variants import NormedLastAttention
 from models.layers.dense_layers import make_head_normed_attention
-from models.layers.experts import make_experts
-from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import Router, SoftmaxTopK
-from models.layers.sparse_mlp import SharedExpertsMLP
-from models.moe_config import MoEConfig, read_expert_fields
+from models.layers.sparse_mlp import SparseMLP
+from models.moe_config import read_expert_fields
 from models.moe_decoder import MoEDecoder
+from models.shared_moe import SharedMoEConfig, make_shared_experts
 from models.weight_rule import WeightRule, with_renamed_sources
 
 # Defaults of fields that a config.json may leave out.
@@ -35,18 +33,11 @@ _SUPPORTED = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HunYuanMoEV1Config(MoEConfig):
-    """The config of Hunyuan with experts."""
-
-    shared_intermediate_size: int  # inner width of the shared MLP
-
-
 class HunYuanMoEV1ForCausalLM(MoEDecoder):
     """Source: huggingface.co/docs/transformers/model_doc/hunyuan_v1_moe."""
 
     @classmethod
-    def read_config(cls, hf_config: Mapping[str, object]) -> HunYuanMoEV1Config:
+    def read_config(cls, hf_config: Mapping[str, object]) -> SharedMoEConfig:
         hf_config = with_defaults(hf_config, _DEFAULTS)
         refuse_other_values(hf_config, _SUPPORTED)
         fields = read_dense_fields(hf_config)
@@ -62,7 +53,7 @@ class HunYuanMoEV1ForCausalLM(MoEDecoder):
             default_top_k=1,
             size_field="size",
         )
-        return HunYuanMoEV1Config(
+        return SharedMoEConfig(
             **fields,
             **experts,
             attention=(_read_attention(hf_config, fields["max_position_embeddings"]),)
@@ -71,9 +62,7 @@ class HunYuanMoEV1ForCausalLM(MoEDecoder):
             shared_intermediate_size=num_shared * size,
         )
 
-    def __init__(
-        self, config: HunYuanMoEV1Config, *, has_head_kernel: bool, dtype: jnp.dtype
-    ) -> None:
+    def __init__(self, config: SharedMoEConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
         norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
         super().__init__(
             config,
@@ -126,15 +115,10 @@ def _read_for_all_layers(hf_config: Mapping[str, object], name: str, default: in
     return read_count({name: value[0]}, name)
 
 
-def _make_sparse_mlp(config: HunYuanMoEV1Config, dtype: jnp.dtype) -> SharedExpertsMLP:
-    return SharedExpertsMLP(
+def _make_sparse_mlp(config: SharedMoEConfig, dtype: jnp.dtype) -> SparseMLP:
+    return make_shared_experts(
+        config,
         gate=Router(config.hidden_size, config.num_experts, dtype=jnp.dtype("float32")),
         choose=SoftmaxTopK(top_k=config.num_experts_per_tok, normalizes=True),
-        experts=make_experts(config, dtype=dtype),
-        shared_experts=GatedMLP(
-            config.hidden_size,
-            config.shared_intermediate_size,
-            activation=config.hidden_act,
-            dtype=dtype,
-        ),
+        dtype=dtype,
     )

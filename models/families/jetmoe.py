@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Mapping
-from typing import ClassVar
 
 import jax.numpy as jnp
 
@@ -19,7 +18,7 @@ from models.layers.routing import Router, SoftmaxTopK
 from models.layers.stacked_experts import with_source
 from models.moe_config import MoEConfig, read_expert_fields
 from models.moe_decoder import make_moe_layers
-from models.weight_rule import WeightRule, with_renamed_sources
+from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {
@@ -32,6 +31,17 @@ _DEFAULTS = {
 }
 # Fields of the first releases.
 _SUPPORTED = {"bias": True, "glu": True}
+# Names of modules here, and in checkpoints.
+_STORED_NAMES = {
+    ".mlp.experts.gate_up_proj": ".mlp.input_linear.weight",
+    ".mlp.experts.down_proj": ".mlp.output_linear.weight",
+    ".mlp.gate.": ".mlp.router.layer.",
+    ".self_attn.q_proj.": ".self_attention.experts.input_linear.",
+    ".self_attn.o_proj.": ".self_attention.experts.output_linear.",
+    ".self_attn.router.": ".self_attention.experts.router.layer.",
+    ".self_attn.bias": ".self_attention.experts.bias",
+    ".self_attn.": ".self_attention.",
+}
 # Of all norms except the last one, whatever `rms_norm_eps` is.
 _LAYER_EPS = 1e-6
 
@@ -83,18 +93,6 @@ class JetMoeForCausalLM(Decoder):
             dtype=dtype,
         )
 
-    # Names of modules here -> their names in checkpoints. The first that fits is replaced.
-    checkpoint_names: ClassVar[Mapping[str, str]] = {
-        ".mlp.experts.gate_up_proj": ".mlp.input_linear.weight",
-        ".mlp.experts.down_proj": ".mlp.output_linear.weight",
-        ".mlp.gate.": ".mlp.router.layer.",
-        ".self_attn.q_proj.": ".self_attention.experts.input_linear.",
-        ".self_attn.o_proj.": ".self_attention.experts.output_linear.",
-        ".self_attn.router.": ".self_attention.experts.router.layer.",
-        ".self_attn.bias": ".self_attention.experts.bias",
-        ".self_attn.": ".self_attention.",
-    }
-
     def weight_rules(self) -> dict[str, WeightRule]:
         """See `Decoder.weight_rules`. Checkpoints pack all experts of a layer, and keys, values."""
         attention, num_layers = self.config.attention[0], self.config.num_layers
@@ -113,13 +111,7 @@ class JetMoeForCausalLM(Decoder):
                 shape = (len(rule.sources), *rule.sources[0].shape)
                 rules[f"{name}.kernel"] = with_source(rule, f"model.{name}.weight", shape)
 
-        def rename(name: str) -> str:
-            for ours, theirs in self.checkpoint_names.items():
-                if ours in name:
-                    return name.replace(ours, theirs)
-            return name
-
-        return with_renamed_sources(rules, rename)
+        return with_stored_names(rules, _STORED_NAMES)
 
 
 def _read_attention(

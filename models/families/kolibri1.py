@@ -8,18 +8,17 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from models.config_fields import read_count, read_flag
-from models.decoder import Decoder
 from models.dense_config import read_attention, read_dense_fields
 from models.layer_types import attention_by_type, read_sliding_window
-from models.layers.attention import Attention
 from models.layers.decoder_layers import SandwichNormLayer
-from models.layers.experts import make_experts
-from models.layers.mlp import GatedMLP
+from models.layers.dense_layers import make_head_normed_attention
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import CorrectedRouter
 from models.layers.routing_rules import CorrectedScoresTopK
-from models.layers.sparse_mlp import SharedExpertsMLP
-from models.moe_config import MoEConfig, read_expert_fields
+from models.layers.sparse_mlp import SparseMLP
+from models.moe_config import read_expert_fields
+from models.moe_decoder import MoEDecoder
+from models.shared_moe import SharedMoEConfig, make_shared_experts
 from models.weight_rule import WeightRule, with_renamed_sources
 
 # The names in this model, and in checkpoints.
@@ -32,14 +31,13 @@ _STORED_NAMES = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Kolibri1Config(MoEConfig):
+class Kolibri1Config(SharedMoEConfig):
     """The config of Kolibri 1."""
 
     choose: CorrectedScoresTopK
-    shared_intermediate_size: int  # inner width of the shared expert
 
 
-class Kolibri1ForCausalLM(Decoder):
+class Kolibri1ForCausalLM(MoEDecoder):
     """If the model has a window, full layers have no positions. By default, every fifth is full.
 
     Source: huggingface.co/Aleph-Alpha/Kolibri-1.
@@ -77,23 +75,12 @@ class Kolibri1ForCausalLM(Decoder):
 
     def __init__(self, config: Kolibri1Config, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
         norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
-        layers = [
-            SandwichNormLayer(
-                attention=Attention(
-                    attention,
-                    q_norm=norm(attention.head_dim),
-                    k_norm=norm(attention.head_dim),
-                    dtype=dtype,
-                ),
-                mlp=_make_sparse_mlp(config, dtype),
-                norm=functools.partial(norm, config.hidden_size),
-            )
-            for attention in config.attention
-        ]
         super().__init__(
             config,
-            layers=layers,
-            norm=norm(config.hidden_size),
+            layer=SandwichNormLayer,
+            attention=functools.partial(make_head_normed_attention, norm=norm, dtype=dtype),
+            sparse_mlp=functools.partial(_make_sparse_mlp, config, dtype),
+            norm=norm,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )
@@ -108,15 +95,6 @@ def _stored_name(name: str) -> str:
     return re.sub(rf"\b({names})\b", lambda found: _STORED_NAMES[found[1]], name)
 
 
-def _make_sparse_mlp(config: Kolibri1Config, dtype: jnp.dtype) -> SharedExpertsMLP:
-    return SharedExpertsMLP(
-        gate=CorrectedRouter(config.hidden_size, config.num_experts),
-        choose=config.choose,
-        experts=make_experts(config, dtype=dtype),
-        shared_experts=GatedMLP(
-            config.hidden_size,
-            config.shared_intermediate_size,
-            activation=config.hidden_act,
-            dtype=dtype,
-        ),
-    )
+def _make_sparse_mlp(config: Kolibri1Config, dtype: jnp.dtype) -> SparseMLP:
+    gate = CorrectedRouter(config.hidden_size, config.num_experts)
+    return make_shared_experts(config, gate=gate, choose=config.choose, dtype=dtype)

@@ -13,7 +13,6 @@ from jax import lax
 
 from models.attention_config import AttentionConfig
 from models.config_fields import read_count, read_flag, read_layer_numbers, read_number
-from models.decoder import Decoder
 from models.dense_config import read_dense_fields, read_head_fields
 from models.errors import ModelConfigError, UnsupportedModelError
 from models.layer_context import LayerContext
@@ -24,13 +23,13 @@ from models.layers.attention_variants import (
     QueryScale,
     ScaledQueriesAttention,
 )
-from models.layers.decoder_layers import PreNormLayer
 from models.layers.experts import make_experts, packed_gate_up_rules
 from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import RMSNorm, UnscaledRMSNorm
 from models.layers.rotary import apply_rotary_to_neighbors
 from models.layers.routing import Router, Routing
 from models.moe_config import MoEConfig, read_expert_fields
+from models.moe_decoder import MoEDecoder
 from models.rope_config import max_scaled_positions, parse_rope_config
 from models.weight_rule import WeightRule, with_renamed_sources
 
@@ -47,7 +46,7 @@ class Llama4AttentionConfig(AttentionConfig):
         AttentionConfig.__post_init__(self)
 
 
-class Llama4ForCausalLM(Decoder):
+class Llama4ForCausalLM(MoEDecoder):
     """Source: huggingface.co/docs/transformers/model_doc/llama4."""
 
     @classmethod
@@ -78,21 +77,13 @@ class Llama4ForCausalLM(Decoder):
         )
 
     def __init__(self, config: MoEConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
-        norm = functools.partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        layers = [
-            PreNormLayer(
-                attention=_make_attention(attention, eps=config.rms_norm_eps, dtype=dtype),
-                mlp=(
-                    Llama4MoE(config, dtype=dtype)
-                    if has_experts
-                    else _make_mlp(config, config.intermediate_size, dtype)
-                ),
-                norm=norm,
-            )
-            for attention, has_experts in zip(config.attention, config.has_experts, strict=True)
-        ]
         super().__init__(
-            config, layers=layers, norm=norm(), has_head_kernel=has_head_kernel, dtype=dtype
+            config,
+            attention=functools.partial(_make_attention, eps=config.rms_norm_eps, dtype=dtype),
+            sparse_mlp=functools.partial(Llama4MoE, config, dtype=dtype),
+            norm=functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
         )
 
     def weight_rules(self) -> dict[str, WeightRule]:
@@ -110,7 +101,12 @@ class Llama4MoE(nnx.Module):
     def __init__(self, config: MoEConfig, *, dtype: jnp.dtype) -> None:
         self.router = Router(config.hidden_size, config.num_experts, dtype=dtype)
         self.experts = make_experts(config, dtype=dtype)
-        self.shared_expert = _make_mlp(config, config.moe_intermediate_size, dtype)
+        self.shared_expert = GatedMLP(
+            config.hidden_size,
+            config.moe_intermediate_size,
+            activation=config.hidden_act,
+            dtype=dtype,
+        )
 
     def __call__(
         self,
@@ -132,12 +128,6 @@ def _make_attention(attention: Llama4AttentionConfig, *, eps: float, dtype: jnp.
         )
     norm = UnscaledRMSNorm(eps=eps) if attention.has_qk_norm else None
     return NormedLastAttention(attention, q_norm=norm, k_norm=norm, rotate=rotate, dtype=dtype)
-
-
-def _make_mlp(config: MoEConfig, intermediate_size: int, dtype: jnp.dtype) -> GatedMLP:
-    return GatedMLP(
-        config.hidden_size, intermediate_size, activation=config.hidden_act, dtype=dtype
-    )
 
 
 def _read_attention(

@@ -11,15 +11,12 @@ import jax.numpy as jnp
 
 from models.attention_config import AttentionConfig
 from models.config_fields import read_count, read_flag, read_number, refuse_other_values
-from models.decoder import Decoder
 from models.dense_config import read_dense_fields, read_head_fields
 from models.errors import ModelConfigError, UnsupportedModelError
 from models.layer_context import LayerContext
 from models.layer_types import read_layer_types, with_window
 from models.layers.attention import Attention
-from models.layers.decoder_layers import PreNormLayer
 from models.layers.experts import make_experts
-from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import CorrectedRouter, SigmoidTopK
 from models.layers.sparse_mlp import SparseMLP
@@ -29,6 +26,7 @@ from models.moe_config import (
     read_expert_fields,
     read_mlp_layer_types,
 )
+from models.moe_decoder import MoEDecoder
 from models.partial_rotary import read_rotary_factor, without_rotary_factor
 from models.rope_config import parse_ropes_by_layer_type
 from models.weight_rule import WeightRule
@@ -46,7 +44,7 @@ class MiMoV2Config(MoEConfig):
     routing: SigmoidTopK
 
 
-class MiMoV2FlashForCausalLM(Decoder):
+class MiMoV2FlashForCausalLM(MoEDecoder):
     """Source: huggingface.co/XiaomiMiMo/MiMo-V2-Flash."""
 
     @classmethod
@@ -74,17 +72,15 @@ class MiMoV2FlashForCausalLM(Decoder):
         )
 
     def __init__(self, config: MiMoV2Config, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
-        norm = functools.partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        layers = [
-            PreNormLayer(
-                attention=MiMoV2Attention(attention, value_scale=config.value_scale, dtype=dtype),
-                mlp=_make_sparse_mlp(config, dtype) if has_experts else _make_mlp(config, dtype),
-                norm=norm,
-            )
-            for attention, has_experts in zip(config.attention, config.has_experts, strict=True)
-        ]
         super().__init__(
-            config, layers=layers, norm=norm(), has_head_kernel=has_head_kernel, dtype=dtype
+            config,
+            attention=functools.partial(
+                MiMoV2Attention, value_scale=config.value_scale, dtype=dtype
+            ),
+            sparse_mlp=functools.partial(_make_sparse_mlp, config, dtype),
+            norm=functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
         )
 
     def ignores_weight(self, name: str) -> bool:
@@ -113,12 +109,6 @@ class MiMoV2Attention(Attention):
     ) -> tuple[jax.Array, jax.Array]:
         k, v = super()._project_keys_and_values(normed, context)
         return k, v * self.value_scale
-
-
-def _make_mlp(config: MiMoV2Config, dtype: jnp.dtype) -> GatedMLP:
-    return GatedMLP(
-        config.hidden_size, config.intermediate_size, activation=config.hidden_act, dtype=dtype
-    )
 
 
 def _make_sparse_mlp(config: MiMoV2Config, dtype: jnp.dtype) -> SparseMLP:

@@ -9,15 +9,14 @@ import jax.numpy as jnp
 
 from models.attention_config import AttentionConfig
 from models.config_fields import read_count, refuse_other_values, with_defaults
-from models.decoder import Decoder
 from models.dense_config import read_dense_fields, read_head_fields
-from models.layers.attention import Attention
-from models.layers.decoder_layers import PreNormLayer
+from models.layers.dense_layers import make_joint_normed_attention
 from models.layers.experts import make_experts
 from models.layers.rms_norm import JoinedHeadsRMSNorm, RMSNorm
 from models.layers.routing import CorrectedRouter, SigmoidTopK
 from models.layers.sparse_mlp import SparseMLP, block_sparse_moe_rules
 from models.moe_config import MoEConfig, read_expert_fields
+from models.moe_decoder import MoEDecoder
 from models.partial_rotary import parse_partial_rope
 from models.weight_rule import WeightRule, with_renamed_sources
 
@@ -37,7 +36,7 @@ _SUPPORTED = {
 }
 
 
-class MiniMaxM2ForCausalLM(Decoder):
+class MiniMaxM2ForCausalLM(MoEDecoder):
     """Llama's layers with normed queries and keys, and experts in place of the MLP.
 
     Source: huggingface.co/MiniMaxAI/MiniMax-M2.
@@ -65,17 +64,14 @@ class MiniMaxM2ForCausalLM(Decoder):
         )
 
     def __init__(self, config: MoEConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
-        norm = functools.partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        layers = [
-            PreNormLayer(
-                attention=_make_attention(attention, config, dtype),
-                mlp=_make_sparse_mlp(config, dtype),
-                norm=norm,
-            )
-            for attention in config.attention
-        ]
+        head_norm = functools.partial(JoinedHeadsRMSNorm, eps=config.rms_norm_eps, dtype=dtype)
         super().__init__(
-            config, layers=layers, norm=norm(), has_head_kernel=has_head_kernel, dtype=dtype
+            config,
+            attention=functools.partial(make_joint_normed_attention, norm=head_norm, dtype=dtype),
+            sparse_mlp=functools.partial(_make_sparse_mlp, config, dtype),
+            norm=functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
         )
 
     def weight_rules(self) -> dict[str, WeightRule]:
@@ -98,16 +94,6 @@ def _read_attention(hf_config: Mapping[str, object], max_positions: int) -> Atte
     share = read_count(hf_config, "rotary_dim", head_dim) / head_dim
     rope, factor = parse_partial_rope(hf_config, max_positions, default_factor=share)
     return AttentionConfig(**head_fields, rope=rope, rotary_dim=int(head_dim * factor))
-
-
-def _make_attention(attention: AttentionConfig, config: MoEConfig, dtype: jnp.dtype) -> Attention:
-    norm = functools.partial(JoinedHeadsRMSNorm, eps=config.rms_norm_eps, dtype=dtype)
-    return Attention(
-        attention,
-        q_norm=norm(attention.num_q_heads * attention.head_dim),
-        k_norm=norm(attention.num_kv_heads * attention.head_dim),
-        dtype=dtype,
-    )
 
 
 def _make_sparse_mlp(config: MoEConfig, dtype: jnp.dtype) -> SparseMLP:

@@ -8,23 +8,21 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from models.config_fields import with_defaults
-from models.decoder import Decoder
 from models.dense_config import read_attention, read_dense_fields
 from models.families.mistral import equally_windowed_layers
-from models.layers.attention import Attention
-from models.layers.decoder_layers import PreNormLayer
 from models.layers.experts import make_experts
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.sparse_mlp import SparseMLP, block_sparse_moe_rules
 from models.moe_config import MoEConfig, read_expert_fields
+from models.moe_decoder import MoEDecoder
 from models.weight_rule import WeightRule
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "bos_token_id": 1, "eos_token_id": 2}
 
 
-class MixtralForCausalLM(Decoder):
+class MixtralForCausalLM(MoEDecoder):
     """Llama's layers, with experts in place of the MLP.
 
     Source: arXiv:2401.04088.
@@ -49,17 +47,12 @@ class MixtralForCausalLM(Decoder):
         )
 
     def __init__(self, config: MoEConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
-        norm = functools.partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        layers = [
-            PreNormLayer(
-                attention=Attention(attention, dtype=dtype),
-                mlp=_make_sparse_mlp(config, dtype),
-                norm=norm,
-            )
-            for attention in config.attention
-        ]
         super().__init__(
-            config, layers=layers, norm=norm(), has_head_kernel=has_head_kernel, dtype=dtype
+            config,
+            sparse_mlp=functools.partial(_make_sparse_mlp, config, dtype),
+            norm=functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
         )
 
     def weight_rules(self) -> dict[str, WeightRule]:

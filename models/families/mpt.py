@@ -17,7 +17,7 @@ from models.layers.layer_norm import UnbiasedLayerNorm
 from models.layers.mlp import PlainMLP
 from models.layers.packed_weights import with_packed_qkv
 from models.nested_config import read_part
-from models.weight_rule import WeightRule, with_renamed_sources
+from models.weight_rule import WeightRule, with_stored_names
 
 # Names of fields in other families -> names in MPT, and the defaults.
 _NAMES = {
@@ -99,11 +99,5 @@ class MptForCausalLM(DenseDecoder):
 
     def weight_rules(self) -> dict[str, WeightRule]:
         """Checkpoints join queries, keys and values, and rename most modules."""
-
-        def rename(name: str) -> str:
-            for own, stored in _STORED_NAMES.items():
-                name = name.replace(own, stored)
-            return name
-
         rules = with_packed_qkv(super().weight_rules(), self.config.attention)
-        return with_renamed_sources(rules, rename)
+        return with_stored_names(rules, _STORED_NAMES)

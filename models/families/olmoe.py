@@ -6,17 +6,15 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
 from models.config_fields import read_flag, refuse_other_values, with_defaults
-from models.decoder import Decoder
 from models.dense_config import read_attention, read_dense_fields
-from models.layers.attention import Attention
-from models.layers.decoder_layers import PreNormLayer
+from models.layers.dense_layers import make_joint_normed_attention
 from models.layers.experts import make_experts
 from models.layers.rms_norm import JoinedHeadsRMSNorm, RMSNorm
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.sparse_mlp import SparseMLP
 from models.moe_config import MoEConfig, read_expert_fields
+from models.moe_decoder import MoEDecoder
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
@@ -31,7 +29,7 @@ class OlmoeConfig(MoEConfig):
     normalizes_weights: bool  # whether the weights of the chosen experts are scaled to a sum of 1
 
 
-class OlmoeForCausalLM(Decoder):
+class OlmoeForCausalLM(MoEDecoder):
     """Llama's layers with normed queries and keys, and experts in place of the MLP.
 
     Source: arXiv:2409.02060.
@@ -60,28 +58,15 @@ class OlmoeForCausalLM(Decoder):
         )
 
     def __init__(self, config: OlmoeConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
-        norm = functools.partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        layers = [
-            PreNormLayer(
-                attention=_make_attention(attention, config, dtype),
-                mlp=_make_sparse_mlp(config, dtype),
-                norm=norm,
-            )
-            for attention in config.attention
-        ]
+        head_norm = functools.partial(JoinedHeadsRMSNorm, eps=config.rms_norm_eps, dtype=dtype)
         super().__init__(
-            config, layers=layers, norm=norm(), has_head_kernel=has_head_kernel, dtype=dtype
+            config,
+            attention=functools.partial(make_joint_normed_attention, norm=head_norm, dtype=dtype),
+            sparse_mlp=functools.partial(_make_sparse_mlp, config, dtype),
+            norm=functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
         )
-
-
-def _make_attention(attention: AttentionConfig, config: OlmoeConfig, dtype: jnp.dtype) -> Attention:
-    norm = functools.partial(JoinedHeadsRMSNorm, eps=config.rms_norm_eps, dtype=dtype)
-    return Attention(
-        attention,
-        q_norm=norm(attention.num_q_heads * attention.head_dim),
-        k_norm=norm(attention.num_kv_heads * attention.head_dim),
-        dtype=dtype,
-    )
 
 
 def _make_sparse_mlp(config: OlmoeConfig, dtype: jnp.dtype) -> SparseMLP:

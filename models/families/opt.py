@@ -15,7 +15,7 @@ from models.layers.layer_norm import LayerNorm
 from models.layers.mlp import PlainMLP
 from models.learned_positions import LearnedPositionsDecoder
 from models.rope_config import RopeConfig
-from models.weight_rule import WeightRule, with_renamed_sources
+from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"bos_token_id": 2, "eos_token_id": 2}
@@ -92,10 +92,4 @@ class OPTForCausalLM(LearnedPositionsDecoder):
 
     def weight_rules(self) -> dict[str, WeightRule]:
         """Checkpoints rename most modules."""
-
-        def rename(name: str) -> str:
-            for own, stored in _STORED_NAMES.items():
-                name = name.replace(own, stored)
-            return name
-
-        return with_renamed_sources(super().weight_rules(), rename)
+        return with_stored_names(super().weight_rules(), _STORED_NAMES)

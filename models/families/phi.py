@@ -18,7 +18,7 @@ from models.layers.dense_layers import make_dense_layers, make_head_normed_atten
 from models.layers.layer_norm import LayerNorm
 from models.layers.mlp import PlainMLP
 from models.partial_rotary import parse_partial_rope
-from models.weight_rule import WeightRule, with_renamed_sources
+from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"bos_token_id": 1, "eos_token_id": 2}
@@ -85,10 +85,4 @@ class PhiForCausalLM(BiasedHeadDecoder):
 
     def weight_rules(self) -> dict[str, WeightRule]:
         """See `Decoder.weight_rules`. Checkpoints rename most modules."""
-        return with_renamed_sources(super().weight_rules(), _stored_name)
-
-
-def _stored_name(name: str) -> str:
-    for own, stored in _STORED_NAMES.items():
-        name = name.replace(own, stored)
-    return name
+        return with_stored_names(super().weight_rules(), _STORED_NAMES)

@@ -10,11 +10,8 @@ import jax.numpy as jnp
 
 from models.attention_config import AttentionConfig
 from models.config_fields import read_count, read_flag
-from models.decoder import Decoder
 from models.dense_config import read_dense_fields, read_head_fields
 from models.layer_types import read_layer_types, read_sliding_window, with_window
-from models.layers.attention import Attention
-from models.layers.decoder_layers import PreNormLayer
 from models.layers.experts import make_experts
 from models.layers.linear import Linear
 from models.layers.mlp import GatedMLP
@@ -22,6 +19,7 @@ from models.layers.rms_norm import RMSNorm
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.sparse_mlp import GatedSharedExpertMLP
 from models.moe_config import MoEConfig, read_expert_fields, read_sparse_steps
+from models.moe_decoder import MoEDecoder
 from models.rope_config import parse_rope_config
 
 
@@ -38,7 +36,7 @@ class Qwen2MoeConfig(MoEConfig):
     normalizes_weights: bool
 
 
-class Qwen2MoeForCausalLM(Decoder):
+class Qwen2MoeForCausalLM(MoEDecoder):
     """Llama's layers, with experts in the layers that `has_experts` names.
 
     Source: arXiv:2407.10671.
@@ -67,21 +65,12 @@ class Qwen2MoeForCausalLM(Decoder):
         )
 
     def __init__(self, config: Qwen2MoeConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
-        norm = functools.partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        layers = [
-            PreNormLayer(
-                attention=Attention(attention, dtype=dtype),
-                mlp=(
-                    _make_sparse_mlp(config, dtype)
-                    if has_experts
-                    else _make_mlp(config, config.intermediate_size, dtype)
-                ),
-                norm=norm,
-            )
-            for attention, has_experts in zip(config.attention, config.has_experts, strict=True)
-        ]
         super().__init__(
-            config, layers=layers, norm=norm(), has_head_kernel=has_head_kernel, dtype=dtype
+            config,
+            sparse_mlp=functools.partial(_make_sparse_mlp, config, dtype),
+            norm=functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
         )
 
 
@@ -109,17 +98,16 @@ def _windowed_layers(
     return tuple(by_type[layer_type] for layer_type in layer_types)
 
 
-def _make_mlp(config: Qwen2MoeConfig, intermediate_size: int, dtype: jnp.dtype) -> GatedMLP:
-    return GatedMLP(
-        config.hidden_size, intermediate_size, activation=config.hidden_act, dtype=dtype
-    )
-
-
 def _make_sparse_mlp(config: Qwen2MoeConfig, dtype: jnp.dtype) -> GatedSharedExpertMLP:
     return GatedSharedExpertMLP(
         gate=Router(config.hidden_size, config.num_experts, dtype=dtype),
         choose=SoftmaxTopK(top_k=config.num_experts_per_tok, normalizes=config.normalizes_weights),
         experts=make_experts(config, dtype=dtype),
-        shared_expert=_make_mlp(config, config.shared_expert_intermediate_size, dtype),
+        shared_expert=GatedMLP(
+            config.hidden_size,
+            config.shared_expert_intermediate_size,
+            activation=config.hidden_act,
+            dtype=dtype,
+        ),
         shared_expert_gate=Linear(config.hidden_size, 1, dtype=dtype),
     )

@@ -8,16 +8,14 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from models.config_fields import read_flag
-from models.decoder import Decoder
 from models.dense_config import DenseConfig, read_attention, read_dense_fields
+from models.dense_decoder import DenseDecoder
 from models.families.qwen2 import windowed_layers
-from models.layers.attention import Attention
-from models.layers.decoder_layers import PreNormLayer
-from models.layers.mlp import GatedMLP
+from models.layers.dense_layers import make_head_normed_attention
 from models.layers.rms_norm import RMSNorm
 
 
-class Qwen3ForCausalLM(Decoder):
+class Qwen3ForCausalLM(DenseDecoder):
     """Llama's layers. Queries and keys are RMS-normed before they are rotated."""
 
     @classmethod
@@ -34,28 +32,10 @@ class Qwen3ForCausalLM(Decoder):
 
     def __init__(self, config: DenseConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
         norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
-        layers = [
-            PreNormLayer(
-                attention=Attention(
-                    attention,
-                    q_norm=norm(attention.head_dim),
-                    k_norm=norm(attention.head_dim),
-                    dtype=dtype,
-                ),
-                mlp=GatedMLP(
-                    config.hidden_size,
-                    config.intermediate_size,
-                    activation=config.hidden_act,
-                    dtype=dtype,
-                ),
-                norm=functools.partial(norm, config.hidden_size),
-            )
-            for attention in config.attention
-        ]
         super().__init__(
             config,
-            layers=layers,
-            norm=norm(config.hidden_size),
+            attention=functools.partial(make_head_normed_attention, norm=norm, dtype=dtype),
+            norm=norm,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )

@@ -9,17 +9,15 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from models.config_fields import read_flag
-from models.decoder import Decoder
 from models.dense_config import read_attention, read_dense_fields
 from models.layer_types import read_sliding_window, with_window
-from models.layers.attention import Attention
-from models.layers.decoder_layers import PreNormLayer
+from models.layers.dense_layers import make_head_normed_attention
 from models.layers.experts import make_experts
-from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.sparse_mlp import SparseMLP
 from models.moe_config import MoEConfig, read_expert_fields, read_sparse_steps
+from models.moe_decoder import MoEDecoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +27,7 @@ class Qwen3MoeConfig(MoEConfig):
     normalizes_weights: bool  # whether the weights of the chosen experts are scaled to a sum of 1
 
 
-class Qwen3MoeForCausalLM(Decoder):
+class Qwen3MoeForCausalLM(MoEDecoder):
     """Llama's layers with normed queries and keys, and experts in the layers of `has_experts`."""
 
     @classmethod
@@ -56,32 +54,14 @@ class Qwen3MoeForCausalLM(Decoder):
 
     def __init__(self, config: Qwen3MoeConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
         norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
-        layers = [
-            PreNormLayer(
-                attention=Attention(
-                    attention,
-                    q_norm=norm(attention.head_dim),
-                    k_norm=norm(attention.head_dim),
-                    dtype=dtype,
-                ),
-                mlp=_make_sparse_mlp(config, dtype) if has_experts else _make_mlp(config, dtype),
-                norm=functools.partial(norm, config.hidden_size),
-            )
-            for attention, has_experts in zip(config.attention, config.has_experts, strict=True)
-        ]
         super().__init__(
             config,
-            layers=layers,
-            norm=norm(config.hidden_size),
+            attention=functools.partial(make_head_normed_attention, norm=norm, dtype=dtype),
+            sparse_mlp=functools.partial(_make_sparse_mlp, config, dtype),
+            norm=norm,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )
-
-
-def _make_mlp(config: Qwen3MoeConfig, dtype: jnp.dtype) -> GatedMLP:
-    return GatedMLP(
-        config.hidden_size, config.intermediate_size, activation=config.hidden_act, dtype=dtype
-    )
 
 
 def _make_sparse_mlp(config: Qwen3MoeConfig, dtype: jnp.dtype) -> SparseMLP:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from models.config_fields import with_defaults
 from models.families.glm4_moe import Glm4MoeConfig, Glm4MoeForCausalLM
 from models.layers.packed_weights import with_packed_qkv
-from models.weight_rule import WeightRule, with_renamed_sources
+from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {
@@ -30,8 +30,8 @@ _HUB_NAMES = {
     "num_shared_experts": "n_shared_experts",
     "use_qkv_bias": "attention_bias",
 }
-# Names of modules here -> their names in checkpoints.
-_NAMES = {
+# Names of modules here, and in checkpoints.
+_STORED_NAMES = {
     "embed_tokens": "word_embeddings",
     "self_attn.qkv_proj": "attention.query_key_value",
     "self_attn.o_proj": "attention.dense",
@@ -54,11 +54,5 @@ class SarvamMoEForCausalLM(Glm4MoeForCausalLM):
 
     def weight_rules(self) -> dict[str, WeightRule]:
         """Checkpoints join queries, keys and values, and have names of their own."""
-
-        def rename(name: str) -> str:
-            for ours, theirs in _NAMES.items():
-                name = name.replace(ours, theirs)
-            return name
-
         rules = with_packed_qkv(super().weight_rules(), self.config.attention)
-        return with_renamed_sources(rules, rename)
+        return with_stored_names(rules, _STORED_NAMES)

@@ -15,7 +15,7 @@ from models.errors import ModelError
 from models.families.llama import LlamaForCausalLM
 from models.platforms import CPU
 from models.registry import FAMILIES
-from models.weight_rule import Source, WeightRule, param_spec
+from models.weight_rule import Source, WeightRule, param_spec, with_stored_names
 from tests.models.steppers import model_of
 from tests.oracles.recipes import write_recipe
 
@@ -123,6 +123,14 @@ def test_sources_are_combined():
         sources=(first, second), layout="vector", axes=(None,), combine=np.concatenate
     )
     assert rule.combined([np.zeros(2), np.ones(3)]).tolist() == [0, 0, 1, 1, 1]
+
+
+def test_parts_of_stored_names_are_replaced_in_turn():
+    source = Source(name="model.layers.0.self_attn.o_proj.weight", shape=(2, 2))
+    rules = {"w": WeightRule(sources=(source,), layout="matrix", axes=(None, None))}
+    parts = {".self_attn.o_proj.": ".self_attn.dense.", ".self_attn.": ".attn."}
+    (stored,) = with_stored_names(rules, parts)["w"].sources
+    assert stored.name == "model.layers.0.attn.dense.weight"
 
 
 def test_matrices_are_those_of_linear_alone(tmp_path, monkeypatch):
