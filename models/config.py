@@ -104,6 +104,7 @@ def read_model_fields(
     """
     _refuse_quantized(hf_config)
     _refuse_bidirectional(hf_config)
+    _refuse_layer_overrides(hf_config)
     bos_token_ids = read_token_ids(hf_config, "bos_token_id")
     return {
         "architecture": hf_config["architectures"][0],
@@ -155,4 +156,12 @@ def _refuse_bidirectional(hf_config: Mapping[str, object]) -> None:
         raise UnsupportedModelError(
             "config.json: use_bidirectional_attention is set, so tokens attend to later tokens, "
             "which is not supported. Such a model computes embeddings and generates no text."
+        )
+
+
+def _refuse_layer_overrides(hf_config: Mapping[str, object]) -> None:
+    if hf_config.get("per_layer_config"):
+        raise UnsupportedModelError(
+            "config.json: per_layer_config is set, so single layers have other fields than the "
+            f"rest, which is not supported for {hf_config['architectures'][0]}."
         )

@@ -21,12 +21,7 @@ def parse_partial_rope(
         has another meaning of the share.
     """
     rope = parse_rope_config(without_rotary_factor(hf_config), max_position_embeddings)
-    if rope.kind == "proportional":
-        raise UnsupportedModelError(
-            "config.json: rope type 'proportional' is not supported for "
-            f"{hf_config['architectures'][0]}, which rotates the leading dimensions of each head. "
-            "Use another rope type."
-        )
+    _check_kind(rope, hf_config)
     return rope, read_rotary_factor(hf_config, default_factor)
 
 
@@ -70,7 +65,12 @@ def attention_of_ropes(
 
     Args:
         heads: Further fields of both, such as the result of `read_head_fields`.
+
+    Raises:
+        UnsupportedModelError: As in `parse_partial_rope`.
     """
+    for rope in (full_rope, sliding_rope):
+        _check_kind(rope, hf_config)
     has_bias = read_flag(hf_config, "attention_bias")
     full, sliding = (
         AttentionConfig(
@@ -83,6 +83,15 @@ def attention_of_ropes(
         for layer_type, rope in (("full_attention", full_rope), ("sliding_attention", sliding_rope))
     )
     return full, sliding
+
+
+def _check_kind(rope: RopeConfig, hf_config: Mapping[str, object]) -> None:
+    if rope.kind == "proportional":
+        raise UnsupportedModelError(
+            "config.json: rope type 'proportional' is not supported for "
+            f"{hf_config['architectures'][0]}, which rotates the leading dimensions of each head. "
+            "Use another rope type."
+        )
 
 
 def without_rotary_factor(hf_config: Mapping[str, object]) -> dict[str, object]:

@@ -7,6 +7,7 @@ from models.attention_config import AttentionConfig
 from models.config_fields import read_count, read_number, refuse_other_values
 from models.dense_config import read_head_fields
 from models.errors import ModelConfigError, UnsupportedModelError
+from models.layer_overrides import read_layer_overrides
 from models.layer_types import (
     LayerType,
     attention_by_type,
@@ -40,11 +41,6 @@ def read_step_attention(
     full, sliding = attention_of_ropes(
         hf_config, heads, full_rope=full_rope, sliding_rope=sliding_rope
     )
-    if "proportional" in (full_rope.kind, sliding_rope.kind):
-        raise UnsupportedModelError(
-            "config.json: rope type 'proportional' is not supported for Step3p5ForCausalLM, which "
-            "rotates the leading dimensions of each head. Use another rope type."
-        )
     layers = attention_by_type(
         hf_config,
         is_sliding,
@@ -116,24 +112,15 @@ def _read_nums_heads(
     """
     name = "num_attention_heads"
     common = read_count(hf_config, name)
-    changes = hf_config.get("per_layer_config")
+    changes = read_layer_overrides(hf_config, len(layer_types), supported=[name])
     if changes is None:
         num_sliding = _read_num_sliding_heads(hf_config, common)
         by_type = {"full_attention": common, "sliding_attention": num_sliding}
         return tuple(by_type[layer_type] for layer_type in layer_types)
-    layers = [str(layer_idx) for layer_idx in range(len(layer_types))]
-    if (
-        not isinstance(changes, Mapping)
-        or set(changes) - set(layers)
-        or any(
-            not isinstance(change, Mapping) or set(change) != {name} for change in changes.values()
-        )
-    ):
-        raise UnsupportedModelError(
-            f"config.json: per_layer_config is {changes!r}, which is not supported for this "
-            f"architecture; paxkv supports an object with numbers of layers and their {name}."
-        )
-    return tuple(read_count(changes.get(layer, {}), name, common) for layer in layers)
+    return tuple(
+        read_count(changes.get(layer_idx, {}), name, common)
+        for layer_idx in range(len(layer_types))
+    )
 
 
 def _read_num_sliding_heads(hf_config: Mapping[str, object], common: int) -> int:

@@ -22,8 +22,7 @@ class Cohere2ForCausalLM(CohereForCausalLM):
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> CohereConfig:
-        # transformers computes the head size, whatever config.json says.
-        hf_config = with_defaults(hf_config, _DEFAULTS) | {"head_dim": None}
+        hf_config = with_defaults(hf_config, _DEFAULTS)
         fields = read_cohere_fields(hf_config)
         max_positions = fields["max_position_embeddings"]
         sliding = read_attention(hf_config, fields, has_bias=read_flag(hf_config, "attention_bias"))

@@ -28,8 +28,7 @@ class CohereCompassForCausalLM(CohereForCausalLM):
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> CohereConfig:
-        # transformers computes the head size, whatever config.json says.
-        hf_config = with_defaults(hf_config, _DEFAULTS) | {"head_dim": None}
+        hf_config = with_defaults(hf_config, _DEFAULTS)
         refuse_other_values(hf_config, _SUPPORTED)
         fields = read_layer_norm_fields(hf_config, default_tie_word_embeddings=True)
         max_positions = fields["max_position_embeddings"]

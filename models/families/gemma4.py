@@ -24,6 +24,7 @@ from models.families.gemma2 import (
 )
 from models.kv_sharing import is_of_shared_kv, read_kv_owners
 from models.layer_context import LayerContext
+from models.layer_overrides import read_layer_overrides, without_layer_overrides
 from models.layer_types import LayerType, read_layer_types, read_sliding_window, with_window
 from models.layers.attention import (
     Attention,
@@ -90,7 +91,7 @@ class Gemma4ForCausalLM(Decoder):
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> Gemma4Config:
         hf_config = _without_vision_masks(hf_config)
-        fields = read_gemma_fields(hf_config)
+        fields = read_gemma_fields(without_layer_overrides(hf_config))
         per_layer_size = read_count(hf_config, "hidden_size_per_layer_input", 256, minimum=0)
         return Gemma4Config(
             **fields,
@@ -321,7 +322,7 @@ def _read_attention(
     rope, sliding_rope = parse_ropes_by_layer_type(
         {**hf_config, "rope_parameters": ropes}, max_positions, required_types=set(layer_types)
     )
-    by_layer = _read_layer_overrides(hf_config, num_layers)
+    by_layer = read_layer_overrides(hf_config, num_layers, supported=_LAYER_FIELDS)
     owners = read_kv_owners(hf_config, layer_types, default_num_shared=0)
     heads = read_gemma_head_fields(hf_config) | {"scale": 1.0}
     keys_are_values = read_flag(hf_config, "attention_k_eq_v")
@@ -358,57 +359,6 @@ def _read_types(
     is_sliding = [(layer_idx + 1) % 6 != 0 for layer_idx in range(num_layers)]
     layer_types = read_layer_types(hf_config, is_sliding, sliding_window=window)
     return (*layer_types[:-1], "full_attention")
-
-
-def _read_layer_overrides(
-    hf_config: Mapping[str, object], num_layers: int
-) -> dict[int, Mapping[str, object]] | None:
-    """Reads `per_layer_config`: for single layers, the fields that replace the common ones.
-
-    transformers pads the layers' numbers with zeros to one length: layer 5 of 30 is "05".
-
-    Returns:
-        Layer number -> the layer's fields. None if there is no `per_layer_config`, which
-        transformers writes since version 5.24.
-    """
-    by_layer = hf_config.get("per_layer_config")
-    if by_layer is None:
-        return None
-    if not isinstance(by_layer, Mapping):
-        raise ModelConfigError(
-            f"config.json: per_layer_config is {by_layer!r}; expected an object of layers."
-        )
-    numbers = {name: _read_layer_idx(name) for name in by_layer}
-    unknown = sorted(str(name) for name, idx in numbers.items() if idx not in range(num_layers))
-    if unknown:
-        raise ModelConfigError(
-            f"config.json: per_layer_config has the layers {', '.join(unknown)}; expected numbers "
-            f"from 0 to {num_layers - 1}."
-        )
-    if len(set(numbers.values())) < len(numbers):
-        raise ModelConfigError(
-            f"config.json: per_layer_config has the layers {', '.join(map(str, numbers))}; "
-            "expected every layer at most once."
-        )
-    for layer_idx, written in by_layer.items():
-        if not isinstance(written, Mapping | None):
-            raise ModelConfigError(
-                f"config.json: per_layer_config of layer {layer_idx} is {written!r}; expected an "
-                "object."
-            )
-        other = sorted((written or {}).keys() - _LAYER_FIELDS.keys())
-        if other:
-            raise UnsupportedModelError(
-                f"config.json: per_layer_config of layer {layer_idx} has {', '.join(other)}; "
-                f"paxkv supports {', '.join(_LAYER_FIELDS)}."
-            )
-    return {numbers[name]: written or {} for name, written in by_layer.items()}
-
-
-def _read_layer_idx(name: object) -> int | None:
-    """The layer's number in a name of `per_layer_config`; None if the name is not a number."""
-    text = str(name)
-    return int(text) if text.isascii() and text.isdecimal() else None
 
 
 def _read_own_heads(

@@ -13,6 +13,7 @@ from models.config_fields import read_count, read_number, refuse_other_values, w
 from models.corrected_moe import CorrectedMoEConfig
 from models.decoder import Decoder
 from models.dense_config import read_dense_fields
+from models.layer_overrides import without_layer_overrides
 from models.layers.clipped_swiglu import ClippedExperts, ClippedGatedMLP
 from models.layers.decoder_layers import PreNormLayer
 from models.layers.dense_layers import make_head_normed_attention
@@ -66,7 +67,7 @@ class Step3p5ForCausalLM(Decoder):
     def read_config(cls, hf_config: Mapping[str, object]) -> Step3p5Config:
         hf_config = with_new_names(with_defaults(hf_config, _DEFAULTS))
         refuse_other_values(hf_config, _SUPPORTED)
-        fields = read_dense_fields(hf_config)
+        fields = read_dense_fields(without_layer_overrides(hf_config))
         num_layers = fields["num_layers"]
         experts = read_expert_fields(
             hf_config,

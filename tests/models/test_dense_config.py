@@ -66,7 +66,7 @@ OTHER_FIELDS = [
     ("ApertusForCausalLM", {"attention_bias": True, "rope_scaling": SCALED, "rope_theta": 5e4}),
     ("ArceeForCausalLM", FLAGS),
     ("CohereForCausalLM", {"use_qk_norm": True, "logit_scale": 0.5, "attention_bias": True}),
-    ("Cohere2ForCausalLM", {"sliding_window": 64, "sliding_window_pattern": 3}),
+    ("Cohere2ForCausalLM", {"sliding_window": 64, "sliding_window_pattern": 3, "head_dim": 32}),
     ("CwmForCausalLM", {"sliding_window": 64, "eos_token_id": 3, "rope_scaling": SCALED}),
     ("DiffLlamaForCausalLM", {"attention_bias": True, "num_key_value_heads": 8, "head_dim": 8}),
     ("DiffLlamaForCausalLM", {"rms_norm_eps": 1e-6, "rope_theta": 5e5, "hidden_act": "gelu"}),

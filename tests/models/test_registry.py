@@ -297,10 +297,24 @@ def test_stablelm_as_its_releases_differ():
     assert config.layer_norm_eps == 1e-6
 
 
-def test_stablelm_refuses_proportional_embeddings():
-    rope = {"rope_type": "proportional", "rope_theta": 1e4}
-    with pytest.raises(UnsupportedModelError, match="'proportional' is not supported for StableLm"):
-        read_config(hf_config("StableLmForCausalLM", rope_parameters=rope))
+_PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "ropes"),
+    [
+        ("StableLmForCausalLM", _PROPORTIONAL),
+        (
+            "LagunaForCausalLM",
+            {"full_attention": {"rope_theta": 1e4}, "sliding_attention": _PROPORTIONAL},
+        ),
+    ],
+)
+def test_heads_with_turned_leading_dimensions_refuse_proportional_embeddings(architecture, ropes):
+    with pytest.raises(
+        UnsupportedModelError, match=f"'proportional' is not supported for {architecture}"
+    ):
+        read_config(hf_config(architecture, rope_parameters=ropes))
 
 
 def test_heads_of_stablelm_fill_the_hidden_size():
@@ -647,6 +661,7 @@ def test_no_message_lists_all_architectures(fields):
         ({"hidden_act": "relu6"}, "hidden_act='relu6'"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"per_layer_config": {"1": {"head_dim": 64}}}, "per_layer_config is set"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq'"),
         (
             {"architectures": ["Gemma4ForCausalLM"], "enable_moe_block": True},
@@ -670,7 +685,7 @@ def test_multimodal_configs_are_refused():
     with pytest.raises(UnsupportedModelError, match="multimodal model, whose text part is not"):
         read_config({"architectures": ["Gemma4ForCausalLM"], "text_config": {"vocab_size": 8}})
     with pytest.raises(UnsupportedModelError, match="the language model is loaded only for"):
-        read_config(hf_config("LlavaForConditionalGeneration"))
+        read_config(hf_config("PaliGemmaForConditionalGeneration"))
 
 
 @pytest.mark.parametrize(

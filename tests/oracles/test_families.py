@@ -203,8 +203,6 @@ _OVERRIDDEN = {
     "original_max_position_embeddings": {"phi3"},
     # The one in `rope_parameters` wins.
     "partial_rotary_factor": {"phi3-longrope"},
-    # transformers computes it from the hidden size.
-    "head_dim": {"cohere2", "cohere-compass"},
 }
 
 

@@ -85,7 +85,7 @@ def without(*names: str) -> dict[str, object]:
         HUB,
         without("attention_other_setting"),
         HUB | {"num_sliding_attention_heads": 6, "query_pre_attn_scalar": 24},
-        HUB | {"attention_bias": True, "per_layer_config": {"0": {"num_attention_heads": 2}}},
+        HUB | {"attention_bias": True, "per_layer_config": {"00": {"num_attention_heads": 2}}},
         without("swiglu_limits", "swiglu_limits_shared", "rope_scaling", "rope_theta"),
         without("partial_rotary_factors", "moe_layers_enum"),
         without("layer_types", "partial_rotary_factors", "rope_theta", "moe_num_experts"),
@@ -134,7 +134,7 @@ def test_the_language_model_of_step_3_7_is_the_same():
         ({"swiglu_limits": [7.0]}, ModelConfigError, "swiglu_limits is .* list of 4"),
         ({"moe_layers_enum": "1,x"}, ModelConfigError, "moe_layers_enum is"),
         ({"per_layer_config": {"0": {"head_dim": 8}}}, UnsupportedModelError, "per_layer_config"),
-        ({"per_layer_config": {"4": {}}}, UnsupportedModelError, "per_layer_config"),
+        ({"per_layer_config": {"4": {}}}, ModelConfigError, "per_layer_config has the layers 4"),
         ({"sliding_window": None}, ModelConfigError, "no window is set"),
     ],
 )
