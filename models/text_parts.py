@@ -10,18 +10,26 @@ from models.config_fields import with_defaults
 WHOLES = (
     "Exaone4_5_ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
+    "Gemma3nForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration",
+    "Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "Llama4ForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "MuseGlimmerForConditionalGeneration",
     "MuseSparkForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
+    "Qwen2AudioForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    "SmolVLMForConditionalGeneration",
     "Step3p7ForConditionalGeneration",
+    "VoxtralForConditionalGeneration",
 )
 # `model_type` of a language model that has no class of its own -> that of its family.
 _MODEL_TYPES = {
@@ -38,7 +46,8 @@ _QWEN2_VL_DEFAULTS = {
 }
 # `model_type` of a language model -> defaults of fields that its config.json may leave out, where
 # its family has others or none. transformers leaves out fields of a part that have the default:
-# Gemma 3 4B was published without its vocabulary and its numbers of heads.
+# Gemma 3 4B was published without its vocabulary and its numbers of heads, and LLaVA 1.5 without
+# its hidden size.
 _DEFAULTS: dict[str, Mapping[str, object]] = {
     "gemma3_text": {
         "vocab_size": 262_208,
@@ -49,6 +58,30 @@ _DEFAULTS: dict[str, Mapping[str, object]] = {
         "num_key_value_heads": 4,
         "head_dim": 256,
         "max_position_embeddings": 131_072,
+    },
+    "llama": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 131_072,
+    },
+    "qwen2": {
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 22_016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 32_768,
     },
     "qwen2_vl": _QWEN2_VL_DEFAULTS,
     "qwen2_vl_text": _QWEN2_VL_DEFAULTS,
@@ -68,8 +101,8 @@ _SHARED_FIELDS = (
 )
 # Modules of checkpoints that see, hear, or feed the language model with what is seen and heard.
 _OTHER_MODULES = re.compile(
-    r"(^|\.)(audio_tower|embed_audio|embed_vision|multi_modal_projector|vision_adapter|vision_model"
-    r"|vision_projection|vision_tower|visual|vit_large_projector)\."
+    r"(^|\.)(audio_tower|connector|embed_audio|embed_vision|image_newline|multi_modal_projector"
+    r"|vision_adapter|vision_model|vision_projection|vision_tower|visual|vit_large_projector)(\.|$)"
 )
 # Positions in an image; with text alone, all axes have the same position.
 _MROPE_FIELDS = ("mrope_section", "mrope_interleaved")

@@ -107,8 +107,7 @@ def tested_settings() -> dict[str, str]:
     """Architecture -> what the normal tests compare with transformers."""
     # Both import torch and transformers, which are optional.
     from tests.end_to_end.test_parity import EVERY_KIND, EVERY_SETTING
-    from tests.models.test_text_parts import LOADED as WITH_OTHER_PARTS
-    from tests.oracles import families
+    from tests.oracles import families, wholes
     from tests.oracles.test_families import DECODERS, LOADED
 
     tested: dict[str, str] = {}
@@ -122,9 +121,10 @@ def tested_settings() -> dict[str, str]:
             tested[architecture] = "all settings"
         if name in EVERY_KIND:
             tested[architecture] = "all programs"
-    for name in WITH_OTHER_PARTS:
-        hf_config = json.loads(families.MULTIMODAL[name][0]().to_json_string(use_diff=False))
-        hf_config["architectures"] = [families.MULTIMODAL[name][1]]
+    for name in wholes.LOADED:
+        config = wholes.CONFIGS[name]()
+        hf_config = json.loads(config.to_json_string(use_diff=False))
+        hf_config["architectures"] = [wholes.architecture_of(config)]
         tested.setdefault(read_config(hf_config).architecture, "one program")
     return tested
 

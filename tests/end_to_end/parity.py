@@ -115,14 +115,16 @@ class Compared:
 def make_checkpoint(
     family: str, folder: Path, seed: int, *, is_shallow: bool, is_sharp: bool
 ) -> "torch.nn.Module":
-    """Saves the family's checkpoint of that seed, and returns the model of transformers.
+    """Saves the checkpoint of that seed of a family or a whole, and returns transformers' model.
 
     Args:
         is_shallow: The checkpoint is that of `more_families.SHALLOW`, if the family is there.
         is_sharp: Whether the best token of most positions leads clearly.
     """
-    from tests.oracles import families, more_families
+    from tests.oracles import families, more_families, wholes
 
+    if family in wholes.LOADED:
+        return wholes.make_whole(family, folder, seed, is_sharp=is_sharp)
     table = families.FAMILIES | families.EXTRA | families.NEWEST
     if is_shallow:
         table |= more_families.SHALLOW

@@ -6,7 +6,7 @@ Together these families have every kind of layer. Those of `EVERY_KIND` also run
 programs and `CompiledGenerator`. Every other family has the cheap check of `forward_check`.
 
 `pytest -m slow` runs three seeds of every family with all its layers, every size of program, and
-programs of every kind.
+programs of every kind. It does the same for the language models of `wholes`.
 """
 
 import time
@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 
 from tests.end_to_end.forward_check import forward_share_of_bound
 from tests.end_to_end.parity import TABLE_HEAD, ParityEngine, Reference, make_reference, table_line
+from tests.oracles import wholes
 from tests.oracles.test_families import LOADED
 
 EVERY_SETTING = (
@@ -54,7 +55,7 @@ def test_family_answers_as_transformers_does(family: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", LOADED)
+@pytest.mark.parametrize("family", [*LOADED, *wholes.LOADED])
 def test_other_weights_answer_so_too_with_the_same_programs(family: str, tmp_path: Path) -> None:
     engine, num_programs = None, None
     print(f"\n{TABLE_HEAD}")

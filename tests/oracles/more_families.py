@@ -127,6 +127,7 @@ families.EXTRA.update(MORE)
 # Those of phi3-longrope are longer than its original length, as engines have long factors then.
 PROMPT_LENS = {
     "llama4": (45, 61, 80, 90),
+    "llama4-vision": (45, 61, 80, 90),
     "starcoder2": (45, 61, 80, 90),
     "doge-window": (45, 61, 80, 90),
     "phi3-longrope": (65, 71, 80, 90),
