@@ -1,4 +1,4 @@
-"""`DataParallelTransport`: several engines that share the requests, as if they were one."""
+"""`DataParallelTransport`: presents several engine replicas to the client as one engine."""
 
 import asyncio
 import dataclasses
@@ -32,30 +32,30 @@ from paxkv.fleet.stats_sum import add_counters, keep_expert_tokens, sum_stats
 
 logger = logging.getLogger(__name__)
 
-# A request whose engine died may come again at once, to another.
+# The client may retry a request of a dead replica immediately: another replica computes it.
 _RETRY_AFTER_S = 1
-# What the inspector shows is one engine's.
-_ASKED_OF_THE_FIRST = ("inspect", "inspect_block")
-# A replica that knows a prompt's beginning may have so many unfinished requests more than the least
-# busy one, or one for so many of that one's; but no more than that one has: 0 beside 0, 2 beside 1,
-# 4 beside 2, 10 beside 8, 15 beside 12.
-_MORE_REQUESTS = 2
-_MORE_FOR_EACH = 4
+# Control calls that only the first replica answers: the inspector shows one engine.
+_FIRST_REPLICA_METHODS = ("inspect", "inspect_block")
+# A replica that knows the beginning of a prompt may be busier than the least busy replica. If that
+# one has n unfinished requests, the limit is n + max(min(2, n), n // 4): 0 -> 0, 1 -> 2, 2 -> 4,
+# 8 -> 10, 12 -> 15.
+_MAX_EXTRA_REQUESTS = 2
+_REQUESTS_PER_EXTRA = 4
 
 
 @dataclasses.dataclass(slots=True)
 class _Replica:
-    """One engine, as far as its messages tell.
+    """The state of one engine replica, derived from its messages.
 
     Args:
-        stats: `own_stats` with `counted_before`.
-        own_stats: What its engine last said of itself.
-        counted_before: What engines had counted in whose place it is, and how many they were.
-        ended: Its last words, while none has taken its place.
-        prefixes: Of the prompts that it was sent.
-        is_mute: It takes no message any more; its last words are on their way, or have come.
-        requests: Ids of those that it was sent and has not ended; whether they keep their blocks.
-        kept_ids: Those that have ended, and keep their blocks for forks.
+        stats: `own_stats` plus `counted_before`.
+        own_stats: The last statistics that the current engine reported.
+        counted_before: Counters of the engines that died in this replica.
+        ended: The `EngineDead` of the last engine; None while an engine runs.
+        prefixes: Prompts that were sent to this replica.
+        is_unreachable: A send failed. The engine's `EngineDead` follows or was received.
+        requests: Unfinished request id -> whether it keeps its blocks after its end.
+        kept_ids: Finished requests that keep their blocks for forks.
     """
 
     transport: LoopTransport
@@ -64,32 +64,32 @@ class _Replica:
     own_stats: SchedulerStats = SchedulerStats()
     counted_before: SchedulerStats = SchedulerStats()
     ended: EngineDead | None = None
-    is_mute: bool = False
+    is_unreachable: bool = False
     requests: dict[str, bool] = dataclasses.field(default_factory=dict)
     kept_ids: set[str] = dataclasses.field(default_factory=set)
 
-    def note_stats(self, stats: SchedulerStats) -> None:
-        """Remembers what its engine said of itself."""
+    def update_stats(self, stats: SchedulerStats) -> None:
+        """Stores statistics that the engine reported."""
         self.own_stats = keep_expert_tokens(stats, self.own_stats)
         self.stats = add_counters(self.own_stats, self.counted_before)
 
-    def note_end(self) -> None:
-        """Nothing runs here; what was counted stays."""
+    def record_end(self) -> None:
+        """Resets the gauges after the engine's death; the counters stay."""
         nothing = SchedulerStats(engine_start_time=self.stats.engine_start_time)
         self.stats = add_counters(nothing, self.stats)
 
-    def note_successor(self, stats: SchedulerStats) -> None:
-        """Another engine has taken its place, which says this of itself."""
+    def record_successor(self, stats: SchedulerStats) -> None:
+        """Continues the counters with those of a restarted engine."""
         before = add_counters(SchedulerStats(), self.stats)
         self.counted_before = msgspec.structs.replace(
             before, num_replaced_engines=before.num_replaced_engines + 1
         )
-        self.note_stats(stats)
+        self.update_stats(stats)
 
 
 @dataclasses.dataclass(slots=True)
 class _PendingCall:
-    """A control call that some replicas have not answered."""
+    """A control call that still awaits replies from some replicas."""
 
     method: str
     awaited: set[int]
@@ -97,22 +97,24 @@ class _PendingCall:
 
 
 class DataParallelTransport:
-    """The `LoopTransport` of replicas: engines with the same model and a KV cache each.
+    """The `LoopTransport` of several replicas: engines with the same model, each with a KV cache.
 
-    A request goes to the replica with the fewest that are unfinished, and stays there; or to one
-    with hardly more that was sent more of its prompt before, in other requests, and is likely to
-    have it in its prefix cache. A replica with nothing to do comes before both. A fork goes to
-    where its blocks are. Control calls go to all. When a replica dies, the client hears which
-    requests have ended with it, and the others go on; it hears of an engine's end when no replica
-    is left.
+    An idle replica gets the next request. If none is idle, the request goes to the replica that was
+    sent the longest part of its prompt before, unless that replica is much busier than the least
+    busy one; otherwise to the least busy one. A fork goes to the replica that has its blocks.
+    Control calls go to all replicas.
+
+    When a replica dies, the client receives an `EngineDead` with the ids of its requests; requests
+    of other replicas continue. The client receives an `EngineDead` without ids when the last
+    replica dies.
 
     `send` may be called from any thread.
 
     Args:
-        replicas: What each answered when it was ready.
-        have_prefix_caches: Equal beginnings of prompts are worth something to them.
+        replicas: A transport per replica, with the message that its engine sent when it was ready.
+        have_prefix_caches: Choose replicas by prompt prefixes.
 
-    Source: vLLM `v1/engine/core_client.py`, its load-balancing client, which knows no prompts.
+    Source: vLLM `v1/engine/core_client.py`, its load-balancing client, which ignores prompts.
     """
 
     def __init__(
@@ -133,17 +135,17 @@ class DataParallelTransport:
         self._have_prefix_caches = have_prefix_caches
         self._calls: dict[int, _PendingCall] = {}
         self._is_closing = False
-        # Whose message the client is being told of.
-        self._speaker: int | None = None
+        # The replica whose message is being handled.
+        self._sender_idx: int | None = None
         self._start_time = min(ready.stats.engine_start_time for _, ready in replicas)
         self._on_message: Callable[[EngineOutput | EngineReady], None] | None = None
         self._readies = [ready for _, ready in replicas]
-        # The client's thread and the loop's; and a client may send while it is told something.
+        # The client's thread and the loop's thread use it. Reentrant: `on_message` may call `send`.
         self._lock = threading.RLock()
 
     @property
     def ready(self) -> EngineReady:
-        """What clients are to know of all of them together."""
+        """Describes all replicas as one engine."""
         infos = [ready.model_info for ready in self._readies]
         shortest = min(infos, key=lambda info: info.max_model_len)
         model_info = dataclasses.replace(
@@ -158,7 +160,7 @@ class DataParallelTransport:
         )
 
     def send(self, message: EngineInput) -> None:
-        """As `EngineTransport.send`; an abort of what has ended with its replica is no error."""
+        """See `EngineTransport.send`. Ignores aborts of requests that ended with their replica."""
         with self._lock:
             match message:
                 case AddRequest(request=request):
@@ -169,7 +171,7 @@ class DataParallelTransport:
                     self._call(message)
                 case Shutdown():
                     self._is_closing = True
-                    # Those too of which another is being started.
+                    # Also to dead replicas, so that their supervisors stop restarting engines.
                     for idx in range(len(self._replicas)):
                         self._send_to(idx, message)
 
@@ -181,27 +183,27 @@ class DataParallelTransport:
         """See `LoopTransport.deliver_on`."""
         self._on_message = on_message
         for idx, replica in enumerate(self._replicas):
-            replica.transport.deliver_on(loop, functools.partial(self._take, idx))
+            replica.transport.deliver_on(loop, functools.partial(self._on_replica_message, idx))
 
     @property
     def stall(self) -> str | None:
-        """See `LoopTransport.stall`. None while any living replica makes progress."""
+        """See `LoopTransport.stall`. None while at least one living replica makes progress."""
         stalls = [(idx, self._replicas[idx].transport.stall) for idx in self._alive()]
         if not stalls or any(stall is None for _, stall in stalls):
             return None
         return " ".join(f"replica {idx}: {stall}" for idx, stall in stalls)
 
     def give_up(self, reason: str) -> None:
-        """See `LoopTransport.give_up`: of the replica whose message it was, if that is known."""
-        speaker = self._speaker
+        """See `LoopTransport.give_up`. Gives up the replica whose message is handled, else all."""
+        sender_idx = self._sender_idx
         for idx, replica in enumerate(self._replicas):
-            if speaker is None or idx == speaker:
+            if sender_idx is None or idx == sender_idx:
                 replica.transport.give_up(reason)
 
     def close(self) -> None:
         """See `LoopTransport.close`."""
-        # First to all, because each ends the step that it computes. Not on threads: there are no
-        # more of them when the interpreter ends.
+        # Send `Shutdown` to all replicas first, so that they finish their steps at the same time.
+        # `close` may run at interpreter exit, when Python cannot start threads for this.
         self.send(Shutdown())
         for replica in self._replicas:
             replica.transport.close()
@@ -209,52 +211,55 @@ class DataParallelTransport:
     def _alive(self) -> list[int]:
         return [idx for idx, replica in enumerate(self._replicas) if replica.ended is None]
 
-    def _hearing(self) -> list[int]:
-        return [idx for idx in self._alive() if not self._replicas[idx].is_mute]
+    def _reachable(self) -> list[int]:
+        return [idx for idx in self._alive() if not self._replicas[idx].is_unreachable]
 
     def _add(self, request: EngineRequest) -> None:
         message = AddRequest(request=request)
         idx = self._find(request.fork_from)
-        # Not of forks, whose place is given: there may be one for each of n long prompts, or for
-        # each token of a beam.
+        # Hash the prompt only if a replica must be chosen: beam search sends a fork for each token.
         if idx is None or not self._send_to(idx, message):
             chain = prompt_chain(request) if self._have_prefix_caches else []
             params = request.sampling_params
-            # Prompt log-probabilities need every token computed; what is computed is cached.
+            # Prompt log-probabilities need every prompt token computed, so no cached block is read.
+            # The computed blocks are cached for other requests.
             reads_none = params.skip_reading_prefix_cache or params.prompt_logprobs is not None
-            wanted = [] if reads_none else chain
-            idx = self._choose(wanted)
+            readable_chain = [] if reads_none else chain
+            idx = self._choose(readable_chain)
             while not self._send_to(idx, message):
-                idx = self._choose(wanted)
-            self._replicas[idx].prefixes.note(chain)
+                idx = self._choose(readable_chain)
+            self._replicas[idx].prefixes.record(chain)
         self._replicas[idx].requests[request.request_id] = request.keep_blocks
 
     def _find(self, request_id: str | None) -> int | None:
-        """The replica that has a request or its blocks."""
-        for idx in self._hearing():
+        """The reachable replica that runs a request or keeps its blocks, if any."""
+        for idx in self._reachable():
             replica = self._replicas[idx]
             if request_id in replica.requests or request_id in replica.kept_ids:
                 return idx
         return None
 
     def _choose(self, chain: Sequence[int]) -> int:
-        """The replica for a prompt.
+        """Chooses the replica for a prompt.
 
         Args:
-            chain: As of `prompt_chain`.
+            chain: Result of `prompt_chain`, empty if the request reads no cached blocks.
+
+        Raises:
+            EngineDeadError: No replica is reachable.
         """
-        hearing = self._hearing()
-        if not hearing:
+        reachable = self._reachable()
+        if not reachable:
             raise EngineDeadError("all engines have ended.")
-        # A replica that makes no progress gets a request only if all others make none either.
-        moving = [idx for idx in hearing if self._replicas[idx].transport.stall is None]
-        num_requests = {idx: len(self._replicas[idx].requests) for idx in moving or hearing}
+        # A stalled replica gets requests only if all reachable replicas are stalled.
+        progressing = [idx for idx in reachable if self._replicas[idx].transport.stall is None]
+        num_requests = {idx: len(self._replicas[idx].requests) for idx in progressing or reachable}
         fewest = min(num_requests.values())
-        # None more where one has nothing to do: what all prompts begin with would keep few callers
-        # at one replica, and the others would never learn it.
-        most = fewest + max(min(_MORE_REQUESTS, fewest), fewest // _MORE_FOR_EACH)
-        # Of those with equally many the first: who comes alone, again and again, finds there what
-        # the prefix cache has kept, also of prompts that are too short to be known.
+        # If a replica is idle, `most` is 0. Otherwise a system prompt that all requests share would
+        # keep a light load on one replica, and the others would never cache it.
+        most = fewest + max(min(_MAX_EXTRA_REQUESTS, fewest), fewest // _REQUESTS_PER_EXTRA)
+        # Ties go to the first replica. So a client that sends one request at a time always reaches
+        # the same prefix cache, also with prompts too short for a chain.
         return max(
             (idx for idx, number in num_requests.items() if number <= most),
             key=lambda idx: (self._replicas[idx].prefixes.num_known(chain), -num_requests[idx]),
@@ -272,79 +277,81 @@ class DataParallelTransport:
             self._send_to(idx, AbortRequests(request_ids=own_ids))
 
     def _call(self, call: UtilityCall) -> None:
-        hearing = self._hearing()
-        asked = hearing[:1] if call.method in _ASKED_OF_THE_FIRST else hearing
+        reachable = self._reachable()
+        asked = reachable[:1] if call.method in _FIRST_REPLICA_METHODS else reachable
         if not asked:
             raise EngineDeadError("all engines have ended.")
-        # First: an answer may come before the last is asked.
+        # Before the sends, because a reply may arrive during them.
         pending = self._calls[call.call_id] = _PendingCall(call.method, set(asked))
         for idx in asked:
             arguments = call.arguments
             if call.method == "start_profile":
-                # Each writes files of the same names.
+                # A folder per replica, because all replicas use the same file names.
                 arguments = (f"{arguments[0]}/replica-{idx}",)
             if not self._send_to(idx, dataclasses.replace(call, arguments=arguments)):
                 pending.awaited.discard(idx)
-        self._answer(call.call_id)
+        self._answer_if_complete(call.call_id)
 
     def _send_to(self, idx: int, message: EngineInput) -> bool:
-        """Sends to one replica; False if it has died, and its last words are on their way."""
+        """Sends a message to one replica; False if its engine has ended."""
         try:
             self._replicas[idx].transport.send(message)
         except EngineDeadError:
-            self._replicas[idx].is_mute = True
+            self._replicas[idx].is_unreachable = True
             return False
         return True
 
-    def _take(self, idx: int, message: EngineOutput | EngineReady) -> None:
-        """A message of a replica, on the loop."""
+    def _on_replica_message(self, idx: int, message: EngineOutput | EngineReady) -> None:
+        """Handles a message of a replica, on the loop."""
         with self._lock:
-            speaker, self._speaker = self._speaker, idx
+            sender_idx, self._sender_idx = self._sender_idx, idx
             try:
-                self._note(idx, message)
-            # The loop would only log it, and callers would wait for ever.
+                self._handle(idx, message)
+            # Without this, the loop would log the error and callers would wait forever.
             except Exception as error:
                 logger.exception("a message of replica %d could not be used", idx)
                 self.give_up(f"{type(error).__name__}: {error}")
             finally:
-                self._speaker = speaker
+                self._sender_idx = sender_idx
 
-    def _note(self, idx: int, message: EngineOutput | EngineReady) -> None:
+    def _handle(self, idx: int, message: EngineOutput | EngineReady) -> None:
         match message:
             case StepOutputs():
-                self._note_step(idx, message)
+                self._handle_step(idx, message)
             case UtilityReply():
-                self._note_reply(idx, message)
+                self._handle_reply(idx, message)
             case EngineReady():
-                self._note_ready(idx, message)
+                self._handle_ready(idx, message)
             case EngineDead():
-                self._note_dead(idx, message)
+                self._handle_dead(idx, message)
 
-    def _note_step(self, idx: int, step: StepOutputs) -> None:
+    def _handle_step(self, idx: int, step: StepOutputs) -> None:
         replica = self._replicas[idx]
-        replica.note_stats(step.stats)
-        # First: a client that cannot use it hears of all its requests.
+        replica.update_stats(step.stats)
+        # Before requests are removed: if the client fails, its `EngineDead` must list all of them.
         self._on_message(dataclasses.replace(step, stats=self._merged_stats(), engine_idx=idx))
         for output in step.outputs:
             if output.finish_reason is not None:
                 if replica.requests.pop(output.request_id, False):
                     replica.kept_ids.add(output.request_id)
 
-    def _note_reply(self, idx: int, reply: UtilityReply) -> None:
+    def _handle_reply(self, idx: int, reply: UtilityReply) -> None:
         call = self._calls.get(reply.call_id)
         if call is None or idx not in call.awaited:
-            raise InvariantError(f"replica {idx} answered call {reply.call_id}, not asked to.")
+            raise InvariantError(
+                f"replica {idx} answered call {reply.call_id} but was not asked to."
+            )
         if call.method == "get_stats" and reply.error is None:
             stats = msgspec.json.decode(reply.result_json, type=SchedulerStats)
-            self._replicas[idx].note_stats(stats)
+            self._replicas[idx].update_stats(stats)
         if call.method == "reset_prefix_cache" and reply.result_json == "true":
             self._replicas[idx].prefixes.clear()
         call.replies.append(reply)
         call.awaited.discard(idx)
-        self._answer(reply.call_id)
+        self._answer_if_complete(reply.call_id)
 
-    def _answer(self, call_id: int) -> None:
-        """Tells the client, if all have answered that will."""
+    def _answer_if_complete(self, call_id: int) -> None:
+        """Sends the client the combined reply, if no replica's reply is missing."""
         call = self._calls.get(call_id)
         if call is None or call.awaited:
             return
@@ -358,11 +365,11 @@ class DataParallelTransport:
             reply = _merge_replies(call.method, call.replies)
         self._on_message(reply)
 
-    def _note_ready(self, idx: int, ready: EngineReady) -> None:
+    def _handle_ready(self, idx: int, ready: EngineReady) -> None:
         was_dead = not self._alive()
         replica = self._replicas[idx]
-        replica.note_successor(ready.stats)
-        replica.ended, replica.is_mute = None, False
+        replica.record_successor(ready.stats)
+        replica.ended, replica.is_unreachable = None, False
         replica.prefixes = ReplicaPrefixes(ready.model_info.max_fitting_tokens)
         self._readies[idx] = ready
         if self._is_closing:
@@ -370,15 +377,15 @@ class DataParallelTransport:
         if was_dead:
             self._on_message(self.ready)
 
-    def _note_dead(self, idx: int, dead: EngineDead) -> None:
+    def _handle_dead(self, idx: int, dead: EngineDead) -> None:
         replica = self._replicas[idx]
         was_dead = not self._alive()
         if not self._is_closing:
-            goes_on = "another is being started" if dead.retry_after_s else "for good"
-            logger.error("replica %d has ended, %s: %s", idx, goes_on, dead.reason)
+            next_state = "will be restarted" if dead.retry_after_s else "will not be restarted"
+            logger.error("replica %d has ended and %s: %s", idx, next_state, dead.reason)
         request_ids = tuple(replica.requests)
         replica.ended = dead
-        replica.note_end()
+        replica.record_end()
         replica.requests.clear()
         replica.kept_ids.clear()
         replica.prefixes.clear()
@@ -386,22 +393,23 @@ class DataParallelTransport:
         if self._alive():
             for call_id, call in list(self._calls.items()):
                 call.awaited.discard(idx)
-                self._answer(call_id)
+                self._answer_if_complete(call_id)
             if request_ids:
                 retry_after_s = None if self._is_closing else _RETRY_AFTER_S
                 self._on_message(
                     EngineDead(reason=reason, retry_after_s=retry_after_s, request_ids=request_ids)
                 )
             return
-        # Their callers hear of the end.
+        # The client fails all pending calls when it receives `EngineDead`.
         self._calls.clear()
         waits = [replica.ended.retry_after_s for replica in self._replicas]
         retry_after_s = min((wait for wait in waits if wait is not None), default=None)
+        # If all replicas were dead before, the client knows, unless the last restart has failed.
         if retry_after_s is None or not was_dead:
             self._on_message(EngineDead(reason=reason, retry_after_s=retry_after_s))
 
     def _merged_stats(self) -> SchedulerStats:
-        """Of all together: what runs is of those that live, what was counted of all ever."""
+        """Sums the statistics of all replicas; counters include engines that died."""
         engines = tuple(replica.stats for replica in self._replicas)
         return msgspec.structs.replace(
             sum_stats(engines), engine_start_time=self._start_time, engines=engines
@@ -409,16 +417,16 @@ class DataParallelTransport:
 
 
 def _merge_replies(method: str, replies: Sequence[UtilityReply]) -> UtilityReply:
-    """What all answered, as one answer."""
-    told = [reply for reply in replies if reply.error is None]
+    """Combines the replies of all replicas into one."""
+    succeeded = [reply for reply in replies if reply.error is None]
     failed = [reply for reply in replies if reply.error is not None]
     if method == "explain_prefix_cache_miss":
-        # Only one of them knows the request.
-        return told[0] if told else failed[0]
+        # Only one replica knows the request; the others reply with an error.
+        return succeeded[0] if succeeded else failed[0]
     if failed:
         return failed[0]
-    if all(reply.result_json in ("true", "false") for reply in told):
-        # Those that did what was asked have done it, also where another could not.
-        is_done = all(reply.result_json == "true" for reply in told)
-        return dataclasses.replace(told[0], result_json="true" if is_done else "false")
-    return told[0]
+    if all(reply.result_json in ("true", "false") for reply in succeeded):
+        # False if one replica replied false, although the others did what was asked.
+        is_done = all(reply.result_json == "true" for reply in succeeded)
+        return dataclasses.replace(succeeded[0], result_json="true" if is_done else "false")
+    return succeeded[0]

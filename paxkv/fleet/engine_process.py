@@ -1,4 +1,4 @@
-"""`EngineProcess`: an engine in a process of its own, as the process that started it sees it."""
+"""`EngineProcess`: the server's handle on one engine process."""
 
 import asyncio
 import contextlib
@@ -33,20 +33,20 @@ from paxkv.errors import ConfigError, EngineDeadError, InvariantError
 from paxkv.fleet.socket_folder import SocketFolder, remove_stale_folders
 from paxkv.fleet.step_watch import StepWatch
 
-# A fresh interpreter: a fork of a process with threads, or of one that has a device, may hang. -P
-# leaves the working directory out of its path, which is ours.
+# A fresh interpreter, because a fork of a process with threads or with a device may hang. -P keeps
+# the working directory out of its module path; `_spawn` passes the path of this process.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "paxkv.entrypoints.engine_process")
-# The step that it computes now may take so long to end; then the process is killed.
+# Time for the engine to end its current step after `Shutdown`; then it is killed.
 CLOSE_TIMEOUT_S = 10.0
 _EXIT_TIMEOUT_S = 5.0
-# An engine that hangs says where, if it still can.
+# Time for a hanging engine to print a traceback before it is killed.
 _TRACEBACK_S = 0.5
 _START_POLL_MS = 100
 _CONNECT_TIMEOUT_MS = 5000
 _CONNECT_POLL_MS = 20
-# After this time with messages of the engine, the loop runs other callbacks.
+# Time to handle the engine's messages before the loop runs other callbacks.
 _MAX_TURN_S = 0.02
-# The address of a socket file may have 107 bytes on Linux, 103 on macOS.
+# The path of a socket file may have 107 bytes on Linux, 103 on macOS.
 _MAX_IPC_PATH = 100
 _SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
@@ -54,17 +54,18 @@ _SIGNALS = {signal.SIGINT, signal.SIGTERM}
 class EngineProcess:
     """One engine process, from its start to its end.
 
-    `send` and `end` may be called from any thread. `wait_until_ready` belongs to who made it;
-    afterwards messages are received on one loop alone.
+    `send` and `end` may be called from any thread. Call `wait_until_ready` first, on one thread.
+    After `deliver_on`, messages are received only on its loop.
 
     Args:
-        show_progress: It draws a bar on stderr while steps compile.
-        command: What runs `run_engine_process`.
-        environment: Variables that it is started with, besides those of this process.
-        max_idle_start_s: Seconds that it may do nothing before it is ready; 0 is no limit.
+        show_progress: The engine draws a progress bar on stderr while it compiles programs.
+        command: Command line of a program that calls `run_engine_process`.
+        environment: Environment variables to add to those of this process.
+        max_idle_start_s: Kills the engine if it does nothing for this many seconds before it is
+            ready; 0 is no limit.
 
     Attributes:
-        num_sent: Messages that were sent to it.
+        num_sent: Number of messages that were sent to the engine.
     """
 
     def __init__(
@@ -89,16 +90,16 @@ class EngineProcess:
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self._outputs = self._context.socket(zmq.PULL)
-            self._outputs.set_hwm(0)  # no limit: nothing may be lost
+            self._outputs.set_hwm(0)  # unlimited queue: no message may be dropped
             self._step_counter, counter_file = StepCounter.create()
             try:
-                with _later_signals():
+                with _deferred_signals():
                     order = self._open_endpoints(
                         config, show_progress=show_progress, step_counter=counter_file
                     )
                     self._curve_keys = order.curve_keys
                     self._process = _spawn(command, environment, counter_file)
-                    self._give_order(order)
+                    self._send_order(order)
             finally:
                 os.close(counter_file)
         except BaseException:
@@ -121,15 +122,15 @@ class EngineProcess:
     def wait_until_ready(
         self, on_model_found: Callable[[Path], None] = lambda folder: None
     ) -> EngineReady:
-        """Waits until the engine takes requests.
+        """Waits until the engine accepts requests.
 
         Args:
-            on_model_found: Called with the folder of the model's tokenizer, while the engine goes
-                on starting.
+            on_model_found: Called with the folder of the model's tokenizer, while the engine
+                continues its start.
 
         Raises:
-            ConfigError: A setting or the model's files cannot work.
-            EngineDeadError: It ended before it was ready.
+            ConfigError: A setting or the model's files are invalid.
+            EngineDeadError: The engine ended before it was ready.
         """
         while True:
             match self._next_start_message():
@@ -144,16 +145,19 @@ class EngineProcess:
                     self._is_starting = False
                     raise ConfigError(message) if is_mistake else EngineDeadError(message)
                 case other:
-                    raise InvariantError(f"{type(other).__name__} came before EngineReady.")
+                    raise InvariantError(
+                        f"received {type(other).__name__} before EngineReady; the engine must send "
+                        "EngineReady first."
+                    )
 
     def send(self, message: EngineInput) -> None:
         """Queues a message; never waits.
 
         Raises:
-            EngineDeadError: The engine has ended, or has not begun.
+            EngineDeadError: The engine has ended, or is not connected yet.
         """
         data = wire.encode(message)
-        # The client speaks on one thread; but whoever ends this comes from another.
+        # Another thread may call `end` or `release` while the client sends.
         with self._lock:
             if self._inputs is None:
                 raise EngineDeadError("the engine has ended.")
@@ -165,26 +169,27 @@ class EngineProcess:
         loop: asyncio.AbstractEventLoop,
         on_message: Callable[[EngineOutput | EngineStartOutput], None],
     ) -> None:
-        """Calls `on_message` with every message from now on. Called on the loop.
+        """Calls `on_message` on the loop with every message from now on. Call it on the loop.
 
-        No thread stands between: it would compete with the loop for the interpreter at every step.
+        The loop reads the socket itself. A reader thread would compete with the loop for the
+        interpreter in every step.
         """
         self._loop, self._on_message = loop, on_message
-        loop.add_reader(self._outputs.fd, self._take_waiting)
-        # The descriptor tells of what is new only.
-        loop.call_soon(self._take_waiting)
+        loop.add_reader(self._outputs.fd, self._deliver_waiting)
+        # The descriptor signals only new messages, so read those that are waiting already.
+        loop.call_soon(self._deliver_waiting)
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """The process's exit code, below 0 for a signal; None while it lives after `timeout_s`."""
+        """Returns the exit code, negative for a signal; None if it still runs at the timeout."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
 
     def end(self) -> None:
-        """Ends the process after the step that it computes now; may be repeated.
+        """Ends the process after its current step; may be repeated.
 
-        One that is still starting ends at once: it would hear of nothing, and nothing is lost.
+        Kills a process that is still starting: it reads no messages yet and has no requests.
         """
         if self._is_starting:
             self._process.kill()
@@ -192,29 +197,29 @@ class EngineProcess:
             with contextlib.suppress(EngineDeadError):
                 self.send(Shutdown())
                 self.wait(CLOSE_TIMEOUT_S)
-        self._process.stdin.close()  # which ends it without more ado
+        self._process.stdin.close()  # the engine exits when its standard input closes
         if self.wait(_EXIT_TIMEOUT_S) is None:
             self._process.kill()
             self._process.wait()
 
     def kill(self) -> None:
-        """Ends the process now; may be repeated."""
+        """Kills the process; may be repeated."""
         self._process.kill()
 
     def kill_with_traceback(self) -> None:
-        """Has the process say on stderr where it is, and kills it. Called on the loop."""
+        """Makes the process print a traceback on stderr, then kills it. Call it on the loop."""
         self._process.send_signal(signal.SIGUSR1)
         self._loop.call_later(_TRACEBACK_S, self._process.kill)
 
     def release(self) -> None:
-        """Hands over what has come, and gives the sockets back. The process must have ended.
+        """Delivers the remaining messages and closes the sockets. The process must have ended.
 
-        Called on the loop of `deliver_on`, if there was one.
+        Call it on the loop of `deliver_on`, if that was called.
         """
         if self._is_released:
             return
         if self._loop is not None:
-            while self._take_one():
+            while self._deliver_one():
                 pass
             self._loop.remove_reader(self._outputs.fd)
         self._process.stdin.close()
@@ -223,7 +228,7 @@ class EngineProcess:
     def _open_endpoints(
         self, config: EngineConfig, *, show_progress: bool, step_counter: int
     ) -> EngineOrder:
-        """Binds the socket to hear on."""
+        """Binds the socket for the engine's messages and returns what the engine needs to start."""
         if zmq.has("ipc"):
             remove_stale_folders()
             self._folder = SocketFolder()
@@ -258,17 +263,20 @@ class EngineProcess:
             show_progress=show_progress,
         )
 
-    def _give_order(self, order: EngineOrder) -> None:
+    def _send_order(self, order: EngineOrder) -> None:
         data = msgspec.json.encode(order) + b"\n"
         try:
             while data:
                 data = data[os.write(self._process.stdin.fileno(), data) :]
         except BrokenPipeError:
-            # It ended at once, which `wait_until_ready` says.
+            # The process ended already; `wait_until_ready` reports it.
             return
 
     def _connect_inputs(self, endpoint: str) -> None:
-        """Only now: a socket that connects before the other listens looks again much later."""
+        """Connects to the engine's socket after the engine has bound it.
+
+        A socket that connects earlier retries only after a long pause.
+        """
         socket = self._context.socket(zmq.PUSH)
         socket.set_hwm(0)
         if self._curve_keys is not None:
@@ -276,7 +284,7 @@ class EngineProcess:
             socket.curve_serverkey = self._curve_keys.input_public.encode()
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         socket.connect(endpoint)
-        # One whose start has failed may be gone already.
+        # Stop waiting if the process has ended because its start failed.
         is_connected = any(
             monitor.poll(_CONNECT_POLL_MS) or self._process.poll() is not None
             for _ in range(_CONNECT_TIMEOUT_MS // _CONNECT_POLL_MS)
@@ -286,14 +294,14 @@ class EngineProcess:
         with self._lock:
             self._inputs = socket
         if is_connected and self._folder is not None:
-            # Its hello came through the other socket: nobody looks for their files any more, which
-            # would stay behind if both processes were killed.
+            # Both sockets are connected (the engine's hello used the other one), so their files are
+            # no longer needed. If both processes were killed, the files would remain.
             self._folder.remove()
 
     def _next_start_message(self) -> EngineOutput | EngineStartOutput:
         while True:
             self._check_start()
-            # Asked first: what it said before it ended is read all the same.
+            # Poll the process before the socket, so that messages sent before its end are read.
             code = self._process.poll()
             if self._outputs.poll(_START_POLL_MS):
                 return wire.decode_output(self._outputs.recv())
@@ -301,13 +309,13 @@ class EngineProcess:
                 raise EngineDeadError(f"the engine ended before it was ready: {describe_end(code)}")
 
     def _check_start(self) -> None:
-        """Ends a process that does nothing although it is not ready.
+        """Kills a process that does nothing although it is not ready.
 
         Raises:
-            EngineDeadError: It did nothing for too long.
+            EngineDeadError: The process did nothing for `max_idle_start_s`.
         """
         watch = self._start_watch
-        # Odd: it has something to do.
+        # `| 1`: an odd count means that the engine has work, and a starting engine always has.
         if watch.limit_s > 0 and watch.is_too_long(self.step_count | 1, 0, time.monotonic()):
             self._process.send_signal(signal.SIGUSR1)
             time.sleep(_TRACEBACK_S)
@@ -315,18 +323,18 @@ class EngineProcess:
             raise EngineDeadError(
                 "the engine was killed, because its start hangs: it has done nothing for "
                 f"{watch.limit_s:g} seconds, the limit that --engine-ready-timeout-s sets. Its log "
-                "says where it stood."
+                "contains the traceback; if the start is only slow, raise the limit."
             )
 
-    def _take_waiting(self) -> None:
+    def _deliver_waiting(self) -> None:
         end_s = time.monotonic() + _MAX_TURN_S
-        while self._take_one():
+        while self._deliver_one():
             if time.monotonic() >= end_s:
-                self._loop.call_soon(self._take_waiting)
+                self._loop.call_soon(self._deliver_waiting)
                 return
 
-    def _take_one(self) -> bool:
-        """Hands over a message; False if there is none."""
+    def _deliver_one(self) -> bool:
+        """Delivers one message; False if none is waiting."""
         if self._is_released:
             return False
         try:
@@ -334,7 +342,7 @@ class EngineProcess:
         except zmq.Again:
             return False
         except InvariantError as error:
-            # Nothing that follows can be trusted.
+            # After an invalid message, later messages cannot be trusted either.
             message = EngineDead(reason=f"{type(error).__name__}: {error}")
             self._process.kill()
         self._on_message(message)
@@ -350,40 +358,40 @@ class EngineProcess:
 
 
 def describe_end(code: int) -> str:
-    """What an exit code says of a process that nobody asked to end."""
+    """Describes why a process ended unexpectedly, from its exit code."""
     if code == -signal.SIGKILL:
         return "it was killed (SIGKILL), as the system does when memory runs out."
     if code < 0:
-        return f"signal {-code} ({signal.Signals(-code).name}) ended it."
+        return f"it was ended by signal {-code} ({signal.Signals(-code).name})."
     return f"it exited with code {code}; its log says more."
 
 
 def _spawn(
     command: Sequence[str], environment: Mapping[str, str], file: int
 ) -> subprocess.Popen[bytes]:
-    """Starts the process, which inherits one open file besides the standard ones."""
-    # It finds the modules that this process finds.
+    """Starts the process. It inherits the descriptor `file` besides the standard streams."""
+    # The process finds the same modules as this one.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     variables = os.environ | {"PYTHONPATH": path} | environment
-    # Without a buffer: the pipe stays open, and is written to once.
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, bufsize=0, env=variables, pass_fds=(file,)
     )
 
 
 @contextlib.contextmanager
-def _later_signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait: whoever could remove the sockets' folder must hear of it first.
+def _deferred_signals() -> Iterator[None]:
+    """Delays SIGINT and SIGTERM until the block ends, so that cleanup can follow them.
 
-    A process that is started meanwhile has them blocked: they must not end it before it ignores
-    them.
+    A process that is started in the block inherits the signal mask. So the signals cannot end it
+    before it ignores them.
     """
-    came: list[int] = []
+    received: list[int] = []
     previous = {}
-    # The mask is of this thread alone, and libraries have others.
+    # Handlers are needed besides the mask: the mask covers only this thread, and the system may
+    # deliver the signal to a thread of a library.
     if threading.current_thread() is threading.main_thread():
         previous = {
-            number: signal.signal(number, lambda number, frame: came.append(number))
+            number: signal.signal(number, lambda number, frame: received.append(number))
             for number in _SIGNALS
         }
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -392,11 +400,11 @@ def _later_signals() -> Iterator[None]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in previous.items():
-            # None: not Python's own, which cannot be put back.
+            # None is a handler that was not installed by Python; it cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        for number in came:
+        for number in received:
             signal.raise_signal(number)
 
 
 def _drop(_message: EngineOutput | EngineStartOutput) -> None:
-    """Before `deliver_on`."""
+    """Ignores messages before `deliver_on`."""

@@ -1,4 +1,4 @@
-"""`EngineSupervisor`: keeps one engine process running, and starts another where one died."""
+"""`EngineSupervisor`: runs one engine process and replaces it when it dies."""
 
 import asyncio
 import dataclasses
@@ -22,21 +22,21 @@ from paxkv.fleet.step_watch import StepWatch
 logger = logging.getLogger(__name__)
 
 SUPERVISOR_THREAD = "paxkv-engine-supervisor"
-# What an engine said before it exited is with us by then, however busy the machine is.
-_LAST_WORDS_S = 2.0
+# Time for an engine's last message to arrive after its process exited, also on a busy machine.
+_LAST_MESSAGE_S = 2.0
 _MAX_PAUSE_S = 30.0
-# What clients are told at most: the next start finds its programs, which the first one may have had
-# to compile for minutes.
+# Upper bound of `EngineDead.retry_after_s`. The first start may have compiled programs for minutes;
+# a restart loads them from disk.
 _MAX_RETRY_AFTER_S = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """How often an engine that died is started again.
+    """How often the supervisor restarts an engine that died.
 
     Args:
-        max_restarts: In a row; 0 is never.
-        window_s: An engine that has served for so long ends the row.
+        max_restarts: Maximum of consecutive restarts; 0 never restarts.
+        window_s: An engine that has served for this long resets the count of restarts.
     """
 
     max_restarts: int
@@ -44,20 +44,23 @@ class RestartPolicy:
 
 
 class EngineSupervisor:
-    """The `LoopTransport` of an engine process and of those that take its place.
+    """The `LoopTransport` of an engine process and of the processes that replace it.
 
-    Its thread only waits for processes; messages come on the loop. When one dies, the client hears
-    `EngineDead`; then `EngineReady`, or, when none may be started any more, a last `EngineDead`.
-    One that hangs is killed, and has died then.
+    When an engine dies, the client receives `EngineDead`. Then it receives `EngineReady` after a
+    restart, or a final `EngineDead` if no further restart is allowed. An engine that hangs is
+    killed, which counts as a death.
+
+    The supervisor's thread waits for processes; messages are delivered on the loop.
 
     Args:
         max_step_s: Kills the engine if a step, or waking up, takes this many seconds; 0 is no
             limit.
         stall_s: `stall` gives a reason after this many seconds without a completed step; 0 is no
             limit.
-        max_idle_start_s: As `EngineProcess` has it.
-        show_progress: The first engine draws a bar on stderr while steps compile.
-        command: As `EngineProcess` has it; `environment` likewise.
+        max_idle_start_s: See `EngineProcess`.
+        show_progress: The first engine draws a progress bar on stderr while it compiles programs.
+        command: See `EngineProcess`.
+        environment: See `EngineProcess`.
     """
 
     def __init__(
@@ -84,16 +87,17 @@ class EngineSupervisor:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_message: Callable[[EngineOutput | EngineReady], None] | None = None
         self._thread: threading.Thread | None = None
-        # In the present row, and altogether.
-        self._num_in_row = 0
+        # Deaths and failed starts since an engine last served for `policy.window_s`.
+        self._num_consecutive = 0
         self._num_restarts = 0
-        # Of the engine that ran last.
+        # The engine died, and no other is ready yet.
         self._is_dead = threading.Event()
-        self._is_end_told = False
+        # The client received the final `EngineDead`.
+        self._is_end_reported = False
         self._start_s = time.monotonic()
         self._ready_s = math.inf
         self._start_took_s = 1.0
-        # Why the last one failed.
+        # Why the last start failed; "" after a successful start.
         self._start_error = ""
         self._process = EngineProcess(
             config,
@@ -105,28 +109,27 @@ class EngineSupervisor:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs, or is being started."""
+        """The id of the running or starting process."""
         return self._process.pid
 
     def wait_until_ready(self, on_model_found: Callable[[Path], None]) -> EngineReady:
         """Waits for the first engine. Raises as `EngineProcess.wait_until_ready` does."""
         ready = self._process.wait_until_ready(on_model_found)
-        self._note_ready()
-        # Clients know these sizes, so a restarted engine must have them too.
+        self._record_ready()
+        # Clients rely on these sizes, so restarted engines must have the same.
         self._config = same_sized_config(self._config, ready)
         return ready
 
     def send(self, message: EngineInput) -> None:
-        """Queues a message for the engine that runs.
+        """Queues a message for the running engine.
 
         Raises:
-            EngineDeadError: None does.
+            EngineDeadError: No engine is running.
         """
         if isinstance(message, Shutdown):
-            # Its end is wanted.
             self._is_closing.set()
             if self._is_dead.is_set():
-                # What is being started has nothing to finish.
+                # The engine that is being started has no requests to finish.
                 self._process.kill()
         if self._is_dead.is_set():
             raise EngineDeadError("the engine has ended.")
@@ -137,9 +140,9 @@ class EngineSupervisor:
         loop: asyncio.AbstractEventLoop,
         on_message: Callable[[EngineOutput | EngineReady], None],
     ) -> None:
-        """Calls `on_message` on the loop with every message from now on. Called on the loop."""
+        """Calls `on_message` on the loop with every message from now on. Call it on the loop."""
         self._loop, self._on_message = loop, on_message
-        self._process.deliver_on(loop, self._take)
+        self._process.deliver_on(loop, self._on_process_message)
         if self._step_watch.limit_s > 0 or self._stall_watch.limit_s > 0:
             self._watch_steps()
         self._thread = threading.Thread(target=self._supervise, name=SUPERVISOR_THREAD, daemon=True)
@@ -156,16 +159,16 @@ class EngineSupervisor:
         )
 
     def give_up(self, reason: str) -> None:
-        """See `LoopTransport.give_up`: the engine is killed, and replaced as one that died."""
+        """See `LoopTransport.give_up`. Kills the engine; the supervisor replaces it."""
         if self._is_dead.is_set():
             return
         logger.error("the engine process is killed: %s", reason)
-        # First, so that what it still says is not taken for the next engine's.
+        # Before the kill, so that messages that still arrive from this engine are ignored.
         self._on_death(reason)
         self._process.kill_with_traceback()
 
     def close(self) -> None:
-        """Ends the engine, and starts none any more. Not called on the loop of `deliver_on`."""
+        """Ends the engine and all restarts. Must not be called on the loop of `deliver_on`."""
         self._is_closing.set()
         self._process.end()
         if self._thread is None:
@@ -174,47 +177,47 @@ class EngineSupervisor:
         self._thread.join()
 
     def _supervise(self) -> None:
-        """The thread's body."""
+        """The body of the thread."""
         try:
             self._supervise_to_the_end()
-        # Whatever it is, nobody would notice an engine's end any more.
+        # Without this thread, the death of the engine would not be noticed. So end the engine.
         except Exception as error:
-            logger.exception("engines cannot be started any more")
+            logger.exception("the supervisor failed and cannot restart engines")
             self._start_error = f"{type(error).__name__}: {error}"
             self._process.end()
         self._on_loop(self._on_end)
 
     def _supervise_to_the_end(self) -> None:
-        """From the end of one process to the end of the next."""
-        is_wanted = True
-        while is_wanted:
+        """Waits for the end of each process and starts the next, until no restart is allowed."""
+        needs_engine = True
+        while needs_engine:
             process = self._process
             code = process.wait()
             if code >= 0:
-                # It has said why, which may still be on its way.
-                self._is_dead.wait(_LAST_WORDS_S)
-            is_wanted = self._on_loop(lambda p=process, c=code: self._on_exit(p, c))
-            while is_wanted and not self._is_closing.is_set():
+                # The engine has sent its `EngineDead`, which may not have arrived yet.
+                self._is_dead.wait(_LAST_MESSAGE_S)
+            needs_engine = self._on_loop(lambda p=process, c=code: self._on_exit(p, c))
+            while needs_engine and not self._is_closing.is_set():
                 if self._restart():
                     break
-                is_wanted = self._on_loop(self._on_failed_start)
+                needs_engine = self._on_loop(self._on_failed_start)
 
     def _restart(self) -> bool:
-        """Starts an engine; False if that failed and was not interrupted by `close`."""
-        # 0, 1, 2, 4, ... seconds: what made it fail may pass.
-        pause_s = 0.0 if self._num_in_row <= 1 else 2.0 ** (self._num_in_row - 2)
+        """Starts an engine; False if the start failed for a reason other than `close`."""
+        # 0, 1, 2, 4, ... seconds, because the cause of the failure may be temporary.
+        pause_s = 0.0 if self._num_consecutive <= 1 else 2.0 ** (self._num_consecutive - 2)
         if self._is_closing.wait(min(pause_s, _MAX_PAUSE_S)):
             return True
         self._num_restarts += 1
         self._start_s = time.monotonic()
         logger.warning(
-            "starting the engine again: %d of %d times in a row",
-            self._num_in_row,
+            "starting the engine again: restart %d of at most %d in a row",
+            self._num_consecutive,
             self._policy.max_restarts,
         )
         try:
             process = EngineProcess(
-                _traced_elsewhere(self._config, self._num_restarts),
+                _with_own_trace_file(self._config, self._num_restarts),
                 show_progress=False,
                 command=self._command,
                 environment=self._environment,
@@ -236,11 +239,11 @@ class EngineSupervisor:
             process.end()
             process.release()
             return self._is_closing.is_set()
-        self._note_ready()
+        self._record_ready()
         return self._on_loop(lambda: self._on_ready(process, ready))
 
     def _on_loop(self, function: Callable[[], bool]) -> bool:
-        """Calls a function on the loop and returns its result; False when the loop has gone."""
+        """Calls a function on the loop and returns its result; False if the loop has closed."""
         results: list[bool] = []
         is_done = threading.Event()
 
@@ -253,7 +256,7 @@ class EngineSupervisor:
         try:
             self._loop.call_soon_threadsafe(call)
         except RuntimeError:
-            # Closed without `close`: nobody is left to hear.
+            # The loop was closed without `close`, so the engine has no client left.
             self._process.end()
             return False
         while not is_done.wait(1.0):
@@ -261,10 +264,10 @@ class EngineSupervisor:
                 return False
         return bool(results and results[0])
 
-    def _take(self, message: EngineOutput | EngineStartOutput) -> None:
-        """A message of the process that runs, on the loop."""
+    def _on_process_message(self, message: EngineOutput | EngineStartOutput) -> None:
+        """Handles a message of the current process, on the loop."""
         if self._is_dead.is_set():
-            # What is on its way from an engine that was given up.
+            # A late message of an engine that was given up.
             return
         if isinstance(message, EngineDead):
             self._on_death(message.reason)
@@ -272,29 +275,29 @@ class EngineSupervisor:
             self._on_message(message)
 
     def _on_exit(self, process: EngineProcess, code: int) -> bool:
-        """On the loop; whether another engine is to be started."""
+        """Handles the exit of a process, on the loop; True if another engine must be started."""
         process.release()
         self._on_death("it was shut down" if self._is_closing.is_set() else describe_end(code))
         return self._may_restart()
 
     def _on_death(self, reason: str) -> None:
-        """On the loop, at the engine's own last message or at its exit."""
+        """Reports an engine's death once, on the loop: at `EngineDead`, exit or `give_up`."""
         if self._is_dead.is_set():
             return
         self._is_dead.set()
         if time.monotonic() - self._ready_s >= self._policy.window_s:
-            self._num_in_row = 0
-        self._num_in_row += 1
-        self._tell_dead(reason)
+            self._num_consecutive = 0
+        self._num_consecutive += 1
+        self._send_dead(reason)
 
     def _watch_steps(self) -> None:
-        """Looks at the count of steps periodically, on the loop."""
-        if self._is_end_told:
+        """Checks the step counter periodically, on the loop."""
+        if self._is_end_reported:
             return
         watches = (self._step_watch, self._stall_watch)
         period_s = min(watch.period_s for watch in watches if watch.limit_s > 0)
         self._loop.call_later(period_s, self._watch_steps)
-        # An engine that is being started computes no step, however long the start takes.
+        # A starting engine computes no steps.
         if self._is_dead.is_set():
             return
         look = (self._process.step_count, self._process.num_sent, time.monotonic())
@@ -312,11 +315,11 @@ class EngineSupervisor:
             )
 
     def _on_failed_start(self) -> bool:
-        """On the loop; whether to try again."""
-        self._num_in_row += 1
+        """Handles a failed start, on the loop; True if the supervisor must try again."""
+        self._num_consecutive += 1
         if self._may_restart():
             return True
-        self._tell_dead(f"it could not be started again: {self._start_error}")
+        self._send_dead(f"it could not be started again: {self._start_error}")
         return False
 
     def _on_ready(self, process: EngineProcess, ready: EngineReady) -> bool:
@@ -324,35 +327,35 @@ class EngineSupervisor:
         self._step_watch.start_over()
         self._stall_watch.start_over()
         self._is_stalled = False
-        process.deliver_on(self._loop, self._take)
+        process.deliver_on(self._loop, self._on_process_message)
         self._on_message(ready)
         return True
 
     def _on_end(self) -> bool:
-        """On the loop: nothing is started any more."""
-        if not self._is_end_told:
+        """Reports the final death, on the loop, when the supervisor's thread ends."""
+        if not self._is_end_reported:
             self._is_closing.set()
-            self._tell_dead(self._start_error or "it was shut down")
+            self._send_dead(self._start_error or "it was shut down")
         return False
 
     def _may_restart(self) -> bool:
-        return not self._is_closing.is_set() and self._num_in_row <= self._policy.max_restarts
+        return not self._is_closing.is_set() and self._num_consecutive <= self._policy.max_restarts
 
-    def _tell_dead(self, reason: str) -> None:
+    def _send_dead(self, reason: str) -> None:
         retry_after_s = None
         if self._may_restart():
             retry_after_s = min(max(math.ceil(self._start_took_s), 1), _MAX_RETRY_AFTER_S)
-        self._is_end_told = retry_after_s is None
+        self._is_end_reported = retry_after_s is None
         self._on_message(EngineDead(reason=reason, retry_after_s=retry_after_s))
 
-    def _note_ready(self) -> None:
+    def _record_ready(self) -> None:
         self._start_error = ""
         self._ready_s = time.monotonic()
         self._start_took_s = self._ready_s - self._start_s
 
 
-def _traced_elsewhere(config: EngineConfig, num_restarts: int) -> EngineConfig:
-    """A trace of its own for each engine: the first one's may show why it died."""
+def _with_own_trace_file(config: EngineConfig, num_restarts: int) -> EngineConfig:
+    """Gives a restarted engine its own trace file, because earlier ones may explain the failure."""
     if config.scheduler.trace_file is None:
         return config
     trace_file = f"{config.scheduler.trace_file}.restart-{num_restarts}"

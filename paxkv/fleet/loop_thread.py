@@ -1,4 +1,4 @@
-"""`LoopThread`: lets a caller that waits use a transport that calls."""
+"""`LoopThread`: turns a callback-based `LoopTransport` into a blocking `EngineTransport`."""
 
 import asyncio
 import queue
@@ -14,24 +14,24 @@ from paxkv.fleet.engine_supervisor import SUPERVISOR_THREAD
 
 
 class LoopThread:
-    """The `EngineTransport` over a `LoopTransport`, which gets a loop of its own in a thread.
+    """An `EngineTransport` that runs a `LoopTransport` on its own event loop in a thread.
 
-    After the last message, which is `EngineDead`, `receive` repeats it.
+    After the final message, an `EngineDead`, `receive` returns that message again.
 
     Args:
-        transport: Starts no engine again where one died: whoever waits would not hear of it.
+        transport: Must not restart engines, because `receive` cannot report a restart.
     """
 
     def __init__(self, transport: LoopTransport) -> None:
         self._transport = transport
         self._messages: queue.SimpleQueue[EngineOutput | EngineReady] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
-        # It holds no reference to this object, which may go before it.
+        # The thread holds no reference to this object, so the object can be garbage-collected.
         self._thread = threading.Thread(
             target=_run, args=(self._loop,), name="paxkv-engine-loop", daemon=True
         )
         self._thread.start()
-        # Whoever ends the interpreter next finds all threads started.
+        # Wait until all threads run, because none can be started while the interpreter exits.
         asyncio.run_coroutine_threadsafe(
             _deliver(transport, self._loop, self._messages.put), self._loop
         ).result()
@@ -47,7 +47,10 @@ class LoopThread:
         except queue.Empty:
             return None
         if isinstance(message, EngineReady):
-            raise InvariantError("an engine was started again, and nobody can be told.")
+            raise InvariantError(
+                "an engine was restarted, which LoopThread cannot report. Use a transport that "
+                "restarts no engines."
+            )
         if isinstance(message, EngineDead) and message.request_ids is None:
             self._messages.put(message)
         return message
@@ -56,7 +59,8 @@ class LoopThread:
         """See `EngineTransport.close`; may be repeated."""
         if self._loop.is_closed():
             return
-        # The garbage collector may call this from any thread, and those of the engines must go on.
+        # The garbage collector may call this on any thread. The loop's and the supervisors' threads
+        # must keep running until the engines have ended, so they cannot wait here.
         thread = threading.current_thread()
         if thread is self._thread or thread.name == SUPERVISOR_THREAD:
             threading.Thread(target=self.close, name="paxkv-engine-close").start()

@@ -1,4 +1,4 @@
-"""Which part of the machine each replica of a data-parallel engine has, and its own settings."""
+"""Devices and settings of each replica of a data-parallel engine."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ from paxkv.contracts.engine_start import EngineReady
 from paxkv.errors import ConfigError
 
 _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-# JAX computes on the CPU with so many threads.
+# The number of threads with which JAX computes on the CPU.
 _NUM_THREADS = "NPROC"
 _GPU_FILE = re.compile(r"nvidia\d+")
 _TPU_FILE = re.compile(r"accel\d+")
@@ -24,13 +24,13 @@ _TCP_PORT = re.compile(r"(tcp://.*:)(\d+)")
 def replica_environments(
     num_replicas: int, *, devices: Path = Path("/dev")
 ) -> list[dict[str, str]]:
-    """For each replica the variables that its process is started with, besides those of this one.
+    """Returns, per replica, environment variables to add to those of this process.
 
-    A process that uses JAX takes the memory of every GPU that it sees, and computes on the CPU with
-    every core. So a replica sees one GPU; without GPUs it has an equal part of the cores.
+    By default JAX takes the memory of every visible GPU and uses every CPU core. So each replica
+    sees one GPU; without GPUs, it gets an equal share of the cores.
 
     Args:
-        devices: Where the system's devices are files.
+        devices: Folder of the device files.
 
     Raises:
         ConfigError: There are more replicas than GPUs, or than cores; or the device is a TPU.
@@ -42,34 +42,35 @@ def replica_environments(
     has_tpu = not platforms and any(_TPU_FILE.fullmatch(file) for file in files)
     if has_tpu or "tpu" in platforms[:1]:
         raise ConfigError(
-            f"data_parallel_size={num_replicas}: on TPUs it must be 1 so far. Leave it out."
+            f"data_parallel_size={num_replicas} is not supported on TPUs. Leave it out, or set 1."
         )
     gpus = _visible_gpus(files) if not platforms or platforms[0] in _GPU_PLATFORMS else []
     if gpus:
         if num_replicas > len(gpus):
             raise ConfigError(
                 f"data_parallel_size={num_replicas} is more than the {len(gpus)} GPUs that this "
-                f"process sees ({', '.join(gpus)}). Lower it, or set {_VISIBLE_GPUS}; "
-                "JAX_PLATFORMS=cpu leaves GPUs alone."
+                f"process sees ({', '.join(gpus)}). Lower it, make more GPUs visible with "
+                f"{_VISIBLE_GPUS}, or set JAX_PLATFORMS=cpu to run on the CPU."
             )
         return [{_VISIBLE_GPUS: gpu} for gpu in gpus[:num_replicas]]
     num_cores = _num_cores()
     if num_replicas > num_cores:
         raise ConfigError(
             f"data_parallel_size={num_replicas} is more than the {num_cores} processor cores that "
-            "this process may use, and it sees no GPU. Lower it."
+            "this process may use, and no GPU is visible. Lower it."
         )
     return [{_NUM_THREADS: str(num_cores // num_replicas)}] * num_replicas
 
 
 def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
-    """The settings of one replica: the first has those of all, and others do not use its files.
+    """Returns the settings of one replica. Replica 0 uses `config` unchanged.
 
-    KV cache events of the next replica go to the next port; where missed ones can be asked for at a
-    port too, to as many ports on as keeps all of them apart.
+    The other replicas get trace files and endpoints of their own. Each replica publishes its KV
+    cache events on the next port. If events can be replayed at a second port, the ports of
+    consecutive replicas are far enough apart that no two endpoints share one.
 
     Raises:
-        ConfigError: There is no such port.
+        ConfigError: A port would exceed 65535.
     """
     if replica == 0:
         return config
@@ -92,19 +93,19 @@ def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
 
 
 def replicas_share_memory(environments: Sequence[Mapping[str, str]]) -> bool:
-    """Whether the replicas with these variables have their KV caches in the memory of one host."""
+    """True if replicas with these variables run on the CPU and share the host's memory."""
     return len(environments) > 1 and _NUM_THREADS in environments[0]
 
 
 def same_sized_config(config: EngineConfig, ready: EngineReady) -> EngineConfig:
-    """The settings of an engine with a KV cache and requests as large as those of another one."""
+    """Fixes the KV cache size and `max_model_len` in `config` to those of a running engine."""
     cache = dataclasses.replace(config.cache, num_gpu_blocks_override=ready.stats.num_blocks)
     model = dataclasses.replace(config.model, max_model_len=ready.model_info.max_model_len)
     return dataclasses.replace(config, cache=cache, model=model)
 
 
 def _port(endpoint: str | None) -> int | None:
-    """The port of an address; None where it has none, or any free one."""
+    """The port of an endpoint; None if it has no port or lets the system choose one."""
     match = _TCP_PORT.fullmatch(endpoint or "")
     return int(match[2]) or None if match else None
 
@@ -121,18 +122,18 @@ def _own_endpoint(endpoint: str | None, replica: int, distance: int) -> str | No
 
 
 def _visible_gpus(files: list[str]) -> list[str]:
-    # CUDA counts those that there are, whatever their files are called.
+    # CUDA numbers GPUs from 0, independent of the numbers in the names of the device files.
     found = [str(idx) for idx in range(sum(bool(_GPU_FILE.fullmatch(file)) for file in files))]
     named = os.environ.get(_VISIBLE_GPUS)
     if named is None or not found:
         return found
     gpus = [gpu.strip() for gpu in named.split(",")]
-    # -1 is how people say that there are no more; and nobody means the same one twice.
+    # "-1" or an empty entry ends the list. Duplicates count once.
     return list(dict.fromkeys(itertools.takewhile(lambda gpu: gpu not in ("", "-1"), gpus)))
 
 
 def _num_cores() -> int:
-    """Processor cores that this process is to compute with."""
+    """The number of processor cores that this process may use."""
     has_affinity = hasattr(os, "sched_getaffinity")
     num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     wanted = os.environ.get(_NUM_THREADS, "")

@@ -1,4 +1,4 @@
-"""Which prompts a replica's prefix cache is likely to hold, as far as can be told from outside."""
+"""`ReplicaPrefixes`: an estimate of the prompts that a replica's prefix cache holds."""
 
 from array import array
 from collections import OrderedDict
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from paxkv.contracts.engine_request import EngineRequest
 
-# Fewer than most blocks hold: so that the first words of a conversation tell it from others.
+# Tokens per chunk: fewer than in most blocks, so that short beginnings distinguish prompts too.
 _CHUNK_TOKENS = 16
 _CHUNK_BYTES = _CHUNK_TOKENS * array("i").itemsize
 
 
 def prompt_chain(request: EngineRequest) -> list[int]:
-    """A number for each whole chunk of the prompt, which tells that chunk and all before it.
+    """Hashes each whole chunk of the prompt together with all chunks before it.
 
-    Two requests have equal numbers as far as they can share blocks, but for images and the like:
-    those of a whole prompt are told apart from its first chunk on.
+    Two requests have equal hashes as far as they can share blocks. Exception: if their images or
+    other multimodal items differ, all hashes differ, although text before an item can be shared.
     """
     items = tuple(feature.identifier for feature in request.mm_features)
     parent = hash((request.cache_salt, request.lora_name, items))
@@ -28,10 +28,10 @@ def prompt_chain(request: EngineRequest) -> list[int]:
 
 
 class ReplicaPrefixes:
-    """The prompts that one replica was sent last, as many as its KV cache has room for.
+    """The prompts most recently sent to one replica, up to the size of its KV cache.
 
-    The cache may hold less, because outputs take room too; then a prompt is computed again, as it
-    would be elsewhere.
+    The cache may hold fewer, because outputs use blocks too. A wrong guess only costs computing the
+    prompt again.
 
     Args:
         max_tokens: Token positions of the replica's KV cache.
@@ -39,20 +39,20 @@ class ReplicaPrefixes:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_chunks = max_tokens // _CHUNK_TOKENS
-        # The least recently sent first. A chunk of a prompt lies behind those that follow it in the
-        # prompt: they are forgotten before it, because nothing can be found without it.
-        # A plain dict would look for its first key behind all those that were removed before.
+        # Least recently sent chunks first. Within a prompt, later chunks come before earlier ones,
+        # so they are removed first: without the first chunk no chunk of the prompt can be found.
+        # Not a plain dict: finding its first key takes longer with every removed key.
         self._chunks: OrderedDict[int, None] = OrderedDict()
 
     def num_known(self, chain: Sequence[int]) -> int:
-        """How many of a prompt's first chunks have been sent."""
+        """Counts the leading chunks of the prompt that were sent before."""
         for idx, chunk in enumerate(chain):
             if chunk not in self._chunks:
                 return idx
         return len(chain)
 
-    def note(self, chain: Sequence[int]) -> None:
-        """A prompt has been sent."""
+    def record(self, chain: Sequence[int]) -> None:
+        """Records a prompt that was sent to the replica."""
         chunks = self._chunks
         for chunk in reversed(chain):
             chunks[chunk] = None
@@ -61,5 +61,5 @@ class ReplicaPrefixes:
             chunks.popitem(last=False)
 
     def clear(self) -> None:
-        """The cache is empty."""
+        """Forgets all prompts, after the replica's cache was emptied."""
         self._chunks.clear()

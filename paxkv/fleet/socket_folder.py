@@ -1,4 +1,4 @@
-"""`SocketFolder`: where the sockets of two processes have their files until they are connected."""
+"""`SocketFolder`: holds the socket files of two processes until the processes are connected."""
 
 import contextlib
 import fcntl
@@ -11,41 +11,47 @@ import weakref
 from pathlib import Path
 
 _PREFIX = "paxkv-engine-"
-# Between its making and its lock a folder looks like one that nobody owns.
+# A younger folder may be new and not locked yet.
 _MIN_STALE_S = 60.0
 _OPEN_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class SocketFolder:
-    """A folder of this user alone, so that nobody else can connect; it goes with its owner.
+    """A temporary folder that only this user can read, so that other users cannot connect.
 
-    Its owner keeps it locked: a folder that can be locked is one whose owner was killed.
+    The process that created it holds a lock on it and removes it when it exits. So a folder that
+    another process can lock belongs to a process that was killed.
     """
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         lock = os.open(self.path, _OPEN_FLAGS)
-        # A file system without locks: nobody else can lock it either, and so it is left alone.
+        # On a file system without locks, other processes cannot lock the folder either, so they
+        # never remove it.
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Also at the end of this process, whoever forgets `remove`.
+        # Removes the folder at exit if `remove` was not called.
         self._finalizer = weakref.finalize(self, _remove_and_unlock, self.path, lock)
 
     def remove(self) -> None:
-        """May be repeated."""
+        """Removes the folder; may be repeated."""
         self._finalizer()
 
 
 def remove_stale_folders() -> None:
-    """Removes folders that this user's processes left behind when they were killed."""
+    """Removes folders of this user's processes that were killed."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        # It may be gone since, or not be ours to open.
+        # It may have been removed meanwhile, or belong to another user.
         with contextlib.suppress(OSError):
             _remove_if_stale(path)
 
 
 def _remove_if_stale(path: Path) -> None:
-    """Removes a folder of ours that nobody has locked."""
+    """Removes a folder of this user if no process holds its lock.
+
+    Raises:
+        OSError: The folder cannot be opened, or a running process holds its lock.
+    """
     file = os.open(path, _OPEN_FLAGS)
     try:
         status = os.fstat(file)

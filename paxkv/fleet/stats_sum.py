@@ -1,4 +1,4 @@
-"""Statistics of several engines, or of one after another, as those of one."""
+"""Combines the statistics of several engines, or of successive engines, into one."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,7 @@ import msgspec
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.observation import BlockResidency, ResidencyHistogram
 
-# Numbers that only grow; `kv_block_residency`, `step_token_counts` and `expert_tokens` are counters
-# too.
+# Scalar counters. `kv_block_residency`, `step_token_counts` and `expert_tokens` are counters too.
 COUNTERS = (
     "num_preemptions",
     "prefix_cache_queries",
@@ -23,7 +22,7 @@ COUNTERS = (
     "num_corrupted_reqs",
     "num_replaced_engines",
 )
-# Numbers of now, or of lately.
+# Current or recent values.
 GAUGES = (
     "num_running_reqs",
     "num_waiting_reqs",
@@ -39,10 +38,10 @@ _HISTOGRAMS = tuple(field.name for field in dataclasses.fields(BlockResidency))
 
 
 def add_counters(stats: SchedulerStats, more: SchedulerStats) -> SchedulerStats:
-    """`stats` with its counters raised by those of `more`."""
+    """Adds the counters of `more` to those of `stats`."""
     counters = {name: getattr(stats, name) + getattr(more, name) for name in COUNTERS}
     residency = stats.kv_block_residency
-    # The same where no block was sampled, as in most steps.
+    # An empty `kv_block_residency` is the usual case: no block was sampled.
     if more.kv_block_residency != BlockResidency():
         histograms = {
             name: _add_histograms(getattr(residency, name), getattr(more.kv_block_residency, name))
@@ -59,13 +58,13 @@ def add_counters(stats: SchedulerStats, more: SchedulerStats) -> SchedulerStats:
 
 
 def keep_expert_tokens(stats: SchedulerStats, before: SchedulerStats) -> SchedulerStats:
-    """`stats`, with the expert tokens of `before` if it leaves them out or has older ones.
+    """Returns `stats` with the expert tokens of `before`, if its own are missing or older.
 
-    An idle engine counts a window when it is asked, so a statistic of its last step may be noted
-    after a newer one. The engines of `stats.engines` are treated alike.
+    Older ones occur because an idle engine also counts tokens for a `get_stats` call: its reply can
+    be handled before the statistics of the last step. Applies to each of `stats.engines` too.
 
     Args:
-        before: What was last known of the engine, or of another engine, from which nothing is kept.
+        before: The last known statistics. Ignored if they are of another engine.
     """
     if len(stats.engines) == len(before.engines) > 0:
         engines = tuple(map(keep_expert_tokens, stats.engines, before.engines))
@@ -83,9 +82,9 @@ def _num_choices(expert_tokens: Mapping[int, Sequence[int]]) -> int:
 
 
 def sum_stats(all_stats: Sequence[SchedulerStats]) -> SchedulerStats:
-    """Those of several engines as of one: it began when the last of them did.
+    """Sums the statistics of several engines; the start time is the latest one.
 
-    Expert tokens are left out, because thousands of numbers would be added at every step.
+    Expert tokens are omitted, because the sum would add thousands of numbers per step.
     """
     total, *others = (msgspec.structs.replace(stats, expert_tokens={}) for stats in all_stats)
     for stats in others:
@@ -101,7 +100,7 @@ def sum_stats(all_stats: Sequence[SchedulerStats]) -> SchedulerStats:
 
 
 def stop_running(stats: SchedulerStats) -> SchedulerStats:
-    """`stats` once all engines have ended: nothing runs any more; what was counted stays."""
+    """Clears the requests and cache usage in `stats` after all engines ended; keeps counters."""
     return msgspec.structs.replace(
         stats,
         num_running_reqs=0,
@@ -125,7 +124,7 @@ def _add_counts(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
 def _add_layers(
     a: dict[int, tuple[int, ...]], b: dict[int, tuple[int, ...]]
 ) -> dict[int, tuple[int, ...]]:
-    """Sums of each layer; {} is zeros."""
+    """Adds the counts of each layer; an empty dict counts as zeros."""
     if not (a and b):
         return a or b
     return {layer_idx: _add_counts(counts, b[layer_idx]) for layer_idx, counts in a.items()}

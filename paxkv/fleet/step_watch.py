@@ -1,4 +1,4 @@
-"""`StepWatch`: notices an engine that makes no progress, by the steps that it counts."""
+"""`StepWatch`: detects an engine that makes no progress, from its step counter."""
 
 
 class StepWatch:
@@ -7,32 +7,32 @@ class StepWatch:
     An engine has work if its count is odd, or if a message was sent to it since the count last
     changed. The second case covers an engine that does not wake up.
 
-    The watch adds up the time between looks, at most `MAX_BETWEEN_LOOKS` periods for each. So the
+    The watch adds up the time between checks, at most `MAX_BETWEEN_LOOKS` periods for each. So the
     time in which the machine or the container was suspended hardly counts.
 
     Args:
         limit_s: Seconds for a step, or for waking up; 0 is no limit.
     """
 
-    # The loop that looks may be late.
+    # Above 1, because the loop that checks may be late.
     MAX_BETWEEN_LOOKS = 2.0
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        # How often to look: a step that hangs is found a tenth late at most.
+        # Seconds between checks: a hanging step is detected after at most 1.1 times the limit.
         self.period_s = min(limit_s / 10, 1.0)
         self._count = 0
-        # Messages that had been sent when the count was new.
+        # Messages that had been sent when the count last changed.
         self._num_sent = 0
         self._last_look_s = 0.0
         self._age_s = 0.0
 
     def is_too_long(self, count: int, num_sent: int, now_s: float) -> bool:
-        """Whether the engine has done nothing for longer than the limit.
+        """True if the engine has made no progress for at least `limit_s` seconds.
 
         Args:
             count: `StepCounter.count`.
-            num_sent: Messages that were sent to it.
+            num_sent: Number of messages that were sent to the engine.
         """
         between_s = min(now_s - self._last_look_s, self.MAX_BETWEEN_LOOKS * self.period_s)
         self._last_look_s = now_s
@@ -45,6 +45,6 @@ class StepWatch:
         return self.limit_s > 0 and self._age_s >= self.limit_s
 
     def start_over(self) -> None:
-        """For another engine."""
+        """Resets the watch for another engine."""
         self._count = self._num_sent = 0
         self._age_s = 0.0

@@ -144,7 +144,7 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World(FakeClock())
     monkeypatch.setattr(engine_supervisor, "time", world.clock)
-    monkeypatch.setattr(engine_supervisor, "_LAST_WORDS_S", 0.05)
+    monkeypatch.setattr(engine_supervisor, "_LAST_MESSAGE_S", 0.05)
     monkeypatch.setattr(
         engine_supervisor, "EngineProcess", lambda *a, **more: FakeProcess(world, *a, **more)
     )
@@ -300,7 +300,7 @@ def test_its_own_last_words_say_why_it_ended(world: World) -> None:
 
 
 def test_last_words_may_come_behind_the_exit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_supervisor, "_LAST_WORDS_S", 60.0)
+    monkeypatch.setattr(engine_supervisor, "_LAST_MESSAGE_S", 60.0)
 
     async def test() -> None:
         world.begin()

@@ -96,11 +96,11 @@ def wait_for_end(pid: int) -> None:
 def test_a_process_that_cannot_be_told_what_to_do_is_ended(monkeypatch) -> None:
     pids = []
 
-    def give_order(process: EngineProcess, order: object) -> None:
+    def send_order(process: EngineProcess, order: object) -> None:
         pids.append(process.pid)
         raise OSError("no space left")
 
-    monkeypatch.setattr(EngineProcess, "_give_order", give_order)
+    monkeypatch.setattr(EngineProcess, "_send_order", send_order)
     with pytest.raises(OSError, match="no space left"):
         EngineProcess(fake_config(), show_progress=False, command=COMMAND)
     (pid,) = pids
@@ -267,14 +267,14 @@ def test_many_messages_that_wait_leave_the_loop_turns_for_others(monkeypatch) ->
     process = EngineProcess.__new__(EngineProcess)
     waiting = list(range(200))
 
-    def take_one() -> bool:
+    def deliver_one() -> bool:
         time.sleep(0.001)
         return bool(waiting) and waiting.pop() >= 0
 
     async def run() -> int:
         process._loop = asyncio.get_running_loop()
-        monkeypatch.setattr(process, "_take_one", take_one)
-        process._loop.call_soon(process._take_waiting)
+        monkeypatch.setattr(process, "_deliver_one", deliver_one)
+        process._loop.call_soon(process._deliver_waiting)
         num_turns = 0
         while waiting:
             await asyncio.sleep(0)

@@ -36,7 +36,7 @@ def test_the_longest_common_beginning_with_any_prompt_is_known(
 ) -> None:
     prefixes = ReplicaPrefixes(max_tokens=10_000)
     for token_ids in sent:
-        prefixes.note(prompt_chain(request(token_ids)))
+        prefixes.record(prompt_chain(request(token_ids)))
     longest = max((num_common_chunks(wanted, token_ids) for token_ids in sent), default=0)
     assert prefixes.num_known(prompt_chain(request(wanted))) == longest
     prefixes.clear()
@@ -48,12 +48,12 @@ def test_what_was_sent_last_is_kept_and_the_end_of_a_prompt_goes_before_its_begi
         prompt_chain(request([token] * CHUNK * num)) for token, num in ((1, 4), (2, 3), (3, 2))
     )
     prefixes = ReplicaPrefixes(max_tokens=6 * CHUNK)
-    prefixes.note(first)
-    prefixes.note(second)
+    prefixes.record(first)
+    prefixes.record(second)
     assert [prefixes.num_known(chain) for chain in (first, second)] == [3, 3]
-    prefixes.note(first)
+    prefixes.record(first)
     assert [prefixes.num_known(chain) for chain in (first, second)] == [4, 2]
-    prefixes.note(third)
+    prefixes.record(third)
     assert [prefixes.num_known(chain) for chain in (first, second, third)] == [4, 0, 2]
 
 
@@ -71,15 +71,15 @@ def test_requests_whose_blocks_differ_have_nothing_in_common() -> None:
     assert len({chunk for chain in chains for chunk in chain}) == 2 * len(requests)
 
 
-def test_to_forget_takes_hardly_longer_than_to_note() -> None:
+def test_to_forget_takes_hardly_longer_than_to_record() -> None:
     num_chunks = 40_000
     prefixes = ReplicaPrefixes(max_tokens=num_chunks * CHUNK)
 
-    def seconds_to_note(first: int) -> float:
+    def seconds_to_record(first: int) -> float:
         start_s = time.perf_counter()
-        prefixes.note(range(first, first + num_chunks))
+        prefixes.record(range(first, first + num_chunks))
         return time.perf_counter() - start_s
 
-    without = max(seconds_to_note(0) for _ in range(2))
+    without = max(seconds_to_record(0) for _ in range(2))
     # All that was there goes, one by one; the machine may be busy with something else once.
-    assert min(seconds_to_note(n * num_chunks) for n in range(1, 4)) < 20 * without
+    assert min(seconds_to_record(n * num_chunks) for n in range(1, 4)) < 20 * without
