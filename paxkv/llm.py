@@ -442,10 +442,10 @@ class LLM:
         self, search: BeamSearch, output: RequestOutput, asked: dict[str, BeamSearch]
     ) -> bool:
         """Hands a search one output, the last of its step brings its next; True at its end."""
-        if not search.take(output):
+        if not search.record_output(output):
             return False
         self._client.abort(search.released_ids)
-        search.note_released()
+        search.clear_released_ids()
         return self._ask(search, asked) == 0
 
     def _give_up(self, request_ids: list[str]) -> None:

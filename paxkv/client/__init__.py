@@ -1,1 +1,1 @@
-"""Talks to an engine through messages; turns prompts into requests and tokens into text."""
+"""Clients of an engine: turn prompts into requests, and tokens into text."""

@@ -1,4 +1,4 @@
-"""`AsyncEngineClient`: many concurrent requests on one asyncio loop, over one engine core."""
+"""`AsyncEngineClient`: runs many concurrent requests on one asyncio loop."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ import msgspec
 from paxkv.client.beam_search import BeamSearch, prompt_params
 from paxkv.client.grammar_threads import GrammarThreads
 from paxkv.client.input_processor import InputProcessor, Prompt, text_of_prompt
-from paxkv.client.long_text import run_beside_long_text
+from paxkv.client.long_text import process_in_thread_if_long
 from paxkv.client.output_processor import OutputKind, OutputProcessor
 from paxkv.client.output_stream import MAX_WAITING_BYTES, OutputStream
 from paxkv.client.waiting_budget import DEFAULT_MAX_WAITING_BYTES, WaitingBudget
@@ -49,25 +49,25 @@ from paxkv.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# The engine's last message is there when its transport is closed, unless its last step hangs.
+# Time for the engine's last message after the transport was closed. The message is late only if the
+# engine's last step hangs.
 LAST_MESSAGE_S = 5.0
-# Requests whose prefix cache misses can be asked for.
+# Number of latest requests for which `explain_prefix_cache_miss` works.
 MAX_LATEST_REQUESTS = 1024
 _READ_FASTER = "Read the stream faster, ask for fewer completions or logprobs"
 
 
 class AsyncEngineClient:
-    """The HTTP server's door to an engine. Every method is called on the loop of `start`.
+    """The HTTP server's client of an engine. Call every method on the loop of `start`.
 
-    When the engine dies, every request and call ends with EngineDeadError. Its transport may start
-    another engine; until that is ready, new requests are refused and told when to try again. In a
-    fork of the process that created the client, they are refused with ForkedProcessError.
+    When the engine dies, every request and call ends with EngineDeadError. The transport may start
+    another engine. Until it is ready, new requests fail with an EngineDeadError that says when to
+    retry. In a fork of the process that created the client, they fail with ForkedProcessError.
 
     Args:
-        tokenizer: Of the model, or None when it was loaded without one.
-        chat_template: Of the model, or None when it has none.
-        max_waiting_bytes: Bytes of answers that may wait for slow readers, of all requests
-            together.
+        tokenizer: The model's tokenizer; None if it was loaded without one.
+        chat_template: The model's chat template, if it has one.
+        max_waiting_bytes: Limit on the bytes of all answers that wait for slow readers.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class AsyncEngineClient:
         self._model_info = model_info
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: EngineDead | None = None
-        # Set when the engine has ended and none will take its place.
+        # Set when the engine has ended and will not be restarted.
         self._has_ended = asyncio.Event()
         self._is_closing = False
-        # Callers' request ids -> where their outputs go.
+        # By the caller's request id.
         self._streams: dict[str, OutputStream] = {}
-        # The engine's request ids -> the same.
+        # By the id of a request that the output processor follows; a beam search has several.
         self._streams_by_engine_id: dict[str, OutputStream] = {}
-        # Callers' request ids -> the engine's id of what computed the prompt, the oldest in front.
+        # Caller's request id -> id of the engine's request that computed the prompt, oldest first.
         self._latest_engine_ids: dict[str, str] = {}
         self._waiting_budget = WaitingBudget(max_waiting_bytes)
         self._num_requests = 0
@@ -112,24 +112,24 @@ class AsyncEngineClient:
 
     @property
     def latest_stats(self) -> SchedulerStats:
-        """Statistics of the last step, or of the start before the first."""
+        """Statistics of the last step; before the first step, those of the start."""
         return self._latest_stats
 
     @property
     def token_totals(self) -> TokenTotals:
-        """Tokens of all requests so far; goes on when another engine is started."""
+        """Tokens of all requests so far, including those of engines that died."""
         return self._output_processor.token_totals
 
     @property
     def is_alive(self) -> bool:
-        """Whether new requests can be served."""
+        """True if new requests can be served."""
         return self._loop is not None and self._dead is None and not self._is_closing
 
     @property
     def problem(self) -> PaxkvError | None:
         """Why requests cannot be answered now; None if they can.
 
-        EngineDeadError: no engine runs. EngineStalledError: the engine makes no progress.
+        An EngineDeadError if no engine runs, an EngineStalledError if it makes no progress.
         """
         try:
             self._check_alive()
@@ -146,7 +146,7 @@ class AsyncEngineClient:
         return len(self._streams)
 
     async def start(self) -> None:
-        """Begins to receive; returns when the engine has answered once.
+        """Starts to receive messages; returns after the engine's first reply.
 
         Raises:
             EngineDeadError: The engine has ended already.
@@ -157,7 +157,7 @@ class AsyncEngineClient:
         self._latest_stats = await self.get_stats()
 
     async def wait_until_ended(self) -> str:
-        """Returns when the engine has ended and none will take its place; why it ended."""
+        """Waits until the engine has ended and will not be restarted; returns the reason."""
         await self._has_ended.wait()
         assert self._dead is not None
         return self._dead.reason
@@ -166,7 +166,7 @@ class AsyncEngineClient:
         """Ends the engine. Does nothing in a fork of the process that created the client.
 
         Args:
-            drain_timeout_s: Requests that do not finish in this time end with EngineDeadError.
+            drain_timeout_s: Time for unfinished requests; later ones end with EngineDeadError.
         """
         if not self._owner.is_current:
             return
@@ -199,11 +199,11 @@ class AsyncEngineClient:
 
         Args:
             request_id: Unique among unfinished requests.
-            stream: True yields what is new as it comes, and what came meanwhile in one piece; False
-                one output at the end. Either way the last output has a finish reason.
+            stream: True yields deltas, and merges those that arrived since the last one. False
+                yields one output at the end. In both cases the last output has a finish reason.
 
         Raises:
-            InvalidRequestError: The caller's mistake, before the first output.
+            InvalidRequestError: The request is invalid; raised before the first output.
             EngineDeadError: The engine has ended.
         """
         outputs = self._open_stream(request_id)
@@ -215,33 +215,33 @@ class AsyncEngineClient:
             ignored_keywords = self._input_processor.ignored_keywords(sampling_params)
             output_kind = "delta" if stream else "final_only"
             first_id = self._send_request(outputs, request, text_of_prompt(prompt), output_kind)
-            self._remember(request_id, first_id)
-            if outputs.is_aborted:  # while its prompt was tokenised
+            self._record_engine_id(request_id, first_id)
+            if outputs.is_aborted:  # while its prompt was tokenized
                 await self.abort(request_id)
             while True:
-                # A loop with more to send than it can must send fewer pieces, not fall behind.
-                output = await outputs.take()
+                # Merges the deltas that wait, so an overloaded loop sends fewer, longer pieces.
+                output = await outputs.next_output()
                 yield dataclasses.replace(
                     output, request_id=request_id, ignored_schema_keywords=ignored_keywords
                 )
                 if output.finished:
                     return
         finally:
-            self._forget(outputs)
+            self._close_stream(outputs)
 
     async def beam_search(
         self, prompt: Prompt, params: BeamSearchParams, *, request_id: str, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
-        """Searches, and yields one output: the sequences as completions, the best one first.
+        """Runs a beam search and yields one output: the sequences as completions, best first.
 
-        Every step of it is new requests to the engine, which takes none while it drains.
+        Each step sends new requests to the engine. An engine that drains rejects them.
 
         Args:
-            request_id: As in `generate`.
+            request_id: See `generate`.
 
         Raises:
-            InvalidRequestError: The caller's mistake.
-            EngineDeadError: The engine has ended, or will take no further step.
+            InvalidRequestError: The request is invalid.
+            EngineDeadError: The engine has ended, or is shutting down and accepts no further step.
         """
         stream = self._open_stream(request_id)
         search: BeamSearch | None = None
@@ -256,7 +256,7 @@ class AsyncEngineClient:
             while (requests := search.next_requests()) and not stream.is_aborted:
                 for step_request in requests:
                     self._send_request(stream, step_request, None, "final_only")
-                await self._answer(stream, search, len(requests))
+                await self._finish_search_step(stream, search, len(requests))
             yield RequestOutput(
                 request_id=request_id,
                 prompt=text_of_prompt(prompt),
@@ -267,11 +267,11 @@ class AsyncEngineClient:
                 num_truncated_tokens=request.num_truncated_tokens,
             )
         finally:
-            self._forget(stream)
+            self._close_stream(stream)
             self._abort_in_engine([] if search is None else search.request_ids)
 
     async def check(self, prompt: Prompt, params: SamplingParams | BeamSearchParams) -> None:
-        """Looks for mistakes of the caller, and runs nothing; no grammar is compiled for it.
+        """Validates a request without running it. Does not compile a new grammar.
 
         Raises:
             InvalidRequestError: `generate` or `beam_search` would raise it.
@@ -286,12 +286,12 @@ class AsyncEngineClient:
             request_id="checked",
             checks_grammar=checks_grammar,
         )
-        await run_beside_long_text(prompt, process)
+        await process_in_thread_if_long(prompt, process)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its iterator yields a last output with finish reason "abort".
 
-        Unknown and finished ids are ignored.
+        Ignores unknown and finished ids.
         """
         stream = self._streams.get(request_id)
         if stream is not None:
@@ -302,9 +302,9 @@ class AsyncEngineClient:
             self._abort_in_engine(processed.request_ids_to_abort)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forgets all cached prefixes; False, and nothing changed, while blocks are in use.
+        """Clears the prefix cache. While blocks are in use, changes nothing and returns False.
 
-        Of several engines each decides for itself; False where one could not.
+        With several engines, each one clears its cache if it can; False if at least one could not.
 
         Args:
             reset_running_requests: Preempt all running requests first; they are computed again.
@@ -313,18 +313,19 @@ class AsyncEngineClient:
         return msgspec.json.decode(reply, type=bool)
 
     async def explain_prefix_cache_miss(self, request_id: str) -> PrefixCacheMiss:
-        """Why a request did not find more of its prompt in the prefix cache.
+        """Explains why a request did not find more of its prompt in the prefix cache.
 
-        The answer speaks of other requests' prompts, so it is for the operator.
+        The answer contains facts about other requests' prompts, so give it only to the operator.
 
         Raises:
-            InvalidRequestError: It is not among the latest requests of `generate`.
-            PaxkvError: The engine does not know it, or not any more.
+            InvalidRequestError: The request is not among the latest requests of `generate`.
+            PaxkvError: The engine has no record of the request.
         """
         engine_id = self._latest_engine_ids.get(request_id)
         if engine_id is None:
             raise InvalidRequestError(
-                f"request_id {request_id!r} is none of the last {MAX_LATEST_REQUESTS}.",
+                f"request_id {request_id!r} is none of the last {MAX_LATEST_REQUESTS} requests. "
+                "Send the id of a recent request.",
                 param="request_id",
             )
         reply = await self._call("explain_prefix_cache_miss", engine_id)
@@ -332,25 +333,25 @@ class AsyncEngineClient:
         return dataclasses.replace(miss, request_id=request_id)
 
     async def start_profile(self, folder: str) -> bool:
-        """Begins to record with JAX's profiler; False while a recording runs."""
+        """Starts a recording with JAX's profiler; False if one is running already."""
         return msgspec.json.decode(await self._call("start_profile", folder), type=bool)
 
     async def stop_profile(self) -> bool:
-        """Writes what was recorded; False where nothing was. No step is computed meanwhile."""
+        """Writes the recording to disk; False if none was running. Blocks steps meanwhile."""
         return msgspec.json.decode(await self._call("stop_profile"), type=bool)
 
     async def get_stats(self) -> SchedulerStats:
-        """Statistics as of now."""
+        """Fetches the current statistics."""
         return msgspec.json.decode(await self._call("get_stats"), type=SchedulerStats)
 
     async def inspect(self, after_seq: int, wants_snapshot: bool, *, keeps_tokens: bool) -> str:
-        """JSON of an `Inspection`: what changed since the call that answered `after_seq`."""
+        """Returns the JSON of an `Inspection`: the changes since the one with `after_seq`."""
         return await self._call("inspect", after_seq, wants_snapshot, keeps_tokens)
 
     async def inspect_block(
         self, block_id: int, holder_key: int, *, with_tokens: bool
     ) -> BlockDetails:
-        """One block as it is now; see `InspectionRecorder.inspect_block`."""
+        """Describes the current state of a block; see `InspectionRecorder.inspect_block`."""
         reply = await self._call("inspect_block", block_id, holder_key, with_tokens)
         return msgspec.json.decode(reply, type=BlockDetails)
 
@@ -361,8 +362,8 @@ class AsyncEngineClient:
                 f"request_id {request_id!r} is in use by an unfinished request.",
                 param="request_id",
             )
-        # The engine's ids are never used twice: steps on their way may still hold tokens of an
-        # aborted request whose caller sends the same id again.
+        # Engine ids are never reused: tokens of an aborted request may still arrive after the
+        # caller has sent another request with the same id.
         stream = OutputStream(
             request_id,
             engine_request_id=f"{request_id}-{self._num_requests}",
@@ -379,7 +380,7 @@ class AsyncEngineClient:
         prompt: str | None,
         output_kind: OutputKind,
     ) -> str:
-        """Sends a request to the engine; returns the id of the one that computes its prompt."""
+        """Sends a request to the engine; returns the id of the child that computes its prompt."""
         self._check_alive()
         children = self._output_processor.add_request(
             request, prompt=prompt, output_kind=output_kind
@@ -390,7 +391,7 @@ class AsyncEngineClient:
             self._transport.send(AddRequest(request=child))
         return children[0].request_id
 
-    def _remember(self, request_id: str, engine_id: str) -> None:
+    def _record_engine_id(self, request_id: str, engine_id: str) -> None:
         self._latest_engine_ids.pop(request_id, None)
         self._latest_engine_ids[request_id] = engine_id
         if len(self._latest_engine_ids) > MAX_LATEST_REQUESTS:
@@ -409,7 +410,7 @@ class AsyncEngineClient:
             request_id=request_id,
             priority=priority,
         )
-        return await run_beside_long_text(prompt, process)
+        return await process_in_thread_if_long(prompt, process)
 
     def _check_alive(self) -> None:
         self._owner.check()
@@ -418,18 +419,20 @@ class AsyncEngineClient:
         if self._loop is None or self._is_closing:
             raise EngineDeadError("the engine is shutting down or was not started.")
 
-    async def _answer(self, stream: OutputStream, search: BeamSearch, num_requests: int) -> None:
-        """Brings one step of a search to its end."""
-        outputs = [await stream.take() for _ in range(num_requests)]
+    async def _finish_search_step(
+        self, stream: OutputStream, search: BeamSearch, num_requests: int
+    ) -> None:
+        """Receives the outputs of one step of a beam search."""
+        outputs = [await stream.next_output() for _ in range(num_requests)]
         if stream.is_aborted:
             return
         for output in outputs:
-            search.take(output)
+            search.record_output(output)
         self._abort_in_engine(search.released_ids)
-        search.note_released()
+        search.clear_released_ids()
 
-    def _forget(self, stream: OutputStream) -> None:
-        """Drops a stream, and ends in the engine what is unfinished of it."""
+    def _close_stream(self, stream: OutputStream) -> None:
+        """Removes a stream and aborts its unfinished requests in the engine."""
         stream.free()
         self._streams.pop(stream.request_id, None)
         for engine_id in stream.unfinished_ids:
@@ -440,7 +443,7 @@ class AsyncEngineClient:
     def _abort_in_engine(self, engine_request_ids: list[str]) -> None:
         if not engine_request_ids:
             return
-        # A dead engine has nothing left to abort, and the engine of another process is not ours.
+        # A dead engine has nothing to abort, and a fork must not abort its parent's requests.
         with contextlib.suppress(EngineDeadError):
             self._owner.check()
             self._transport.send(AbortRequests(request_ids=engine_request_ids))
@@ -462,15 +465,15 @@ class AsyncEngineClient:
 
     def _on_message(self, message: EngineOutput | EngineReady) -> None:
         try:
-            self._take(message)
-        # The loop would only log it, and callers would wait for ever.
+            self._handle_message(message)
+        # Without this, the loop would log the error and callers would wait forever.
         except Exception as error:
             logger.exception("a message of the engine could not be used")
             self._transport.give_up(f"{type(error).__name__}: {error}")
 
-    def _take(self, message: EngineOutput | EngineReady) -> None:
+    def _handle_message(self, message: EngineOutput | EngineReady) -> None:
         if self._dead is not None and not isinstance(message, EngineReady | EngineDead):
-            # On its way from an engine that was given up, whose requests have ended.
+            # A late message of an engine that was given up; its requests have ended.
             return
         if isinstance(message, StepOutputs):
             self._latest_stats = keep_expert_tokens(message.stats, self._latest_stats)
@@ -502,20 +505,20 @@ class AsyncEngineClient:
             if stream.is_over_limit:
                 self._end_slow(
                     stream,
-                    f"over {MAX_WAITING_BYTES // 2**20} MiB of the answer waited for the client to "
-                    f"read. {_READ_FASTER}.",
+                    f"more than {MAX_WAITING_BYTES // 2**20} MiB of the answer waited for the "
+                    f"client to read. {_READ_FASTER}.",
                 )
         budget = self._waiting_budget
         while budget.is_exceeded:
             self._end_slow(
                 max(self._streams.values(), key=lambda stream: stream.num_waiting_bytes),
-                f"over {budget.max_bytes} bytes of all answers waited for clients to read, most of "
-                f"them of this answer. {_READ_FASTER}, or start the server with a larger "
+                f"more than {budget.max_bytes} bytes of all answers waited for clients to read, "
+                f"and this answer had the most. {_READ_FASTER}, or start the server with a larger "
                 "--max-unread-bytes.",
             )
 
     def _end_slow(self, stream: OutputStream, reason: str) -> None:
-        """Ends a request whose reader is too slow, here and in the engine."""
+        """Ends a request whose reader is too slow, in the client and in the engine."""
         logger.warning("request %s is ended: %s", stream.request_id, reason)
         stream.drop(SlowReaderError(reason))
         processed = self._output_processor.abort(stream.unfinished_ids)
@@ -525,7 +528,7 @@ class AsyncEngineClient:
         stream.unfinished_ids.clear()
 
     def _end_failed(self, errors: Mapping[str, PaxkvError]) -> None:
-        """Ends requests that cannot be answered, and no others."""
+        """Ends each of these requests with its error."""
         for engine_id, error in errors.items():
             stream = self._streams_by_engine_id.pop(engine_id, None)
             if stream is not None:
@@ -534,7 +537,7 @@ class AsyncEngineClient:
 
     def _on_reply(self, reply: UtilityReply) -> None:
         future = self._calls.get(reply.call_id)
-        # Its caller may have been cancelled.
+        # None or done if the caller was cancelled.
         if future is None or future.done():
             return
         if reply.error is not None:
@@ -549,7 +552,7 @@ class AsyncEngineClient:
         if not self._is_closing:
             logger.error("%s", _dead_error(message))
         self._latest_stats = stop_running(self._latest_stats)
-        # The next engine knows none of its requests.
+        # The next engine knows none of these requests.
         self._latest_engine_ids.clear()
         for future in self._calls.values():
             if not future.done():

@@ -1,7 +1,8 @@
-"""`BeamSearch`: one prompt's search for its most likely continuations, step by step.
+"""`BeamSearch`: searches the most likely continuations of one prompt, step by step.
 
-In every step each live beam is a request of the engine: for one token, and the most likely tokens
-at its place. It forks from its parent's request, so that one token is computed and the rest shared.
+In each step, every live beam becomes an engine request for one token with log-probabilities. The
+request forks from its parent's request, so the engine computes one token and shares the blocks of
+the others.
 """
 
 import dataclasses
@@ -28,8 +29,8 @@ class _Beam:
     """A sequence: prompt and new tokens.
 
     Args:
-        length: Of `tokens` without the EOS that ended it.
-        parent_id: Request that computed all tokens but the last; None for the prompt.
+        length: Number of `tokens`, not counting an EOS that ended the beam.
+        parent_id: Request that computed all tokens except the last; None for the prompt.
     """
 
     tokens: list[int]
@@ -42,7 +43,7 @@ class _Beam:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """A beam and one token more, before anyone has paid for a copy of the beam's tokens."""
+    """A beam plus one token. Only chosen candidates copy the beam's tokens, in `to_beam`."""
 
     beam: _Beam
     beam_id: str
@@ -64,12 +65,12 @@ class _Candidate:
 
 
 def prompt_params(params: BeamSearchParams) -> SamplingParams:
-    """What the prompt of a search is checked with: its `max_tokens` must fit behind it.
+    """Returns the parameters to process the prompt with, so that `max_tokens` is checked.
 
-    None is put in there, as for any request: the default, or as many as fit.
+    The input processor replaces a `max_tokens` of None, as for any request.
 
     Raises:
-        InvalidRequestError: These are not a search's parameters.
+        InvalidRequestError: `params` is not a BeamSearchParams.
     """
     if not isinstance(params, BeamSearchParams):
         raise InvalidRequestError(
@@ -82,15 +83,15 @@ _Ranked = TypeVar("_Ranked", _Beam, _Candidate)
 
 
 class BeamSearch:
-    """What to ask the engine next, and what has been found.
+    """The state of a beam search. It sends no requests itself.
 
-    Whoever drives it sends the `next_requests`, hands each one's output to `take`, and again, until
-    there are no more. After each step it aborts the `released_ids` in the engine, and all the
-    `request_ids` when it gives up.
+    In each step, the caller sends `next_requests` to the engine and passes each output to
+    `record_output`. Then it aborts `released_ids` in the engine and calls `clear_released_ids`. The
+    search ends when `next_requests` is empty. To end it early, the caller aborts all `request_ids`.
 
     Args:
-        request: The prompt; its `max_tokens` is the number of steps, its `eos_token_ids` end beams.
-        vocab_size: A beam cannot have more candidates than there are tokens.
+        request: The prompt. `max_tokens` is the number of steps; `eos_token_ids` end a beam.
+        vocab_size: Upper bound of the candidates per beam.
 
     Source: vLLM `beam_search.py`, and `beam_search` in `entrypoints/llm.py`.
     """
@@ -112,11 +113,12 @@ class BeamSearch:
         self._live = [prompt]
         self._ended: list[_Beam] = []
         self._num_steps = 0
-        # Requests of the step that runs, and the earlier ones that they fork from.
-        self._asked: dict[str, _Beam] = {}
+        # By request id of the current step.
+        self._step_beams: dict[str, _Beam] = {}
         self._answers: dict[str, CompletionOutput] = {}
+        # Requests of the previous step from which those of the current step fork.
         self._parent_ids: list[str] = []
-        # Requests whose blocks nobody will fork from any more.
+        # Requests whose kept blocks are no longer needed for forks.
         self.released_ids: list[str] = []
         self.num_cached_tokens = 0
 
@@ -130,20 +132,20 @@ class BeamSearch:
 
     @property
     def request_ids(self) -> list[str]:
-        """Every request that the engine may compute, or hold blocks of."""
-        return [*self.released_ids, *self._parent_ids, *self._asked]
+        """All requests that the engine may still compute or keep blocks for."""
+        return [*self.released_ids, *self._parent_ids, *self._step_beams]
 
     def next_requests(self) -> list[EngineRequest]:
-        """One request for each live beam; none when the search has ended."""
+        """Returns one request per live beam; an empty list when the search has ended."""
         if self._is_done:
             return []
         ids = [f"{self._num_steps}_{i}_{self.request_id}" for i in range(len(self._live))]
-        self._asked = dict(zip(ids, self._live, strict=True))
+        self._step_beams = dict(zip(ids, self._live, strict=True))
         params = SamplingParams(
             max_tokens=1,
             temperature=self._params.temperature,
             logprobs=self._num_candidates,
-            # Which token ends a beam is decided here.
+            # `_candidates` handles EOS tokens.
             ignore_eos=True,
             detokenize=False,
         )
@@ -156,38 +158,38 @@ class BeamSearch:
                 fork_from=beam.parent_id,
                 keep_blocks=True,
             )
-            for request_id, beam in self._asked.items()
+            for request_id, beam in self._step_beams.items()
         ]
 
-    def take(self, output: RequestOutput) -> bool:
-        """Takes the last output of one of the `next_requests`.
+    def record_output(self, output: RequestOutput) -> bool:
+        """Records the final output of one of the `next_requests`.
 
         Returns:
-            True when it was the last of them: the next beams are chosen.
+            True if it completes the step; then the next beams are chosen.
 
         Raises:
-            InvariantError: The engine refused the request.
+            InvariantError: The engine rejected the request.
         """
         (completion,) = output.outputs
         if completion.finish_reason == "error":
             raise InvariantError(
-                f"the engine refused {output.request_id!r}, a step of a beam search whose prompt "
-                "was checked before; its log says why."
+                f"the engine refused request {output.request_id!r} of a beam search, although the "
+                "prompt was checked before. The engine's log contains the reason."
             )
         if self._num_steps == 0:
             self.num_cached_tokens = output.num_cached_tokens
         self._answers[output.request_id] = completion
-        if len(self._answers) < len(self._asked):
+        if len(self._answers) < len(self._step_beams):
             return False
         self._choose()
         return True
 
-    def note_released(self) -> None:
-        """The engine has been told of all `released_ids`."""
+    def clear_released_ids(self) -> None:
+        """Clears `released_ids`, after the caller aborted them in the engine."""
         self.released_ids = []
 
     def output(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-        """The best sequences, after the last step."""
+        """Returns the best sequences after the last step."""
         return BeamSearchOutput(
             sequences=[
                 BeamSearchSequence(
@@ -204,10 +206,10 @@ class BeamSearch:
     def completions(
         self, tokenizer: Tokenizer | None, *, is_aborted: bool = False
     ) -> list[CompletionOutput]:
-        """The same without the prompt, as completions of it.
+        """Returns the best sequences without the prompt, as completions.
 
         Args:
-            is_aborted: Whether the search ends before its last step.
+            is_aborted: The search ended before its last step.
         """
         reason = "abort" if is_aborted else "length"
         num_prompt_tokens = len(self.prompt_token_ids)
@@ -228,22 +230,22 @@ class BeamSearch:
         return not self._live or self._num_steps == self._request.sampling_params.max_tokens
 
     def _choose(self) -> None:
-        """Ends the step: the best of all beams' candidates are the next beams."""
+        """Ends the step: chooses the next beams from the candidates of all beams."""
         candidates = [
             candidate
-            for beam_id, beam in self._asked.items()
+            for beam_id, beam in self._step_beams.items()
             for candidate in self._candidates(beam, beam_id)
         ]
         ended = [c for c in candidates if c.length == c.beam.length]
-        going_on = [c for c in candidates if c.length > c.beam.length]
+        continued = [c for c in candidates if c.length > c.beam.length]
         self._ended = self._best([*self._ended, *(c.to_beam() for c in self._best(ended))])
-        self._live = [candidate.to_beam() for candidate in self._best(going_on)]
+        self._live = [candidate.to_beam() for candidate in self._best(continued)]
         self._num_steps += 1
         parents = set() if self._is_done else {beam.parent_id for beam in self._live}
-        # All forks of the former parents have been computed now.
-        self.released_ids += [*self._parent_ids, *(i for i in self._asked if i not in parents)]
-        self._parent_ids = [i for i in self._asked if i in parents]
-        self._asked, self._answers = {}, {}
+        # All forks of the previous parents are computed, so their blocks can be released.
+        self.released_ids += [*self._parent_ids, *(i for i in self._step_beams if i not in parents)]
+        self._parent_ids = [i for i in self._step_beams if i in parents]
+        self._step_beams, self._answers = {}, {}
 
     def _candidates(self, beam: _Beam, beam_id: str) -> list[_Candidate]:
         (logprobs,) = self._answers[beam_id].logprobs
@@ -260,7 +262,7 @@ class BeamSearch:
         ]
 
     def _best(self, found: Sequence[_Ranked]) -> list[_Ranked]:
-        """The `beam_width` best, best first; of equal ones those that came first."""
+        """Returns the `beam_width` best, best first; ties keep their order."""
 
         def score(one: _Ranked) -> float:
             return one.cum_logprob / one.length**self._params.length_penalty
@@ -280,7 +282,7 @@ class BeamSearch:
         if tokenizer is None:
             return ""
         params = SamplingParams(skip_special_tokens=not self._params.include_stop_str_in_output)
-        # Some tokenizers drop a space at the start, so the text must be made behind the prompt.
+        # Detokenize after the prompt, because some tokenizers drop a space at the start of a text.
         detokenizer = IncrementalDetokenizer(tokenizer, self.prompt_token_ids, params)
         new_tokens = self._shown_tokens(beam)[len(self.prompt_token_ids) :]
         detokenizer.update(new_tokens, is_last=True)

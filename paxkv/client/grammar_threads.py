@@ -1,4 +1,4 @@
-"""`GrammarThreads`: where requests wait while their grammars are compiled on trial."""
+"""`GrammarThreads`: test-compiles the grammars of requests in threads."""
 
 import asyncio
 import concurrent.futures
@@ -10,16 +10,17 @@ from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.contracts.protocols import GrammarChecker
 from paxkv.errors import EngineDeadError
 
-# Grammars that are compiled at once; the others of their kind wait for them. The quick ones share
-# the processor, so that a small one has its turn beside those that will be given up.
+# Grammars that each lane checks at the same time; others wait. The quick lane has many threads, so
+# that small grammars make progress while large ones use up their short trial.
 MAX_QUICK_THREADS = 16
 MAX_LONG_THREADS = 2
 _ResultT = TypeVar("_ResultT")
 
 
 class GrammarThreads:
-    """Two lanes: each grammar is tried for a short time first, and those that need longer go on in
-    a lane of their own. So a small grammar waits for no heavy one, however many there are.
+    """Two lanes of threads. Each grammar is first tried for a short time in the quick lane.
+
+    Grammars that need longer move to the long lane, so a small grammar never waits for them.
     """
 
     def __init__(self) -> None:
@@ -30,10 +31,10 @@ class GrammarThreads:
         self._is_closed = False
 
     async def check(self, checker: GrammarChecker, params: StructuredOutputsParams) -> None:
-        """Raises what `checker` raises.
+        """Checks a grammar; passes on the checker's errors.
 
         Raises:
-            EngineDeadError: It was closed before a thread was free.
+            EngineDeadError: `close` was called before a thread was free.
         """
         if not await self._run(self._quick, functools.partial(checker.check_quickly, params)):
             await self._run(self._long, functools.partial(checker.check, params))
@@ -52,7 +53,7 @@ class GrammarThreads:
             raise
 
     def close(self) -> None:
-        """Runs nothing more; what has begun goes on to its end."""
+        """Cancels all checks that have not started; running ones continue to their end."""
         self._is_closed = True
         for pool in (self._quick, self._long):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -23,9 +23,9 @@ class InprocClient:
         self._transport = transport
         self._output_processor = output_processor
         self._next_call_id = 0
-        # Outputs of steps that ended while a control call waited for its reply.
+        # Outputs that arrived but were not returned yet, for example during a control call.
         self._request_outputs: list[RequestOutput] = []
-        # Callers' request ids, until their last output is taken -> the engine's.
+        # Caller's request id -> the engine's ids. Removed when the last output is returned.
         self._engine_ids: dict[str, list[str]] = {}
 
     @property
@@ -39,7 +39,7 @@ class InprocClient:
         prompt: str | None = None,
         output_kind: OutputKind = "final_only",
     ) -> None:
-        """Queues a request that `InputProcessor` made."""
+        """Sends a request that `InputProcessor` made to the engine."""
         self._owner.check()
         children = self._output_processor.add_request(
             request, prompt=prompt, output_kind=output_kind
@@ -49,15 +49,15 @@ class InprocClient:
             self._transport.send(AddRequest(request=child))
 
     def wait_for_outputs(self) -> list[RequestOutput]:
-        """Waits for the engine's next step; what it made may be an empty list.
+        """Waits for the engine's next message; returns its outputs, which may be none.
 
         Raises:
-            EngineDeadError: Also where requests ended with one engine of several; then all of these
-                are forgotten, and others can be waited for.
+            EngineDeadError: The engine has ended. If it was one of several engines, its requests
+                have ended, and the caller can continue to wait for the others.
         """
         self._owner.check()
         if not self._request_outputs:
-            self._take(self._transport.receive())
+            self._handle_message(self._transport.receive())
         request_outputs, self._request_outputs = self._request_outputs, []
         for output in request_outputs:
             if output.finished:
@@ -65,13 +65,14 @@ class InprocClient:
         return request_outputs
 
     def abort(self, request_ids: Sequence[str]) -> list[RequestOutput]:
-        """Ends requests, releases kept blocks, and returns what the callers had not been given.
+        """Ends requests, releases their kept blocks, and returns their last outputs.
 
-        Unknown ids are ignored.
+        Ignores unknown ids.
         """
         self._owner.check()
         request_outputs = self._output_processor.abort(request_ids).request_outputs
-        # Whoever was interrupted may have left outputs behind, or a stop string's abort unsent.
+        # If the caller was interrupted, outputs may remain here, and aborts after a stop string may
+        # be unsent. So drop the outputs, and abort requests that the output processor has ended.
         self._request_outputs = [
             o for o in self._request_outputs if o.request_id not in request_ids
         ]
@@ -84,14 +85,14 @@ class InprocClient:
         """Calls a control method of the engine core and returns its result as JSON.
 
         Raises:
-            PaxkvError: The method failed there.
+            PaxkvError: The method failed in the engine.
         """
         self._owner.check()
         call_id, self._next_call_id = self._next_call_id, self._next_call_id + 1
         self._transport.send(UtilityCall(call_id=call_id, method=method, arguments=arguments))
         while True:
-            reply = self._take(self._transport.receive())
-            # A reply to an earlier call, whose caller was interrupted, has another id.
+            reply = self._handle_message(self._transport.receive())
+            # Skip replies to earlier calls whose caller was interrupted.
             if reply is None or reply.call_id != call_id:
                 continue
             if reply.error is not None:
@@ -103,8 +104,8 @@ class InprocClient:
         if self._owner.is_current:
             self._transport.close()
 
-    def _take(self, message: EngineOutput | None) -> UtilityReply | None:
-        """Keeps what a step made; returns a reply to whoever waits for one."""
+    def _handle_message(self, message: EngineOutput | None) -> UtilityReply | None:
+        """Stores the outputs of a step; returns the message if it is a `UtilityReply`."""
         if isinstance(message, EngineDead) and message.request_ids is None:
             raise EngineDeadError(f"the engine has ended: {message.reason}")
         if isinstance(message, StepOutputs | EngineDead):

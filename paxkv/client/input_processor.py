@@ -1,4 +1,4 @@
-"""`InputProcessor`: a prompt and its parameters become an `EngineRequest`; mistakes end here."""
+"""`InputProcessor`: turns a prompt and its parameters into a checked `EngineRequest`."""
 
 import dataclasses
 import time
@@ -36,19 +36,20 @@ MAX_PRIORITY = 2**63 - 1
 
 
 class InputProcessor:
-    """Checks and tokenises requests for one model.
+    """Checks and tokenizes requests for one model.
 
     Args:
-        tokenizer: None serves prompts of token ids only.
-        vocab_size: Of the model; token ids are in `[0, vocab_size)`.
-        max_model_len: Most tokens of prompt and output together.
+        tokenizer: With None, prompts must be token ids.
+        vocab_size: The model's; token ids are in `[0, vocab_size)`.
+        max_model_len: Maximum of prompt and output tokens together.
         max_fitting_tokens: Token positions of the whole KV pool, `(num_blocks - 1) * block_size`.
-        max_prompt_tokens: Longest prompt that a step can take on; None is any, in pieces.
-        eos_token_ids: The model's own, from its configuration files.
-        grammar_checker: None refuses requests with a grammar.
-        max_logprobs: Most log-probabilities of a position; -1 is the whole vocabulary.
-        default_max_tokens: Most new tokens of a request that leaves them open; None is as many as
-            fit. More than fit count as these, too.
+        max_prompt_tokens: Longest prompt that fits in one step; None if chunked prefill splits
+            prompts.
+        eos_token_ids: EOS tokens from the model's configuration files.
+        grammar_checker: With None, requests with a grammar are rejected.
+        max_logprobs: Maximum of log-probabilities per position; -1 is the whole vocabulary.
+        default_max_tokens: `max_tokens` of a request that does not set it, lowered to what fits;
+            None is as many as fit.
     """
 
     def __init__(
@@ -79,15 +80,15 @@ class InputProcessor:
         return self._grammar_checker
 
     def unchecked_grammar(self, sampling_params: SamplingParams) -> StructuredOutputsParams | None:
-        """The form for which `process` would wait, until it is compiled on trial."""
+        """The request's grammar if it is unchecked, so that `process` would wait for its check."""
         if not isinstance(sampling_params, SamplingParams):
-            return None  # which `process` refuses
+            return None  # `process` rejects it
         form, checker = sampling_params.structured_outputs, self._grammar_checker
         is_unchecked = form is not None and checker is not None and not checker.is_remembered(form)
         return form if is_unchecked else None
 
     def ignored_keywords(self, sampling_params: SamplingParams) -> tuple[str, ...]:
-        """The places of schema keywords that the grammar of a processed request leaves out."""
+        """Places of schema keywords that the grammar of a processed request does not enforce."""
         form, checker = sampling_params.structured_outputs, self._grammar_checker
         return () if form is None or checker is None else checker.ignored_keywords(form)
 
@@ -101,15 +102,15 @@ class InputProcessor:
         checks_grammar: bool = True,
         cuts_max_tokens: bool = False,
     ) -> EngineRequest:
-        """The request as the engine takes it.
+        """Returns the request in the form that the engine expects.
 
         Args:
-            checks_grammar: False leaves open whether its grammar can be compiled.
-            cuts_max_tokens: Whether its `max_tokens` is a default too, of which as many count as
-                fit; else more than the KV pool has room for are refused.
+            checks_grammar: Check that the grammar can be compiled.
+            cuts_max_tokens: Treat `max_tokens` as a default: lower it to what the KV pool has room
+                for. False rejects a request that needs more.
 
         Raises:
-            InvalidRequestError: Or one of its subclasses; `param` names the field.
+            InvalidRequestError: The request is invalid; `param` names the field.
         """
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequestError(
@@ -131,7 +132,7 @@ class InputProcessor:
             keeps_first = _checked_truncation_side(prompt) == "right"
             token_ids = token_ids[:num_kept] if keeps_first else token_ids[-num_kept:]
         self._check_prompt_length(len(token_ids))
-        # Not before: there may be millions.
+        # After the length check, because an invalid prompt may have millions of tokens.
         self._check_token_ids(token_ids)
         form = sampling_params.structured_outputs
         bad_words = self._bad_words(sampling_params)
@@ -142,7 +143,8 @@ class InputProcessor:
             sampling_params=dataclasses.replace(
                 sampling_params,
                 max_tokens=self._cut_max_tokens(len(token_ids), max_tokens, is_default=is_default),
-                # Here, because completion 1 of several with seed -2 has the seed -1.
+                # Replace NO_SEED (-1) before `n` completions get consecutive seeds: if the seed is
+                # -2, completion 1 has the valid seed -1.
                 seed=None if sampling_params.seed == NO_SEED else sampling_params.seed,
             ),
             eos_token_ids=self._eos_token_ids,
@@ -150,7 +152,8 @@ class InputProcessor:
             priority=_checked_priority(priority),
             cache_salt=cache_salt,
             bad_words_token_ids=bad_words,
-            # A grammar knows better what is left, and whether it is complete without.
+            # With a grammar, the grammar decides which tokens are left and whether the output is
+            # complete.
             scarce_token_ids=scarce_token_ids if form is None else (),
             num_truncated_tokens=num_prompt_tokens - len(token_ids),
             needs_grammar=form is not None,
@@ -166,18 +169,25 @@ class InputProcessor:
         min_tokens: int,
         is_default: bool,
     ) -> int:
-        """How many tokens of a prompt stay, as `truncate_prompt_tokens` says; or more than it has.
+        """Returns how many prompt tokens to keep; may be more than the prompt has.
 
-        With -1, `max_tokens` have their room: of 100 in all, 40 leave 60 of each longer prompt.
-        "auto", and -1 where they are a default, cut no prompt that fits by itself: 80 tokens stay,
-        and 150 become 60, or 50 where more than half of the room would go to the output, but for
-        `min_tokens`.
+        A positive `num_kept` is returned unchanged. Examples for the other values, with room for
+        100 tokens and `max_tokens` 40:
+
+        - -1 reserves room for `max_tokens`, so it keeps 60 tokens.
+        - "auto", or -1 with a default `max_tokens`, keeps a prompt that fits together with
+          `min_tokens` of output: 80 tokens stay. From a longer prompt it keeps 60 too. For output,
+          it reserves at most half of the room or `min_tokens`, so with `max_tokens` 70 it keeps 50.
+
+        Args:
+            num_kept: The value of `truncate_prompt_tokens`.
+            is_default: `max_tokens` may be lowered.
 
         Raises:
-            InvalidRequestError: With -1, `max_tokens` leave no room for any prompt.
+            InvalidRequestError: With -1, `max_tokens` leaves no room for a prompt.
         """
         if num_kept in (-1, "auto"):
-            # The last token is never fed back.
+            # + 1, because the last sampled token needs no position in the KV cache.
             most = min(self._max_model_len, self._max_fitting_tokens + 1)
             room = max_tokens or 1
             most_kept = most - 1
@@ -190,18 +200,18 @@ class InputProcessor:
                 room = min(room, max(most // 2, min_tokens))
             elif room >= most:
                 raise InvalidRequestError(
-                    f"max_tokens={room} leaves no room for a prompt, which truncate_prompt_tokens="
-                    f"-1 cuts to what is left: both may have {most} tokens together, of "
-                    f"max_model_len={self._max_model_len} and what the KV cache has room for. Ask "
-                    f'for at most {most - 1} tokens, or send truncate_prompt_tokens="auto", which '
-                    "makes max_tokens fewer instead.",
+                    f"max_tokens={room} leaves no room for a prompt with "
+                    f"truncate_prompt_tokens=-1: prompt and output together may have {most} tokens "
+                    f"(the smaller of max_model_len={self._max_model_len} and the room of the KV "
+                    f"cache). Ask for at most {most - 1} tokens, or send "
+                    'truncate_prompt_tokens="auto", which lowers max_tokens instead.',
                     param="max_tokens",
                 )
             num_kept = min(most - room, most_kept)
         return num_kept
 
     def _tokenize(self, prompt: Prompt) -> tuple[list[int], str | None]:
-        """The prompt's token ids and cache salt."""
+        """Returns the prompt's token ids and cache salt."""
         if isinstance(prompt, str):
             self._check_text_length(prompt)
             return self._encode(prompt, add_special_tokens=True), None
@@ -213,7 +223,8 @@ class InputProcessor:
         unknown = [key for key in prompt if key not in PROMPT_KEYS]
         if unknown:
             raise UnsupportedFeatureError(
-                f"a prompt may have the keys {', '.join(sorted(PROMPT_KEYS))}; got also {unknown}.",
+                f"the prompt has unknown keys {unknown}; allowed keys are "
+                f"{', '.join(sorted(PROMPT_KEYS))}. Leave the unknown keys out.",
                 param="prompt",
             )
         cache_salt = prompt.get("cache_salt")
@@ -222,7 +233,7 @@ class InputProcessor:
                 f"cache_salt must be a non-empty string, got {cache_salt!r}.", param="cache_salt"
             )
         _check_is_unicode("cache_salt", cache_salt or "")
-        # With both, the text is only what the ids were made from.
+        # If the prompt has both ids and text, the text is only the source of the ids.
         if prompt.get("prompt_token_ids") is not None:
             return _as_token_ids(prompt["prompt_token_ids"]), cache_salt
         text = prompt.get("prompt")
@@ -240,7 +251,7 @@ class InputProcessor:
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if self._tokenizer is None:
             raise InvalidRequestError(
-                "this model was loaded without a tokenizer, so it takes no text; send the prompt "
+                "this model was loaded without a tokenizer, so it accepts no text. Send the prompt "
                 "as a list of token ids, such as [1, 2, 3]. Chats need a tokenizer.",
                 param="prompt",
             )
@@ -249,9 +260,9 @@ class InputProcessor:
         return _as_token_ids(token_ids)
 
     def _check_token_ids(self, token_ids: list[int]) -> None:
-        """Those that a tokenizer made too: it may know more tokens than the model."""
+        """Checks the ids, including a tokenizer's: it may have more tokens than the model."""
         for idx, token_id in enumerate(token_ids):
-            # Not isinstance: True is an int, but no token id.
+            # Not `isinstance`, which accepts True.
             if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
                 raise InvalidRequestError(
                     f"prompt token {idx} is {token_id!r}; token ids are integers in "
@@ -260,8 +271,8 @@ class InputProcessor:
                 )
 
     def _check_text_length(self, text: str) -> None:
-        """Refuses a text that is too long whatever its tokens are, before they are looked for."""
-        # Short texts come in a hurry, and their tokens are counted soon enough.
+        """Rejects a text before tokenization if it is too long, whatever its tokens are."""
+        # Shorter texts are tokenized quickly, and the check of their token count suffices.
         if self._tokenizer is None or len(text) < self._max_model_len:
             return
         max_chars_per_token = self._tokenizer.max_chars_per_token
@@ -311,7 +322,7 @@ class InputProcessor:
 
     @property
     def _fitting_context(self) -> str:
-        # The last token is never fed back.
+        # + 1, because the last sampled token needs no position in the KV cache.
         return (
             f"{self._max_fitting_tokens + 1} tokens here, because the KV cache has no room for more"
         )
@@ -319,10 +330,10 @@ class InputProcessor:
     def _cut_max_tokens(
         self, num_prompt_tokens: int, max_tokens: int | None, *, is_default: bool
     ) -> int:
-        """`max_tokens` as a number within max_model_len; None is as many as fit.
+        """Lowers `max_tokens` to what `max_model_len` allows; None becomes as many as fit.
 
-        With max_model_len 100, a prompt of 90 tokens and max_tokens 50 it is 10. The last of these
-        is never fed back, so 99 positions are needed.
+        With max_model_len 100, a prompt of 90 tokens and max_tokens 50, the result is 10. This
+        needs 99 positions in the KV cache, because the last token needs none.
         """
         most = self._max_model_len - num_prompt_tokens
         most_fitting = self._max_fitting_tokens + 1 - num_prompt_tokens
@@ -330,7 +341,8 @@ class InputProcessor:
         if is_default:
             return min(max_tokens, most_fitting)
         if max_tokens > most_fitting:
-            # Anthropic's words, after which clients lower max_tokens, and then OpenAI's.
+            # The first sentence has Anthropic's wording, the second OpenAI's: clients search for it
+            # and lower max_tokens.
             raise NeverFitsError(
                 f"input length and `max_tokens` exceed context limit: {num_prompt_tokens} + "
                 f"{max_tokens} > {self._max_fitting_tokens + 1}. This model's maximum context "
@@ -349,8 +361,8 @@ class InputProcessor:
             )
         if self._tokenizer is None and sampling_params.stop_strings:
             raise InvalidRequestError(
-                "stop strings are found in text, and this model was loaded without a tokenizer; "
-                "use stop_token_ids instead.",
+                "stop strings need a tokenizer, and this model was loaded without one. Use "
+                "stop_token_ids instead.",
                 param="stop",
             )
         for stop_string in sampling_params.stop_strings:
@@ -360,7 +372,7 @@ class InputProcessor:
                 field = sampling_params.structured_outputs.field_of()
                 raise UnsupportedFeatureError(
                     f"{field} asks for structured output, which needs a model with a tokenizer and "
-                    "an EOS token. This model has not both; leave the field out.",
+                    "an EOS token. This model lacks one of them. Leave the field out.",
                     param=field.name,
                 )
             if checks_grammar:
@@ -387,14 +399,14 @@ class InputProcessor:
             )
 
     def _bad_words(self, sampling_params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Token ids of `bad_words`, without a space before each and, where it is one, with it.
+        """Token ids of `bad_words`: each word at the start of a text, and after a space.
 
         Source: vllm/sampling_params.py, `update_from_tokenizer`.
         """
         bad_words = sampling_params.bad_words or ()
         if bad_words and self._tokenizer is None:
             raise InvalidRequestError(
-                "bad words are text, and this model was loaded without a tokenizer; use logit_bias "
+                "bad_words need a tokenizer, and this model was loaded without one. Use logit_bias "
                 "instead.",
                 param="bad_words",
             )
@@ -407,8 +419,9 @@ class InputProcessor:
             )
             self._check_bad_word(word, plain)
             found[plain] = None
-            # " word" as many other tokens is the word within a text; as more tokens it is a space
-            # and then the word, which is ruled out already.
+            # If " word" has as many tokens as "word" but another first token, it is the form of the
+            # word after a space. If it has more, it is a space token and then "word", which
+            # `plain` covers.
             if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
                 self._check_bad_word(word, spaced)
                 found[spaced] = None
@@ -429,7 +442,7 @@ class InputProcessor:
             )
 
     def _is_token(self, token_id: int) -> bool:
-        """Whether the model may generate a token; its vocabulary may have ids that no token has."""
+        """True if the model may generate `token_id`; some ids of its vocabulary have no token."""
         if self._tokenizer is None or token_id in self._eos_token_ids:
             return True
         return self._tokenizer.has_text(token_id, skip_special_tokens=False)
@@ -437,7 +450,7 @@ class InputProcessor:
     def _scarce_token_ids(
         self, sampling_params: SamplingParams, bad_words: Sequence[tuple[int, ...]]
     ) -> tuple[int, ...]:
-        """`EngineRequest.scarce_token_ids`; refuses settings that allow no token at all."""
+        """Returns `EngineRequest.scarce_token_ids`; rejects settings that allow no token."""
         allowed = sampling_params.allowed_token_ids
         never = {word[0] for word in bad_words if len(word) == 1}
         early = set()
@@ -446,16 +459,16 @@ class InputProcessor:
         sometimes = early.union(word[-1] for word in bad_words if len(word) > 1)
         candidates = range(self._vocab_size)
         if allowed is not None:
-            # Other ids are never generated.
+            # The model never generates ids without a token.
             candidates = [i for i in dict.fromkeys(allowed) if self._is_token(i)]
             if not candidates:
                 raise InvalidRequestError(
-                    f"allowed_token_ids={allowed[:10]} has no token: the tokenizer has "
-                    f"{self._tokenizer.vocab_size} tokens, and the rest of the model's "
-                    f"{self._vocab_size} ids are never generated. Send ids of tokens.",
+                    f"allowed_token_ids={allowed[:10]} has no id of a token: the tokenizer has "
+                    f"{self._tokenizer.vocab_size} tokens, and the other ids of the model's "
+                    f"{self._vocab_size} are never generated. Send ids of tokens.",
                     param="allowed_token_ids",
                 )
-        # Nearly always the first one is free.
+        # Usually true for the first candidate.
         if any(i not in never and i not in sometimes for i in candidates):
             return ()
         left = tuple(i for i in candidates if i not in never)
@@ -464,8 +477,8 @@ class InputProcessor:
             if allowed is not None:
                 asked = f"allowed_token_ids={allowed[:10]} leaves"
             raise InvalidRequestError(
-                f"{asked} no token: all of them are bad_words, or end the request before "
-                "min_tokens.",
+                f"{asked} no token: each is one of the bad_words, or would end the request before "
+                "min_tokens. Allow more tokens.",
                 param="bad_words" if allowed is None else "allowed_token_ids",
             )
         return left
@@ -474,7 +487,7 @@ class InputProcessor:
 def all_eos_token_ids(
     tokenizer: Tokenizer | None, model_eos_token_ids: Sequence[int], vocab_size: int
 ) -> tuple[int, ...]:
-    """The tokenizer's EOS token first, then those of the model's configuration files."""
+    """Returns the tokenizer's EOS token, then those of the model's configuration files."""
     has_own = tokenizer is not None and tokenizer.eos_token_id is not None
     first = [tokenizer.eos_token_id] if has_own else []
     found = dict.fromkeys([*first, *model_eos_token_ids])
@@ -482,7 +495,7 @@ def all_eos_token_ids(
 
 
 def text_of_prompt(prompt: Prompt) -> str | None:
-    """The prompt as text, or None when it came as token ids alone."""
+    """Returns the prompt's text; None if it has only token ids."""
     if isinstance(prompt, str):
         return prompt
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else None
@@ -490,7 +503,7 @@ def text_of_prompt(prompt: Prompt) -> str | None:
 
 
 def _checked_truncation(prompt: Prompt) -> int | Literal["auto"] | None:
-    """Its `truncate_prompt_tokens`."""
+    """Returns the prompt's `truncate_prompt_tokens`, checked."""
     num_kept = prompt.get("truncate_prompt_tokens") if isinstance(prompt, Mapping) else None
     is_number = type(num_kept) is int and (num_kept == -1 or num_kept >= 1)
     if not is_number and num_kept not in (None, "auto"):
@@ -502,7 +515,7 @@ def _checked_truncation(prompt: Prompt) -> int | Literal["auto"] | None:
 
 
 def _checked_truncation_side(prompt: Prompt) -> str:
-    """Its `truncation_side`: the end that is cut off."""
+    """Returns the prompt's `truncation_side`: the end that is cut off."""
     side = prompt.get("truncation_side") if isinstance(prompt, Mapping) else None
     if side not in (None, "left", "right"):
         raise InvalidRequestError(
@@ -512,7 +525,7 @@ def _checked_truncation_side(prompt: Prompt) -> str:
 
 
 def _as_token_ids(token_ids: object) -> list[int]:
-    """What came as token ids, as a list of them that are not looked at yet."""
+    """Converts a prompt to a list of token ids; does not check the ids themselves."""
     if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
         raise InvalidRequestError(
             "a prompt must be text, a list of token ids, or an object with 'prompt' or "
@@ -525,12 +538,13 @@ def _as_token_ids(token_ids: object) -> list[int]:
 
 
 def _check_is_unicode(param: str, text: str) -> None:
-    """Refuses lone surrogates: they are no characters, and cannot cross to the engine."""
+    """Rejects lone surrogates: they are not characters and cannot be sent to the engine."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InvalidRequestError(
-            f"{param} is not valid Unicode: a lone surrogate at character {error.start}.",
+            f"{param} is not valid Unicode: it has a lone surrogate at character {error.start}. "
+            "Remove it.",
             param=param,
         ) from error
 

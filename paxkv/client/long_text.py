@@ -1,4 +1,4 @@
-"""Prompts so long that the asyncio loop must not wait for their tokens."""
+"""Processes long prompts in a thread, so that the asyncio loop does not wait for the tokenizer."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,12 +8,11 @@ from paxkv.contracts.engine_request import EngineRequest
 from paxkv.text.tokenizer import LONG_TEXT_CHARS
 
 
-async def run_beside_long_text(
+async def process_in_thread_if_long(
     prompt: Prompt, process: Callable[[], EngineRequest]
 ) -> EngineRequest:
-    """What `process` makes of a prompt, in a thread where that takes long."""
+    """Returns the result of `process`, which it calls in a thread if the prompt's text is long."""
     text = text_of_prompt(prompt)
-    # A megabyte takes seconds.
     if text is not None and len(text) > LONG_TEXT_CHARS:
         return await asyncio.to_thread(process)
     return process()

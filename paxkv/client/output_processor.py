@@ -1,4 +1,4 @@
-"""`OutputProcessor`: token ids of a step become text; stop strings end a completion."""
+"""`OutputProcessor`: turns the token ids of steps into text and checks stop strings."""
 
 import dataclasses
 import logging
@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessedOutputs:
-    """What one step, or an abort, means for the callers and for the engine.
+    """The result of processing a step or an abort.
 
     Args:
         request_outputs: At most one per caller's request, in the step's order.
-        request_ids_to_abort: What the engine is to end, or to release the kept blocks of: it does
-            not know of a stop string, nor of an abort.
-        errors: By caller's request, what ended it: a bug in what makes its text, or its engine's
-            end.
+        request_ids_to_abort: Engine requests that the client must abort: they were aborted, ended
+            with a stop string, or keep blocks that are no longer needed.
+        errors: Caller's request id -> the error that ended the request: its text could not be
+            built, or its engine ended.
     """
 
     request_outputs: list[RequestOutput]
@@ -49,13 +49,13 @@ class ProcessedOutputs:
 
 
 class OutputProcessor:
-    """Keeps the output side of every unfinished request.
+    """Holds the output state of every unfinished request.
 
     Args:
         tokenizer: None leaves every text empty.
-        num_engines: How many share the requests, as `StepOutputs.engine_idx` counts them.
-        packs_logprobs: Keep those of outputs of kind "final_only" as `PackedLogprobs`, not as a
-            list: an answer may have them for minutes.
+        num_engines: Number of engines; `StepOutputs.engine_idx` is less than it.
+        packs_logprobs: Store the log-probabilities of "final_only" outputs as `PackedLogprobs`
+            instead of lists, because such an answer may hold them for minutes.
     """
 
     def __init__(
@@ -67,34 +67,38 @@ class OutputProcessor:
     ) -> None:
         self._packs_logprobs = packs_logprobs
         self._tokenizer = tokenizer
-        # Callers' requests, and the engine's: one a completion.
+        # By the caller's request id.
         self._parents: dict[str, ParentRequest] = {}
+        # By the engine's request id.
         self._completions: dict[str, _CompletionState] = {}
         self._token_counters = [TokenCounter() for _ in range(num_engines)]
 
     @property
     def token_totals(self) -> TokenTotals:
-        """What steps have brought so far, of every kind of output, ended or not."""
+        """Tokens that steps have delivered so far, including unfinished requests."""
         return sum_totals([counter.totals for counter in self._token_counters])
 
     @property
     def num_unfinished_requests(self) -> int:
-        """Callers' requests."""
+        """Number of callers' unfinished requests."""
         return len(self._parents)
 
     def add_request(
         self, request: EngineRequest, *, prompt: str | None, output_kind: OutputKind
     ) -> list[EngineRequest]:
-        """Begins to follow a request.
+        """Registers a request.
 
         Args:
-            prompt: The prompt as text, if it came so.
+            prompt: The prompt as text; None if it was sent as token ids.
 
         Returns:
-            What the engine is to be sent: the request, or one for each of its completions.
+            The requests to send to the engine: one per completion.
         """
         if request.request_id in self._parents:
-            raise InvariantError(f"request {request.request_id!r} is followed already.")
+            raise InvariantError(
+                f"request {request.request_id!r} was added twice; ids of unfinished requests must "
+                "be unique."
+            )
         parent = ParentRequest(request, prompt=prompt, output_kind=output_kind)
         for index, child in enumerate(parent.children):
             self._completions[child.request_id] = _CompletionState(
@@ -109,18 +113,19 @@ class OutputProcessor:
         return parent.children
 
     def process(self, step_outputs: StepOutputs) -> ProcessedOutputs:
-        """Turns one step's outputs into text; finished requests are forgotten."""
+        """Turns one step's outputs into text and removes finished requests."""
         request_ids_to_abort = []
         errors: dict[str, PaxkvError] = {}
         parents: dict[str, ParentRequest] = {}
-        # See `TokenCounter.count_step`; those in a row that are alike, as most are, make one entry.
+        # The argument of `TokenCounter.count_step`. Most neighbors have equal keys, so they are
+        # counted in `num_alike` and added together.
         num_completions: dict[tuple[int, float | None], int] = defaultdict(int)
         alike, num_alike = (0, None), 0
         request_times, now_s = step_outputs.request_times, step_outputs.monotonic_s
         token_counter = self._token_counters[step_outputs.engine_idx]
         for output in step_outputs.outputs:
             state = self._completions.get(output.request_id)
-            # Ended here already: by a stop string, or aborted while this step was computed.
+            # The completion ended before: by a stop string, or by an abort during this step.
             if state is None:
                 continue
             parent = state.parent
@@ -131,17 +136,17 @@ class OutputProcessor:
                     num_completions[alike] += num_alike
                     alike, num_alike = (num_new_tokens, last_token_s), 0
                 num_alike += 1
-                if last_token_s is None and state.has_own_prompt:
+                if last_token_s is None and state.counts_prompt:
                     token_counter.count_prompt(state.num_prompt_tokens, output.num_cached_tokens)
             if request_times:
-                state.note_first_token(step_outputs)
+                state.record_first_token(step_outputs)
             try:
                 state.process(output, now_s)
-            # Whatever it is, the other requests of the step have no part in it.
+            # End only this request; the other requests of the step continue.
             except Exception as error:
                 del parents[parent.request_id]
                 errors[parent.request_id] = _failure(parent.request_id, error)
-                request_ids_to_abort += self._forget(parent)
+                request_ids_to_abort += self._remove(parent)
                 continue
             if state.finish_reason is not None:
                 del self._completions[output.request_id]
@@ -149,26 +154,26 @@ class OutputProcessor:
                     request_ids_to_abort.append(output.request_id)
         num_completions[alike] += num_alike
         token_counter.count_step(num_completions, now_s)
-        return self._take_outputs(parents.values(), request_ids_to_abort, errors)
+        return self._collect_outputs(parents.values(), request_ids_to_abort, errors)
 
-    def _take_outputs(
+    def _collect_outputs(
         self,
         parents: Iterable[ParentRequest],
         request_ids_to_abort: list[str],
         errors: dict[str, PaxkvError],
     ) -> ProcessedOutputs:
-        """What callers are given of a step, beside what it means for the engine so far."""
+        """Builds the result of a step from the parents' outputs; extends the other arguments."""
         request_outputs = []
         for parent in parents:
             try:
-                request_output = parent.take_output()
+                request_output = parent.pop_output()
             except Exception as error:
                 errors[parent.request_id] = _failure(parent.request_id, error)
-                request_ids_to_abort += self._forget(parent)
+                request_ids_to_abort += self._remove(parent)
                 continue
             if request_output is not None:
                 request_outputs.append(request_output)
-            request_ids_to_abort += parent.take_released_ids()
+            request_ids_to_abort += parent.pop_released_ids()
             if parent.is_finished:
                 del self._parents[parent.request_id]
         return ProcessedOutputs(
@@ -178,9 +183,9 @@ class OutputProcessor:
         )
 
     def abort(self, request_ids: Iterable[str]) -> ProcessedOutputs:
-        """Forgets callers' requests; their last outputs, and what the engine is to end.
+        """Ends callers' requests; returns their last outputs and the engine requests to abort.
 
-        Unknown and finished ids are ignored.
+        Ignores unknown and finished ids.
         """
         request_outputs = []
         request_ids_to_abort = []
@@ -190,13 +195,13 @@ class OutputProcessor:
             if parent is None:
                 continue
             children = [self._completions.get(child.request_id) for child in parent.children]
-            request_ids_to_abort += self._forget(parent)
+            request_ids_to_abort += self._remove(parent)
             try:
                 for state in children:
                     if state is not None:
                         state.abort()
-                request_outputs.append(parent.take_output())
-            # The engine must hear of the abort all the same.
+                request_outputs.append(parent.pop_output())
+            # Continue, because the engine must still receive the aborts.
             except Exception as error:
                 errors[request_id] = _failure(request_id, error)
         return ProcessedOutputs(
@@ -206,9 +211,9 @@ class OutputProcessor:
         )
 
     def end_with_engine(self, dead: EngineDead) -> ProcessedOutputs:
-        """Forgets the requests of one engine of several; an error for each caller's.
+        """Ends the requests of a dead engine with an error, while other engines continue.
 
-        Unknown ids are ignored: their callers have ended them.
+        Ignores unknown ids: these requests have ended already.
         """
         parents = {}
         for request_id in dead.request_ids or ():
@@ -221,13 +226,13 @@ class OutputProcessor:
         )
         return ProcessedOutputs(
             request_outputs=[],
-            # Completions of a request that did not fork may be with other engines.
-            request_ids_to_abort=[i for parent in parents.values() for i in self._forget(parent)],
+            # Other completions of the request may run on other engines, unless they are forks.
+            request_ids_to_abort=[i for parent in parents.values() for i in self._remove(parent)],
             errors={i: EngineDeadError(text, retry_after_s=dead.retry_after_s) for i in parents},
         )
 
-    def _forget(self, parent: ParentRequest) -> list[str]:
-        """Follows a request no longer; what the engine is to end of it."""
+    def _remove(self, parent: ParentRequest) -> list[str]:
+        """Removes a request; returns its engine requests, which the client must abort."""
         del self._parents[parent.request_id]
         for child in parent.children:
             self._completions.pop(child.request_id, None)
@@ -235,14 +240,14 @@ class OutputProcessor:
 
 
 def _failure(request_id: str, error: Exception) -> InvariantError:
-    logger.error("the answer to request %r cannot be made", request_id, exc_info=error)
+    logger.error("building the output of request %r failed", request_id, exc_info=error)
     return InvariantError(
-        f"the answer to request {request_id!r} cannot be made: {type(error).__name__}: {error}"
+        f"building the output of request {request_id!r} failed: {type(error).__name__}: {error}"
     )
 
 
 class _CompletionState:
-    """The output so far of one completion: one request of the engine."""
+    """The output so far of one completion, which is one engine request."""
 
     def __init__(
         self,
@@ -255,13 +260,13 @@ class _CompletionState:
         packs_logprobs: bool,
     ) -> None:
         self.parent = parent
-        # Whoever forks shares another's, and so do completions of one prompt for those who count.
-        self.has_own_prompt = index == 0 and request.fork_from is None
+        # Metrics count a prompt once: not for forks, nor for further completions of it.
+        self.counts_prompt = index == 0 and request.fork_from is None
         self._request_id = request.request_id
         self._arrival_time = request.arrival_time
         self._times: RequestTimes | None = None
         self._first_token_time = 0.0  # since the epoch
-        # On the clock that nobody sets; the last is None before the first.
+        # On the engine's monotonic clock. `last_token_s` is None before the first token.
         self._first_token_s = 0.0
         self.last_token_s: float | None = None
         self._index = index
@@ -283,8 +288,8 @@ class _CompletionState:
         self._cumulative_logprob: float | None = 0.0 if has_logprobs else None
         self._num_cached_tokens = 0
         self._num_preemptions = 0
-        # How much a caller of kind "delta" has seen.
-        self._num_taken_tokens = 0
+        # Tokens in earlier outputs of kind "delta".
+        self._num_delivered_tokens = 0
         self.finish_reason: FinishReason | None = None
         self._stop_reason: int | str | None = None
 
@@ -292,17 +297,17 @@ class _CompletionState:
     def num_prompt_tokens(self) -> int:
         return len(self._prompt_token_ids)
 
-    def note_first_token(self, step_outputs: StepOutputs) -> None:
-        """Notes the times that come with its first token."""
+    def record_first_token(self, step_outputs: StepOutputs) -> None:
+        """Stores the times that arrive with the first token."""
         times = step_outputs.request_times.get(self._request_id)
         if times is not None:
             self._times, self._first_token_time = times, step_outputs.timestamp
             self._first_token_s = step_outputs.monotonic_s
 
     def process(self, output: EngineCoreOutput, now_s: float) -> None:
-        """Takes one step's output, and hands its parent what the caller is to hear of it."""
+        """Processes one step's output and passes the result to the parent."""
         if output.prompt_logprobs is not None:
-            self.parent.take_prompt_logprobs(self._to_prompt_logprobs(output.prompt_logprobs))
+            self.parent.set_prompt_logprobs(self._to_prompt_logprobs(output.prompt_logprobs))
         new_token_ids = output.new_token_ids
         if new_token_ids:
             self.last_token_s = now_s
@@ -319,21 +324,21 @@ class _CompletionState:
                 self._cumulative_logprob += logprobs.token_logprob
         is_silent = self._is_final_only and self.finish_reason is None
         completion = None if is_silent else self._make_output()
-        self.parent.take(self._index, completion, num_cached_tokens=self._num_cached_tokens)
+        self.parent.record_step(self._index, completion, num_cached_tokens=self._num_cached_tokens)
 
     def abort(self) -> None:
-        """Ends a completion that its caller gave up, and hands its parent what there is of it."""
+        """Ends the completion and passes its output so far to the parent."""
         self.finish_reason, self._stop_reason = "abort", None
         if self._detokenizer is not None:
             self._detokenizer.update([], is_last=True)
-        self.parent.take(
+        self.parent.record_step(
             self._index, self._make_output(), num_cached_tokens=self._num_cached_tokens
         )
 
     def _detokenize(self, output: EngineCoreOutput) -> list[int]:
-        """Feeds the new tokens; returns those that count, fewer after a stop string."""
+        """Detokenizes the new tokens; returns those up to the end of a stop string."""
         token_ids = output.new_token_ids
-        # A token that ends the request belongs to the output's ids, not to its text.
+        # A token that ends the request belongs to the output's token ids, but not to its text.
         is_ended_by_token = (
             output.finish_reason == "stop"
             and not isinstance(output.stop_reason, str)
@@ -349,12 +354,12 @@ class _CompletionState:
         return token_ids[: stopped.num_tokens]
 
     def _to_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> PromptLogprobs:
-        """An entry a token; the first follows nothing."""
+        """One entry per prompt token; None for the first, which has no preceding tokens."""
         following = zip(self._prompt_token_ids[1:], logprobs, strict=True)
         return [None, *(self._to_logprobs(token_id, found) for token_id, found in following)]
 
     def _to_logprobs(self, token_id: int, logprobs: TokenLogprobs) -> dict[int, Logprob]:
-        """The drawn token first, then the most likely ones."""
+        """The sampled token first, then the most likely ones."""
         found = {token_id: self._to_logprob(token_id, logprobs.token_logprob, logprobs.token_rank)}
         tops = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
         for rank, (top_token_id, top_logprob) in enumerate(tops, start=1):
@@ -367,15 +372,15 @@ class _CompletionState:
 
     def _make_output(self) -> CompletionOutput:
         if self._is_delta:
-            first = self._num_taken_tokens
-            self._num_taken_tokens = len(self._token_ids)
+            first = self._num_delivered_tokens
+            self._num_delivered_tokens = len(self._token_ids)
             logprobs = self._logprobs
-            # Those that were taken are not kept: an answer's may be hundreds of megabytes.
+            # Drop delivered log-probabilities: those of an answer may take hundreds of megabytes.
             self._logprobs = None if logprobs is None else []
             text = self._detokenizer.take_new_text() if self._detokenizer is not None else ""
         else:
             first = 0
-            # Those of kind "final_only" do not grow any more.
+            # Copy a list, which may grow. `PackedLogprobs` occur only in final outputs.
             is_list = isinstance(self._logprobs, list)
             logprobs = list(self._logprobs) if is_list else self._logprobs
             text = self._detokenizer.text if self._detokenizer is not None else ""
@@ -398,6 +403,6 @@ class _CompletionState:
             queue_s=self._times.queue_s,
             prefill_s=self._times.prefill_s,
             decode_s=self.last_token_s - self._first_token_s,
-            # The clocks of two processes, and one that may be set: never less than 0.
+            # Wall clocks of two processes; a clock change must not make the result negative.
             first_token_s=max(self._first_token_time - self._arrival_time, 0.0),
         )

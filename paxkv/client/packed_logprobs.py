@@ -1,4 +1,4 @@
-"""`PackedLogprobs`: log-probabilities of an answer, kept as bytes until they are read."""
+"""`PackedLogprobs`: stores the log-probabilities of an answer as bytes until they are read."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ import msgspec
 
 from paxkv.contracts.request_output import Logprob
 
-# Of one candidate: its token id, log-probability, rank and text.
+# Token id, log-probability, rank and text of each candidate.
 PackedPosition = list[tuple[int, float, int, str]]
 
 _encoder = msgspec.msgpack.Encoder()
@@ -16,11 +16,11 @@ _decoder = msgspec.msgpack.Decoder(PackedPosition)
 
 
 class PackedLogprobs(Sequence[dict[int, Logprob]]):
-    """A list of positions in a fraction of its memory; each reading makes new objects."""
+    """A sequence of positions that needs less memory than a list. Each read creates new objects."""
 
     def __init__(self) -> None:
         self._packed = bytearray()
-        # Where each position ends.
+        # End offset of each position.
         self._ends = array("Q")
 
     def append(self, position: dict[int, Logprob]) -> None:
@@ -53,7 +53,7 @@ class PackedLogprobs(Sequence[dict[int, Logprob]]):
 
 
 def to_packed(position: dict[int, Logprob]) -> PackedPosition:
-    """The candidates of a position, in their order."""
+    """Converts a position's candidates to tuples, in their order."""
     return [
         (token_id, found.logprob, found.rank, found.decoded_token)
         for token_id, found in position.items()
@@ -61,7 +61,7 @@ def to_packed(position: dict[int, Logprob]) -> PackedPosition:
 
 
 def from_packed(position: PackedPosition) -> dict[int, Logprob]:
-    """What `to_packed` was given."""
+    """The inverse of `to_packed`."""
     return {
         token_id: Logprob(logprob=logprob, rank=rank, decoded_token=text)
         for token_id, logprob, rank, text in position

@@ -1,4 +1,4 @@
-"""`ParentRequest`: a caller's request for n completions, which are n requests of the engine."""
+"""`ParentRequest`: a caller's request for n completions, which becomes n engine requests."""
 
 import dataclasses
 from typing import Literal
@@ -6,21 +6,21 @@ from typing import Literal
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
 
-# Whether an output holds everything so far, only what is new, or comes only at the end.
+# An output has all tokens so far, or only the new ones; "final_only" sends one output at the end.
 OutputKind = Literal["cumulative", "delta", "final_only"]
 PromptLogprobs = list[dict[int, Logprob] | None]
 
 
 class ParentRequest:
-    """Sends one child a completion to the engine, and puts together what comes back.
+    """Splits a request into one child per completion and combines the children's outputs.
 
-    With several, child 0 computes the prompt and keeps its blocks; the others fork from it, so
-    that the prompt's keys and values exist once. When all have blocks of their own and child 0 has
-    ended, the kept ones are released.
+    With several children, child 0 computes the prompt and keeps its blocks. The others fork from
+    it, so the prompt's keys and values are stored once. The kept blocks are released when child 0
+    has ended and all others have blocks of their own.
 
     Args:
-        prompt: The prompt as text, if it came so.
-        output_kind: With "final_only" there is one output, when all children have ended.
+        prompt: The prompt as text; None if it was sent as token ids.
+        output_kind: With "final_only", there is one output when all children have ended.
 
     Source: vLLM `v1/engine/parallel_sampling.py`.
     """
@@ -36,10 +36,10 @@ class ParentRequest:
         self._is_final_only = output_kind == "final_only"
         self._is_delta = output_kind == "delta"
         self._unfinished = set(range(len(self.children)))
-        # Children without a token yet: they may still need the blocks of child 0.
-        self._not_begun = set(range(len(self.children)))
+        # Children without a step so far: they may still need the blocks of child 0.
+        self._without_step = set(range(len(self.children)))
         self._holds_kept_blocks = len(self.children) > 1 and self.children[0].keep_blocks
-        # What the caller has not been given yet.
+        # Completions that were not returned to the caller yet.
         self._completions: dict[int, CompletionOutput] = {}
         self._num_cached_tokens = 0
         self._prompt_logprobs: PromptLogprobs | None = None
@@ -48,13 +48,13 @@ class ParentRequest:
     def is_finished(self) -> bool:
         return not self._unfinished
 
-    def take(
+    def record_step(
         self, index: int, completion: CompletionOutput | None, *, num_cached_tokens: int
     ) -> None:
-        """Takes what a step made of child `index`; None where the caller is not to hear of it."""
-        self._not_begun.discard(index)
+        """Records a step of child `index`; `completion` is None if there is no output for it."""
+        self._without_step.discard(index)
         if index == 0:
-            # The prompt is looked up in the prefix cache once; forks have it from child 0.
+            # Child 0 looks up the prompt in the prefix cache; forks share its blocks.
             self._num_cached_tokens = num_cached_tokens
         if completion is None:
             return
@@ -62,12 +62,12 @@ class ParentRequest:
         if completion.finished:
             self._unfinished.discard(index)
 
-    def take_prompt_logprobs(self, prompt_logprobs: PromptLogprobs) -> None:
-        """Takes what child 0 brings with its first token."""
+    def set_prompt_logprobs(self, prompt_logprobs: PromptLogprobs) -> None:
+        """Stores the prompt log-probabilities, which arrive with child 0's first token."""
         self._prompt_logprobs = prompt_logprobs
 
-    def take_output(self) -> RequestOutput | None:
-        """What the caller has not been given yet; None when that is nothing, or not ready."""
+    def pop_output(self) -> RequestOutput | None:
+        """Returns the output that is new for the caller; None if there is none yet."""
         if not self._completions or (self._is_final_only and self._unfinished):
             return None
         completions, self._completions = self._completions, {}
@@ -85,24 +85,24 @@ class ParentRequest:
             num_truncated_tokens=self._num_truncated_tokens,
         )
 
-    def take_released_ids(self) -> list[str]:
-        """Child 0's id, once, when nobody can fork from its kept blocks any more."""
-        if not self._holds_kept_blocks or 0 in self._unfinished or self._not_begun:
+    def pop_released_ids(self) -> list[str]:
+        """Returns child 0's id once, when its kept blocks are no longer needed for forks."""
+        if not self._holds_kept_blocks or 0 in self._unfinished or self._without_step:
             return []
         self._holds_kept_blocks = False
         return [self.children[0].request_id]
 
 
 def make_children(request: EngineRequest) -> list[EngineRequest]:
-    """The engine's requests for the `n` completions that `request` asks for, by index.
+    """Returns the engine's requests for the `n` completions of `request`, by index.
 
-    n=3 of request "7" with seed 5 -> "0_7", "1_7" and "2_7" with seeds 5, 6 and 7. Without a seed
-    the engine derives each one's own from its id.
+    n=3 of request "7" with seed 5 -> "0_7", "1_7" and "2_7" with seeds 5, 6 and 7. Without a seed,
+    the engine derives a seed from each id.
     """
     params = request.sampling_params
     if params.n == 1:
         return [request]
-    # A fork computes the last token of its prompt itself: of one token there is nothing to share.
+    # A fork computes the last prompt token itself, so forks of a one-token prompt share nothing.
     is_shared = len(request.prompt_token_ids) > 1 and not params.skip_reading_prefix_cache
     source_id = f"0_{request.request_id}"
     return [
@@ -113,7 +113,7 @@ def make_children(request: EngineRequest) -> list[EngineRequest]:
                 params,
                 n=1,
                 seed=_child_seed(params.seed, index),
-                # The prompt is one and the same.
+                # All children have the same prompt.
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,
             ),
             keep_blocks=is_shared and index == 0,
@@ -124,5 +124,5 @@ def make_children(request: EngineRequest) -> list[EngineRequest]:
 
 
 def _child_seed(seed: int | None, index: int) -> int | None:
-    # Wraps within the 64 signed bits that a seed has.
+    # Wraps around in int64.
     return None if seed is None else (seed + index + 2**63) % 2**64 - 2**63

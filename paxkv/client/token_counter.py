@@ -1,4 +1,4 @@
-"""`TokenCounter`: tokens of all requests, counted when a step brings them."""
+"""`TokenCounter`: counts the tokens of all requests as steps deliver them."""
 
 import bisect
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ _NUMBERS = (
 
 
 class TokenCounter:
-    """Lives as long as its client, which may see several engines begin and end."""
+    """Counts the tokens of one engine, and of the engines that replace it."""
 
     def __init__(self) -> None:
         self._num_prompt_tokens = 0
@@ -37,27 +37,28 @@ class TokenCounter:
         )
 
     def count_prompt(self, num_tokens: int, num_cached_tokens: int) -> None:
-        """Counts a prompt whose first token has come."""
+        """Counts a prompt when its request's first token arrives."""
         self._num_prompt_tokens += num_tokens
         self._num_cached_prompt_tokens += min(num_cached_tokens, num_tokens)
-        # Of a prompt of one token none was cached.
+        # If all tokens except the last were cached, the last one is recomputed. `0 <` excludes
+        # prompts of one token, which is never cached.
         self._num_recomputed_prompt_tokens += 0 < num_cached_tokens == num_tokens - 1
 
     def count_step(
         self, num_completions: Mapping[tuple[int, float | None], int], now_s: float
     ) -> None:
-        """Counts the new tokens of a step, with its completions in groups: mostly there is one.
+        """Counts the new tokens of a step. Completions with equal values form one group.
 
         Args:
-            num_completions: By how many tokens each got, and when the one before them had come:
-                {(1, 7.5): 255, (1, None): 1} is 255 that go on and one that begins.
-            now_s: Seconds, on the same clock, which nobody sets.
+            num_completions: (new tokens, time of the token before them) -> number of completions.
+                {(1, 7.5): 255, (1, None): 1} means 255 that continue and one that starts.
+            now_s: Time of this step, in seconds on the same monotonic clock.
         """
         for (num_tokens, last_token_s), num_alike in num_completions.items():
             self._num_generation_tokens += num_tokens * num_alike
             if last_token_s is None:
                 continue
-            # Tokens that come together took their share each.
+            # Tokens that arrive together each count an equal share of the time.
             waited_s = now_s - last_token_s
             bucket = bisect.bisect_left(TOKEN_BUCKETS_S, waited_s / num_tokens)
             self._latency_counts[bucket] += num_tokens * num_alike
@@ -65,7 +66,7 @@ class TokenCounter:
 
 
 def sum_totals(all_totals: Sequence[TokenTotals]) -> TokenTotals:
-    """Those of all engines together, with those of each where there are several."""
+    """Sums the totals of all engines; `engines` keeps those of each if there are several."""
     if len(all_totals) == 1:
         return all_totals[0]
     counts = zip(*(totals.token_latency_counts for totals in all_totals), strict=True)

@@ -1,4 +1,4 @@
-"""`WaitingBudget`: how much may wait for slow readers, of all streams together."""
+"""`WaitingBudget`: limits the bytes that wait for slow readers in all streams together."""
 
 # Eight streams of the largest size that one stream may have.
 DEFAULT_MAX_WAITING_BYTES = 256 * 2**20
@@ -8,7 +8,7 @@ class WaitingBudget:
     """Counts the packed bytes that wait in all streams of a client.
 
     Args:
-        max_bytes: How many may wait; at least 1.
+        max_bytes: Maximum of waiting bytes; at least 1.
     """
 
     def __init__(self, max_bytes: int = DEFAULT_MAX_WAITING_BYTES) -> None:

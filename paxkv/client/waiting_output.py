@@ -1,4 +1,4 @@
-"""`WaitingOutput`: outputs of one request that wait for their reader, merged and packed."""
+"""`WaitingOutput`: merges and packs the outputs of one request that wait for their reader."""
 
 import dataclasses
 from collections import defaultdict
@@ -15,7 +15,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class _Delta(msgspec.Struct, array_like=True, gc=False):
-    """What one delta adds to a completion; `positions` are its log-probabilities."""
+    """The new part of one completion; `positions` are its log-probabilities."""
 
     index: int
     text: str
@@ -27,17 +27,17 @@ _decoder = msgspec.msgpack.Decoder(_Delta)
 
 
 class WaitingOutput:
-    """Deltas of one request as one output.
+    """Merges deltas of one request into one output.
 
-    The first output is kept as it is, until `pack` or `add`. Then all are kept as bytes: objects
-    with log-probabilities take about eight times as much memory.
+    The first output stays unpacked until `pack` or `add`. Then all are stored as bytes, because
+    objects with log-probabilities take about eight times as much memory.
     """
 
     def __init__(self, output: RequestOutput) -> None:
-        # Without its completions once they are packed.
+        # Has no completions after they were packed.
         self._latest = output
         self._latest_completions: dict[int, CompletionOutput] = {}
-        # Deltas in their order, each with its length in front.
+        # Deltas in order, each after its length.
         self._packed = bytearray()
 
     @property
@@ -46,11 +46,11 @@ class WaitingOutput:
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes the packed deltas take."""
+        """Size of the packed deltas."""
         return len(self._packed)
 
     def pack(self) -> None:
-        """Keeps as bytes what is kept as objects."""
+        """Converts an output that is still stored as objects to bytes."""
         self._pack(self._latest)
         self._latest = dataclasses.replace(self._latest, outputs=[])
 
@@ -58,12 +58,12 @@ class WaitingOutput:
         """Merges the next delta."""
         self.pack()
         self._pack(output)
-        # A stream has the prompt's once, with its first tokens.
+        # Only the first delta of a stream has prompt log-probabilities.
         prompt_logprobs = self._latest.prompt_logprobs or output.prompt_logprobs
         self._latest = dataclasses.replace(output, outputs=[], prompt_logprobs=prompt_logprobs)
 
     def output(self) -> RequestOutput:
-        """All deltas as one output."""
+        """Returns all deltas merged into one output."""
         if not self._packed:
             return self._latest
         deltas: dict[int, list[_Delta]] = defaultdict(list)

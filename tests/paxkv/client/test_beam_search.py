@@ -78,11 +78,11 @@ def run(search: BeamSearch, vocab_size: int, seed: int) -> list[list[EngineReque
             assert request.keep_blocks
         held |= {request.request_id for request in requests}
         for request in random.Random(seed).sample(requests, len(requests)):
-            is_last = search.take(answer(request, vocab_size, seed))
+            is_last = search.record_output(answer(request, vocab_size, seed))
         assert is_last
         assert set(search.released_ids) <= held
         held -= set(search.released_ids)
-        search.note_released()
+        search.clear_released_ids()
         assert held == set(search.request_ids)
     assert not held
     return steps
@@ -176,13 +176,13 @@ def test_beam_forks_from_its_parent_and_computes_one_token() -> None:
 def test_parents_are_released_when_all_their_forks_are_computed() -> None:
     search = make_search([1, 2], 8, BeamSearchParams(beam_width=2, max_tokens=2, ignore_eos=True))
     (first,) = search.next_requests()
-    search.take(answer(first, 8, seed=5))
+    search.record_output(answer(first, 8, seed=5))
     assert search.released_ids == []
     second = search.next_requests()
-    assert not search.take(answer(second[1], 8, seed=5))
+    assert not search.record_output(answer(second[1], 8, seed=5))
     assert search.released_ids == []
     assert sorted(search.request_ids) == ["0_0_7", "1_0_7", "1_1_7"]
-    assert search.take(answer(second[0], 8, seed=5))
+    assert search.record_output(answer(second[0], 8, seed=5))
     assert sorted(search.released_ids) == ["0_0_7", "1_0_7", "1_1_7"]
     assert search.next_requests() == []
 
@@ -199,7 +199,7 @@ def test_drawn_token_is_a_candidate_too() -> None:
     assert request.sampling_params.temperature == 2.0
     output = answer(request, 8, seed=1)
     output.outputs[0].logprobs[0][6] = Logprob(logprob=1.0, rank=7, decoded_token="")
-    search.take(output)
+    search.record_output(output)
     assert search.output(None).sequences[0].tokens == [1, 6]
 
 
@@ -227,7 +227,7 @@ def test_text_is_of_all_tokens_and_completion_of_the_new_ones(is_shown: bool, te
         output = answer(step, 3, seed=0)
         found = {token: Logprob(logprob=-0.5, rank=1, decoded_token="")}
         output.outputs[0].logprobs[0] = found
-        search.take(output)
+        search.record_output(output)
     tokenizer = byte_level_tokenizer()
     (sequence,) = search.output(tokenizer).sequences
     assert (sequence.tokens, sequence.text) == ([ord("p"), ord("a"), eos], "p" + text)
@@ -249,7 +249,7 @@ def test_refused_step_is_an_error_of_ours() -> None:
         finished=True,
     )
     with pytest.raises(InvariantError, match="refused"):
-        search.take(output)
+        search.record_output(output)
 
 
 def test_other_params_are_refused() -> None:

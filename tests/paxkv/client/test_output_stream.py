@@ -32,7 +32,7 @@ def taken(*items: RequestOutput | EngineDeadError) -> RequestOutput:
     stream = OutputStream("r", engine_request_id="r-0")
     for item in items:
         stream.fail(item) if isinstance(item, EngineDeadError) else stream.put(item)
-    return asyncio.run(stream.take())
+    return asyncio.run(stream.next_output())
 
 
 def test_one_output_is_left_as_it_is() -> None:
@@ -73,10 +73,10 @@ def test_error_comes_behind_what_came_before_it() -> None:
         stream.put(delta((0, "a")))
         stream.put(delta((0, "b")))
         stream.fail(EngineDeadError("the engine has ended"))
-        assert (await stream.take()).outputs[0].text == "ab"
+        assert (await stream.next_output()).outputs[0].text == "ab"
         for _ in range(2):
             with pytest.raises(EngineDeadError, match="has ended"):
-                await stream.take()
+                await stream.next_output()
 
     asyncio.run(run())
     with pytest.raises(EngineDeadError):
@@ -90,7 +90,7 @@ def test_other_requests_of_one_stream_stay_apart() -> None:
         stream = OutputStream("r", engine_request_id="r-0")
         for request_id in ("a", "b"):
             stream.put(dataclasses.replace(delta((0, "x")), request_id=request_id))
-        assert [(await stream.take()).request_id for _ in range(2)] == ["a", "b"]
+        assert [(await stream.next_output()).request_id for _ in range(2)] == ["a", "b"]
 
     asyncio.run(run())
 
@@ -105,7 +105,7 @@ def test_what_waits_comes_in_pieces_of_a_bounded_size(monkeypatch) -> None:
             stream.put(delta((0, letter)))
         texts = []
         while "".join(texts) != "".join(letters):
-            texts.append((await stream.take()).outputs[0].text)
+            texts.append((await stream.next_output()).outputs[0].text)
         return texts
 
     texts = asyncio.run(run())
@@ -123,7 +123,7 @@ def test_a_reader_that_catches_up_lets_others_run_between_pieces(monkeypatch) ->
 
         async def read() -> int:
             num_pieces = 1
-            while not (await stream.take()).finished:
+            while not (await stream.next_output()).finished:
                 num_pieces += 1
             return num_pieces
 
@@ -148,7 +148,7 @@ def test_more_than_may_wait_is_noticed_and_dropped(monkeypatch) -> None:
         for _ in range(200):
             stream.put(delta((0, "b")))
             assert not stream.is_over_limit
-            await stream.take()
+            await stream.next_output()
         num_put = 0
         while not stream.is_over_limit and num_put < 1000:
             stream.put(delta((0, "c")))
@@ -157,6 +157,6 @@ def test_more_than_may_wait_is_noticed_and_dropped(monkeypatch) -> None:
         stream.drop(SlowReaderError("too slow"))
         assert not stream.is_over_limit
         with pytest.raises(SlowReaderError):
-            await stream.take()
+            await stream.next_output()
 
     asyncio.run(run())
