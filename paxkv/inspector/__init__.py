@@ -1,1 +1,1 @@
-"""The inspector: a page that shows the paged cache at work, and what feeds it."""
+"""The inspector: a web page that shows the KV cache of a running engine, and its data sources."""

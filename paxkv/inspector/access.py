@@ -1,4 +1,4 @@
-"""Who may open the inspector: this machine, and others only where the operator said so."""
+"""`check_access`: restricts the inspector to this machine unless the operator allows others."""
 
 import ipaddress
 
@@ -9,44 +9,50 @@ from paxkv.errors import InvalidRequestError
 
 
 class InspectorOffError(InvalidRequestError):
-    """The inspector is not for this client."""
+    """The inspector is off for this request."""
 
     http_status = 403
 
 
 def check_access(request: Request, config: ServerConfig) -> None:
-    """Refuses requests that the operator has not allowed.
+    """Rejects requests that the operator's settings do not allow.
 
     Raises:
-        InspectorOffError: The inspector is off; or it is on for this machine alone, and the
-            request names another host (a web page elsewhere may have sent the browser here by a
-            name of its own); or a page of another site has sent it.
+        InspectorOffError: The inspector is off, or the page of another site sent the request (its
+            links are allowed). Or the inspector is on for this machine only, and the `Host` header
+            has another name. This protects against DNS rebinding: another site's name may point to
+            this machine.
     """
     if config.enable_inspector is False:
-        raise InspectorOffError("the inspector is off: the server runs with --no-enable-inspector.")
+        raise InspectorOffError(
+            "the inspector is off: the server runs with --no-enable-inspector. Start it without "
+            "this flag."
+        )
     if config.enable_inspector is None:
         if not is_loopback(config.host):
             raise InspectorOffError(
-                f"the inspector is off, because others can reach {config.host}. Start the server "
-                "with --enable-inspector to serve it there."
+                f"the inspector is off, because other machines can reach {config.host}. Start the "
+                "server with --enable-inspector to allow it."
             )
         host = _host_name(request.headers.get("host", ""))
         if not is_loopback(host):
             raise InspectorOffError(
-                f"the inspector is for this machine alone, and the request is for {host!r}. Open "
-                "it as http://localhost, or start the server with --enable-inspector."
+                f"the inspector is for this machine alone, but the request is for host {host!r}. "
+                "Open it as http://localhost, or start the server with --enable-inspector."
             )
-    # Browsers say where a request comes from; other clients do not, and may as well ask directly.
+    # Only browsers send this header. Other clients need no check: no other site controls them.
     site = request.headers.get("sec-fetch-site", "none")
     is_navigation = request.headers.get("sec-fetch-mode") == "navigate"
     if site not in ("same-origin", "none") and not (is_navigation and request.method == "GET"):
-        raise InspectorOffError("the inspector answers its own page, not those of other sites.")
+        raise InspectorOffError(
+            "the inspector answers requests of its own page, but not those of other sites."
+        )
 
 
 def _host_name(host_header: str) -> str:
-    """The name in "localhost:8000", or the address in "[::1]:8000".
+    """Returns the name in "localhost:8000", or the address in "[::1]:8000".
 
-    Not that of `request.url`, which is our own address where the header is malformed.
+    `request.url` is no substitute: with a malformed header, it has the server's own address.
     """
     if host_header.startswith("["):
         return host_header[1:].partition("]")[0]
@@ -54,7 +60,7 @@ def _host_name(host_header: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address is this machine, as seen from itself."""
+    """True for "localhost", its subdomains and loopback addresses."""
     host = host.strip("[]").lower()
     if host == "localhost" or host.endswith(".localhost"):
         return True

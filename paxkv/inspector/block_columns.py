@@ -1,4 +1,4 @@
-"""Blocks of a pool as columns of bytes."""
+"""`make_columns`: encodes the blocks of a pool as columns of bytes."""
 
 import numpy as np
 
@@ -9,7 +9,11 @@ _MAX_U16 = 65535
 
 
 def make_columns(log: BlockChangeLog, ids_np: np.ndarray | None) -> BlockColumns:
-    """Columns of the blocks with these ids, i64[num_ids], as of `take_changed`; None is all."""
+    """Encodes blocks as columns, with their state at the last `take_changed`.
+
+    Args:
+        ids_np: i64[num_ids]; None is all blocks.
+    """
     chosen = slice(None) if ids_np is None else ids_np
     contents_np = log.contents if ids_np is None else log.get_contents(ids_np)
     return BlockColumns(

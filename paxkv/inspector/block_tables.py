@@ -1,4 +1,4 @@
-"""SentTables: block tables as somebody was told of them, and how they differ by now."""
+"""`SentTables`: finds changes of block tables since the last frame."""
 
 from collections.abc import Callable, Collection
 
@@ -10,11 +10,11 @@ from paxkv.kv_cache.pool.block import KVCacheBlock
 
 
 class TableChangeLists:
-    """What becomes `TableChanges`.
+    """Collects the content of a `TableChanges`.
 
     Attributes:
-        rows: See there.
-        new_blocks: Those that the tables got, one table after the other.
+        rows: See `TableChanges.rows`.
+        new_blocks: New blocks of all changed tables, in the order of `rows`.
     """
 
     def __init__(self) -> None:
@@ -31,34 +31,34 @@ class _SentTable:
 
     def __init__(self, key: int, blocks: list[KVCacheBlock]) -> None:
         self.key = key
-        # The manager's own list: another one is another table, though the request be the same.
+        # The manager's own list. Another list object is another table, even of the same request.
         self.blocks = blocks
         self.num_blocks = 0
         self.num_skipped = 0
 
 
 class SentTables:
-    """What was told of the block tables of one KV cache group.
+    """Remembers which blocks of one KV cache group's tables were sent in frames.
 
-    A table only grows at its end and loses blocks at its start, unless a block in it is replaced,
-    of which the caller knows. So lengths tell what changed, and no block is looked at twice.
+    A table grows only at its end and loses blocks only at its start, so its lengths show what
+    changed and old blocks need not be compared. The caller reports tables with a replaced block.
     """
 
     def __init__(self, manager: SingleTypeKVCacheManager) -> None:
         self._manager = manager
         self._sent: dict[str, _SentTable] = {}
 
-    def take_changes(
+    def collect_changes(
         self,
         key_of: Callable[[str], int],
         replaced_req_ids: Collection[str],
         changes: TableChangeLists,
     ) -> None:
-        """Adds the tables that changed since the last call.
+        """Adds the tables that changed since the last call to `changes`.
 
         Args:
-            key_of: Of a request id.
-            replaced_req_ids: Requests whose tables had a block replaced since then.
+            key_of: Returns the key of a request id.
+            replaced_req_ids: Requests with a block replaced in their table since the last call.
         """
         tables, skipped = self._sent, self._manager.num_skipped_blocks
         group_id, req_to_blocks = self._manager.kv_cache_group_id, self._manager.req_to_blocks
@@ -71,7 +71,7 @@ class SentTables:
             num_skipped = skipped.get(req_id, 0) if skipped else 0
             if sent is None or sent.blocks is not blocks or req_id in replaced_req_ids:
                 key = key_of(req_id)
-                if sent is not None and sent.key != key:  # the id came again
+                if sent is not None and sent.key != key:  # a new request has the same id
                     rows += (sent.key, group_id, 0, 0, 0)
                 sent = tables[req_id] = _SentTable(key, blocks)
                 num_kept = num_skipped
@@ -83,6 +83,6 @@ class SentTables:
             rows += (sent.key, group_id, num_skipped, num_kept, num_blocks - num_kept)
             changes.new_blocks += blocks[num_kept:]
 
-    def forget_all(self) -> None:
-        """The next call tells everything."""
+    def reset(self) -> None:
+        """Makes the next call of `collect_changes` add all tables."""
         self._sent.clear()

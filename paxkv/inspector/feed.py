@@ -1,4 +1,4 @@
-"""InspectorFeed: one who asks the engine for frames, and the pages that look at them."""
+"""`InspectorFeed`: polls the engine for frames and sends them to all open pages."""
 
 import asyncio
 import dataclasses
@@ -15,48 +15,48 @@ from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError
 
 logger = logging.getLogger(__name__)
 
-# The engine is asked at most so often, and less often where answers take more than this share of
-# its time.
+# Time between two polls. It is longer if answers take more than MAX_SHARE of the engine's time.
 PERIOD_S = 0.1
 MAX_SHARE = 0.0025
-# Snapshots cost the most: pages that open at once share one.
+# Snapshots are expensive, so pages that open within this time share one.
 SNAPSHOT_PERIOD_S = 1.0
-# Shorter than the recorder's lease, or every question would find one that has ended.
+# Must be shorter than the recorder's lease; otherwise the recording would end between two polls.
 MAX_PAUSE_S = 1.0
 # The engine answers between two steps, and a step may be long.
 ANSWER_TIMEOUT_S = 30.0
 RETRY_S = 1.0
 MAX_PAGES = 16
-# What a page has not taken yet; one that is slower gets a snapshot instead of what it missed.
+# Events that wait for one page. A slower page skips events and gets a snapshot instead.
 MAX_BACKLOG = 20
 
 
 class InspectedEngine(Protocol):
-    """What the inspector needs of an engine."""
+    """The methods of an engine client that the inspector calls."""
 
     async def inspect(self, after_seq: int, wants_snapshot: bool, *, keeps_tokens: bool) -> str:
-        """JSON of an `Inspection`: what changed since the call that answered `after_seq`.
+        """Returns the JSON of an `Inspection`: the changes since the one with `after_seq`.
 
         Args:
-            keeps_tokens: So that `inspect_block` knows them also of blocks that nobody holds.
+            keeps_tokens: Store the tokens of cached blocks, so that `inspect_block` returns them
+                after the request that computed them has ended.
         """
         ...
 
     async def inspect_block(
         self, block_id: int, holder_key: int, *, with_tokens: bool
     ) -> BlockDetails:
-        """One block as it is now."""
+        """Describes the current state of a block."""
         ...
 
 
 class TooManyPagesError(InvalidRequestError):
-    """As many pages look as may."""
+    """`MAX_PAGES` pages are open already."""
 
     http_status = 503
 
 
 class _Answer(msgspec.Struct):
-    """An `Inspection` whose frames go on as they came."""
+    """An `Inspection` with undecoded frames, which are forwarded unchanged."""
 
     seq: int
     took_s: float
@@ -94,9 +94,9 @@ class _Page:
 
 
 class InspectorFeed:
-    """Asks while there are pages, and sends each of them the same bytes.
+    """Polls the engine while pages are open, and sends all pages the same bytes.
 
-    Every method is called on one loop.
+    Call every method on one loop.
 
     Args:
         keeps_tokens: See `InspectedEngine.inspect`.
@@ -106,7 +106,7 @@ class InspectorFeed:
         self._engine = engine
         self._keeps_tokens = keeps_tokens
         self._pages: set[_Page] = set()
-        self._asker: asyncio.Task[None] | None = None
+        self._poll_task: asyncio.Task[None] | None = None
         self._seq = -1
         self._last_snapshot_s = float("-inf")
         self._is_closed = False
@@ -116,22 +116,22 @@ class InspectorFeed:
         return len(self._pages)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events of one page: a snapshot, then deltas, until `close`.
+        """Yields the server-sent events of one page: a snapshot, then deltas, until `close`.
 
         Raises:
-            TooManyPagesError: Before the first event.
-            EngineDeadError: After `close`, before the first event.
+            TooManyPagesError: Too many pages are open; raised before the first event.
+            EngineDeadError: `close` was called before; raised before the first event.
         """
         if self._is_closed:
             raise EngineDeadError("the server is shutting down.")
         if len(self._pages) >= MAX_PAGES:
             raise TooManyPagesError(
-                f"{MAX_PAGES} inspector pages are open, and no more may be. Close one."
+                f"{MAX_PAGES} inspector pages are open, which is the maximum. Close one."
             )
         page = _Page()
         self._pages.add(page)
-        if self._asker is None or self._asker.done():
-            self._asker = asyncio.ensure_future(self._ask())
+        if self._poll_task is None or self._poll_task.done():
+            self._poll_task = asyncio.ensure_future(self._poll())
         try:
             while not self._is_closed or page.events:
                 await page.has_events.wait()
@@ -141,35 +141,38 @@ class InspectorFeed:
                     page.has_events.clear()
         finally:
             self._pages.discard(page)
-            if not self._pages and self._asker is not None:
-                self._asker.cancel()
-                self._asker = None
+            if not self._pages and self._poll_task is not None:
+                self._poll_task.cancel()
+                self._poll_task = None
 
     def close(self) -> None:
-        """Ends every stream: a server that drains must not wait for pages."""
+        """Ends every stream, so that a draining server does not wait for pages."""
         self._is_closed = True
         for page in self._pages:
             page.put(_event("closed", b"{}"))
 
-    async def _ask(self) -> None:
+    async def _poll(self) -> None:
         while not self._is_closed:
             start_s = time.monotonic()
             pause_s = PERIOD_S
             try:
-                took_s = await self._ask_once(start_s)
+                took_s = await self._poll_once(start_s)
                 pause_s = min(max(PERIOD_S, took_s / MAX_SHARE), MAX_PAUSE_S)
                 pause_s -= time.monotonic() - start_s
             except (EngineDeadError, TimeoutError) as error:
-                self._tell_trouble(str(error) or "the engine does not answer.")
+                self._send_trouble(str(error) or "the engine does not answer.")
                 pause_s = RETRY_S
             except PaxkvError as error:
-                logger.warning("the inspector cannot look into the engine: %s", error)
-                self._tell_trouble(str(error))
+                logger.warning("the inspector cannot read the engine's state: %s", error)
+                self._send_trouble(str(error))
                 pause_s = RETRY_S
             await asyncio.sleep(max(pause_s, 0.0))
 
-    async def _ask_once(self, now_s: float) -> float:
-        """Passes one answer on; seconds of the engine that such a one costs."""
+    async def _poll_once(self, now_s: float) -> float:
+        """Sends one answer to all pages; returns the engine's seconds that it took.
+
+        Returns 0 if the answer has a snapshot: `SNAPSHOT_PERIOD_S` limits their cost.
+        """
         wants_snapshot = (
             any(page.needs_snapshot for page in self._pages)
             and now_s - self._last_snapshot_s >= SNAPSHOT_PERIOD_S
@@ -184,10 +187,9 @@ class InspectorFeed:
             self._last_snapshot_s = now_s
         for page in self._pages:
             page.put_frames(answer)
-        # A snapshot is an exception, with a limit of its own.
         return answer.took_s if bytes(answer.snapshot) == _NO_FRAME else 0.0
 
-    def _tell_trouble(self, message: str) -> None:
+    def _send_trouble(self, message: str) -> None:
         for page in self._pages:
             page.events.clear()
             page.needs_snapshot = True

@@ -1,4 +1,4 @@
-"""FrameMaker: a scheduler and its blocks as frames: everything, or what changed."""
+"""`FrameMaker`: makes frames of a scheduler and its blocks: snapshots and deltas."""
 
 import sys
 from collections.abc import Sequence
@@ -25,18 +25,19 @@ from paxkv.scheduler.request import Request
 
 MAX_WAITING_ROWS = 200
 NUM_EVICTION_HEAD = 64
-# When the first page opens, requests may hold the whole pool.
+# Limits the work per frame when the first page opens: requests may hold the whole pool then.
 MAX_LEARNED_PER_FRAME = 1000
 
 
 class FrameMaker:
-    """Follows a scheduler from the moment that it is made until `close`.
+    """Records changes of a scheduler's state from its construction until `close`.
 
     Args:
-        keeps_tokens: So that `describe_block` knows them also of blocks that nobody holds.
+        keeps_tokens: Store the tokens of blocks that are cached from now on, so that
+            `describe_block` returns them after the requests that held the blocks have ended.
 
     Attributes:
-        meter: To be told of arrivals and steps, which a scheduler does not time.
+        meter: The caller reports arrivals and steps to it.
     """
 
     def __init__(self, scheduler: InspectedScheduler, *, keeps_tokens: bool = False) -> None:
@@ -49,36 +50,38 @@ class FrameMaker:
         self._pool.add_observer(self._log)
         self.meter = StepMeter()
         self._tables = tuple(SentTables(group) for group in self._managers)
-        # Ids may be used again, keys are not. No request: only its blocks are left.
+        # Request id -> key. Ids may be reused; keys are not.
         self._keys: dict[str, int] = {}
+        # Key -> id and request; None for a request of which only kept blocks remain.
         self._seen: dict[int, tuple[str, Request | None]] = {}
         self._num_keys = 0
-        # Of requests whose id another one has by now.
+        # Keys of requests whose id another request has now.
         self._old_keys: list[int] = []
         self._new_requests: list[RequestInfo] = []
-        # (key, group) -> first block of the table that may have an unknown origin.
+        # (key, group) -> index of the first block in the table whose content may be unknown to the
+        # log, because it was cached before the recording started.
         self._to_learn: dict[tuple[int, int], int] = {}
 
     def close(self) -> None:
-        """Nothing is followed any more."""
+        """Stops the recording."""
         self._pool.remove_observer(self._log)
 
     def make_delta(self, at_s: float) -> InspectorFrame:
-        """What changed since the last frame."""
+        """Makes a frame of the changes since the last frame."""
         return self._make_frame(at_s, is_snapshot=False)
 
     def make_snapshot(self, at_s: float) -> InspectorFrame:
-        """Everything; the next delta goes on from here."""
+        """Makes a frame of the complete state; the next delta starts from it."""
         self._new_requests = [_describe(key, *seen) for key, seen in self._seen.items()]
         for sent in self._tables:
-            sent.forget_all()
+            sent.reset()
         return self._make_frame(at_s, is_snapshot=True)
 
     def describe_block(self, block_id: int, holder_key: int, *, with_tokens: bool) -> BlockDetails:
-        """One block as it is now.
+        """Describes the current state of a block.
 
         Args:
-            holder_key: Of a request that holds it, as far as the caller knows; else 0.
+            holder_key: Key of a request that the caller believes to hold the block; 0 if unknown.
 
         Raises:
             InvalidRequestError: There is no such block.
@@ -105,14 +108,14 @@ class FrameMaker:
         scheduler, log = self._scheduler, self._log
         tables = TableChangeLists()
         for sent in self._tables:
-            sent.take_changes(self._key_of_holder, log.replaced_req_ids, tables)
-        # A table that only grew by blocks of its own holds none of unknown origin.
+            sent.collect_changes(self._key_of_holder, log.replaced_req_ids, tables)
+        # A table that grew only by newly allocated blocks has no content unknown to the log.
         if is_snapshot or log.has_shared:
             for key, group_id, _, num_kept, _ in zip(*[iter(tables.rows)] * 5, strict=True):
                 table = (key, group_id)
                 self._to_learn[table] = min(num_kept, self._to_learn.get(table, sys.maxsize))
-        if not is_snapshot:  # what is learned goes to all pages
-            self._learn_origins()
+        if not is_snapshot:  # a delta sends what is learned to all pages
+            self._learn_contents()
         changed_np = log.take_changed(tables.new_blocks)
         running = self._running_rows()
         waiting = self._waiting_rows()
@@ -121,17 +124,17 @@ class FrameMaker:
             at_s=at_s,
             blocks=make_columns(log, None if is_snapshot else changed_np),
             tables=tables.encode(),
-            gone_keys=self._take_gone(),
+            gone_keys=self._pop_gone_keys(),
             running=running,
             waiting=waiting,
             num_waiting=len(scheduler.waiting),
-            new_requests=self._take_new_requests(),
+            new_requests=self._pop_new_requests(),
             eviction_head=[
                 block.block_id for block in self._pool.free_block_queue.get_first(NUM_EVICTION_HEAD)
             ],
             num_free_blocks=self._pool.get_num_free_blocks(),
             counters=self._count(),
-            ttft_s=self.meter.take_ttfts(scheduler.requests),
+            ttft_s=self.meter.pop_ttfts(scheduler.requests),
         )
 
     def _running_rows(self) -> list[int]:
@@ -163,7 +166,7 @@ class FrameMaker:
     def _key_of(self, request_id: str, request: Request | None) -> int:
         key = self._keys.get(request_id)
         if key is not None:
-            # A request that ended, and whose blocks stay for forks, is the one that had the id.
+            # None: the request has ended but keeps its blocks for forks.
             if request is None or self._seen[key][1] is request:
                 return key
             self._old_keys.append(key)
@@ -173,11 +176,11 @@ class FrameMaker:
         self._new_requests.append(_describe(self._num_keys, request_id, request))
         return self._num_keys
 
-    def _take_new_requests(self) -> list[RequestInfo]:
-        taken, self._new_requests = self._new_requests, []
-        return taken
+    def _pop_new_requests(self) -> list[RequestInfo]:
+        new_requests, self._new_requests = self._new_requests, []
+        return new_requests
 
-    def _take_gone(self) -> list[int]:
+    def _pop_gone_keys(self) -> list[int]:
         gone, self._old_keys = self._old_keys, []
         requests = self._scheduler.requests
         for request_id in [request_id for request_id in self._keys if request_id not in requests]:
@@ -187,8 +190,8 @@ class FrameMaker:
             del self._seen[key]
         return gone
 
-    def _learn_origins(self) -> None:
-        """Of cached blocks that requests found, and that were cached before anybody looked."""
+    def _learn_contents(self) -> None:
+        """Reports blocks of requests that were cached before the recording started to the log."""
         num_left = MAX_LEARNED_PER_FRAME
         while self._to_learn and num_left > 0:
             (key, group_id), first_block_idx = self._to_learn.popitem()

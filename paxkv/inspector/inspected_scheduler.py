@@ -1,4 +1,4 @@
-"""InspectedScheduler: what the inspector reads of a scheduler."""
+"""`InspectedScheduler`: the state of a scheduler that the inspector reads."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -10,7 +10,7 @@ from paxkv.scheduler.request_queue import RequestQueue
 
 
 class InspectedScheduler(Protocol):
-    """A scheduler with its requests, queues and blocks; the inspector changes none of them."""
+    """A scheduler with its requests, queues and blocks; the inspector only reads them."""
 
     @property
     def requests(self) -> Mapping[str, Request]:
@@ -34,7 +34,7 @@ class InspectedScheduler(Protocol):
 
     @property
     def num_scheduled_tokens(self) -> int:
-        """Tokens that all steps so far compute."""
+        """Tokens of all steps scheduled so far."""
         ...
 
     @property

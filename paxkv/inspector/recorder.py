@@ -1,4 +1,4 @@
-"""InspectionRecorder: what an engine does, as frames, while somebody asks for them."""
+"""`InspectionRecorder`: records an engine's changes while a client polls for them."""
 
 import secrets
 import time
@@ -10,19 +10,19 @@ from paxkv.errors import InvalidRequestError
 from paxkv.inspector.frame_maker import FrameMaker
 from paxkv.inspector.inspected_scheduler import InspectedScheduler
 
-# Without a question for so long, nobody looks any more: a page that vanished costs nothing.
+# The recording ends this long after the last poll, so closed pages cost nothing.
 LEASE_S = 3.0
 
 
 class InspectionRecorder:
-    """Answers who looks at an engine; collects nothing while nobody does."""
+    """Makes frames of an engine's state. Records changes only while a client polls."""
 
     def __init__(self, scheduler: InspectedScheduler) -> None:
         self._scheduler = scheduler
-        # None while nobody looks.
+        # None while no recording runs.
         self._frames: FrameMaker | None = None
         self._lease_end_s = 0.0
-        # A frame of an engine that was built anew must not look like the next one of the old.
+        # Starts at a random number, so that a restarted engine does not continue an old sequence.
         self._seq = secrets.randbits(32)
 
     @property
@@ -30,7 +30,7 @@ class InspectionRecorder:
         return self._frames is not None
 
     def on_arrival(self, request_id: str, arrival_time: float) -> None:
-        """A request was taken in."""
+        """Records that a request was added."""
         if self._frames is not None:
             self._frames.meter.on_arrival(request_id, arrival_time)
 
@@ -43,7 +43,7 @@ class InspectionRecorder:
         is_one_token_each: bool = False,
         is_empty: bool = False,
     ) -> None:
-        """A step came home; see `StepMeter.on_step`."""
+        """Records that a step has ended; see `StepMeter.on_step`."""
         if self._frames is None:
             return
         self._frames.meter.on_step(
@@ -61,14 +61,14 @@ class InspectionRecorder:
     def inspect(
         self, after_seq: int, wants_snapshot: bool, keeps_tokens: bool = False
     ) -> Inspection:
-        """What changed since the call that answered `after_seq`, or everything.
+        """Returns the changes since the call that returned `after_seq`, or a snapshot.
 
-        Whoever asks first, or missed an answer, gets a snapshot. Collecting goes on for
-        `LEASE_S` after each call.
+        The first call, and a call after a missed answer, return a snapshot. Each call continues the
+        recording for `LEASE_S`.
 
         Args:
-            keeps_tokens: So that `inspect_block` knows them also of blocks that nobody holds, and
-                that were cached since the first call.
+            keeps_tokens: Store the tokens of blocks that are cached from the first call on, so that
+                `inspect_block` returns them after the requests that held the blocks have ended.
         """
         start_s = time.thread_time()
         is_next = self._frames is not None and after_seq == self._seq
@@ -89,13 +89,14 @@ class InspectionRecorder:
         )
 
     def inspect_block(self, block_id: int, holder_key: int, with_tokens: bool) -> BlockDetails:
-        """One block as it is now; see `FrameMaker.describe_block`.
+        """Describes the current state of a block; see `FrameMaker.describe_block`.
 
         Raises:
-            InvalidRequestError: There is no such block, or nobody looks.
+            InvalidRequestError: There is no such block, or no recording runs.
         """
         if self._frames is None:
             raise InvalidRequestError(
-                "nobody looks at this engine: blocks are described while an inspector page is open."
+                "no inspector page is open, so the engine records nothing about its blocks. Open "
+                "/inspector first."
             )
         return self._frames.describe_block(block_id, holder_key, with_tokens=with_tokens)

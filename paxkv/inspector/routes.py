@@ -1,4 +1,4 @@
-"""The inspector over HTTP: its page, the feed, block details, and traces to be shown."""
+"""The inspector's HTTP routes: its page, the feed, block details and trace replays."""
 
 import asyncio
 import importlib.resources
@@ -36,18 +36,18 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-# Hovering asks for details; a page asks for one block at a time.
+# Concurrent requests for block details. A page sends one at a time, while the pointer moves.
 MAX_DETAIL_CALLS = 4
 
 
 class Tokenizer(Protocol):
-    """What turns a block's tokens into text."""
+    """Turns a block's tokens into text."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
 class Engine(InspectedEngine, Protocol):
-    """An engine, as these routes see it."""
+    """The engine client that the routes use."""
 
     @property
     def model_info(self) -> ModelInfo: ...
@@ -57,7 +57,7 @@ class Engine(InspectedEngine, Protocol):
 
 
 class BlockAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """`BlockDetails` and its tokens as text; None where the operator shows none."""
+    """`BlockDetails` with the tokens as text. `texts` is None if the tokens are not shown."""
 
     block_id: int
     ref_cnt: int
@@ -70,12 +70,12 @@ class BlockAnswer(msgspec.Struct, frozen=True, kw_only=True):
     texts: list[str] | None
 
 
-# What shows requests and blocks; the page itself shows nothing.
+# Paths that return data about requests and blocks. The page itself contains none.
 INSPECTED_PATHS = ("/inspector/events", "/inspector/blocks", "/inspector/trace")
 
 
 class InspectorRoutes:
-    """Every answer passes `check_access`."""
+    """The inspector's routes. Each checks access first with `check_access`."""
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self._engine = engine
@@ -95,7 +95,7 @@ class InspectorRoutes:
         ]
 
     def close(self) -> None:
-        """Ends what would stream for ever; called when the server begins to drain."""
+        """Ends the event streams, when the server starts to drain."""
         self._feed.close()
 
     async def page(self, _request: Request) -> Response:
@@ -105,7 +105,7 @@ class InspectorRoutes:
         return self._file_response(request.path_params["name"])
 
     async def events(self, _request: Request) -> Response:
-        """The feed: `hello`, then a `snapshot` and its `delta`s."""
+        """Streams the feed: `hello`, then a `snapshot`, then `delta`s."""
         events = self._feed.events()
         hello = {
             "version": paxkv.__version__,
@@ -114,7 +114,7 @@ class InspectorRoutes:
             "max_trace_bytes": self._config.inspector_max_trace_bytes,
         }
         first = b"event: hello\ndata: " + msgspec.json.encode(hello) + b"\n\n"
-        # The first step of the generator refuses a page too many with a status of its own.
+        # Get the first event before the response starts, so that TooManyPagesError sets the status.
         second = await anext(events)
 
         async def stream() -> AsyncGenerator[bytes, None]:
@@ -128,14 +128,14 @@ class InspectorRoutes:
         return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
 
     async def block(self, request: Request) -> Response:
-        """One block as it is now; its tokens only with `--inspector-show-text`."""
+        """Describes a block; includes its tokens only with `--inspector-show-text`."""
         holder = request.query_params.get("holder", "0")
         if not (holder.isascii() and holder.isdecimal() and len(holder) < 16):
             raise InvalidRequestError(
-                f"{holder=} must be the number of a request, or 0.", param="holder"
+                f"{holder=} must be the key of a request, or 0.", param="holder"
             )
         async with self._detail_calls:
-            details = await self._ask_block(_block_id(request), int(holder))
+            details = await self._fetch_block(_block_id(request), int(holder))
         texts = None
         if details.token_ids is not None and self._engine.tokenizer is not None:
             texts = [
@@ -155,7 +155,7 @@ class InspectorRoutes:
         )
         return Response(msgspec.json.encode(answer), media_type="application/json", headers=HEADERS)
 
-    async def _ask_block(self, block_id: int, holder_key: int) -> BlockDetails:
+    async def _fetch_block(self, block_id: int, holder_key: int) -> BlockDetails:
         try:
             return await self._engine.inspect_block(
                 block_id, holder_key, with_tokens=self._config.inspector_show_text
@@ -163,11 +163,11 @@ class InspectorRoutes:
         except (InvalidRequestError, EngineDeadError):
             raise
         except PaxkvError as error:
-            # What the engine refuses, as there is no such block: the caller's mistake.
+            # The engine rejected the call, for example because there is no such block.
             raise InvalidRequestError(str(error), param="block_id") from error
 
     async def trace(self, request: Request) -> Response:
-        """Frames of a trace in the body, a JSON line each; the last line says how it ended."""
+        """Replays the trace in the body; returns its frames as JSON lines, and a final summary."""
         lines = await self._uploads.start(request.stream())
         return StreamingResponse(lines, media_type="application/x-ndjson", headers=HEADERS)
 
@@ -183,13 +183,13 @@ class InspectorRoutes:
     def _file_response(self, name: str) -> Response:
         content = self._files.get(name)
         if content is None:
-            raise PageFileError(f"the inspector has no file {name!r}.")
+            raise PageFileError(f"the inspector has no file {name!r}. Open /inspector.")
         media_type = MEDIA_TYPES[name.rpartition(".")[2]]
         return Response(content, media_type=media_type, headers=HEADERS)
 
 
 class PageFileError(InvalidRequestError):
-    """The page has no such part."""
+    """The inspector has no such file or block."""
 
     http_status = 404
 
@@ -197,13 +197,13 @@ class PageFileError(InvalidRequestError):
 def _block_id(request: Request) -> int:
     text = request.path_params["block_id"]
     if not (text.isascii() and text.isdecimal()):
-        raise PageFileError(f"the inspector has no block {text[:40]!r}.")
-    # No pool has so many, and longer ones `int` may refuse.
+        raise PageFileError(f"the inspector has no block {text[:40]!r}; block ids are integers.")
+    # Longer ids exceed every pool, and `int` may reject very long ones.
     return int(text) if len(text) < 16 else 2**53
 
 
 def _read_page() -> dict[str, bytes]:
-    """The page's files by name, so that no path ever comes from a client."""
+    """Reads the page's files by name, so that clients never supply a path."""
     folder = importlib.resources.files("paxkv.inspector") / "page"
     return {
         file.name: file.read_bytes()

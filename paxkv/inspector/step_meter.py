@@ -1,20 +1,21 @@
-"""StepMeter: times and tokens of an engine's steps, while somebody looks."""
+"""`StepMeter`: measures times and tokens of an engine's steps for the inspector."""
 
 from collections.abc import Container, Sequence
 from operator import attrgetter
 
 from paxkv.contracts.engine_output import EngineCoreOutput
 
-# More are not told apart on a curve.
+# Times to first token per frame; the page's curve needs no more.
 MAX_TTFTS = 64
 _new_token_ids = attrgetter("new_token_ids")
 
 
 class StepMeter:
-    """Counts what the scheduler does not count itself.
+    """Counts steps, output tokens and times, which the scheduler does not count.
 
     Attributes:
-        host_s: Seconds in which the host worked on steps; `device_s` is those in which it waited.
+        host_s: Seconds in which the host worked on steps.
+        device_s: Seconds in which the host waited for the device.
     """
 
     def __init__(self) -> None:
@@ -22,7 +23,7 @@ class StepMeter:
         self.num_output_tokens = 0
         self.host_s = 0.0
         self.device_s = 0.0
-        # Requests without a first token -> when they arrived, in seconds since the epoch.
+        # Arrival times of requests without a first token, in seconds since the epoch.
         self._arrival_times: dict[str, float] = {}
         self._ttft_s: list[float] = []
 
@@ -39,14 +40,16 @@ class StepMeter:
         is_one_token_each: bool = False,
         is_empty: bool = False,
     ) -> None:
-        """A step came home.
+        """Records that a step has ended.
 
         Args:
-            took_s: With `wait_s`, in which the host only waited for the device.
+            took_s: Duration of the step, including `wait_s`.
+            wait_s: Time in which the host only waited for the device.
             now_s: Seconds since the epoch.
-            is_one_token_each: So that they need not be counted: steps have hundreds of outputs.
-            is_empty: It computed nothing, and told the runner alone who has ended. Its time counts
-                with that of the others, and it is none of them.
+            is_one_token_each: Each output has one token; saves counting the tokens of hundreds of
+                outputs.
+            is_empty: The step computed nothing and only reported finished requests to the runner.
+                Its time counts, but it does not count as a step.
         """
         self.num_steps += 0 if is_empty else 1
         self.host_s += took_s - wait_s
@@ -65,10 +68,13 @@ class StepMeter:
             if arrival_time is not None and len(self._ttft_s) < MAX_TTFTS:
                 self._ttft_s.append(max(now_s - arrival_time, 0.0))
 
-    def take_ttfts(self, unfinished: Container[str]) -> list[float]:
-        """Those since the last call; forgets requests that ended without a token."""
-        taken, self._ttft_s = self._ttft_s, []
+    def pop_ttfts(self, unfinished: Container[str]) -> list[float]:
+        """Returns the times to first token since the last call.
+
+        Also removes requests that ended without a token.
+        """
+        ttft_s, self._ttft_s = self._ttft_s, []
         self._arrival_times = {
             req_id: at_s for req_id, at_s in self._arrival_times.items() if req_id in unfinished
         }
-        return taken
+        return ttft_s

@@ -1,4 +1,4 @@
-"""Replays a recorded trace and shows it as the inspector's frames, a JSON line each."""
+"""Replays a recorded trace and makes inspector frames of it, one JSON line per frame."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,18 +14,18 @@ from paxkv.trace.recorder import SchedulerFactory
 from paxkv.trace.replayer import ReplaySummary, TracePlayer, replay_call
 from paxkv.trace.trace_file import TraceReader
 
-# A page keeps all of them; longer traces have several steps in a frame.
+# The page keeps all frames. A frame of a longer trace covers several steps.
 MAX_FRAMES = 3000
 MAX_OUTPUT_BYTES = 256 * 2**20
 MAX_BLOCKS = 2_000_000
 
 
 class TraceEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """The last line.
+    """The content of the last line.
 
     Args:
-        num_lines: Of the trace, that were replayed.
-        note: Why not all of it is shown, or where the replay goes another way than the recording.
+        num_lines: Lines of the trace that were replayed.
+        note: Why the trace is not shown in full, if it is not.
     """
 
     num_steps: int
@@ -36,44 +36,48 @@ class TraceEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def frame_lines(file: Path, make_scheduler: SchedulerFactory) -> Iterator[bytes]:
-    """`{"frame": InspectorFrame}` each, and at last `{"end": TraceEnd}`.
+    """Yields a `{"frame": InspectorFrame}` per line, and finally `{"end": TraceEnd}`.
 
     Args:
-        make_scheduler: Builds the scheduler that the trace is replayed on.
+        make_scheduler: Builds the scheduler that replays the trace.
 
     Raises:
-        TraceFileError: The file is no trace that can be read, or its pool is too large.
+        TraceFileError: The file is not a readable trace, or its pool is too large.
     """
     reader = TraceReader.open(file)
     num_blocks = reader.header.kv_cache_config.num_blocks
     if num_blocks > MAX_BLOCKS:
-        raise TraceFileError(f"the trace has {num_blocks} blocks; at most {MAX_BLOCKS} are shown.")
+        raise TraceFileError(
+            f"the pool of the trace has {num_blocks} blocks; the inspector shows at most "
+            f"{MAX_BLOCKS}. Record a trace with a smaller pool."
+        )
     frames = _TraceFrames(TracePlayer(reader.header, make_scheduler))
     lines_per_frame = -(-_count_lines(file) // MAX_FRAMES)
     num_bytes = num_lines = 0
     note: str | None = None
-    yield _frame_line(frames.take())
+    yield _frame_line(frames.make_frame())
     for line in reader.lines():
         num_lines += 1
         for call in line.calls:
             frames.play(call)
         is_over = frames.summary.difference is not None or num_bytes > MAX_OUTPUT_BYTES
         if num_lines % lines_per_frame == 0 or is_over:
-            data = _frame_line(frames.take())
+            data = _frame_line(frames.make_frame())
             num_bytes += len(data)
             yield data
         if is_over:
             break
     if num_lines % lines_per_frame:
-        yield _frame_line(frames.take())
+        yield _frame_line(frames.make_frame())
     summary = frames.summary
     if summary.difference is not None:
         note = (
-            f"from here on the replay goes another way than the recording "
-            f"({summary.difference_at}, {summary.difference.path}): it was recorded by other code."
+            "the replay stops here, because it differs from the recording "
+            f"({summary.difference_at}, {summary.difference.path}). Another version of paxkv may "
+            "have recorded the trace."
         )
     elif num_bytes > MAX_OUTPUT_BYTES:
-        note = f"the trace is too long to be shown in full: {num_lines} steps are."
+        note = f"the trace is too long to show in full; only the first {num_lines} steps are shown."
     elif reader.cut_off_line is not None:
         note = f"line {reader.cut_off_line} is cut off: the recording process ended there."
     end = TraceEnd(
@@ -87,7 +91,7 @@ def frame_lines(file: Path, make_scheduler: SchedulerFactory) -> Iterator[bytes]
 
 
 class _TraceFrames:
-    """Plays calls, and tells the frames' meter what an engine would."""
+    """Replays calls, and reports arrivals and steps to the frame maker's meter."""
 
     def __init__(self, player: TracePlayer) -> None:
         self._player = player
@@ -95,7 +99,7 @@ class _TraceFrames:
         self.summary = ReplaySummary()
         self._is_first = True
         self._at_s = 0.0
-        # Of the step that is being counted: the host's seconds, and where it began.
+        # Of the current step: the seconds of host work, and the start time.
         self._host_s = 0.0
         self._step_start_s: float | None = None
 
@@ -121,10 +125,10 @@ class _TraceFrames:
                     wait_s=took_s - self._host_s,
                     now_s=self._at_s,
                 )
-                # The next one may have been decided already; its time starts here.
+                # The next step may have been scheduled before this one ended; its time starts now.
                 self._step_start_s, self._host_s = self._at_s, 0.0
 
-    def take(self) -> InspectorFrame:
+    def make_frame(self) -> InspectorFrame:
         make = self._maker.make_snapshot if self._is_first else self._maker.make_delta
         self._is_first = False
         return make(self._at_s)

@@ -1,4 +1,4 @@
-"""TraceUploads: traces that were recorded elsewhere, replayed in a process of their own."""
+"""`TraceUploads`: replays uploaded traces in a separate process."""
 
 import asyncio
 import contextlib
@@ -15,12 +15,12 @@ from paxkv.errors import InvalidRequestError, TraceFileError
 _CHUNK_BYTES = 2**16
 # A frame is one line, and a snapshot of a large pool is a few megabytes.
 _MAX_LINE_BYTES = 2**27
-# What the reading process says of a file that it cannot read.
+# Start of the line that the replay process prints for an unreadable file.
 _UNREADABLE = b'{"error":'
 
 
 class TraceTooLargeError(InvalidRequestError):
-    """The trace is over the operator's limit."""
+    """The trace is larger than --inspector-max-trace-bytes."""
 
     http_status = 413
 
@@ -32,13 +32,14 @@ class TraceBusyError(InvalidRequestError):
 
 
 class UnreadableTraceError(InvalidRequestError):
-    """What came is no trace that can be read."""
+    """The uploaded file is not a readable trace."""
 
 
 class TraceUploads:
-    """Replays one trace at a time: a trace is as dear as the work that it recorded.
+    """Replays one trace at a time, because a replay repeats all of the scheduler's work.
 
-    A process of its own keeps it from the server's loop, and has limits on memory and time.
+    The replay runs in a separate process with limits on memory and time, so that it does not block
+    the server's loop.
     """
 
     def __init__(self, max_trace_bytes: int) -> None:
@@ -46,12 +47,14 @@ class TraceUploads:
         self._is_busy = False
 
     async def start(self, body: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
-        """Takes a trace in, and returns its frames as JSON lines.
+        """Receives a trace and returns its frames as JSON lines.
 
         Raises:
-            TraceBusyError: Another one is being replayed.
-            TraceTooLargeError: It is over the limit.
-            UnreadableTraceError: It is no trace that can be read.
+            TraceBusyError: Another trace is being replayed.
+            TraceTooLargeError: The trace is larger than the limit.
+            UnreadableTraceError: The body is not a readable trace, or its replay exceeded a limit
+                before the first frame.
+            TraceFileError: The trace cannot be written to a temporary file.
         """
         if self._is_busy:
             raise TraceBusyError("another trace is being replayed; try again in a minute.")
@@ -102,15 +105,15 @@ class TraceUploads:
             is_first = False
             yield line
         if await process.wait() < 0:
-            # A limit, or somebody, ended it.
-            message = "the replay took more memory or time than it may; what came before is shown."
+            # A signal ended the process, usually because it exceeded a limit.
+            message = "the replay exceeded its limit of memory or time, so only a part is shown."
             if is_first:
                 raise UnreadableTraceError(message)
             yield msgspec.json.encode({"error": message}) + b"\n"
 
     async def _receive(self, body: AsyncIterable[bytes], path: Path) -> None:
         num_bytes = 0
-        # Unbuffered writes go to the page cache: short, whatever the disk does.
+        # Blocks the loop only briefly: unbuffered writes go to the system's page cache.
         with path.open("wb", buffering=0) as file:
             async for chunk in body:
                 num_bytes += len(chunk)
@@ -123,7 +126,8 @@ class TraceUploads:
                     file.write(chunk)
                 except OSError as error:
                     raise TraceFileError(
-                        f"the trace cannot be kept: {os.strerror(error.errno or 0)}."
+                        f"the server cannot store the trace: {os.strerror(error.errno or 0)}. Free "
+                        "space in its folder for temporary files."
                     ) from error
 
 

@@ -1,4 +1,4 @@
-// Curves over the last minutes, on canvases; pointing at one shows the same moment on all.
+// Curves of the last minutes, drawn on canvases. Pointing at one shows the same moment on all.
 import { css } from "./palette.js";
 
 const SPAN_S = 120;
@@ -62,7 +62,7 @@ export class Charts {
     return { ...curve, canvas, value, swatches };
   }
 
-  // `index` is the frame in view; the curves end at the newest one.
+  // `index` is the frame in view.
   draw(frames, index) {
     if (!frames.length) return;
     const last = frames[frames.length - 1].point.at;

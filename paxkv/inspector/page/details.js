@@ -1,19 +1,19 @@
-// One block in full: what the page knows at once, and what the engine says of it.
+// Details of one block: what the page knows already, and the engine's answer.
 import { FIXED, FREE, SHARED, STATE_NAMES } from "./state.js";
 import { askBlock } from "./feed.js";
 import { duration } from "./charts.js";
 
-const PAUSE_MS = 120; // a pointer on its way asks nothing
+const PAUSE_MS = 120; // a moving pointer sends no requests
 
 export class Details {
   constructor(parent) {
     this.parent = parent;
     this.empty = parent.firstElementChild;
     this.timer = 0;
-    this.answer = null; // of the engine, for `answerFor`
+    this.answer = null; // the engine's answer for the content `answerFor`
     this.answerFor = "";
     this.abort = null;
-    this.whyNotAsked = ""; // where the engine has no such block, or another by now
+    this.whyNotAsked = ""; // why the engine cannot describe the block in view; "" if it can
     this.showsText = false;
   }
 
@@ -24,7 +24,7 @@ export class Details {
       return;
     }
     const holders = state.holders(id);
-    // A block that is not full yet gets more tokens: it is asked for again every second.
+    // Request a block that is not full again every second, because it gets more tokens.
     const second = state.hash[id] === 0 && holders.length ? Math.floor(state.at) : 0;
     const content = `${id} ${state.hash[id]} ${holders.length ? holders[0].key : 0} ${second}`;
     if (this.whyNotAsked === "" && content !== this.answerFor) this.ask(id, holders, content);
@@ -60,16 +60,16 @@ export class Details {
     facts.push(["Hits", String(state.hits[id])]);
     if (state.depth[id]) facts.push(["Place in its prefix", `block ${state.depth[id]}`]);
     const age = state.at - state.changedAt[id];
-    facts.push(["Last change", state.changedAt[id] ? `${duration(Math.max(age, 0))} ago` : "before this page looked"]);
+    facts.push(["Last change", state.changedAt[id] ? `${duration(Math.max(age, 0))} ago` : "before this page was opened"]);
     const place = state.evictionHead.indexOf(id);
-    if (place >= 0) facts.push(["Handed out", place === 0 ? "next" : `after ${place} others`]);
+    if (place >= 0) facts.push(["Handed out", place === 0 ? "next" : `after ${place} other blocks`]);
     if (state.pool.groups.length > 1 && state.hash[id]) facts.push(["Group", groupName(state.pool.groups[state.group[id]])]);
     const hash = answer && answer.block_hash ? answer.block_hash : state.hash[id] ? `${shortHash(state.hash[id])}…` : "none: not in the prefix cache";
     facts.push(["Hash", hash, true]);
     facts.push(["Held by", holders.length
       ? holders.slice(0, 6).map((h) => `${state.name(h.key) || "a kept request"} (block ${h.index + 1})`).join(", ")
         + (holders.length > 6 ? ` and ${holders.length - 6} more` : "")
-      : kind === FIXED ? "a layer, or nobody: it is never handed out" : "nobody", true]);
+      : kind === FIXED ? "no request: this block is never handed out" : "no request", true]);
     facts.push(this.tokens(state, id, kind, answer));
     return facts;
   }
@@ -80,7 +80,7 @@ export class Details {
     if (!this.showsText) return ["Tokens", "hidden; the server shows them with --inspector-show-text", true];
     if (this.trouble) return ["Tokens", this.trouble, true];
     if (!answer) return ["Tokens", "asking the engine", true];
-    if (!answer.token_ids) return ["Tokens", "not known: cached before this page looked, and nobody holds it", true];
+    if (!answer.token_ids) return ["Tokens", "not known: cached before this page was opened, and no request holds it", true];
     const first = answer.first_token_idx;
     const name = `Tokens ${first + 1} to ${first + answer.token_ids.length}`;
     return [name, "", true, answer.texts ? answer.texts.map(visible) : answer.token_ids.map(String)];
@@ -108,7 +108,7 @@ export class Details {
 const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·") || "∅";
 const groupName = (group) => (group ? group.kind.replace(/Spec$/, "") + (group.window ? ` (window ${group.window})` : "") : "unknown");
 
-// The first bytes of the hash, as hexadecimal.
+// The first bytes of the hash in hexadecimal.
 function shortHash(value) {
   let rest = value % 0x1000000000000, text = "";
   for (let i = 0; i < 6; i++) { text += (rest % 256).toString(16).padStart(2, "0"); rest = Math.floor(rest / 256); }

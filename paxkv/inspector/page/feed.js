@@ -1,8 +1,8 @@
-// Where frames come from: the server's event stream, or a trace that it replays.
+// Receives frames: from the server's event stream, or from a trace that the server replays.
 
 const RETRY_MS = [500, 1000, 2000, 5000];
 
-// Reads the feed until `signal` ends it, and connects again after every fault.
+// Reads the feed until `signal` aborts it, and reconnects after every failure.
 export async function follow(signal, handlers) {
   for (let attempt = 0; !signal.aborted; attempt++) {
     try {
@@ -26,7 +26,7 @@ let apiKey = "";
 export const authorization = () => (apiKey ? { Authorization: `Bearer ${apiKey}` } : {});
 
 function askForKey() {
-  const given = window.prompt("This server asks for an API key. It is kept in this tab only.");
+  const given = window.prompt("This server requires an API key. The key is kept in this tab only.");
   apiKey = given || "";
   return Boolean(given);
 }
@@ -38,7 +38,7 @@ async function readEvents(body, handle) {
     const { value, done } = await reader.read();
     if (done) return;
     parts.push(value);
-    // A snapshot comes in many pieces: they are joined once its end is there.
+    // A snapshot arrives in many pieces; join them only when its end has arrived.
     if (!value.includes("\n\n") && !(value.startsWith("\n") && parts.length > 1)) continue;
     const events = parts.join("").split("\n\n");
     parts = [events.pop()];
@@ -50,7 +50,7 @@ async function readEvents(body, handle) {
   }
 }
 
-// Sends a trace and calls `onLine` with each line that comes back.
+// Sends a trace and calls `onLine` with each line of the answer.
 export async function replay(file, signal, onLine) {
   const response = await fetch("/inspector/trace", {
     method: "POST", body: file, signal,

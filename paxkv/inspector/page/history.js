@@ -1,11 +1,11 @@
-// The last minutes: frames in a ring, whole states between them, and the curves' points.
+// The last minutes: a ring of frames with some complete states, and the points of the curves.
 import { PoolState } from "./state.js";
 
-const MAX_FRAMES = 3000; // five minutes of ten frames a second
+const MAX_FRAMES = 3000; // five minutes at ten frames per second
 const KEYFRAME_BYTES = 96 * 2 ** 20;
 const MAX_POINTS = MAX_FRAMES;
-const WINDOW_S = 1; // of throughput and step times
-const LONG_WINDOW_S = 10; // of hit rates and first tokens
+const WINDOW_S = 1; // for throughput and step times
+const LONG_WINDOW_S = 10; // for hit rates and times to first token
 
 export class History {
   constructor() { this.clear(); }
@@ -42,7 +42,7 @@ export class History {
 
   restartAt(frame) {
     const old = this.head;
-    // Another pool, or an engine that started anew: what came before is not of the same story.
+    // Drop earlier frames if the pool is another one or the engine has restarted.
     const isSame = old !== null && old.n === frame.pool.num_blocks && frame.at_s >= old.at
       && frame.counters.num_steps >= old.counters.num_steps;
     if (!isSame) this.clear();
@@ -53,17 +53,16 @@ export class History {
 
   trim() {
     if (this.frames.length <= MAX_POINTS) return;
-    // The first frame left must be one that the rest can be told from.
+    // The first remaining frame must be a keyframe, because later states are computed from it.
     let first = this.frames.length - MAX_POINTS;
     while (first < this.frames.length && this.frames[first].keyframe === null) first++;
-    // The one before the next keyframe is kept until that one is due.
-    if (first >= this.frames.length) return;
+    if (first >= this.frames.length) return; // no later keyframe yet
     this.frames.splice(0, first);
     this.numDropped += first;
     this.viewIndex = Math.max(this.viewIndex - first, -1);
   }
 
-  // The state after frame `index`. Not to be changed by the caller.
+  // Returns the state after frame `index`. The caller must not change it.
   at(index) {
     if (index >= this.frames.length - 1) return this.head;
     if (this.view !== null && this.viewIndex === index) return this.view;
@@ -79,7 +78,7 @@ export class History {
   }
 }
 
-// What the curves show at one frame; differences reach back over a window.
+// Returns the values of all curves at one frame. Rates are differences over a time window.
 function makePoint(frames, index, state) {
   const now = frames[index].frame;
   const short = before(frames, index, WINDOW_S);
@@ -127,7 +126,7 @@ function before(frames, index, window) {
   let found = null;
   for (let i = index - 1; i >= 0; i--) {
     const frame = frames[i].frame;
-    // Counters of an engine that started anew, or of a recorder that did, say nothing.
+    // Stop at a restart of the engine or of its recording: its counters began at 0 again.
     if (frame.counters.num_steps > now.counters.num_steps) break;
     found = frame;
     if (now.at_s - frame.at_s >= window) break;

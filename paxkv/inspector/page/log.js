@@ -1,4 +1,4 @@
-// What happened, newest first; a moment in the past shows what was known then.
+// The event log, newest first. Shows only events up to the moment in view.
 
 const MAX_ENTRIES = 500, MAX_ROWS = 60;
 
@@ -55,6 +55,6 @@ function makeRow() {
 function describe(event, state) {
   const name = state.name(event.key) || "a request";
   if (event.kind === "evicted") return event.count === 1 ? "1 cached block lost its content" : `${event.count} cached blocks lost their content`;
-  if (event.kind === "preempted") return event.count === 1 ? `blocks given up by ${name}` : `blocks given up again (${event.count}×) by ${name}`;
-  return `${event.count} tokens found by ${name}`;
+  if (event.kind === "preempted") return event.count === 1 ? `${name} lost its blocks` : `${name} lost its blocks again (${event.count}×)`;
+  return `${name} found ${event.count} cached tokens`;
 }

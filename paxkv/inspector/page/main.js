@@ -1,4 +1,4 @@
-// The inspector page: takes frames in, keeps the last minutes, and draws one moment of them.
+// The inspector page: receives frames, keeps those of the last minutes, and draws one moment.
 import { CACHED, FIXED, FREE, SHARED, USED, decodeFrame } from "./state.js";
 import { History } from "./history.js";
 import { follow, replay } from "./feed.js";
@@ -13,11 +13,11 @@ import { ageGradient, css, readPalette } from "./palette.js";
 const $ = (id) => document.getElementById(id);
 const PANEL_MS = 200, TREE_MS = 1000, TREE_SLICE_MS = 5;
 const TREE_EMPTY = $("tree-empty").textContent;
-const TRACE_FRAME_MS = 60; // a loaded trace is played at so much a frame
+const TRACE_FRAME_MS = 60; // time per frame when a trace plays
 
-const live = new History(); // of the engine; goes on while something else is in view
-let loaded = null; // of a trace
-let index = -1; // frame in view; -1 follows the newest
+const live = new History(); // the engine's frames; continues while a trace is in view
+let loaded = null; // the history of a loaded trace
+let index = -1; // frame in view; -1 follows the newest frame
 let hello = null;
 let trouble = "";
 let selectedKey = 0;
@@ -106,7 +106,7 @@ function setMode(mode) { map.mode = mode; legendFor = ""; redraw(); }
 
 // ---- frames --------------------------------------------------------------------------------
 
-function take(history, frame) {
+function addFrame(history, frame) {
   const entry = history.push(decodeFrame(frame));
   if (entry === null) return;
   if (history === shown()) {
@@ -121,8 +121,8 @@ follow(new AbortController().signal, {
     else if (name === "snapshot" || name === "delta") {
       const numDropped = live.numDropped, length = live.length;
       trouble = "";
-      take(live, data);
-      // The ring lost its oldest frames, or began anew: who looks at an old one keeps its place.
+      addFrame(live, data);
+      // The ring dropped its oldest frames, or was cleared: keep the frame in view if it still exists.
       if (!loaded && index >= 0) index = live.length < length - (live.numDropped - numDropped) ? 0 : Math.max(index - (live.numDropped - numDropped), 0);
     } else if (name === "trouble") { trouble = data.message; isDirty = true; }
   },
@@ -132,7 +132,7 @@ follow(new AbortController().signal, {
 async function loadTrace(file) {
   if (!file) return;
   if (hello && file.size > hello.max_trace_bytes) {
-    showNote(`${file.name} has ${file.size} bytes, and this server takes ${hello.max_trace_bytes}. Start it with a larger --inspector-max-trace-bytes.`);
+    showNote(`${file.name} has ${file.size} bytes; this server accepts at most ${hello.max_trace_bytes}. Start it with a larger --inspector-max-trace-bytes.`);
     return;
   }
   stopPlaying();
@@ -144,7 +144,7 @@ async function loadTrace(file) {
       if (line.error) throw new Error(line.error);
       if (line.end) { history.end = line.end; return; }
       if (history.length === 0) { loaded = history; index = 0; log.reset(history); treeBuilder = null; selectedKey = 0; }
-      take(history, line.frame);
+      addFrame(history, line.frame);
       isDirty = true;
     });
     const end = history.end;
@@ -183,7 +183,7 @@ function drawLegend(state) {
     const items = map.mode === "age"
       ? [["", "ramp", "just changed → five minutes ago or before"], ["free", "free", "never used"], ["fixed", "fixed", "never handed out"]]
       : map.mode === "request"
-        ? [["", "requests", "a colour a request"], ["cached", "cached", "cached, evictable"], ["shared2", "shared", "shared by several"], ["free", "free", "free"]]
+        ? [["", "requests", "one color per request"], ["cached", "cached", "cached, evictable"], ["shared2", "shared", "shared by several"], ["free", "free", "free"]]
         : [["free", "free", "free"], ["cached", "cached", "cached, evictable"], ["used", "used", "in use"], ["shared2", "shared", "shared by 2"],
           ["shared3", "", "3–7"], ["shared8", "", "8+"], ["evicted", "", "just evicted"], ["fixed", "fixed", "never handed out"]];
     const list = items.map(([color, id, text]) => legendItem(color, id, text));
@@ -231,9 +231,9 @@ function drawNumbers(state, point, counts) {
   setText($("kpi-step"), duration((point.host + point.device) / 1000));
   setText($("kpi-step-split"), Number.isFinite(point.host) ? `${duration(point.host / 1000)} host + ${duration(point.device / 1000)}` : "host + device");
   setText($("pool-size"), `${state.n} blocks of ${[...new Set(state.pool.groups.map((g) => g.block_size))].join(" and ")} tokens`);
-  setText($("head-note"), state.numFree ? `${state.numFree} free; ${counts[CACHED]} of them can still be found` : "no block is free: the next request waits, or one is preempted");
-  setText($("requests-note"), `${state.running.length} of at most ${state.pool.max_num_seqs} run`);
-  setText($("waiting-note"), state.numWaiting ? `${state.numWaiting}, the first in front` : "");
+  setText($("head-note"), state.numFree ? `${state.numFree} free; ${counts[CACHED]} of them are still cached` : "no block is free: the next request waits, or the scheduler preempts one");
+  setText($("requests-note"), `${state.running.length} running, at most ${state.pool.max_num_seqs}`);
+  setText($("waiting-note"), state.numWaiting ? `${state.numWaiting}, the next one first` : "");
 }
 
 function drawPlayer() {
@@ -249,7 +249,7 @@ function drawPlayer() {
   const clock = loaded ? `${offset.toFixed(2)} s` : isFollowing() ? "now" : `${offset.toFixed(1)} s`;
   setText($("clock"), clock);
   $("scrub").setAttribute("aria-valuetext", clock);
-  setText($("pause"), loaded ? (playTimer ? "Pause" : "Play") : isPaused ? "Go on" : "Pause");
+  setText($("pause"), loaded ? (playTimer ? "Pause" : "Play") : isPaused ? "Resume" : "Pause");
   $("pause").setAttribute("aria-pressed", String(isPaused && !loaded));
   const [kind, text] = loaded ? ["trace", "trace"] : trouble ? ["trouble", "no feed"] : last < 0 ? ["wait", "connecting"] : isPaused ? ["paused", "paused"] : ["live", "live"];
   $("status").dataset.kind = kind;
@@ -272,7 +272,8 @@ function drawPanels(state, entry) {
   $("log-empty").hidden = log.length > 0;
 }
 
-// Builds the tree a slice a frame, of the state as it is meanwhile: it is drawn once a second.
+// Builds the tree in slices over several frames, although the state changes meanwhile; draws it
+// once per second.
 function workOnTree(state, now) {
   if (treeBuilder === null) {
     if (now - drawnTree < TREE_MS) return;
@@ -297,7 +298,7 @@ function frame(now) {
   const state = history.at(at);
   workOnTree(state, now);
   if (isDirty) drawNow(state);
-  // Panels are for reading: five times a second is enough.
+  // Panels contain text to read, so five updates per second are enough.
   const isPanelTime = arePanelsDue && now - drawnPanels >= PANEL_MS;
   if (isPanelTime) {
     drawnPanels = now;
@@ -306,7 +307,7 @@ function frame(now) {
   }
   if (isPanelTime || areDetailsDue) {
     areDetailsDue = false;
-    details.whyNotAsked = loaded ? "a loaded trace is shown without tokens" : isFollowing() ? "" : "go live to see them: the engine may have put others here since";
+    details.whyNotAsked = loaded ? "not available in a trace" : isFollowing() ? "" : "return to live to see them: the engine may have changed this block since";
     details.draw(state, pointed);
   }
 }
@@ -322,5 +323,5 @@ function drawNow(state) {
 }
 requestAnimationFrame(frame);
 
-// For people at the console, and for tests.
+// For the browser's console and for tests.
 globalThis.inspector = { live, shown, viewIndex, get state() { return shown().length ? shown().at(viewIndex()) : null; } };

@@ -1,10 +1,11 @@
-// The block map: one pixel a block, drawn larger; fast enough for hundreds of thousands.
+// The block map: an image with one pixel per block, scaled up. Fast enough for hundreds of
+// thousands of blocks.
 import { CACHED, FIXED, FREE, USED } from "./state.js";
 import { agePixel, css, pixelOf, requestPixel, sharedName } from "./palette.js";
 
 const MAX_CELL = 30, MIN_CELL = 1;
-const AREA_SHARE = 0.56; // of the width, as height
-const FLASH_S = 1.2, SMALL_FLASH_S = 0.3; // of evictions: a dot, or where cells are small the cell
+const AREA_SHARE = 0.56; // height / width
+const FLASH_S = 1.2, SMALL_FLASH_S = 0.3; // how long an eviction shows: as a dot, or as a small cell's color
 const MIN_DOT_CELL = 8;
 
 export class BlockMap {
@@ -34,7 +35,7 @@ export class BlockMap {
     event.preventDefault();
     event.stopPropagation();
     const next = Math.min(Math.max(Math.max(this.pointed, 0) + move, 0), this.state.n - 1);
-    this.pointed = next; // before it is drawn: the next key may come sooner
+    this.pointed = next; // not only when drawing: the next key may be pressed before that
     onPoint(next);
   }
 
@@ -137,7 +138,7 @@ export class BlockMap {
   }
 }
 
-// A row of small cells: a block table, or the head of a queue.
+// Draws a row of small cells: a block table, or the head of the eviction queue.
 export function drawStrip(canvas, cells, { maxCell = 12, color } = {}) {
   const ratio = window.devicePixelRatio || 1;
   const width = canvas.clientWidth, height = canvas.clientHeight;
@@ -151,7 +152,7 @@ export function drawStrip(canvas, cells, { maxCell = 12, color } = {}) {
   const cell = Math.min(width / Math.max(cells.length, 1), maxCell);
   const gap = cell >= 5 ? 1.5 : cell >= 3 ? 0.5 : 0;
   const rowsOf = Math.max(height, 1);
-  // Narrower than a pixel: one of several is drawn, which is enough to see where it changes.
+  // If a cell is narrower than a pixel, draw one of several cells.
   const step = cell < 1 ? Math.ceil(1 / cell) : 1;
   for (let i = 0; i < cells.length; i += step) {
     const fill = color(cells[i], i);

@@ -1,12 +1,12 @@
-// Colours, read from the style sheet, as the numbers that pixels are.
+// Colors from the style sheet, and the same as pixel values.
 
 const NAMES = ["free", "cached", "used", "shared2", "shared3", "shared8", "fixed", "evicted",
   "outline", "line", "sunken", "text", "quiet", "host", "device", "series2", "accent"];
-// Okabe and Ito's, without black, and lighter and darker kin: neighbours in the list differ in
-// lightness too, for those who tell few hues apart.
+// The palette of Okabe and Ito without black, with lighter and darker variants. Neighbors in the
+// list also differ in lightness, for color-blind readers.
 const REQUESTS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8ab1f",
   "#7a5aa6", "#8fd0b9", "#a33b00", "#9fc5e8", "#005a46"];
-// Cividis: from just now to long ago.
+// Cividis, from recent to old.
 const AGES = ["#fee838", "#e1cc55", "#c3b369", "#a59c74", "#8a8779", "#707173", "#575d6d", "#3b496c", "#123570", "#00224e"];
 
 export const css = {};
@@ -36,7 +36,7 @@ export function sharedName(refs) {
   return refs >= 8 ? "shared8" : refs >= 3 ? "shared3" : "shared2";
 }
 
-// 0 s is the first colour, five minutes the last; in between by powers.
+// 0 s has the first color, five minutes the last; the scale between is logarithmic.
 export function agePixel(seconds) {
   const place = Math.log1p(Math.max(seconds, 0)) / Math.log1p(300);
   return agePixels[Math.min(Math.floor(place * agePixels.length), agePixels.length - 1)];

@@ -1,4 +1,4 @@
-// Running and waiting requests, each with its block table.
+// Lists of running and waiting requests, each with its block table.
 import { STATUS } from "./state.js";
 import { drawStrip, stateColor } from "./map.js";
 import { css, requestColor } from "./palette.js";
@@ -10,14 +10,14 @@ export class RequestList {
     this.list = list;
     this.onSelect = onSelect;
     this.rows = new Map();
-    // Painting dozens of tables that nobody sees would take longer than the map.
+    // Draw only visible tables: drawing dozens would take longer than drawing the map.
     this.observer = new IntersectionObserver((entries) => {
       for (const entry of entries) entry.target.isSeen = entry.isIntersecting;
       this.onScroll?.();
     }, { root: list.parentElement });
   }
 
-  // `items` are rows of the state; `describe` gives a row's text.
+  // `items` are rows of the state; `describe` returns a row's text.
   draw(state, items, selectedKey, describe) {
     const shown = items.slice(0, MAX_ROWS);
     const keys = new Set(shown.map((item) => item.key));

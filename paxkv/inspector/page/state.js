@@ -1,4 +1,4 @@
-// The pool and its requests at one moment: frames are decoded here, and applied.
+// The pool and its requests at one moment. Decodes frames and applies them.
 
 export const RUNNING_WIDTH = 5;
 export const WAITING_WIDTH = 4;
@@ -16,11 +16,11 @@ function bytesOf(text) {
   return bytes;
 }
 
-// Little-endian, as every machine that runs a browser is.
+// Assumes a little-endian machine, as all machines with browsers are.
 const u16 = (text) => new Uint16Array(bytesOf(text).buffer);
 const u32 = (text) => new Uint32Array(bytesOf(text).buffer);
 
-// Six bytes fit a number exactly; the group makes equal contents of two groups different.
+// A number holds six bytes exactly. Adding the group distinguishes equal contents of two groups.
 function hashes(text, groups) {
   const bytes = bytesOf(text);
   const out = new Float64Array(bytes.length / HASH_BYTES);
@@ -44,7 +44,7 @@ function tableChanges({ rows, new_block_ids }) {
   return changes;
 }
 
-// JSON of a frame, with its columns as typed arrays.
+// Converts the columns of a JSON frame to typed arrays.
 export function decodeFrame(frame) {
   const blocks = frame.blocks;
   const groups = bytesOf(blocks.groups);
@@ -91,13 +91,13 @@ export class PoolState {
     for (const name of ["refs", "hash", "parent", "depth", "group", "hits", "changedAt", "evictedAt", "owner"]) {
       copy[name] = this[name].slice();
     }
-    // Tables and infos are replaced and never changed in place, so that a copy may share them.
+    // A copy may share tables and infos, because they are never changed in place.
     copy.tables = new Map(this.tables);
     copy.requests = new Map(this.requests);
     return copy;
   }
 
-  // Returns what happened, for the log: {kind, key, count}.
+  // Returns events for the log: {kind, key, count}.
   apply(frame) {
     const isSnapshot = frame.pool !== null;
     const events = [];
@@ -164,7 +164,7 @@ export class PoolState {
     if (hasOrphans) this.adoptOrphans();
   }
 
-  // Blocks whose last holder left and that others still hold.
+  // Gives blocks whose owner released them, but that other requests hold, a new owner.
   adoptOrphans() {
     for (const [key, groups] of this.tables) {
       for (const table of groups) {
@@ -182,7 +182,7 @@ export class PoolState {
       if (!isSnapshot && info && !info.isKnown && numCached > 0) {
         events.push({ kind: "prefix hit", key, count: numCached });
       }
-      this.note(key, { isKnown: true, numPreemptions }, isSnapshot, events);
+      this.updateRequest(key, { isKnown: true, numPreemptions }, isSnapshot, events);
       this.running.push({ key, numTokens, numComputed, numCached, numPreemptions });
     }
   }
@@ -191,12 +191,12 @@ export class PoolState {
     this.waiting = [];
     for (let i = 0; i < rows.length; i += WAITING_WIDTH) {
       const [key, numTokens, status, numPreemptions] = rows.slice(i, i + WAITING_WIDTH);
-      this.note(key, { numPreemptions }, isSnapshot, events);
+      this.updateRequest(key, { numPreemptions }, isSnapshot, events);
       this.waiting.push({ key, numTokens, status, numPreemptions });
     }
   }
 
-  note(key, fields, isSnapshot, events) {
+  updateRequest(key, fields, isSnapshot, events) {
     const info = this.requests.get(key);
     if (!info) return;
     if (!isSnapshot && fields.numPreemptions > info.numPreemptions) {
@@ -219,7 +219,7 @@ export class PoolState {
       const refs = this.refs[id];
       counts[refs === 0 ? (this.hash[id] === 0 ? FREE : CACHED) : refs === 1 ? USED : SHARED]++;
     }
-    for (const id of this.fixed) { // counted as one of the others above
+    for (const id of this.fixed) { // counted under another state above
       const refs = this.refs[id];
       counts[refs === 0 ? (this.hash[id] === 0 ? FREE : CACHED) : refs === 1 ? USED : SHARED]--;
       counts[FIXED]++;
@@ -232,7 +232,7 @@ export class PoolState {
     return info ? info.request_id : "";
   }
 
-  // Requests that hold a block, with the block's place in their tables.
+  // Returns the requests that hold a block, with its index in their tables.
   holders(id) {
     const found = [];
     if (id === 0) return found;

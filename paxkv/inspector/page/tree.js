@@ -1,9 +1,9 @@
-// The prefix tree: cached blocks by the content before them, chains drawn as one row.
+// The prefix tree: each cached block is a child of the block before it. A chain is one row.
 
 const MAX_ROWS = 120;
-const SLICE = 4000; // blocks between two looks at the clock
+const SLICE = 4000; // blocks per slice
 
-// Yields now and then, so that large pools take several frames. Returns the roots.
+// Builds the tree. Yields after each slice, so that the page keeps drawing; returns the roots.
 export function* buildTree(state) {
   const nodes = new Map();
   const { hash, parent, depth, hits, n } = state;
@@ -21,7 +21,7 @@ export function* buildTree(state) {
   let i = 0;
   for (const node of nodes.values()) {
     if (++i % SLICE === 0) yield null;
-    // Where it was evicted before what comes after it, a new beginning is shown.
+    // If the block before it was evicted, the node becomes a root.
     const above = node.depth > 1 ? nodes.get(node.parent) : undefined;
     if (above) { node.parentNode = above; (above.children ||= []).push(node); } else roots.push(node);
   }
@@ -55,8 +55,8 @@ export class PrefixTree {
     while (this.rows.length < rows.length) this.rows.push(this.makeRow());
     while (this.rows.length > rows.length) this.rows.pop().element.remove();
     rows.forEach((row, i) => this.fill(this.rows[i], row, most));
-    const unknown = tree.numUnknown ? ` · ${tree.numUnknown} cached before this page looked` : "";
-    const text = tree.numNodes ? `${tree.numNodes} blocks, ${tree.roots.length} beginnings${unknown}` : unknown.slice(3);
+    const unknown = tree.numUnknown ? ` · ${tree.numUnknown} cached before this page was opened` : "";
+    const text = tree.numNodes ? `${tree.numNodes} blocks, ${tree.roots.length} roots${unknown}` : unknown.slice(3);
     if (this.note.textContent !== text) this.note.textContent = text;
     return rows.length;
   }
@@ -66,7 +66,7 @@ export class PrefixTree {
     if (rows.length >= MAX_ROWS) return;
     const chain = [node];
     let end = node;
-    // Where fewer go on than came this far, a prefix ends that others share.
+    // End the row where the number of hits changes: fewer requests share the rest of the chain.
     while (end.children && end.children.length === 1 && end.children[0].hits === end.hits) {
       end = end.children[0];
       chain.push(end);

@@ -16,7 +16,7 @@ def test_growing_tells_new_blocks_and_freeing_tells_an_empty_table():
 
     def changes(replaced=()):
         lists = TableChangeLists()
-        sent.take_changes(keys.get, replaced, lists)
+        sent.collect_changes(keys.get, replaced, lists)
         told = table_rows_of(lists.encode())
         for key, _, _, num_kept, new in told:
             if new:

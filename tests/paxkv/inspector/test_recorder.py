@@ -185,7 +185,7 @@ def test_block_tells_its_tokens_to_those_who_may_know():
     assert recorder.inspect_block(0, 0, True).state == "null"
     with pytest.raises(InvalidRequestError, match="block_id=100"):
         recorder.inspect_block(100, 0, True)
-    with pytest.raises(InvalidRequestError, match="nobody looks"):
+    with pytest.raises(InvalidRequestError, match="no inspector page is open"):
         InspectionRecorder(scheduler).inspect_block(1, 0, True)
 
 

@@ -16,9 +16,9 @@ def test_first_tokens_are_timed_from_arrival_once():
     meter.on_arrival("gone", 10.0)
     meter.on_step([output("a", 0)], took_s=3.0, wait_s=2.0, now_s=11.0)
     meter.on_step([output("a", 2), output("b", 1)], took_s=0.5, wait_s=0.25, now_s=12.5)
-    assert meter.take_ttfts({"a"}) == [2.5]
+    assert meter.pop_ttfts({"a"}) == [2.5]
     meter.on_step([output("a", 1, "stop"), output("gone", 1)], took_s=0, wait_s=0, now_s=13.0)
-    assert meter.take_ttfts({"a"}) == []
+    assert meter.pop_ttfts({"a"}) == []
     assert (meter.num_steps, meter.num_output_tokens) == (3, 5)
     meter.on_step([output("b", 1)] * 4, took_s=0, wait_s=0, now_s=13.0, is_one_token_each=True)
     assert (meter.num_steps, meter.num_output_tokens) == (4, 9)
