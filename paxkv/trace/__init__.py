@@ -1,1 +1,1 @@
-"""Traces of scheduler calls: written, read, replayed."""
+"""Writes, reads and replays traces of scheduler calls."""

@@ -1,8 +1,8 @@
-"""Calls that a scheduler gets and what it answers, as a trace file holds them.
+"""The calls of a scheduler and their results, in the form that a trace file stores.
 
-A scheduler is a function of its calls, and of what it hears while one is made. So a trace is a list
-of calls, each with what went in, what was asked and answered meanwhile, what came out, and which
-blocks moved.
+A scheduler is a function of its calls, and of the answers of the KV connector and the grammar gate.
+So a trace is a list of calls. Each has the arguments, the questions and answers during the call,
+the result, and the movements of blocks.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ ControlMethod = Literal["reset_prefix_cache"]
 class NewRow(msgspec.Struct, array_like=True, frozen=True):
     """A request that runs for the first time: `[id, tokens, computed tokens, blocks by group]`.
 
-    Computed tokens are its prefix hits, or what it shares with the request it was forked from.
+    Computed tokens are its prefix hits, or the tokens that it shares with its fork source.
     """
 
     req_id: str
@@ -37,7 +37,7 @@ class NewRow(msgspec.Struct, array_like=True, frozen=True):
 class CachedRow(msgspec.Struct, array_like=True, frozen=True):
     """A request that ran before: `[id, tokens, computed tokens, output tokens, new blocks]`.
 
-    New blocks are null where there are none, and all blocks of a request that resumes.
+    New blocks are null if there are none. For a request that resumes, they are all its blocks.
     """
 
     req_id: str
@@ -48,14 +48,14 @@ class CachedRow(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Decision(msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_fields=True):
-    """A `SchedulerOutput` without what follows from the requests; empty fields are left out.
+    """A `SchedulerOutput` without fields that follow from the requests; empty fields are omitted.
 
     Args:
-        order: Request ids in the order of `num_scheduled_tokens`, where it is not that of
+        order: Request ids in the order of `num_scheduled_tokens`, if it differs from the order of
             `running`, `resumed` and `new`.
         block_copies: `[source, target]` pairs.
 
-    The connector's transfers are in its answers; see `outside.py`.
+    The connector's answers contain its transfers; see `outside.py`.
     """
 
     num_decode_steps: int = 1
@@ -74,7 +74,7 @@ class Decision(msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_f
 
     @classmethod
     def from_output(cls, output: SchedulerOutput) -> "Decision":
-        """The decision in a `SchedulerOutput`; sets are sorted, as their order means nothing."""
+        """Converts a `SchedulerOutput`. Sorts sets, because their order has no meaning."""
         num_tokens = output.num_scheduled_tokens
         cached = output.scheduled_cached_reqs
         rows = [
@@ -113,7 +113,7 @@ class Decision(msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_f
 
 
 class OutputRow(msgspec.Struct, array_like=True, frozen=True):
-    """An `EngineCoreOutput` without log-probabilities, which decide nothing."""
+    """An `EngineCoreOutput` without log-probabilities, which do not affect scheduling."""
 
     req_id: str
     new_token_ids: list[int]
@@ -133,21 +133,21 @@ class OutputRow(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SampledRow(msgspec.Struct, array_like=True, frozen=True):
-    """What the runner answered for one request: `[id, tokens]`."""
+    """The runner's tokens for one request: `[id, tokens]`."""
 
     req_id: str
     token_ids: list[int]
 
 
 class _Call(msgspec.Struct, omit_defaults=True, kw_only=True, tag_field="call", frozen=True):
-    """What every call has.
+    """The fields of every call.
 
     Args:
-        at_s: Seconds from the recorder's start to the call. Not compared.
-        took_s: Seconds that it took. Not compared.
-        error: `Type: message` of the error that it raised.
-        questions: What it asked the KV connector and the grammar gate.
-        moved: Blocks that it moved; None where it moved none.
+        at_s: Seconds from the recorder's start to the call. A replay does not compare it.
+        took_s: Duration of the call. A replay does not compare it.
+        error: `Type: message` of the error that the call raised.
+        questions: The scheduler's questions to the KV connector and the grammar gate.
+        moved: Movements of blocks; None if there were none.
     """
 
     at_s: float = 0.0
@@ -158,19 +158,19 @@ class _Call(msgspec.Struct, omit_defaults=True, kw_only=True, tag_field="call", 
 
 
 class AddRequestCall(_Call, tag="add_request", forbid_unknown_fields=True, frozen=True):
-    """A request arrives.
+    """A new request.
 
     Args:
-        request: Fields of its `EngineRequest` that are not the defaults, as JSON.
+        request: JSON of the `EngineRequest`, without fields that have their default.
     """
 
     request: msgspec.Raw
 
     def engine_request(self) -> EngineRequest:
-        """The request as it came.
+        """Decodes the request.
 
         Raises:
-            TraceFileError: It is none.
+            TraceFileError: The JSON is not an `EngineRequest`.
         """
         try:
             return msgspec.json.decode(self.request, type=EngineRequest)
@@ -179,14 +179,14 @@ class AddRequestCall(_Call, tag="add_request", forbid_unknown_fields=True, froze
 
 
 class FinishRequestsCall(_Call, tag="finish_requests", forbid_unknown_fields=True, frozen=True):
-    """Requests are ended from outside."""
+    """The engine ends requests, for example after an abort."""
 
     request_ids: list[str]
     finish_reason: EndReason
 
 
 class ControlCall(_Call, tag="control", forbid_unknown_fields=True, frozen=True):
-    """Any other call that changes something, by its method's name."""
+    """Any other call that changes the scheduler's state."""
 
     method: ControlMethod
     arguments: list[bool] = []
@@ -194,13 +194,13 @@ class ControlCall(_Call, tag="control", forbid_unknown_fields=True, frozen=True)
 
 
 class ScheduleCall(_Call, tag="schedule", forbid_unknown_fields=True, frozen=True):
-    """A step is decided.
+    """The decision of a step.
 
     Args:
-        step: Counts from 1.
-        max_decode_steps: What the caller allowed.
-        decision: None where the call raised.
-        num_running_reqs: Counts are those after the decision.
+        step: Number of the step, from 1.
+        max_decode_steps: The argument of `schedule`.
+        decision: None if the call raised an error.
+        num_running_reqs: This and the next two are counts after the decision.
     """
 
     step: int
@@ -212,10 +212,10 @@ class ScheduleCall(_Call, tag="schedule", forbid_unknown_fields=True, frozen=Tru
 
 
 class UpdateCall(_Call, tag="update", forbid_unknown_fields=True, frozen=True):
-    """A step's tokens come back.
+    """The results of a step.
 
     Args:
-        step: Number of the step whose tokens these are.
+        step: Number of the step.
     """
 
     step: int
@@ -225,7 +225,7 @@ class UpdateCall(_Call, tag="update", forbid_unknown_fields=True, frozen=True):
     outputs: list[OutputRow] = []
 
     def runner_output(self) -> ModelRunnerOutput:
-        """What the runner had answered, without log-probabilities."""
+        """Returns the runner's output without log-probabilities."""
         return ModelRunnerOutput(
             req_ids=[row.req_id for row in self.sampled],
             sampled_token_ids=[row.token_ids for row in self.sampled],
@@ -239,7 +239,7 @@ Call = AddRequestCall | FinishRequestsCall | ControlCall | ScheduleCall | Update
 
 
 def encode_request(request: EngineRequest) -> msgspec.Raw:
-    """A request as JSON, without fields that have their default; see `AddRequestCall`."""
+    """Encodes a request for `AddRequestCall.request`."""
     fields = _fields_to_write(request)
     fields["sampling_params"] = _fields_to_write(request.sampling_params)
     return msgspec.Raw(msgspec.json.encode(fields))

@@ -1,4 +1,4 @@
-"""A trace as Chrome trace events: requests as rows, steps as slices, counters for what is free.
+"""Converts a trace to Chrome trace events: a row per request, a slice per step, and counters.
 
 Source: "Trace Event Format", the Chromium project's description of the JSON that chrome://tracing
 and Perfetto read.
@@ -22,7 +22,7 @@ from paxkv.trace.calls import (
 )
 from paxkv.trace.trace_file import TraceReader
 
-# "Processes" of the view, which are groups of rows, and the rows of the engine.
+# Groups of rows ("processes" of the format), and the rows ("threads") of the engine.
 ENGINE_PID, REQUESTS_PID = 1, 2
 SCHEDULER_TID, FIRST_STEP_TID = 1, 2
 
@@ -31,9 +31,9 @@ class TraceEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One event.
 
     Args:
-        ph: "X" slice, "C" counter, "i" instant, "M" name of a group or row.
+        ph: "X" is a slice, "C" a counter, "i" an instant, "M" the name of a group or row.
         ts: Microseconds since the recorder's start.
-        dur: Microseconds; of slices only.
+        dur: Duration of a slice in microseconds.
         s: Scope of an instant: "t" is its row.
     """
 
@@ -48,7 +48,7 @@ class TraceEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class TraceView(msgspec.Struct):
-    """The whole file."""
+    """The content of the file."""
 
     traceEvents: list[TraceEvent]  # the format's own name
     displayTimeUnit: str = "ms"
@@ -56,7 +56,7 @@ class TraceView(msgspec.Struct):
 
 @dataclasses.dataclass(slots=True)
 class _Row:
-    """A request's row, and the slice that is open on it.
+    """A request's row and its current slice.
 
     Args:
         busy_until_s: End of the last step that computed the request.
@@ -71,13 +71,13 @@ class _Row:
 
 
 def write_chrome_view(reader: TraceReader, out: Path) -> int:
-    """Writes the view of a trace; returns its number of events.
+    """Writes the view of a trace; returns the number of events.
 
     Raises:
         TraceFileError: The trace cannot be read, or `out` cannot be written.
     """
     if out.resolve() == reader.file.resolve():
-        raise TraceFileError(f"{out} is the trace itself; write the view to another file.")
+        raise TraceFileError(f"{out} is the trace itself. Write the view to another file.")
     builder = _ViewBuilder()
     for line in reader.lines():
         for call in line.calls:
@@ -86,19 +86,21 @@ def write_chrome_view(reader: TraceReader, out: Path) -> int:
     try:
         out.write_bytes(msgspec.json.encode(TraceView(traceEvents=events)))
     except OSError as error:
-        raise TraceFileError(f"{out} cannot be written: {error.strerror}.") from error
+        raise TraceFileError(
+            f"{out} cannot be written: {error.strerror}. Write the view to another file."
+        ) from error
     return len(events)
 
 
 class _ViewBuilder:
-    """Turns calls, in their order, into events."""
+    """Converts calls to events. Add the calls in order."""
 
     def __init__(self) -> None:
         self._events: list[TraceEvent] = []
         self._rows: dict[str, _Row] = {}
         self._num_rows = 0
         self._steps_in_flight: dict[int, ScheduleCall] = {}
-        # Per row of steps, when its last one ended: a step that begins earlier needs another row.
+        # End of the last step on each row of steps. A step that starts earlier needs another row.
         self._step_row_ends_s: list[float] = []
         self._end_s = 0.0
         self._name(ENGINE_PID, 0, "engine")
@@ -130,10 +132,11 @@ class _ViewBuilder:
                 self._add_update(call, end_s)
 
     def finish(self) -> list[TraceEvent]:
-        """All events by time; requests that have not finished end with the trace."""
+        """Returns all events by time. Unfinished requests end at the end of the trace."""
         for row in self._rows.values():
             self._end_slice(row, self._end_s)
-        # Names first; of slices that begin together, the one that holds the others first.
+        # Names first. Of slices that start together, the longest one first, because it contains the
+        # others.
         self._events.sort(key=lambda e: (e.ph != "M", e.ts, -(e.dur or 0.0)))
         return self._events
 
@@ -144,7 +147,7 @@ class _ViewBuilder:
         self._counter("requests", call.at_s, counts)
         if call.decision is None:
             return
-        # Who is preempted in a step is not in it, but may have been in the one before.
+        # A preempted request is not part of this step, but the step before may still compute it.
         for req_id in call.decision.preempted:
             self._change_state(req_id, "preempted", call.at_s, 0)
         decision = call.decision
@@ -154,7 +157,7 @@ class _ViewBuilder:
             self._change_state(scheduled.req_id, state, call.at_s, num_tokens)
 
     def _state_in_step(self, scheduled: CachedRow | NewRow) -> str:
-        """ "decode" where at most the last known token is computed."""
+        """ "decode" if the step computes at most the last known token, else "prefill chunk"."""
         row = self._rows.get(scheduled.req_id)
         num_outputs = getattr(scheduled, "num_output_tokens", 0)
         num_known = num_outputs + (0 if row is None else row.num_prompt_tokens)
@@ -201,7 +204,7 @@ class _ViewBuilder:
         row = self._rows.get(req_id)
         if row is None:
             return
-        # Decode steps run into one slice; each chunk of a prompt has its own.
+        # Consecutive decode steps share a slice; each chunk of a prompt has its own.
         if row.state == state == "decode":
             row.num_tokens += num_tokens
             return
@@ -216,7 +219,7 @@ class _ViewBuilder:
             self._instant(REQUESTS_PID, row.tid, f"finished: {finish_reason}", at_s, args)
 
     def _end_slice(self, row: _Row, at_s: float) -> None:
-        # A step that is over computes nothing more, even if the request's next one comes late.
+        # The slice ends with its step, even if the request's next step starts later.
         end_s = at_s if row.busy_until_s is None else min(at_s, row.busy_until_s)
         args = {"tokens": row.num_tokens} if row.num_tokens else {}
         self._slice(REQUESTS_PID, row.tid, row.state, row.since_s, end_s, args)
@@ -249,7 +252,7 @@ class _ViewBuilder:
         self._events.append(TraceEvent(name=name, ph="C", pid=ENGINE_PID, tid=0, ts=ts, args=args))
 
     def _name(self, pid: int, tid: int, name: str) -> None:
-        """Names a row; row 0 stands for the group."""
+        """Names a row; row 0 is the group itself."""
         kind = "thread_name" if tid else "process_name"
         self._events.append(
             TraceEvent(name=kind, ph="M", pid=pid, tid=tid, ts=0.0, args={"name": name})
@@ -257,5 +260,5 @@ class _ViewBuilder:
 
 
 def _microseconds(seconds: float) -> float:
-    """To the nanosecond, so that equal times stay equal."""
+    """Converts seconds; rounds to nanoseconds, so that equal times stay equal."""
     return round(seconds * 1e6, 3)

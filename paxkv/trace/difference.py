@@ -1,4 +1,4 @@
-"""The first place where two recorded values differ, with the way to it."""
+"""`first_difference`: finds the first place where two recorded values differ."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ import msgspec
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """One value that is not what it was.
+    """One value that differs from the recorded value.
 
     Args:
-        path: Way to it, such as `decision.running['r7'].new_block_ids[0][1]`.
+        path: Path to the value, such as `decision.running['r7'].new_block_ids[0][1]`.
     """
 
     path: str
@@ -20,7 +20,7 @@ class Difference:
 
 
 def first_difference(got: object, recorded: object, path: str = "") -> Difference | None:
-    """The first value in `got` that is not the one in `recorded`; None where all are equal."""
+    """Returns the first value in `got` that differs from `recorded`; None if all are equal."""
     if got == recorded:
         return None
     for key, got_part, recorded_part in _parts(got, recorded):
@@ -31,7 +31,7 @@ def first_difference(got: object, recorded: object, path: str = "") -> Differenc
 
 
 def _parts(got: object, recorded: object) -> Iterator[tuple[str, object, object]]:
-    """What both consist of, pairwise; nothing where they are of different build."""
+    """Yields (path, got, recorded) of each pair of parts; nothing if the structures differ."""
     if type(got) is not type(recorded):
         return
     if isinstance(got, msgspec.Struct):
@@ -46,11 +46,11 @@ def _parts(got: object, recorded: object) -> Iterator[tuple[str, object, object]
 
 
 def _elements(got: list, recorded: list) -> Iterator[tuple[str, object, object]]:
-    """Elements pairwise, and the first one that only one of the two has, beside None."""
+    """Yields the elements pairwise; None stands for an element that one list lacks."""
     for index in range(max(len(got), len(recorded))):
         got_part = got[index] if index < len(got) else None
         recorded_part = recorded[index] if index < len(recorded) else None
-        # A request's id says more than its place among the others.
+        # Show a request's id instead of its index.
         got_id, recorded_id = (getattr(part, "req_id", None) for part in (got_part, recorded_part))
         name = index if got_id is None or got_id != recorded_id else repr(got_id)
         yield f"[{name}]", got_part, recorded_part

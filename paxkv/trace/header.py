@@ -1,4 +1,4 @@
-"""TraceHeader: everything a scheduler is built from, as the first line of a trace."""
+"""`TraceHeader`: the inputs from which a scheduler is built, stored in a trace's first line."""
 
 import dataclasses
 import secrets
@@ -23,9 +23,9 @@ from paxkv.errors import ConfigError, TraceFileError
 from paxkv.trace.json_errors import JSON_ERRORS
 
 FORMAT = "paxkv-trace"
-# Raise it with every change of what a trace says or of what a scheduler is built from.
+# Increase it when the content of a trace, or the inputs of a scheduler, change.
 VERSION = 3
-# Traces of these versions can be replayed. In version 2, bursts changed no logits.
+# Versions that can be replayed. In version 2, requests with changed logits were never in bursts.
 READ_VERSIONS = (2, VERSION)
 
 SPEC_CLASSES = {
@@ -46,16 +46,16 @@ _ConfigT = TypeVar("_ConfigT")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TraceHeader:
-    """What a recorded scheduler was built from; equal headers build equal schedulers.
+    """The inputs of a recorded scheduler. Equal headers build equal schedulers.
 
     Args:
-        cache_config: Its `prefix_caching_seed` is not None: hashes are the same at replay. So a
-            trace holds what keeps strangers from preparing prompts that collide.
+        cache_config: `prefix_caching_seed` is set, so that the replay computes the same hashes. The
+            seed must stay secret: whoever knows it can construct prompts with equal hashes.
         is_async: The scheduler is an `AsyncScheduler`.
         num_lookahead_tokens: This and the next two: see `Scheduler`.
-        has_connector: It was built with a KV connector.
-        has_grammar_gate: It was built with a grammar gate.
-        bursts_change_logits: Whether requests with changed logits could be in bursts.
+        has_connector: The scheduler has a KV connector.
+        has_grammar_gate: The scheduler has a grammar gate.
+        bursts_change_logits: Requests with changed logits can be in bursts.
     """
 
     scheduler_config: SchedulerConfig
@@ -105,22 +105,22 @@ class _HeaderLine(_Version, forbid_unknown_fields=True):
 
 
 def with_fixed_seed(cache_config: CacheConfig) -> CacheConfig:
-    """The config with a random seed written out, where the engine would draw it unseen."""
+    """Sets `prefix_caching_seed` to a random value if it is None."""
     if cache_config.prefix_caching_seed is not None:
         return cache_config
     return dataclasses.replace(cache_config, prefix_caching_seed=secrets.token_hex(32))
 
 
 def encode_header(header: TraceHeader) -> bytes:
-    """The header as one JSON line, without the line's end."""
+    """Encodes the header as JSON on one line, without the final newline."""
     kv_cache_config = header.kv_cache_config
     line = _HeaderLine(
         format=FORMAT,
         version=VERSION,
         paxkv_version=paxkv.__version__,
-        # A copy of the trace may lie elsewhere, and replaying it records nothing.
+        # A replay records no trace.
         scheduler_config=_encode(dataclasses.replace(header.scheduler_config, trace_file=None)),
-        # Nor does it publish: events would pile up.
+        # A replay publishes no KV events; they would accumulate in memory.
         cache_config=_encode(dataclasses.replace(header.cache_config, kv_events_config=None)),
         kv_cache_config=_KVCache(
             num_blocks=kv_cache_config.num_blocks,
@@ -151,7 +151,7 @@ def decode_header(line: bytes) -> TraceHeader:
     """Inverse of `encode_header`.
 
     Raises:
-        TraceFileError: The line is no header, or one of another version.
+        TraceFileError: The line is not a header, or has an unsupported version.
     """
     try:
         made_by = msgspec.json.decode(line, type=_Version)
@@ -161,7 +161,7 @@ def decode_header(line: bytes) -> TraceHeader:
         ) from error
     if made_by.format != FORMAT or made_by.version not in READ_VERSIONS:
         raise TraceFileError(
-            f"line 1 says format {made_by.format!r}, version {made_by.version}, written by paxkv "
+            f"the trace has format {made_by.format!r}, version {made_by.version}, written by paxkv "
             f"{made_by.paxkv_version}; this is paxkv {paxkv.__version__}, which reads format "
             f"{FORMAT!r}, versions {READ_VERSIONS}. Replay it with the version that wrote it."
         )
@@ -193,7 +193,8 @@ def _decode_group(group: _Group) -> KVCacheGroupSpec:
     spec_class = SPEC_CLASSES.get(group.spec_class)
     if spec_class is None:
         raise TraceFileError(
-            f"line 1 has KV cache spec {group.spec_class!r}; known are {', '.join(SPEC_CLASSES)}."
+            f"line 1 has the unknown KV cache spec {group.spec_class!r}; known specs are "
+            f"{', '.join(SPEC_CLASSES)}. Replay the trace with the version that wrote it."
         )
     return KVCacheGroupSpec(
         layer_names=group.layer_names, kv_cache_spec=_decode(group.spec, spec_class)
@@ -205,17 +206,20 @@ def _encode(config: object) -> msgspec.Raw:
 
 
 def _decode(data: msgspec.Raw, config_class: type[_ConfigT]) -> _ConfigT:
-    """The config in `data`, which must name each of its fields and no other.
+    """Decodes a config, whose fields must be exactly those of `config_class`.
 
-    A field that is not known would be dropped, and one that is missing would get today's default:
-    either way the scheduler would not be the recorded one.
+    Otherwise the scheduler would differ from the recorded one: msgspec would drop unknown fields
+    and set missing ones to the current default.
+
+    Raises:
+        TraceFileError: A field is unknown or missing.
     """
     got = set(msgspec.json.decode(data, type=dict[str, msgspec.Raw]))
-    wanted = {field.name for field in dataclasses.fields(config_class)}
-    if got != wanted:
+    expected = {field.name for field in dataclasses.fields(config_class)}
+    if got != expected:
         raise TraceFileError(
-            f"line 1 gives {config_class.__name__} other settings than this version has: "
-            f"unknown {sorted(got - wanted)}, missing {sorted(wanted - got)}. Replay it with the "
-            "version that wrote it."
+            f"the settings of {config_class.__name__} in line 1 differ from those of this version: "
+            f"unknown {sorted(got - expected)}, missing {sorted(expected - got)}. Replay the trace "
+            "with the version that wrote it."
         )
     return msgspec.json.decode(data, type=config_class)

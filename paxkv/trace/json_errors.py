@@ -1,6 +1,6 @@
-"""What msgspec raises for bytes that are not the JSON that they should be."""
+"""`JSON_ERRORS`: the errors that msgspec raises for invalid JSON."""
 
 import msgspec
 
-# Text that is no UTF-8, and lists in lists without end, are no `DecodeError`.
+# For invalid UTF-8 and deeply nested lists, msgspec does not raise a `DecodeError`.
 JSON_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

@@ -1,4 +1,4 @@
-"""What a scheduler asks others: a KV connector and a grammar gate, recorded and played again."""
+"""Records a scheduler's questions to the KV connector and the grammar gate, and replays answers."""
 
 from collections import deque
 from typing import Literal
@@ -13,12 +13,12 @@ Answer = tuple[int | None, bool] | bool | KVConnectorMetadata | None
 
 
 class Question(msgspec.Struct, array_like=True, frozen=True):
-    """What the scheduler asked, and what it heard: `[method, request, numbers, blocks, answer]`.
+    """A question and its answer: `[method, request, numbers, blocks, answer]`.
 
     Args:
-        request_id: Empty where the question is about the whole step.
-        numbers: Token counts among the arguments.
-        block_ids: Block ids among them, by group.
+        request_id: Empty for a question about the whole step.
+        numbers: The token counts in the arguments.
+        block_ids: The block ids in the arguments, by group.
     """
 
     method: Literal[
@@ -35,22 +35,22 @@ class Question(msgspec.Struct, array_like=True, frozen=True):
 
 
 class QuestionLog:
-    """Collects questions with their answers, until they are taken."""
+    """Collects questions with their answers."""
 
     def __init__(self) -> None:
         self._questions: list[Question] = []
 
-    def note(self, question: Question) -> None:
+    def record(self, question: Question) -> None:
         self._questions.append(question)
 
-    def take(self) -> list[Question]:
-        """Questions since the last call, and forgets them."""
-        taken, self._questions = self._questions, []
-        return taken
+    def drain(self) -> list[Question]:
+        """Returns and removes the questions since the last call."""
+        questions, self._questions = self._questions, []
+        return questions
 
 
-class AskedConnector:
-    """A `KVConnector` that answers as another one does, and notes what was asked."""
+class RecordingConnector:
+    """A `KVConnector` that forwards calls to another one and records them."""
 
     def __init__(self, connector: KVConnector, log: QuestionLog) -> None:
         self._connector = connector
@@ -60,30 +60,30 @@ class AskedConnector:
         self, request: CacheRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         answer = self._connector.get_num_new_matched_tokens(request, num_computed_tokens)
-        self._log.note(_matched_tokens(request, num_computed_tokens, answer))
+        self._log.record(_matched_tokens(request, num_computed_tokens, answer))
         return answer
 
     def update_state_after_alloc(
         self, request: CacheRequest, block_ids: tuple[list[int], ...], num_external_tokens: int
     ) -> None:
         self._connector.update_state_after_alloc(request, block_ids, num_external_tokens)
-        self._log.note(_after_alloc(request, block_ids, num_external_tokens))
+        self._log.record(_after_alloc(request, block_ids, num_external_tokens))
 
     def build_connector_meta(
         self, num_computed_tokens_after_step: dict[str, int]
     ) -> KVConnectorMetadata:
         answer = self._connector.build_connector_meta(num_computed_tokens_after_step)
-        self._log.note(_meta(num_computed_tokens_after_step, answer))
+        self._log.record(_meta(num_computed_tokens_after_step, answer))
         return answer
 
     def request_finished(self, request: CacheRequest, block_ids: tuple[list[int], ...]) -> bool:
         answer = self._connector.request_finished(request, block_ids)
-        self._log.note(_finished(request, block_ids, answer))
+        self._log.record(_finished(request, block_ids, answer))
         return answer
 
 
-class AskedGrammarGate:
-    """A `GrammarGate` that answers as another one does, and notes what was asked."""
+class RecordingGrammarGate:
+    """A `GrammarGate` that forwards calls to another one and records them."""
 
     def __init__(self, grammar_gate: GrammarGate, log: QuestionLog) -> None:
         self._grammar_gate = grammar_gate
@@ -91,22 +91,22 @@ class AskedGrammarGate:
 
     def is_ready(self, request_id: str) -> bool:
         answer = self._grammar_gate.is_ready(request_id)
-        self._log.note(Question("is_ready", request_id, answer=answer))
+        self._log.record(Question("is_ready", request_id, answer=answer))
         return answer
 
 
 class RecordedAnswers:
-    """A `KVConnector` and a `GrammarGate` that answer as it is recorded.
+    """A `KVConnector` and a `GrammarGate` that give recorded answers.
 
     Raises:
-        InvariantError: Something else was asked when the trace was recorded.
+        InvariantError: A question differs from the recorded one.
     """
 
     def __init__(self) -> None:
         self._recorded: deque[Question] = deque()
 
     def expect(self, questions: list[Question]) -> None:
-        """The next call asks these questions."""
+        """Sets the questions that the scheduler must ask in its next call."""
         self._recorded = deque(questions)
 
     def get_num_new_matched_tokens(
@@ -133,7 +133,9 @@ class RecordedAnswers:
     def _answer(self, asked: Question) -> Answer:
         recorded = self._recorded.popleft() if self._recorded else None
         if recorded is None or msgspec.structs.replace(recorded, answer=None) != asked:
-            raise InvariantError(f"the scheduler asks {asked}, where {recorded} is recorded.")
+            raise InvariantError(
+                f"the scheduler asked {asked}, but the trace recorded {recorded} here."
+            )
         return recorded.answer
 
 

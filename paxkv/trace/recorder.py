@@ -1,4 +1,4 @@
-"""TraceRecorder: a scheduler whose every call is reported, with what it answered."""
+"""`TraceRecorder`: forwards calls to a scheduler and reports each with its result."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -26,15 +26,15 @@ from paxkv.trace.calls import (
     encode_request,
 )
 from paxkv.trace.header import TraceHeader
-from paxkv.trace.outside import AskedConnector, AskedGrammarGate, QuestionLog
+from paxkv.trace.outside import QuestionLog, RecordingConnector, RecordingGrammarGate
 
 _ResultT = TypeVar("_ResultT")
 _NOTHING_MOVED = BlockMovements()
-_TIME_DIGITS = 7  # a tenth of a microsecond; more only makes files longer
+_TIME_DIGITS = 7  # 0.1 µs; more digits would only make files larger
 
 
 class SchedulerFactory(Protocol):
-    """Builds a scheduler; a header that was read back builds an equal one."""
+    """Builds a scheduler from a header. Equal headers must build equal schedulers."""
 
     def __call__(
         self,
@@ -54,30 +54,32 @@ def make_recorder(
     connector: KVConnector | None = None,
     grammar_gate: GrammarGate | None = None,
 ) -> "TraceRecorder":
-    """Reports the calls of a scheduler that `make_scheduler` builds, and what it asks in them.
+    """Builds a scheduler and a `TraceRecorder` for it.
 
-    The connector and the grammar gate are wrapped before the scheduler is built, so that no
-    question is missed.
+    Wraps the connector and the grammar gate before it builds the scheduler, so that all questions
+    are recorded.
     """
     questions = QuestionLog()
     scheduler = make_scheduler(
         header,
-        connector=None if connector is None else AskedConnector(connector, questions),
-        grammar_gate=None if grammar_gate is None else AskedGrammarGate(grammar_gate, questions),
+        connector=None if connector is None else RecordingConnector(connector, questions),
+        grammar_gate=None
+        if grammar_gate is None
+        else RecordingGrammarGate(grammar_gate, questions),
     )
     return TraceRecorder(scheduler, report, questions, on_close)
 
 
 class TraceRecorder:
-    """Stands where its scheduler stood: same methods, same answers.
+    """Replaces a scheduler: it has the same methods and returns the same results.
 
-    Methods that change nothing are not reported; they are the scheduler's own.
+    Methods that do not change the scheduler are forwarded without a report.
 
     Args:
-        scheduler: Fresh: nobody has called it yet, and nobody but the recorder does from here on.
-        report: Gets each call when it is done, also one that raised.
-        questions: What the scheduler asks others.
-        on_close: Called when no more calls will come.
+        scheduler: A new scheduler. From now on, only the recorder may call it.
+        report: Called after each call, also if the call raised an error.
+        questions: Records the scheduler's questions.
+        on_close: Called by `close`.
     """
 
     def __init__(
@@ -96,15 +98,15 @@ class TraceRecorder:
         self._block_pool.add_observer(self._movement_log)
         self._start_s = time.perf_counter()
         self._num_steps = 0
-        # Steps whose tokens have not come back yet, by their number.
+        # By number: scheduled steps whose tokens have not arrived.
         self._steps_in_flight: dict[int, SchedulerOutput] = {}
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._scheduler, name)
 
     def add_request(self, request: EngineRequest) -> None:
-        """Reported also when it is refused; see `Scheduler.add_request`."""
-        # Before the call, so that nothing in it can have changed the request.
+        """See `Scheduler.add_request`. Reports rejected requests too."""
+        # Encode before the call, which may change the request.
         encoded = encode_request(request)
         self._observe(
             lambda: self._scheduler.add_request(request),
@@ -143,9 +145,9 @@ class TraceRecorder:
         """See `Scheduler.update_from_output`.
 
         Raises:
-            InvariantError: `scheduler_output` is of no step that waits for its tokens.
+            InvariantError: `scheduler_output` does not belong to a step in flight.
         """
-        step = self._take_step(scheduler_output)
+        step = self._pop_step(scheduler_output)
         sampled = [
             SampledRow(req_id, list(token_ids))
             for req_id, token_ids in zip(
@@ -183,7 +185,10 @@ class TraceRecorder:
         method: Callable[[], _ResultT],
         describe: Callable[[_ResultT | None, dict[str, object]], Call],
     ) -> _ResultT:
-        """Calls `method` and reports what `describe` makes of its result, None if it raised."""
+        """Calls `method`, and reports the call that `describe` makes from its result.
+
+        If `method` raised an error, `describe` gets None.
+        """
         start_s = time.perf_counter()
         try:
             result = method()
@@ -200,7 +205,7 @@ class TraceRecorder:
             "at_s": round(start_s - self._start_s, _TIME_DIGITS),
             "took_s": round(time.perf_counter() - start_s, _TIME_DIGITS),
             "error": error,
-            "questions": self._questions.take(),
+            "questions": self._questions.drain(),
             "moved": None if moved == _NOTHING_MOVED else moved,
         }
 
@@ -217,9 +222,12 @@ class TraceRecorder:
             **common,
         )
 
-    def _take_step(self, scheduler_output: SchedulerOutput) -> int:
+    def _pop_step(self, scheduler_output: SchedulerOutput) -> int:
         for step, output in self._steps_in_flight.items():
             if output is scheduler_output:
                 del self._steps_in_flight[step]
                 return step
-        raise InvariantError("tokens came back for a step that was not scheduled here.")
+        raise InvariantError(
+            "received the tokens of a step that is not in flight; each step that `schedule` "
+            "returned must be updated once."
+        )

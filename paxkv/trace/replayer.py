@@ -1,4 +1,4 @@
-"""Replays a trace on a scheduler built anew, and finds the first step that goes another way."""
+"""Replays a trace on a new scheduler and finds the first difference from the recording."""
 
 import dataclasses
 
@@ -24,13 +24,13 @@ from paxkv.trace.trace_file import TraceReader
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class ReplaySummary:
-    """What was replayed, up to and with the first difference.
+    """Totals of the replayed calls, up to and including the first difference.
 
     Args:
-        num_hit_tokens: Prompt tokens found in the prefix cache or in a forked request's blocks.
-        num_output_tokens: Tokens that requests got, those after their end not counted.
-        failure: The last error that the scheduler raised itself.
-        difference: None where everything was as recorded.
+        num_hit_tokens: Prompt tokens found in the prefix cache or shared with a fork source.
+        num_output_tokens: Output tokens of requests, not counting tokens after their end.
+        failure: The last error that the scheduler raised, except for a rejected request.
+        difference: None if all calls were as recorded.
         difference_at: The step and the call of `difference`.
     """
 
@@ -46,13 +46,13 @@ class ReplaySummary:
 
 
 def replay(reader: TraceReader, make_scheduler: SchedulerFactory) -> ReplaySummary:
-    """Makes every recorded call again and compares the answers, up to the first difference.
+    """Repeats every recorded call and compares the results, up to the first difference.
 
     Args:
         make_scheduler: Builds the scheduler that gets the calls.
 
     Raises:
-        TraceFileError: The trace cannot be read, or has a call that cannot be made.
+        TraceFileError: The trace cannot be read, or a call cannot be repeated.
     """
     player = TracePlayer(reader.header, make_scheduler)
     summary = ReplaySummary()
@@ -65,10 +65,10 @@ def replay(reader: TraceReader, make_scheduler: SchedulerFactory) -> ReplaySumma
 
 
 def replay_call(player: "TracePlayer", recorded: Call, summary: ReplaySummary) -> None:
-    """Makes one call again, and counts it; a difference goes into the summary.
+    """Repeats one call; adds its counts, and a difference if there is one, to the summary.
 
     Raises:
-        TraceFileError: The call cannot be made.
+        TraceFileError: The call cannot be repeated.
     """
     got = player.play(recorded)
     _count(summary, got)
@@ -80,7 +80,7 @@ def replay_call(player: "TracePlayer", recorded: Call, summary: ReplaySummary) -
 
 
 class TracePlayer:
-    """Makes recorded calls on a fresh scheduler."""
+    """Repeats recorded calls on a new scheduler."""
 
     def __init__(self, header: TraceHeader, make_scheduler: SchedulerFactory) -> None:
         self._reported: list[Call] = []
@@ -94,8 +94,10 @@ class TracePlayer:
                 grammar_gate=self._answers if header.has_grammar_gate else None,
             )
         except ConfigError as error:
-            raise TraceFileError(f"line 1, the header, builds no scheduler: {error}") from error
-        # Decided steps whose tokens have not come yet, by their number.
+            raise TraceFileError(
+                f"no scheduler can be built from line 1, the header: {error}"
+            ) from error
+        # By number: scheduled steps whose tokens have not arrived.
         self._steps_in_flight: dict[int, SchedulerOutput] = {}
 
     @property
@@ -104,12 +106,12 @@ class TracePlayer:
         return self._scheduler
 
     def play(self, recorded: Call) -> Call:
-        """Makes a call again; returns it with the answer that it gets now."""
+        """Repeats a call; returns it with the result of the new scheduler."""
         self._answers.expect(recorded.questions)
         try:
             self._play(recorded)
         except Exception:
-            # An error of the scheduler has been reported, and is an answer like any other.
+            # If the scheduler raised the error, the recorder has reported it as the call's result.
             if not self._reported:
                 raise
         return self._reported.pop()
@@ -127,16 +129,18 @@ class TracePlayer:
                 self._steps_in_flight[recorded.step] = output
             case UpdateCall():
                 if recorded.step not in self._steps_in_flight:
-                    raise TraceFileError(f"tokens of step {recorded.step}, which never began.")
+                    raise TraceFileError(
+                        f"the trace has tokens of step {recorded.step}, which never began."
+                    )
                 output = self._steps_in_flight.pop(recorded.step)
                 self._scheduler.update_from_output(output, recorded.runner_output())
 
 
 def _first_difference(got: Call, recorded: Call) -> Difference | None:
-    """Of two calls apart from their times. An error first: it leaves the answer out."""
+    """Compares two calls without their times. Errors first: a call with one has no result."""
     if got.error != recorded.error:
         return Difference("error", got.error, recorded.error)
-    # The fields that all calls have come last, block movements at the very end.
+    # The fields of `_Call` come last, so a different decision is found before different movements.
     return first_difference(_without_times(got), _without_times(recorded))
 
 
@@ -156,6 +160,6 @@ def _count(summary: ReplaySummary, call: Call) -> None:
             summary.num_hit_tokens += sum(row.num_computed_tokens for row in decision.new)
         case UpdateCall():
             summary.num_output_tokens += sum(len(row.new_token_ids) for row in call.outputs)
-    # A refused request is an answer, not the trace's end.
+    # A rejected request is a normal result, not a failure of the scheduler.
     if call.error is not None and not isinstance(call, AddRequestCall):
         summary.failure = call.error

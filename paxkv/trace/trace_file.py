@@ -1,4 +1,4 @@
-"""A trace as a file: one header line, then one JSON line a step, each written when it is done."""
+"""Writes and reads trace files: a header line, then one JSON line per completed step."""
 
 import dataclasses
 import io
@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 class StepLine(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """One line: the calls since the line before it, the last of them a step's update.
+    """One line: the calls since the previous line, up to and including a step's update.
 
-    The last line of a trace may end otherwise: by a call that raised, or because it was closed.
+    Exceptions: a `schedule` that raised an error ends its line, and `close` ends the last line.
     """
 
     calls: list[Call]
@@ -32,31 +32,31 @@ _DECODER = msgspec.json.Decoder(StepLine)
 
 
 def check_trace_file(file: Path) -> None:
-    """Whether a trace can be written there, asked early; a trace that is there stays as it is.
+    """Checks early that a trace can be written to `file`. Does not change an existing file.
 
     Raises:
-        ConfigError: The file cannot be made.
+        ConfigError: The file cannot be opened for writing.
     """
     _open(file, "ab").close()
 
 
 class TraceWriter:
-    """Writes calls to a file, which always holds whole lines up to the last complete step.
+    """Writes calls to a file. The file always has complete lines up to the last complete step.
 
     Raises:
-        ConfigError: The file cannot be made.
+        ConfigError: The file cannot be opened for writing.
     """
 
     def __init__(self, file: Path, header: TraceHeader) -> None:
         self._out = _open(file, "wb")
-        # Encoded when they come: what a call refers to may change before its line is written.
+        # Calls are encoded at once, because their objects may change before the line is written.
         self._calls: list[bytes] = []
-        # Who never calls `close` loses only the calls that no step has ended.
+        # Without a call of `close`, only the calls since the last complete step are lost.
         self._close_file = weakref.finalize(self, self._out.close)
         self._write_line(encode_header(header))
 
     def write(self, call: Call) -> None:
-        """Adds a call. An update ends the line, and so does a decision that failed."""
+        """Adds a call. An update ends the line, as does a `schedule` that raised an error."""
         if self._out.closed:
             return
         self._calls.append(_ENCODER.encode(call))
@@ -64,16 +64,16 @@ class TraceWriter:
             self._end_line()
 
     def close(self) -> None:
-        """Writes calls that no step has ended, and closes the file; may be repeated.
+        """Writes the calls since the last complete step and closes the file; may be repeated.
 
-        The last of them is a step's decision, where the device failed in that step.
+        If the device failed in a step, the last call is the decision of that step.
         """
         if self._calls:
             self._end_line()
         self._close_file()
 
     def _end_line(self) -> None:
-        # A `StepLine`.
+        # The JSON of a `StepLine`.
         line = b'{"calls":[' + b",".join(self._calls) + b"]}"
         self._calls.clear()
         self._write_line(line)
@@ -84,8 +84,8 @@ class TraceWriter:
             while rest:
                 rest = rest[self._out.write(rest) :]
         except OSError as error:
-            # A full disk must not end requests that need none.
-            logger.error("the trace ends here, it cannot be written: %s", error)
+            # A full disk must not fail requests.
+            logger.error("the trace cannot be written and ends here: %s", error)
             self._close_file()
 
 
@@ -94,8 +94,8 @@ class TraceReader:
     """Reads a trace line by line.
 
     Args:
-        cut_off_line: Number of the last line, where it was read and found cut off: its writer
-            ended in the middle of it.
+        cut_off_line: Number of the last line, if `lines` has found it incomplete, because the
+            recording process ended while it wrote the line.
     """
 
     file: Path
@@ -107,10 +107,10 @@ class TraceReader:
         """Reads the header.
 
         Raises:
-            TraceFileError: The file cannot be read, or its first line is no header.
+            TraceFileError: The file cannot be read, or its first line is not a header.
         """
         if file.is_fifo():
-            # Read more than once: what has gone through a pipe would be missed in silence.
+            # A trace is read more than once, and a pipe can be read only once.
             raise TraceFileError(f"{file} is a pipe. Write the trace to a file first.")
         first = next(_lines(file), b"")
         if not first.endswith(b"\n"):
@@ -121,10 +121,10 @@ class TraceReader:
         return cls(file, decode_header(first))
 
     def lines(self) -> Iterator[StepLine]:
-        """The complete lines after the header.
+        """Yields the complete lines after the header.
 
         Raises:
-            TraceFileError: One is not a step; the message names it.
+            TraceFileError: A line is not a step; the message has its number.
         """
         for number, line in enumerate(_lines(self.file), start=1):
             if number == 1:
@@ -140,7 +140,7 @@ class TraceReader:
 
 def _open(file: Path, mode: Literal["wb", "ab"]) -> io.FileIO:
     try:
-        # Unbuffered: what is written is in the file, whatever happens to this process.
+        # Unbuffered, so that written lines are in the file even if this process crashes.
         return file.open(mode, buffering=0)
     except OSError as error:
         raise ConfigError(

@@ -147,5 +147,5 @@ def test_value_that_no_setting_may_have_is_refused() -> None:
 
 def test_unknown_spec_is_refused() -> None:
     line = encode_header(make_header()).replace(b"MambaSpec", b"OtherSpec")
-    with pytest.raises(TraceFileError, match="'OtherSpec'; known are FullAttentionSpec"):
+    with pytest.raises(TraceFileError, match="'OtherSpec'; known specs are FullAttentionSpec"):
         decode_header(line)

@@ -10,11 +10,11 @@ from paxkv.errors import InvariantError
 from paxkv.trace.calls import ScheduleCall
 from paxkv.trace.header import TraceHeader
 from paxkv.trace.outside import (
-    AskedConnector,
-    AskedGrammarGate,
     Question,
     QuestionLog,
     RecordedAnswers,
+    RecordingConnector,
+    RecordingGrammarGate,
 )
 from paxkv.trace.replayer import replay
 from paxkv.trace.trace_file import TraceReader, TraceWriter
@@ -53,20 +53,20 @@ class SlowGate:
 
 def test_questions_and_answers_are_noted_in_their_order() -> None:
     log, request = QuestionLog(), make_request("r")
-    connector = AskedConnector(FakeConnector(), log)
+    connector = RecordingConnector(FakeConnector(), log)
     assert connector.get_num_new_matched_tokens(request, 3) == (8, False)
     connector.update_state_after_alloc(request, ([1, 2],), 8)
     assert connector.build_connector_meta({"r": 9}) == METADATA
     assert connector.request_finished(request, ([1],)) is False
-    assert AskedGrammarGate(SlowGate(), log).is_ready("r") is False
-    assert log.take() == [
+    assert RecordingGrammarGate(SlowGate(), log).is_ready("r") is False
+    assert log.drain() == [
         Question("get_num_new_matched_tokens", "r", [3], [], (8, False)),
         Question("update_state_after_alloc", "r", [8], [[1, 2]], None),
         Question("build_connector_meta", "", {"r": 9}, [], METADATA),
         Question("request_finished", "r", [], [[1]], False),
         Question("is_ready", "r", [], [], False),
     ]
-    assert log.take() == []
+    assert log.drain() == []
 
 
 def test_recorded_answers_are_heard_again() -> None:
@@ -81,7 +81,7 @@ def test_recorded_answers_are_heard_again() -> None:
     assert answers.get_num_new_matched_tokens(request, 3) == (None, False)
     assert answers.request_finished(request, ([1],)) is True
     assert answers.is_ready("q") is True
-    with pytest.raises(InvariantError, match="where None is recorded"):
+    with pytest.raises(InvariantError, match="recorded None"):
         answers.is_ready("q")
 
 
@@ -129,4 +129,4 @@ def test_changed_answer_is_found(tmp_path: Path) -> None:
     writer.close()
     summary = replay(TraceReader.open(tmp_path / "t"), make_scheduler)
     assert summary.difference_at == "step 3, schedule"
-    assert "asks" in summary.difference.got
+    assert "asked" in summary.difference.got

@@ -138,7 +138,7 @@ def test_failed_update_is_reported_and_still_raises(
 def test_tokens_of_a_step_that_is_not_in_flight_are_refused(recorder: TraceRecorder) -> None:
     output = recorder.schedule()
     recorder.update_from_output(output, answer(recorder, output))
-    with pytest.raises(InvariantError, match="not scheduled here"):
+    with pytest.raises(InvariantError, match="not in flight"):
         recorder.update_from_output(output, answer(recorder, output))
 
 

@@ -136,6 +136,6 @@ def test_full_disk_ends_the_trace_and_nothing_else(
     writer = write(Path("/dev/full"), STEP_1 + STEP_2)
     writer.close()
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
-        "the trace ends here, it cannot be written"
+        "the trace cannot be written and ends here"
     ]
     assert str(errno.ENOSPC) in caplog.text
