@@ -1,8 +1,8 @@
-"""`python -m paxkv.replay`: runs a recorded trace again, without a device, and compares it."""
+"""`python -m paxkv.replay`: replays a recorded trace without a device and compares the results."""
 
 from paxkv.entrypoints.command_end import end_by_signals, run_command
 
-# Before the imports below, which take their time.
+# Before the imports below, which are slow.
 if __name__ == "__main__":
     end_by_signals()
 
@@ -41,9 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m paxkv.replay",
-        description="Runs a trace that --trace-file recorded through the same host code again and "
-        "compares every decision, block and token. Exit code 0: all are equal; 1: the first "
-        "difference is printed; 2: the file is no trace of this version.",
+        description="Replays a trace that --trace-file recorded, and compares every decision, "
+        "block and token. Exit code 0: all are equal. 1: something differs; the first difference "
+        "is printed. 2: the file is not a trace that this version can read.",
         allow_abbrev=False,
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="trace to replay")
@@ -65,14 +65,14 @@ def _report(summary: ReplaySummary, reader: TraceReader, replay_s: float) -> str
     ]
     if reader.cut_off_line is not None:
         lines.append(
-            f"line {reader.cut_off_line} is cut off: the recording process ended while it wrote. "
-            "The lines before it were replayed."
+            f"line {reader.cut_off_line} is cut off, because the recording process ended while it "
+            "wrote the line. The lines before it were replayed."
         )
     if summary.failure is not None:
         lines.append(f"the scheduler raised: {summary.failure}")
     difference = summary.difference
     if difference is None:
-        lines.append("exact: every decision, block and token is the recorded one")
+        lines.append("exact: every decision, block and token equals the recorded one")
     else:
         lines += [
             f"first difference: {summary.difference_at}, field {difference.path}",
