@@ -1,8 +1,8 @@
-"""`python -m paxkv.compile`: compiles an engine's programs ahead of its starts, into a folder."""
+"""`python -m paxkv.compile`: compiles an engine's programs into a folder, for later starts."""
 
 from paxkv.entrypoints.command_end import end_by_signals, ended_by_interrupt, run_command
 
-# Before the imports below, which take their time.
+# Before the imports below, which are slow.
 if __name__ == "__main__":
     end_by_signals()
 
@@ -21,7 +21,7 @@ from paxkv.errors import ConfigError
 from paxkv.fleet.replica_places import replica_environments
 from paxkv.package_origin import check_package_origin
 
-# Before the imports below: with a foreign `models` they would fail without saying why.
+# Before the imports below: if another package is named `models`, their errors would not say so.
 try:
     check_package_origin()
 except ConfigError as error:
@@ -30,43 +30,47 @@ except ConfigError as error:
 from models.errors import ModelError
 from paxkv.entrypoints.build import compile_programs
 
-# `--out` says it here.
-_WHERE_PROGRAMS_LIE = ("enable_compilation_cache", "compilation_cache_dir", "compiled_dir")
+# Settings whose flags `--out` replaces.
+_FOLDER_SETTINGS = ("enable_compilation_cache", "compilation_cache_dir", "compiled_dir")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compiles, says what to start with, and returns the exit code of the process."""
+    """Compiles the programs; returns the exit code of the process."""
     namespace = parse_arguments(make_parser(), arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("paxkv").setLevel(logging.INFO)
     try:
         config = engine_config_from_arguments(namespace)
-        # JAX looks at them when it first touches a device: all replicas have the same programs.
+        # JAX reads these variables when it first uses a device. One replica's programs fit all.
         os.environ.update(replica_environments(config.parallel.data_parallel_size)[0])
         with ended_by_interrupt():
             num_programs = compile_programs(config, namespace.out, show_progress=True)
     except (ConfigError, ModelError) as error:
         print("paxkv: error:", *str(error).splitlines(), file=sys.stderr)
         return 1
-    print(f"{num_programs} programs are in {namespace.out}: start with --compiled-dir")
+    print(f"{num_programs} programs are in {namespace.out}. Start the server with --compiled-dir.")
     return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The server's flags without those of HTTP, and where the programs go."""
+    """Makes a parser of the server's flags, without those of HTTP, and `--out`."""
     parser = CommandParser(
         prog="paxkv compile",
-        description="Compiles every program that a server with the same flags needs. It then "
-        "starts with `--compiled-dir` and compiles none; on another device or with other versions, "
-        "another model or other settings it refuses to. Flags that shape no program change "
-        "nothing here. Weights do not matter: `--load-format dummy` needs config.json alone.",
+        description="Compiles every program that a server with the same flags needs. Start the "
+        "server with `--compiled-dir`; then it compiles nothing. The server refuses the folder if "
+        "its device, versions, model or settings differ. Flags that do not affect programs have no "
+        "effect here. Weights are not needed: `--load-format dummy` reads only config.json.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="new or empty folder for them"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="new or empty folder",
     )
     for config_class in ENGINE_CONFIG_CLASSES:
-        add_config_flags(parser, config_class, without=_WHERE_PROGRAMS_LIE)
+        add_config_flags(parser, config_class, without=_FOLDER_SETTINGS)
     add_serve_arguments(parser)
     return parser
 
