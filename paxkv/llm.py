@@ -1,4 +1,4 @@
-"""`LLM`: the offline door: the same engine as the server's, called from Python."""
+"""`LLM`: runs the server's engine from Python."""
 
 import contextlib
 import dataclasses
@@ -50,39 +50,44 @@ Conversation = Sequence[Message]
 
 
 class LLM:
-    """A model loaded for generating text from Python.
+    """A model that is loaded to generate text from Python.
 
-    Requests of one call are batched together; calls from several threads take turns. Use it as a
-    context manager, or `close` it, to free the device's memory early. In a fork of the process that
-    created it, every call raises ForkedProcessError.
+    The requests of one call are batched together. Calls from several threads run one after another.
+    Use the object as a context manager, or call `close`, to free the device's memory early. In a
+    fork of the process that created it, every call raises ForkedProcessError.
 
     Args:
-        model: Folder of a Hugging Face checkpoint or name on the hub; None is the embedded demo.
-        dtype: "auto" is float32 on the CPU and the checkpoint's own elsewhere.
-        seed: Of random weights and of requests that bring no seed.
+        model: Folder of a Hugging Face checkpoint or name on the hub; None is the built-in demo.
+        dtype: "auto" is float32 on the CPU, and the checkpoint's dtype on other devices.
+        seed: Seed of random weights, and of requests without a seed.
         revision: Branch, tag or commit of a model on the hub.
-        tokenizer: Folder or hub name of another tokenizer; `tokenizer_revision` is its revision.
+        tokenizer: Folder or hub name of another tokenizer.
+        tokenizer_revision: Branch, tag or commit of `tokenizer`.
         served_model_name: Name in `model_info`.
-        max_model_len: Most tokens of prompt and output together; None is the model's own limit,
-            as `ModelConfig.max_model_len` says; "auto" or -1 is as much of it as fits the memory.
-        model_impl: `ModelConfig.model_impl`, as in "my_model:MyModel".
-        product_dtype: `ModelConfig.product_dtype`; the chat template's two likewise.
-        generation_config: Whose generation_config.json `get_default_sampling_params` reads: "auto"
-            is the model's own, "vllm" none, else a folder.
-        override_generation_config: On top of it, as in `{"temperature": 0.5}`.
+        max_model_len: Maximum of prompt and output tokens together. None is the model's limit; see
+            `ModelConfig.max_model_len`. "auto" or -1 lowers this limit to what fits in memory.
+        load_format: See `ModelConfig`.
+        model_impl: See `ModelConfig`; for example "my_model:MyModel".
+        product_dtype: See `ModelConfig`.
+        chat_template: See `ModelConfig`.
+        chat_template_content_format: See `ModelConfig`.
+        generation_config: Source of `get_default_sampling_params`: "auto" is the model's
+            generation_config.json, "vllm" is none, and a folder is the file in that folder.
+        override_generation_config: Values that replace those of `generation_config`, for example
+            `{"temperature": 0.5}`.
         scheduling_policy: `SchedulerConfig.policy`, under vLLM's name.
         settings: Any field of `CacheConfig`, `SchedulerConfig`, `RunnerConfig` and
-            `ParallelConfig`, as in `LLM(block_size=32, enable_prefix_caching=False)`. Also
-            arguments of vLLM's `LLM`, where they ask for what paxkv does anyway. None is the
-            default of every argument.
+            `ParallelConfig`, as in `LLM(block_size=32, enable_prefix_caching=False)`. Arguments of
+            vLLM's `LLM` are accepted too, if their value asks for something that paxkv always does.
+            For every argument, None is the default.
 
     Raises:
-        TypeError: An argument of another name.
+        TypeError: An argument has an unknown name.
         ConfigError: The settings do not fit each other, the model or the device; or an argument
-            asks for something of vLLM that paxkv does not have.
-        ModelError: The model cannot be loaded; where there are several engines, which are
-            processes, ConfigError says so. Also if this process is a fork of one that has loaded a
-            model.
+            asks for a feature of vLLM that paxkv does not have. With several engines, also if the
+            model cannot be loaded.
+        ModelError: The model cannot be loaded, or this process is a fork of a process that has
+            loaded a model.
         EngineDeadError: One of several engines ended before it was ready.
     """
 
@@ -110,7 +115,7 @@ class LLM:
         settings = take_vllm_arguments(settings)
         model_config = _model_config(
             model=None if model is None else str(model),
-            # torch.float16 is written so.
+            # str(torch.float16) is "torch.float16".
             dtype=(
                 None
                 if dtype is None
@@ -140,8 +145,8 @@ class LLM:
         self._client = build_llm_client(self._engine)
         self._lock = threading.Lock()
         self._num_requests = 0
-        # Also runs when the LLM is garbage, and when the interpreter exits: in forks as well, which
-        # must not end the engine of this process.
+        # Also runs when the LLM is garbage-collected and when the interpreter exits, including in
+        # forks, which must not end the engine of this process.
         self._finalizer = weakref.finalize(
             self, _close_in_owner, self._owner, self._engine.transport
         )
@@ -151,14 +156,15 @@ class LLM:
         return self._engine.model_info
 
     def get_tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, or None when it has none."""
+        """Returns the model's tokenizer, or None if it has none."""
         return self._engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Those of calls that bring none; `dataclasses.replace` changes them.
+        """Returns the parameters of calls without `sampling_params`.
 
-        They are `SamplingParams()` with what the model's generation_config.json says. Handed to
-        `generate`, their `max_tokens` count as given: `cuts_max_tokens` makes them a default again.
+        They are `SamplingParams()` with the values of the model's generation_config.json. Change
+        them with `dataclasses.replace`. If you pass them to `generate`, their `max_tokens` is a
+        limit that must fit; with `cuts_max_tokens`, it is a default that is lowered to what fits.
         """
         defaults = self.model_info.sampling_defaults.generation_config
         return SamplingParams(**defaults.sampling_keywords())
@@ -172,24 +178,24 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         cuts_max_tokens: bool = False,
     ) -> list[RequestOutput]:
-        """Completes prompts, many at once, and returns them in the order they came.
+        """Completes prompts in batches; returns the outputs in the order of the prompts.
 
-        With `SamplingParams(n=4)` each prompt gets four completions and is computed once.
+        With `SamplingParams(n=4)`, each prompt gets four completions and is computed once.
 
         Args:
             prompts: Text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`;
                 or a list of these.
-            sampling_params: One for all prompts or one for each, taken as they are; those of
-                `get_default_sampling_params` if left out, whose `max_tokens` are cut to what fits
-                behind each prompt.
-            use_tqdm: Draws a progress bar on stderr.
-            priority: One for all prompts or one for each; lower runs first, and only under the
-                scheduling policy "priority".
-            cuts_max_tokens: Cut those of `sampling_params` too, instead of refusing more than the
-                KV cache has room for.
+            sampling_params: One for all prompts, or one for each. The default is
+                `get_default_sampling_params` with `max_tokens` lowered to what fits after each
+                prompt.
+            use_tqdm: Draw a progress bar on stderr.
+            priority: One for all prompts, or one for each. Lower values run first. Has an effect
+                only with the scheduling policy "priority".
+            cuts_max_tokens: Lower the `max_tokens` of `sampling_params` to what the KV cache has
+                room for. False rejects a prompt that needs more.
 
         Raises:
-            InvalidRequestError: A prompt or its parameters are at fault. Nothing was run.
+            InvalidRequestError: A prompt or its parameters are invalid.
             EngineDeadError: The engine has ended.
         """
         if type(cuts_max_tokens) is not bool:
@@ -220,28 +226,30 @@ class LLM:
         concurrency_limit: int | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[BeamSearchOutput]:
-        """Finds likely continuations of each prompt, many prompts at once.
+        """Finds the most likely continuations of each prompt; searches several prompts at once.
 
-        At every step the `beam_width` best sequences go on, each with its most likely tokens; those
-        that reach EOS are set aside. Whatever they have in common is in the KV cache once.
+        Each step extends the `beam_width` best sequences by their most likely tokens. Sequences
+        that reach EOS are set aside. The KV cache stores the common tokens of all sequences once.
 
         Args:
-            prompts: As in `generate`.
-            concurrency_limit: Most prompts at once, at least 1; None is all. With fewer, the KV
-                cache has room to keep what beams share; without it, it is computed again.
-            priority: As in `generate`.
+            prompts: See `generate`.
+            concurrency_limit: Maximum of prompts searched at once, at least 1; None is all. With
+                fewer prompts, the KV cache has more room for shared blocks, which must otherwise be
+                computed again.
+            priority: See `generate`.
 
         Returns:
-            For each prompt its sequences, best first.
+            The sequences of each prompt, best first.
 
         Raises:
-            InvalidRequestError: As `generate`.
+            InvalidRequestError: A prompt or an argument is invalid.
             EngineDeadError: The engine has ended.
         """
         prompts = _as_prompts(prompts)
         if concurrency_limit is not None and concurrency_limit < 1:
             raise InvalidRequestError(
-                f"concurrency_limit must be at least 1, or None for all, got {concurrency_limit}.",
+                f"concurrency_limit must be at least 1, or None for no limit, got "
+                f"{concurrency_limit}.",
                 param="concurrency_limit",
             )
         all_params = [prompt_params(params)] * len(prompts)
@@ -270,13 +278,14 @@ class LLM:
         """Answers one conversation or several, each a list of `{"role": ..., "content": ...}`.
 
         Args:
-            chat_template: A jinja template instead of the model's own.
+            sampling_params: See `generate`.
+            chat_template: A jinja template that replaces the model's.
             chat_template_kwargs: Further variables of the template.
-            cuts_max_tokens: As in `generate`; so is `sampling_params`.
+            cuts_max_tokens: See `generate`.
 
         Raises:
-            InvalidRequestError: As `generate`; also when the model has no chat template, or the
-                template refuses the messages.
+            InvalidRequestError: See `generate`. Also if the model has no chat template, or the
+                template rejects the messages.
         """
         template = self._engine.chat_template
         if chat_template is not None:
@@ -296,7 +305,7 @@ class LLM:
                     add_generation_prompt=add_generation_prompt,
                     template_kwargs=chat_template_kwargs,
                 ),
-                # The template writes BOS itself.
+                # The template contains BOS.
                 "add_special_tokens": False,
             }
             for conversation in ([messages] if is_single else messages)
@@ -310,7 +319,7 @@ class LLM:
         )
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forgets all cached prefixes; False, and nothing changed, while blocks are in use.
+        """Clears the prefix cache. While blocks are in use, changes nothing and returns False.
 
         Args:
             reset_running_requests: Preempt all running requests first; they are computed again.
@@ -320,21 +329,21 @@ class LLM:
             return msgspec.json.decode(reply, type=bool)
 
     def explain_prefix_cache_miss(self, request_id: str) -> PrefixCacheMiss:
-        """Why a request did not find more of its prompt in the prefix cache.
+        """Explains why a request did not find more of its prompt in the prefix cache.
 
         Args:
-            request_id: Of a `RequestOutput`. A request with `n` above 1 is looked up once, as
-                `0_{request_id}`.
+            request_id: The id in a `RequestOutput`. For a request with `n` above 1, pass
+                `0_{request_id}`, because only the first completion looks up the prompt.
 
         Raises:
-            PaxkvError: The engine does not know the request, or not any more.
+            PaxkvError: The engine has no record of the request.
         """
         with self._turn():
             reply = self._client.call("explain_prefix_cache_miss", request_id)
             return msgspec.json.decode(reply, type=PrefixCacheMiss)
 
     def get_stats(self) -> SchedulerStats:
-        """The engine's statistics as of now; of several, their sums, with `engines` for each."""
+        """Fetches the current statistics. With several engines, sums; `engines` has each one's."""
         with self._turn():
             return msgspec.json.decode(self._client.call("get_stats"), type=SchedulerStats)
 
@@ -353,9 +362,8 @@ class LLM:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Waits for the calls of other threads, which hold the lock."""
-        # First, because a fork inherits a lock in its state, and the thread that would free it is
-        # not there.
+        """Holds the lock, so that only one thread at a time calls the client."""
+        # Before the lock: in a fork it may be locked forever, because its owner thread is missing.
         self._owner.check()
         with self._lock:
             yield
@@ -398,8 +406,8 @@ class LLM:
                     finished[output.request_id] = output
                     progress.update()
         except BaseException:
-            # Also KeyboardInterrupt: what is queued must not run on without a caller.
-            self._give_up([request.request_id for request in requests])
+            # Also after KeyboardInterrupt, so that no requests continue without a caller.
+            self._abort_all([request.request_id for request in requests])
             raise
         return [
             dataclasses.replace(
@@ -412,43 +420,43 @@ class LLM:
         ]
 
     def _search(self, searches: list[BeamSearch], concurrency_limit: int, progress: tqdm) -> None:
-        """Takes every search to its end; of those that run, none waits for another's steps."""
+        """Runs all searches to their end. Each proceeds independently of the others' steps."""
         waiting = deque(searches)
-        # The engine's request ids -> whose step they are.
-        asked: dict[str, BeamSearch] = {}
+        # Engine's request id -> its search.
+        pending: dict[str, BeamSearch] = {}
         num_running = 0
         try:
-            while waiting or asked:
+            while waiting or pending:
                 while waiting and num_running < concurrency_limit:
-                    self._ask(waiting.popleft(), asked)
+                    self._send_step(waiting.popleft(), pending)
                     num_running += 1
                 for output in self._client.wait_for_outputs():
-                    if self._answer(asked.pop(output.request_id), output, asked):
+                    if self._advance(pending.pop(output.request_id), output, pending):
                         num_running -= 1
                         progress.update()
         except BaseException:
-            self._give_up([i for search in searches for i in search.request_ids])
+            self._abort_all([i for search in searches for i in search.request_ids])
             raise
 
-    def _ask(self, search: BeamSearch, asked: dict[str, BeamSearch]) -> int:
-        """Sends a search's next requests; returns how many there were."""
+    def _send_step(self, search: BeamSearch, pending: dict[str, BeamSearch]) -> int:
+        """Sends a search's next requests; returns their number."""
         requests = search.next_requests()
         for request in requests:
             self._client.add_request(request)
-            asked[request.request_id] = search
+            pending[request.request_id] = search
         return len(requests)
 
-    def _answer(
-        self, search: BeamSearch, output: RequestOutput, asked: dict[str, BeamSearch]
+    def _advance(
+        self, search: BeamSearch, output: RequestOutput, pending: dict[str, BeamSearch]
     ) -> bool:
-        """Hands a search one output, the last of its step brings its next; True at its end."""
+        """Records an output. At the end of a step, sends the next one; True if there is none."""
         if not search.record_output(output):
             return False
         self._client.abort(search.released_ids)
         search.clear_released_ids()
-        return self._ask(search, asked) == 0
+        return self._send_step(search, pending) == 0
 
-    def _give_up(self, request_ids: list[str]) -> None:
+    def _abort_all(self, request_ids: list[str]) -> None:
         with contextlib.suppress(EngineDeadError):
             self._client.abort(request_ids)
 
@@ -459,7 +467,7 @@ def _close_in_owner(owner: OwnerProcess, transport: EngineTransport) -> None:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several -> several."""
+    """Returns a list of prompts, also for a single prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not isinstance(prompts, Sequence):
@@ -486,8 +494,8 @@ def _one_for_each(
         return [values] * num_prompts
     if len(values) != num_prompts:
         raise InvalidRequestError(
-            f"{name} has {len(values)} entries for {num_prompts} prompts; send one for all or one "
-            "for each.",
+            f"{name} has {len(values)} entries for {num_prompts} prompts; pass one value for all "
+            "prompts, or one for each.",
             param=name,
         )
     return values
@@ -497,23 +505,23 @@ def _check_completed(output: RequestOutput, form: StructuredOutputsParams | None
     for completion in output.outputs:
         if completion.finish_reason != "error":
             continue
-        # What the engine says itself of an end is the request's fault, such as its grammar's.
+        # If the engine gives a reason as text, the request's grammar caused the error.
         if isinstance(completion.stop_reason, str):
             param = "structured_outputs" if form is None else form.field_of().name
             raise InvalidRequestError(completion.stop_reason, param=param)
         raise InvariantError(
-            f"the engine refused request {output.request_id}, which was checked before; its log "
-            "says why."
+            f"the engine refused request {output.request_id}, although it was checked before. The "
+            "engine's log contains the reason."
         )
 
 
 def _model_config(**settings: object) -> ModelConfig:
-    """The config with the default of each setting that is None, as in vLLM."""
+    """Builds the config. A setting that is None gets its default, as in vLLM."""
     return ModelConfig(**{name: value for name, value in settings.items() if value is not None})
 
 
 def _engine_config(model_config: ModelConfig, settings: Mapping[str, object]) -> EngineConfig:
-    """The config in which each setting stands where its name does."""
+    """Builds the config: passes each setting to the part that has a field of this name."""
     parts = {
         "cache": CacheConfig,
         "scheduler": SchedulerConfig,
@@ -530,7 +538,7 @@ def _engine_config(model_config: ModelConfig, settings: Mapping[str, object]) ->
         raise TypeError(
             f"LLM() has no argument {', '.join(unknown)}; settings are {', '.join(sorted(known))}."
         )
-    # As in vLLM, None leaves the choice to the engine.
+    # As in vLLM, None is the default.
     settings = {name: json_text(value) for name, value in settings.items() if value is not None}
     return EngineConfig(
         model=model_config,
