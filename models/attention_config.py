@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from models.cache.attention_format import AttentionFormat
+from models.cache.format import CacheFormat
 from models.errors import ModelConfigError
 from models.rope_config import RopeConfig
 
@@ -91,3 +93,24 @@ class AttentionConfig:
         if not self.has_positions:
             return self.rope, 0
         return self.rope, self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    def format(self, kv_dtype: str) -> CacheFormat:
+        """What the layer's cache holds. The narrower of keys and values are padded.
+
+        Args:
+            kv_dtype: Of keys and values.
+        """
+        kind = "full"
+        if self.sliding_window is not None:
+            kind = "window"
+        elif self.chunk_size is not None:
+            kind = "chunk"
+        return AttentionFormat(
+            num_kv_heads=self.num_kv_heads,
+            head_dim=max(self.head_dim, self.value_head_dim),
+            content_dim=None if self.value_head_dim == self.head_dim else self.kv_width,
+            dtype=kv_dtype,
+            kind=kind,
+            sliding_window=self.sliding_window,
+            chunk_size=self.chunk_size,
+        )

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from models.attention_config import AttentionConfig
-from models.cache.attention_format import AttentionFormat
-from models.cache.format import CacheFormat
+from models.cache.format import KV_KINDS, CacheFormat
 from models.errors import ModelConfigError
 
 # The name of a layer's cache of keys and values. The attention's weights have the same name.
@@ -79,14 +78,12 @@ def spec_of_attention(
             has no keys and values of its own, or stores them in another format.
     """
     formats = {
-        layer_idx: format_of_attention(layer, kv_dtype=kv_dtype)
+        layer_idx: layer.format(kv_dtype)
         for layer_idx, layer in enumerate(attention)
         if layer is not None
     }
     if has_unified_kv:
-        window = next(filter(None, (cache.sliding_window for cache in formats.values())), None)
-        chunk = next(filter(None, (cache.chunk_size for cache in formats.values())), None)
-        formats = {idx: _with_all_tokens(cache, window, chunk) for idx, cache in formats.items()}
+        formats = _with_all_tokens(formats)
     layers = []
     for layer_idx, layer in enumerate(attention):
         caches = ()
@@ -104,34 +101,22 @@ def _layer_name(layer_idx: int) -> str:
     return f"model.layers.{layer_idx}"
 
 
-def format_of_attention(layer: AttentionConfig, *, kv_dtype: str) -> AttentionFormat:
-    """The format of a layer's keys and values; the narrower of the two are padded."""
-    kind = "full"
-    if layer.sliding_window is not None:
-        kind = "window"
-    elif layer.chunk_size is not None:
-        kind = "chunk"
-    return AttentionFormat(
-        num_kv_heads=layer.num_kv_heads,
-        head_dim=max(layer.head_dim, layer.value_head_dim),
-        content_dim=None if layer.value_head_dim == layer.head_dim else layer.kv_width,
-        dtype=kv_dtype,
-        kind=kind,
-        sliding_window=layer.sliding_window,
-        chunk_size=layer.chunk_size,
-    )
-
-
-def _with_all_tokens(
-    cache: AttentionFormat, window: int | None, chunk_size: int | None
-) -> AttentionFormat:
-    return replace(cache, kind="full", sliding_window=window, chunk_size=chunk_size)
+def _with_all_tokens(formats: Mapping[int, CacheFormat]) -> dict[int, CacheFormat]:
+    """The formats with keys and values of all tokens. Layers with other caches keep theirs."""
+    of_kv = {idx: cache for idx, cache in formats.items() if cache.kind in KV_KINDS}
+    window = next(filter(None, (cache.sliding_window for cache in of_kv.values())), None)
+    chunk = next(filter(None, (cache.chunk_size for cache in of_kv.values())), None)
+    unified = {
+        idx: replace(cache, kind="full", sliding_window=window, chunk_size=chunk)
+        for idx, cache in of_kv.items()
+    }
+    return {**formats, **unified}
 
 
 def _check_owner(
     owner_idx: int,
     attention: Sequence[AttentionConfig | None],
-    formats: Mapping[int, AttentionFormat],
+    formats: Mapping[int, CacheFormat],
     layer_idx: int,
 ) -> None:
     owner = attention[owner_idx] if 0 <= owner_idx < layer_idx else None

@@ -9,10 +9,10 @@ from models.attention_config import AttentionConfig
 from models.decoder import Decoder
 from models.dense_config import DenseConfig, LayerNormConfig
 from models.layer_loop import Layer
-from models.layers.attention import AttentionBase
 from models.layers.decoder_layers import PreNormLayer
 from models.layers.dense_layers import make_dense_layers
 from models.layers.mlp import MLP, GatedMLP
+from models.layers.self_attention import SelfAttention
 
 
 class DenseDecoder(Decoder):
@@ -23,7 +23,7 @@ class DenseDecoder(Decoder):
         config: DenseConfig | LayerNormConfig,
         *,
         layer: Callable[..., Layer] = PreNormLayer,
-        attention: Callable[[AttentionConfig], AttentionBase] | None = None,
+        attention: Callable[[AttentionConfig], SelfAttention] | None = None,
         mlp: Callable[..., MLP] = GatedMLP,
         mlp_bias: bool = False,
         norm: Callable[[int], nnx.Module],

@@ -9,9 +9,10 @@ from flax import nnx
 from models.attention_config import AttentionConfig
 from models.decoder import Decoder
 from models.layer_loop import Layer
-from models.layers.attention import Attention, AttentionBase
+from models.layers.attention import Attention
 from models.layers.decoder_layers import PreNormLayer
 from models.layers.mlp import MLP, GatedMLP
+from models.layers.self_attention import SelfAttention
 from models.moe_config import MoEConfig
 
 
@@ -49,7 +50,7 @@ def make_moe_layers(
     config: MoEConfig,
     *,
     layer: Callable[..., Layer] = PreNormLayer,
-    attention: Callable[[AttentionConfig], AttentionBase] | None = None,
+    attention: Callable[[AttentionConfig], SelfAttention] | None = None,
     mlp: Callable[..., MLP] = GatedMLP,
     sparse_mlp: Callable[[], MLP],
     norm: Callable[[int], nnx.Module],

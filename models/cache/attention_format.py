@@ -7,9 +7,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
 from models.cache.attention_self_test import AttentionSelfTest
 from models.cache.format import Pages
+from models.cache.self_test import AttentionRules
 from pallas_kernels.page_views import unview_pages, view_pages
 
 # A key and a value.
@@ -69,7 +69,7 @@ class AttentionFormat:
         return replace(self, head_dim=math.ceil(self.head_dim / step) * step)
 
     def self_tests(
-        self, attention: AttentionConfig | None, block_size: int
+        self, attention: AttentionRules | None, block_size: int
     ) -> tuple[AttentionSelfTest, ...]:
         if attention is None:
             return ()

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from models.attention_config import AttentionConfig
-from models.cache.self_test import MAX_RELATIVE_ERROR, relative_error
+from models.cache.self_test import MAX_RELATIVE_ERROR, AttentionRules, relative_error
 
 # (query tokens, tokens in the cache): two decodes, a prompt, an empty row, and a chunk. With
 # sequences of more than 512 tokens, the GPU's kernel for decodes splits its work.
@@ -47,7 +46,7 @@ class AttentionSelfTest:
     @classmethod
     def of_layer(
         cls,
-        attention: AttentionConfig,
+        attention: AttentionRules,
         *,
         num_kv_heads: int,
         head_dim: int,

@@ -4,15 +4,13 @@ from typing import Literal, Protocol, Self
 
 import jax
 
-from models.attention_config import AttentionConfig
-from models.cache.self_test import SelfTest
+from models.cache.self_test import AttentionRules, SelfTest
 
 # The KV cache as it is stored: [num_rows, num_blocks, ...], the page in the trailing axes. Its
 # shape and dtype are the platform's (`Platform.page_shape`, `Platform.page_dtype`).
 Pages = jax.Array
 
-# The kind decides for which tokens a request holds blocks. A format of one of the first three kinds
-# has the fields of `AttentionFormat`.
+# The kind decides for which tokens a request holds blocks.
 #   full    all tokens of the request
 #   window  the tokens in the sliding window of the next token
 #   chunk   the tokens of the current chunk
@@ -21,6 +19,8 @@ Pages = jax.Array
 #   state   a single block, whatever the number of tokens
 #   cross   the tokens of the encoder
 Kind = Literal["full", "window", "chunk", "latent", "index", "state", "cross"]
+# The kinds of `AttentionFormat`.
+KV_KINDS = ("full", "window", "chunk")
 
 
 class CacheFormat(Protocol):
@@ -32,6 +32,10 @@ class CacheFormat(Protocol):
 
     @property
     def kind(self) -> Kind: ...
+
+    @property
+    def dtype(self) -> str:
+        """Of the numbers in a page. The array that holds them may have another."""
 
     def page_bytes(self, block_size: int, num_shards: int = 1) -> int:
         """Bytes of a page: of a block of `block_size` tokens, on one of `num_shards` devices."""
@@ -45,9 +49,7 @@ class CacheFormat(Protocol):
         A format without heads returns itself.
         """
 
-    def self_tests(
-        self, attention: AttentionConfig | None, block_size: int
-    ) -> tuple[SelfTest, ...]:
+    def self_tests(self, attention: AttentionRules | None, block_size: int) -> tuple[SelfTest, ...]:
         """Tests of the kernels that read and write the pages; none if plain XLA does.
 
         Args:

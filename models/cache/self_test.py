@@ -10,6 +10,28 @@ import pallas_kernels
 MAX_RELATIVE_ERROR = 2e-2
 
 
+class AttentionRules(Protocol):
+    """The fields of a layer's `AttentionConfig` that a self-test depends on."""
+
+    @property
+    def num_q_heads(self) -> int: ...
+
+    @property
+    def scale(self) -> float: ...
+
+    @property
+    def sliding_window(self) -> int | None: ...
+
+    @property
+    def chunk_size(self) -> int | None: ...
+
+    @property
+    def soft_cap(self) -> float | None: ...
+
+    @property
+    def has_sinks(self) -> bool: ...
+
+
 class SelfTest(Protocol):
     """Runs the ops of one cache with small random inputs. Frozen: equal tests run only once."""
 

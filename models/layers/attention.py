@@ -1,7 +1,6 @@
 """Self-attention over the paged KV cache. The classes differ in where keys and values come from."""
 
 import abc
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +12,8 @@ from models.layer_context import LayerContext
 from models.layers.attend import attend
 from models.layers.linear import Linear
 from models.layers.rotary import Rotate, apply_rotary
+from models.layers.self_attention import Norm
 from models.weight_rule import Source, WeightRule
-
-Norm = Callable[[jax.Array], jax.Array]
 
 
 class AttentionBase(nnx.Module):

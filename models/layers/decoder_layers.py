@@ -10,15 +10,15 @@ from flax import nnx
 from models.cache.format import Pages
 from models.carry import Carry
 from models.layer_context import LayerContext
-from models.layers.attention import AttentionBase
 from models.layers.mlp import MLP
+from models.layers.self_attention import SelfAttention
 
 
 class AttentionMLPLayer(nnx.Module):
     """Attention over the normed residual stream. Derived classes add the outputs to the stream."""
 
     def __init__(
-        self, *, attention: AttentionBase, mlp: MLP, norm: Callable[[], nnx.Module]
+        self, *, attention: SelfAttention, mlp: MLP, norm: Callable[[], nnx.Module]
     ) -> None:
         """Makes the layer.
 
@@ -48,7 +48,7 @@ class PreNormLayer(AttentionMLPLayer):
     """Attention, then the MLP: each reads the normed residual stream and adds to it."""
 
     def __init__(
-        self, *, attention: AttentionBase, mlp: MLP, norm: Callable[[], nnx.Module]
+        self, *, attention: SelfAttention, mlp: MLP, norm: Callable[[], nnx.Module]
     ) -> None:
         super().__init__(attention=attention, mlp=mlp, norm=norm)
         self.post_attention_layernorm = norm()
@@ -67,7 +67,7 @@ class SandwichNormLayer(AttentionMLPLayer):
     """
 
     def __init__(
-        self, *, attention: AttentionBase, mlp: MLP, norm: Callable[[], nnx.Module]
+        self, *, attention: SelfAttention, mlp: MLP, norm: Callable[[], nnx.Module]
     ) -> None:
         super().__init__(attention=attention, mlp=mlp, norm=norm)
         # Norms attention's output. In `PreNormLayer`, the norm of this name is for the MLP's input.

@@ -9,16 +9,17 @@ from flax import nnx
 from models.attention_config import AttentionConfig
 from models.dense_config import DenseConfig, LayerNormConfig
 from models.layer_loop import Layer
-from models.layers.attention import Attention, AttentionBase
+from models.layers.attention import Attention
 from models.layers.decoder_layers import PreNormLayer
 from models.layers.mlp import MLP, GatedMLP
+from models.layers.self_attention import SelfAttention
 
 
 def make_dense_layers(
     config: DenseConfig | LayerNormConfig,
     *,
     layer: Callable[..., Layer] = PreNormLayer,
-    attention: Callable[[AttentionConfig], AttentionBase] | None = None,
+    attention: Callable[[AttentionConfig], SelfAttention] | None = None,
     mlp: Callable[..., MLP] = GatedMLP,
     mlp_bias: bool = False,
     norm: Callable[[int], nnx.Module],
@@ -55,9 +56,9 @@ def make_head_normed_attention(
     config: AttentionConfig,
     *,
     norm: Callable[[int], nnx.Module],
-    attention: Callable[..., AttentionBase] = Attention,
+    attention: Callable[..., SelfAttention] = Attention,
     dtype: jnp.dtype,
-) -> AttentionBase:
+) -> SelfAttention:
     """Makes attention that norms each head of queries and keys.
 
     Args:
@@ -72,9 +73,9 @@ def make_joint_normed_attention(
     config: AttentionConfig,
     *,
     norm: Callable[[int], nnx.Module],
-    attention: Callable[..., AttentionBase] = Attention,
+    attention: Callable[..., SelfAttention] = Attention,
     dtype: jnp.dtype,
-) -> AttentionBase:
+) -> SelfAttention:
     """Makes attention that norms all heads of queries together, and all heads of keys.
 
     Args:

@@ -9,11 +9,11 @@ from flax import nnx
 from models.attention_config import AttentionConfig
 from models.cache.format import Pages
 from models.layer_context import LayerContext
-from models.layers.attention import AttentionBase
 from models.layers.gated_attention import GatedAttention
 from models.layers.mlp import MLP
 from models.layers.output_norm_layer import OutputNormLayer
 from models.layers.rms_norm import OffsetRMSNorm, UnscaledRMSNorm
+from models.layers.self_attention import SelfAttention
 from models.weight_rule import Source, WeightRule
 
 # The smallest share of the stream in a sum, before the square root.
@@ -98,7 +98,7 @@ class GatedResidualLayer(OutputNormLayer):
     def __init__(
         self,
         *,
-        attention: AttentionBase,
+        attention: SelfAttention,
         mlp: MLP,
         norm: Callable[[], nnx.Module],
         attention_out_norm: Callable[[], nnx.Module],

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from flax import nnx
 
-from models.layers.attention import AttentionBase
 from models.layers.decoder_layers import SandwichNormLayer
 from models.layers.mlp import MLP
+from models.layers.self_attention import SelfAttention
 
 
 class OutputNormLayer(SandwichNormLayer):
@@ -15,7 +15,7 @@ class OutputNormLayer(SandwichNormLayer):
     def __init__(
         self,
         *,
-        attention: AttentionBase,
+        attention: SelfAttention,
         mlp: MLP,
         norm: Callable[[], nnx.Module],
         attention_out_norm: Callable[[], nnx.Module],

@@ -8,9 +8,9 @@ from flax import nnx
 from models.cache.format import Pages
 from models.carry import Carry
 from models.layer_context import LayerContext
-from models.layers.attention import AttentionBase
 from models.layers.decoder_layers import AttentionMLPLayer, PreNormLayer, SandwichNormLayer
 from models.layers.mlp import MLP
+from models.layers.self_attention import SelfAttention
 
 
 class PostNormLayer(AttentionMLPLayer):
@@ -20,7 +20,7 @@ class PostNormLayer(AttentionMLPLayer):
     """
 
     def __init__(
-        self, *, attention: AttentionBase, mlp: MLP, norm: Callable[[], nnx.Module]
+        self, *, attention: SelfAttention, mlp: MLP, norm: Callable[[], nnx.Module]
     ) -> None:
         super().__init__(attention=attention, mlp=mlp, norm=norm)
         del self.input_layernorm
@@ -59,7 +59,7 @@ class ScaledPreNormLayer(PreNormLayer):
     def __init__(
         self,
         *,
-        attention: AttentionBase,
+        attention: SelfAttention,
         mlp: MLP,
         norm: Callable[[], nnx.Module],
         residual_scale: float,
@@ -81,7 +81,7 @@ class ScaledSandwichNormLayer(SandwichNormLayer):
     def __init__(
         self,
         *,
-        attention: AttentionBase,
+        attention: SelfAttention,
         mlp: MLP,
         norm: Callable[[], nnx.Module],
         residual_scale: float,

@@ -6,9 +6,9 @@ import jax
 from flax import nnx
 
 from models.layer_context import LayerContext
-from models.layers.attention import AttentionBase
 from models.layers.decoder_layers import PreNormLayer
 from models.layers.mlp import MLP
+from models.layers.self_attention import SelfAttention
 
 
 class WeightedResidualLayer(PreNormLayer):
@@ -17,7 +17,7 @@ class WeightedResidualLayer(PreNormLayer):
     def __init__(
         self,
         *,
-        attention: AttentionBase,
+        attention: SelfAttention,
         mlp: MLP,
         norm: Callable[[], nnx.Module],
         factors: Callable[[], nnx.Module],

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping
 
 from models import AttentionFormat, CacheFormat, CachePlace, DecoderSpec, LayerPlaces
 from paxkv.contracts.kv_cache_spec import (
+    DTYPE_BYTES,
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -202,12 +203,12 @@ def cache_spec(cache: CacheFormat, block_size: int, page_bytes: int) -> KVCacheS
     own_bytes = cache.page_bytes(block_size)
     padded_bytes = None if own_bytes == page_bytes else page_bytes
     if cache.kind in ("latent", "index"):
-        # One head of int8: its size is the number of bytes of a token.
+        # One vector per token.
         return MLAAttentionSpec(
             block_size=block_size,
             num_kv_heads=1,
-            head_size=own_bytes // block_size,
-            dtype="int8",
+            head_size=own_bytes // (block_size * DTYPE_BYTES[cache.dtype]),
+            dtype=cache.dtype,
             page_size_padded=padded_bytes,
         )
     if _is_state(cache):

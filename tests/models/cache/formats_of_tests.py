@@ -36,6 +36,7 @@ class SumFormat:
 
     width: int = HIDDEN
     kind: str = "state"
+    dtype: str = "float32"
 
     def page_bytes(self, block_size, num_shards=1):
         return self.width * 4 // num_shards

@@ -402,6 +402,7 @@ def test_each_kind_of_cache_is_planned_as_what_holds_its_blocks():
         vectors = IndexFormat(width=96, dtype="bfloat16", kind=kind)
         spec = cache_spec(vectors, 16, 4096)
         assert isinstance(spec, MLAAttentionSpec) and spec.block_size == 16
+        assert (spec.head_size, spec.dtype) == (96, "bfloat16")
         assert (spec.real_page_size_bytes, spec.page_size_bytes) == (96 * 2 * 16, 4096)
     assert cache_spec(SumFormat(width=75), 64, 300) == state(300)
     assert cache_spec(SumFormat(width=75), 64, 512) == state(300, page_size_padded=512)
