@@ -17,8 +17,8 @@ from pallas_kernels.grouped_matmul.group_tiles import (
     tile_row_choices,
 )
 from pallas_kernels.kv_scatter.api import kv_scatter
+from pallas_kernels.latent_attention.api import latent_attention
 from pallas_kernels.merge_attention_states.api import merge_attention_states
-from pallas_kernels.mla_decode.api import mla_decode
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.slot_mapping.api import slot_mapping
 from pallas_kernels.target import Target, default_target, target_of
@@ -37,7 +37,7 @@ __all__ = [
     "kv_scatter",
     "make_group_tiles",
     "merge_attention_states",
-    "mla_decode",
+    "latent_attention",
     "pad_slot",
     "paged_attention",
     "grouped_matmul_body",

@@ -22,8 +22,8 @@ from pallas_kernels.block_copy import cases as block_copy_cases
 from pallas_kernels.block_gather import cases as block_gather_cases
 from pallas_kernels.grouped_matmul import cases as grouped_matmul_cases
 from pallas_kernels.kv_scatter import cases as kv_scatter_cases
+from pallas_kernels.latent_attention import cases as latent_cases
 from pallas_kernels.merge_attention_states import cases as merge_cases
-from pallas_kernels.mla_decode import cases as mla_cases
 from pallas_kernels.slot_mapping import cases as slot_mapping_cases
 
 
@@ -37,16 +37,16 @@ def _with_half_precision(cases: Sequence[Any]) -> list[Any]:
     return [*cases, *in_half]
 
 
-def _mla_decode(case: mla_cases.MLADecodeCase, seed: int) -> Problem:
-    drawn = mla_cases.build_inputs(case, seed)
+def _latent_attention(case: latent_cases.LatentAttentionCase, seed: int) -> Problem:
+    drawn = latent_cases.build_inputs(case, seed)
     arrays = list(drawn.arrays)
-    arrays[2] = jnp.asarray(drawn.row, jnp.int32)
+    arrays[3] = jnp.asarray(drawn.row, jnp.int32)
 
     def verify(out: jax.Array) -> list[Finding]:
-        keys = [latents[:, None] for latents in drawn.latents_np]
+        keys = [cached[:, None] for cached in drawn.cached_np]
         values = [k[..., : case.latent_dim] for k in keys]
         rule = SeenRule(scale=case.scale)
-        wanted, _ = attend_requests(np.asarray(drawn.q), case.requests, keys, values, rule)
+        wanted, _ = attend_requests(drawn.q_np, case.requests, keys, values, rule)
         return close_findings("out", np.asarray(out), wanted, ERROR_LIMITS[case.dtype])
 
     return Problem(
@@ -179,8 +179,10 @@ def _large_scatter(num_tokens: int) -> tuple[kv_scatter_cases.KVScatterCase, Wor
     return case, Work(num_bytes=num_tokens * _TOKEN_BYTES)
 
 
-def _large_mla(num_q_heads: int, block_size: int) -> tuple[mla_cases.MLADecodeCase, Work]:
-    case = mla_cases.MLADecodeCase(
+def _large_latents(
+    num_q_heads: int, block_size: int
+) -> tuple[latent_cases.LatentAttentionCase, Work]:
+    case = latent_cases.LatentAttentionCase(
         name=f"16x8,192, {num_q_heads} heads, block {block_size}",
         requests=((1, 8192),) * 16,
         num_padding_tokens=0,
@@ -218,10 +220,10 @@ def _large_experts(
 _HALF_BLOCKS = _with_half_precision(block_gather_cases.CASES)
 # Op -> how it is measured, the cases that are checked, and those that are timed with their work.
 _OPS: dict[str, tuple[Callable[..., Problem], Sequence[Any], Sequence[tuple[Any, Work]]]] = {
-    "mla_decode": (
-        _mla_decode,
-        _with_half_precision(mla_cases.CASES),
-        [_large_mla(16, 16), _large_mla(128, 16), _large_mla(16, 64)],
+    "latent_attention": (
+        _latent_attention,
+        _with_half_precision(latent_cases.CASES),
+        [_large_latents(16, 16), _large_latents(128, 16), _large_latents(16, 64)],
     ),
     "kv_scatter": (
         _kv_scatter,

@@ -44,7 +44,7 @@ def kv_scatter(
 
     Args:
         kv_cache: Of a float dtype of 16 bits or more, or uint16 with `kv_dtype`.
-        v: `None` where a token has one vector for all uses (a latent of MLA, `mla_decode`): then
+        v: `None` where a token has one vector for all uses (`latent_attention`): then
             the cache is `[num_rows, num_blocks, num_kv_heads, block_size, head_dim]` and holds `k`.
             As wide as `k`: pad a narrower one.
         slots: Slot inside one row, in `[0, num_blocks * block_size)`, no two alike; or any value

@@ -51,16 +51,29 @@ def paged_attention_xla(
         sinks=None if sinks is None else sinks.reshape(heads),
         alibi_slopes=None if alibi_slopes is None else alibi_slopes.reshape(heads),
     )
+    out, lse = attend_all_rows(problem, max_query_len)
+    return out.reshape(num_tokens, num_q_heads, -1).astype(q.dtype), lse.reshape(num_tokens, -1)
+
+
+def attend_all_rows(
+    problem: AttentionProblem, max_query_len: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Attends all query tokens.
+
+    Returns:
+        Output f32[num_tokens, num_kv_heads, group_size, value_dim] and lse f32[num_tokens,
+        num_kv_heads, group_size].
+    """
     if max_query_len == 1:
-        out = jnp.zeros((num_tokens, *heads, head_dim), jnp.float32)
-        lse = jnp.full((num_tokens, *heads), -jnp.inf, jnp.float32)
+        out = jnp.zeros(problem.out_shape, jnp.float32)
+        lse = jnp.full(problem.out_shape[:-1], -jnp.inf, jnp.float32)
     else:
         out, lse = attend_prefill_rows(problem)
     # Beside prompts there is little to gain: their products take most of the time.
     decode_out, decode_lse, is_decode = attend_decode_rows(
         problem, looks_for_shared_prefix=max_query_len == 1
     )
-    query_token = jnp.where(is_decode, query_start_loc[:-1], num_tokens)
+    query_token = jnp.where(is_decode, problem.query_start_loc[:-1], problem.q.shape[0])
     out = out.at[query_token].set(decode_out, mode="drop", wrap_negative_indices=False)
     lse = lse.at[query_token].set(decode_lse, mode="drop", wrap_negative_indices=False)
-    return out.reshape(num_tokens, num_q_heads, -1).astype(q.dtype), lse.reshape(num_tokens, -1)
+    return out, lse

@@ -8,6 +8,8 @@ nothing changes none of its bits: it adds zeros and multiplies by one.
 The cost: the tokens of a prompt do not share what they read.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -46,10 +48,8 @@ def paged_attention_batch_invariant(
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[2]
     heads = (num_kv_heads, num_q_heads // num_kv_heads)
-    # Whole tiles: tokens behind the last belong to nobody.
-    padding = -num_tokens % QUERY_TILE
     problem = AttentionProblem(
-        q=jnp.pad(q, ((0, padding), (0, 0), (0, 0))).reshape(-1, *heads, head_dim),
+        q=q.reshape(num_tokens, *heads, head_dim),
         kv_cache=kv_cache,
         kv_dtype=kv_dtype,
         row=row,
@@ -64,8 +64,23 @@ def paged_attention_batch_invariant(
         sinks=None if sinks is None else sinks.reshape(heads),
         alibi_slopes=None if alibi_slopes is None else alibi_slopes.reshape(heads),
     )
-    out = jnp.zeros(problem.q.shape, jnp.float32)
-    lse = jnp.full(problem.q.shape[:3], -jnp.inf, jnp.float32)
+    out, lse = attend_rows_alike(problem)
+    return out.reshape(num_tokens, num_q_heads, -1).astype(q.dtype), lse.reshape(num_tokens, -1)
+
+
+def attend_rows_alike(problem: AttentionProblem) -> tuple[jax.Array, jax.Array]:
+    """Attends all query tokens, each by the same instructions.
+
+    Returns:
+        Output f32[num_tokens, num_kv_heads, group_size, value_dim] and lse f32[num_tokens,
+        num_kv_heads, group_size].
+    """
+    num_tokens = problem.q.shape[0]
+    # Whole tiles: the tokens after the last one are padding.
+    padding = -num_tokens % QUERY_TILE
+    problem = replace(problem, q=jnp.pad(problem.q, ((0, padding), *[(0, 0)] * 3)))
+    out = jnp.zeros(problem.out_shape, jnp.float32)
+    lse = jnp.full(problem.out_shape[:-1], -jnp.inf, jnp.float32)
 
     def attend_tile(
         tile_idx: jax.Array, results: tuple[jax.Array, jax.Array]
@@ -77,10 +92,9 @@ def paged_attention_batch_invariant(
             for result, part in zip(results, tile, strict=True)
         )
 
-    num_tiles = (query_start_loc[-1] + QUERY_TILE - 1) // QUERY_TILE
+    num_tiles = (problem.query_start_loc[-1] + QUERY_TILE - 1) // QUERY_TILE
     out, lse = lax.fori_loop(0, num_tiles, attend_tile, (out, lse))
-    out, lse = out[:num_tokens], lse[:num_tokens]
-    return out.reshape(num_tokens, num_q_heads, -1).astype(q.dtype), lse.reshape(num_tokens, -1)
+    return out[:num_tokens], lse[:num_tokens]
 
 
 def _attend_tile(

@@ -30,7 +30,7 @@ def attend_prefill_rows(problem: AttentionProblem) -> tuple[jax.Array, jax.Array
         Output f32[num_tokens, num_kv_heads, group_size, head_dim] and lse f32[num_tokens,
         num_kv_heads, group_size], zero and -inf for all other tokens.
     """
-    num_tokens, num_kv_heads, group_size, _ = problem.q.shape
+    num_tokens = problem.q.shape[0]
     query_tile = min(QUERY_TILE_TOKENS, num_tokens)
     num_query = problem.num_query()
     num_tiles = jnp.where(num_query > 1, lax.div(num_query + query_tile - 1, query_tile), 0)
@@ -56,9 +56,8 @@ def attend_prefill_rows(problem: AttentionProblem) -> tuple[jax.Array, jax.Array
         )
         return out, lse
 
-    shape = (num_tokens, num_kv_heads, group_size)
-    out = jnp.zeros(problem.q.shape, jnp.float32)
-    lse = jnp.full(shape, -jnp.inf, jnp.float32)
+    out = jnp.zeros(problem.out_shape, jnp.float32)
+    lse = jnp.full(problem.out_shape[:-1], -jnp.inf, jnp.float32)
     return lax.fori_loop(0, tile_ends[-1], add_tile, (out, lse))
 
 

@@ -40,13 +40,13 @@ class AttentionProblem:
     seq_lens: jax.Array  # i32[num_reqs]
     query_start_loc: jax.Array  # i32[num_reqs + 1]
     scale: float
-    is_causal: bool
-    sliding_window: int | None
-    chunk_size: int | None
-    soft_cap: float | None
-    sinks: jax.Array | None  # f[num_kv_heads, group_size]
-    alibi_slopes: jax.Array | None  # f[num_kv_heads, group_size]
-    kv_dtype: jnp.dtype | None  # what a cache of uint16 holds
+    is_causal: bool = True
+    sliding_window: int | None = None
+    chunk_size: int | None = None
+    soft_cap: float | None = None
+    sinks: jax.Array | None = None  # f[num_kv_heads, group_size]
+    alibi_slopes: jax.Array | None = None  # f[num_kv_heads, group_size]
+    kv_dtype: jnp.dtype | None = None  # what a cache of uint16 holds
 
     @property
     def block_size(self) -> int:
@@ -57,6 +57,11 @@ class AttentionProblem:
     def num_blocks(self) -> int:
         """Blocks of the pool."""
         return self.kv_cache.shape[1] // 2
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """num_tokens, num_kv_heads, group_size, and the width of a value."""
+        return self.q.shape
 
     def num_query(self) -> jax.Array:  # i32[num_reqs]
         """Query tokens of each request; none for a request whose sequence is empty."""
@@ -122,9 +127,9 @@ class AttentionProblem:
 
         With sinks it has seen one logit a head, whose weight is 1 and whose value is zero.
         """
-        *heads, head_dim = self.q.shape[1:]
+        *heads, value_dim = self.out_shape[1:]
         shape = (*leading, *heads, *trailing)
-        weighted_values = jnp.zeros((*shape, head_dim), jnp.float32)
+        weighted_values = jnp.zeros((*shape, value_dim), jnp.float32)
         if self.sinks is None:
             largest = jnp.full(shape, MASKED_LOGIT, jnp.float32)
             return RunningSoftmax(largest, jnp.zeros(shape, jnp.float32), weighted_values)

@@ -10,14 +10,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from models.weight_rule import MODEL_AXIS
-from pallas_kernels import block_copy, kv_scatter, mla_decode, paged_attention
+from pallas_kernels import block_copy, kv_scatter, latent_attention, paged_attention
 
 NUM_ROWS, NUM_BLOCKS, BLOCK_SIZE = 2, 16_384, 16
 NUM_REQS, MAX_LEN, NUM_STEPS, NUM_COPIES = 64, 8192, 4, 32
 LATENT_DIM, ROPE_DIM = 512, 64
 DECODE = ["kv_scatter", "paged_attention_decode"]
 MIXED = [*DECODE, "paged_attention_ragged"]
-MLA = ["kv_scatter", "mla_decode", "mla_decode_merge"]
+MLA = ["kv_scatter", "latent_decode", "latent_decode_merge"]
 
 
 def view_of(pages, num_parts, num_kv_heads, head_dim):
@@ -43,8 +43,9 @@ def attend_latent_layers(x, pages, slots, *batch, target):
     for row in range(NUM_ROWS):
         kv_cache = view_of(pages, 1, 1, LATENT_DIM + ROPE_DIM)
         kv_cache = kv_scatter(kv_cache, x[:, :1], None, slots, row, target=target)
-        rules = {"latent_dim": LATENT_DIM, "scale": 0.1}
-        out = mla_decode(x, kv_cache, row, *batch, **rules, target=target)
+        queries = (x[..., :LATENT_DIM], x[..., LATENT_DIM:])
+        rules = {"scale": 0.1, "max_query_len": 1}
+        out = latent_attention(*queries, kv_cache, row, *batch, **rules, target=target)
         x = x.at[..., :LATENT_DIM].add(out)
         pages = kv_cache.reshape(pages.shape)
     return x, pages

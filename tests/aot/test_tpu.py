@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import block_copy, kv_scatter, mla_decode, paged_attention
+from pallas_kernels import block_copy, kv_scatter, latent_attention, paged_attention
 from pallas_kernels.kv_scatter import mosaic_tpu as scatter_body
 from pallas_kernels.page_views import unview_pages, view_pages
 from pallas_kernels.paged_attention import mosaic_tpu as attention_body
@@ -240,10 +240,11 @@ def latent_step(pages, latents, q, slots, block_tables, seq_lens, query_start_lo
     for layer_idx in range(NUM_LAYERS):
         cache = view_pages(pages, num_parts=1, **sizes)
         cache = kv_scatter(cache, latents, None, slots, layer_idx, target=target)
-        out = mla_decode(
-            *(q, cache, layer_idx, block_tables, seq_lens, query_start_loc),
-            latent_dim=512,
+        out = latent_attention(
+            *(q[..., :512], q[..., 512:576], cache, layer_idx),
+            *(block_tables, seq_lens, query_start_loc),
             scale=0.1,
+            max_query_len=1,
             target=target,
         )
         latents = latents + out[:, :1, :1]

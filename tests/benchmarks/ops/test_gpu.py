@@ -14,7 +14,7 @@ from benchmarks.units.unit import Unit
 # Op -> the op with a fault in its result.
 WRONG = {
     "paged_attention": lambda result: jax.tree.map(lambda x: x * 1.1, result),
-    "mla_decode": lambda out: out.at[0, 0].set(out[0, 1]),
+    "latent_attention": lambda out: out.at[0, 0].set(out[0, 1]),
     "kv_scatter": lambda cache: cache.at[0, 0, 0, 0].set(0.0),
     "slot_mapping": lambda slots: slots + 1,
     "merge_attention_states": lambda state: (state[0], state[1] + 0.1),

@@ -1,10 +1,10 @@
-"""Tests of `mla_decode/tuned_blocks.py`: the rule that says how many shares there are."""
+"""Tests of `latent_attention/tuned_blocks.py`: the rule that says how many shares there are."""
 
 import pytest
 
-from pallas_kernels.mla_decode.tuned_blocks import MLADecodeConfig, num_shares
+from pallas_kernels.latent_attention.tuned_blocks import LatentDecodeConfig, num_shares
 
-CONFIG = MLADecodeConfig(num_sms=132, min_share=2, merge_columns=32, merge_batch=8)
+CONFIG = LatentDecodeConfig(num_sms=132, min_share=2, merge_columns=32, merge_batch=8)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The second kernel of `mla_decode` on Hopper: joins the partial results of requests cut by shares.
+"""The second kernel of decode rows on Hopper: joins the partial results of requests cut by shares.
 
 One CTA for one request, 64 heads and some columns. Requests that no share cuts are already written;
 their CTAs end at once. Partial results are some megabytes just written, so most are still in L2.
@@ -13,7 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mla_decode.mosaic_gpu_attend import LN_2, LOG2_E, MASKED_LOGIT, TILE
+from pallas_kernels.latent_attention.mosaic_gpu_attend import LN_2, LOG2_E, MASKED_LOGIT, TILE
 from pallas_kernels.paged_attention.decode_schedule import FIRST_UNIT, NUM_TILES
 
 _COLUMN = plgpu.Layout.WGMMA.reduce(1)
@@ -75,7 +75,7 @@ def merge_partials(
         ],
         grid=(requests.shape[0], num_heads // TILE, latent_dim // num_columns),
         grid_names=("request", "head_tile", "part"),
-        kernel_name="mla_decode_merge",
+        kernel_name="latent_decode_merge",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,

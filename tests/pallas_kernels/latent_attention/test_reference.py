@@ -1,29 +1,32 @@
-"""Tests of `mla_decode/reference.py` against attention in float64 NumPy, not paged."""
+"""Tests of `latent_attention/reference.py` against attention in float64 NumPy, not paged."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mla_decode.cases import CASES, build_inputs
-from pallas_kernels.mla_decode.reference import mla_decode_reference
+from pallas_kernels.latent_attention.cases import CASES, build_inputs
+from pallas_kernels.latent_attention.reference import latent_attention_reference
 
 pytestmark = pytest.mark.thorough
 
 
+PROMISE_NOTHING = {"kv_dtype": None, "max_query_len": None}
+
+
 def dense_attention(inputs):
-    """Softmax attention of one request and head at a time, on contiguous latents."""
-    q = np.asarray(inputs.q).astype(np.float64)
+    """float64 attention of one token and head at a time, on contiguous vectors."""
+    q = inputs.q_np.astype(np.float64)
     query_start_loc = np.asarray(inputs.query_start_loc)
-    latent_dim = inputs.rules["latent_dim"]
+    latent_dim = inputs.q_latent.shape[-1]
     out, lse = np.zeros((*q.shape[:2], latent_dim)), np.full(q.shape[:2], -np.inf)
-    for req_idx, latents in enumerate(inputs.latents_np):
-        token = query_start_loc[req_idx]
-        if token == query_start_loc[req_idx + 1] or not len(latents):
-            continue
-        for head in range(q.shape[1]):
-            weights = np.exp(latents.astype(np.float64) @ q[token, head] * inputs.rules["scale"])
-            out[token, head] = weights @ latents[:, :latent_dim] / weights.sum()
-            lse[token, head] = np.log(weights.sum())
+    for req_idx, cached in enumerate(inputs.cached_np):
+        start, end = query_start_loc[req_idx : req_idx + 2]
+        for token in range(start, end):
+            seen = cached[: len(cached) - (end - 1 - token)].astype(np.float64)
+            for head in range(q.shape[1] if len(seen) else 0):
+                weights = np.exp(seen @ q[token, head] * inputs.rules["scale"])
+                out[token, head] = weights @ seen[:, :latent_dim] / weights.sum()
+                lse[token, head] = np.log(weights.sum())
     return out, lse
 
 
@@ -57,17 +60,16 @@ def test_absorbed_attention_equals_attention_on_expanded_keys_and_values(run_jit
     cached = np.concatenate([latents, rope_keys], axis=1)
     padded = np.concatenate([cached, np.full((3, cached.shape[1]), np.nan)])
     kv_cache = jnp.asarray(padded.reshape(1, 3, 1, block_size, -1), jnp.float32)
-    q = np.concatenate([np.einsum("hn,hnl->hl", q_nope, w_uk), q_rope], axis=1)
+    q_latent = np.einsum("hn,hnl->hl", q_nope, w_uk)
     out, _ = run_jitted(
-        mla_decode_reference,
-        jnp.asarray(q[None], jnp.float32),
+        latent_attention_reference,
+        *(jnp.asarray(q[None], jnp.float32) for q in (q_latent, q_rope)),
         kv_cache,
         jnp.int32(0),
         jnp.array([[0, 1, 2]], jnp.int32),
         jnp.array([seq_len], jnp.int32),
         jnp.array([0, 1], jnp.int32),
-        latent_dim=latent_dim,
-        scale=scale,
+        **({"scale": scale} | PROMISE_NOTHING),
     )
     absorbed_out = np.einsum("hl,hvl->hv", out[0], w_uv)
     np.testing.assert_allclose(absorbed_out, expanded_out, rtol=1e-4, atol=1e-5)
@@ -79,15 +81,14 @@ def test_two_tokens_by_hand(run_jitted):
     cached = jnp.array([[4.0, 0.0], [8.0, np.log(3) / 2 - 2]], jnp.float32)
     kv_cache = jnp.zeros((1, 2, 1, 8, 2)).at[0, 1, 0, :2].set(cached)
     out, lse = run_jitted(
-        mla_decode_reference,
-        jnp.array([[[1.0, 2.0]]]),
+        latent_attention_reference,
+        *(jnp.array([[[1.0]]]), jnp.array([[[2.0]]])),
         kv_cache,
         jnp.int32(0),
         jnp.array([[1]], jnp.int32),
         jnp.array([2], jnp.int32),
         jnp.array([0, 1], jnp.int32),
-        latent_dim=1,
-        scale=1.0,
+        **({"scale": 1.0} | PROMISE_NOTHING),
     )
     np.testing.assert_allclose(out[0, 0], [7.0], rtol=1e-6)
     np.testing.assert_allclose(lse[0, 0], 4 + np.log(4), rtol=1e-6)

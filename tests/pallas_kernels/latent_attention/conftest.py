@@ -1,12 +1,12 @@
-"""Fixtures shared by the tests of the `mla_decode` bodies."""
+"""Fixtures shared by the tests of the `latent_attention` bodies."""
 
 import functools
 
 import numpy as np
 import pytest
 
-from pallas_kernels.mla_decode.cases import build_inputs
-from pallas_kernels.mla_decode.reference import mla_decode_reference
+from pallas_kernels.latent_attention.cases import build_inputs
+from pallas_kernels.latent_attention.reference import latent_attention_reference
 
 
 @pytest.fixture(scope="session")
@@ -23,4 +23,4 @@ def attend(run_jitted):
 @pytest.fixture(scope="session")
 def attend_by_reference(attend):
     """The reference's output and lse on a case, computed once a test run."""
-    return functools.cache(lambda case: attend(build_inputs(case), mla_decode_reference))
+    return functools.cache(lambda case: attend(build_inputs(case), latent_attention_reference))

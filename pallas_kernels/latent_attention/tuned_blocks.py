@@ -1,10 +1,10 @@
-"""How the GPU kernel of `mla_decode` cuts its work; every number here is a guess, none measured."""
+"""How the GPU kernel of decode rows cuts its work; all numbers are guesses, none is measured."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MLADecodeConfig:
+class LatentDecodeConfig:
     """What can be chosen without changing the result.
 
     Args:
@@ -23,10 +23,10 @@ class MLADecodeConfig:
 
 
 # An H100 or H200 in SXM form has 132 SMs. With fewer there is a second wave: slower, not wrong.
-DEFAULT_CONFIG = MLADecodeConfig(num_sms=132, min_share=2, merge_columns=32, merge_batch=8)
+DEFAULT_CONFIG = LatentDecodeConfig(num_sms=132, min_share=2, merge_columns=32, merge_batch=8)
 
 
-def num_shares(config: MLADecodeConfig, num_head_tiles: int, max_units: int) -> int:
+def num_shares(config: LatentDecodeConfig, num_head_tiles: int, max_units: int) -> int:
     """Shares that the list of tiles is cut into: the rule of the split, on static shapes alone.
 
     One CTA computes one share for 64 heads, so that all CTAs together fill the SMs once; but no

@@ -1,4 +1,4 @@
-"""The attention kernel of `mla_decode` on Hopper: one CTA for one share of the tiles and 64 heads.
+"""The attention kernel of decode rows on Hopper: one CTA for one share of the tiles and 64 heads.
 
 Four warpgroups pass tiles on to each other:
 
@@ -164,7 +164,7 @@ def attend(
         grid_names=("share", "head_tile"),
         num_threads=4,
         thread_name="warpgroup",
-        kernel_name="mla_decode",
+        kernel_name="latent_decode",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             reduction_scratch_bytes=0,

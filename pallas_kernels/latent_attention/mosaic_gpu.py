@@ -1,4 +1,4 @@
-"""Mosaic GPU body of `mla_decode`, for Hopper: an attention kernel, then a merge of what it cut.
+"""Mosaic GPU body of `latent_attention`, for Hopper: decode rows by kernels, prompts by plain XLA.
 
 The tiles of all requests stand in one line (`decode_schedule.py`), cut into as many equal shares as
 there are SMs, whoever's tiles they are: so 64 requests keep 132 SMs equally busy. The attention
@@ -11,72 +11,94 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.mla_decode.mosaic_gpu_attend import TILE, attend
-from pallas_kernels.mla_decode.mosaic_gpu_merge import merge_partials
-from pallas_kernels.mla_decode.tuned_blocks import DEFAULT_CONFIG, MLADecodeConfig, num_shares
+from pallas_kernels.latent_attention.mosaic_gpu_attend import TILE, attend
+from pallas_kernels.latent_attention.mosaic_gpu_merge import merge_partials
+from pallas_kernels.latent_attention.tuned_blocks import (
+    DEFAULT_CONFIG,
+    LatentDecodeConfig,
+    num_shares,
+)
+from pallas_kernels.latent_attention.xla import make_problem
 from pallas_kernels.paged_attention.decode_schedule import equal_shares, schedule_requests
+from pallas_kernels.paged_attention.xla_prefill import attend_prefill_rows
 
 # Two warpgroups hold 64 x (latent_dim / 2) sums each, and wgmma is at most 256 wide.
 _MAX_LATENT_DIM = 512
 
 
 def misfit(
-    q: jax.Array,
+    q_latent: jax.Array,
+    q_rope: jax.Array,
     kv_cache: jax.Array,
     row: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     query_start_loc: jax.Array,
     *,
-    latent_dim: int,
     scale: float,
+    kv_dtype: jnp.dtype | None,
+    max_query_len: int | None,
 ) -> str | None:
     """Why the kernels cannot do this call; None if they can."""
-    block_size, cache_dim = kv_cache.shape[3:]
-    if 0 in (q.size, kv_cache.size, block_tables.size):
+    block_size, width = kv_cache.shape[3:]
+    latent_dim, rope_dim = q_latent.shape[2], q_rope.shape[2]
+    if 0 in (q_latent.size, kv_cache.size, block_tables.size):
         return "an array is empty"
     if kv_cache.dtype not in (jnp.bfloat16, jnp.float16):
         return f"wgmma multiplies numbers of 16 bits, got a cache of {kv_cache.dtype}"
-    if q.dtype != kv_cache.dtype:
-        return f"q and cache must have one dtype, got {q.dtype} and {kv_cache.dtype}"
+    if q_latent.dtype != kv_cache.dtype:
+        return f"q and cache must have one dtype, got {q_latent.dtype} and {kv_cache.dtype}"
     if latent_dim % (2 * TILE) or latent_dim > _MAX_LATENT_DIM:
         return (
             f"latent_dim must be a multiple of {2 * TILE}, at most {_MAX_LATENT_DIM}, "
             f"got {latent_dim=}"
         )
-    if cache_dim - latent_dim != TILE:
-        return f"the rotary part must be {TILE} wide, got {cache_dim - latent_dim}"
+    if rope_dim != TILE:
+        return f"the rotary part must be {TILE} wide, got {rope_dim}"
+    if width != latent_dim + rope_dim:
+        return f"the cached vectors must have no other columns, got {width - latent_dim - rope_dim}"
     if block_size % 8 or (TILE % block_size and block_size % TILE):
         return f"block_size must be 8, 16, 32 or a multiple of {TILE}, got {block_size=}"
     return None
 
 
-def mla_decode_mosaic_gpu(
-    q: jax.Array,  # f[num_tokens, num_q_heads, latent_dim + rope_dim]
+def latent_attention_mosaic_gpu(
+    q_latent: jax.Array,  # f[num_tokens, num_q_heads, latent_dim]
+    q_rope: jax.Array,  # f[num_tokens, num_q_heads, rope_dim]
     kv_cache: jax.Array,  # f[num_rows, num_blocks, 1, block_size, latent_dim + rope_dim]
     row: jax.Array,  # i32[]
     block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
     seq_lens: jax.Array,  # i32[num_reqs]
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
-    latent_dim: int,
     scale: float,
-    config: MLADecodeConfig = DEFAULT_CONFIG,
+    kv_dtype: jnp.dtype | None,
+    max_query_len: int | None,
+    config: LatentDecodeConfig = DEFAULT_CONFIG,
     interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, latent_dim], f32[num_tokens, ...]
-    """See `api.mla_decode`."""
-    num_tokens, num_q_heads, cache_dim = q.shape
-    _, num_blocks, _, block_size, _ = kv_cache.shape
+    """See `api.latent_attention`."""
+    num_tokens, num_q_heads, latent_dim = q_latent.shape
+    _, num_blocks, _, block_size, width = kv_cache.shape
     num_reqs, max_blocks_per_req = block_tables.shape
     num_head_tiles = pl.cdiv(num_q_heads, TILE)
+    sequences = (block_tables, seq_lens, query_start_loc)
+    problem = make_problem(
+        *(q_latent, q_rope, kv_cache, row, *sequences), scale=scale, kv_dtype=kv_dtype
+    )
+    if max_query_len == 1:
+        out = jnp.zeros(q_latent.shape, q_latent.dtype)
+        lse = jnp.full(q_latent.shape[:2], -jnp.inf, jnp.float32)
+    else:
+        out, lse = (x[:, 0] for x in attend_prefill_rows(problem))
     # Rows of a product with 64 rows: those past the last head are computed and dropped.
-    q = jnp.pad(q, ((0, 0), (0, num_head_tiles * TILE - num_q_heads), (0, 0)))
+    num_unused = num_head_tiles * TILE - num_q_heads
+    unused_heads = ((0, 0), (0, num_unused), (0, 0))
 
-    has_query = query_start_loc[1:] > query_start_loc[:-1]
     schedule = equal_shares(
         schedule_requests(
             jnp.zeros_like(seq_lens),
-            jnp.where(has_query, seq_lens, 0),
+            jnp.where(problem.num_query() == 1, seq_lens, 0),
             num_kv_heads=1,
             kv_tile=TILE,
         ),
@@ -86,12 +108,12 @@ def mla_decode_mosaic_gpu(
         ),
         min_share=config.min_share,
     )
-    # What no kernel writes, padding and requests without a query, stays as it is here.
-    out_ref = jax.new_ref(jnp.zeros((*q.shape[:2], latent_dim), q.dtype))
-    lse_ref = jax.new_ref(jnp.full(q.shape[:2], -jnp.inf, jnp.float32))
+    # The kernels write the rows of requests with one query token. All others stay as they are here.
+    out_ref = jax.new_ref(jnp.pad(out.astype(q_latent.dtype), unused_heads))
+    lse_ref = jax.new_ref(jnp.pad(lse, unused_heads[:2]))
     partial_out, partial_lse = attend(
-        q,
-        kv_cache.reshape(-1, block_size, cache_dim),
+        jnp.pad(problem.q[:, 0], unused_heads),
+        kv_cache.reshape(-1, block_size, width),
         (row * num_blocks).reshape(1),
         block_tables,
         query_start_loc,

@@ -1,0 +1,1 @@
+"""The op `latent_attention`: multi-head latent attention (MLA) in absorbed form."""
