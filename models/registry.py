@@ -44,6 +44,9 @@ FAMILIES: dict[str, str] = {
     "GlmForCausalLM": "models.families.glm:GlmForCausalLM",
     "Glm4ForCausalLM": "models.families.glm4:Glm4ForCausalLM",
     "Glm4MoeForCausalLM": "models.families.glm4_moe:Glm4MoeForCausalLM",
+    "DeepseekV3ForCausalLM": "models.families.deepseek_v3:DeepseekV3ForCausalLM",
+    "DeepseekV2ForCausalLM": "models.families.deepseek_v2:DeepseekV2ForCausalLM",
+    "SarvamMLAForCausalLM": "models.families.sarvam_mla:SarvamMLAForCausalLM",
     "Dots1ForCausalLM": "models.families.dots1:Dots1ForCausalLM",
     "SolarOpenForCausalLM": "models.families.solar_open:SolarOpenForCausalLM",
     "SarvamMoEForCausalLM": "models.families.sarvam_moe:SarvamMoEForCausalLM",
@@ -114,6 +117,7 @@ _SAVED_AS_OTHERS = {
     ("LlamaForCausalLM", "exaone"): "ExaoneForCausalLM",
     ("LlamaForCausalLM", "internlm3"): "InternLM3ForCausalLM",
     ("LlamaForCausalLM", "iquestcoder"): "IQuestCoderForCausalLM",
+    ("DeepseekV3ForCausalLM", "sarvam_mla"): "SarvamMLAForCausalLM",
     ("Glm4MoeForCausalLM", "sarvam_moe"): "SarvamMoEForCausalLM",
 }
 

@@ -22,10 +22,19 @@ SplitAxis = Literal["heads", "inner", "vocab", "experts"]
 # - matrix: the kernel [in, out] of a `Linear`; a checkpoint stores it as [out, in]
 # - experts: the kernels [num_experts, in, out] of an `ExpertLinear`; `combine` makes
 #   [num_experts, out, in] from a checkpoint
+# - heads: the kernels [heads, in, out] of a `HeadLinear`; `combine` makes [heads, out, in]
 # - table: an array of rows that are looked up; stored as in the checkpoint
 # - turned_table: the transpose of a table
 # - vector: one axis; stored as in the checkpoint
-Layout = Literal["matrix", "experts", "table", "turned_table", "vector"]
+Layout = Literal["matrix", "experts", "heads", "table", "turned_table", "vector"]
+_NUM_AXES: dict[Layout, int] = {
+    "matrix": 2,
+    "experts": 3,
+    "heads": 3,
+    "table": 2,
+    "turned_table": 2,
+    "vector": 1,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +64,7 @@ class WeightRule:
     combine: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None
 
     def __post_init__(self) -> None:
-        num_axes = {"matrix": 2, "experts": 3, "table": 2, "turned_table": 2, "vector": 1}[
-            self.layout
-        ]
+        num_axes = _NUM_AXES[self.layout]
         if len(self.axes) != num_axes:
             raise ModelError(
                 f"a {self.layout} has {num_axes} axes; a weight rule got {self.axes} for "

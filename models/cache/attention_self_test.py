@@ -1,7 +1,6 @@
 """`AttentionSelfTest`: compares the kernels of attention with plain XLA, on the device itself."""
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +8,8 @@ import numpy as np
 
 import pallas_kernels
 from models.cache.self_test import MAX_RELATIVE_ERROR, AttentionRules, relative_error
+from models.cache.self_test_batch import RaggedBatch, ragged_batch, run_layer
 
-# (query tokens, tokens in the cache): two decodes, a prompt, an empty row, and a chunk. With
-# sequences of more than 512 tokens, the GPU's kernel for decodes splits its work.
-REQUESTS = ((1, 1), (1, 700), (40, 40), (0, 0), (70, 600))
-NUM_PADDING_TOKENS = 3
 # A window of 4,096 tokens, or a soft cap of 50, would change nothing in inputs as small as these.
 # Larger limits are tried as these, so a kernel that forgets a limit fails.
 MAX_WINDOW = 60
@@ -99,19 +95,15 @@ class AttentionSelfTest:
     def _random_inputs(self) -> dict[str, jax.Array | None]:
         """A cache of one row full of random numbers, and a ragged batch over it."""
         rng = np.random.default_rng(self.sliding_window or 0)
-        num_query = np.array([num_query for num_query, _ in REQUESTS])
-        seq_lens = np.array([seq_len for _, seq_len in REQUESTS], np.int32)
-        max_blocks_per_req = -(-int(seq_lens.max()) // self.block_size)
-        num_blocks = 1 + len(REQUESTS) * max_blocks_per_req
-        tables = 1 + rng.permutation(num_blocks - 1).reshape(len(REQUESTS), -1).astype(np.int32)
-        num_tokens = int(num_query.sum()) + NUM_PADDING_TOKENS
+        batch = ragged_batch(rng, self.block_size)
+        num_tokens = batch.num_tokens
 
         def normal(*shape: int) -> jax.Array:
             return jnp.asarray(rng.standard_normal(shape, np.float32), self.dtype)
 
         return {
             "kv_cache": normal(
-                1, 2 * num_blocks, self.num_kv_heads, self.block_size, self.head_dim
+                1, 2 * batch.num_blocks, self.num_kv_heads, self.block_size, self.head_dim
             ),
             # Products have a spread of 1 after scaling. If it was larger, each token would see
             # little more than a single key.
@@ -119,10 +111,7 @@ class AttentionSelfTest:
             / (self.scale * self.head_dim**0.5),
             "k": normal(num_tokens, self.num_kv_heads, self.head_dim),
             "v": normal(num_tokens, self.num_kv_heads, self.head_dim),
-            "positions": jnp.asarray(_positions(num_query, seq_lens, num_tokens)),
-            "block_tables": jnp.asarray(tables),
-            "seq_lens": jnp.asarray(seq_lens),
-            "query_start_loc": jnp.asarray(np.concatenate([[0], np.cumsum(num_query)]), jnp.int32),
+            **batch._asdict(),
             "sinks": MEAN_SINK + normal(self.num_q_heads) if self.has_sinks else None,
         }
 
@@ -132,30 +121,17 @@ class AttentionSelfTest:
         """Attention's output, and the cache after one layer and a block copy, as float32."""
 
         def layer(inputs: dict[str, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
-            kv_cache = inputs["kv_cache"]
-            num_rows, num_halves, _, block_size, _ = kv_cache.shape
-            num_blocks = num_halves // 2
-            sequences = (inputs["block_tables"], inputs["seq_lens"], inputs["query_start_loc"])
-            slots = pallas_kernels.slot_mapping(
-                *(inputs["positions"][None], sequences[0][None], sequences[2]),
-                block_size=block_size,
-                pad_slot=pallas_kernels.pad_slot(num_rows, num_blocks, block_size),
-                **chosen,
-            )[0]
-            kv_cache = pallas_kernels.kv_scatter(
-                *(kv_cache, inputs["k"], inputs["v"], slots, 0), **chosen
-            )
-            out = pallas_kernels.paged_attention(
-                *(inputs["q"], kv_cache, 0, *sequences),
-                sinks=inputs["sinks"],
-                **self.rules,
-                **chosen,
-            )
-            # Two copies where one reads what the other writes, and padding.
-            sources, targets = jnp.array([1, 2, 0]), jnp.array([2, 3, num_blocks])
-            pages = kv_cache.reshape(num_rows, num_blocks, -1)
-            pages = pallas_kernels.block_copy(pages, sources, targets, **chosen)
-            return out, pages.reshape(kv_cache.shape)
+            def attend(kv_cache: jax.Array, sequences: tuple[jax.Array, ...]) -> jax.Array:
+                return pallas_kernels.paged_attention(
+                    *(inputs["q"], kv_cache, 0, *sequences),
+                    sinks=inputs["sinks"],
+                    **self.rules,
+                    **chosen,
+                )
+
+            batch = RaggedBatch(*(inputs[name] for name in RaggedBatch._fields))
+            new = (inputs["k"], inputs["v"])
+            return run_layer(attend, inputs["kv_cache"], new, batch, chosen)
 
         results = jax.device_get(jax.jit(layer)(inputs))
         return tuple(np.asarray(array, np.float32) for array in results)
@@ -163,12 +139,3 @@ class AttentionSelfTest:
 
 def _at_most(limit: float | None, largest: float) -> float | None:
     return None if limit is None else min(limit, largest)
-
-
-def _positions(
-    num_query: Sequence[int], seq_lens: Sequence[int], num_tokens: int
-) -> np.ndarray:  # i32[num_tokens]
-    positions = np.zeros(num_tokens, np.int32)
-    own = [np.arange(n - q, n) for q, n in zip(num_query, seq_lens, strict=True)]
-    positions[: sum(num_query)] = np.concatenate(own)
-    return positions

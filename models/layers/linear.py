@@ -8,6 +8,7 @@ from flax import nnx
 
 from models.layer_context import LayerContext
 from models.layers.chosen_kernel import Kernel, dtype_of, with_kernel
+from models.layers.head_linear import HeadLinear
 from models.layers.product import dot, dot_float32, rounded
 from models.weight_rule import Source, SplitAxis, WeightRule
 
@@ -91,9 +92,9 @@ def _dots(
 
 
 def name_linears(model: nnx.Module) -> None:
-    """Sets `Linear.name` in a model whose decoder layers are its list `layers`."""
+    """Sets the names of `Linear` and `HeadLinear` in a model with decoder layers in `layers`."""
     for path, module in nnx.iter_modules(model):
-        if isinstance(module, Linear):
+        if isinstance(module, (Linear, HeadLinear)):
             parts = path[2:] if path[0] == "layers" else path
             module.name = ".".join(map(str, parts))
 

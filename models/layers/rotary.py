@@ -122,10 +122,8 @@ def cos_sin_scale(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return _yarn_mscale(rope.factor, rope.mscale) / _yarn_mscale(
-            rope.factor, rope.mscale_all_dim
-        )
-    return _yarn_mscale(rope.factor, 1.0)
+        return yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
+    return yarn_mscale(rope.factor, 1.0)
 
 
 def _exponents(head_dim: int) -> np.ndarray:  # f64[head_dim // 2]
@@ -200,5 +198,6 @@ def _yarn_dim_of_turns(num_turns: float, rope: RopeConfig, head_dim: int) -> flo
     return head_dim * math.log(length / (num_turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
 
-def _yarn_mscale(factor: float, mscale: float) -> float:
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """The growth of logits that YaRN compensates. Source: arXiv:2309.00071, section 3.4."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

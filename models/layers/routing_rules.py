@@ -71,6 +71,41 @@ class CorrectedSoftmaxTopK:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedSoftmaxTopK:
+    """Chooses the `top_k` experts with the largest softmax over all experts (DeepSeek V2).
+
+    The experts form `num_groups` groups of equal size. Only experts of `num_kept_groups` groups can
+    be chosen: the groups whose best experts have the largest softmax.
+
+    Args:
+        factor: The weights are the softmaxes, multiplied by it.
+
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.2.2.
+    """
+
+    top_k: int
+    factor: float = 1.0
+    num_groups: int = 1
+    num_kept_groups: int = 1
+
+    def __call__(
+        self,
+        scores: jax.Array,  # f32[num_rows, num_experts]
+    ) -> Routing:
+        likely = jax.nn.softmax(scores, axis=-1)
+        if self.num_kept_groups < self.num_groups:
+            likely = self._in_kept_groups(likely)
+        weights, expert_ids = lax.top_k(likely, self.top_k)
+        return Routing(expert_ids, weights * self.factor)
+
+    def _in_kept_groups(self, likely: jax.Array) -> jax.Array:  # f32[num_rows, num_experts]
+        grouped = likely.reshape(likely.shape[0], self.num_groups, -1)
+        _, kept = lax.top_k(grouped.max(axis=-1), self.num_kept_groups)
+        is_kept = (kept[:, :, None] == jnp.arange(self.num_groups)).any(axis=1)
+        return jnp.where(is_kept[:, :, None], grouped, 0.0).reshape(likely.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SoftCappedSigmoidTopK(SigmoidTopK):
     """`SigmoidTopK` of scores that are first bound to `cap * tanh(score / cap)` (Laguna)."""
 

@@ -220,7 +220,7 @@ def _read_params(
     for name, rule, wanted, weight_np in zip(
         structure.names, structure.rules, structure.shapes, weights, strict=True
     ):
-        is_transposed = rule.layout in ("matrix", "experts", "turned_table")
+        is_transposed = rule.layout in ("matrix", "experts", "heads", "turned_table")
         if weight_np.dtype == np.float64:  # no float64 on the device
             weight_np = weight_np.astype(np.float32)
         param = platform.put_weight(weight_np, wanted.dtype, is_transposed=is_transposed)

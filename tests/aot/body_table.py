@@ -24,6 +24,7 @@ from models.families.gemma4 import Gemma4Config
 from models.layer_context import LayerContext, LayerPlaces, make_context
 from models.layers.attend import attend
 from models.layers.experts import Experts
+from models.layers.latent_attend import latent_attend
 from models.layers.routing import Routing
 from models.moe_config import MoEConfig
 from models.platforms import GPU, TPU
@@ -40,7 +41,8 @@ _CONFIGS = Path(__file__).with_name("published_configs.json")
 NUM_REQS, NUM_TOKENS = 64, 512
 # A number of blocks that fits an H200 and a v6e in every family, and a number of block copies.
 NUM_BLOCKS, NUM_COPIES = 512, 8
-_OPS = ("slot_mapping", "kv_scatter", "paged_attention", "block_copy")
+_OTHER_OPS = ("slot_mapping", "kv_scatter", "block_copy")
+ATTENTION_OPS = ("paged_attention", "latent_attention")
 _DECODE, _MIXED = "decode", "mixed"
 _BODY_NAMES = {"mosaic_gpu": "Mosaic GPU", "mosaic_tpu": "Mosaic TPU", "xla": "XLA"}
 # Dtypes that no release has. The tables show them for one family only.
@@ -104,8 +106,17 @@ class Layer:
     max_positions: int
 
     @property
+    def is_latent(self) -> bool:
+        return self.places[0][1].format.kind == "latent"
+
+    @property
+    def attention_op(self) -> str:
+        return ATTENTION_OPS[self.is_latent]
+
+    @property
     def stored_width(self) -> int:
-        return self.places[0][1].format.head_dim
+        cache = self.places[0][1].format
+        return cache.width if self.is_latent else cache.head_dim
 
     @property
     def block_size(self) -> int:
@@ -197,6 +208,8 @@ def layer_program(
     def run(pages, batch, q, new_kv, sinks, copies):
         pages = kernels.copy_blocks(pages, copies)
         context = make_context(batch, pages, kernels, ()).at(0, layer.places)
+        if layer.is_latent:
+            return latent_attend(attention, *q, *new_kv, pages, context)
         return attend(attention, q, new_kv, pages, context, sinks=sinks)
 
     def floats(*dims: int) -> jax.ShapeDtypeStruct:
@@ -223,6 +236,10 @@ def layer_program(
         )
     )
     q = floats(num_tokens, attention.num_q_heads, attention.head_dim)
+    if layer.is_latent:
+        widths = (attention.latent_dim, attention.rotary_dim)
+        q = tuple(floats(num_tokens, attention.num_q_heads, width) for width in widths)
+        new_kv = (floats(num_tokens, sum(widths)),)
     sinks = floats(attention.num_q_heads) if attention.has_sinks else None
     batch = _batch_of(step, groups)
     return run, (pages, batch, q, new_kv, sinks, _integers(2, NUM_COPIES))
@@ -255,8 +272,13 @@ def choices_of(layer: Layer, step: str) -> dict[str, Choice]:
     with _recorded_choices() as choices:
         jax.eval_shape(function, *args)
     by_op = {choice.op: choice for choice in choices}
-    if set(by_op) != set(_OPS) or len(set(choices)) != len(_OPS):
-        raise ValueError(f"{layer}: wanted one choice for each of {_OPS}, got {choices}")
+    wanted = {*_OTHER_OPS, layer.attention_op}
+    if set(by_op) != wanted or len(set(choices)) != len(wanted):
+        raise ValueError(f"{layer}: wanted one choice for each of {wanted}, got {choices}")
+    attention = by_op[layer.attention_op]
+    if layer.is_latent and step == _MIXED and attention.body == "mosaic_gpu":
+        reason = "the kernels of latent attention compute requests with one query token only"
+        by_op[layer.attention_op] = replace(attention, body="xla", reason=reason)
     return by_op
 
 
@@ -355,11 +377,11 @@ def _table_of(device: Device, reasons: list[str]) -> str:
     for layer in all_layers(device):
         decode, mixed = choices_of(layer, _DECODE), choices_of(layer, _MIXED)
         # These ops have one column for both kinds of step.
-        for op in ("slot_mapping", "kv_scatter", "block_copy"):
+        for op in _OTHER_OPS:
             if decode[op] != mixed[op]:
                 raise ValueError(f"{layer}: {op} is {decode[op]} and {mixed[op]}")
         choices = (
-            *(decode["paged_attention"], mixed["paged_attention"]),
+            *(decode[layer.attention_op], mixed[layer.attention_op]),
             *(mixed[op] for op in ("kv_scatter", "slot_mapping", "block_copy")),
         )
         cells = tuple(_cell(choice, reasons) for choice in choices)

@@ -20,6 +20,7 @@ import jax
 from models.registry import FAMILIES, read_config
 from pallas_kernels import dispatch
 from tests.aot.body_table import (
+    ATTENTION_OPS,
     DEVICES,
     Choice,
     Device,
@@ -86,7 +87,7 @@ def bodies_of(published: PublishedConfig, device: Device) -> str:
     for step, step_name in _STEPS.items():
         for layer in layers_of(published, device):
             for op, choice in choices_of(layer, step).items():
-                name = f"attention of {step_name}" if op == "paged_attention" else f"`{op}`"
+                name = f"attention of {step_name}" if op in ATTENTION_OPS else f"`{op}`"
                 choices.setdefault(name, []).append(choice)
         shapes = experts_of(published)
         if shapes is not None:

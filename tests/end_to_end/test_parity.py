@@ -31,10 +31,11 @@ EVERY_SETTING = (
     "mimo-v2-flash-dense",  # sinks, values narrower than keys
     "qwen3-moe",  # experts, and a layer without them
     "laguna",  # gated attention, with a number of heads per layer
+    "deepseek-v3",  # latents, and experts in groups
     "bloom",  # ALiBi
     "stablelm-2",  # layer norms, attention and the MLP in parallel
 )
-EVERY_KIND = ("gemma4-ple", "mimo-v2-flash-dense")
+EVERY_KIND = ("gemma4-ple", "mimo-v2-flash-dense", "deepseek-v3")
 OTHERS = [family for family in LOADED if family not in EVERY_SETTING]
 
 

@@ -28,6 +28,11 @@ FAMILIES = {
     "AfmoeForCausalLM": ("AfmoeConfig", {}),
     "BeamForCausalLM": ("BeamConfig", {"n_group": 1, "topk_group": 1}),
     "Cohere2MoeForCausalLM": ("Cohere2MoeConfig", {}),
+    "DeepseekV2ForCausalLM": (
+        "DeepseekV2Config",
+        {"num_key_value_heads": 40, "num_experts_per_tok": 2},
+    ),
+    "DeepseekV3ForCausalLM": ("DeepseekV3Config", {"num_key_value_heads": 40}),
     "Dots1ForCausalLM": (
         "Dots1Config",
         {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -54,6 +59,7 @@ FAMILIES = {
     "PhimoeForCausalLM": ("PhimoeConfig", {"lm_head_bias": True}),
     "Qwen2MoeForCausalLM": ("Qwen2MoeConfig", {}),
     "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", {}),
+    "SarvamMLAForCausalLM": ("SarvamMLAConfig", {"num_key_value_heads": 40}),
     "SolarOpenForCausalLM": ("SolarOpenConfig", {}),
     "Step3p5ForCausalLM": ("Step3p7TextConfig", {}),
 }

@@ -28,6 +28,8 @@ LOADED = [
     "mixtral",
     "gpt-oss",
     "llama4",
+    "deepseek-v3",
+    "deepseek-v2",
     "qwen2",
     "gemma2",
     "gemma4-dense",
@@ -111,6 +113,7 @@ LOADED = [
     "apertus1.5",
     "dory",
     "exaone3",
+    "sarvam-mla",
     "sarvam-moe",
     "cohere-compass",
     "gemma4-unified-text",
@@ -156,6 +159,7 @@ _WITHOUT_EFFECT = {
         "altup_coef_clip",
     ),
 }
+_LATENT = {"deepseek-v3", "deepseek-v2", "sarvam-mla"}
 # Fields that another field of the same configuration overrides or switches off.
 _OVERRIDDEN = {
     # Any change of the parameters of the rotary embedding is read; none at all are the default's.
@@ -203,6 +207,13 @@ _OVERRIDDEN = {
     "original_max_position_embeddings": {"phi3"},
     # The one in `rope_parameters` wins.
     "partial_rotary_factor": {"phi3-longrope"},
+    # transformers computes it from widths of latent attention.
+    "head_dim": _LATENT,
+    # transformers computes it from the other widths of heads.
+    "qk_head_dim": _LATENT,
+    # No groups with `topk_method` "greedy".
+    "n_group": {"deepseek-v2"},
+    "topk_group": {"deepseek-v2"},
 }
 
 

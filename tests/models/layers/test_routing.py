@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from models.layers.routing import CorrectedRouter, Router, SigmoidTopK, SoftmaxTopK
+from models.layers.routing_rules import GroupedSoftmaxTopK
 
 
 def random_scores(num_rows: int, num_experts: int) -> np.ndarray:
@@ -77,6 +78,14 @@ def test_a_group_is_as_good_as_its_two_best_experts():
     scores = jnp.array([[1.0, 1.0, 2.0, -9.0]])
     choose = SigmoidTopK(top_k=1, num_groups=2, num_kept_groups=1)
     assert choose(scores, jnp.zeros(4)).expert_ids.tolist() == [[0]]
+
+
+def test_the_best_expert_alone_decides_whether_a_softmax_chooses_its_group():
+    # Likelihoods 6/16, 1/16 | 4/16, 5/16: the second group has the larger sum, the first the best.
+    scores = jnp.log(jnp.array([[6.0, 1.0, 4.0, 5.0]]))
+    choose = GroupedSoftmaxTopK(top_k=2, factor=2.0, num_groups=2, num_kept_groups=1)
+    check(choose(scores), [[0, 1]], [[12 / 16, 2 / 16]])
+    check(GroupedSoftmaxTopK(top_k=2)(scores), [[0, 3]], [[6 / 16, 5 / 16]])
 
 
 def test_scores_of_a_router_are_not_rounded():

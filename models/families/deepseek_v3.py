@@ -1,0 +1,86 @@
+"""DeepSeek V3, DeepSeek R1 and Kimi K2: latent attention, which caches one vector per token for all
+heads, and experts chosen in groups. Layers for multi-token prediction are not loaded.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from models.config_fields import read_count, read_flag, refuse_other_values, with_defaults
+from models.corrected_moe import CorrectedMoEConfig, make_corrected_experts
+from models.dense_config import read_dense_fields
+from models.latent_config import read_latent_attention
+from models.layers.latent_attention import LatentAttention
+from models.layers.rms_norm import RMSNorm
+from models.moe_config import read_corrected_choice, read_expert_fields, read_leading_dense
+from models.moe_decoder import MoEDecoder
+from models.mtp_layers import is_of_mtp_layer, read_num_mtp_layers
+
+# Defaults of fields that a config.json may leave out.
+_DEFAULTS = {
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+_SUPPORTED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepseekV3Config(CorrectedMoEConfig):
+    """The config of DeepSeek V3."""
+
+    num_mtp_layers: int
+
+
+class DeepseekV3ForCausalLM(MoEDecoder):
+    """Source: arXiv:2412.19437."""
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> DeepseekV3Config:
+        hf_config = with_defaults(hf_config, _DEFAULTS)
+        refuse_other_values(hf_config, _SUPPORTED)
+        fields = read_dense_fields(hf_config)
+        experts = read_expert_fields(
+            hf_config,
+            num_experts_fields=("n_routed_experts", "num_local_experts"),
+            default_num_experts=256,
+            default_top_k=8,
+            default_size=2048,
+        )
+        attention = read_latent_attention(
+            hf_config,
+            fields["max_position_embeddings"],
+            default_q_latent_dim=1536,
+            turns_neighbors=read_flag(hf_config, "rope_interleave", True),
+        )
+        num_shared = read_count(hf_config, "n_shared_experts", 1)
+        return DeepseekV3Config(
+            **fields,
+            **experts,
+            attention=(attention,) * fields["num_layers"],
+            has_experts=read_leading_dense(hf_config, fields["num_layers"], default=3),
+            choose=read_corrected_choice(hf_config, experts),
+            shared_intermediate_size=num_shared * experts["moe_intermediate_size"],
+            num_mtp_layers=read_num_mtp_layers(hf_config, default=1),
+        )
+
+    def __init__(
+        self, config: DeepseekV3Config, *, has_head_kernel: bool, dtype: jnp.dtype
+    ) -> None:
+        super().__init__(
+            config,
+            attention=functools.partial(LatentAttention, dtype=dtype),
+            sparse_mlp=functools.partial(make_corrected_experts, config, dtype=dtype),
+            norm=functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
+        )
+
+    def ignores_weight(self, name: str) -> bool:
+        return is_of_mtp_layer(
+            name, num_layers=self.config.num_layers, num_mtp_layers=self.config.num_mtp_layers
+        )

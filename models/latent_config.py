@@ -1,0 +1,95 @@
+"""`LatentAttentionConfig`: multi-head latent attention (MLA) of one layer, and how it is read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from models.attention_config import AttentionConfig
+from models.cache.format import CacheFormat
+from models.cache.latent_format import LatentFormat
+from models.config_fields import read_count, read_flag
+from models.errors import UnsupportedModelError
+from models.layers.rotary import yarn_mscale
+from models.rope_config import RopeConfig, parse_rope_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttentionConfig(AttentionConfig):
+    """Latent attention of one layer.
+
+    A head has `nope_dim` dimensions without positions, then `rotary_dim` dimensions that are
+    turned; `head_dim` is their sum. `num_kv_heads` is that of the expanded form, one for each query
+    head. The cache stores one vector per token.
+    """
+
+    # Width of the queries' latent; None: queries are projected from the hidden states.
+    q_latent_dim: int | None
+    latent_dim: int
+    # Whether dimensions 2 * i and 2 * i + 1 are turned as a pair. Otherwise i and i + half are.
+    turns_neighbors: bool = True
+
+    @property
+    def nope_dim(self) -> int:
+        return self.head_dim - self.rotary_dim
+
+    def format(self, kv_dtype: str) -> CacheFormat:
+        """What the layer's cache holds."""
+        return LatentFormat.unpadded(
+            latent_dim=self.latent_dim, rope_dim=self.rotary_dim, dtype=kv_dtype
+        )
+
+
+def read_latent_attention(
+    hf_config: Mapping[str, object],
+    max_position_embeddings: int,
+    *,
+    default_q_latent_dim: int,
+    turns_neighbors: bool = True,
+) -> LatentAttentionConfig:
+    """Reads the latent attention of DeepSeek and its followers, which all layers share.
+
+    Args:
+        default_q_latent_dim: If config.json has no `q_lora_rank`. If it has null, queries have no
+            latent.
+
+    Raises:
+        UnsupportedModelError: `num_key_value_heads` is not the number of query heads.
+    """
+    num_heads = read_count(hf_config, "num_attention_heads")
+    num_kv_heads = read_count(hf_config, "num_key_value_heads", num_heads)
+    if num_kv_heads != num_heads:
+        raise UnsupportedModelError(
+            f"config.json: num_key_value_heads={num_kv_heads} with num_attention_heads={num_heads} "
+            "is not supported for latent attention, in which each head has its own keys and "
+            f"values; paxkv supports {num_heads}."
+        )
+    nope_dim = read_count(hf_config, "qk_nope_head_dim", 128)
+    rope_dim = read_count(hf_config, "qk_rope_head_dim", 64)
+    rope = parse_rope_config(hf_config, max_position_embeddings)
+    has_bias = read_flag(hf_config, "attention_bias")
+    return LatentAttentionConfig(
+        hidden_size=read_count(hf_config, "hidden_size"),
+        num_q_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=nope_dim + rope_dim,
+        v_head_dim=read_count(hf_config, "v_head_dim", 128),
+        rope=rope,
+        rotary_dim=rope_dim,
+        scale=(nope_dim + rope_dim) ** -0.5 * _scale_of_yarn(rope),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        q_latent_dim=_read_q_latent_dim(hf_config, default_q_latent_dim),
+        latent_dim=read_count(hf_config, "kv_lora_rank", 512),
+        turns_neighbors=turns_neighbors,
+    )
+
+
+def _read_q_latent_dim(hf_config: Mapping[str, object], default: int) -> int | None:
+    is_null = hf_config.get("q_lora_rank", default) is None
+    return None if is_null else read_count(hf_config, "q_lora_rank", default)
+
+
+def _scale_of_yarn(rope: RopeConfig) -> float:
+    """The factor of logits that belongs to YaRN in DeepSeek: 1 for other embeddings."""
+    if rope.kind != "yarn" or not rope.mscale_all_dim:
+        return 1.0
+    return yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2

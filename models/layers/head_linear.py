@@ -1,0 +1,53 @@
+"""`HeadLinear`: a product of each head with a matrix of its own."""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.layer_context import LayerContext
+from models.layers.chosen_kernel import Kernel, with_kernel
+
+
+class HeadLinear(nnx.Module):
+    """`x[:, h] @ kernel[h]` for each head h, summed in float32 and returned in x's dtype.
+
+    The layer that has it makes the weight rule (`layout="heads"`), because checkpoints store the
+    matrices as parts of other tensors.
+
+    Attributes:
+        name: As of `Linear`. A change of its output gets the heads of a row side by side.
+    """
+
+    chosen_in_place: ClassVar[tuple[str, ...]] = ("kernel",)
+
+    def __init__(
+        self, num_heads: int, in_features: int, out_features: int, *, dtype: jnp.dtype
+    ) -> None:
+        """Makes the layer with weights to be filled in."""
+        self.name = ""
+        self.kernel = nnx.Param(jnp.zeros((num_heads, in_features, out_features), dtype))
+
+    def __call__(
+        self,
+        x: jax.Array,  # f[num_rows, num_heads, in_features]
+        context: LayerContext,
+    ) -> jax.Array:  # f[num_rows, num_heads, out_features]
+        (sums,) = with_kernel(_dots, x, self.kernel.get_value())
+        num_rows = x.shape[0]
+        y = sums.astype(x.dtype).reshape(num_rows, -1)
+        y = context.changed_linear(self.name, x.reshape(num_rows, -1), y)
+        return y.reshape(sums.shape)
+
+
+def _dots(
+    x: jax.Array,  # f[num_rows, num_heads, in_features]
+    kernel: Kernel,
+) -> list[jax.Array]:  # f32[num_rows, num_heads, out_features]
+    # As in `models.layers.product.dot_float32`.
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    y = jnp.einsum(
+        "thi,hio->tho", x, kernel, precision=precision, preferred_element_type=jnp.float32
+    )
+    return [y]

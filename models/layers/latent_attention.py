@@ -1,0 +1,147 @@
+"""`LatentAttention`: multi-head latent attention (MLA), computed in the absorbed form."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.cache.format import Pages
+from models.latent_config import LatentAttentionConfig
+from models.layer_context import LayerContext
+from models.layers.attention import split_heads
+from models.layers.head_linear import HeadLinear
+from models.layers.latent_attend import latent_attend
+from models.layers.linear import Linear
+from models.layers.rms_norm import RMSNorm
+from models.layers.rotary import apply_rotary, apply_rotary_to_neighbors
+from models.layers.self_attention import Norm
+from models.weight_rule import Source, WeightRule
+
+# Of the norms of latents, whatever the other norms of the model have.
+_NORM_EPS = 1e-6
+
+
+class LatentAttention(nnx.Module):
+    """Attention whose keys and values are projections of one cached latent per token.
+
+    The checkpoint's `kv_b_proj` expands a latent to the keys and values of all heads. Its two
+    halves are parameters of their own here. `k_up` is applied to queries and `v_up` to the output,
+    so that keys and values are never expanded.
+
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
+    """
+
+    def __init__(self, config: LatentAttentionConfig, *, dtype: jnp.dtype) -> None:
+        """Makes the layer with weights to be filled in."""
+        num_heads, latent_dim = config.num_q_heads, config.latent_dim
+        q_width = num_heads * config.head_dim
+        bias = {"use_bias": config.qkv_bias, "dtype": dtype}
+        if config.q_latent_dim is None:
+            self.q_proj = Linear(config.hidden_size, q_width, axes=(None, "heads"), dtype=dtype)
+        else:
+            self.q_a_proj = Linear(config.hidden_size, config.q_latent_dim, **bias)
+            self.q_a_layernorm = RMSNorm(config.q_latent_dim, eps=_NORM_EPS, dtype=dtype)
+            self.q_b_proj = Linear(config.q_latent_dim, q_width, axes=(None, "heads"), dtype=dtype)
+        cached_dim = latent_dim + config.rotary_dim
+        self.kv_a_proj_with_mqa = Linear(config.hidden_size, cached_dim, **bias)
+        self.kv_a_layernorm = RMSNorm(latent_dim, eps=_NORM_EPS, dtype=dtype)
+        self.k_up = HeadLinear(num_heads, config.nope_dim, latent_dim, dtype=dtype)
+        self.v_up = HeadLinear(num_heads, latent_dim, config.value_head_dim, dtype=dtype)
+        self.o_proj = Linear(
+            num_heads * config.value_head_dim,
+            config.hidden_size,
+            axes=("heads", None),
+            use_bias=config.out_bias,
+            dtype=dtype,
+        )
+        self.config = config
+
+    def weight_rules(self, name: str) -> dict[str, WeightRule]:
+        """The rules of `k_up` and `v_up`: see `HasWeights.weight_rules`."""
+        config = self.config
+        rows_per_head = config.nope_dim + config.value_head_dim
+        packed = Source(
+            name=f"{name}.kv_b_proj.weight",
+            shape=(config.num_q_heads * rows_per_head, config.latent_dim),
+        )
+
+        def rows(arrays: Sequence[np.ndarray], part: slice) -> np.ndarray:
+            by_head = arrays[0].reshape(config.num_q_heads, rows_per_head, config.latent_dim)
+            return by_head[:, part]
+
+        rule = functools.partial(
+            WeightRule, sources=(packed,), layout="heads", axes=("heads", None, None)
+        )
+        of_keys, of_values = slice(config.nope_dim), slice(config.nope_dim, None)
+        # A key is a product of rows with a latent, so queries are multiplied by the transpose.
+        return {
+            "k_up.kernel": rule(combine=lambda arrays: rows(arrays, of_keys).swapaxes(1, 2)),
+            "v_up.kernel": rule(combine=lambda arrays: rows(arrays, of_values)),
+        }
+
+    def __call__(
+        self, hidden: jax.Array, pages: Pages, context: LayerContext, *, norm: Norm
+    ) -> tuple[jax.Array, Pages]:  # f[num_queries, num_q_heads, latent_dim]
+        """See `SelfAttention.__call__`."""
+        cos_sin = context.cos_sin[self.config.rotary]
+
+        def project_all(
+            hidden: jax.Array, cos: jax.Array, sin: jax.Array, context: LayerContext
+        ) -> tuple[jax.Array, ...]:
+            normed = norm(hidden)
+            queries = self._queries(normed, cos, sin, context)
+            return *queries, self._latents(normed, cos, sin, context)
+
+        def project_latents(
+            hidden: jax.Array, cos: jax.Array, sin: jax.Array, context: LayerContext
+        ) -> jax.Array:
+            return self._latents(norm(hidden), cos, sin, context)
+
+        if not context.drops_rows:
+            *queries, new = context.by_token(project_all, hidden, *cos_sin)
+        else:
+            new = context.by_token(project_latents, hidden, *cos_sin)
+            normed = norm(context.kept(hidden))
+            queries = self._queries(normed, *map(context.kept, cos_sin), context.of_kept())
+        return latent_attend(self.config, *queries, new, pages, context)
+
+    def project_out(
+        self,
+        attended: jax.Array,  # f[num_queries, num_q_heads, latent_dim]
+        context: LayerContext,
+    ) -> jax.Array:  # f[num_queries, hidden]
+        values = self.v_up(attended, context)
+        return self.o_proj(values.reshape(values.shape[0], -1), context)
+
+    def _queries(
+        self,
+        normed: jax.Array,  # f[num_rows, hidden]
+        cos: jax.Array,  # f32[num_rows, rotary_dim // 2]
+        sin: jax.Array,  # f32[num_rows, rotary_dim // 2]
+        context: LayerContext,
+    ) -> tuple[jax.Array, jax.Array]:
+        """f[num_rows, num_q_heads, latent_dim] and f[num_rows, num_q_heads, rotary_dim]."""
+        if self.config.q_latent_dim is None:
+            q = self.q_proj(normed, context)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(normed, context)), context)
+        q = split_heads(q, self.config.head_dim)
+        nope_dim = self.config.nope_dim
+        q_latent = self.k_up(q[..., :nope_dim], context)
+        return q_latent, self._rotated(q[..., nope_dim:], cos, sin)
+
+    def _latents(
+        self, normed: jax.Array, cos: jax.Array, sin: jax.Array, context: LayerContext
+    ) -> jax.Array:  # f[num_rows, latent_dim + rotary_dim]
+        projected = self.kv_a_proj_with_mqa(normed, context)
+        latent_dim = self.config.latent_dim
+        latent = self.kv_a_layernorm(projected[:, :latent_dim])
+        rope_key = self._rotated(projected[:, None, latent_dim:], cos, sin)[:, 0]
+        return jnp.concatenate([latent, rope_key], axis=-1)
+
+    def _rotated(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        turn = apply_rotary_to_neighbors if self.config.turns_neighbors else apply_rotary
+        return turn(x, cos, sin)
