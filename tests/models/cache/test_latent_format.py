@@ -80,7 +80,8 @@ def test_padding_on_a_tpu_is_reported():
     groups = groups_of_spec(
         read_config(DEEPSEEK_V3).spec("bfloat16"), block_size=16, head_dim_step=128
     )
-    assert set(groups.padded_shares.values()) == {0.1}
+    # 576 numbers are widened to 640.
+    assert list(groups.padded_shares.values()) == pytest.approx([0.1] * 61)
 
 
 def test_layers_with_latents_keep_them_when_windows_keep_all_tokens():
