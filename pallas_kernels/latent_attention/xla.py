@@ -36,11 +36,7 @@ class LatentProblem(AttentionProblem):
         self, block_ids: jax.Array, is_real: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """See `AttentionProblem.gather_blocks`. Keys and values are one gather."""
-        ids = jnp.where(is_real, block_ids, 0).reshape(-1)
-        # XLA on the CPU makes a copy of the whole cache of a gather with one index.
-        ids = ids if ids.size > 1 else jnp.append(ids, 0)
-        stored = rows_at(self.kv_cache, self.row, ids)[: block_ids.size]
-        stored = stored.reshape(*block_ids.shape, *self.kv_cache.shape[2:])
+        stored = rows_at(self.kv_cache, self.row, jnp.where(is_real, block_ids, 0))
         vectors = as_values(stored, self.kv_dtype)[..., : self.q.shape[-1]]
         return vectors, vectors[..., : self.latent_dim]
 
