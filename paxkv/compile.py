@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Makes a parser of the server's flags, without those of HTTP, and `--out`."""
+    """Makes a parser with `--out` and the server's flags, except the HTTP flags."""
     parser = CommandParser(
         prog="paxkv compile",
         description="Compiles every program that a server with the same flags needs. Start the "

@@ -73,13 +73,12 @@ class LLM:
         chat_template_content_format: See `ModelConfig`.
         generation_config: Source of `get_default_sampling_params`: "auto" is the model's
             generation_config.json, "vllm" is none, and a folder is the file in that folder.
-        override_generation_config: Values that replace those of `generation_config`, for example
-            `{"temperature": 0.5}`.
+        override_generation_config: Overrides values of `generation_config`: `{"temperature": 0.5}`.
         scheduling_policy: `SchedulerConfig.policy`, under vLLM's name.
         settings: Any field of `CacheConfig`, `SchedulerConfig`, `RunnerConfig` and
             `ParallelConfig`, as in `LLM(block_size=32, enable_prefix_caching=False)`. Arguments of
             vLLM's `LLM` are accepted too, if their value asks for something that paxkv always does.
-            For every argument, None is the default.
+            None selects the default of any argument.
 
     Raises:
         TypeError: An argument has an unknown name.
@@ -163,8 +162,8 @@ class LLM:
         """Returns the parameters of calls without `sampling_params`.
 
         They are `SamplingParams()` with the values of the model's generation_config.json. Change
-        them with `dataclasses.replace`. If you pass them to `generate`, their `max_tokens` is a
-        limit that must fit; with `cuts_max_tokens`, it is a default that is lowered to what fits.
+        them with `dataclasses.replace`. If you pass them to `generate`, it rejects a `max_tokens`
+        that does not fit, unless you set `cuts_max_tokens`.
         """
         defaults = self.model_info.sampling_defaults.generation_config
         return SamplingParams(**defaults.sampling_keywords())
@@ -186,8 +185,7 @@ class LLM:
             prompts: Text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`;
                 or a list of these.
             sampling_params: One for all prompts, or one for each. The default is
-                `get_default_sampling_params` with `max_tokens` lowered to what fits after each
-                prompt.
+                `get_default_sampling_params`, with `cuts_max_tokens`.
             use_tqdm: Draw a progress bar on stderr.
             priority: One for all prompts, or one for each. Lower values run first. Has an effect
                 only with the scheduling policy "priority".

@@ -95,7 +95,7 @@ class AsyncEngineClient:
         self._is_closing = False
         # By the caller's request id.
         self._streams: dict[str, OutputStream] = {}
-        # By the id of a request that the output processor follows; a beam search has several.
+        # By request id in the output processor; a beam search has several.
         self._streams_by_engine_id: dict[str, OutputStream] = {}
         # Caller's request id -> id of the engine's request that computed the prompt, oldest first.
         self._latest_engine_ids: dict[str, str] = {}
@@ -112,12 +112,12 @@ class AsyncEngineClient:
 
     @property
     def latest_stats(self) -> SchedulerStats:
-        """Statistics of the last step; before the first step, those of the start."""
+        """Statistics of the last step; before the first step, of the start."""
         return self._latest_stats
 
     @property
     def token_totals(self) -> TokenTotals:
-        """Tokens of all requests so far, including those of engines that died."""
+        """Tokens of all requests so far, also on engines that died."""
         return self._output_processor.token_totals
 
     @property
@@ -166,7 +166,7 @@ class AsyncEngineClient:
         """Ends the engine. Does nothing in a fork of the process that created the client.
 
         Args:
-            drain_timeout_s: Time for unfinished requests; later ones end with EngineDeadError.
+            drain_timeout_s: Time in which requests may finish. The others end with EngineDeadError.
         """
         if not self._owner.is_current:
             return
@@ -199,8 +199,8 @@ class AsyncEngineClient:
 
         Args:
             request_id: Unique among unfinished requests.
-            stream: True yields deltas, and merges those that arrived since the last one. False
-                yields one output at the end. In both cases the last output has a finish reason.
+            stream: True yields deltas, merged if several have arrived. False yields one output at
+                the end. In both cases the last output has a finish reason.
 
         Raises:
             InvalidRequestError: The request is invalid; raised before the first output.
@@ -345,7 +345,7 @@ class AsyncEngineClient:
         return msgspec.json.decode(await self._call("get_stats"), type=SchedulerStats)
 
     async def inspect(self, after_seq: int, wants_snapshot: bool, *, keeps_tokens: bool) -> str:
-        """Returns the JSON of an `Inspection`: the changes since the one with `after_seq`."""
+        """Returns the JSON of an `Inspection` with the changes since `after_seq`."""
         return await self._call("inspect", after_seq, wants_snapshot, keeps_tokens)
 
     async def inspect_block(
@@ -528,7 +528,7 @@ class AsyncEngineClient:
         stream.unfinished_ids.clear()
 
     def _end_failed(self, errors: Mapping[str, PaxkvError]) -> None:
-        """Ends each of these requests with its error."""
+        """Ends each request in `errors` with its error; other requests continue."""
         for engine_id, error in errors.items():
             stream = self._streams_by_engine_id.pop(engine_id, None)
             if stream is not None:

@@ -1,8 +1,7 @@
 """`BeamSearch`: searches the most likely continuations of one prompt, step by step.
 
 In each step, every live beam becomes an engine request for one token with log-probabilities. The
-request forks from its parent's request, so the engine computes one token and shares the blocks of
-the others.
+request forks from its parent's request, so the engine computes only the newest token.
 """
 
 import dataclasses
@@ -116,7 +115,7 @@ class BeamSearch:
         # By request id of the current step.
         self._step_beams: dict[str, _Beam] = {}
         self._answers: dict[str, CompletionOutput] = {}
-        # Requests of the previous step from which those of the current step fork.
+        # Requests of the previous step from which the current step's requests fork.
         self._parent_ids: list[str] = []
         # Requests whose kept blocks are no longer needed for forks.
         self.released_ids: list[str] = []

@@ -43,8 +43,7 @@ class InputProcessor:
         vocab_size: The model's; token ids are in `[0, vocab_size)`.
         max_model_len: Maximum of prompt and output tokens together.
         max_fitting_tokens: Token positions of the whole KV pool, `(num_blocks - 1) * block_size`.
-        max_prompt_tokens: Longest prompt that fits in one step; None if chunked prefill splits
-            prompts.
+        max_prompt_tokens: Longest prompt that a step can compute; None with chunked prefill.
         eos_token_ids: EOS tokens from the model's configuration files.
         grammar_checker: With None, requests with a grammar are rejected.
         max_logprobs: Maximum of log-probabilities per position; -1 is the whole vocabulary.
@@ -80,7 +79,7 @@ class InputProcessor:
         return self._grammar_checker
 
     def unchecked_grammar(self, sampling_params: SamplingParams) -> StructuredOutputsParams | None:
-        """The request's grammar if it is unchecked, so that `process` would wait for its check."""
+        """Returns the request's grammar if it is not checked yet. `process` would wait for that."""
         if not isinstance(sampling_params, SamplingParams):
             return None  # `process` rejects it
         form, checker = sampling_params.structured_outputs, self._grammar_checker
@@ -152,8 +151,7 @@ class InputProcessor:
             priority=_checked_priority(priority),
             cache_salt=cache_salt,
             bad_words_token_ids=bad_words,
-            # With a grammar, the grammar decides which tokens are left and whether the output is
-            # complete.
+            # If there is a grammar, it decides whether the output can continue or is complete.
             scarce_token_ids=scarce_token_ids if form is None else (),
             num_truncated_tokens=num_prompt_tokens - len(token_ids),
             needs_grammar=form is not None,
@@ -169,15 +167,13 @@ class InputProcessor:
         min_tokens: int,
         is_default: bool,
     ) -> int:
-        """Returns how many prompt tokens to keep; may be more than the prompt has.
+        """Returns how many prompt tokens `truncate_prompt_tokens` keeps; may exceed their number.
 
-        A positive `num_kept` is returned unchanged. Examples for the other values, with room for
-        100 tokens and `max_tokens` 40:
-
-        - -1 reserves room for `max_tokens`, so it keeps 60 tokens.
-        - "auto", or -1 with a default `max_tokens`, keeps a prompt that fits together with
-          `min_tokens` of output: 80 tokens stay. From a longer prompt it keeps 60 too. For output,
-          it reserves at most half of the room or `min_tokens`, so with `max_tokens` 70 it keeps 50.
+        -1 reserves room for `max_tokens`: of 100 tokens in all, a `max_tokens` of 40 leaves 60.
+        "auto", and -1 with a default `max_tokens`, keep a prompt that fits together with
+        `min_tokens` of output, for example 80 tokens. From a longer prompt, they keep 60 too. For
+        output, they reserve at most the larger of `min_tokens` and half of the room: with
+        `max_tokens` 70, they keep 50.
 
         Args:
             num_kept: The value of `truncate_prompt_tokens`.
@@ -260,7 +256,7 @@ class InputProcessor:
         return _as_token_ids(token_ids)
 
     def _check_token_ids(self, token_ids: list[int]) -> None:
-        """Checks the ids, including a tokenizer's: it may have more tokens than the model."""
+        """Checks that ids are in the model's vocabulary, which may lack tokens of the tokenizer."""
         for idx, token_id in enumerate(token_ids):
             # Not `isinstance`, which accepts True.
             if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
@@ -419,9 +415,8 @@ class InputProcessor:
             )
             self._check_bad_word(word, plain)
             found[plain] = None
-            # If " word" has as many tokens as "word" but another first token, it is the form of the
-            # word after a space. If it has more, it is a space token and then "word", which
-            # `plain` covers.
+            # With more tokens than `plain`, `spaced` is a space token and then `plain`, which is
+            # ruled out already.
             if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
                 self._check_bad_word(word, spaced)
                 found[spaced] = None
@@ -487,7 +482,7 @@ class InputProcessor:
 def all_eos_token_ids(
     tokenizer: Tokenizer | None, model_eos_token_ids: Sequence[int], vocab_size: int
 ) -> tuple[int, ...]:
-    """Returns the tokenizer's EOS token, then those of the model's configuration files."""
+    """Returns the tokenizer's EOS token, then the EOS tokens of the model's configuration."""
     has_own = tokenizer is not None and tokenizer.eos_token_id is not None
     first = [tokenizer.eos_token_id] if has_own else []
     found = dict.fromkeys([*first, *model_eos_token_ids])

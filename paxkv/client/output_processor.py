@@ -95,10 +95,7 @@ class OutputProcessor:
             The requests to send to the engine: one per completion.
         """
         if request.request_id in self._parents:
-            raise InvariantError(
-                f"request {request.request_id!r} was added twice; ids of unfinished requests must "
-                "be unique."
-            )
+            raise InvariantError(f"request {request.request_id!r} was added twice.")
         parent = ParentRequest(request, prompt=prompt, output_kind=output_kind)
         for index, child in enumerate(parent.children):
             self._completions[child.request_id] = _CompletionState(
@@ -375,7 +372,7 @@ class _CompletionState:
             first = self._num_delivered_tokens
             self._num_delivered_tokens = len(self._token_ids)
             logprobs = self._logprobs
-            # Drop delivered log-probabilities: those of an answer may take hundreds of megabytes.
+            # Drop delivered log-probabilities, which may take hundreds of megabytes per answer.
             self._logprobs = None if logprobs is None else []
             text = self._detokenizer.take_new_text() if self._detokenizer is not None else ""
         else:

@@ -7,8 +7,7 @@ from paxkv.client.waiting_output import WaitingOutput
 from paxkv.contracts.request_output import RequestOutput
 from paxkv.errors import PaxkvError
 
-# Limit of the packed bytes that wait for one reader. The text of 128 completions with 1000 tokens
-# each is far smaller.
+# Limit of the packed bytes that wait for one reader, far above the text of 128 long completions.
 MAX_WAITING_BYTES = 32 * 2**20
 # Deltas are merged up to this packed size. Unpacked, a piece takes several times as much memory.
 _MAX_PIECE_BYTES = 128 * 2**10

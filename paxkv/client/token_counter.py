@@ -40,8 +40,7 @@ class TokenCounter:
         """Counts a prompt when its request's first token arrives."""
         self._num_prompt_tokens += num_tokens
         self._num_cached_prompt_tokens += min(num_cached_tokens, num_tokens)
-        # If all tokens except the last were cached, the last one is recomputed. `0 <` excludes
-        # prompts of one token, which is never cached.
+        # The last token is recomputed if all others were cached. A single token never is (`0 <`).
         self._num_recomputed_prompt_tokens += 0 < num_cached_tokens == num_tokens - 1
 
     def count_step(
@@ -66,7 +65,7 @@ class TokenCounter:
 
 
 def sum_totals(all_totals: Sequence[TokenTotals]) -> TokenTotals:
-    """Sums the totals of all engines; `engines` keeps those of each if there are several."""
+    """Sums the totals of all engines; `engines` has each engine's totals if there are several."""
     if len(all_totals) == 1:
         return all_totals[0]
     counts = zip(*(totals.token_latency_counts for totals in all_totals), strict=True)

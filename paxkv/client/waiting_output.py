@@ -34,7 +34,7 @@ class WaitingOutput:
     """
 
     def __init__(self, output: RequestOutput) -> None:
-        # Has no completions after they were packed.
+        # `outputs` is empty after `pack`.
         self._latest = output
         self._latest_completions: dict[int, CompletionOutput] = {}
         # Deltas in order, each after its length.

@@ -36,9 +36,8 @@ logger = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1
 # Control calls that only the first replica answers: the inspector shows one engine.
 _FIRST_REPLICA_METHODS = ("inspect", "inspect_block")
-# A replica that knows the beginning of a prompt may be busier than the least busy replica. If that
-# one has n unfinished requests, the limit is n + max(min(2, n), n // 4): 0 -> 0, 1 -> 2, 2 -> 4,
-# 8 -> 10, 12 -> 15.
+# A replica that knows the beginning of a prompt may be busier than the least busy replica. Number
+# of requests there -> limit here: 0 -> 0, 1 -> 2, 2 -> 4, 8 -> 10, 12 -> 15.
 _MAX_EXTRA_REQUESTS = 2
 _REQUESTS_PER_EXTRA = 4
 
@@ -79,7 +78,7 @@ class _Replica:
         self.stats = add_counters(nothing, self.stats)
 
     def record_successor(self, stats: SchedulerStats) -> None:
-        """Continues the counters with those of a restarted engine."""
+        """Continues the counters with a restarted engine's."""
         before = add_counters(SchedulerStats(), self.stats)
         self.counted_before = msgspec.structs.replace(
             before, num_replaced_engines=before.num_replaced_engines + 1
@@ -99,14 +98,12 @@ class _PendingCall:
 class DataParallelTransport:
     """The `LoopTransport` of several replicas: engines with the same model, each with a KV cache.
 
-    An idle replica gets the next request. If none is idle, the request goes to the replica that was
-    sent the longest part of its prompt before, unless that replica is much busier than the least
-    busy one; otherwise to the least busy one. A fork goes to the replica that has its blocks.
-    Control calls go to all replicas.
+    An idle replica gets the next request. If none is idle, the request goes to the replica that
+    knows the longest part of its prompt, among replicas that are not much busier than the least
+    busy one. A fork goes to the replica that has its blocks. Control calls go to all replicas.
 
-    When a replica dies, the client receives an `EngineDead` with the ids of its requests; requests
-    of other replicas continue. The client receives an `EngineDead` without ids when the last
-    replica dies.
+    When a replica dies, the client receives an `EngineDead` with the ids of its requests, and other
+    requests continue. After the last replica's death, it receives an `EngineDead` without ids.
 
     `send` may be called from any thread.
 
@@ -244,9 +241,6 @@ class DataParallelTransport:
 
         Args:
             chain: Result of `prompt_chain`, empty if the request reads no cached blocks.
-
-        Raises:
-            EngineDeadError: No replica is reachable.
         """
         reachable = self._reachable()
         if not reachable:
@@ -338,9 +332,7 @@ class DataParallelTransport:
     def _handle_reply(self, idx: int, reply: UtilityReply) -> None:
         call = self._calls.get(reply.call_id)
         if call is None or idx not in call.awaited:
-            raise InvariantError(
-                f"replica {idx} answered call {reply.call_id} but was not asked to."
-            )
+            raise InvariantError(f"replica {idx} was not asked to answer call {reply.call_id}.")
         if call.method == "get_stats" and reply.error is None:
             stats = msgspec.json.decode(reply.result_json, type=SchedulerStats)
             self._replicas[idx].update_stats(stats)

@@ -60,7 +60,7 @@ class EngineProcess:
     Args:
         show_progress: The engine draws a progress bar on stderr while it compiles programs.
         command: Command line of a program that calls `run_engine_process`.
-        environment: Environment variables to add to those of this process.
+        environment: Variables to add to the environment of this process.
         max_idle_start_s: Kills the engine if it does nothing for this many seconds before it is
             ready; 0 is no limit.
 
@@ -145,10 +145,7 @@ class EngineProcess:
                     self._is_starting = False
                     raise ConfigError(message) if is_mistake else EngineDeadError(message)
                 case other:
-                    raise InvariantError(
-                        f"received {type(other).__name__} before EngineReady; the engine must send "
-                        "EngineReady first."
-                    )
+                    raise InvariantError(f"received {type(other).__name__} before EngineReady.")
 
     def send(self, message: EngineInput) -> None:
         """Queues a message; never waits.
@@ -169,14 +166,11 @@ class EngineProcess:
         loop: asyncio.AbstractEventLoop,
         on_message: Callable[[EngineOutput | EngineStartOutput], None],
     ) -> None:
-        """Calls `on_message` on the loop with every message from now on. Call it on the loop.
-
-        The loop reads the socket itself. A reader thread would compete with the loop for the
-        interpreter in every step.
-        """
+        """Calls `on_message` on the loop with every message from now on. Call it on the loop."""
+        # Not in a reader thread, which would compete with the loop for the interpreter.
         self._loop, self._on_message = loop, on_message
         loop.add_reader(self._outputs.fd, self._deliver_waiting)
-        # The descriptor signals only new messages, so read those that are waiting already.
+        # The descriptor signals only new messages, so read waiting messages now.
         loop.call_soon(self._deliver_waiting)
 
     def wait(self, timeout_s: float | None = None) -> int | None:
@@ -273,10 +267,7 @@ class EngineProcess:
             return
 
     def _connect_inputs(self, endpoint: str) -> None:
-        """Connects to the engine's socket after the engine has bound it.
-
-        A socket that connects earlier retries only after a long pause.
-        """
+        """Connects to the socket that the engine has bound; earlier attempts retry too slowly."""
         socket = self._context.socket(zmq.PUSH)
         socket.set_hwm(0)
         if self._curve_keys is not None:

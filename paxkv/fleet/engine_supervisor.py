@@ -59,8 +59,7 @@ class EngineSupervisor:
             limit.
         max_idle_start_s: See `EngineProcess`.
         show_progress: The first engine draws a progress bar on stderr while it compiles programs.
-        command: See `EngineProcess`.
-        environment: See `EngineProcess`.
+        command: See `EngineProcess`, also for `environment`.
     """
 
     def __init__(

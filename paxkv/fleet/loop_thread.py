@@ -47,10 +47,7 @@ class LoopThread:
         except queue.Empty:
             return None
         if isinstance(message, EngineReady):
-            raise InvariantError(
-                "an engine was restarted, which LoopThread cannot report. Use a transport that "
-                "restarts no engines."
-            )
+            raise InvariantError("an engine was restarted, which LoopThread cannot report.")
         if isinstance(message, EngineDead) and message.request_ids is None:
             self._messages.put(message)
         return message

@@ -24,7 +24,7 @@ _TCP_PORT = re.compile(r"(tcp://.*:)(\d+)")
 def replica_environments(
     num_replicas: int, *, devices: Path = Path("/dev")
 ) -> list[dict[str, str]]:
-    """Returns, per replica, environment variables to add to those of this process.
+    """Returns the variables to add to the environment of each replica's process.
 
     By default JAX takes the memory of every visible GPU and uses every CPU core. So each replica
     sees one GPU; without GPUs, it gets an equal share of the cores.
@@ -98,7 +98,7 @@ def replicas_share_memory(environments: Sequence[Mapping[str, str]]) -> bool:
 
 
 def same_sized_config(config: EngineConfig, ready: EngineReady) -> EngineConfig:
-    """Fixes the KV cache size and `max_model_len` in `config` to those of a running engine."""
+    """Sets the KV cache size and `max_model_len` in `config` to a running engine's values."""
     cache = dataclasses.replace(config.cache, num_gpu_blocks_override=ready.stats.num_blocks)
     model = dataclasses.replace(config.model, max_model_len=ready.model_info.max_model_len)
     return dataclasses.replace(config, cache=cache, model=model)

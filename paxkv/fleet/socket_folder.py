@@ -19,15 +19,13 @@ _OPEN_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 class SocketFolder:
     """A temporary folder that only this user can read, so that other users cannot connect.
 
-    The process that created it holds a lock on it and removes it when it exits. So a folder that
-    another process can lock belongs to a process that was killed.
+    Its process holds a lock on it and removes it at exit. An unlocked folder is left over.
     """
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         lock = os.open(self.path, _OPEN_FLAGS)
-        # On a file system without locks, other processes cannot lock the folder either, so they
-        # never remove it.
+        # Without locks in the file system, other processes cannot lock it either, nor remove it.
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Removes the folder at exit if `remove` was not called.
@@ -47,11 +45,7 @@ def remove_stale_folders() -> None:
 
 
 def _remove_if_stale(path: Path) -> None:
-    """Removes a folder of this user if no process holds its lock.
-
-    Raises:
-        OSError: The folder cannot be opened, or a running process holds its lock.
-    """
+    """Removes a folder of this user if no process holds its lock; otherwise raises OSError."""
     file = os.open(path, _OPEN_FLAGS)
     try:
         status = os.fstat(file)

@@ -38,7 +38,7 @@ _HISTOGRAMS = tuple(field.name for field in dataclasses.fields(BlockResidency))
 
 
 def add_counters(stats: SchedulerStats, more: SchedulerStats) -> SchedulerStats:
-    """Adds the counters of `more` to those of `stats`."""
+    """Returns `stats` with the counters of `more` added."""
     counters = {name: getattr(stats, name) + getattr(more, name) for name in COUNTERS}
     residency = stats.kv_block_residency
     # An empty `kv_block_residency` is the usual case: no block was sampled.

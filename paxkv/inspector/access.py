@@ -24,10 +24,7 @@ def check_access(request: Request, config: ServerConfig) -> None:
             this machine.
     """
     if config.enable_inspector is False:
-        raise InspectorOffError(
-            "the inspector is off: the server runs with --no-enable-inspector. Start it without "
-            "this flag."
-        )
+        raise InspectorOffError("the inspector is off: the server runs with --no-enable-inspector.")
     if config.enable_inspector is None:
         if not is_loopback(config.host):
             raise InspectorOffError(
@@ -44,9 +41,7 @@ def check_access(request: Request, config: ServerConfig) -> None:
     site = request.headers.get("sec-fetch-site", "none")
     is_navigation = request.headers.get("sec-fetch-mode") == "navigate"
     if site not in ("same-origin", "none") and not (is_navigation and request.method == "GET"):
-        raise InspectorOffError(
-            "the inspector answers requests of its own page, but not those of other sites."
-        )
+        raise InspectorOffError("the inspector answers its own page, not pages of other sites.")
 
 
 def _host_name(host_header: str) -> str:

@@ -34,7 +34,7 @@ class InspectedEngine(Protocol):
     """The methods of an engine client that the inspector calls."""
 
     async def inspect(self, after_seq: int, wants_snapshot: bool, *, keeps_tokens: bool) -> str:
-        """Returns the JSON of an `Inspection`: the changes since the one with `after_seq`.
+        """Returns the JSON of an `Inspection` with the changes since the one numbered `after_seq`.
 
         Args:
             keeps_tokens: Store the tokens of cached blocks, so that `inspect_block` returns them
@@ -169,7 +169,7 @@ class InspectorFeed:
             await asyncio.sleep(max(pause_s, 0.0))
 
     async def _poll_once(self, now_s: float) -> float:
-        """Sends one answer to all pages; returns the engine's seconds that it took.
+        """Sends one answer to all pages; returns the seconds of engine time that it cost.
 
         Returns 0 if the answer has a snapshot: `SNAPSHOT_PERIOD_S` limits their cost.
         """

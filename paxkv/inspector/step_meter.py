@@ -69,10 +69,7 @@ class StepMeter:
                 self._ttft_s.append(max(now_s - arrival_time, 0.0))
 
     def pop_ttfts(self, unfinished: Container[str]) -> list[float]:
-        """Returns the times to first token since the last call.
-
-        Also removes requests that ended without a token.
-        """
+        """Returns the times to first token since the last call; drops requests that ended."""
         ttft_s, self._ttft_s = self._ttft_s, []
         self._arrival_times = {
             req_id: at_s for req_id, at_s in self._arrival_times.items() if req_id in unfinished

@@ -47,10 +47,7 @@ def frame_lines(file: Path, make_scheduler: SchedulerFactory) -> Iterator[bytes]
     reader = TraceReader.open(file)
     num_blocks = reader.header.kv_cache_config.num_blocks
     if num_blocks > MAX_BLOCKS:
-        raise TraceFileError(
-            f"the pool of the trace has {num_blocks} blocks; the inspector shows at most "
-            f"{MAX_BLOCKS}. Record a trace with a smaller pool."
-        )
+        raise TraceFileError(f"the trace has {num_blocks} blocks; at most {MAX_BLOCKS} are shown.")
     frames = _TraceFrames(TracePlayer(reader.header, make_scheduler))
     lines_per_frame = -(-_count_lines(file) // MAX_FRAMES)
     num_bytes = num_lines = 0

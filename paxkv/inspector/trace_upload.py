@@ -52,8 +52,7 @@ class TraceUploads:
         Raises:
             TraceBusyError: Another trace is being replayed.
             TraceTooLargeError: The trace is larger than the limit.
-            UnreadableTraceError: The body is not a readable trace, or its replay exceeded a limit
-                before the first frame.
+            UnreadableTraceError: The body is not a readable trace.
             TraceFileError: The trace cannot be written to a temporary file.
         """
         if self._is_busy:

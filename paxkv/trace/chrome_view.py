@@ -86,9 +86,7 @@ def write_chrome_view(reader: TraceReader, out: Path) -> int:
     try:
         out.write_bytes(msgspec.json.encode(TraceView(traceEvents=events)))
     except OSError as error:
-        raise TraceFileError(
-            f"{out} cannot be written: {error.strerror}. Write the view to another file."
-        ) from error
+        raise TraceFileError(f"{out} cannot be written: {error.strerror}.") from error
     return len(events)
 
 
@@ -135,8 +133,7 @@ class _ViewBuilder:
         """Returns all events by time. Unfinished requests end at the end of the trace."""
         for row in self._rows.values():
             self._end_slice(row, self._end_s)
-        # Names first. Of slices that start together, the longest one first, because it contains the
-        # others.
+        # Names first. Of slices that start together, the longest first: it contains the others.
         self._events.sort(key=lambda e: (e.ph != "M", e.ts, -(e.dur or 0.0)))
         return self._events
 
@@ -157,7 +154,7 @@ class _ViewBuilder:
             self._change_state(scheduled.req_id, state, call.at_s, num_tokens)
 
     def _state_in_step(self, scheduled: CachedRow | NewRow) -> str:
-        """ "decode" if the step computes at most the last known token, else "prefill chunk"."""
+        """ "decode" if at most one known token is left to compute, else "prefill chunk"."""
         row = self._rows.get(scheduled.req_id)
         num_outputs = getattr(scheduled, "num_output_tokens", 0)
         num_known = num_outputs + (0 if row is None else row.num_prompt_tokens)
@@ -252,7 +249,7 @@ class _ViewBuilder:
         self._events.append(TraceEvent(name=name, ph="C", pid=ENGINE_PID, tid=0, ts=ts, args=args))
 
     def _name(self, pid: int, tid: int, name: str) -> None:
-        """Names a row; row 0 is the group itself."""
+        """Names a row; `tid` 0 names the group."""
         kind = "thread_name" if tid else "process_name"
         self._events.append(
             TraceEvent(name=kind, ph="M", pid=pid, tid=tid, ts=0.0, args={"name": name})

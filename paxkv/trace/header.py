@@ -50,7 +50,7 @@ class TraceHeader:
 
     Args:
         cache_config: `prefix_caching_seed` is set, so that the replay computes the same hashes. The
-            seed must stay secret: whoever knows it can construct prompts with equal hashes.
+            seed must stay secret: with it, an attacker can construct prompts with equal hashes.
         is_async: The scheduler is an `AsyncScheduler`.
         num_lookahead_tokens: This and the next two: see `Scheduler`.
         has_connector: The scheduler has a KV connector.
@@ -206,20 +206,17 @@ def _encode(config: object) -> msgspec.Raw:
 
 
 def _decode(data: msgspec.Raw, config_class: type[_ConfigT]) -> _ConfigT:
-    """Decodes a config, whose fields must be exactly those of `config_class`.
+    """Decodes a config. Rejects unknown and missing fields.
 
-    Otherwise the scheduler would differ from the recorded one: msgspec would drop unknown fields
-    and set missing ones to the current default.
-
-    Raises:
-        TraceFileError: A field is unknown or missing.
+    msgspec would drop unknown fields and set missing ones to the current default, and then the
+    scheduler would differ from the recorded one.
     """
     got = set(msgspec.json.decode(data, type=dict[str, msgspec.Raw]))
     expected = {field.name for field in dataclasses.fields(config_class)}
     if got != expected:
         raise TraceFileError(
-            f"the settings of {config_class.__name__} in line 1 differ from those of this version: "
-            f"unknown {sorted(got - expected)}, missing {sorted(expected - got)}. Replay the trace "
-            "with the version that wrote it."
+            f"line 1 has other fields of {config_class.__name__} than this version: unknown "
+            f"{sorted(got - expected)}, missing {sorted(expected - got)}. Replay it with the "
+            "version that wrote it."
         )
     return msgspec.json.decode(data, type=config_class)

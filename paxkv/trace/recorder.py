@@ -185,10 +185,7 @@ class TraceRecorder:
         method: Callable[[], _ResultT],
         describe: Callable[[_ResultT | None, dict[str, object]], Call],
     ) -> _ResultT:
-        """Calls `method`, and reports the call that `describe` makes from its result.
-
-        If `method` raised an error, `describe` gets None.
-        """
+        """Calls `method` and reports what `describe` makes of the result (None after an error)."""
         start_s = time.perf_counter()
         try:
             result = method()
@@ -227,7 +224,4 @@ class TraceRecorder:
             if output is scheduler_output:
                 del self._steps_in_flight[step]
                 return step
-        raise InvariantError(
-            "received the tokens of a step that is not in flight; each step that `schedule` "
-            "returned must be updated once."
-        )
+        raise InvariantError("received the tokens of a step that is not in flight.")

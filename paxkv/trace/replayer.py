@@ -129,9 +129,7 @@ class TracePlayer:
                 self._steps_in_flight[recorded.step] = output
             case UpdateCall():
                 if recorded.step not in self._steps_in_flight:
-                    raise TraceFileError(
-                        f"the trace has tokens of step {recorded.step}, which never began."
-                    )
+                    raise TraceFileError(f"tokens of step {recorded.step}, which never began.")
                 output = self._steps_in_flight.pop(recorded.step)
                 self._scheduler.update_from_output(output, recorded.runner_output())
 

@@ -1,4 +1,4 @@
-// The inspector page: receives frames, keeps those of the last minutes, and draws one moment.
+// The inspector page: receives frames, keeps the last minutes, and draws the state at one moment.
 import { CACHED, FIXED, FREE, SHARED, USED, decodeFrame } from "./state.js";
 import { History } from "./history.js";
 import { follow, replay } from "./feed.js";
@@ -15,7 +15,7 @@ const PANEL_MS = 200, TREE_MS = 1000, TREE_SLICE_MS = 5;
 const TREE_EMPTY = $("tree-empty").textContent;
 const TRACE_FRAME_MS = 60; // time per frame when a trace plays
 
-const live = new History(); // the engine's frames; continues while a trace is in view
+const live = new History(); // the engine's frames; also grows while a trace is in view
 let loaded = null; // the history of a loaded trace
 let index = -1; // frame in view; -1 follows the newest frame
 let hello = null;
@@ -122,7 +122,7 @@ follow(new AbortController().signal, {
       const numDropped = live.numDropped, length = live.length;
       trouble = "";
       addFrame(live, data);
-      // The ring dropped its oldest frames, or was cleared: keep the frame in view if it still exists.
+      // Correct `index` for dropped frames, so that the same frame stays in view while it exists.
       if (!loaded && index >= 0) index = live.length < length - (live.numDropped - numDropped) ? 0 : Math.max(index - (live.numDropped - numDropped), 0);
     } else if (name === "trouble") { trouble = data.message; isDirty = true; }
   },
@@ -272,8 +272,7 @@ function drawPanels(state, entry) {
   $("log-empty").hidden = log.length > 0;
 }
 
-// Builds the tree in slices over several frames, although the state changes meanwhile; draws it
-// once per second.
+// Builds the tree in slices, one per animation frame, and draws it at most once per second.
 function workOnTree(state, now) {
   if (treeBuilder === null) {
     if (now - drawnTree < TREE_MS) return;

@@ -1,11 +1,10 @@
-// The block map: an image with one pixel per block, scaled up. Fast enough for hundreds of
-// thousands of blocks.
+// The block map: an image with one pixel per block, scaled up. Fast also for very large pools.
 import { CACHED, FIXED, FREE, USED } from "./state.js";
 import { agePixel, css, pixelOf, requestPixel, sharedName } from "./palette.js";
 
 const MAX_CELL = 30, MIN_CELL = 1;
 const AREA_SHARE = 0.56; // height / width
-const FLASH_S = 1.2, SMALL_FLASH_S = 0.3; // how long an eviction shows: as a dot, or as a small cell's color
+const FLASH_S = 1.2, SMALL_FLASH_S = 0.3; // duration of an eviction's mark: a dot, or a small cell's color
 const MIN_DOT_CELL = 8;
 
 export class BlockMap {
@@ -17,7 +16,7 @@ export class BlockMap {
     this.mode = "state";
     this.pointed = -1;
     this.selectedKey = 0;
-    this.marked = null; // Set of ids that stay bright
+    this.marked = null; // ids of highlighted blocks, a Set; all others are dimmed
     this.columns = 0; this.cell = 0;
     canvas.addEventListener("pointermove", (event) => onPoint(this.idAt(event)));
     canvas.addEventListener("pointerdown", (event) => onPoint(this.idAt(event)));
@@ -35,7 +34,7 @@ export class BlockMap {
     event.preventDefault();
     event.stopPropagation();
     const next = Math.min(Math.max(Math.max(this.pointed, 0) + move, 0), this.state.n - 1);
-    this.pointed = next; // not only when drawing: the next key may be pressed before that
+    this.pointed = next; // set here too: the next key may be pressed before the next drawing
     onPoint(next);
   }
 
