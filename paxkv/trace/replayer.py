@@ -135,15 +135,22 @@ class TracePlayer:
 
 
 def _first_difference(got: Call, recorded: Call) -> Difference | None:
-    """Compares two calls without their times. Errors first: a call with one has no result."""
-    if got.error != recorded.error:
+    """Compares two calls without their times and the texts of errors, which versions may reword.
+
+    Errors come first, because a call with an error has no result.
+    """
+    if _error_type(got) != _error_type(recorded):
         return Difference("error", got.error, recorded.error)
     # The fields of `_Call` come last, so a different decision is found before different movements.
-    return first_difference(_without_times(got), _without_times(recorded))
+    return first_difference(_comparable(got), _comparable(recorded))
 
 
-def _without_times(call: Call) -> Call:
-    return msgspec.structs.replace(call, at_s=0.0, took_s=0.0)
+def _error_type(call: Call) -> str | None:
+    return None if call.error is None else call.error.partition(":")[0]
+
+
+def _comparable(call: Call) -> Call:
+    return msgspec.structs.replace(call, at_s=0.0, took_s=0.0, error=None)
 
 
 def _count(summary: ReplaySummary, call: Call) -> None:

@@ -230,6 +230,21 @@ def test_other_token_shows_where_it_first_matters(tmp_path: Path) -> None:
     assert (summary.difference_at, summary.difference.got) == ("step 2, update", 50)
 
 
+@pytest.mark.parametrize("recorded", ["InvalidRequestError: other words", "ConfigError: no"])
+def test_errors_of_the_same_type_are_equal_in_other_words(tmp_path: Path, recorded: str) -> None:
+    scheduler = record_scheduler(make_header(), tmp_path / "t")
+    with pytest.raises(InvalidRequestError):
+        scheduler.add_request(make_request("r", 0))
+    scheduler.close()
+
+    def change(call: Call) -> Call:
+        return call if call.error is None else msgspec.structs.replace(call, error=recorded)
+
+    rewrite(tmp_path / "t", change)
+    difference = replay_file(tmp_path / "t").difference
+    assert (difference is None) == recorded.startswith("InvalidRequestError")
+
+
 def test_failure_of_the_scheduler_comes_again(tmp_path: Path) -> None:
     scheduler = record_scheduler(make_header(), tmp_path / "t")
     scheduler.add_request(make_request("r", 20))
