@@ -1,4 +1,4 @@
-"""AdmissionGate: whether a waiting request may run now, and which of its tokens need no step."""
+"""AdmissionGate: whether a waiting request may run, and which of its tokens are computed."""
 
 import dataclasses
 
@@ -15,12 +15,12 @@ class ComputedPrefix:
     """Leading tokens of a waiting request that need not be computed.
 
     Args:
-        blocks: Prefix hits, or blocks of the request it is forked from; None for a request that
-            holds its blocks already, as they were loaded while it waited.
+        blocks: Prefix hits, or blocks of the fork source. None for a request whose blocks were
+            loaded while it waited: it holds them already.
         num_local_tokens: Tokens in `blocks`.
-        num_external_tokens: Further ones that the connector loads.
-        is_loaded_async: They are loaded while other steps run.
-        fork_source: Whose blocks `blocks` are.
+        num_external_tokens: Further tokens, which the connector loads.
+        is_loaded_async: The connector loads the external tokens while other steps run.
+        fork_source: The request that holds `blocks`, if they are not prefix hits.
     """
 
     blocks: KVCacheBlocks | None
@@ -31,7 +31,7 @@ class ComputedPrefix:
 
 
 class AdmissionGate:
-    """Asks everyone whom a waiting request may have to wait for."""
+    """Checks whether a waiting request still waits for a load, a grammar or a fork source."""
 
     def __init__(
         self,
@@ -47,19 +47,20 @@ class AdmissionGate:
         self._grammar_gate = grammar_gate
 
     def is_open(self, request: Request, plan: StepPlan) -> bool:
-        """Whether nothing outside the pool and the budget keeps the request waiting.
+        """Whether the request may run, if the pool and the token budget have room for it.
 
-        Its status becomes what it waits for, or WAITING or PREEMPTED when it need not.
+        Sets the request's status to the reason for waiting, or to WAITING or PREEMPTED if there is
+        none.
 
         Args:
-            plan: The step so far.
+            plan: The step as decided so far.
         """
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             if self._remote_kv is None or not self._remote_kv.finish_loading(request):
                 return False
             has_run = request.num_preemptions > 0
             request.status = RequestStatus.PREEMPTED if has_run else RequestStatus.WAITING
-            # Blocks of another request would stand where the loaded ones do.
+            # Loaded blocks take the place of the blocks that the fork would share.
             if request.num_computed_tokens > 0:
                 request.fork_source = None
         if request.status is RequestStatus.WAITING_FOR_FSM:
@@ -74,9 +75,10 @@ class AdmissionGate:
         return True
 
     def find_computed_prefix(self, request: Request) -> ComputedPrefix | None:
-        """What the request need not compute; None where the connector does not know it yet.
+        """Finds the tokens that need no computation; None if the connector does not know them yet.
 
-        Nothing is taken: the blocks go to `allocate_slots` before anything else does.
+        The blocks are not allocated here. The caller must pass them to `allocate_slots` before any
+        other change of the pool.
         """
         if request.num_computed_tokens > 0:
             return ComputedPrefix(blocks=None, num_local_tokens=0)
@@ -98,22 +100,25 @@ class AdmissionGate:
         )
 
     def _must_wait_for_source(self, request: Request, source: Request, plan: StepPlan) -> bool:
-        """Whether waiting brings more shared tokens; a source that cannot share is forgotten."""
+        """Whether the fork should wait until its source has computed more tokens to share.
+
+        Clears `request.fork_source` if the source cannot share its blocks any more.
+        """
         if source.is_finished and source in self._kept_requests:
             return False
-        # Preempted, its blocks are gone, and it would be computed no sooner than this one.
+        # A preempted source has no blocks, and will not be computed before this request.
         if source.is_finished or source.status is RequestStatus.PREEMPTED:
             request.fork_source = None
             return False
-        # What a request found when it was admitted may be written, or loaded, in this very step,
-        # and block copies come before that.
+        # Blocks of a source that is admitted in this step may be written or loaded in this step.
+        # The runner copies blocks before that, so a fork would copy old data.
         if plan.is_admitted(source):
             return True
-        # Tokens of this step are not counted yet, for the same reason.
+        # `num_computed_tokens` excludes this step's tokens: they too are written after the copies.
         return source.num_computed_tokens < num_shareable_tokens(source, request)
 
     def _find_fork(self, request: Request, num_hit_tokens: int) -> ComputedPrefix | None:
-        """The source's blocks, where they hold more tokens than the prefix hit."""
+        """The source's blocks; None unless they hold more tokens than the prefix hit."""
         source = request.fork_source
         if source is None:
             return None

@@ -1,4 +1,4 @@
-"""AsyncScheduler: schedules a step before the tokens of the one before it are known."""
+"""AsyncScheduler: schedules a step before the previous step has returned its tokens."""
 
 from paxkv.contracts.engine_output import EngineCoreOutput
 from paxkv.contracts.scheduler_output import SchedulerOutput, TokenLogprobs
@@ -8,19 +8,20 @@ from paxkv.scheduler.scheduler import Scheduler
 
 
 class AsyncScheduler(Scheduler):
-    """A scheduler that counts on the tokens of every step in flight.
+    """A scheduler that counts tokens of steps in flight as placeholders.
 
-    A token whose value is not known has a placeholder: the next step computes it, from the
-    device's own memory, but its block cannot be hashed before it comes home.
+    A placeholder stands for a sampled token that the host has not received. The next step can
+    compute this token, because it is in device memory. Its block can be hashed only when the host
+    has received the token.
 
         prompt of 5     schedule 1: computes 0..4, then 1 placeholder
                         schedule 2: computes 5, whose token is not known, then 2 placeholders
                         update 1: 1 token known, 1 placeholder
 
-    A burst brings one token for each that it computes, or ends its request with fewer.
+    A burst returns one token for each that it computes, or fewer if the request ends.
 
     A step that verifies drafts returns an unknown number of tokens. With a drafter, every step that
-    draws returns the drafts for the next step. Therefore, the scheduler passes over a request until
+    samples returns the drafts for the next step. Therefore, the scheduler skips a request until
     such a step has returned.
 
     Source: vLLM `v1/core/sched/async_scheduler.py`.
@@ -36,7 +37,7 @@ class AsyncScheduler(Scheduler):
             return
         for request in requests.values():
             num_placeholders = request.num_output_placeholders
-            # Fewer are computed if the step computes a part of a prompt.
+            # A step that computes only a part of a prompt samples no token.
             is_drawn = not request.is_pooled
             num_known = len(request.all_token_ids) + num_placeholders
             if is_drawn and request.num_computed_tokens == num_known:
@@ -52,17 +53,17 @@ class AsyncScheduler(Scheduler):
         if request.num_output_placeholders > 0:
             if len(token_ids) > num_wanted:
                 raise InvariantError(
-                    f"{request!r} got {len(token_ids)} tokens; a step without drafts that others "
-                    f"follow before it is back must sample {num_wanted}."
+                    f"{request!r} got {len(token_ids)} tokens; a step in flight without drafts "
+                    f"must sample {num_wanted}."
                 )
             request.num_output_placeholders -= len(token_ids)
         num_hashes = len(request.block_hashes)
         output = super()._append_tokens(request, token_ids, logprobs, num_wanted)
-        # When the block was filled, on the device, its last token was not known yet.
+        # When `allocate_slots` ran, the host did not know the last token of the block.
         if len(request.block_hashes) > num_hashes and output.finish_reason is None:
             manager = self.kv_cache_manager
             manager.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
             if request.num_output_placeholders == 0:
-                # Or else that token is still to be computed, and fills the block then.
+                # With placeholders left, the token is computed later and fills the block then.
                 request.note_block_work(manager.get_num_tokens_before_block_work(request))
         return output

@@ -1,4 +1,4 @@
-"""Decode bursts: several decode steps of the same requests, decided at once and computed as one."""
+"""Decode bursts: several decode steps of the same requests, computed by one program."""
 
 from paxkv.contracts.kv_cache_spec import MambaSpec
 from paxkv.contracts.protocols import KVConnector
@@ -10,11 +10,11 @@ from paxkv.scheduler.step_plan import StepPlan
 
 
 class DecodeBursts:
-    """Makes bursts of steps in which nothing but decoding goes on.
+    """Turns steps in which every request decodes into bursts.
 
     Args:
-        num_lookahead_tokens: Above 0 there is a drafter, which must see every step.
-        connector: It must see every step too, to save what the step has written.
+        num_lookahead_tokens: Above 0 there is a drafter, which must run after every step.
+        connector: The connector must run after every step too, to save what the step has written.
         may_change_logits: Whether the runner changes logits within a burst. Runners up to trace
             version 2 did not.
 
@@ -41,11 +41,11 @@ class DecodeBursts:
         self.are_possible = num_lookahead_tokens == 0 and connector is None and not has_states
 
     def extend(self, plan: StepPlan, waiting: RequestQueue, max_decode_steps: int) -> None:
-        """Turns a step in which every request decodes a token into a burst, if it can be one.
+        """Turns the step into a burst, if every request decodes one token and no request waits.
 
         The burst has up to `max_decode_steps` steps, and no more than free blocks allow: no request
-        is preempted for a burst. Each request gets slots for all tokens that it may compute: fewer
-        than the burst has steps if it reaches its maximum length.
+        is preempted for a burst. Each request gets one slot per step, or fewer if it reaches its
+        maximum length in the burst.
         """
         if max_decode_steps <= 1 or not self.are_possible or waiting:
             return
@@ -58,7 +58,7 @@ class DecodeBursts:
             return
         if not self._may_change_logits and any(request.changes_logits for request in requests):
             return
-        # Its last token is only sampled, never computed.
+        # The last token of a request is sampled but never computed.
         num_left = [
             request.max_num_tokens - 1 - request.num_computed_tokens for request in requests
         ]
@@ -70,14 +70,12 @@ class DecodeBursts:
             for request, num_left_tokens in zip(requests, num_left, strict=True):
                 self._give_slots(plan, request, min(num_steps, num_left_tokens))
 
-    def take_answer(self, request: Request, num_sampled_tokens: int, num_wanted: int) -> None:
-        """Takes note of the tokens that a request got of a burst.
-
-        Blocks that filled up in the burst become findable now: their tokens were not known before.
+    def finish_burst(self, request: Request, num_sampled_tokens: int, num_wanted: int) -> None:
+        """Caches the blocks that a request filled in a burst, now that its tokens are known.
 
         Raises:
-            InvariantError: The request goes on, but did not get all tokens that it counts on: its
-                next step would follow a token that nobody has.
+            InvariantError: The request continues, but got fewer tokens than were scheduled. Its
+                next step would need a token that was not sampled.
         """
         if not request.is_finished and num_sampled_tokens != num_wanted:
             raise InvariantError(
@@ -85,7 +83,7 @@ class DecodeBursts:
                 "scheduled, and none of them ends it."
             )
         if request.is_finished:
-            # What was to be computed after the token that ended it may not have been.
+            # The device may not have computed the tokens after the one that ended the request.
             request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         num_known_tokens = min(request.num_computed_tokens, request.num_tokens)
         self._manager.cache_blocks(request, num_known_tokens)
@@ -109,7 +107,7 @@ class DecodeBursts:
         if new_blocks.is_empty():
             return
         request.note_block_work(self._manager.get_num_tokens_before_block_work(request))
-        # The step itself may have taken a block already.
+        # `schedule_running` may have allocated a block in this step already.
         first = plan.blocks.get(req_id, self._manager.empty_kv_cache_blocks)
         plan.blocks[req_id] = KVCacheBlocks(
             tuple(
@@ -120,6 +118,6 @@ class DecodeBursts:
 
 
 def _decodes_last_token(request: Request) -> bool:
-    """Whether the one token that it computes now is its last: so the step samples the next."""
+    """Whether the token scheduled now is the request's last one, so the step samples the next."""
     num_known_or_sure = request.num_tokens + request.num_output_placeholders
     return request.num_computed_tokens + 1 == num_known_or_sure

@@ -1,4 +1,4 @@
-"""The rules that hold between two steps for requests and queues, as checks."""
+"""Checks of the rules that hold for requests, queues and blocks between two steps."""
 
 from collections.abc import Iterable, Mapping
 
@@ -24,15 +24,14 @@ def check_requests(
     *,
     has_connector: bool = False,
 ) -> None:
-    """Checks that each unfinished request is in one queue, in a status that fits it.
+    """Checks that each unfinished request is in exactly one queue and has a matching status.
 
     Args:
-        num_unknown_tokens: What steps in flight compute of drafts and, without placeholders, of
-            tokens that they sample themselves.
+        num_unknown_tokens: See `StepsInFlight.count_unknown_tokens`.
         has_connector: Waiting requests may have tokens that were loaded for them.
 
     Raises:
-        InvariantError: One is not.
+        InvariantError: A rule is broken.
     """
     queued = [*running, *waiting]
     if len(queued) != len(requests):
@@ -43,23 +42,25 @@ def check_requests(
     unknown = num_unknown_tokens or {}
     for request in running:
         if request.status is not RequestStatus.RUNNING:
-            raise InvariantError(f"{request!r} is among the running.")
-        # Drafts and tokens on their way are computed before they are known.
+            raise InvariantError(f"{request!r} is in the running list, but has another status.")
+        # Drafts and tokens of steps in flight are computed before the host has received them.
         num_unknown = request.num_output_placeholders + unknown.get(request.request_id, 0)
         most = request.num_tokens + num_unknown
         if not 0 < request.num_computed_tokens <= most:
-            raise InvariantError(f"{request!r} has computed more than there is, or nothing.")
+            raise InvariantError(f"{request!r} must have 1 to {most} computed tokens.")
     for request in waiting:
         if request.status not in _WAITING_STATUSES:
-            raise InvariantError(f"{request!r} is among the waiting.")
+            raise InvariantError(f"{request!r} is in the waiting queue, but has another status.")
         if request.num_output_placeholders or request.spec_token_ids:
-            raise InvariantError(f"{request!r} waits and expects tokens.")
+            raise InvariantError(f"{request!r} waits but has drafts or placeholders.")
         may_be_loaded = has_connector and request.status in _LOADED_STATUSES
         if request.num_computed_tokens != 0 and not may_be_loaded:
             raise InvariantError(f"{request!r} waits but has computed tokens.")
     for request in queued:
         if request.num_tokens >= request.max_num_tokens:
-            raise InvariantError(f"{request!r} should have ended by its length.")
+            raise InvariantError(
+                f"{request!r} should have ended: max_num_tokens is {request.max_num_tokens}."
+            )
 
 
 def check_blocks(
@@ -68,13 +69,13 @@ def check_blocks(
     waiting: Iterable[Request],
     other_holders: Iterable[Request],
 ) -> None:
-    """Checks that requests hold blocks exactly where they may, and enough of them.
+    """Checks that running requests hold enough blocks, and that only permitted requests hold any.
 
     Args:
-        other_holders: Finished ones whose blocks are kept, or used by a transfer.
+        other_holders: Finished requests whose blocks are kept for forks or used by a transfer.
 
     Raises:
-        InvariantError: They do not.
+        InvariantError: A rule is broken.
     """
     for request in waiting:
         may_hold = (
@@ -85,11 +86,13 @@ def check_blocks(
             raise InvariantError(f"{request!r} waits and holds blocks.")
     for request in other_holders:
         if not request.is_finished:
-            raise InvariantError(f"{request!r} is kept as if it had ended.")
+            raise InvariantError(f"{request!r} is kept like a finished request, but is unfinished.")
     for request in running:
         for group_manager in manager.coordinator.single_type_managers:
             if not group_manager.is_written_by_decoder:
                 continue
             num_blocks = len(group_manager.get_blocks(request.request_id))
             if num_blocks * group_manager.block_size < request.num_computed_tokens:
-                raise InvariantError(f"{request!r} has only {num_blocks} blocks.")
+                raise InvariantError(
+                    f"{request!r} has only {num_blocks} blocks of {group_manager.block_size} slots."
+                )

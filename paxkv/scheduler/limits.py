@@ -1,4 +1,4 @@
-"""Checks at the scheduler's door: requests that could wait forever are refused."""
+"""RequestLimits: rejects requests that could never finish."""
 
 import bisect
 import dataclasses
@@ -16,17 +16,17 @@ from paxkv.errors import (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """What a request may ask of this scheduler.
+    """Limits on the size of a request.
 
     Args:
-        max_prompt_tokens: Longest prompt that one step can take on; None is any, in pieces.
-        max_num_batched_tokens: Most tokens of one step: with a sliding window, what a request
-            holds at once.
+        max_prompt_tokens: Longest prompt if prompts are not split over steps; None if they are.
+        max_num_batched_tokens: Token budget of one step. With a sliding window it bounds how many
+            tokens a request holds beyond the window.
         num_usable_blocks: Blocks of the pool that requests can get.
         kv_cache_specs: One per KV cache group.
         num_lookahead_tokens: Slots that a running request has beyond its tokens.
-        max_encoder_tokens: Largest image or the like that can be encoded; all of a request's
-            together for an encoder-decoder model.
+        max_encoder_tokens: Encoder tokens of the largest item (an image, for example) that can be
+            encoded. For an encoder-decoder model: of all items of a request together.
     """
 
     max_model_len: int
@@ -39,22 +39,23 @@ class RequestLimits:
 
     @property
     def is_encoder_decoder(self) -> bool:
-        """Whether all of a request's items are encoded before its first token."""
+        """Whether the model encodes all items of a request before its first token."""
         return any(isinstance(spec, CrossAttentionSpec) for spec in self.kv_cache_specs)
 
     @property
     def max_tokens_that_fit(self) -> int:
-        """Most token positions that one request can hold in the whole pool.
+        """Largest number of token positions that one request can hold in the whole pool.
 
-        Where every group has a window the pool sets no limit; then it is at least max_model_len.
+        If every group has a window, the pool sets no limit; the result is then at least
+        max_model_len.
         """
-        # Blocks of the largest size for every position: no request can have more.
+        # An upper bound: every block has the size of the largest one.
         most_tokens = self.num_usable_blocks * max(spec.block_size for spec in self.kv_cache_specs)
         candidates = range(1, max(most_tokens, self.max_model_len) + 1)
         return bisect.bisect_right(candidates, self.num_usable_blocks, key=self.required_blocks)
 
     def required_blocks(self, num_tokens: int) -> int:
-        """Most blocks that a request of `num_tokens` cached tokens holds at once, in all groups."""
+        """Largest number of blocks that a request with `num_tokens` cached tokens holds at once."""
         return sum(
             spec.max_held_blocks(
                 max_model_len=num_tokens,
@@ -64,21 +65,21 @@ class RequestLimits:
         )
 
     def max_num_tokens(self, request: EngineRequest) -> int:
-        """Number of prompt and output tokens at which the request ends by its length."""
+        """Number of prompt and output tokens at which the request ends with reason "length"."""
         max_tokens = request.sampling_params.max_tokens
         if max_tokens is None:
             return self.max_model_len
         return min(len(request.prompt_token_ids) + max_tokens, self.max_model_len)
 
     def check(self, request: EngineRequest) -> None:
-        """Refuses a request that could never run to its end.
+        """Rejects a request that could never finish.
 
         Raises:
             InvalidRequestError: The prompt is empty.
             PromptTooLongError: The prompt leaves no room for a token within max_model_len, or is
-                too long for one step where it must not be split.
-            NeverFitsError: Even alone it would run out of KV blocks, and preempt itself forever;
-                or what must be encoded in one step is more than can be.
+                too long for one step and must not be split.
+            NeverFitsError: The request needs more KV blocks than there are, so it would preempt
+                itself forever; or one step cannot encode its items.
         """
         self._check_prompt(request)
         lengths = [feature.length for feature in request.mm_features]
@@ -91,7 +92,7 @@ class RequestLimits:
                 "--encoder-cache-size.",
                 param="prompt",
             )
-        # The last token of all is never fed back, so it needs no slot.
+        # The last token is never computed, so it needs no slot.
         num_cache_tokens = min(
             self.max_num_tokens(request) - 1 + self.num_lookahead_tokens, self.max_model_len
         )
@@ -120,8 +121,8 @@ class RequestLimits:
                 ),
                 param="prompt",
             )
-        # A fork goes on where another request ended. Where its blocks are gone it is computed
-        # again, and split, like a request that resumes with its output.
+        # A fork continues another request. If the blocks of that request are freed, the fork is
+        # computed again and may be split, like a request that resumes after a preemption.
         may_split = self.max_prompt_tokens is None or request.fork_from is not None
         if not may_split and num_prompt_tokens > self.max_prompt_tokens:
             raise PromptTooLongError(
@@ -145,7 +146,7 @@ def make_request_limits(
     num_usable_blocks: int,
     num_lookahead_tokens: int,
 ) -> RequestLimits:
-    """The limits that follow from settings and the pool; see `RequestLimits`."""
+    """Derives `RequestLimits` from the settings and the pool."""
     specs = tuple(group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
     return RequestLimits(
         max_model_len=max_model_len,
@@ -163,7 +164,7 @@ def make_request_limits(
 
 
 def _max_prompt_tokens(config: SchedulerConfig) -> int | None:
-    """Longest prompt that one step can take on; None where prompts are split over steps."""
+    """Longest prompt that one step can compute; None if prompts are split over steps."""
     threshold = config.long_prefill_token_threshold
     is_split = config.enable_chunked_prefill or 0 < threshold <= config.max_num_batched_tokens
     return None if is_split else config.max_num_batched_tokens

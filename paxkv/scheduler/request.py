@@ -1,4 +1,4 @@
-"""Request: the scheduler's own record of one request, from arrival to end."""
+"""Request: the scheduler's record of one request."""
 
 import enum
 import sys
@@ -14,14 +14,14 @@ from paxkv.kv_cache.hashing.extra_keys import extra_key_sources
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request stands; every value after PREEMPTED is an end."""
+    """The state of a request; every value after PREEMPTED means finished."""
 
     WAITING = 0
-    # Its tokens are bound by a grammar (a finite state machine) that is not compiled yet.
+    # The request's grammar (a finite state machine) is not compiled yet.
     WAITING_FOR_FSM = 1
-    # Its blocks are being loaded by the KV connector.
+    # The KV connector is loading the request's blocks.
     WAITING_FOR_REMOTE_KVS = 2
-    # What it shares with the request it is forked from is not computed yet.
+    # The fork source has not computed the shared tokens yet.
     WAITING_FOR_FORK = 3
     RUNNING = 4
     PREEMPTED = 5
@@ -29,11 +29,11 @@ class RequestStatus(enum.IntEnum):
     FINISHED_LENGTH_CAPPED = 7
     FINISHED_ABORTED = 8
     FINISHED_ERROR = 9
-    # Ended without having been run, because it never could be.
+    # Ended without running, because it could never run.
     FINISHED_IGNORED = 10
 
 
-# How a request may end. Clients know an ignored one by its length, as in vLLM.
+# Clients receive "length" as the finish reason of an ignored request, as in vLLM.
 EndReason = FinishReason | Literal["ignored"]
 
 _FINISHED_STATUS: dict[EndReason, RequestStatus] = {
@@ -56,11 +56,11 @@ _FINISH_REASON: dict[RequestStatus, FinishReason] = {
 class Request:
     """One request's tokens and progress; only the scheduler changes it.
 
-    A step computes tokens `num_computed_tokens` and following; there is no other difference
-    between a prompt being computed and a token being decoded.
+    A step computes tokens from position `num_computed_tokens` on. Prefill and decode do not differ
+    in any other way.
 
     Args:
-        max_num_tokens: Prompt and output tokens at which it ends by its length.
+        max_num_tokens: Number of prompt and output tokens at which the request ends.
         block_hasher: None without prefix caching; then there are no `block_hashes`.
     """
 
@@ -124,17 +124,18 @@ class Request:
         self.mm_features = engine_request.mm_features
         self.keep_blocks = engine_request.keep_blocks
         self.is_streamed = engine_request.is_streamed
-        # Whose blocks it is to share when it is first admitted; None when there is nobody.
+        # The request whose blocks this one shares when it is first admitted, if any.
         self.fork_source: Request | None = None
 
         self.max_num_tokens = max_num_tokens
         eos_token_ids = () if params.ignore_eos else engine_request.eos_token_ids
-        # The one end that is not told by its id; further ones are stop tokens, as in vLLM.
+        # The first EOS token ends the request without a stop reason. Further EOS tokens are
+        # treated as stop tokens, and their id is the stop reason, as in vLLM.
         self.eos_token_id = eos_token_ids[0] if eos_token_ids else None
-        # Of both kinds, so that a token that ends nothing costs one look-up.
+        # EOS and stop tokens in one set: a token that does not end the request costs one look-up.
         self.ending_token_ids = frozenset((*eos_token_ids, *(params.stop_token_ids or ())))
         self.min_tokens = params.min_tokens
-        # The model's EOS too where it ends nothing: whoever asks for tokens wants others.
+        # Tokens forbidden below min_tokens. They include EOS also if EOS is ignored.
         self.early_end_ids = (
             (*dict.fromkeys((*engine_request.eos_token_ids, *(params.stop_token_ids or ()))),)
             if params.min_tokens > 0
@@ -144,8 +145,8 @@ class Request:
         self.scarce_token_ids = frozenset(engine_request.scarce_token_ids)
         self.needs_grammar = engine_request.needs_grammar
         self.is_pooled = engine_request.is_pooled
-        # Whether every draw needs the host, for a grammar's mask or to copy all logits; or the
-        # request draws nothing.
+        # True if the host works between samples (a grammar's mask, or a copy of all logits), or if
+        # the request samples nothing. Such a request cannot be in a burst.
         self.needs_single_steps = is_wide(params.logprobs) or self.needs_grammar or self.is_pooled
 
         self.status = (
@@ -154,25 +155,26 @@ class Request:
         self.stop_reason: int | str | None = None
         self.all_token_ids = list(engine_request.prompt_token_ids)
         self.num_computed_tokens = 0
-        # Drafts to be verified in its next step, behind `all_token_ids`.
+        # Drafts after `all_token_ids`, which the next step verifies.
         self.spec_token_ids: list[int] = []
         # Tokens that steps still in flight will add to `all_token_ids`.
         self.num_output_placeholders = 0
-        # The scheduler's notes; see `note_block_work`.
+        # See `note_block_work`.
         self.num_tokens_before_block_work = 0
         self.num_plain_tokens = 0
         self.num_preemptions = 0
-        # Prompt tokens found in the prefix cache when it was first admitted.
+        # Prompt tokens that were already computed at the first admission.
         self.num_cached_tokens = 0
 
         self.block_hashes: list[BlockHash] = []
         self._block_hasher = block_hasher
         self._extra_key_sources = extra_key_sources(engine_request)
-        # `num_tokens` at which the next block is full: a decode step compares one number.
+        # `num_tokens` at which the next block is full.
         self._num_tokens_to_hash_at = sys.maxsize if block_hasher is None else 0
-        # `num_tokens` from which on any token may be the last.
+        # From this `num_tokens` on, any token may be the last.
         self._ends_from = 0 if self.scarce_token_ids else max_num_tokens
-        # The same for all that a token may do by its place: fill a block, or be the last.
+        # From this `num_tokens` on, any token may fill a block or be the last: the smaller of the
+        # two numbers above, so that a decode step needs only one comparison.
         self.num_tokens_to_look_at = self._ends_from
         if self.num_tokens >= self._num_tokens_to_hash_at:
             self._hash_full_blocks()
@@ -191,13 +193,13 @@ class Request:
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        # Prompt logprobs need the logits of every prompt token, and a hit has none.
+        # Prompt logprobs need the logits of every prompt token; cached tokens have no logits.
         params = self.sampling_params
         return params.skip_reading_prefix_cache or params.prompt_logprobs is not None
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the next token's logits are changed before it is drawn."""
+        """Whether the next token's logits are changed before it is sampled."""
         return self.sampling_params.changes_logits or (
             self.num_output_tokens + self.num_output_placeholders < self.min_tokens
         )
@@ -208,35 +210,35 @@ class Request:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ended; None while it has not."""
+        """Why the request ended; None while it is unfinished."""
         return _FINISH_REASON.get(self.status)
 
     @property
     def sort_key(self) -> tuple[int, float, str]:
-        """Order under the priority policy, lowest first; the id only makes it total."""
+        """Order under the priority policy, lowest first; the id makes keys unique."""
         return (self.priority, self.arrival_time, self.request_id)
 
     def note_block_work(self, num_tokens: int) -> None:
-        """Notes that up to so many tokens its blocks need no work; see `KVCacheManager`.
+        """Stores the result of `KVCacheManager.get_num_tokens_before_block_work`.
 
-        From that follows what a scheduler looks at in most steps of most requests: a single token
-        is plain, and needs nothing but to be counted, while it is among the first
-        `num_plain_tokens`. Those who may wait for a grammar, or for something encoded, have none;
-        and the last token of all is never computed.
+        Also sets `num_plain_tokens`. A step that computes one of the first `num_plain_tokens`
+        tokens needs no blocks, no grammar and no encoder, so the scheduler only counts it. The
+        number is 0 for requests with a grammar or with encoder items. The last token of a request
+        is not plain, because it is never computed.
         """
         self.num_tokens_before_block_work = num_tokens
         is_plain = not self.needs_grammar and not self.mm_features
         self.num_plain_tokens = min(num_tokens, self.max_num_tokens - 1) if is_plain else 0
 
     def may_be_ended_by(self, token_ids: list[int]) -> bool:
-        """Whether one of these, to be appended, has to be looked at by itself."""
+        """Whether one of these tokens may end the request, so each must be checked by itself."""
         num_tokens = len(self.all_token_ids) + len(token_ids)
         return num_tokens >= self._ends_from or not self.ending_token_ids.isdisjoint(token_ids)
 
     def has_token_left(self) -> bool:
-        """Whether its settings leave any token that may come next; the device rules out the same.
+        """Whether the request's settings allow any next token. The device forbids the same tokens.
 
-        With [21] allowed and the bad word [21, 21] none is left behind the first.
+        With the allowed token 21 and the bad word [21, 21], no token may follow the first 21.
         """
         if not self.scarce_token_ids:
             return True
@@ -249,7 +251,7 @@ class Request:
         return not self.scarce_token_ids <= banned
 
     def append_output_tokens(self, token_ids: list[int]) -> None:
-        """Adds sampled tokens, and the hashes of the blocks that they may fill."""
+        """Appends sampled tokens, and the hashes of blocks that they fill."""
         self.all_token_ids += token_ids
         if len(self.all_token_ids) >= self._num_tokens_to_hash_at:
             self._hash_full_blocks()
@@ -276,7 +278,7 @@ class Request:
 def make_block_hasher(
     cache_config: CacheConfig, kv_cache_config: KVCacheConfig
 ) -> BlockHasher | None:
-    """What names the blocks of an engine's requests; None without prefix caching."""
+    """Builds the hasher for the blocks of an engine's requests; None without prefix caching."""
     if not cache_config.enable_prefix_caching:
         return None
     return BlockHasher(

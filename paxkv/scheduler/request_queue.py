@@ -1,4 +1,4 @@
-"""Queues of waiting requests: by arrival, or by priority."""
+"""Queues of waiting requests: in order of arrival, or by priority."""
 
 import heapq
 from abc import ABC, abstractmethod
@@ -10,31 +10,31 @@ from paxkv.scheduler.request import Request
 
 
 class RequestQueue(ABC):
-    """Waiting requests, the next to be admitted in front."""
+    """Waiting requests. The request at the front is admitted next."""
 
     @abstractmethod
     def add_request(self, request: Request) -> None:
-        """Puts in a request that has just arrived."""
+        """Adds a request that has just arrived."""
 
     @abstractmethod
     def prepend_request(self, request: Request) -> None:
-        """Puts back a preempted request, before those that have not run yet."""
+        """Returns a preempted request to the queue, before requests that have not run yet."""
 
     @abstractmethod
     def prepend_requests(self, requests: Iterable[Request]) -> None:
-        """Puts back requests that were popped in this order, so that they stand in it again."""
+        """Returns popped requests to the front of the queue, in the order of `requests`."""
 
     @abstractmethod
     def peek_request(self) -> Request:
-        """The request in front; IndexError when there is none."""
+        """The request at the front. Raises IndexError if the queue is empty."""
 
     @abstractmethod
     def pop_request(self) -> Request:
-        """Takes the request in front; IndexError when there is none."""
+        """Removes and returns the request at the front. Raises IndexError if the queue is empty."""
 
     @abstractmethod
     def remove_requests(self, request_ids: Container[str]) -> None:
-        """Takes out requests wherever they stand; ids that are not here are ignored. O(n)."""
+        """Removes requests anywhere in the queue, in O(n). Unknown ids are ignored."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -76,10 +76,10 @@ class FCFSRequestQueue(RequestQueue):
 
 
 class PriorityRequestQueue(RequestQueue):
-    """Lowest `priority` first, then earliest arrival; a preempted request has no other place."""
+    """Lowest `priority` first, then earliest arrival. The same order holds after a preemption."""
 
     def __init__(self) -> None:
-        # Ids are unique, so keys are, and no comparison reaches the request itself.
+        # Sort keys contain the unique request id, so `heapq` never compares two requests.
         self._heap: list[tuple[tuple[int, float, str], Request]] = []
 
     def add_request(self, request: Request) -> None:
@@ -110,5 +110,5 @@ class PriorityRequestQueue(RequestQueue):
 
 
 def create_request_queue(policy: SchedulerPolicy) -> RequestQueue:
-    """An empty queue of the policy."""
+    """An empty queue that orders requests by `policy`."""
     return PriorityRequestQueue() if policy == "priority" else FCFSRequestQueue()

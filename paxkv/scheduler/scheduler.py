@@ -1,4 +1,4 @@
-"""Scheduler: one token budget a step, shared by prompts being computed and tokens being decoded."""
+"""Scheduler: shares one token budget per step between prefill and decode."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -38,21 +38,24 @@ from paxkv.scheduler.update import (
 
 
 class Scheduler:
-    """Decides who runs in each step and owns every request until it ends.
+    """Decides which requests run in each step, and owns every request until it ends.
 
-    `update_from_output` is called once for each `schedule`, in the same order; a step may be
-    scheduled before the one before it has come back. Requests may be added and finished at any
-    moment between the calls.
+    The caller calls `update_from_output` once for each `schedule`, in the same order. It may
+    schedule a step before the previous step has returned its tokens. Requests may be added and
+    finished between any two calls.
 
     Args:
-        connector: Loads and saves keys and values elsewhere; None is nowhere.
-        grammar_gate: Says whose grammar is compiled; without it no request may have one.
+        connector: Loads and saves keys and values outside this engine; None if there is no such
+            store.
+        grammar_gate: Reports which grammars are compiled. Without it, requests with a grammar are
+            rejected.
         num_lookahead_tokens: Slots that a running request gets beyond its tokens, for drafts that
             the step itself makes.
-        use_eagle: The last block of a prefix hit is computed again, as the drafter needs its
+        use_eagle: Compute the last block of a prefix hit again, because the drafter needs its
             hidden states.
-        count_common_prefix_blocks: Fill `SchedulerOutput.num_common_prefix_blocks`, for attention
-            that computes a prefix shared by all requests once.
+        count_common_prefix_blocks: Fill `SchedulerOutput.num_common_prefix_blocks`. Attention that
+            computes a common prefix once for all requests needs it.
+        bursts_change_logits: See `DecodeBursts.may_change_logits`.
 
     Source: vLLM `v1/core/sched/scheduler.py`.
     """
@@ -93,17 +96,20 @@ class Scheduler:
             scheduler_config,
             kv_cache_config,
             max_model_len=max_model_len,
-            # Those that sinks hold are gone already.
+            # Attention sinks have taken their permanent blocks already.
             num_usable_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
             num_lookahead_tokens=num_lookahead_tokens,
         )
         if self.limits.is_encoder_decoder and connector is not None:
-            raise ConfigError("a KV connector does not know the blocks of cross-attention layers.")
+            raise ConfigError(
+                "an encoder-decoder model cannot use a KV connector: the connector does not know "
+                "the blocks of cross-attention layers. Start the engine without a connector."
+            )
         self._block_hasher = make_block_hasher(cache_config, kv_cache_config)
         # Unfinished requests; each is in `running` or in `waiting`.
         self.requests: dict[str, Request] = {}
         self.waiting = create_request_queue(scheduler_config.policy)
-        # Finished ones whose blocks stay for forks.
+        # Finished requests whose blocks are kept for forks.
         self.kept_requests = KeptRequests()
         self.encoder_inputs = EncoderInputs(
             max_num_encoder_input_tokens=scheduler_config.max_num_encoder_input_tokens,
@@ -138,18 +144,19 @@ class Scheduler:
             steps_in_flight=self.steps_in_flight,
             waiting=self.waiting,
         )
-        # Ended, or preempted by a reset, since the last step; the next one tells the runner.
+        # Requests that ended, or that a reset preempted, since the last step. The next
+        # `SchedulerOutput` reports them to the runner.
         self.finished_req_ids: set[str] = set()
         self._reset_req_ids: set[str] = set()
         self.num_steps = 0
         self.num_scheduled_tokens = 0
         self._slot_counts = (0, 0)
-        # Whether the last step met a request whose connector did not know its tokens yet.
+        # Whether in the last step the connector could not yet say what it can load for a request.
         self._has_asked_later = False
 
     @property
     def max_tokens_that_fit(self) -> int:
-        """Most token positions that one request can ever hold in the pool."""
+        """Largest number of token positions that one request can hold in the pool."""
         return self.limits.max_tokens_that_fit
 
     @property
@@ -162,17 +169,18 @@ class Scheduler:
         return self._step_scheduler.num_preemptions
 
     def add_request(self, request: EngineRequest) -> None:
-        """Takes in a request, at the end of the waiting queue or by its priority.
+        """Adds a request to the waiting queue: at its end, or by priority.
 
         Raises:
-            InvalidRequestError: It could never run to its end (see `RequestLimits.check`), or
-                an unfinished request has its id, or it has a grammar and nobody compiles it.
+            InvalidRequestError: The request could never finish (see `RequestLimits.check`), its id
+                belongs to an unfinished request, or it has a grammar and there is no grammar gate.
         """
         req_id = request.request_id
         is_saved = self.remote_kv is not None and req_id in self.remote_kv.delayed
         if req_id in self.requests or is_saved:
             raise InvalidRequestError(
-                f"request_id={req_id!r} is taken by an unfinished request.", param="request_id"
+                f"request_id={req_id!r} is taken by an unfinished request. Use another id.",
+                param="request_id",
             )
         if request.needs_grammar and not self._has_grammar_gate:
             raise InvalidRequestError(
@@ -189,26 +197,26 @@ class Scheduler:
             added.fork_source = self.requests.get(request.fork_from) or self.kept_requests.get(
                 request.fork_from
             )
-        # Blocks are held under ids: a finished request gives its own up to the new one.
+        # Block tables are keyed by request id, so a kept request with the same id must be freed.
         self.spare_blocks.release_kept(req_id)
         self.requests[req_id] = added
         self.waiting.add_request(added)
 
     def schedule(self, max_decode_steps: int = 1) -> SchedulerOutput:
-        """Decides one step, or a burst of decode steps where nobody waits.
+        """Decides one step, or a burst of decode steps if no request waits.
 
-        There is no prefill or decode phase: each request gets tokens, so that its
-        `num_computed_tokens` catches up with its `num_tokens` and its drafts. While there are
-        unfinished requests that wait for nothing outside, someone gets at least one.
+        There is no prefill phase and no decode phase: each request gets tokens until its
+        `num_computed_tokens` reaches its `num_tokens` and its drafts. At least one token is
+        scheduled if there are unfinished requests and `is_waiting_for_outside` is False.
 
         Args:
-            max_decode_steps: Longest burst that may be decided now.
+            max_decode_steps: Largest number of steps of a burst.
         """
         plan = StepPlan(self.scheduler_config.max_num_batched_tokens)
         self.encoder_inputs.start_step()
         self._step_scheduler.schedule_running(plan)
-        # A preempted request is in front of the queue: admitting it again would only preempt
-        # another one.
+        # The preempted request is at the front of the queue. Admitting it now would only preempt
+        # another request.
         if not plan.preempted_req_ids:
             self._step_scheduler.schedule_waiting(plan)
         self._has_asked_later = plan.has_asked_later
@@ -221,15 +229,14 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
-        """Appends sampled tokens and ends the requests that they end.
+        """Appends sampled tokens, and ends the requests that these tokens finish.
 
-        Tokens of requests that were finished or preempted while the step ran are dropped. A
-        request without tokens has more of its prompt to compute, and gets no output.
+        Tokens are dropped if their request was finished or preempted while the step ran. A request
+        for which no token was sampled has more of its prompt to compute, and gets no output.
 
         Raises:
-            InvariantError: The step was not scheduled here, or steps came back out of order; or
-                the runner sampled for a request it was not asked to compute, or before all its
-                tokens were computed.
+            InvariantError: The step is not the oldest step in flight, or the runner sampled for a
+                request that was not scheduled or whose tokens were not all computed.
         """
         requests = self.steps_in_flight.get_requests(scheduler_output)
         transfers = runner_output.kv_connector_output
@@ -237,7 +244,7 @@ class Scheduler:
             self._reset_req_ids |= self._step_scheduler.recompute_invalid(
                 transfers.invalid_block_ids
             )
-        outputs, finished = self._take_tokens(requests, scheduler_output, runner_output)
+        outputs, finished = self._append_step_tokens(requests, scheduler_output, runner_output)
         self.steps_in_flight.remove(scheduler_output)
         self._end_requests(finished)
         if runner_output.draft_token_ids:
@@ -249,11 +256,11 @@ class Scheduler:
     def finish_requests(
         self, request_ids: Iterable[str], finish_reason: EndReason = "abort"
     ) -> None:
-        """Ends requests at once, running or not, and releases kept blocks of finished ones.
+        """Ends unfinished requests immediately, and frees blocks kept by finished requests.
 
-        Ids of neither are ignored.
+        Unknown ids are ignored.
         """
-        # In the order given, each once: the order of freeing decides what is evicted first.
+        # Keep the given order: the order of freeing decides which blocks are evicted first.
         finished: list[Request] = []
         for req_id in dict.fromkeys(request_ids):
             request = self.requests.get(req_id)
@@ -275,17 +282,17 @@ class Scheduler:
         return len(self.requests)
 
     def has_finished_requests(self) -> bool:
-        """Whether requests ended that the runner does not know of yet."""
+        """Whether the next step must report finished requests to the runner."""
         return bool(self.finished_req_ids)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forgets every cached block; False, and nothing changed, while a request holds blocks.
+        """Empties the prefix cache and frees blocks kept for forks.
 
-        Blocks kept for forks are given up.
+        Returns False, and changes nothing, while a request holds blocks.
 
         Args:
-            reset_running_requests: Preempts those that run, and takes loaded blocks from those
-                that wait. Only a transfer that is under way still holds blocks then.
+            reset_running_requests: Preempt running requests, and free blocks that were loaded for
+                waiting requests. Then only a transfer in progress makes the reset fail.
         """
         is_transferring = self.remote_kv is not None and self.remote_kv.has_transfers()
         loaded = self.spare_blocks.loaded_requests()
@@ -300,14 +307,14 @@ class Scheduler:
         return self.kv_cache_manager.reset_prefix_cache()
 
     def take_events(self) -> list[KVCacheEvent]:
-        """KV cache events since the last call, in order; none unless they are enabled."""
+        """KV cache events since the last call, in order; empty if events are disabled."""
         return [] if self._event_recorder is None else self._event_recorder.take()
 
     def explain_prefix_cache_miss(self, request_id: str) -> PrefixCacheMiss:
-        """Why a request did not find more of its prompt in the prefix cache.
+        """Explains why a request did not find more of its prompt in the prefix cache.
 
         Raises:
-            InvalidRequestError: There is no such request, nor was one admitted lately.
+            InvalidRequestError: No unfinished or recently admitted request has this id.
         """
         request = self.requests.get(request_id)
         if request is not None:
@@ -315,16 +322,16 @@ class Scheduler:
         answer = self.kv_cache_manager.explain_admission(request_id)
         if answer is None:
             raise InvalidRequestError(
-                f"{request_id=} is no unfinished request, nor was it admitted lately.",
+                f"{request_id=} is neither an unfinished nor a recently admitted request.",
                 param="request_id",
             )
         return answer
 
     def make_stats(self, *, count_slots: bool = True) -> SchedulerStats:
-        """A snapshot; the runner's own counters stay 0.
+        """A snapshot of the scheduler's counters; the runner's counters are 0.
 
         Args:
-            count_slots: Count used slots anew, in O(running requests); else repeat the last count.
+            count_slots: Count used slots, in O(running requests). If False, repeat the last count.
         """
         if count_slots:
             self._slot_counts = self.kv_cache_manager.count_slots(self._holders())
@@ -340,9 +347,10 @@ class Scheduler:
         )
 
     def is_waiting_for_outside(self) -> bool:
-        """Whether a step may find nothing to do, as tokens, transfers or grammars are on their way.
+        """Whether the next step may be empty because requests wait for something outside.
 
-        To be asked after `schedule`.
+        They may wait for a step in flight, the connector, a transfer or a grammar. Call it after
+        `schedule`.
         """
         return (
             len(self.steps_in_flight) > 0
@@ -352,15 +360,16 @@ class Scheduler:
         )
 
     def check_progress(self, output: SchedulerOutput) -> None:
-        """Checks, right after `schedule`, that the step has work where there was some to give.
+        """Checks that `schedule` scheduled a token if any request could run. Call it right after.
 
         Raises:
-            InvariantError: Nothing was scheduled, though unfinished requests wait for nothing
-                outside.
+            InvariantError: No token was scheduled, there are unfinished requests, and
+                `is_waiting_for_outside` is False.
         """
         if self.requests and not output.num_scheduled_tokens and not self.is_waiting_for_outside():
             raise InvariantError(
-                f"nothing runs, though something could: {list(self.requests.values())!r}."
+                "nothing runs, though something could: no token was scheduled for "
+                f"{list(self.requests.values())!r}."
             )
 
     def check_invariants(self) -> None:
@@ -383,16 +392,19 @@ class Scheduler:
             self.kv_cache_manager, self.running, self.waiting, (*self.kept_requests, *delayed)
         )
         if len(self.running) > self.scheduler_config.max_num_seqs:
-            raise InvariantError(f"{len(self.running)} requests run, over max_num_seqs.")
+            raise InvariantError(
+                f"{len(self.running)} requests run; max_num_seqs is "
+                f"{self.scheduler_config.max_num_seqs}."
+            )
 
     def close(self) -> None:
-        """Ends the scheduler; nothing may be called afterwards.
+        """Does nothing: a scheduler holds only memory. `TraceRecorder` ends its trace here.
 
-        Does nothing: all that a scheduler holds is memory. A recorded scheduler ends its trace.
+        No method may be called afterwards.
         """
 
     def _build_output(self, plan: StepPlan, requests: dict[str, Request]) -> SchedulerOutput:
-        """The decision as the runner gets it; no request has advanced yet."""
+        """Builds the message to the runner. Must run before `_advance`."""
         num_common_prefix_blocks: list[int] = []
         if self._count_common_prefix_blocks and self.running:
             num_common_prefix_blocks = self.kv_cache_manager.get_num_common_prefix_blocks(
@@ -412,10 +424,9 @@ class Scheduler:
         return output
 
     def _advance(self, output: SchedulerOutput, requests: dict[str, Request]) -> None:
-        """Counts the step as done.
+        """Counts the step's tokens as computed, before the step runs.
 
-        It is as good as that: steps run in order, so its K and V are written before any later
-        step reads them.
+        Steps run in order, so the step's K and V are written before any later step reads them.
         """
         for req_id, num_tokens in output.num_scheduled_tokens.items():
             requests[req_id].num_computed_tokens += num_tokens
@@ -424,17 +435,17 @@ class Scheduler:
         self.num_steps += 1 if requests else 0
         self.num_scheduled_tokens += output.total_num_scheduled_tokens
 
-    def _take_tokens(
+    def _append_step_tokens(
         self,
         requests: dict[str, Request],
         scheduler_output: SchedulerOutput,
         runner_output: ModelRunnerOutput,
     ) -> tuple[list[EngineCoreOutput], list[Request]]:
-        """Outputs of a step, and whom it ends."""
+        """Appends a step's tokens; returns the outputs and the finished requests."""
         is_burst = scheduler_output.num_decode_steps > 1
         num_scheduled_tokens = scheduler_output.num_scheduled_tokens
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        # With drafts, what was computed is not known before the tokens are looked at.
+        # With drafts, the number of computed tokens depends on how many drafts were accepted.
         outputs, places = append_plain(
             {} if drafts else requests, runner_output, num_scheduled_tokens if is_burst else None
         )
@@ -449,7 +460,7 @@ class Scheduler:
                 outputs[place] = end_pooled(request, pooled)
                 finished.append(request)
                 continue
-            # A burst gives a token to everyone; `take_answer` misses it.
+            # A burst samples tokens for every request. `finish_burst` raises if there are none.
             if request is None or (not token_ids and not is_burst):
                 continue
             if drafts:
@@ -463,7 +474,7 @@ class Scheduler:
             if output.finish_reason is not None:
                 finished.append(request)
             if is_burst:
-                self._decode_bursts.take_answer(request, len(token_ids), num_wanted)
+                self._decode_bursts.finish_burst(request, len(token_ids), num_wanted)
             outputs[place] = output
         if places:
             outputs = [output for output in outputs if output is not None]
@@ -476,11 +487,11 @@ class Scheduler:
         logprobs: list[TokenLogprobs] | None,
         num_wanted: int,
     ) -> EngineCoreOutput:
-        """Adds a step's tokens; `AsyncScheduler` does more, and compares them with those wanted."""
+        """Appends a step's tokens. `AsyncScheduler` overrides this and uses `num_wanted`."""
         return append_until_stop(request, token_ids, logprobs)
 
     def _end_requests(self, finished: list[Request]) -> None:
-        """Forgets finished requests; the caller takes those out of their queue that wait."""
+        """Removes finished requests, except from the waiting queue, which is the caller's task."""
         if not finished:
             return
         for request in finished:
@@ -488,7 +499,7 @@ class Scheduler:
         self._step_scheduler.remove_finished()
 
     def _end_request(self, request: Request) -> None:
-        """Frees its blocks, unless they are kept for forks or a transfer still uses them."""
+        """Frees the request's blocks, unless they are kept for forks or used by a transfer."""
         # See `StepScheduler.preempt`.
         request.num_computed_tokens = self.steps_in_flight.num_sure_tokens(request)
         is_delayed = self.remote_kv is not None and self.remote_kv.must_delay_free(request)

@@ -1,4 +1,4 @@
-"""The scheduler's numbers as a client gets them."""
+"""Builds `SchedulerStats`, the scheduler's counters as clients receive them."""
 
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.observation import BlockResidency
@@ -17,10 +17,10 @@ def make_scheduler_stats(
     num_steps: int,
     num_scheduled_tokens: int,
 ) -> SchedulerStats:
-    """A snapshot, in O(1); the runner's own counters stay 0.
+    """A snapshot of the counters, in O(1); the runner's counters are 0.
 
     Args:
-        slot_counts: Slots in held blocks, and those that hold a computed token.
+        slot_counts: Number of slots in held blocks, and number of slots with a computed token.
     """
     pool = manager.block_pool
     prefix_cache = manager.prefix_cache_stats

@@ -1,4 +1,4 @@
-"""StepPlan: one step's decision while it is being made."""
+"""StepPlan: collects the decisions of one step and builds its `SchedulerOutput`."""
 
 from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from paxkv.kv_cache.manager import KVCacheBlocks, KVCacheManager
@@ -8,13 +8,13 @@ from paxkv.scheduler.request import Request
 
 
 class StepPlan:
-    """Who runs in this step, with how many tokens, in which blocks.
+    """The requests of one step, their numbers of tokens, and their blocks.
 
-    The scheduler's loop over running requests writes `running`, `num_scheduled_tokens` and
-    `token_budget` itself: a call for each request would cost as much as all the rest of it.
+    `StepScheduler.schedule_running` writes `running`, `num_scheduled_tokens` and `token_budget`
+    directly: one call per request would double the cost of its loop.
 
     Args:
-        token_budget: Tokens that the step may still give out.
+        token_budget: Tokens that may still be scheduled in this step.
     """
 
     def __init__(self, token_budget: int) -> None:
@@ -23,13 +23,13 @@ class StepPlan:
         self.num_decode_steps = 1
         self.spec_decode_tokens: dict[str, list[int]] = {}
         self.preempted_req_ids: set[str] = set()
-        # Requests that ran before, in their order; then those that start or come back.
+        # Requests that ran before this step, in their order; new ones; resumed ones.
         self.running: dict[str, Request] = {}
         self.new: list[Request] = []
         self.resumed: list[Request] = []
-        # Whether a waiting request is to be asked for again: its connector does not know yet.
+        # Whether the connector could not yet say what it can load for a waiting request.
         self.has_asked_later = False
-        # New blocks of a running request that got some; all blocks of the others.
+        # For a running request that got blocks: these. For an admitted request: all its blocks.
         self.blocks: dict[str, KVCacheBlocks] = {}
 
     def requests(self) -> dict[str, Request]:
@@ -40,22 +40,22 @@ class StepPlan:
         return self.running | {request.request_id: request for request in admitted}
 
     def is_admitted(self, request: Request) -> bool:
-        """Whether the request starts, or comes back, in this step."""
+        """Whether the request starts or resumes in this step."""
         return any(admitted is request for admitted in (*self.new, *self.resumed))
 
     def add_admitted(
         self, request: Request, num_new_tokens: int, all_blocks: KVCacheBlocks, *, is_new: bool
     ) -> None:
-        """Adds a request that starts, or one that comes back after a preemption."""
+        """Adds a request that starts (`is_new`), or one that resumes after a preemption."""
         (self.new if is_new else self.resumed).append(request)
         self.num_scheduled_tokens[request.request_id] = num_new_tokens
         self.token_budget -= num_new_tokens
         self.blocks[request.request_id] = all_blocks
 
-    def take_drafts(self, request: Request, num_new_tokens: int) -> None:
-        """Takes those of a request's drafts that fit among its `num_new_tokens`; others are lost.
+    def add_drafts(self, request: Request, num_new_tokens: int) -> None:
+        """Schedules the drafts that fit among the request's `num_new_tokens`; drops the others.
 
-        Drafts stand behind the tokens that are known or, with a step in flight, to be known.
+        Drafts follow the request's tokens and its placeholders.
         """
         num_drafts = (
             request.num_computed_tokens
@@ -68,7 +68,7 @@ class StepPlan:
         request.spec_token_ids = []
 
     def add_preempted(self, request: Request) -> None:
-        """Notes a preemption; what a victim was given earlier in this step, it gives back."""
+        """Records a preemption, and withdraws what the request got earlier in this step."""
         req_id = request.request_id
         self.preempted_req_ids.add(req_id)
         if self.running.pop(req_id, None) is not None:
@@ -77,7 +77,7 @@ class StepPlan:
             self.spec_decode_tokens.pop(req_id, None)
 
     def build_new(self) -> list[NewRequestData]:
-        """What the runner gets of requests that it does not know."""
+        """Full data of requests that the runner does not know yet."""
         return [
             NewRequestData(
                 req_id=request.request_id,
@@ -97,7 +97,7 @@ class StepPlan:
         ]
 
     def build_cached(self) -> CachedRequestData:
-        """What the runner gets of those that it knows; to be built before any of them advances."""
+        """Updates of requests that the runner knows. Must be built before any of them advances."""
         cached = [*self.running.values(), *self.resumed]
         req_ids = [request.request_id for request in cached]
         return CachedRequestData(
@@ -127,12 +127,12 @@ class StepPlan:
         finished_req_ids: set[str],
         num_common_prefix_blocks: list[int],
     ) -> SchedulerOutput:
-        """The decision as the runner gets it; what others collected for the step is taken.
+        """Builds the message to the runner; drains what the other components collected for it.
 
         Args:
-            requests: As `StepPlan.requests` gives them.
-            reset_req_ids: Preempted since the last step.
-            finished_req_ids: Ended since then.
+            requests: The result of `StepPlan.requests`.
+            reset_req_ids: Requests preempted by a reset, or by a failed load, since the last step.
+            finished_req_ids: Requests that ended since the last step.
         """
         return SchedulerOutput(
             scheduled_new_reqs=self.build_new(),
@@ -143,8 +143,8 @@ class StepPlan:
             finished_req_ids=frozenset(finished_req_ids),
             num_decode_steps=self.num_decode_steps,
             scheduled_spec_decode_tokens=self.spec_decode_tokens,
-            scheduled_encoder_inputs=encoder_inputs.take_scheduled(),
-            free_encoder_mm_hashes=encoder_inputs.cache_manager.take_freed_identifiers(),
+            scheduled_encoder_inputs=encoder_inputs.drain_scheduled(),
+            free_encoder_mm_hashes=encoder_inputs.cache_manager.drain_freed_identifiers(),
             num_common_prefix_blocks=num_common_prefix_blocks,
             block_copies=manager.take_block_copies(),
             new_block_ids_to_zero=manager.take_new_block_ids(),

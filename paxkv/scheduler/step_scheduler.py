@@ -67,10 +67,10 @@ class StepScheduler:
         self.num_preemptions = 0
 
     def schedule_running(self, plan: StepPlan) -> None:
-        """Gives running requests their next tokens; preempts requests when blocks run out.
+        """Schedules the next tokens of running requests; preempts requests when blocks run out.
 
-        This loop is most of the host's cost of a decode step, so a request that decodes one token
-        in the middle of a block makes no call.
+        This loop is most of the host's cost of a decode step. Therefore it calls no function for a
+        request that decodes one token in the middle of a block.
         """
         lookahead = self._num_lookahead_tokens
         num_scheduled_tokens, scheduled = plan.num_scheduled_tokens, plan.running
@@ -98,14 +98,14 @@ class StepScheduler:
         plan.token_budget = token_budget
 
     def _schedule_closely(self, request: Request, plan: StepPlan) -> None:
-        """Gives one running request its next tokens, within every limit."""
+        """Schedules the next tokens of one running request, within every limit."""
         num_new_tokens = len(request.all_token_ids) - request.num_computed_tokens
         demand = None
-        # A single token is within every limit: an unfinished request may compute it.
+        # An unfinished request may always compute a single token.
         if num_new_tokens != 1 or request.spec_token_ids or request.mm_features:
             num_new_tokens, demand = self._cut_chunk(request, plan.token_budget)
             if num_new_tokens <= 0:
-                return  # its next token is still being computed
+                return  # a step in flight still computes its next token
         num_slots = request.num_computed_tokens + num_new_tokens + self._num_lookahead_tokens
         if num_slots > request.num_tokens_before_block_work and not self._allocate_or_preempt(
             request, num_new_tokens, plan
@@ -117,14 +117,14 @@ class StepScheduler:
         plan.num_scheduled_tokens[req_id] = num_new_tokens
         plan.token_budget -= num_new_tokens
         if request.spec_token_ids:
-            plan.take_drafts(request, num_new_tokens)
+            plan.add_drafts(request, num_new_tokens)
         if demand is not None:
             self._encoder_inputs.commit(request, demand)
 
     def _cut_chunk(self, request: Request, token_budget: int) -> tuple[int, EncoderDemand | None]:
-        """How many tokens a running request may compute now, possibly 0, and items to encode."""
+        """Number of tokens that a running request may compute now, and items to encode for it."""
         if request.needs_grammar and request.num_output_placeholders > 0:
-            return 0, None  # the grammar needs the token before it can say what may follow
+            return 0, None  # the grammar needs the unknown token to build the next mask
         num_computed_tokens = request.num_computed_tokens
         num_new_tokens = (
             request.num_tokens_with_spec + request.num_output_placeholders - num_computed_tokens
@@ -132,8 +132,8 @@ class StepScheduler:
         threshold = self._scheduler_config.long_prefill_token_threshold
         if 0 < threshold < num_new_tokens:
             num_new_tokens = threshold
-        # Its last token is only sampled, never computed; so max_model_len - 1 is not passed
-        # either, and drafts that could not be kept get no slots.
+        # The last token of a request is sampled but never computed. So the limit is below
+        # max_model_len, and drafts that could not be kept get no slots.
         num_new_tokens = min(
             num_new_tokens, token_budget, request.max_num_tokens - 1 - num_computed_tokens
         )
@@ -173,14 +173,14 @@ class StepScheduler:
         return False
 
     def preempt(self, victim: Request) -> None:
-        """Frees a request's blocks and puts it back in the queue, to be computed again.
+        """Frees a request's blocks and returns it to the waiting queue, to be computed again.
 
-        Its `num_computed_tokens` does not count this step yet: blocks that it was given earlier
-        in this step under the priority policy are withdrawn from the prefix cache by `free`.
-        Tokens that are on their way to it are dropped: it samples them again.
+        `num_computed_tokens` does not count this step yet. So `free` removes the blocks that the
+        request got earlier in this step from the prefix cache. Tokens that steps in flight sample
+        for the request are dropped; it samples them again.
         """
-        # Tokens of a load that may still fail do not count: `free` withdraws their blocks from the
-        # prefix cache, because after a failure no request would hold them.
+        # Tokens of a load that may still fail do not count. `free` removes their blocks from the
+        # prefix cache: if the load fails later, no request holds them any more.
         victim.num_computed_tokens = self._steps_in_flight.num_sure_tokens(victim)
         self._kv_cache_manager.free(victim)
         self._encoder_inputs.give_back(victim)
@@ -209,22 +209,23 @@ class StepScheduler:
     def recompute_invalid(self, invalid_block_ids: Collection[int]) -> set[str]:
         """Discards tokens that were computed from blocks that could not be loaded.
 
-        A request goes on from its first invalid block in its own blocks; where it cannot, it is
-        preempted. One whose load still goes on is cut when that ends.
+        A running request continues from its first invalid block if it can write into its own
+        blocks there; otherwise it is preempted. A request whose load is still in progress loses
+        the invalid tokens when the load ends.
 
         Returns:
-            Ids of those preempted, which the runner is to hear of.
+            Ids of preempted requests, which the next step must report to the runner.
         """
         invalid = set(invalid_block_ids)
         victims: list[Request] = []
-        # In the order of admission: what a request computed after an invalid block is invalid
-        # for those who came later and share it.
+        # Requests are visited in the order of admission. Blocks that a request computed after an
+        # invalid block are invalid too, also for later requests that share them.
         for request in (*self.running, *self._waiting):
             num_valid = num_valid_tokens(self._kv_cache_manager, request, invalid)
             if num_valid is None:
                 continue
             if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-                self._remote_kv.note_invalid(request, num_valid)
+                self._remote_kv.record_invalid(request, num_valid)
                 continue
             num_valid = min(num_valid, request.num_computed_tokens)
             invalid |= block_ids_from(self._kv_cache_manager, request, num_valid)
@@ -236,21 +237,21 @@ class StepScheduler:
             if not can_go_on_from(self._kv_cache_manager, request, num_valid):
                 victims.append(request)
         self._kv_cache_manager.evict_blocks(invalid)
-        # In reverse, so that the queue has them in the order in which they ran.
+        # The last request is preempted first, so the queue keeps the order in which they ran.
         for victim in reversed(victims):
             self.running.remove(victim)
             self.preempt(victim)
         return {victim.request_id for victim in victims}
 
     def _forget_next_tokens(self, request: Request) -> None:
-        """Drops a request's tokens in flight, its drafts, and what is known of its block work."""
+        """Drops a request's tokens in flight and its drafts, and resets its block work."""
         self._steps_in_flight.discard(request)
         request.spec_token_ids = []
         request.num_output_placeholders = 0
         request.note_block_work(0)
 
     def schedule_waiting(self, plan: StepPlan) -> None:
-        """Admits waiting requests in the order of the queue, into what is left of the step."""
+        """Admits waiting requests in the order of the queue, within the remaining token budget."""
         skipped: list[Request] = []
         max_num_seqs = self._scheduler_config.max_num_seqs
         while self._waiting and plan.token_budget > 0 and len(self.running) < max_num_seqs:
@@ -284,14 +285,15 @@ class StepScheduler:
         if not self._allocate_waiting(request, num_new_tokens, prefix):
             if prefix.fork_source is None or self.running:
                 return _Admission.NO_ROOM
-            # While no request runs, it may lack only the copy of a block that it shares in part.
+            # No request runs, so no block will become free. The fork may lack only one block: the
+            # copy of a partly shared block. Try again without sharing.
             request.fork_source = None
             return self._try_admit(request, plan)
         if prefix.fork_source is not None:
-            # The two requests share a block that one of them will write into.
+            # The two requests share a block, and the source may write into it: it needs a check.
             prefix.fork_source.note_block_work(0)
         if self._remote_kv is not None:
-            self._remote_kv.note_allocated(request, prefix.num_external_tokens)
+            self._remote_kv.record_allocated(request, prefix.num_external_tokens)
         if prefix.is_loaded_async:
             self._remote_kv.start_loading(request, num_computed_tokens)
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -304,17 +306,17 @@ class StepScheduler:
     def _cut_first_chunk(
         self, request: Request, num_computed_tokens: int, token_budget: int
     ) -> tuple[int, EncoderDemand | None]:
-        """How many tokens a waiting request computes first, and items to encode.
+        """Number of tokens that a waiting request computes first, and items to encode for it.
 
-        0 where the budgets have no room for it.
+        The number is 0 if the budgets have no room for the request.
         """
         config = self._scheduler_config
         num_new_tokens = request.num_tokens - num_computed_tokens
         threshold = config.long_prefill_token_threshold
         if 0 < threshold < num_new_tokens:
             num_new_tokens = threshold
-        # A request that resumes with its output, or a fork, may be longer than a whole step; the
-        # prompt of a new request never is (see `RequestLimits`). It must be split to run at all.
+        # A resumed request or a fork may be longer than a whole step, so it must be split. The
+        # prompt of a new request never is (see `RequestLimits`).
         may_split = config.enable_chunked_prefill or num_new_tokens > config.max_num_batched_tokens
         if num_new_tokens > token_budget and not may_split:
             return 0, None
@@ -327,9 +329,9 @@ class StepScheduler:
     def _allocate_waiting(
         self, request: Request, num_new_tokens: int, prefix: ComputedPrefix
     ) -> bool:
-        """Allocates blocks for a waiting request; False where there is no room.
+        """Allocates blocks for a waiting request; False if there is no room.
 
-        Never preempts a running request. It takes blocks that are kept for forks, and, while no
+        Never preempts a running request. It frees blocks that are kept for forks and, while no
         request runs, blocks that were loaded for other waiting requests.
         """
         encoder_decoder = self._encoder_inputs.is_encoder_decoder
@@ -339,8 +341,8 @@ class StepScheduler:
                 num_new_tokens,
                 num_new_computed_tokens=prefix.num_local_tokens,
                 new_computed_blocks=prefix.blocks,
-                # As in vLLM: a request's first step has no drafts yet, and blocks that are
-                # loaded must be as many here as there.
+                # As in vLLM: a request's first step has no drafts, and the number of blocks to
+                # load must equal the number that the connector stores.
                 num_lookahead_tokens=(
                     0 if request.num_computed_tokens == 0 else self._num_lookahead_tokens
                 ),
@@ -349,8 +351,8 @@ class StepScheduler:
                 num_encoder_tokens=(
                     sum(feature.length for feature in request.mm_features) if encoder_decoder else 0
                 ),
-                # Where nobody runs there is nobody to preempt; and what is held while it waits
-                # to be loaded must not keep it out for good.
+                # If no request runs, no request can be preempted later, and blocks held by a
+                # request that is being loaded must not keep this request waiting forever.
                 full_sequence_must_fit=(
                     self._scheduler_config.full_sequence_must_fit and bool(self.running)
                 ),

@@ -1,4 +1,4 @@
-"""StepsInFlight: steps that were scheduled and whose tokens have not come back."""
+"""StepsInFlight: steps that were scheduled and have not returned their tokens."""
 
 from collections import deque
 
@@ -8,7 +8,7 @@ from paxkv.scheduler.request import Request
 
 
 class StepsInFlight:
-    """The requests of each step, oldest step in front. Steps without requests are left out."""
+    """The requests of each step in flight, oldest step first; empty steps are omitted."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[SchedulerOutput, dict[str, Request]]] = deque()
@@ -18,37 +18,38 @@ class StepsInFlight:
             self._steps.append((output, requests))
 
     def get_requests(self, output: SchedulerOutput) -> dict[str, Request]:
-        """Requests whose tokens `output` is to bring, by id: not those discarded since.
+        """Requests of the step, by id, without those discarded since it was scheduled.
 
         Raises:
-            InvariantError: The oldest step in flight is another one.
+            InvariantError: The step is not the oldest step in flight.
         """
         if not output.num_scheduled_tokens:
             return {}
         if not self._steps or self._steps[0][0] is not output:
             raise InvariantError(
-                "tokens came for a step that is not the oldest of the "
-                f"{len(self._steps)} in flight."
+                "tokens arrived for a step that is not the oldest of the "
+                f"{len(self._steps)} in flight. Steps must return in the order of `schedule`."
             )
         return self._steps[0][1]
 
     def remove(self, output: SchedulerOutput) -> None:
-        """The step is done."""
+        """Removes a step that has returned."""
         if self._steps and self._steps[0][0] is output:
             self._steps.popleft()
 
     def discard(self, request: Request) -> None:
-        """Whatever comes for the request from steps in flight is not wanted any more."""
+        """Drops the tokens that steps in flight will return for the request."""
         for _, requests in self._steps:
             if requests.get(request.request_id) is request:
                 del requests[request.request_id]
 
     def num_sure_tokens(self, request: Request) -> int:
-        """Its computed tokens but those from a load on that is in flight and may fail yet.
+        """Number of the request's computed tokens that no failed load and no early end can undo.
 
-        A load beside other steps does not count: the request is in no step before it has ended.
-        When it has finished, what a burst in flight was to compute does not count either: the
-        device may know of the end.
+        Tokens after the start of a load in flight do not count, because the load may fail. (For
+        asynchronous loads this cannot happen: the request joins a step only after its load.) For a
+        finished request, tokens of a burst in flight do not count either: the device may have
+        stopped computing them when the request ended.
         """
         num_tokens = request.num_computed_tokens
         for output, requests in self._steps:
@@ -64,10 +65,10 @@ class StepsInFlight:
         return num_tokens
 
     def count_unknown_tokens(self) -> dict[str, int]:
-        """Tokens that are computed before anyone here knows them, per request that waits for them.
+        """Number of tokens, by request id, that steps in flight compute and the host has not seen.
 
-        Drafts being verified, and what bursts compute of their own; not where there are
-        placeholders for these.
+        These are drafts that are being verified, and tokens that a burst samples and computes
+        itself. Tokens of bursts do not count if the request has placeholders for them.
         """
         counts: dict[str, int] = {}
         for output, requests in self._steps:

@@ -1,4 +1,4 @@
-"""What sampled tokens do to a request: it grows, and perhaps stops."""
+"""Appends sampled tokens to requests, and finds out which requests end."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,16 +8,16 @@ from paxkv.scheduler.request import Request
 
 
 def check_stop(request: Request) -> tuple[FinishReason, int | str | None] | None:
-    """Whether the last token ends the request, which has at least one output token.
+    """Checks whether the last token ends the request, which has at least one output token.
 
-    Stop strings are found where text is made, and come back as `Scheduler.finish_requests`.
+    The detokenizer finds stop strings; the client then calls `Scheduler.finish_requests`.
 
     Returns:
-        Finish reason and stop reason; None when the request goes on.
+        Finish reason and stop reason; None if the request continues.
     """
     all_token_ids = request.all_token_ids
     num_tokens = len(all_token_ids)
-    # Length is checked also below min_tokens: there is no room for another token.
+    # The length limit also holds below min_tokens, because there is no room for another token.
     if (
         all_token_ids[-1] in request.ending_token_ids
         and num_tokens - request.num_prompt_tokens >= request.min_tokens
@@ -26,7 +26,7 @@ def check_stop(request: Request) -> tuple[FinishReason, int | str | None] | None
         return "stop", None if last_token_id == request.eos_token_id else last_token_id
     if num_tokens >= request.max_num_tokens:
         return "length", None
-    # Here, because the device would draw one all the same.
+    # The device would sample a forbidden token, so the request must end here.
     if not request.has_token_left():
         return "stop", NO_TOKEN_LEFT
     return None
@@ -37,17 +37,17 @@ def append_plain(
     runner_output: ModelRunnerOutput,
     num_wanted: Mapping[str, int] | None,
 ) -> tuple[list[EngineCoreOutput | None], list[int]]:
-    """Adds a step's tokens to requests for which they do nothing but come, as most do.
+    """Appends a step's tokens to the requests that need no further work. Most requests are such.
 
-    The loop is the host's cost of a token on its way home, so that it calls nothing of its own.
+    This loop runs for every token that the device returns, so it calls no function of paxkv's own.
 
     Args:
-        num_wanted: Tokens that each request was to get; None is one each.
+        num_wanted: Number of tokens that each request should get; None means one each.
 
     Returns:
-        An output for each request of `runner_output`, and the places of those without one. They are
-        to be looked at by themselves, and nothing has changed: a token may end the request or fills
-        a block, or it is not among `requests`, or has other tokens than it was to get.
+        One entry for each request of `runner_output`, and the indices of the entries that are None.
+        An entry is None, and its request unchanged, if a token may end the request or fills a
+        block, if the request is not in `requests`, or if it got another number of tokens.
     """
     outputs: list[EngineCoreOutput | None] = []
     places: list[int] = []
@@ -88,12 +88,12 @@ def append_until_stop(
     sampled_token_ids: list[int],
     logprobs: list[TokenLogprobs] | None,
 ) -> EngineCoreOutput:
-    """Adds a step's tokens to a request, up to and with the one that ends it.
+    """Appends a step's tokens to a request, up to and including the token that ends it.
 
-    A request that ends has its `status` and `stop_reason` set; its blocks are the caller's.
+    If the request ends, its `status` and `stop_reason` are set; the caller frees its blocks.
 
     Args:
-        sampled_token_ids: At least one. Those after the end are dropped.
+        sampled_token_ids: Tokens after the one that ends the request are dropped.
         logprobs: One entry per sampled token, or None.
     """
     finish_reason, stop_reason = None, None
@@ -122,7 +122,7 @@ def append_until_stop(
 
 
 def end_pooled(request: Request, pooling_output: list[float]) -> EngineCoreOutput:
-    """Ends a pooled request, whose prompt is computed."""
+    """Ends a pooled request whose prompt is computed."""
     request.finish("stop")
     return EngineCoreOutput(
         request_id=request.request_id,
@@ -135,9 +135,9 @@ def end_pooled(request: Request, pooling_output: list[float]) -> EngineCoreOutpu
 
 
 def num_rejected_tokens(spec_token_ids: list[int] | None, sampled_token_ids: list[int]) -> int:
-    """Drafts of a step that were not right: of k drafts, all but the first are kept of m tokens.
+    """Number of a step's drafts that the model rejected.
 
-    A step with drafts samples the accepted ones and one token more: drafts [7, 8, 9] and tokens
+    A step with drafts returns the accepted drafts and one more token: drafts [7, 8, 9] and tokens
     [7, 4] -> 1 accepted, 2 rejected.
     """
     if not spec_token_ids or not sampled_token_ids:
@@ -150,10 +150,11 @@ def keep_drafts(
     draft_token_ids: Mapping[str, list[int]],
     outputs: Iterable[EngineCoreOutput],
 ) -> None:
-    """Keeps drafts for the next step of those who got tokens: a prompt in pieces has none."""
+    """Stores drafts in the requests that got tokens, for their next step."""
     for output in outputs:
         drafts = draft_token_ids.get(output.request_id)
         request = requests.get(output.request_id)
-        # With a further step in flight they come late: they follow a token that it computes.
+        # If the request has a further step in flight, its drafts are too late: that step already
+        # computes the token before them.
         if drafts and request is not None and request.num_computed_tokens < request.num_tokens:
             request.spec_token_ids = list(drafts)

@@ -1,1 +1,1 @@
-"""What takes part in scheduling besides the two queues."""
+"""Scheduling rules of single features: forks, encoder inputs, remote KV, spare blocks."""

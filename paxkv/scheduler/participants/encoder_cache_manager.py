@@ -1,4 +1,4 @@
-"""EncoderCacheManager: which encoder outputs the runner keeps, and who still needs them."""
+"""EncoderCacheManager: encoder outputs that the runner keeps, and the requests that need them."""
 
 from paxkv.contracts.engine_request import MultiModalFeature
 from paxkv.errors import InvariantError
@@ -16,10 +16,11 @@ class _Entry:
 
 
 class EncoderCacheManager:
-    """Outputs by identifier, at most `cache_size` tokens of them together.
+    """Encoder outputs by identifier, at most `cache_size` tokens in total.
 
-    An output that nobody needs any more stays until its room is needed, so that another request
-    with the same item finds it; the one that has been unneeded longest goes first.
+    An output without holders stays cached until its room is needed, so that another request with
+    the same item can use it. The output that has had no holder for the longest time is evicted
+    first.
 
     Source: vLLM `v1/core/encoder_cache_manager.py`.
     """
@@ -28,16 +29,16 @@ class EncoderCacheManager:
         self.cache_size = cache_size
         self.num_free_tokens = cache_size
         self._entries: dict[str, _Entry] = {}
-        # Identifiers without a holder, the first to go in front.
+        # Identifiers without a holder, in the order of eviction.
         self._evictable: dict[str, None] = {}
-        # Gone since the runner was last told.
+        # Identifiers evicted since the last `drain_freed_identifiers`.
         self._freed: list[str] = []
 
     def is_cached(self, feature: MultiModalFeature) -> bool:
         return feature.identifier in self._entries
 
     def num_allocatable_tokens(self, kept: set[str]) -> int:
-        """Tokens that are free or can be made free without giving up the identifiers `kept`."""
+        """Tokens that are free, or can be freed without evicting the identifiers `kept`."""
         return self.num_free_tokens + sum(
             self._entries[identifier].num_tokens
             for identifier in self._evictable
@@ -45,7 +46,7 @@ class EncoderCacheManager:
         )
 
     def hold(self, request: Request, input_ids: list[int]) -> None:
-        """Notes that the request needs those of its items that are cached."""
+        """Registers the request as a holder of its items `input_ids`, as far as they are cached."""
         for input_id in input_ids:
             identifier = request.mm_features[input_id].identifier
             entry = self._entries.get(identifier)
@@ -54,10 +55,10 @@ class EncoderCacheManager:
                 self._evictable.pop(identifier, None)
 
     def allocate(self, request: Request, input_id: int) -> None:
-        """Takes room for an item that the next step encodes for the request.
+        """Allocates room for an item that the step encodes, with the request as its holder.
 
         Raises:
-            InvariantError: There is none, or the item is cached already.
+            InvariantError: There is no room, or the item is cached already.
         """
         feature = request.mm_features[input_id]
         if feature.identifier in self._entries:
@@ -75,7 +76,7 @@ class EncoderCacheManager:
         self.num_free_tokens -= feature.length
 
     def free_encoder_input(self, request: Request, input_id: int) -> None:
-        """The request needs this item no more; without other holders it may go."""
+        """Removes the request as a holder of one item. Without holders the item is evictable."""
         identifier = request.mm_features[input_id].identifier
         entry = self._entries.get(identifier)
         if entry is None or (request.request_id, input_id) not in entry.holders:
@@ -85,43 +86,47 @@ class EncoderCacheManager:
             self._evictable[identifier] = None
 
     def free(self, request: Request) -> None:
-        """The request needs none of its items any more."""
+        """Removes the request as a holder of all its items."""
         for input_id in range(len(request.mm_features)):
             self.free_encoder_input(request, input_id)
 
     def holders(self, identifier: str) -> list[tuple[str, int]]:
-        """Request ids and input ids that need an item, in order."""
+        """Sorted pairs of request id and input id that need an item."""
         entry = self._entries.get(identifier)
         return [] if entry is None else sorted(entry.holders)
 
     def withdraw(self, identifier: str) -> None:
-        """Forgets an item that was to be encoded and is not; the runner never had it.
+        """Removes an item that was scheduled for encoding but will not be encoded.
+
+        The runner never had the item, so it is not reported as freed.
 
         Raises:
-            InvariantError: Somebody needs it.
+            InvariantError: A request needs the item.
         """
         if self.holders(identifier):
             raise InvariantError(f"encoder item {identifier!r} is needed.")
         self._remove(identifier)
         self._freed.remove(identifier)
 
-    def take_freed_identifiers(self) -> list[str]:
-        """Items that went since the last call, for the runner to drop before it encodes."""
+    def drain_freed_identifiers(self) -> list[str]:
+        """Items evicted since the last call. The runner drops them before it encodes new ones."""
         freed, self._freed = self._freed, []
         return freed
 
     def check_invariants(self, requests: dict[str, Request]) -> None:
-        """Checks that room adds up and that every holder is a known request.
+        """Checks that held and free tokens add up, and that every holder is a known request.
 
         Raises:
-            InvariantError: They do not.
+            InvariantError: A rule is broken.
         """
         num_held = sum(entry.num_tokens for entry in self._entries.values())
         if num_held + self.num_free_tokens != self.cache_size or self.num_free_tokens < 0:
             raise InvariantError(f"{num_held} of {self.cache_size} encoder tokens are held.")
         unneeded = {identifier for identifier, e in self._entries.items() if not e.holders}
         if unneeded != set(self._evictable):
-            raise InvariantError(f"{unneeded} are needed by nobody, {self._evictable} may go.")
+            raise InvariantError(
+                f"items without a holder are {unneeded}, evictable are {set(self._evictable)}."
+            )
         for identifier, entry in self._entries.items():
             for request_id, input_id in entry.holders:
                 request = requests.get(request_id)

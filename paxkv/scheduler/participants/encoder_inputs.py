@@ -1,4 +1,4 @@
-"""EncoderInputs: which images and the like a step encodes, within its budget and the cache."""
+"""EncoderInputs: the items (images, for example) that a step encodes, within budget and cache."""
 
 import dataclasses
 
@@ -8,13 +8,14 @@ from paxkv.scheduler.request import Request
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderDemand:
-    """What a chunk of one request needs of the encoder; nothing is taken yet.
+    """The encoder items that a chunk of one request needs; nothing is allocated yet.
 
     Args:
-        num_new_tokens: Tokens that can be computed: those before the first item that cannot be
+        num_new_tokens: Tokens that can be computed: all before the first item that cannot be
             encoded now.
-        input_ids: Items in the chunk, cached ones included. Which of them the step must encode is
-            decided in `commit`: whoever was to encode one may be preempted in between.
+        input_ids: Items in the chunk, including cached ones. `commit` decides which of them the
+            step must encode, because a request that was going to encode one may be preempted
+            before.
     """
 
     num_new_tokens: int
@@ -22,12 +23,12 @@ class EncoderDemand:
 
 
 class EncoderInputs:
-    """Shares out a step's encoder budget and the encoder cache.
+    """Allocates a step's encoder budget and the encoder cache to requests.
 
     Args:
         max_num_encoder_input_tokens: Encoder tokens that one step may compute.
-        is_encoder_decoder: Items stand at no positions of the prompt: all are encoded before the
-            request's first token, and their K and V go to cross-attention.
+        is_encoder_decoder: Items have no position in the prompt. All are encoded before the
+            request's first token, and cross-attention uses their K and V.
     """
 
     def __init__(
@@ -37,29 +38,29 @@ class EncoderInputs:
         self.is_encoder_decoder = is_encoder_decoder
         self._max_num_encoder_input_tokens = max_num_encoder_input_tokens
         self._budget = max_num_encoder_input_tokens
-        # Per request, what this step encodes for it.
+        # Request id -> indices of the items that this step encodes for it.
         self._scheduled: dict[str, list[int]] = {}
-        # Those that hold items.
+        # Requests that hold items.
         self._holders: dict[str, Request] = {}
 
     def start_step(self) -> None:
         self._budget = self._max_num_encoder_input_tokens
 
-    def take_scheduled(self) -> dict[str, list[int]]:
-        """What this step encodes: indices of `mm_features` per request id.
+    def drain_scheduled(self) -> dict[str, list[int]]:
+        """The items that this step encodes: request id -> indices into `mm_features`.
 
-        To be called when the step has been decided: from then on nothing of it is given back.
+        Call it when the step is decided; after that, no request of the step may be preempted.
         """
         scheduled, self._scheduled = self._scheduled, {}
         return scheduled
 
     def fit(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> EncoderDemand:
-        """Cuts a chunk before the first item that it needs and that cannot be encoded now.
+        """Cuts a chunk before the first needed item that cannot be encoded now.
 
-        An item is encoded as a whole, as its tokens see each other.
+        An item is encoded as a whole, because its tokens attend to each other.
 
         Args:
-            num_new_tokens: Tokens that the chunk is to have.
+            num_new_tokens: Tokens that the chunk should have.
         """
         needed: list[int] = []
         identifiers: set[str] = set()
@@ -76,12 +77,13 @@ class EncoderInputs:
             )
             num_tokens = num_tokens_to_encode + (feature.length if is_new else 0)
             identifiers.add(feature.identifier)
-            # Also for a cached item: the room for those before it must not come from itself.
+            # The check also covers cached items: room for the earlier items of the chunk must not
+            # come from evicting this one.
             if num_tokens > 0 and (
                 num_tokens > self._budget
                 or num_tokens > self.cache_manager.num_allocatable_tokens(identifiers)
             ):
-                # 0 where a prefix hit ends inside the item.
+                # The difference is negative if a prefix hit ends inside the item.
                 num_new_tokens = max(start - num_computed_tokens, 0)
                 break
             num_tokens_to_encode = num_tokens
@@ -89,10 +91,10 @@ class EncoderInputs:
         return EncoderDemand(num_new_tokens=num_new_tokens, input_ids=needed)
 
     def commit(self, request: Request, demand: EncoderDemand) -> None:
-        """Takes what `fit` found; the chunk is scheduled."""
+        """Allocates what `fit` found, for a chunk that is now scheduled."""
         if demand.input_ids:
             self._holders[request.request_id] = request
-        # First those that are there, or making room for the others could drop them.
+        # Hold cached items first; otherwise room for the other items could come from evicting them.
         self.cache_manager.hold(request, demand.input_ids)
         for input_id in demand.input_ids:
             feature = request.mm_features[input_id]
@@ -100,13 +102,14 @@ class EncoderInputs:
                 self.cache_manager.allocate(request, input_id)
                 self._budget -= feature.length
                 self._scheduled.setdefault(request.request_id, []).append(input_id)
-        # An item that the chunk has twice.
+        # Again, for an item that occurs twice in the chunk.
         self.cache_manager.hold(request, demand.input_ids)
 
     def give_back(self, request: Request) -> None:
-        """Releases a preempted request's items, and what this step was to encode for it.
+        """Releases a preempted request's items, and cancels what this step encodes for it.
 
-        Another request of this step may count on one of those; it is encoded for that one then.
+        If another request of this step needs one of these items, the step encodes it for that
+        request instead.
         """
         self.release(request)
         for input_id in self._scheduled.pop(request.request_id, ()):
@@ -120,12 +123,12 @@ class EncoderInputs:
                 self._budget += feature.length
 
     def release(self, request: Request) -> None:
-        """The request needs none of its items any more."""
+        """Releases all items of a request."""
         if self._holders.pop(request.request_id, None) is not None:
             self.cache_manager.free(request)
 
     def end_step(self) -> None:
-        """Releases items whose positions are computed now: their K and V are in the KV cache."""
+        """Releases items whose positions are computed: the KV cache holds their K and V."""
         for request in self._holders.values():
             for input_id, feature in enumerate(request.mm_features):
                 end = 1 if self.is_encoder_decoder else feature.offset + feature.length

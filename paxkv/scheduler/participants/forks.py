@@ -1,4 +1,4 @@
-"""Forks: how much a request shares with the one it is forked from, and finished sources kept."""
+"""Forks: how many tokens a fork shares with its source, and the finished sources that are kept."""
 
 from collections.abc import Iterator
 
@@ -6,10 +6,10 @@ from paxkv.scheduler.request import Request
 
 
 def num_shareable_tokens(source: Request, child: Request) -> int:
-    """Leading tokens whose keys and values are the same in both requests.
+    """Number of leading tokens whose keys and values are the same in both requests.
 
-    At least the child's last token is its own: it must be computed, as its logits give the next
-    one. What is computed of the source so far does not enter.
+    The child's last token never counts: it must be computed, because its logits give the next
+    token. The result does not depend on how many tokens the source has computed.
     """
     if (
         child.skip_reading_prefix_cache
@@ -29,7 +29,7 @@ def _num_common_tokens(one: list[int], other: list[int]) -> int:
 
 
 def _first_unequal_item(source: Request, child: Request) -> int:
-    """Position of the first item that only one of them has; past the end where there is none."""
+    """Position of the first item that only one of the requests has; `num_tokens` if none."""
     source_items, child_items = source.mm_features, child.mm_features
     if source_items == child_items:
         return child.num_tokens
@@ -42,13 +42,13 @@ def _first_unequal_item(source: Request, child: Request) -> int:
 
 
 class KeptRequests:
-    """Finished requests whose blocks stay for requests that fork from them, the oldest in front."""
+    """Finished requests whose blocks are kept for requests that fork from them, oldest first."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
 
     def add(self, request: Request) -> None:
-        # A step in flight may have been sent off for tokens past the end.
+        # A step in flight may have been scheduled for tokens past the end.
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
         self._requests[request.request_id] = request
 
@@ -56,11 +56,11 @@ class KeptRequests:
         return self._requests.get(request_id)
 
     def pop(self, request_id: str) -> Request | None:
-        """Takes a request out; None when it is not here. Its blocks are the caller's to free."""
+        """Removes and returns a request; None if unknown. The caller frees its blocks."""
         return self._requests.pop(request_id, None)
 
     def pop_oldest(self) -> Request | None:
-        """Takes the oldest out; None when there is none."""
+        """Removes and returns the oldest request; None if empty. The caller frees its blocks."""
         return self._requests.pop(next(iter(self._requests), ""), None)
 
     def __contains__(self, request: Request) -> bool:

@@ -1,4 +1,4 @@
-"""Blocks that could not be loaded: how much of a request is still good, and can be built on."""
+"""Blocks that could not be loaded: how many tokens of a request remain valid."""
 
 from collections.abc import Collection, Sequence
 
@@ -10,7 +10,7 @@ from paxkv.scheduler.request import Request
 def num_valid_tokens(
     manager: KVCacheManager, request: Request, invalid_block_ids: Collection[int]
 ) -> int | None:
-    """Leading tokens before the first invalid block of any group; None where none is invalid."""
+    """Number of tokens before the first invalid block of any group; None if no block is invalid."""
     first_tokens = [
         block_idx * block_size
         for blocks, block_size in _tables(manager, request)
@@ -21,7 +21,7 @@ def num_valid_tokens(
 
 
 def block_ids_from(manager: KVCacheManager, request: Request, num_tokens: int) -> set[int]:
-    """The request's blocks that hold a token at or past `num_tokens`, without the null block."""
+    """Ids of the request's blocks that hold a token at or past `num_tokens`, except null blocks."""
     return {
         block.block_id
         for blocks, block_size in _tables(manager, request)
@@ -31,9 +31,10 @@ def block_ids_from(manager: KVCacheManager, request: Request, num_tokens: int) -
 
 
 def can_go_on_from(manager: KVCacheManager, request: Request, num_tokens: int) -> bool:
-    """Whether the request can compute its tokens from `num_tokens` on again, in its own blocks.
+    """Whether the request can recompute its tokens from `num_tokens` on in the blocks it holds.
 
-    It cannot where others hold one of them, or where a block that left a window is needed again.
+    It cannot if another request holds one of these blocks, or if a block has left a window, because
+    its tokens may be needed again.
     """
     return num_tokens > 0 and not any(
         any(block.is_null for block in blocks)

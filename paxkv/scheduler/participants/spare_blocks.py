@@ -1,4 +1,4 @@
-"""SpareBlocks: blocks that are held, but not by anyone who runs, and can be given up for room."""
+"""SpareBlocks: blocks held by requests that do not run, which can be freed to make room."""
 
 from paxkv.kv_cache.manager import KVCacheManager
 from paxkv.scheduler.participants.forks import KeptRequests
@@ -8,7 +8,7 @@ from paxkv.scheduler.request_queue import RequestQueue
 
 
 class SpareBlocks:
-    """Blocks of finished requests kept for forks, and those loaded for requests that wait."""
+    """Blocks that finished requests keep for forks, and blocks loaded for waiting requests."""
 
     def __init__(
         self,
@@ -23,13 +23,13 @@ class SpareBlocks:
         self._remote_kv = remote_kv
 
     def release_kept(self, request_id: str) -> None:
-        """Frees what a finished request kept; any other id is ignored."""
+        """Frees the blocks of a kept request. Other ids are ignored."""
         request = self._kept_requests.pop(request_id)
         if request is not None:
             self._manager.free(request)
 
     def release_oldest_kept(self) -> bool:
-        """Frees what the first of the kept requests holds; False when there is none."""
+        """Frees the blocks of the oldest kept request; False if there is none."""
         request = self._kept_requests.pop_oldest()
         if request is None:
             return False
@@ -37,11 +37,11 @@ class SpareBlocks:
         return True
 
     def loaded_requests(self) -> list[Request]:
-        """Waiting requests whose blocks were loaded from elsewhere, in the order of the queue."""
+        """Waiting requests that hold loaded blocks, in the order of the queue."""
         return [request for request in self._waiting if self._is_loaded(request)]
 
     def drop_loaded(self, request: Request) -> None:
-        """Takes a waiting request's loaded blocks; it begins anew when it is admitted."""
+        """Frees a waiting request's loaded blocks. The request starts again when it is admitted."""
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             self._remote_kv.forget_loaded(request)
             has_run = request.num_preemptions > 0
@@ -50,14 +50,17 @@ class SpareBlocks:
         request.num_computed_tokens = 0
 
     def _is_loaded(self, request: Request) -> bool:
-        # The end of a load is seen when the scan of the queue comes by, which it may never do
-        # while what was loaded keeps the request in front from its blocks.
+        # The status changes only when the scan of the queue reaches the request. It may never get
+        # there if the loaded blocks leave no room for the request at the front.
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             return self._remote_kv is not None and self._remote_kv.has_loaded(request)
         return request.num_computed_tokens > 0
 
     def drop_last_loaded(self, spared: Request) -> bool:
-        """The same for the last in the queue; False when only `spared` or nobody has any."""
+        """Frees the loaded blocks of the last such request in the queue, except `spared`.
+
+        Returns False if there is no such request.
+        """
         loaded = [request for request in self.loaded_requests() if request is not spared]
         if not loaded:
             return False

@@ -71,7 +71,7 @@ def test_a_victim_gives_back_all_it_was_given_and_is_not_reported_as_scheduled()
     victim = make_request("a", num_computed_tokens=3, num_output_tokens=1)
     victim.spec_token_ids = [5, 6, 7]
     run(plan, victim, 4, blocks(1))
-    plan.take_drafts(victim, 4)
+    plan.add_drafts(victim, 4)
     assert plan.spec_decode_tokens == {"a": [5, 6, 7]}
     other = make_request("b")
     run(plan, other, 1)
@@ -87,11 +87,11 @@ def test_drafts_past_the_scheduled_tokens_are_cut():
     plan = StepPlan(10)
     request = make_request("a", num_computed_tokens=3, num_output_tokens=1)
     request.spec_token_ids = [5, 6, 7]
-    plan.take_drafts(request, 2)
+    plan.add_drafts(request, 2)
     assert (plan.spec_decode_tokens, request.spec_token_ids) == ({"a": [5]}, [])
     request.spec_token_ids = [5]
     plan = StepPlan(10)
-    plan.take_drafts(request, 1)
+    plan.add_drafts(request, 1)
     assert (plan.spec_decode_tokens, request.spec_token_ids) == ({}, [])
 
 

@@ -40,7 +40,7 @@ def test_an_item_stays_as_long_as_somebody_needs_it():
     assert cache.num_allocatable_tokens({"x"}) == 4
     # Nobody needs it, but its room is not needed either.
     assert cache.is_cached(a.mm_features[0])
-    assert cache.take_freed_identifiers() == []
+    assert cache.drain_freed_identifiers() == []
 
 
 def test_room_is_made_from_what_has_been_unneeded_longest():
@@ -53,8 +53,8 @@ def test_room_is_made_from_what_has_been_unneeded_longest():
     cache.hold(request, [1])  # needed again
     cache.allocate(request, 3)
     # "z" stays: the room of "x" was enough.
-    assert cache.take_freed_identifiers() == ["x"]
-    assert cache.take_freed_identifiers() == []
+    assert cache.drain_freed_identifiers() == ["x"]
+    assert cache.drain_freed_identifiers() == []
     assert cache.num_free_tokens == 0
     cache.check_invariants({"a": request})
 
@@ -88,7 +88,7 @@ def test_a_withdrawn_item_was_never_with_the_runner():
     cache.allocate(request, 0)
     cache.free(request)
     cache.withdraw("x")
-    assert (cache.num_free_tokens, cache.take_freed_identifiers()) == (5, [])
+    assert (cache.num_free_tokens, cache.drain_freed_identifiers()) == (5, [])
 
 
 def test_books_that_do_not_agree_are_seen():

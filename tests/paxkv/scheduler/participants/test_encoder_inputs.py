@@ -74,12 +74,12 @@ def test_fitting_takes_nothing_and_committing_does():
     inputs.commit(a, demand)
     # "x" is encoded in this step already, for both; "y" takes what is left of the budget.
     assert fit(inputs, b, 0, 8) == (6, [0, 1])
-    assert inputs.take_scheduled() == {"a": [0]}
+    assert inputs.drain_scheduled() == {"a": [0]}
     inputs.start_step()
     assert fit(inputs, b, 0, 8) == (8, [0, 1, 2])
-    assert inputs.take_scheduled() == {}
+    assert inputs.drain_scheduled() == {}
     inputs.commit(b, inputs.fit(b, 0, 8))
-    assert inputs.take_scheduled() == {"b": [1, 2]}
+    assert inputs.drain_scheduled() == {"b": [1, 2]}
 
 
 def test_room_for_an_item_is_not_taken_from_a_later_one_of_the_same_chunk():
@@ -105,13 +105,13 @@ def test_committing_makes_no_room_from_what_the_chunk_needs():
     inputs.commit(first, inputs.fit(first, 0, 6))
     first.num_computed_tokens = 6
     inputs.end_step()
-    inputs.take_scheduled()
+    inputs.drain_scheduled()
     inputs.start_step()
     # "new" needs 3 tokens and 2 are free. "old" would be the first to go.
     second = make_request("b", ("new", 0, 3), ("old", 3, 4))
     inputs.commit(second, inputs.fit(second, 0, 7))
-    assert inputs.take_scheduled() == {"b": [0]}
-    assert inputs.cache_manager.take_freed_identifiers() == ["other"]
+    assert inputs.drain_scheduled() == {"b": [0]}
+    assert inputs.cache_manager.drain_freed_identifiers() == ["other"]
 
 
 def test_an_item_twice_in_a_chunk_is_encoded_once_and_needed_twice():
@@ -120,7 +120,7 @@ def test_an_item_twice_in_a_chunk_is_encoded_once_and_needed_twice():
     demand = inputs.fit(request, 0, 20)
     assert demand.input_ids == [0, 1]
     inputs.commit(request, demand)
-    assert inputs.take_scheduled() == {"a": [0]}
+    assert inputs.drain_scheduled() == {"a": [0]}
     request.num_computed_tokens = 13
     inputs.end_step()
     assert inputs.cache_manager.holders("x") == [("a", 1)]
@@ -138,13 +138,13 @@ def test_what_a_victim_was_to_encode_goes_to_who_counts_on_it_or_back():
     inputs.give_back(victim)
     assert inputs.cache_manager.holders("x") == [("b", 0)]
     assert not inputs.cache_manager.is_cached(victim.mm_features[1])
-    assert inputs.cache_manager.take_freed_identifiers() == []
+    assert inputs.cache_manager.drain_freed_identifiers() == []
     # The 2 tokens of "y" are in the budget again, those of "x" are not.
     third = make_request("c", ("z", 0, 2), ("w", 2, 1))
     assert fit(inputs, third, 0, 20) == (2, [0])
     inputs.give_back(other)
     assert fit(inputs, third, 0, 20) == (20, [0, 1])
-    assert inputs.take_scheduled() == {}
+    assert inputs.drain_scheduled() == {}
 
 
 def test_an_item_whose_encoding_was_given_back_before_the_commit_is_encoded_for_this_one():
@@ -154,7 +154,7 @@ def test_an_item_whose_encoding_was_given_back_before_the_commit_is_encoded_for_
     demand = inputs.fit(other, 0, 5)
     inputs.give_back(victim)
     inputs.commit(other, demand)
-    assert inputs.take_scheduled() == {"b": [0]}
+    assert inputs.drain_scheduled() == {"b": [0]}
     assert inputs.cache_manager.holders("x") == [("b", 0)]
 
 
@@ -162,7 +162,7 @@ def test_what_a_step_on_its_way_encodes_is_not_given_back():
     inputs = make_inputs()
     request = make_request("a", ("x", 0, 4))
     inputs.commit(request, inputs.fit(request, 0, 5))
-    scheduled = inputs.take_scheduled()
+    scheduled = inputs.drain_scheduled()
     inputs.give_back(request)
     # The runner has the item: it stays until its room is needed, and then the runner hears of it.
     assert scheduled == {"a": [0]}
