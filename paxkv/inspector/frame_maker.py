@@ -116,7 +116,7 @@ class FrameMaker:
                 self._to_learn[table] = min(num_kept, self._to_learn.get(table, sys.maxsize))
         if not is_snapshot:  # a delta sends what is learned to all pages
             self._learn_contents()
-        changed_np = log.take_changed(tables.new_blocks)
+        changed_np = log.drain_changed(tables.new_blocks)
         running = self._running_rows()
         waiting = self._waiting_rows()
         return InspectorFrame(

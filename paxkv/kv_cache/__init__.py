@@ -1,1 +1,1 @@
-"""Host side of the paged KV cache: which blocks of memory hold which request's tokens."""
+"""Host side of the paged KV cache: assigns blocks of KV memory to the tokens of requests."""

@@ -1,4 +1,4 @@
-"""Context parallelism: which rank holds which of a sequence's tokens, and where."""
+"""Context parallelism: the rank and the slot of each token of a sequence."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from paxkv.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPlace:
-    """Where a token's key and value are."""
+    """The place of a token's key and value."""
 
     rank: int  # in [0, world_size)
     block_idx: int  # entry of the request's block table
@@ -17,10 +17,10 @@ class TokenPlace:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ContextParallelLayout:
-    """Deals a sequence's tokens out to ranks, `interleave` neighbours to each in turn.
+    """Distributes a sequence's tokens over ranks: each rank in turn gets `interleave` tokens.
 
-    All ranks have the same block table. An entry of it stands for a block on every rank, so that it
-    covers `block_size * world_size` positions: a virtual block.
+    All ranks have the same block table. Each entry stands for one block on every rank. Together
+    these form a virtual block, which covers `block_size * world_size` positions.
 
     Example, block_size 4, world_size 2, interleave 2, the virtual block of positions 0..7:
         position  0  1  2  3  4  5  6  7
@@ -45,21 +45,21 @@ class ContextParallelLayout:
 
     @property
     def virtual_block_size(self) -> int:
-        """Positions that one entry of a block table covers."""
+        """Number of positions that one entry of a block table covers."""
         return self.block_size * self.world_size
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Entries of the block table, which is blocks on each rank; the last may hold nothing."""
+        """Number of block table entries, and of blocks on each rank (the last may be empty)."""
         return cdiv(num_tokens, self.virtual_block_size)
 
     def num_local_tokens(self, num_tokens: int, rank: int) -> int:
-        """Tokens of the first `num_tokens` that `rank` holds."""
+        """Number of the first `num_tokens` tokens that `rank` holds."""
         num_rounds, num_left = divmod(num_tokens, self.world_size * self.interleave)
         in_last_round = min(max(num_left - rank * self.interleave, 0), self.interleave)
         return num_rounds * self.interleave + in_last_round
 
     def place_of(self, position: int) -> TokenPlace:
-        """Where the token at `position` is."""
+        """The place of the token at `position`."""
         stripe_idx, place_in_stripe = divmod(position, self.interleave)
         own_stripe_idx, rank = divmod(stripe_idx, self.world_size)
         block_idx, offset = divmod(
@@ -68,7 +68,7 @@ class ContextParallelLayout:
         return TokenPlace(rank=rank, block_idx=block_idx, offset=offset)
 
     def position_of(self, place: TokenPlace) -> int:
-        """Which token is at `place`: the inverse of `place_of`."""
+        """The position of the token at `place`; the inverse of `place_of`."""
         own_position = place.block_idx * self.block_size + place.offset
         own_stripe_idx, place_in_stripe = divmod(own_position, self.interleave)
         stripe_idx = own_stripe_idx * self.world_size + place.rank

@@ -1,4 +1,4 @@
-"""KVCacheManager: the scheduler's door to KV memory: prefix hits, room for tokens, freeing."""
+"""KVCacheManager: the scheduler's interface to KV memory."""
 
 import dataclasses
 from collections import Counter
@@ -21,7 +21,7 @@ class KVCacheBlocks:
     """Blocks of one request: `blocks[group][i]` is its i-th block in that KV cache group.
 
     Args:
-        is_fork: They are another request's, and not hits of the prefix cache.
+        is_fork: The blocks belong to the fork source; they are not prefix hits.
     """
 
     blocks: GroupBlocks
@@ -36,12 +36,13 @@ class KVCacheBlocks:
 
 
 class KVCacheManager:
-    """Gives requests blocks of KV memory and takes them back.
+    """Finds cached prefixes, allocates blocks of KV memory for requests, and frees them.
 
     Args:
-        use_eagle: The drafter needs the last block of a prefix hit computed once more.
-        observers: Get every change of the pool's blocks.
-        dcp_world_size: Ranks that share each sequence in decode; `pcp_world_size` in prefill.
+        use_eagle: Compute the last block of a prefix hit again, because the drafter needs it.
+        observers: Receive every change of the pool's blocks.
+        dcp_world_size: Ranks that share each sequence in decode.
+        pcp_world_size: Ranks that share each sequence in prefill.
 
     Source: vLLM `v1/core/kv_cache_manager.py`.
     """
@@ -81,7 +82,7 @@ class KVCacheManager:
             ],
             hash_block_size=self.hash_block_size,
         )
-        # Most steps of most requests need no new block: one object serves them all.
+        # Most calls return no new block, so all of them return this object.
         self.empty_kv_cache_blocks = KVCacheBlocks(
             tuple(() for _ in range(self.num_kv_cache_groups))
         )
@@ -92,14 +93,15 @@ class KVCacheManager:
         return self.block_pool.get_usage()
 
     def get_computed_blocks(self, request: CacheRequest) -> tuple[KVCacheBlocks, int]:
-        """Cached blocks that start with the request's tokens, and how many tokens they hold.
+        """Finds the longest cached prefix of the request: its blocks, and their number of tokens.
 
-        Nothing is taken yet: the blocks go to `allocate_slots` before anything else does.
+        The blocks are not allocated here. The caller must pass them to `allocate_slots` before any
+        other change of the pool.
         """
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return self.empty_kv_cache_blocks, 0
-        # The last token is always computed: its logits give the next one. A hit consists of
-        # whole blocks, so this may cost a block.
+        # The last token must be computed, because its logits give the next one. A hit consists of
+        # whole blocks, so a whole block may be computed again.
         blocks, num_computed_tokens = self.coordinator.find_longest_cache_hit(
             request.block_hashes, max_cache_hit_length=request.num_tokens - 1
         )
@@ -108,14 +110,15 @@ class KVCacheManager:
         return KVCacheBlocks(blocks), num_computed_tokens
 
     def get_forked_blocks(self, source: CacheRequest, num_tokens: int) -> KVCacheBlocks | None:
-        """Blocks of `source` that hold what a fork needs to go on behind its first `num_tokens`.
+        """Blocks of `source` that a fork needs in order to continue after `num_tokens` tokens.
 
-        They go to `allocate_slots` as `new_computed_blocks`, before anything else does. A last
-        block that is filled in part is copied there, as the fork writes into it.
+        The caller must pass them to `allocate_slots` as `new_computed_blocks`, before any other
+        change of the pool. `allocate_slots` copies a partly filled last block, because the fork
+        writes into it.
 
         Returns:
-            None where not all of it is there: the tokens are not computed, or left the window,
-            or a state has moved on, or the source holds nothing.
+            None if the source lacks a needed block: a token is not computed or has left the
+            window, a state has advanced, or the source holds no blocks.
         """
         if not 0 < num_tokens <= source.num_computed_tokens:
             return None
@@ -136,30 +139,31 @@ class KVCacheManager:
         num_encoder_tokens: int = 0,
         full_sequence_must_fit: bool = False,
     ) -> KVCacheBlocks | None:
-        """Gives the request room for its next tokens.
+        """Allocates slots for the request's next tokens.
 
             | computed | new computed | external | new | lookahead |
             |   held   |     hits     |        new blocks         |
             |           computed before          | now |
             |            cached, where full            |
 
-        Blocks that no token from `new` on reads are given up first. A block that the request is
-        to write into, and that others hold or can find, is replaced by a copy.
+        First, blocks that no token from `new` on reads are freed. If the request will write into a
+        block that another request holds or could find by its hash, a copy replaces this block.
 
         Args:
-            num_new_tokens: Tokens to compute in this step; 0 while external ones are being loaded.
+            num_new_tokens: Tokens to compute in this step; 0 while external tokens are loaded.
             num_new_computed_tokens: Tokens in `new_computed_blocks`.
             new_computed_blocks: From `get_computed_blocks` or `get_forked_blocks`, at admission.
-            num_lookahead_tokens: Slots beyond the new tokens, for tokens not yet known.
-            num_external_computed_tokens: Tokens behind the computed ones that come from outside.
-            delay_cache_blocks: Leaves caching to a later `cache_blocks`.
-            num_encoder_tokens: What cross-attention needs room for, when the request is admitted.
-            full_sequence_must_fit: There must be room for all tokens of the request that are
-                known, computed `num_new_tokens` a step, though only these get it now.
+            num_lookahead_tokens: Slots after the new tokens, for tokens not yet known.
+            num_external_computed_tokens: Tokens after the computed ones that a connector loads.
+            delay_cache_blocks: The caller calls `cache_blocks` later.
+            num_encoder_tokens: Tokens of cross-attention, when the request is admitted.
+            full_sequence_must_fit: Return None unless the free blocks suffice for all known tokens
+                of the request, computed `num_new_tokens` per step.
 
         Returns:
-            The new blocks, without those in `new_computed_blocks`. None means that there is no
-            room, so preempt; then nothing has changed, but blocks given up stay so.
+            The new blocks, without `new_computed_blocks`. None means that there is no room, so the
+            caller should preempt a request. Then nothing was allocated, but blocks that are no
+            longer read stay freed.
         """
         if num_new_tokens < 1 and num_external_computed_tokens < 1:
             raise InvariantError(f"{num_new_tokens=} must be at least 1.")
@@ -168,7 +172,7 @@ class KVCacheManager:
         num_computed_tokens += num_external_computed_tokens
         num_main_tokens = num_computed_tokens + num_new_tokens
         num_slots = min(num_main_tokens + num_lookahead_tokens, self.max_model_len)
-        # Also where the request then does not fit: another may have the blocks.
+        # Even if the request does not fit afterwards, another request can use these blocks.
         coordinator.remove_skipped_blocks(request_id, num_computed_tokens)
         hits = self.empty_kv_cache_blocks if new_computed_blocks is None else new_computed_blocks
         num_blocks_to_allocate = coordinator.get_num_blocks_to_allocate(
@@ -187,7 +191,7 @@ class KVCacheManager:
             return None
 
         if new_computed_blocks is not None or num_external_computed_tokens > 0:
-            self._take_computed_blocks(
+            self._start_block_tables(
                 request, hits, num_new_computed_tokens, num_external_computed_tokens
             )
         new_blocks = self.empty_kv_cache_blocks
@@ -197,13 +201,13 @@ class KVCacheManager:
             )
             new_blocks = KVCacheBlocks(blocks)
         if self.enable_caching and not delay_cache_blocks:
-            # Before they are written: an equal prompt in the same step can share them, as each
-            # layer writes all K and V of a step before it reads any.
+            # Blocks are cached before they are written, so an equal prompt in the same step can
+            # share them: each layer writes all K and V of a step before it reads any.
             coordinator.cache_blocks(request, min(num_main_tokens, request.num_tokens))
         return new_blocks
 
     def get_num_blocks_to_reserve(self, request: CacheRequest, num_tokens: int) -> int:
-        """Free blocks that `reserve_slots` would take."""
+        """Number of free blocks that `reserve_slots` would allocate."""
         return self.coordinator.get_num_blocks_to_allocate(
             request.request_id,
             num_tokens,
@@ -214,11 +218,11 @@ class KVCacheManager:
         )
 
     def reserve_slots(self, request: CacheRequest, num_tokens: int) -> KVCacheBlocks:
-        """Gives slots for its first `num_tokens` tokens to a request that has those of a step.
+        """Allocates slots for a burst: up to `num_tokens` tokens of the request in total.
 
-        What lies behind the step's tokens is its own and empty, and a token that is not known
-        fills no block that could be found: so nothing is copied, cached or given up. There must
-        be room.
+        The request must have the slots of one step already, and enough blocks must be free.
+        Nothing is copied, cached or freed: the slots after the step's tokens belong to the request
+        alone, and a block can be cached only when its tokens are known.
 
         Returns:
             The new blocks.
@@ -234,74 +238,77 @@ class KVCacheManager:
     def get_num_tokens_before_block_work(
         self, request: CacheRequest, *, are_cached_late: bool = False
     ) -> int:
-        """Most tokens for which `allocate_slots` would do nothing for a running request.
+        """Largest number of tokens for which `allocate_slots` has nothing to do.
 
-        While its computed, new and lookahead tokens are no more than these, every token has a
-        slot, no block becomes full, none leaves a window and nothing is copied, so that the call
-        may be left out. It is so until the request is forked from, or loses its blocks.
+        While a running request's computed, new and lookahead tokens together do not exceed this
+        number, the scheduler may skip the call: every token has a slot, no block becomes full, no
+        block leaves a window, and no block is copied. The number is valid until the request is
+        forked or loses its blocks.
 
         Args:
-            are_cached_late: The caller makes full blocks findable by `cache_blocks`: a token that
-                is computed before it is known fills none of which `allocate_slots` could tell.
+            are_cached_late: The caller caches full blocks itself by `cache_blocks`, because their
+                tokens are computed before they are known. Then full blocks do not count as work.
         """
         return self.coordinator.get_num_tokens_before_block_work(
             request.request_id, are_cached_late=are_cached_late
         )
 
-    def take_block_copies(self) -> list[BlockCopy]:
-        """Copies decided since the last call, no two to one block; to be done all at once.
+    def drain_block_copies(self) -> list[BlockCopy]:
+        """Block copies since the last call, which the runner does all at once.
 
-        To be called when a step has been decided: what comes then belongs to the next one.
+        No two copies have the same target. Call it when a step is decided; later changes belong to
+        the next step.
         """
         self.coordinator.new_step_starts()
-        return self.coordinator.device_block_work.take_copies()
+        return self.coordinator.device_block_work.drain_copies()
 
     def take_new_block_ids(self) -> list[int]:
-        """Blocks handed out to attention groups since the last call, but those copied over.
+        """New blocks of attention groups since the last call, except targets of copies.
 
-        Their old bytes are to be cleared, after the step's copies. Recorded only where there are
-        Mamba groups, whose bytes attention must not read.
+        The runner clears their bytes after the step's copies. They are recorded only if there are
+        Mamba groups: attention must not read old Mamba states as K and V.
         """
-        return self.coordinator.device_block_work.take_new_block_ids()
+        return self.coordinator.device_block_work.drain_new_block_ids()
 
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
-        """Makes the blocks that the request's first `num_tokens` tokens fill findable."""
+        """Adds the blocks that the request's first `num_tokens` tokens fill to the prefix cache."""
         self.coordinator.cache_blocks(request, num_tokens)
 
     def free(self, request: CacheRequest) -> None:
-        """Takes the request's blocks back, if it has any; its prefix is the last to be reused.
+        """Frees the request's blocks, if it has any. The blocks of its prefix are evicted last.
 
-        Blocks past `request.num_computed_tokens` were never written, so they leave the cache.
+        Blocks past `request.num_computed_tokens` were never written, so they leave the prefix
+        cache.
         """
         self.coordinator.free(request.request_id, request.num_computed_tokens)
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
-        """All blocks that the request holds, null blocks in place of those it gave up."""
+        """The request's block tables, with null blocks in place of freed ones."""
         return KVCacheBlocks(self.coordinator.get_blocks(request_id))
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """Physical ids of all blocks that the request holds, a list per group."""
+        """Physical ids of the blocks in the request's block tables, a list per group."""
         return self.get_blocks(request_id).get_block_ids()
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-        """Per group, leading blocks that every request holds."""
+        """Per group, the number of leading blocks that every request holds."""
         return self.coordinator.get_num_common_prefix_blocks(running_request_id)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Takes blocks out of the prefix cache, as when what they hold is not valid."""
+        """Removes blocks from the prefix cache, for example if their content is invalid."""
         self.block_pool.evict_blocks(block_ids)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets every cached block; False, and nothing changed, while a request holds one."""
+        """Empties the prefix cache. While a request holds blocks, only returns False."""
         if not self.block_pool.reset_prefix_cache():
             return False
         self.prefix_cache_stats.on_reset()
         return True
 
     def explain_miss(self, request: CacheRequest) -> PrefixCacheMiss:
-        """Why the request found no more in the prefix cache when it was admitted.
+        """Explains why the request found no more in the prefix cache when it was admitted.
 
-        Of one that was not admitted lately: why it would not now.
+        If the request was not admitted recently, explains what a look-up finds now.
         """
         answer = self.explain_admission(request.request_id)
         if answer is None:
@@ -310,14 +317,15 @@ class KVCacheManager:
         return answer
 
     def explain_admission(self, request_id: str) -> PrefixCacheMiss | None:
-        """The same by id, also of a request that has ended; None if not admitted lately."""
+        """Explains a recent admission, even if the request has ended; None if it is not recent."""
         return self._miss_explainer.answer(request_id)
 
     def count_slots(self, requests: Iterable[CacheRequest]) -> tuple[int, int]:
-        """Slots in held blocks, each block once, and those of them that hold a computed token.
+        """Number of slots in held blocks, and number of slots that hold a computed token.
 
-        In O(requests): whoever writes into a block holds it alone, so unused slots lie in tails
-        of one request. Slots of sinks are not counted.
+        A shared block counts once; slots of sinks do not count. The cost is O(requests): a request
+        writes only into blocks that no other request holds, so unused slots are at the end of one
+        request's table.
 
         Args:
             requests: All requests that hold blocks.
@@ -332,10 +340,10 @@ class KVCacheManager:
         return num_allocated, num_allocated - num_unused
 
     def check_invariants(self) -> None:
-        """Checks the pool, the block tables, and that reference counts are what they say.
+        """Checks the pool, the block tables, and that reference counts match the tables.
 
         Raises:
-            InvariantError: They are not.
+            InvariantError: A rule is broken.
         """
         self.block_pool.check_invariants()
         num_holders: Counter[int] = Counter()
@@ -358,7 +366,7 @@ class KVCacheManager:
         num_computed_tokens: int,
         num_encoder_tokens: int,
     ) -> bool:
-        """Whether all known tokens could be computed, `num_new_tokens` a step, in what is free."""
+        """Whether the free blocks suffice for all known tokens, at `num_new_tokens` per step."""
         num_tokens = max(num_computed_tokens + num_new_tokens, request.num_tokens)
         num_blocks = self.coordinator.get_num_blocks_for_full_sequence(
             request.request_id,
@@ -370,16 +378,16 @@ class KVCacheManager:
         )
         return num_blocks <= self.block_pool.get_num_free_blocks()
 
-    def _take_computed_blocks(
+    def _start_block_tables(
         self,
         request: CacheRequest,
         computed_blocks: KVCacheBlocks,
         num_new_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        """Starts the block tables of a request that is admitted, and notes what it found."""
+        """Starts the block tables of an admitted request, and records its prefix hit."""
         is_new = not any(self.coordinator.get_blocks(request.request_id))
-        # A fork did not look into the prefix cache; nor did one that waited to be loaded, again.
+        # Forks and requests that waited for a load (`is_new` is False) looked up nothing now.
         if is_new and not computed_blocks.is_fork:
             self._miss_explainer.record(request, num_new_computed_tokens)
             if self.enable_caching and not request.skip_reading_prefix_cache:
@@ -388,7 +396,8 @@ class KVCacheManager:
                     num_hits=num_new_computed_tokens,
                     is_resumed=request.num_preemptions > 0,
                 )
-        # In all groups before any gets a new block: that must not be one of them.
+        # All groups get their hits before any group gets a new block, because a new block must not
+        # be another group's hit.
         if num_external_computed_tokens > 0 or not computed_blocks.is_empty():
             self.coordinator.allocate_new_computed_blocks(
                 request.request_id,

@@ -1,4 +1,4 @@
-"""PrefixCacheStats: what the prefix cache was asked for and what it had."""
+"""PrefixCacheStats: counts the tokens that were looked up in the prefix cache, and the hits."""
 
 import dataclasses
 from collections import deque
@@ -10,9 +10,9 @@ class CachingMetrics:
     """Queries and hits of the most recent requests.
 
     Args:
-        max_recent_requests: How many requests it remembers, at least 1.
+        max_recent_requests: Size of the window in requests, at least 1.
 
-    Source: vLLM `v1/metrics/stats.py`, where the window is by steps of requests.
+    Source: vLLM `v1/metrics/stats.py`. There the window consists of steps.
     """
 
     def __init__(self, max_recent_requests: int = MAX_RECENT_REQUESTS) -> None:
@@ -22,7 +22,7 @@ class CachingMetrics:
         self.num_hits = 0
 
     def observe(self, num_queries: int, num_hits: int) -> None:
-        """Takes in one request, and lets go of the oldest one too many."""
+        """Adds one request, and drops the oldest if the window is full."""
         if len(self._recent) == self._max_recent_requests:
             old_queries, old_hits = self._recent.popleft()
             self.num_queries -= old_queries
@@ -47,13 +47,13 @@ class CachingMetrics:
 
 @dataclasses.dataclass(slots=True)
 class PrefixCacheStats:
-    """Tokens looked up at admission and found, since the start; requests that resume count apart.
+    """Tokens that requests looked up at admission (queries), and tokens found (hits).
 
-    A request that resumes mostly finds its own blocks again, which says nothing about how much
-    its prompt had in common with others.
+    Requests that resume after a preemption are counted separately (`num_preempted_...`). They
+    mostly find their own blocks, which says nothing about sharing between requests.
 
     Args:
-        recent: The same of the most recent requests alone, without those that resume.
+        recent: Counts of the most recent requests, without resumed requests.
     """
 
     num_requests: int = 0
@@ -77,5 +77,5 @@ class PrefixCacheStats:
             self.recent.observe(num_tokens, num_hits)
 
     def on_reset(self) -> None:
-        """The cache was emptied: what it had before says nothing about it any more."""
+        """Clears the recent counts, because the prefix cache was emptied."""
         self.recent.reset()

@@ -308,7 +308,7 @@ class Scheduler:
 
     def take_events(self) -> list[KVCacheEvent]:
         """KV cache events since the last call, in order; empty if events are disabled."""
-        return [] if self._event_recorder is None else self._event_recorder.take()
+        return [] if self._event_recorder is None else self._event_recorder.drain()
 
     def explain_prefix_cache_miss(self, request_id: str) -> PrefixCacheMiss:
         """Explains why a request did not find more of its prompt in the prefix cache.

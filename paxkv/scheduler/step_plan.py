@@ -146,7 +146,7 @@ class StepPlan:
             scheduled_encoder_inputs=encoder_inputs.drain_scheduled(),
             free_encoder_mm_hashes=encoder_inputs.cache_manager.drain_freed_identifiers(),
             num_common_prefix_blocks=num_common_prefix_blocks,
-            block_copies=manager.take_block_copies(),
+            block_copies=manager.drain_block_copies(),
             new_block_ids_to_zero=manager.take_new_block_ids(),
             kv_connector_metadata=(
                 None

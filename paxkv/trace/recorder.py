@@ -197,7 +197,7 @@ class TraceRecorder:
         return result
 
     def _common_fields(self, start_s: float, error: str | None = None) -> dict[str, object]:
-        moved = self._movement_log.take()
+        moved = self._movement_log.drain()
         return {
             "at_s": round(start_s - self._start_s, _TIME_DIGITS),
             "took_s": round(time.perf_counter() - start_s, _TIME_DIGITS),

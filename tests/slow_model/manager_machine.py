@@ -287,7 +287,7 @@ class ManagerMachine(RuleBasedStateMachine):
     # -- a step -----------------------------------------------------------------------------
 
     def execute_copies(self):
-        copies = [(c.source_block_id, c.target_block_id) for c in self.real.take_block_copies()]
+        copies = [(c.source_block_id, c.target_block_id) for c in self.real.drain_block_copies()]
         assert copies == self.slow.copies
         self.slow.copies = []
         self.slow.start_step()
@@ -397,7 +397,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.check_events()
 
     def check_events(self):
-        for event in self.event_recorder.take():
+        for event in self.event_recorder.drain():
             if isinstance(event, AllBlocksCleared):
                 self.known_outside.clear()
                 continue

@@ -169,7 +169,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def check_events(self):
         """Whoever follows the events knows what can be found, and nothing else."""
-        for event in self.event_recorder.take():
+        for event in self.event_recorder.drain():
             if isinstance(event, AllBlocksCleared):
                 self.known_outside.clear()
                 continue

@@ -1,1 +1,1 @@
-"""Coordinators: one request over all KV cache groups."""
+"""Coordinators combine the block table managers of all KV cache groups."""

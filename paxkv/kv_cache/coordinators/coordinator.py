@@ -20,12 +20,12 @@ GroupBlocks = tuple[Sequence[KVCacheBlock], ...]
 
 
 class KVCacheCoordinator(ABC):
-    """Does for all groups what each group's manager does for one.
+    """Calls the block table managers of all groups.
 
     Args:
-        use_eagle: Prefix hits lose their last block.
-        observers: Get every change of the pool's blocks.
-        dcp_world_size: See `SingleTypeKVCacheManager`; so `pcp_world_size`.
+        use_eagle: Drop the last block of every prefix hit.
+        observers: Receive every change of the pool's blocks.
+        dcp_world_size: See `SingleTypeKVCacheManager`, also for `pcp_world_size`.
 
     Source: vLLM `v1/core/kv_cache_coordinator.py`.
     """
@@ -68,8 +68,8 @@ class KVCacheCoordinator(ABC):
         self._windowed_managers = tuple(
             manager for manager in self.single_type_managers if isinstance(manager, WindowedManager)
         )
-        # Groups with equal specs: their tables have the same lengths, and lose and cache blocks at
-        # the same places, so that the first of them can answer for all.
+        # The tables of groups with equal specs have equal lengths, and free and cache blocks at
+        # the same indices. So the first of these groups can answer for all.
         self.managers_by_spec: dict[KVCacheSpec, list[SingleTypeKVCacheManager]] = {}
         for manager in self.single_type_managers:
             self.managers_by_spec.setdefault(manager.kv_cache_spec, []).append(manager)
@@ -78,7 +78,7 @@ class KVCacheCoordinator(ABC):
         )
 
     def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
-        """Gives up blocks that no token from `num_computed_tokens` on reads."""
+        """Frees blocks that no token from `num_computed_tokens` on reads."""
         for manager in self._windowed_managers:
             manager.remove_skipped_blocks(request_id, num_computed_tokens)
 
@@ -91,11 +91,11 @@ class KVCacheCoordinator(ABC):
         total_computed_tokens: int,
         num_tokens_main_model: int,
     ) -> int:
-        """Free blocks that it takes to give the request room for `num_tokens` tokens.
+        """Number of free blocks that the request needs to hold `num_tokens` tokens.
 
         Args:
-            num_encoder_tokens: What cross-attention needs room for.
-            total_computed_tokens: See `SingleTypeKVCacheManager`.
+            num_encoder_tokens: Tokens that cross-attention groups must hold.
+            total_computed_tokens: See `SingleTypeKVCacheManager.get_num_blocks_to_allocate`.
         """
         num_blocks = 0
         for manager, blocks in zip(self.single_type_managers, new_computed_blocks, strict=True):
@@ -117,7 +117,7 @@ class KVCacheCoordinator(ABC):
         total_computed_tokens: int,
         num_new_tokens: int,
     ) -> int:
-        """Free blocks that it takes to compute all `num_tokens`, `num_new_tokens` a step."""
+        """Number of free blocks needed to compute `num_tokens`, at `num_new_tokens` per step."""
         num_blocks = 0
         for manager, blocks in zip(self.single_type_managers, new_computed_blocks, strict=True):
             num_blocks += manager.get_num_blocks_for_full_sequence(
@@ -150,7 +150,10 @@ class KVCacheCoordinator(ABC):
         total_computed_tokens: int,
         num_tokens_main_model: int,
     ) -> GroupBlocks:
-        """Gives the request room for `num_tokens` tokens, none of it shared; the new blocks."""
+        """Gives the request slots for `num_tokens` tokens; returns the new blocks.
+
+        Shared blocks that the request will write into are replaced by copies.
+        """
         new_blocks: list[Sequence[KVCacheBlock]] = []
         for manager in self.single_type_managers:
             manager.replace_shared_blocks(request_id, total_computed_tokens, num_tokens)
@@ -164,12 +167,12 @@ class KVCacheCoordinator(ABC):
         return tuple(new_blocks)
 
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
-        """Makes the blocks that the request's first `num_tokens` tokens fill findable."""
+        """Adds the blocks that the request's first `num_tokens` tokens fill to the prefix cache."""
         for manager in self.single_type_managers:
             manager.cache_blocks(request, num_tokens)
 
     def free(self, request_id: str, num_computed_tokens: int) -> None:
-        """Gives up the request's blocks; see `SingleTypeKVCacheManager.free`."""
+        """Frees the request's blocks; see `SingleTypeKVCacheManager.free`."""
         for manager in self.single_type_managers:
             manager.free(request_id, num_computed_tokens)
         self.device_block_work.forget_freed_targets()
@@ -181,7 +184,7 @@ class KVCacheCoordinator(ABC):
     def get_blocks_to_fork(
         self, request_id: str, num_tokens: int, num_computed_tokens: int
     ) -> GroupBlocks | None:
-        """Blocks that a fork needs; None where a group does not hold one of them any more."""
+        """Blocks that a fork needs; None if a group does not hold one of them any more."""
         forked_blocks: list[Sequence[KVCacheBlock]] = []
         for manager in self.single_type_managers:
             blocks = manager.get_blocks_to_fork(request_id, num_tokens, num_computed_tokens)
@@ -193,7 +196,7 @@ class KVCacheCoordinator(ABC):
     def get_num_tokens_before_block_work(
         self, request_id: str, *, are_cached_late: bool = False
     ) -> int:
-        """See `SingleTypeKVCacheManager`; the least of all groups."""
+        """The smallest result of all groups; see `SingleTypeKVCacheManager`."""
         return min(
             [
                 manager.get_num_tokens_before_block_work(
@@ -204,14 +207,14 @@ class KVCacheCoordinator(ABC):
         )
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-        """Per group, leading blocks that every request holds."""
+        """Per group, the number of leading blocks that every request holds."""
         return [
             manager.get_num_common_prefix_blocks(running_request_id)
             for manager in self.single_type_managers
         ]
 
     def new_step_starts(self) -> None:
-        """All that was decided so far is sent to the device before what comes now."""
+        """Ends the current step: later calls belong to the next step."""
         for manager in self._windowed_managers:
             if isinstance(manager, MambaManager):
                 manager.new_step_starts()
@@ -220,15 +223,15 @@ class KVCacheCoordinator(ABC):
     def find_longest_cache_hit(
         self, block_hashes: Sequence[BlockHash], max_cache_hit_length: int
     ) -> tuple[GroupBlocks, int]:
-        """Cached blocks of the longest known prefix, and its number of tokens.
+        """Cached blocks of the longest cached prefix, and its number of tokens.
 
         Args:
-            max_cache_hit_length: Most tokens that the hit may have.
+            max_cache_hit_length: Largest number of tokens that the hit may have.
         """
 
 
 class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
-    """Any number of groups; nothing is shared."""
+    """For any number of groups, without prefix caching."""
 
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
         pass
@@ -240,7 +243,7 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
 
 
 class UnitaryKVCacheCoordinator(KVCacheCoordinator):
-    """One group, with prefix caching."""
+    """For one group, with prefix caching."""
 
     def find_longest_cache_hit(
         self, block_hashes: Sequence[BlockHash], max_cache_hit_length: int

@@ -1,4 +1,4 @@
-"""Which coordinator fits a KV cache."""
+"""Chooses the coordinator class for a KV cache."""
 
 from collections.abc import Iterable
 
@@ -22,13 +22,13 @@ def get_kv_cache_coordinator(
     dcp_world_size: int = 1,
     pcp_world_size: int = 1,
 ) -> KVCacheCoordinator:
-    """The coordinator that fits the groups; see `KVCacheCoordinator` for the arguments.
+    """Builds the coordinator for the groups; see `KVCacheCoordinator` for the arguments.
 
-    With cross-attention nothing is cached, whatever `enable_caching` says: what the decoder writes
-    depends on the encoder's input, which block hashes do not name.
+    Cross-attention turns prefix caching off: the decoder's K and V depend on the encoder's input,
+    which block hashes do not cover.
 
     Raises:
-        ConfigError: There is no group, or a block hash covers tokens of two blocks.
+        ConfigError: There is no group, or `hash_block_size` does not divide every block size.
     """
     groups = kv_cache_config.kv_cache_groups
     if not groups:

@@ -1,4 +1,4 @@
-"""HybridKVCacheCoordinator: prefix hits that groups of several kinds can all go on from."""
+"""HybridKVCacheCoordinator: finds prefix hits that are valid in groups of several kinds."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from paxkv.kv_cache.pool.block import KVCacheBlock
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EqualGroups:
-    """KV cache groups with equal specs: a prefix is a hit in all of them or in none."""
+    """KV cache groups with equal specs. A prefix is a hit in all of them or in none."""
 
     kv_cache_spec: KVCacheSpec
     manager_class: type[SingleTypeKVCacheManager]
@@ -23,7 +23,7 @@ class EqualGroups:
 
 
 class HybridKVCacheCoordinator(KVCacheCoordinator):
-    """Several groups, with prefix caching."""
+    """For several groups, with prefix caching."""
 
     def __init__(
         self,
@@ -44,17 +44,17 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             pcp_world_size=pcp_world_size,
         )
         self.equal_groups = self._merge_equal_groups()
-        # A hit ends where a block ends in every group.
+        # A hit must end at the end of a block in every group.
         self.lcm_block_size = math.lcm(*(groups.block_size for groups in self.equal_groups))
 
     def find_longest_cache_hit(
         self, block_hashes: Sequence[BlockHash], max_cache_hit_length: int
     ) -> tuple[GroupBlocks, int]:
-        """See the base.
+        """See the base class.
 
-        Each kind in turn shortens the hit to the longest that it accepts, until all have accepted
-        the same. Once is not enough: a window accepts a length by the blocks before its end, so
-        what it accepted says nothing of a shorter one that another kind then asks for.
+        Each kind of group in turn shortens the hit to the longest length that it accepts, until
+        all kinds have accepted the same length. One round is not enough: a sliding window accepts
+        a length if it has the blocks before its end, and it may have to reject a shorter length.
         """
         hit_blocks: dict[int, list[KVCacheBlock]] = {}
         num_tokens = max_cache_hit_length
@@ -78,20 +78,20 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         max_cache_hit_length: int,
         hit_blocks: dict[int, list[KVCacheBlock]],
     ) -> int:
-        """Length of the longest hit of up to `num_tokens` that these groups accept.
+        """Length of the longest hit of up to `num_tokens` tokens that these groups accept.
 
-        Its blocks go to `hit_blocks`, by group id.
+        Stores its blocks in `hit_blocks`, by group id.
         """
         block_size = groups.block_size
         is_full_attention = isinstance(groups.kv_cache_spec, FullAttentionSpec)
         if is_full_attention and groups.group_ids[0] in hit_blocks:
-            # Every prefix of a hit is one. What others accept ends where a block ends here too,
-            # and is not longer than what was found.
+            # Every shorter prefix is a hit too. `num_tokens` is at most the length found here
+            # before, and is a multiple of this block size.
             for group_id in groups.group_ids:
                 del hit_blocks[group_id][num_tokens // block_size :]
             return num_tokens
-        # With EAGLE one more block must be there, and is dropped again. Each kind looks for it
-        # behind the same length, so that it is dropped once and not once for each kind.
+        # With EAGLE, one more block must be cached, and is dropped again. Each kind searches for it
+        # after the same length, so that only one block is dropped and not one per kind.
         num_dropped_tokens = block_size if self.use_eagle else 0
         found_blocks = groups.manager_class.find_longest_cache_hit(
             block_hashes=with_block_size(block_hashes, self.hash_block_size, block_size),
@@ -117,8 +117,8 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             )
             for spec, managers in self.managers_by_spec.items()
         ]
-        # Full attention first: it stops at the first miss, so what it finds bounds the others
-        # soonest, and it never has to search again.
+        # Full attention comes first: its search stops at the first miss, so its result limits the
+        # searches of the other kinds, and it never has to search again.
         return tuple(
             sorted(
                 equal_groups,

@@ -1,4 +1,4 @@
-"""Names of full blocks: a block's hash covers its tokens, and by a chain all tokens before it."""
+"""Block hashes: a full block's hash covers its tokens and the hash of the block before it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -9,23 +9,23 @@ from paxkv.errors import InvariantError
 from paxkv.kv_cache.hashing.extra_keys import ExtraKeySources
 from paxkv.kv_cache.hashing.hash_algorithms import get_hash_algorithm
 
-# Names the tokens of a block and of everything before it.
+# Identifies the tokens of a block and all tokens before it.
 BlockHash = NewType("BlockHash", bytes)
-# The same, for one KV cache group: groups store different K and V for the same tokens.
+# A block hash with a KV cache group id: groups store different K and V for the same tokens.
 BlockHashWithGroupId = NewType("BlockHashWithGroupId", bytes)
 
 _GROUP_ID_BYTES = 4
 
 
 def make_block_hash_with_group_id(block_hash: BlockHash, group_id: int) -> BlockHashWithGroupId:
-    """The group's own key of `block_hash`; inverse of `get_block_hash` and `get_group_id`."""
+    """Combines a hash and a group id; `get_block_hash` and `get_group_id` split them again."""
     return BlockHashWithGroupId(block_hash + group_id.to_bytes(_GROUP_ID_BYTES, "big"))
 
 
 def make_block_hashes_with_group_id(
     block_hashes: Iterable[BlockHash], group_id: int
 ) -> Iterator[BlockHashWithGroupId]:
-    """The same of many, one by one: whoever stops early pays for no more."""
+    """Applies `make_block_hash_with_group_id` lazily, so a caller that stops early saves work."""
     group_bytes = group_id.to_bytes(_GROUP_ID_BYTES, "big")
     return (BlockHashWithGroupId(block_hash + group_bytes) for block_hash in block_hashes)
 
@@ -39,10 +39,10 @@ def get_group_id(key: BlockHashWithGroupId) -> int:
 
 
 class BlockHashListWithBlockSize(Sequence[BlockHash]):
-    """The hashes of larger blocks, read from those of smaller ones; nothing is copied.
+    """A view of the hashes of small blocks as hashes of larger blocks; nothing is copied.
 
-    A block is named by the last of the small hashes in it, which covers the others by the chain.
-    The view follows the list as it grows; a slice of it is a list.
+    The hash of a large block is the hash of the last small block in it, because that covers all
+    tokens before it. The view grows with the list. A slice of the view is a list.
 
         block_hashes of 16 tokens   h0 h1 h2 h3 h4
         block_size 32               h1 h3
@@ -69,7 +69,7 @@ class BlockHashListWithBlockSize(Sequence[BlockHash]):
     def __getitem__(self, index: slice) -> list[BlockHash]: ...
 
     def __getitem__(self, index: int | slice) -> BlockHash | list[BlockHash]:
-        # A range knows the rules of indices and slices.
+        # The range handles negative indices and slices.
         chosen = range(self._scale - 1, len(self._block_hashes), self._scale)[index]
         if isinstance(chosen, range):
             return [self._block_hashes[idx] for idx in chosen]
@@ -82,7 +82,7 @@ class BlockHashListWithBlockSize(Sequence[BlockHash]):
 def with_block_size(
     block_hashes: Sequence[BlockHash], hash_block_size: int, block_size: int
 ) -> Sequence[BlockHash]:
-    """Hashes of blocks of `block_size` tokens: the list itself where the sizes are equal."""
+    """Hashes of blocks of `block_size` tokens; the list itself if the sizes are equal."""
     if hash_block_size == block_size:
         return block_hashes
     return BlockHashListWithBlockSize(block_hashes, hash_block_size, block_size)
@@ -96,13 +96,13 @@ def _scale(hash_block_size: int, block_size: int) -> int:
 
 
 class BlockHasher:
-    """Hashes the full blocks of requests, from a start that is the engine's own.
+    """Hashes the full blocks of requests.
 
     Args:
         block_size: Tokens that one hash covers: `KVCacheConfig.resolved_hash_block_size`.
-        seed: Engines with the same seed, algorithm and block size give equal blocks equal hashes.
-            None starts from random bytes, so that nobody outside can prepare a prompt that
-            collides.
+        seed: Engines with the same seed, algorithm and block size compute equal hashes for equal
+            blocks. With None the chain starts from random bytes, so that an attacker cannot
+            prepare a prompt whose hash collides.
     """
 
     def __init__(
@@ -122,14 +122,15 @@ class BlockHasher:
         token_ids: Sequence[int],
         sources: ExtraKeySources | None = None,
     ) -> None:
-        """Appends the hashes of those full blocks of `token_ids` that have none yet.
+        """Appends the hashes of full blocks of `token_ids` that are not hashed yet.
 
-        A caller that adds token by token need not call before there are
-        `(len(block_hashes) + 1) * block_size` of them.
+        The call has no effect while there are fewer than `(len(block_hashes) + 1) * block_size`
+        tokens.
 
         Args:
             block_hashes: Hashes of the first full blocks of `token_ids`; extended in place.
-            sources: Of the request's extra keys, always the same; None when it has none.
+            sources: Sources of the request's extra keys, the same in every call; None if it has
+                none.
         """
         block_size = self.block_size
         start = len(block_hashes) * block_size

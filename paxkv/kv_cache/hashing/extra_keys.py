@@ -1,18 +1,18 @@
-"""Extra keys: what a block's K and V depend on, or are kept apart by, besides its tokens."""
+"""Extra keys: the parts of a block hash besides tokens, such as the LoRA adapter and the salt."""
 
 import dataclasses
 from itertools import takewhile
 
 from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature
 
-# The kind of key, then its values: ("lora", name), ("mm", identifier, offset) or ("salt", salt).
-# The kind keeps salt "a" and LoRA "a" apart.
+# A key begins with its kind: ("lora", name), ("mm", identifier, offset) or ("salt", salt).
+# The kind distinguishes salt "a" from LoRA "a".
 ExtraKey = tuple[str | int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraKeySources:
-    """The parts of a request that make extra keys; fields are those of `EngineRequest`."""
+    """The fields of an `EngineRequest` from which extra keys are made."""
 
     lora_name: str | None = None
     cache_salt: str | None = None
@@ -21,12 +21,12 @@ class ExtraKeySources:
     def block_keys(
         self, block_size: int, start: int, num_blocks: int
     ) -> list[tuple[ExtraKey, ...]]:
-        """The keys of consecutive blocks, each block's in the order LoRA, mm, salt.
+        """The keys of consecutive blocks, for each block in the order LoRA, mm, salt.
 
-        Blocks without a key of their own share one tuple object, so that it is encoded once.
+        Blocks without an item or salt share one tuple object, so that it is encoded only once.
 
         Args:
-            start: Token position where the first of the blocks begins.
+            start: Token position at which the first block begins.
         """
         lora_keys: tuple[ExtraKey, ...] = ()
         if self.lora_name is not None:
@@ -45,20 +45,20 @@ class ExtraKeySources:
         return keys
 
     def _own_keys(self, start: int, end: int, item_idx: int) -> tuple[ExtraKey, ...]:
-        """Keys of one block alone; `item_idx` is the first item that ends in it or later."""
+        """Item and salt keys of a block; `item_idx` is the first item that ends in it or later."""
         keys: list[ExtraKey] = [
-            # Relative to the block: the same image elsewhere in the prompt is the same content.
-            # Negative where it began in an earlier block.
+            # The offset is relative to the block, and negative if the item began in an earlier
+            # block.
             ("mm", item.identifier, item.offset - start)
             for item in takewhile(lambda item: item.offset < end, self.mm_features[item_idx:])
         ]
-        # The chain carries it into every later block.
+        # Hashes of later blocks contain the salt through the hash of the first block.
         if self.cache_salt is not None and start == 0:
             keys.append(("salt", self.cache_salt))
         return tuple(keys)
 
     def _own_end(self) -> int:
-        """First position from which on a block has no key of its own."""
+        """Blocks that start at this position or later have no item or salt key."""
         salt_end = 0 if self.cache_salt is None else 1
         mm_end = _end(self.mm_features[-1]) if self.mm_features else 0
         return max(salt_end, mm_end)
@@ -69,7 +69,7 @@ def _end(item: MultiModalFeature) -> int:
 
 
 def extra_key_sources(request: EngineRequest) -> ExtraKeySources | None:
-    """The sources of a request's extra keys; None for the many that have none."""
+    """The sources of a request's extra keys; None if it has none, as most requests."""
     if request.lora_name is None and request.cache_salt is None and not request.mm_features:
         return None
     return ExtraKeySources(

@@ -1,4 +1,4 @@
-"""How a block hash is computed: three algorithms behind one Protocol."""
+"""Algorithms that compute block hashes."""
 
 import hashlib
 import os
@@ -18,10 +18,10 @@ _TOKEN_BYTES = 4
 
 
 class HashAlgorithm(Protocol):
-    """Names blocks in a chain: a block's hash covers its parent's hash, its tokens and its keys."""
+    """Hashes blocks in a chain: a hash covers the parent's hash, the tokens and the extra keys."""
 
     def root_hash(self, seed: str | None, block_size: int) -> bytes:
-        """The parent of every first block; random without a seed."""
+        """The parent hash of every first block; random if `seed` is None."""
         ...
 
     def hash_chain(
@@ -34,19 +34,20 @@ class HashAlgorithm(Protocol):
         """Hashes of consecutive blocks.
 
         Args:
-            token_ids: The blocks' tokens, in [0, 2**31): a multiple of `block_size`.
-            extra_keys: One tuple per block; None when no block has any.
+            token_ids: The blocks' tokens, each in [0, 2**31). Their number is a multiple of
+                `block_size`.
+            extra_keys: One tuple per block; None if no block has extra keys.
         """
         ...
 
 
 class PackedBytesAlgorithm:
-    """Digest of fixed-width bytes: fast, and computed by nobody else.
+    """A digest of packed bytes. It is fast, but the format is paxkv's own.
 
-        parent hash | tokens, 4 bytes each, little-endian | extra keys, each saying its length
+        parent hash | tokens, 4 bytes each, little-endian | extra keys, each with its length
 
-    The root covers the block size, so a parent hash belongs to blocks of one size; then the
-    tokens end at a known byte, and no two inputs have the same bytes.
+    The root hash covers the block size, so all blocks of a chain have the same size. Therefore the
+    tokens end at a known byte, and different inputs have different bytes.
     """
 
     def __init__(self, digest: Callable[[bytes], bytes]) -> None:
@@ -64,7 +65,7 @@ class PackedBytesAlgorithm:
         block_size: int,
         extra_keys: Sequence[tuple[ExtraKey, ...]] | None,
     ) -> list[bytes]:
-        # One conversion for all blocks. A C int has 4 bytes and is little-endian wherever JAX runs.
+        # A C int has 4 bytes and is little-endian on every platform that JAX supports.
         data = array("i", token_ids).tobytes()
         digest, num_bytes = self._digest, block_size * _TOKEN_BYTES
         hashes: list[bytes] = []
@@ -84,10 +85,10 @@ class PackedBytesAlgorithm:
 
 
 class CborAlgorithm:
-    """SHA-256 of canonical CBOR (RFC 8949), so that other programs can compute the hashes.
+    """SHA-256 of canonical CBOR (RFC 8949), which other programs can compute too.
 
-    Of a block: `[parent hash, [tokens], extra keys]`, the keys an array of arrays such as
-    `["salt", "tenant-1"]`, or null when there are none. Of the root: the seed's text.
+    A block is encoded as `[parent hash, [tokens], extra keys]`. The extra keys are an array of
+    arrays such as `["salt", "tenant-1"]`, or null if there are none. The root is the seed's text.
     """
 
     def root_hash(self, seed: str | None, block_size: int) -> bytes:
@@ -122,7 +123,7 @@ def _sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-# 32, 32 and 16 bytes a hash.
+# Their hashes have 32, 32 and 16 bytes.
 _ALGORITHMS: dict[PrefixCachingHashAlgo, HashAlgorithm] = {
     "sha256": PackedBytesAlgorithm(_sha256),
     "sha256_cbor": CborAlgorithm(),
@@ -131,7 +132,7 @@ _ALGORITHMS: dict[PrefixCachingHashAlgo, HashAlgorithm] = {
 
 
 def _encode_key(key: ExtraKey) -> bytes:
-    """Bytes of one key; the number, types and lengths of its values can be read from them."""
+    """Encodes one key with the number, types and lengths of its values."""
     parts = [struct.pack("<I", len(key))]
     for value in key:
         if isinstance(value, int):
@@ -143,12 +144,12 @@ def _encode_key(key: ExtraKey) -> bytes:
 
 
 def _encode_text(text: str) -> bytes:
-    # Salts come from users: a lone surrogate must not raise here.
+    # Clients choose salts, so a lone surrogate must not raise an error here.
     return text.encode("utf-8", "surrogatepass")
 
 
 def _cbor_value(value: str | int) -> str | int | bytes:
-    """The value, or its bytes where it is text that CBOR cannot hold."""
+    """The value itself, or bytes if it is text with surrogates, which CBOR cannot encode."""
     if isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
         return _encode_text(value)
     return value

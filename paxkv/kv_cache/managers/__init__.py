@@ -1,1 +1,1 @@
-"""One manager per kind of KV cache."""
+"""Block table managers, one class per kind of KV cache."""

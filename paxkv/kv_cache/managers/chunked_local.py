@@ -1,4 +1,4 @@
-"""ChunkedLocalAttentionManager: a token attends within its chunk; earlier ones are given up."""
+"""ChunkedLocalAttentionManager: a token attends within its chunk; earlier chunks are freed."""
 
 from paxkv.contracts.kv_cache_spec import ChunkedLocalAttentionSpec, KVCacheSpec, cdiv
 from paxkv.kv_cache.managers.windowed_manager import WindowedManager
@@ -7,7 +7,8 @@ from paxkv.kv_cache.managers.windowed_manager import WindowedManager
 class ChunkedLocalAttentionManager(WindowedManager):
     """Block tables of chunked local attention layers.
 
-    A hit needs the blocks of the chunk that its end lies in, and none where a chunk begins there.
+    A hit needs the blocks of the chunk that contains its end, and no blocks if it ends exactly at
+    the start of a chunk.
     """
 
     kv_cache_spec: ChunkedLocalAttentionSpec

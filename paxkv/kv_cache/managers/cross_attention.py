@@ -1,4 +1,4 @@
-"""CrossAttentionManager: K and V of an encoder's tokens, which are all there from the start."""
+"""CrossAttentionManager: K and V of encoder tokens, which are all computed at admission."""
 
 import sys
 from collections.abc import Sequence
@@ -15,10 +15,11 @@ from paxkv.kv_cache.pool.block_pool import BlockPool
 
 
 class CrossAttentionManager(SingleTypeKVCacheManager):
-    """Block tables of cross-attention layers: allocated once, at admission.
+    """Block tables of cross-attention layers, allocated once at admission.
 
-    Wherever others count a request's tokens, this counts its encoder tokens. Its blocks have no
-    hashes: those name the decoder's tokens. A fork shares them, since nobody writes them again.
+    This manager counts encoder tokens where other managers count decoder tokens. Its blocks are
+    not cached, because block hashes cover the decoder's tokens. Forks share the blocks, because
+    they are not written again.
     """
 
     is_written_by_decoder: ClassVar[bool] = False
@@ -51,12 +52,12 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
         total_computed_tokens: int,
         num_tokens_main_model: int,
     ) -> int:
-        """See the base.
+        """See the base class.
 
         Args:
-            num_tokens: Encoder tokens; 0 where the request has its blocks already.
+            num_tokens: Encoder tokens; 0 if the request has its blocks already.
         """
-        # The computed ones are those of the request that it is forked from, which holds them.
+        # The computed blocks belong to the fork source, so none of them is free.
         num_present = len(self.get_blocks(request_id)) + len(new_computed_blocks)
         return max(cdiv(num_tokens, self.block_size) - num_present, 0)
 
@@ -67,7 +68,7 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        # Blocks of the request that it is forked from; the tokens counted are the decoder's.
+        # The blocks belong to the fork source. The two numbers count decoder tokens.
         super().allocate_new_computed_blocks(request_id, new_computed_blocks, 0, 0)
 
     def allocate_new_blocks(
@@ -87,7 +88,7 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
         pass
 
     def free(self, request_id: str, num_computed_tokens: int) -> None:
-        # Nothing was cached, so nothing is withdrawn.
+        # These blocks are never cached, so none must leave the prefix cache.
         super().free(request_id, 0)
         self._num_encoder_tokens.pop(request_id, None)
 
@@ -99,11 +100,11 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
     def get_num_tokens_before_block_work(
         self, request_id: str, *, are_cached_late: bool = False
     ) -> int:
-        # The decoder's tokens need nothing here.
+        # Decoder tokens need no blocks here.
         return sys.maxsize
 
     def get_num_unused_slots(self, request_id: str, num_computed_tokens: int) -> int:
-        # All encoder tokens are computed at once; who shares another's blocks counts none.
+        # All encoder tokens are computed at once. A fork has no entry: its source counts the slots.
         num_encoder_tokens = self._num_encoder_tokens.get(request_id)
         if num_encoder_tokens is None:
             return 0
@@ -123,5 +124,5 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> tuple[list[KVCacheBlock], ...]:
-        """Never called: where there is cross-attention, prefix caching is off."""
+        """Never called, because models with cross-attention have no prefix caching."""
         raise InvariantError(f"{cls.__name__} has no prefix hits.")

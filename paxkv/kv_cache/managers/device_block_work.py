@@ -1,4 +1,4 @@
-"""DeviceBlockWork: what the device must do to whole blocks before a step's writes."""
+"""DeviceBlockWork: collects blocks that the device must copy or clear before a step's writes."""
 
 from collections.abc import Iterable
 
@@ -7,43 +7,43 @@ from paxkv.kv_cache.pool.block import KVCacheBlock
 
 
 class DeviceBlockWork:
-    """Collects copies and new blocks while a step is being decided, until they are taken.
+    """Collects block copies and new blocks while a step is decided.
 
     Args:
-        records_new_blocks: Whether new blocks are collected too: where groups read one memory as
-            different dtypes, old bytes must be cleared.
+        records_new_blocks: Also collect new blocks, whose old bytes must be cleared if groups
+            read the same memory as different dtypes.
     """
 
     def __init__(self, *, records_new_blocks: bool = False) -> None:
         self._records_new_blocks = records_new_blocks
         self._new_blocks: dict[int, KVCacheBlock] = {}
-        # Target id -> (source, target). A source holds what it held before the step.
+        # Target id -> (source, target). The source's content is as before the step.
         self._copies: dict[int, tuple[KVCacheBlock, KVCacheBlock]] = {}
 
     def record_copy(self, source: KVCacheBlock, target: KVCacheBlock) -> None:
-        """`target`, just handed out, is to begin with the content of `source`."""
-        # All copies are done at once. One of a block that is itself still to be copied to is
-        # therefore one of the block that its content comes from: 5 -> 7, 7 -> 9 is 5 -> 7, 5 -> 9.
+        """Records that the newly allocated `target` must start with the content of `source`."""
+        # The device does all copies at once. If `source` is itself the target of a copy, the
+        # original source is copied instead: 5 -> 7, 7 -> 9 becomes 5 -> 7, 5 -> 9.
         if source.block_id in self._copies:
             source = self._copies[source.block_id][0]
         self._copies[target.block_id] = (source, target)
-        # A copy fills the whole block, so nothing old is left in it.
+        # A copy overwrites the whole block, so the block needs no clearing.
         self._new_blocks.pop(target.block_id, None)
 
     def record_new_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """`blocks` were just handed out, and nothing is copied into them."""
+        """Records newly allocated blocks that are not targets of copies."""
         if self._records_new_blocks:
             self._new_blocks.update((block.block_id, block) for block in blocks)
 
     def forget_freed_targets(self) -> None:
-        """Drops copies into blocks that nobody holds any more; others may get them now."""
+        """Drops copies into blocks that have lost their holder: other requests may get them."""
         if self._copies:
             self._copies = {
                 block_id: copy for block_id, copy in self._copies.items() if copy[1].ref_cnt > 0
             }
 
-    def take_copies(self) -> list[BlockCopy]:
-        """Copies since the last call, no two to one target, to be done all at once."""
+    def drain_copies(self) -> list[BlockCopy]:
+        """Copies since the last call, each to a different target, to be done all at once."""
         if not self._copies:
             return []
         copies = [
@@ -54,8 +54,8 @@ class DeviceBlockWork:
         self._copies = {}
         return copies
 
-    def take_new_block_ids(self) -> list[int]:
-        """New blocks since the last call, whose old bytes are to be cleared after the copies."""
+    def drain_new_block_ids(self) -> list[int]:
+        """New blocks since the last call. Their old bytes must be cleared after the copies."""
         if not self._new_blocks:
             return []
         block_ids = list(self._new_blocks)

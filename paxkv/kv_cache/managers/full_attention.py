@@ -12,7 +12,7 @@ from paxkv.kv_cache.pool.block_pool import BlockPool
 
 
 class FullAttentionManager(SingleTypeKVCacheManager):
-    """Block tables of full attention layers, and of those with one latent (MLA)."""
+    """Block tables of full attention layers, including multi-head latent attention (MLA)."""
 
     supports_context_parallel: ClassVar[bool] = True
 
@@ -33,8 +33,8 @@ class FullAttentionManager(SingleTypeKVCacheManager):
         block_size = kv_cache_spec.block_size * dcp_world_size * pcp_world_size
         num_blocks = max_length // block_size
         computed_blocks: list[list[KVCacheBlock]] = []
-        # From left to right. A gap ends the hit: tokens after it would need K and V of the
-        # tokens in it.
+        # The search goes from left to right. A gap ends the hit, because later tokens attend to
+        # the tokens in the gap.
         for group_id in kv_cache_group_ids:
             run = block_pool.get_cached_run(islice(block_hashes, num_blocks), group_id)
             computed_blocks.append(run)

@@ -1,4 +1,4 @@
-"""MambaManager: a block is the state after its last token; the next token reads the last one."""
+"""MambaManager: a block holds the state after its last token, which the next token reads."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,9 +14,9 @@ from paxkv.kv_cache.pool.block_pool import BlockPool
 class MambaManager(WindowedManager):
     """Block tables of Mamba and linear attention layers.
 
-    Block i holds the state after `(i + 1) * block_size` tokens; the last one, until it is full, the
-    state after the last token. A step writes the states at all block boundaries that it passes,
-    so that they can be found, and the next step gives up all but the last.
+    Block i holds the state after `(i + 1) * block_size` tokens. The last block, until it is full,
+    holds the state after the last token. A step writes the states at all block boundaries that it
+    passes, so that they can be cached. The next step frees all of these blocks except the last.
     """
 
     kv_cache_spec: MambaSpec
@@ -39,7 +39,7 @@ class MambaManager(WindowedManager):
             dcp_world_size=dcp_world_size,
             pcp_world_size=pcp_world_size,
         )
-        # States that the step being decided will write: none of its requests can read them yet.
+        # States that the current step will write. Other requests of the step cannot read them.
         self._block_ids_cached_this_step: set[int] = set()
 
     @classmethod
@@ -59,8 +59,8 @@ class MambaManager(WindowedManager):
         num_tokens_main_model: int,
     ) -> int:
         if new_computed_blocks and self._is_written_in_this_step(new_computed_blocks[-1]):
-            # Layers read states before they write any, unlike K and V. The request has to wait
-            # for the next step, which is what more blocks than there are make it do.
+            # Unlike K and V, states are read before any is written. The request must wait for the
+            # next step, so demand more blocks than the pool has.
             return self.block_pool.num_blocks
         return super().get_num_blocks_to_allocate(
             request_id,
@@ -79,8 +79,8 @@ class MambaManager(WindowedManager):
 
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
         num_before = self.num_cached_blocks.get(request.request_id, 0)
-        # States of computed tokens are there, or come with a step sent off, though they be cached
-        # only now: those that were loaded, or whose last token was not known.
+        # States of computed tokens were loaded, or an earlier step writes them. They may be cached
+        # only now, because a load had to end or the last token of the block was not known.
         num_before = max(num_before, request.num_computed_tokens // self.block_size)
         super().cache_blocks(request, num_tokens)
         num_cached_blocks = self.num_cached_blocks.get(request.request_id, 0)
@@ -91,13 +91,13 @@ class MambaManager(WindowedManager):
             )
 
     def new_step_starts(self) -> None:
-        """All that was decided so far is sent to the device before what comes now."""
+        """Ends the current step: later calls belong to the next step."""
         self._block_ids_cached_this_step.clear()
 
     def get_blocks_to_fork(
         self, request_id: str, num_tokens: int, num_computed_tokens: int
     ) -> list[KVCacheBlock] | None:
-        # Within a block the state is that of the last token computed, and of no earlier one.
+        # A partly filled block holds only the state after the last computed token.
         if num_tokens % self.block_size and num_tokens != num_computed_tokens:
             return None
         return super().get_blocks_to_fork(request_id, num_tokens, num_computed_tokens)
@@ -105,7 +105,7 @@ class MambaManager(WindowedManager):
     def get_num_tokens_before_block_work(
         self, request_id: str, *, are_cached_late: bool = False
     ) -> int:
-        # A block that becomes full is a state to be kept, whatever its tokens are.
+        # The state of a full block must be kept, even if its tokens are not known yet.
         num_slots = len(self.get_blocks(request_id)) * self.block_size
         return min(
             super().get_num_tokens_before_block_work(request_id),
@@ -126,8 +126,9 @@ class MambaManager(WindowedManager):
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> tuple[list[KVCacheBlock], ...]:
-        """See the base; the last state in reach, with null blocks to its left."""
-        # The dropped block leaves no trace: a state says nothing about the one behind it.
+        """See the base class. Finds the last cached state, with null blocks to its left."""
+        # With EAGLE the hit is one block shorter. The dropped block need not be cached, because a
+        # hit needs only its last state.
         return super().find_longest_cache_hit(
             block_hashes=block_hashes,
             max_length=max_length - kv_cache_spec.block_size if use_eagle else max_length,
@@ -139,13 +140,14 @@ class MambaManager(WindowedManager):
         )
 
     def _record_new_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
-        # A state is written before it is read; only attention reads slots that it then masks.
+        # States need no clearing: they are written before they are read.
         pass
 
     def _num_slots(self, num_tokens_main_model: int) -> int:
-        """What a request needs for so many tokens: lookahead is for drafters, which have no states.
+        """Number of slots for `num_tokens_main_model` tokens.
 
-        Tokens not yet accepted need a state each, which is a block.
+        Each token that may be rejected needs a state, which is a block. Lookahead tokens do not
+        count, because drafters have no states.
         """
         return num_tokens_main_model + self._num_speculative_tokens
 

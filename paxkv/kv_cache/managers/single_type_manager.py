@@ -14,24 +14,25 @@ from paxkv.kv_cache.pool.block_pool import BlockPool
 
 
 class SingleTypeKVCacheManager(ABC):
-    """Which blocks each request holds in one group; one subclass per type of attention.
+    """The block tables of all requests in one group, with one subclass per kind of attention.
 
     Args:
-        device_block_work: Told of copies and new blocks; shared by all groups.
-        dcp_world_size: Ranks that share a sequence's blocks in decode; a block then holds
-            `block_size` tokens on each. `pcp_world_size` is the same in prefill.
+        device_block_work: Receives copies and new blocks; shared by all groups.
+        dcp_world_size: Ranks that share a sequence's blocks in decode. A block then holds
+            `block_size` tokens on each rank.
+        pcp_world_size: Ranks that share a sequence's blocks in prefill.
 
     Attributes:
-        num_held_blocks: Blocks of the pool that this group's requests hold, each once.
+        num_held_blocks: Blocks that this group's requests hold; a shared block counts once.
 
     Raises:
-        ConfigError: The type cannot be spread over ranks.
+        ConfigError: This kind of attention does not support context parallelism.
 
     Source: vLLM `v1/core/single_type_kv_cache_manager.py`.
     """
 
     supports_context_parallel: ClassVar[bool] = False
-    # Whether it is the decoder's tokens that are written into the blocks.
+    # Whether the blocks hold the decoder's tokens (and not the encoder's).
     is_written_by_decoder: ClassVar[bool] = True
 
     def __init__(
@@ -58,19 +59,19 @@ class SingleTypeKVCacheManager(ABC):
         self.device_block_work = device_block_work or DeviceBlockWork()
         self.num_held_blocks = 0
         self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
-        # How many of a request's first blocks went to the prefix cache, or came from it.
+        # Request id -> number of leading blocks that were added to the prefix cache or found there.
         self.num_cached_blocks: dict[str, int] = {}
-        # How many came from it: others wrote those, whatever becomes of the request.
+        # Request id -> number of leading blocks that were found. Other requests have written them.
         self.num_found_blocks: dict[str, int] = {}
-        # How many of a request's first blocks were given up and are null; none is not counted.
+        # Request id -> number of leading blocks that were freed and are null; no entry means 0.
         self.num_skipped_blocks: dict[str, int] = {}
 
     def get_blocks(self, request_id: str) -> Sequence[KVCacheBlock]:
-        """The request's block table, empty for one that holds nothing."""
+        """The request's block table; empty if the request holds no blocks."""
         return self.req_to_blocks.get(request_id, ())
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Leading tokens that no token from `num_computed_tokens` on reads."""
+        """Number of leading tokens that no token from `num_computed_tokens` on reads."""
         return 0
 
     def get_num_blocks_to_allocate(
@@ -81,15 +82,15 @@ class SingleTypeKVCacheManager(ABC):
         total_computed_tokens: int,
         num_tokens_main_model: int,
     ) -> int:
-        """Free blocks that it takes to give the request room for `num_tokens` tokens.
+        """Number of free blocks that the request needs to hold `num_tokens` tokens.
 
-        They are new blocks, prefix hits that nobody holds (they leave the free queue too), and
-        copies of blocks that the request is about to write into and must not.
+        These are new blocks, prefix hits without a holder (which leave the free queue), and copies
+        of shared blocks that the request will write into.
 
         Args:
-            new_computed_blocks: Prefix hits, or blocks of the request that it is forked from.
-            total_computed_tokens: Tokens computed before this step, here or elsewhere; the first
-                token to be written stands behind them.
+            new_computed_blocks: Prefix hits, or blocks of the fork source.
+            total_computed_tokens: Tokens computed before this step, including external tokens. The
+                step writes from this position on.
             num_tokens_main_model: `num_tokens` without lookahead.
         """
         block_size = self.block_size
@@ -109,7 +110,7 @@ class SingleTypeKVCacheManager(ABC):
         for block in new_computed_blocks[num_skipped:]:
             num_new += block.ref_cnt == 0 and not block.is_null
         for block in new_computed_blocks[first_written:num_required]:
-            # The request's own hold is not counted yet.
+            # `ref_cnt` does not count this request yet.
             num_new += block.ref_cnt > 0 or block.block_hash is not None
         return num_new
 
@@ -121,10 +122,10 @@ class SingleTypeKVCacheManager(ABC):
         total_computed_tokens: int,
         num_new_tokens: int,
     ) -> int:
-        """Free blocks that it takes to compute all `num_tokens` tokens of a request.
+        """Number of free blocks that the request needs to compute all `num_tokens` tokens.
 
         Args:
-            num_new_tokens: Tokens that one step computes of them.
+            num_new_tokens: Tokens that each step computes.
         """
         return self.get_num_blocks_to_allocate(
             request_id, num_tokens, new_computed_blocks, total_computed_tokens, num_tokens
@@ -137,15 +138,15 @@ class SingleTypeKVCacheManager(ABC):
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        """Starts a block table with prefix hits, or with blocks of another request.
+        """Starts a block table with prefix hits, or with blocks of the fork source.
 
-        What no later token reads becomes the null block, also where it is external. The other
-        external tokens get their blocks from `allocate_new_blocks`, when all groups have taken
-        their hits: a new block must not be another group's hit.
+        Blocks that no later token reads become null blocks, also for external tokens. The other
+        external tokens get blocks from `allocate_new_blocks`, after all groups have touched their
+        hits: a new block must not be another group's hit.
 
         Args:
             num_local_computed_tokens: Tokens in `new_computed_blocks`.
-            num_external_computed_tokens: Tokens behind them that come from outside.
+            num_external_computed_tokens: Further tokens, which a connector loads.
 
         Raises:
             InvariantError: The request has a block table already.
@@ -161,7 +162,7 @@ class SingleTypeKVCacheManager(ABC):
         self._touch(kept_blocks)
         self.req_to_blocks[request_id] = [self.block_pool.null_block] * num_skipped
         self.req_to_blocks[request_id] += kept_blocks
-        # Of a fork the last block may be filled in part; it is cached when it is full.
+        # The last block of a fork may be partly filled; it is cached when it is full.
         num_found = max(num_skipped, num_local_computed_tokens // block_size)
         self.num_cached_blocks[request_id] = self.num_found_blocks[request_id] = num_found
         if num_skipped > 0:
@@ -172,9 +173,10 @@ class SingleTypeKVCacheManager(ABC):
     ) -> None:
         """Copy-on-write, before tokens `num_computed_tokens` to `num_tokens` are written.
 
-        A block that others hold too, or can find, is replaced by a new one; what the request has
-        in it already is copied. A fork writes when it is admitted, so that it happens then, and
-        the tables of running requests only grow, as long as none goes back over shared tokens.
+        A block that another request holds, or could find by its hash, is replaced by a new block.
+        The request's computed tokens in it are copied. For a fork this happens at its admission;
+        afterwards the tables of running requests only grow, unless a request must recompute
+        tokens in a shared block.
         """
         blocks = self.req_to_blocks.get(request_id)
         first_written = num_computed_tokens // self.block_size
@@ -193,14 +195,14 @@ class SingleTypeKVCacheManager(ABC):
             blocks[block_idx] = new_block
             self._free_blocks((block,))
             self.block_pool.report_replaced(request_id)
-            # It is cached when it is full, and withdrawn if it never is.
+            # The new block counts as not cached. It is cached when it is full.
             for counts in (self.num_cached_blocks, self.num_found_blocks):
                 counts[request_id] = min(counts.get(request_id, 0), block_idx)
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> Sequence[KVCacheBlock]:
-        """Gives the request room for `num_tokens` tokens; returns the new blocks.
+        """Gives the request slots for `num_tokens` tokens; returns the new blocks.
 
         Args:
             num_tokens_main_model: `num_tokens` without lookahead.
@@ -220,7 +222,7 @@ class SingleTypeKVCacheManager(ABC):
         return new_blocks
 
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
-        """Makes the blocks that the request's first `num_tokens` tokens fill findable."""
+        """Adds the blocks that the request's first `num_tokens` tokens fill to the prefix cache."""
         request_id = request.request_id
         num_cached_blocks = self.num_cached_blocks.get(request_id, 0)
         num_full_blocks = num_tokens // self.block_size
@@ -237,9 +239,9 @@ class SingleTypeKVCacheManager(ABC):
         self.num_cached_blocks[request_id] = num_full_blocks
 
     def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
-        """Gives up blocks that no token from `num_computed_tokens` on reads.
+        """Frees blocks that no token from `num_computed_tokens` on reads.
 
-        In O(blocks given up now): those of earlier calls are not looked at again.
+        The cost is O(blocks freed by this call).
         """
         blocks = self.req_to_blocks.get(request_id)
         if blocks is None:
@@ -251,16 +253,16 @@ class SingleTypeKVCacheManager(ABC):
         removed_blocks = blocks[num_before:num_skipped]
         blocks[num_before:num_skipped] = [self.block_pool.null_block] * len(removed_blocks)
         self.num_skipped_blocks[request_id] = num_before + len(removed_blocks)
-        # The newest first, as in `free`: what stands further left is evicted later.
+        # In reverse order, as in `free`: the blocks further left are evicted later.
         self._free_blocks(removed_blocks[::-1])
 
     def free(self, request_id: str, num_computed_tokens: int) -> None:
-        """Gives up the request's blocks, if it has any.
+        """Frees the request's blocks, if it has any.
 
         Args:
-            num_computed_tokens: Tokens that were written, or are being written by a step sent
-                off. Blocks are cached when they are allocated; those past these tokens will
-                never be written and are withdrawn, or others would hit them.
+            num_computed_tokens: Tokens that are written, or will be written by a step in flight.
+                Blocks are cached when they are allocated. Blocks past these tokens are removed
+                from the prefix cache, because they will never be written.
         """
         blocks = self.req_to_blocks.pop(request_id, None)
         if blocks is None:
@@ -268,25 +270,25 @@ class SingleTypeKVCacheManager(ABC):
         num_cached_blocks = self.num_cached_blocks.pop(request_id, 0)
         self.num_skipped_blocks.pop(request_id, None)
         num_written = num_computed_tokens // self.block_size
-        # A request that waits for a load has hits, but no computed tokens yet.
+        # A request that waits for a load may have prefix hits, but has no computed tokens yet.
         num_written = max(num_written, self.num_found_blocks.pop(request_id, 0))
         self.block_pool.evict(blocks[num_written:num_cached_blocks])
-        # In reverse, so that the tail of a sequence is evicted before its prefix, which others
-        # may share.
+        # In reverse order, so that the tail of a sequence is evicted before its prefix, which
+        # other requests may share.
         self._free_blocks(blocks[::-1])
 
     def get_blocks_to_fork(
         self, request_id: str, num_tokens: int, num_computed_tokens: int
     ) -> list[KVCacheBlock] | None:
-        """Blocks that a fork of the request needs to go on behind its first `num_tokens` tokens.
+        """Blocks that a fork of the request needs to continue after `num_tokens` tokens.
 
-        The last may be filled in part. What no later token reads is the null block.
+        The last block may be partly filled. Blocks that no later token reads are null blocks.
 
         Args:
-            num_computed_tokens: Of the request, at least `num_tokens`.
+            num_computed_tokens: The request's computed tokens, at least `num_tokens`.
 
         Returns:
-            None where the request holds one of them no more.
+            The blocks; None if the request does not hold one of them any more.
         """
         num_blocks = cdiv(num_tokens, self.block_size)
         blocks = self.req_to_blocks.get(request_id, [])
@@ -299,13 +301,13 @@ class SingleTypeKVCacheManager(ABC):
     def get_num_tokens_before_block_work(
         self, request_id: str, *, are_cached_late: bool = False
     ) -> int:
-        """Most tokens, the new ones and lookahead included, for which nothing is to be done.
+        """Largest number of tokens, including new and lookahead tokens, that need no block work.
 
-        Up to so many every token has a slot, no block becomes full, and none is given up.
+        Up to this number every token has a slot, no block becomes full, and no block is freed.
 
         Args:
-            are_cached_late: Blocks may become full: their last tokens are not known by then, and
-                whoever gets them calls `cache_blocks`.
+            are_cached_late: Ignore that blocks become full, because the caller calls `cache_blocks`
+                when it knows their tokens.
         """
         num_slots = len(self.req_to_blocks.get(request_id, ())) * self.block_size
         if are_cached_late or not self.enable_caching:
@@ -314,17 +316,18 @@ class SingleTypeKVCacheManager(ABC):
         return num_slots if num_slots < num_full_at else num_full_at - 1
 
     def get_num_unused_slots(self, request_id: str, num_computed_tokens: int) -> int:
-        """Slots of the request's last blocks that hold no computed token."""
+        """Number of slots at the end of the request's table that hold no computed token."""
         num_slots = len(self.req_to_blocks.get(request_id, ())) * self.block_size
-        # Of a request that waits for a load, the hits before it are filled. Of one that ended
-        # while further steps were in flight, blocks may be gone that those would not have read.
+        # If a request waits for a load, its prefix hits are filled, though no token counts as
+        # computed. If a request ended while steps were in flight, `num_computed_tokens` was
+        # reduced, but blocks that these steps did not need are freed already.
         num_found_tokens = self.num_found_blocks.get(request_id, 0) * self.block_size
         num_gone_tokens = self.num_skipped_blocks.get(request_id, 0) * self.block_size
         num_used = max(num_computed_tokens, num_found_tokens, num_gone_tokens)
         return max(num_slots - num_used, 0)
 
     def get_permanent_blocks(self) -> Sequence[KVCacheBlock]:
-        """Blocks that the group itself holds, whichever requests there are."""
+        """Blocks that the group itself holds, independently of requests."""
         return ()
 
     @classmethod
@@ -342,28 +345,30 @@ class SingleTypeKVCacheManager(ABC):
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> tuple[list[KVCacheBlock], ...]:
-        """Cached blocks of the longest prefix that every one of the groups can go on from.
+        """Cached blocks of the longest prefix after which all the groups can continue.
 
         Args:
-            block_hashes: Of blocks of this spec's size.
-            max_length: Most tokens that the hit may have, a dropped block's included.
+            block_hashes: Hashes of blocks of this spec's size.
+            max_length: Largest number of tokens of the hit, including the dropped block.
             kv_cache_group_ids: Groups with this spec.
-            use_eagle: Drop the last hit block: the drafter needs its tokens computed once more.
-            alignment_tokens: The hit, without the dropped block, is a multiple of these.
+            use_eagle: Drop the last block of the hit, because the drafter needs its tokens
+                computed again.
+            alignment_tokens: The hit, without the dropped block, is a multiple of this number.
 
         Returns:
-            A list of blocks per group, all equally long; null blocks where none is needed.
+            A list of blocks per group, all equally long, with null blocks in place of blocks that
+            are not needed.
         """
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
-        """Leading blocks that every request holds; `running_request_id` is any of them."""
+        """Number of leading blocks that every request holds; any running request will do."""
         return 0
 
     def check_invariants(self) -> None:
-        """Checks that tables, caching counts and held blocks agree, in O(blocks).
+        """Checks that block tables match the counts of cached, null and held blocks. O(blocks).
 
         Raises:
-            InvariantError: They do not.
+            InvariantError: A rule is broken.
         """
         held_ids: set[int] = set()
         for request_id, blocks in self.req_to_blocks.items():
@@ -382,7 +387,7 @@ class SingleTypeKVCacheManager(ABC):
                 raise InvariantError(f"{request_id=} holds a block of another group: {blocks=}.")
             held_ids.update(block.block_id for block in owned)
         if len(held_ids) != self.num_held_blocks:
-            raise InvariantError(f"{len(held_ids)} are held, counted {self.num_held_blocks=}.")
+            raise InvariantError(f"{len(held_ids)} blocks are held, but counted {self.num_held_blocks=}.")
         counted = self.num_cached_blocks.keys() | self.num_skipped_blocks.keys()
         counted |= self.num_found_blocks.keys()
         if not counted <= self.req_to_blocks.keys():

@@ -1,4 +1,4 @@
-"""SinkFullAttentionManager: full attention with learned keys and values in front of all others."""
+"""SinkFullAttentionManager: full attention with sinks, which are learned keys and values."""
 
 from collections.abc import Sequence
 
@@ -13,13 +13,13 @@ from paxkv.kv_cache.pool.block_pool import BlockPool
 class SinkFullAttentionManager(FullAttentionManager):
     """Block tables of full attention layers with sinks.
 
-    The sinks' blocks are taken from the pool once and never leave. They stand in no request's
-    table, so that here a token's position says its block as everywhere: whoever builds the
-    device's tables puts `sink_blocks` in front of them and counts `sink_len` positions more.
+    The sinks' blocks are allocated once and never freed. They are not in any request's table, so
+    a token's position gives its block as in other groups. The runner must put `sink_blocks` in
+    front of the device's tables and add `sink_len` positions.
 
     Raises:
-        ConfigError: `sink_len` is no positive multiple of the block size: a request's own first
-            token begins a block.
+        ConfigError: `sink_len` is not a positive multiple of the block size. A request's first
+            token must begin a block.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class SinkFullAttentionManager(FullAttentionManager):
                 f"{sink_len=} must be a positive multiple of the {self.block_size} tokens of a "
                 "KV cache block. Choose a block size that divides it."
             )
-        self.sink_blocks = block_pool.take_permanent_blocks(sink_len // self.block_size)
+        self.sink_blocks = block_pool.allocate_permanent_blocks(sink_len // self.block_size)
 
     def get_permanent_blocks(self) -> Sequence[KVCacheBlock]:
         return self.sink_blocks

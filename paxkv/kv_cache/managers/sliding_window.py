@@ -1,4 +1,4 @@
-"""SlidingWindowManager: a token attends to the last few before it; earlier ones are given up."""
+"""SlidingWindowManager: a token attends to the last tokens before it; earlier ones are freed."""
 
 from paxkv.contracts.kv_cache_spec import KVCacheSpec, SlidingWindowSpec
 from paxkv.kv_cache.managers.windowed_manager import WindowedManager
@@ -7,8 +7,8 @@ from paxkv.kv_cache.managers.windowed_manager import WindowedManager
 class SlidingWindowManager(WindowedManager):
     """Block tables of sliding window layers.
 
-    A hit needs the `ceil((sliding_window - 1) / block_size)` blocks before its end, or all of
-    them where it is shorter than that.
+    A hit needs the last `ceil((sliding_window - 1) / block_size)` blocks before its end, or all
+    blocks if it is shorter.
     """
 
     kv_cache_spec: SlidingWindowSpec

@@ -1,4 +1,4 @@
-"""Which manager keeps the block tables of which KV cache spec."""
+"""Maps KV cache specs to block table manager classes."""
 
 from paxkv.contracts.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
@@ -34,7 +34,7 @@ def get_manager_class(kv_cache_spec: KVCacheSpec) -> type[SingleTypeKVCacheManag
     """The manager class of a spec.
 
     Raises:
-        ConfigError: This version has none.
+        ConfigError: This version has no manager for the spec.
     """
     manager_class = _SPEC_MANAGER_MAP.get(type(kv_cache_spec))
     if manager_class is None:

@@ -1,4 +1,4 @@
-"""WindowedManager: what all kinds have in common whose later tokens read no early ones."""
+"""WindowedManager: base class for attention whose later tokens do not read early tokens."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from paxkv.kv_cache.pool.block_pool import BlockPool
 
 
 class WindowedManager(SingleTypeKVCacheManager):
-    """Block tables that begin with null blocks, as many as their requests have left behind."""
+    """Block tables that begin with null blocks in place of blocks that are no longer read."""
 
     @classmethod
     @abstractmethod
     def num_skipped_tokens(cls, kv_cache_spec: KVCacheSpec, num_computed_tokens: int) -> int:
-        """See `get_num_skipped_tokens`; never less for more computed tokens."""
+        """See `get_num_skipped_tokens`. The result never decreases with `num_computed_tokens`."""
 
     @abstractmethod
     def get_num_tokens_skipping(self, num_blocks: int) -> int:
-        """Least `num_computed_tokens` at which the first `num_blocks` blocks are not needed."""
+        """Smallest `num_computed_tokens` at which the first `num_blocks` blocks are not needed."""
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return self.num_skipped_tokens(self.kv_cache_spec, num_computed_tokens)
@@ -33,7 +33,7 @@ class WindowedManager(SingleTypeKVCacheManager):
         total_computed_tokens: int,
         num_new_tokens: int,
     ) -> int:
-        # The whole sequence is never held at once; more than this it never needs.
+        # The request never holds more blocks at once than the second number.
         return min(
             super().get_num_blocks_for_full_sequence(
                 request_id, num_tokens, new_computed_blocks, total_computed_tokens, num_new_tokens
@@ -50,7 +50,7 @@ class WindowedManager(SingleTypeKVCacheManager):
             request_id, are_cached_late=are_cached_late
         )
         num_skipped = self.num_skipped_blocks.get(request_id, 0)
-        # At least one token is new, so that there are fewer computed ones.
+        # At least one token is new, so the number of computed tokens is below this limit.
         num_tokens_skipping = self.get_num_tokens_skipping(num_skipped + 1)
         return num_tokens if num_tokens < num_tokens_skipping else num_tokens_skipping
 
@@ -68,7 +68,7 @@ class WindowedManager(SingleTypeKVCacheManager):
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> tuple[list[KVCacheBlock], ...]:
-        """See the base; from right to left, as only the last blocks of a hit are needed."""
+        """See the base class. Searches from right to left: only the last blocks are needed."""
         block_size = kv_cache_spec.block_size
         num_dropped = 1 if use_eagle else 0
         end = min(max_length // block_size, len(block_hashes))
@@ -84,7 +84,7 @@ class WindowedManager(SingleTypeKVCacheManager):
                     block_hashes[block_idx], kv_cache_group_ids
                 )
                 if cached_blocks is None:
-                    # Every hit that ends right of the gap would need it.
+                    # Every hit that ends to the right of the gap would need the missing block.
                     end = block_idx
                     break
                 run.append(cached_blocks)

@@ -1,1 +1,1 @@
-"""What watches the block pool."""
+"""Observers of the block pool."""

@@ -1,4 +1,4 @@
-"""BlockChangeLog: which blocks of a pool changed, for someone who looks at it now and then."""
+"""BlockChangeLog: the contents of a pool's blocks, and the blocks that changed since a reading."""
 
 import functools
 from array import array
@@ -13,10 +13,10 @@ from paxkv.kv_cache.observers.block_pool_observer import BlockPoolObserver
 from paxkv.kv_cache.pool.block import KVCacheBlock
 
 _NO_HASH = bytes(HASH_BYTES)
-# What a block holds: the first bytes of its content's hash, and of that before it; the content's
-# place in a block table, from 1 on; and its KV cache group. Zeros where the block is not cached. Of
-# content that was cached before the log was made, and that no request found since, only hash and
-# group are known.
+# The content of a cached block: the first bytes of its hash and of the previous block's hash, its
+# index in a block table plus 1, and its KV cache group. All zeros if the block is not cached. If
+# the block was cached before the log was made, only hash and group are known until a request uses
+# it.
 CONTENT = np.dtype(
     [("hash", f"V{HASH_BYTES}"), ("parent", f"V{HASH_BYTES}"), ("depth", "u4"), ("group", "u1")]
 )
@@ -25,23 +25,23 @@ _BYTES = np.dtype(f"V{CONTENT.itemsize}")
 
 
 class BlockChangeLog(BlockPoolObserver):
-    """What is in each block, and which blocks changed since somebody looked.
+    """The content of each block, and the blocks that changed since the last `drain_changed`.
 
-    Steps only append to buffers, while what they append is in the processor's caches; all the rest
-    is done for many blocks at once when somebody looks. Bounded by the number of blocks, however
-    long nobody does.
+    During a step, events are only appended to buffers, which is cheap. Reading the log processes
+    the buffers for many blocks at once. Memory is bounded by the number of blocks, even if the log
+    is never read.
 
     Args:
-        blocks: All of the pool, in order.
-        keeps_tokens: Also keep which tokens are in blocks that become cached.
+        blocks: All blocks of the pool, in order.
+        keeps_tokens: Also keep the tokens of blocks that become cached.
 
     Attributes:
-        replaced_req_ids: Requests of which a block was replaced by another since `take_changed`.
-        has_shared: Whether somebody found, or shared, a block since then.
-        num_evictions: Blocks that lost their content, since the log was made.
-        num_hits: u32[num_blocks], how often cached content was found or shared.
-        ref_cnts: i32[num_blocks], as of the last `take_changed`, or later.
-        token_ids: By block id, of content that was cached while `keeps_tokens`.
+        replaced_req_ids: Requests in whose tables a block was replaced since `drain_changed`.
+        has_shared: Whether a prefix hit or a fork used a block since `drain_changed`.
+        num_evictions: Number of blocks that lost their content since the log was made.
+        num_hits: u32[num_blocks], how often prefix hits and forks used the cached content.
+        ref_cnts: i32[num_blocks], as of the last `drain_changed` or later.
+        token_ids: Tokens by block id, for blocks that became cached while `keeps_tokens`.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock], *, keeps_tokens: bool = False) -> None:
@@ -49,7 +49,7 @@ class BlockChangeLog(BlockPoolObserver):
         self.replaced_req_ids: set[str] = set()
         self.has_shared = False
         self.num_evictions = 0
-        # Arrays are faster than NumPy where single numbers are written; both are the same memory.
+        # Writing single numbers is faster in arrays than in NumPy. Both views share the memory.
         self._num_hits = array("I", bytes(4 * num_blocks))
         self._ref_cnts = array("i", [block.ref_cnt for block in blocks])
         self._is_changed = bytearray(num_blocks)
@@ -59,10 +59,10 @@ class BlockChangeLog(BlockPoolObserver):
         self.token_ids: dict[int, tuple[int, ...]] = {}
         self._keeps_tokens = keeps_tokens
         self._has_hits = False
-        # What was handed out is found in block tables, and not here.
+        # Newly allocated blocks are not recorded: readers find them in block tables.
         self._is_changed_np = np.frombuffer(self._is_changed, np.bool_)
-        # Contents that came and went, the latest last: block ids, and depths, which are 0 where one
-        # went. Of those that came the blocks' keys, and the hashes before them, one after another.
+        # Buffered changes, oldest first: block ids, and depths (0 for a removed content). For each
+        # added content also the block's key and the hash of the previous block, concatenated.
         self._ids, self._depths = array("I"), array("I")
         self._keys, self._parents = bytearray(), bytearray()
         cached = [block for block in blocks if block.block_hash is not None]
@@ -88,7 +88,7 @@ class BlockChangeLog(BlockPoolObserver):
             ref_cnts[block_id] = block.ref_cnt
         for block in free_blocks if self._has_hits else ():
             if block.block_hash is None:
-                # No request can find what it holds.
+                # The block is not cached, so its content is lost.
                 self._num_hits[block.block_id] = 0
 
     def on_touched(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -120,11 +120,11 @@ class BlockChangeLog(BlockPoolObserver):
             self._ids.append(block_id)
             self._depths.append(block_idx + 1)
             self._keys += block.block_hash
-            # Of the first block any: it has none before it, as its depth says.
+            # For the first block this is some other hash; `_learn` clears it where depth is 1.
             self._parents += block_hashes[block_idx - 1]
             if self._keeps_tokens:
                 start = block_idx * block_size
-                # Tuples of numbers are nothing to the garbage collector, lists are.
+                # Unlike lists, tuples of numbers cost the garbage collector nothing.
                 self.token_ids[block_id] = tuple(request.all_token_ids[start : start + block_size])
             if len(self._ids) >= len(self._is_changed):
                 self._learn()
@@ -137,10 +137,9 @@ class BlockChangeLog(BlockPoolObserver):
         block_hashes: Sequence[BlockHash],
         block_size: int,
     ) -> None:
-        """Learns the content of consecutive blocks of a request, from its `start_idx`-th on.
+        """Records the content of consecutive blocks of a request, starting at index `start_idx`.
 
-        Blocks that became findable while the log was there, or that are not findable, are left
-        out.
+        Skips blocks that are not cached, and blocks whose content the log already knows.
         """
         ids = [block.block_id for block in blocks]
         unknown = [
@@ -182,14 +181,14 @@ class BlockChangeLog(BlockPoolObserver):
                 self.token_ids.pop(block_id, None)
 
     def get_contents(self, ids_np: np.ndarray) -> np.ndarray:
-        """CONTENT[num_ids] of i64[num_ids]."""
+        """Contents CONTENT[num_ids] of the blocks with ids i64[num_ids]."""
         return self.contents.view(_BYTES)[ids_np].view(CONTENT)
 
-    def take_changed(self, new_blocks: Sequence[KVCacheBlock]) -> np.ndarray:
-        """Ids of all blocks that changed since the last call, i64[num_changed], in order.
+    def drain_changed(self, new_blocks: Sequence[KVCacheBlock]) -> np.ndarray:
+        """Sorted ids of all blocks that changed since the last call, i64[num_changed].
 
         Args:
-            new_blocks: Those that stand in block tables since then.
+            new_blocks: Blocks that were added to block tables since the last call.
         """
         self._learn()
         new_ids_np = np.array([block.block_id for block in new_blocks], np.intp)
@@ -201,7 +200,7 @@ class BlockChangeLog(BlockPoolObserver):
         return ids_np
 
     def _learn(self) -> None:
-        """Brings the columns up to date."""
+        """Applies the buffered changes to `_contents`."""
         if not self._ids:
             return
         ids_np = np.array(self._ids, np.intp)
@@ -209,15 +208,15 @@ class BlockChangeLog(BlockPoolObserver):
         contents_np["depth"] = self._depths
         num_came = int(np.count_nonzero(contents_np["depth"]))
         if num_came:
-            # Nearly always all.
+            # In nearly all cases every change is an added content.
             came = slice(None) if num_came == len(ids_np) else contents_np["depth"] > 0
             keys_np = _read_keys(self._keys, num_came)
             contents_np["hash"][came] = keys_np["hash"]
             contents_np["group"][came] = keys_np["group"]
             contents_np["parent"][came] = _read_keys(self._parents, num_came)["hash"]
             contents_np["parent"][contents_np["depth"] == 1] = _NO_HASH
-        # Of an id that is there several times NumPy keeps the last.
-        # As bytes: NumPy copies records field by field.
+        # If an id occurs several times, NumPy keeps the last value. The views as bytes are faster,
+        # because NumPy copies records field by field.
         self._contents.view(_BYTES)[ids_np] = contents_np.view(_BYTES)
         self._is_changed_np[ids_np] = True
         self._ids, self._depths = array("I"), array("I")
@@ -225,7 +224,7 @@ class BlockChangeLog(BlockPoolObserver):
 
 
 def _read_keys(keys: bytes | bytearray, num_keys: int) -> np.ndarray:
-    """(hash, group)[num_keys] of keys one after another; see `make_block_hash_with_group_id`."""
+    """Reads (hash, group)[num_keys] from concatenated keys of `make_block_hash_with_group_id`."""
     return np.frombuffer(keys, _key_dtype(len(keys) // num_keys))
 
 

@@ -1,4 +1,4 @@
-"""BlockMovements: which blocks were handed out, shared, freed, cached and forgotten, in order."""
+"""BlockMovements: the blocks that were allocated, shared, freed, cached and evicted."""
 
 from collections.abc import Container, Sequence
 
@@ -11,14 +11,14 @@ from paxkv.kv_cache.pool.block import KVCacheBlock
 
 
 class BlockMovements(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """Block ids by what happened to them, each list in the order in which it happened.
+    """Block ids by kind of change, each list in the order of the changes.
 
     Args:
-        allocated: Handed out anew.
-        shared: Got one more holder: prefix hits and forks.
-        freed: Lost their last holder.
-        cached: Became findable by hash.
-        evicted: Are findable no more.
+        allocated: Blocks that were allocated.
+        shared: Blocks that got one more holder, by a prefix hit or a fork.
+        freed: Blocks that lost their last holder.
+        cached: Blocks that entered the prefix cache.
+        evicted: Blocks that left the prefix cache.
     """
 
     allocated: list[int] = []
@@ -29,7 +29,7 @@ class BlockMovements(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 
 
 class BlockMovementLog(BlockPoolObserver):
-    """Collects the movements of a pool's blocks until they are taken."""
+    """Collects the movements of a pool's blocks until `drain` returns them."""
 
     def __init__(self) -> None:
         self._movements = BlockMovements()
@@ -69,7 +69,7 @@ class BlockMovementLog(BlockPoolObserver):
     def on_reset(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._movements.evicted += [block.block_id for block in blocks]
 
-    def take(self) -> BlockMovements:
-        """What was collected since the last call, and forgets it."""
-        taken, self._movements = self._movements, BlockMovements()
-        return taken
+    def drain(self) -> BlockMovements:
+        """Returns the movements since the last call."""
+        drained, self._movements = self._movements, BlockMovements()
+        return drained

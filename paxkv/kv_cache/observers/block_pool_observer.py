@@ -1,4 +1,4 @@
-"""BlockPoolObserver: what a block pool reports to an object that watches it."""
+"""BlockPoolObserver: the events that a block pool reports."""
 
 from collections.abc import Container, Sequence
 from typing import Protocol
@@ -9,14 +9,14 @@ from paxkv.kv_cache.pool.block import KVCacheBlock
 
 
 class BlockPoolObserver(Protocol):
-    """An observer of a `BlockPool`; a subclass overrides the methods of the events that it needs.
+    """An observer of a `BlockPool`. Subclasses override the methods of the events they need.
 
     The pool calls a method after it has made the change. An observer must not change the pool or
-    its blocks. Null blocks never move, so no event is about them.
+    its blocks. The null block does not occur in events, except in `blocks` of `on_cached`.
     """
 
     def on_allocated(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Free blocks were handed out; each has one holder. Their eviction was reported before."""
+        """Free blocks were allocated; each has one holder. Their eviction was reported before."""
 
     def on_touched(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Each block got one more holder, by a prefix hit or a fork."""
@@ -24,7 +24,7 @@ class BlockPoolObserver(Protocol):
     def on_released(
         self, blocks: Sequence[KVCacheBlock], free_blocks: Sequence[KVCacheBlock]
     ) -> None:
-        """Each of `blocks` lost a holder; `free_blocks` are those that have none left."""
+        """Each of `blocks` lost a holder; `free_blocks` have no holder left."""
 
     def on_cached(
         self,
@@ -37,13 +37,13 @@ class BlockPoolObserver(Protocol):
         block_size: int,
         group_id: int,
     ) -> None:
-        """Blocks of one request and one KV cache group became findable by hash.
+        """Blocks of one request and one KV cache group entered the prefix cache.
 
         Args:
             blocks: All blocks of the request in the group.
-            block_idxs: Positions in `blocks` of those that became findable, rising.
+            block_idxs: Indices in `blocks` of the blocks that entered the cache, in order.
             first_idxs: The part of `block_idxs` whose hash no other block had.
-            block_hashes: One for each full block of the request, of `block_size` tokens each.
+            block_hashes: One hash for each full block of `block_size` tokens of the request.
         """
 
     def on_evicted(
@@ -52,15 +52,15 @@ class BlockPoolObserver(Protocol):
         keys: Sequence[BlockHashWithGroupId],
         findable: Container[BlockHashWithGroupId],
     ) -> None:
-        """Blocks lost their hash, whether or not a request holds them.
+        """Blocks lost their hash. Requests may still hold them.
 
         Args:
             keys: The hash that each of `blocks` had.
-            findable: The hashes that a block has now: another block may have one of `keys`.
+            findable: All hashes that are still cached. Another block may have one of `keys`.
         """
 
     def on_replaced(self, request_id: str) -> None:
-        """Another block took the place of one in the middle of the request's block table."""
+        """A block in the middle of the request's block table was replaced by another block."""
 
     def on_reset(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """The prefix cache was emptied; `blocks`, by rising id, lost their hash. All are free."""
+        """The prefix cache was emptied. `blocks`, sorted by id, lost their hash; all are free."""

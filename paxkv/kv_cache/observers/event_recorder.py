@@ -1,4 +1,4 @@
-"""KVEventRecorder: what became findable in a pool, and what no longer is, until it is taken."""
+"""KVEventRecorder: collects the KV cache events of a pool."""
 
 from collections.abc import Container, Sequence
 
@@ -15,10 +15,11 @@ from paxkv.kv_cache.pool.block import KVCacheBlock
 
 
 class KVEventRecorder(BlockPoolObserver):
-    """Speaks of hashes, not of blocks: equal content in two blocks is stored once, removed once.
+    """Records hashes that enter and leave the prefix cache.
 
-    So a set to which stored hashes are added, and from which removed ones are taken, is at any
-    moment what the pool can find.
+    If two blocks have the same hash, it is reported once as stored and once as removed. So a
+    receiver that adds stored hashes to a set, and deletes removed ones, always has the set of
+    cached hashes.
     """
 
     def __init__(self) -> None:
@@ -35,9 +36,9 @@ class KVEventRecorder(BlockPoolObserver):
         block_size: int,
         group_id: int,
     ) -> None:
-        """Records the blocks whose hash is new, one event for each unbroken run of them.
+        """Records the blocks whose hash is new, with one event per run of consecutive blocks.
 
-        After a gap, the parent of the next block is not the last block of the run before it.
+        An event names one parent, so it must not span a gap.
         """
         run_start = 0
         for position, block_idx in enumerate(first_idxs, start=1):
@@ -62,7 +63,7 @@ class KVEventRecorder(BlockPoolObserver):
         keys: Sequence[BlockHashWithGroupId],
         findable: Container[BlockHashWithGroupId],
     ) -> None:
-        """Records the hashes that no block has any more, one event per group."""
+        """Records the hashes that no block has any more, with one event per group."""
         removed: dict[int, list[bytes]] = {}
         for key in dict.fromkeys(keys):
             if key not in findable:
@@ -73,7 +74,7 @@ class KVEventRecorder(BlockPoolObserver):
     def on_reset(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._events.append(AllBlocksCleared())
 
-    def take(self) -> list[KVCacheEvent]:
-        """What happened since the last call, in order, and forgets it."""
-        taken, self._events = self._events, []
-        return taken
+    def drain(self) -> list[KVCacheEvent]:
+        """Returns the events since the last call, in order."""
+        drained, self._events = self._events, []
+        return drained

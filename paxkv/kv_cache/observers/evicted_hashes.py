@@ -1,4 +1,4 @@
-"""EvictedHashes: the hashes that a pool forgot lately."""
+"""EvictedHashes: the hashes that a pool evicted recently."""
 
 from collections import deque
 from collections.abc import Collection
@@ -9,11 +9,10 @@ MAX_EVICTED_HASHES = 65_536  # about 100 bytes each
 
 
 class EvictedHashes:
-    """A bounded memory, cheap to write and slow to ask: evictions are many, questions few.
+    """A bounded memory of evicted hashes. Adding is cheap; `contains` is slow, but rarely called.
 
-    Args:
-        num_evicted: Hashes forgotten since the start: a clock, by which a question about the past
-            says when.
+    Attributes:
+        num_evicted: Hashes evicted since the start. It serves as a clock for `contains`.
     """
 
     def __init__(self, max_hashes: int = MAX_EVICTED_HASHES) -> None:
@@ -25,7 +24,7 @@ class EvictedHashes:
         self.num_evicted += len(keys)
 
     def contains(self, key: BlockHashWithGroupId, *, before: int) -> bool:
-        """Whether `key` was forgotten when `num_evicted` was still below `before`, in O(n)."""
+        """Whether `key` was evicted before `num_evicted` reached `before`, in O(n)."""
         try:
             position = self._keys.index(key)
         except ValueError:

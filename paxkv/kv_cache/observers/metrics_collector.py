@@ -1,4 +1,4 @@
-"""KVCacheMetricsCollector: how long blocks live, lie idle and wait for reuse, by sampling."""
+"""KVCacheMetricsCollector: samples how long blocks live, are idle, and wait for reuse."""
 
 import bisect
 import math
@@ -13,14 +13,14 @@ from paxkv.kv_cache.pool.block import KVCacheBlock
 
 
 class _Residency:
-    """One stay of a sampled block: times in seconds."""
+    """One stay of a sampled block in the cache: times in seconds."""
 
     __slots__ = ("birth", "idle_since", "last_use")
 
     def __init__(self, now: float) -> None:
         self.birth = now
         self.last_use = now
-        # When its last holder let go; None while it is held.
+        # When the last holder released the block; None while it has a holder.
         self.idle_since: float | None = None
 
 
@@ -32,7 +32,7 @@ class _Histogram:
         self._sum_s = 0.0
 
     def observe(self, duration_s: float) -> None:
-        # A bound belongs to the bucket below it, as in Prometheus.
+        # A duration equal to a bound belongs to the bucket below it, as in Prometheus.
         self._bucket_counts[bisect.bisect_left(RESIDENCY_BUCKETS_S, duration_s)] += 1
         self._sum_s += duration_s
 
@@ -41,18 +41,18 @@ class _Histogram:
 
 
 class KVCacheMetricsCollector(BlockPoolObserver):
-    """Follows a share of the blocks that a pool hands out.
+    """Tracks a random sample of the blocks that a pool allocates.
 
-    Every block handed out is chosen with the same probability, independently. The gaps between
-    chosen blocks are drawn instead of the choices, so the blocks in a gap cost nothing.
+    Every allocated block is sampled with the same probability, independently. The collector draws
+    the gaps between sampled blocks, so the blocks in a gap cost nothing.
 
     Args:
-        sample_share: Of the blocks handed out, in [0, 1].
-        clock: Seconds that never run backwards.
-        rng: Decides which blocks are chosen.
+        sample_share: Share of the allocated blocks to sample, in [0, 1].
+        clock: A monotonic clock, in seconds.
+        rng: Draws the gaps.
 
-    Source: vLLM `v1/core/kv_cache_metrics.py`. There a block is idle from its last hit on, even
-    while it is held; here from the moment that nobody holds it.
+    Source: vLLM `v1/core/kv_cache_metrics.py`. There a block is idle after its last hit, even while
+    a request holds it; here it is idle while it has no holder.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class KVCacheMetricsCollector(BlockPoolObserver):
         self._clock = clock
         self._rng = random.Random() if rng is None else rng
         self._residencies: dict[int, _Residency] = {}
-        # Blocks to be handed out before the next chosen one.
+        # Number of blocks to allocate before the next sampled one.
         self._num_to_skip = self._draw_gap()
         self._lifetime = _Histogram()
         self._idle_before_evict = _Histogram()
@@ -74,7 +74,7 @@ class KVCacheMetricsCollector(BlockPoolObserver):
         self._snapshot: BlockResidency | None = None
 
     def on_allocated(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Ends the stays of the blocks' old content, and chooses some blocks to follow."""
+        """Ends the stays of the blocks' old content, and samples some of the blocks."""
         self._end_stays(blocks)
         while self._num_to_skip < len(blocks):
             block = blocks[int(self._num_to_skip)]
@@ -113,11 +113,11 @@ class KVCacheMetricsCollector(BlockPoolObserver):
         self._end_stays(blocks)
 
     def on_reset(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Forgets the blocks that it follows; what was counted stays."""
+        """Stops tracking the sampled blocks; the counts stay."""
         self._residencies.clear()
 
     def snapshot(self) -> BlockResidency:
-        """What was counted since the start; the same object until there is more."""
+        """The counts since the start. Returns the same object until a count changes."""
         if self._snapshot is None:
             self._snapshot = BlockResidency(
                 lifetime=self._lifetime.snapshot(),
@@ -142,7 +142,7 @@ class KVCacheMetricsCollector(BlockPoolObserver):
         self._snapshot = None
 
     def _draw_gap(self) -> float:
-        """Blocks passed over before the next chosen one: geometric."""
+        """Number of blocks before the next sampled one, geometrically distributed."""
         if self._sample_share <= 0:
             return math.inf
         if self._sample_share >= 1:
@@ -152,5 +152,5 @@ class KVCacheMetricsCollector(BlockPoolObserver):
 
 
 def make_metrics_collector(sample_share: float) -> KVCacheMetricsCollector | None:
-    """A collector for `CacheConfig.kv_cache_metrics_sample`; None where it is 0."""
+    """A collector for `CacheConfig.kv_cache_metrics_sample`; None if it is 0."""
     return KVCacheMetricsCollector(sample_share) if sample_share > 0 else None

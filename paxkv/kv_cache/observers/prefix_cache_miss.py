@@ -17,7 +17,7 @@ from paxkv.kv_cache.pool.block_pool import BlockPool
 
 MAX_ANSWERS = 1024
 MAX_FIRST_BLOCKS = 4096
-# Salts and adapters that are remembered for the same tokens.
+# Salts and adapters that are remembered per first block of tokens.
 _MAX_NAMES_PER_FIRST_BLOCK = 8
 # Tokens: longer than any window.
 _FAR = 2**40
@@ -38,7 +38,7 @@ class PrefixGroup(NamedTuple):
 
 
 class _Lookup(NamedTuple):
-    """The result of one look-up. An answer is made from it later, when somebody asks.
+    """The result of one look-up, from which `answer` later makes an explanation.
 
     Args:
         missing_key: Hash of the block that the hit lacked; None if no block was missing.
@@ -62,17 +62,17 @@ class _Missing(NamedTuple):
 
     @property
     def start(self) -> int:
-        """Position of its first token."""
+        """Position of the block's first token."""
         return self.block_idx * self.group.block_size
 
     @property
     def end(self) -> int:
-        """Position after its last token."""
+        """Position after the block's last token."""
         return self.start + self.group.block_size
 
 
 class _FirstBlock(NamedTuple):
-    """A first block that some request cached, with the names that its hash contains."""
+    """A first block that a request cached, with the salt and adapter that its hash covers."""
 
     block_hash: BlockHash
     cache_salt: str | None
@@ -82,12 +82,12 @@ class _FirstBlock(NamedTuple):
 class PrefixCacheMissExplainer:
     """Remembers the look-up of each admission, and explains it on request.
 
-    The answers reveal prompts of other requests, which salts keep apart. So they are for operators
-    only.
+    Answers are for operators only, because they reveal facts about prompts of other requests that
+    salts should keep separate.
 
-    Cost: recording a complete hit takes a few microseconds. Recording a miss looks up at most the
-    blocks that the admission looked up. An answer searches the pool's memory of evicted hashes,
-    which takes some hundred microseconds. Memory is bounded.
+    Recording a complete hit takes a few microseconds. Recording a miss looks up at most the blocks
+    that the admission looked up. An answer searches the pool's memory of evicted hashes, which
+    takes some hundred microseconds. Memory is bounded.
 
     Args:
         groups: The KV cache groups that take part in prefix hits.
@@ -115,11 +115,11 @@ class PrefixCacheMissExplainer:
         self._first_blocks: OrderedDict[tuple[int, ...], deque[_FirstBlock]] = OrderedDict()
 
     def record(self, request: CacheRequest, num_hit_tokens: int) -> None:
-        """Keeps what an admission found.
+        """Records the result of an admission's look-up.
 
-        To be called before the request's own blocks are allocated and cached.
+        Must be called before the request's own blocks are allocated and cached.
         """
-        # One that resumes finds its own blocks: its first admission is what is asked about.
+        # A resumed request finds its own blocks, so the record of its first admission is kept.
         if request.num_preemptions > 0 and request.request_id in self._lookups:
             return
         self._lookups[request.request_id] = self._look_up(request, num_hit_tokens)
@@ -130,12 +130,12 @@ class PrefixCacheMissExplainer:
             self._remember_first_block(request)
 
     def answer(self, request_id: str) -> PrefixCacheMiss | None:
-        """Why an admitted request missed; None when it was not among the last admitted."""
+        """Explains an admission; None if it is not among the last `MAX_ANSWERS` admissions."""
         lookup = self._lookups.get(request_id)
         return None if lookup is None else self._explain(request_id, lookup)
 
     def explain(self, request: CacheRequest, num_hit_tokens: int) -> PrefixCacheMiss:
-        """Why a request that is not admitted yet would miss now; nothing is kept."""
+        """Explains what a request that is not admitted yet would find now; records nothing."""
         return self._explain(request.request_id, self._look_up(request, num_hit_tokens))
 
     def _explain(self, request_id: str, lookup: _Lookup) -> PrefixCacheMiss:
@@ -157,7 +157,7 @@ class PrefixCacheMissExplainer:
         num_tokens = request.num_tokens
         if not self._block_pool.enable_caching or request.skip_reading_prefix_cache:
             return _Lookup(num_tokens, num_hit_tokens, "disabled")
-        # The last token is always computed: its logits give the next one.
+        # The last token must be computed, because its logits give the next one.
         if num_tokens - 1 < self._alignment:
             return _Lookup(num_tokens, num_hit_tokens, "too_short")
         if num_hit_tokens + self._alignment > num_tokens - 1:
@@ -183,10 +183,11 @@ class PrefixCacheMissExplainer:
     def _find_missing(
         self, request: CacheRequest, num_hit_tokens: int
     ) -> tuple[_Missing | None, bool]:
-        """The block without which the hit is no longer; None if every group has its blocks.
+        """Finds the missing block that prevents a longer hit.
 
         Returns:
-            The block, and whether another block proves that its tokens were cached.
+            The block (None if every group has the blocks it needs), and whether another cached
+            block proves that its tokens were cached once.
         """
         limit = (request.num_tokens - 1) // self._alignment * self._alignment
         gaps = [self._first_gap(request, group, num_hit_tokens) for group in self._groups]
@@ -208,7 +209,7 @@ class PrefixCacheMissExplainer:
         return known, self._is_known(request, known.end)
 
     def _is_known(self, request: CacheRequest, num_tokens: int) -> bool:
-        """Whether a group has cached the block that holds the last of these tokens."""
+        """Whether a group has cached the block that holds the last of `num_tokens` tokens."""
         return any(
             self._is_cached(request, group, (num_tokens - 1) // group.block_size)
             for group in self._groups

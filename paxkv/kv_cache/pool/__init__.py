@@ -1,1 +1,1 @@
-"""Blocks and the pool that owns them."""
+"""KV cache blocks, and the pool that owns them."""

@@ -1,4 +1,4 @@
-"""KVCacheBlock, the host's record of one block, and the queue of those that are free."""
+"""KVCacheBlock, the host's record of one block, and the queue of free blocks."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -9,12 +9,12 @@ from paxkv.kv_cache.hashing.block_hash import BlockHashWithGroupId
 
 @dataclasses.dataclass(slots=True, eq=False)
 class KVCacheBlock:
-    """One block of KV memory; `BlockPool` owns it and is the only one to change it.
+    """One block of KV memory. Only its `BlockPool` changes it.
 
     Args:
-        ref_cnt: Requests that hold it; 0 exactly while it is in the free queue (or is null).
-        block_hash: Set exactly while the block can be found in the prefix cache.
-        is_null: The placeholder block 0, which no request owns.
+        ref_cnt: Number of holders. It is 0 if and only if the block is free or null.
+        block_hash: Set if and only if the block is in the prefix cache.
+        is_null: True for block 0, a placeholder that no request holds.
     """
 
     block_id: int
@@ -27,15 +27,15 @@ class KVCacheBlock:
 
 
 class FreeKVCacheBlockQueue:
-    """Free blocks, the first to be handed out in front.
+    """Free blocks in the order in which they are allocated.
 
-    A doubly linked list through the blocks themselves: a prefix hit takes a block out of the
-    middle in O(1), which a deque cannot, and no operation allocates.
+    The blocks themselves form a doubly linked list. Unlike a deque, it can remove a block from the
+    middle in O(1), as a prefix hit does. No operation allocates memory per block in the queue.
     """
 
     def __init__(self, blocks: Iterable[KVCacheBlock]) -> None:
         self.num_free_blocks = 0
-        # Sentinels: every block in the queue has a neighbour on both sides.
+        # With sentinels, every block in the queue has a neighbour on both sides.
         self._head = KVCacheBlock(-1)
         self._tail = KVCacheBlock(-1)
         self._head.next_free_block = self._tail
@@ -43,7 +43,7 @@ class FreeKVCacheBlockQueue:
         self.append_n(blocks)
 
     def popleft(self) -> KVCacheBlock:
-        """Takes the block in front.
+        """Removes and returns the block at the front.
 
         Raises:
             InvariantError: The queue is empty.
@@ -51,10 +51,10 @@ class FreeKVCacheBlockQueue:
         return self.popleft_n(1)[0]
 
     def popleft_n(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Takes `num_blocks` blocks from the front, in order.
+        """Removes and returns the first `num_blocks` blocks, in order.
 
         Raises:
-            InvariantError: There are fewer.
+            InvariantError: The queue has fewer blocks.
         """
         if num_blocks > self.num_free_blocks:
             raise InvariantError(f"wanted {num_blocks=} free blocks, got {self.num_free_blocks}.")
@@ -71,10 +71,10 @@ class FreeKVCacheBlockQueue:
         return taken
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Takes `block` out, wherever it stands.
+        """Removes `block` from any place in the queue.
 
         Raises:
-            InvariantError: It is not in the queue.
+            InvariantError: The block is not in the queue.
         """
         if block.prev_free_block is None:
             raise InvariantError(f"{block!r} is not in the free queue.")
@@ -84,18 +84,18 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks -= 1
 
     def append(self, block: KVCacheBlock) -> None:
-        """Puts `block` at the end.
+        """Adds `block` at the end.
 
         Raises:
-            InvariantError: It is in the queue already.
+            InvariantError: The block is in the queue already.
         """
         self.append_n((block,))
 
     def append_n(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Puts `blocks` at the end, in order.
+        """Adds `blocks` at the end, in order.
 
         Raises:
-            InvariantError: One of them is in the queue already.
+            InvariantError: One of the blocks is in the queue already.
         """
         last = self._tail.prev_free_block
         for block in blocks:
@@ -109,7 +109,7 @@ class FreeKVCacheBlockQueue:
         self._tail.prev_free_block = last
 
     def get_first(self, max_blocks: int) -> list[KVCacheBlock]:
-        """At most so many blocks, from the front on: those that are handed out next."""
+        """The blocks that are allocated next, at most `max_blocks` of them."""
         blocks: list[KVCacheBlock] = []
         block = self._head.next_free_block
         while block is not self._tail and len(blocks) < max_blocks:
@@ -118,7 +118,7 @@ class FreeKVCacheBlockQueue:
         return blocks
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
-        """All blocks from front to end, in O(n): for tests and invariants."""
+        """All blocks from front to end, in O(n). For tests and checks of invariants."""
         blocks: list[KVCacheBlock] = []
         block = self._head.next_free_block
         while block is not self._tail:

@@ -1,4 +1,4 @@
-"""BlockPool: every block of KV memory, which of them are free, and which can be found by hash."""
+"""BlockPool: owns all blocks of KV memory, the queue of free blocks, and the prefix cache."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -17,23 +17,24 @@ from paxkv.kv_cache.pool.block import FreeKVCacheBlockQueue, KVCacheBlock
 
 
 class BlockHashToBlockMap:
-    """Blocks by hash. Equal blocks may exist twice; block ids never change under a request.
+    """Cached blocks by hash.
 
-    Nearly every hash has one block, which is stored bare; only several need a dict by block id.
+    Several blocks may have the same hash: an equal block never replaces one in a block table.
+    Nearly every hash has one block, which is stored directly; several are stored in a dict by id.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[BlockHashWithGroupId, KVCacheBlock | dict[int, KVCacheBlock]] = {}
 
     def get_one_block(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
-        """The first block that was given this hash; None when there is none."""
+        """The first block that got this hash; None if no block has it."""
         found = self._blocks.get(key)
         if isinstance(found, dict):
             return next(iter(found.values()))
         return found
 
     def get_run(self, keys: Iterable[BlockHashWithGroupId]) -> list[KVCacheBlock]:
-        """The first block of each of `keys`, up to the first key that has none."""
+        """The first block of each of `keys`, up to the first key without a block."""
         run: list[KVCacheBlock] = []
         for found in map(self._blocks.get, keys):
             if found is None:
@@ -54,7 +55,7 @@ class BlockHashToBlockMap:
         return False
 
     def pop(self, key: BlockHashWithGroupId, block_id: int) -> KVCacheBlock | None:
-        """Removes the block with this hash and id; None when there is none."""
+        """Removes and returns the block with this hash and id; None if there is none."""
         found = self._blocks.get(key)
         if isinstance(found, dict):
             block = found.pop(block_id, None)
@@ -82,20 +83,19 @@ class BlockHashToBlockMap:
 class BlockPool:
     """All blocks of KV memory, for all KV cache groups.
 
-    A block that nobody holds waits in the free queue and can still be found by its hash; it
-    loses the hash only when its memory is handed out again, oldest first.
+    A block without holders is in the free queue but stays in the prefix cache. It loses its hash
+    only when it is allocated again. The block at the front of the queue is allocated first.
 
     Args:
-        hash_block_size: Tokens that one of a request's `block_hashes` covers; it divides every
-            group's block size. None where each group's block size is the same as that.
-        observers: Get every change of the blocks, in this order; see `add_observer`.
+        hash_block_size: Tokens that one of a request's `block_hashes` covers. It divides every
+            group's block size. None if all block sizes equal it.
+        observers: Receive every change of the blocks, in this order; see `add_observer`.
 
     Attributes:
-        evicted_hashes: What was forgotten lately, for the question why a request missed. Not an
-            observer, as every pool has it.
+        evicted_hashes: Recently evicted hashes, with which prefix cache misses are explained.
 
     Raises:
-        ConfigError: Fewer than 2 blocks: block 0 is the null block.
+        ConfigError: There are fewer than 2 blocks. Block 0 is the null block.
 
     Source: vLLM `v1/core/block_pool.py`.
     """
@@ -110,8 +110,8 @@ class BlockPool:
     ) -> None:
         if num_blocks < 2:
             raise ConfigError(
-                f"the KV cache needs at least 2 blocks, one of them the null block, got "
-                f"{num_blocks=}. Give it more memory."
+                "the KV cache needs at least 2 blocks, because block 0 is the null block; got "
+                f"{num_blocks=}. Give the KV cache more memory."
             )
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
@@ -121,14 +121,14 @@ class BlockPool:
         self.cached_block_hash_to_block = BlockHashToBlockMap()
         self.null_block = self.free_block_queue.popleft()
         self.null_block.is_null = True
-        # Held by layers for as long as the pool exists.
+        # Blocks that layers hold for as long as the pool exists.
         self.num_permanent_blocks = 0
         self.evicted_hashes = EvictedHashes()
         self._observers = list(observers)
 
     @property
     def observers(self) -> tuple[BlockPoolObserver, ...]:
-        """The observers, in the order in which they get events."""
+        """The observers, in the order in which they receive events."""
         return tuple(self._observers)
 
     def add_observer(self, observer: BlockPoolObserver) -> None:
@@ -136,17 +136,17 @@ class BlockPool:
         self._observers.append(observer)
 
     def remove_observer(self, observer: BlockPoolObserver) -> None:
-        """Ends what `add_observer` began.
+        """Stops reporting changes to `observer`.
 
         Raises:
-            ValueError: It is no observer of this pool.
+            ValueError: It is not an observer of this pool.
         """
         self._observers.remove(observer)
 
     def get_cached_block(
         self, block_hash: BlockHash, kv_cache_group_ids: Sequence[int]
     ) -> list[KVCacheBlock] | None:
-        """A cached block of each group, in order; None when one of the groups has none."""
+        """One cached block per group, in order; None if one of the groups has none."""
         cached_blocks: list[KVCacheBlock] = []
         for group_id in kv_cache_group_ids:
             key = make_block_hash_with_group_id(block_hash, group_id)
@@ -159,7 +159,7 @@ class BlockPool:
     def get_cached_run(
         self, block_hashes: Iterable[BlockHash], kv_cache_group_id: int
     ) -> list[KVCacheBlock]:
-        """A group's cached blocks, in order, up to the first hash that has none."""
+        """A group's cached blocks, in order, up to the first hash without a block."""
         return self.cached_block_hash_to_block.get_run(
             make_block_hashes_with_group_id(block_hashes, kv_cache_group_id)
         )
@@ -174,14 +174,14 @@ class BlockPool:
         block_size: int,
         kv_cache_group_id: int,
     ) -> None:
-        """Makes blocks `num_cached_blocks` to `num_full_blocks` of a request findable.
+        """Adds the blocks from index `num_cached_blocks` to `num_full_blocks` to the prefix cache.
 
         Args:
-            blocks: All blocks of the request in this group; null blocks are passed over.
-            block_size: Tokens in each of them, a multiple of `hash_block_size`.
+            blocks: All blocks of the request in this group. Null blocks are skipped.
+            block_size: Tokens in each block, a multiple of `hash_block_size`.
 
         Raises:
-            InvariantError: One of them is cached already.
+            InvariantError: One of the blocks is cached already.
         """
         block_hashes = with_block_size(
             request.block_hashes, self.hash_block_size or block_size, block_size
@@ -211,10 +211,10 @@ class BlockPool:
             )
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Allocates free blocks, each with one holder, and evicts what they cached.
+        """Allocates free blocks, each with one holder, and removes them from the prefix cache.
 
         Raises:
-            InvariantError: There are fewer; the caller asks `get_num_free_blocks` first.
+            InvariantError: Fewer blocks are free. Callers check `get_num_free_blocks` first.
         """
         blocks = self.free_block_queue.popleft_n(num_blocks)
         if self.enable_caching:
@@ -225,16 +225,17 @@ class BlockPool:
             observer.on_allocated(blocks)
         return blocks
 
-    def take_permanent_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Allocates blocks that are never freed; must be called before any other allocation.
+    def allocate_permanent_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Allocates blocks that are never freed. Must be called before any other allocation.
 
         Raises:
-            ConfigError: There are not enough to leave one for requests.
+            ConfigError: No block would remain for requests.
         """
         if num_blocks >= self.get_num_free_blocks():
             raise ConfigError(
                 f"layers keep {num_blocks} KV cache blocks for good, and only "
-                f"{self.get_num_free_blocks()} are there. Give the cache more memory."
+                f"{self.get_num_free_blocks()} are free; at least one must remain for requests. "
+                "Give the KV cache more memory."
             )
         blocks = self.free_block_queue.popleft_n(num_blocks)
         for block in blocks:
@@ -243,7 +244,7 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Adds a holder to each block: a prefix hit."""
+        """Adds a holder to each block, as for a prefix hit or a fork."""
         for block in blocks:
             if block.is_null:
                 continue
@@ -256,13 +257,13 @@ class BlockPool:
                 observer.on_touched(touched)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """Removes a holder from each block; blocks without a holder become free and stay findable.
+        """Removes a holder from each block. Blocks without a holder become free, but stay cached.
 
         Args:
-            ordered_blocks: The first is the first to be handed out again.
+            ordered_blocks: Blocks in the order in which they will be allocated again.
 
         Raises:
-            InvariantError: Nobody holds one of them.
+            InvariantError: One of the blocks has no holder.
         """
         if self._observers:
             ordered_blocks = tuple(ordered_blocks)
@@ -271,7 +272,7 @@ class BlockPool:
             if block.is_null:
                 continue
             if block.ref_cnt < 1:
-                raise InvariantError(f"{block!r} was freed, but nobody holds it.")
+                raise InvariantError(f"{block!r} was freed, but has no holder.")
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 freed.append(block)
@@ -282,14 +283,14 @@ class BlockPool:
                 observer.on_released(released, freed)
 
     def evict(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Takes blocks out of the prefix cache; their holders do not change."""
+        """Removes blocks from the prefix cache; their holders do not change."""
         evicted: list[KVCacheBlock] = []
         keys: list[BlockHashWithGroupId] = []
         for block in blocks:
             key = block.block_hash
             if key is None:
                 continue
-            # By id: another block with the same content stays.
+            # Another block with the same hash stays cached.
             self.cached_block_hash_to_block.pop(key, block.block_id)
             block.block_hash = None
             evicted.append(block)
@@ -301,11 +302,11 @@ class BlockPool:
             observer.on_evicted(evicted, keys, self.cached_block_hash_to_block)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Takes blocks out of the prefix cache by id, for example if their content is invalid."""
+        """Removes blocks from the prefix cache by id, for example if their content is invalid."""
         self.evict(self.blocks[block_id] for block_id in block_ids)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets every cached block; False, and nothing changed, while a block is in use."""
+        """Empties the prefix cache. While a request holds blocks, only returns False."""
         if self.get_num_free_blocks() != self.num_blocks - 1 - self.num_permanent_blocks:
             return False
         self.cached_block_hash_to_block = BlockHashToBlockMap()
@@ -318,7 +319,7 @@ class BlockPool:
         return True
 
     def report_replaced(self, request_id: str) -> None:
-        """Tells the observers that a block in the middle of a block table was replaced.
+        """Reports to the observers that a block in the middle of a block table was replaced.
 
         Block tables belong to the managers, so the manager that replaced the block calls this.
         """
@@ -334,10 +335,10 @@ class BlockPool:
         return 1.0 - self.get_num_free_blocks() / num_usable_blocks
 
     def check_invariants(self) -> None:
-        """Checks that every block is free xor held and that hashes and cache agree, in O(n).
+        """Checks that every block is either free or held, and that hashes match the cache. O(n).
 
         Raises:
-            InvariantError: They do not.
+            InvariantError: A rule is broken.
         """
         null = self.null_block
         if null.block_id != 0 or not null.is_null or null.ref_cnt or null.block_hash is not None:
@@ -350,7 +351,7 @@ class BlockPool:
         free_ids = {block.block_id for block in free_blocks}
         for block in self.blocks[1:]:
             if block.is_null or block.ref_cnt < 0:
-                raise InvariantError(f"{block!r} cannot be.")
+                raise InvariantError(f"{block!r} must not be null or have a negative ref_cnt.")
             if (block.ref_cnt == 0) != (block.block_id in free_ids):
                 raise InvariantError(f"{block!r} must be either free or held.")
         if 0 in free_ids or len(free_ids) != len(free_blocks):

@@ -136,7 +136,7 @@ def test_a_router_that_follows_knows_what_can_be_found(wire_format, hash_type, s
             assert pool.reset_prefix_cache()
         else:
             run_request(pool, hasher, token_ids, group_id)
-        sent = payload(converter, *recorder.take())
+        sent = payload(converter, *recorder.drain())
         if sent is not None:
             follow(known, decode(sent, wire_format))
         assert known == {

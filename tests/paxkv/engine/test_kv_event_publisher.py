@@ -324,7 +324,7 @@ def test_a_late_subscriber_rebuilds_the_cache_by_replay(steps, first_heard):
             run_request(pool, hasher, token_ids)
             if is_reset:
                 pool.reset_prefix_cache()
-            events = recorder.take()
+            events = recorder.drain()
             if events:
                 publisher.publish(KVEventBatch(ts=0.0, events=events))
                 num_batches += 1

@@ -21,5 +21,5 @@ def test_numbers_are_little_endian_and_cut_off():
     every = make_columns(log, None)
     assert every.block_ids is None and len(every.parents) == 259 * 6
     assert every.hashes[9 * 6 :][:12] == columns.hashes
-    nothing = make_columns(log, log.take_changed([]))
+    nothing = make_columns(log, log.drain_changed([]))
     assert nothing.ref_counts == nothing.block_ids == b""

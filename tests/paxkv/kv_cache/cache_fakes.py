@@ -129,7 +129,7 @@ def run_alone(manager, request_id, token_ids, **settings):
     request = FakeRequest(request_id, token_ids, **settings)
     assert admit(manager, request)
     finish_step(request)
-    manager.take_block_copies()
+    manager.drain_block_copies()
     return request
 
 
@@ -148,7 +148,7 @@ def fork(manager, source, request_id, num_tokens, token_ids=None, **arguments):
 
 
 def copies(manager):
-    return [(c.source_block_id, c.target_block_id) for c in manager.take_block_copies()]
+    return [(c.source_block_id, c.target_block_id) for c in manager.drain_block_copies()]
 
 
 def ids(blocks):

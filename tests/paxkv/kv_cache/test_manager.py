@@ -305,9 +305,9 @@ def test_events_are_recorded_where_they_are_asked_for():
     recorder = KVEventRecorder()
     manager = make_manager(observers=[recorder])
     run_alone(manager, "r", range(9))
-    (event,) = recorder.take()
+    (event,) = recorder.drain()
     assert event.token_ids == list(range(8))
-    assert recorder.take() == []
+    assert recorder.drain() == []
 
 
 @given(

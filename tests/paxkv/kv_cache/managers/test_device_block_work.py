@@ -9,7 +9,7 @@ def blocks(num):
 
 
 def taken(work):
-    return [(copy.source_block_id, copy.target_block_id) for copy in work.take_copies()]
+    return [(copy.source_block_id, copy.target_block_id) for copy in work.drain_copies()]
 
 
 def test_copies_are_taken_once_in_order():
@@ -55,12 +55,12 @@ def test_new_blocks_are_recorded_only_where_they_are_to_be_cleared():
     b = blocks(4)
     silent = DeviceBlockWork()
     silent.record_new_blocks(b)
-    assert silent.take_new_block_ids() == []
+    assert silent.drain_new_block_ids() == []
     work = DeviceBlockWork(records_new_blocks=True)
     work.record_new_blocks(b[2:])
     work.record_new_blocks(b[1:3])
-    assert work.take_new_block_ids() == [2, 3, 1]
-    assert work.take_new_block_ids() == []
+    assert work.drain_new_block_ids() == [2, 3, 1]
+    assert work.drain_new_block_ids() == []
 
 
 def test_a_block_that_is_copied_over_is_not_cleared():
@@ -68,4 +68,4 @@ def test_a_block_that_is_copied_over_is_not_cleared():
     work = DeviceBlockWork(records_new_blocks=True)
     work.record_new_blocks(b[1:])
     work.record_copy(b[1], b[2])
-    assert work.take_new_block_ids() == [1, 3]
+    assert work.drain_new_block_ids() == [1, 3]

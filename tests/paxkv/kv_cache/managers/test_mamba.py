@@ -114,7 +114,7 @@ def test_a_state_cannot_be_hit_in_the_step_that_writes_it():
     assert not admit(manager, second)
     # What it would find is in none of its tables: another prompt is admitted in this step.
     assert admit(manager, FakeRequest("other", range(50, 60)))
-    manager.take_block_copies()
+    manager.drain_block_copies()
     assert admit(manager, second)
     assert second.num_computed_tokens == 8
     manager.check_invariants()
@@ -125,7 +125,7 @@ def test_a_state_that_a_step_before_wrote_can_be_hit_as_soon_as_it_is_cached():
     manager = make_manager(mamba())
     first = FakeRequest("first", range(7))
     assert manager.allocate_slots(first, 8)
-    manager.take_block_copies()
+    manager.drain_block_copies()
     first.num_computed_tokens = 8
     first.all_token_ids.append(7)
     manager.cache_blocks(first, 8)

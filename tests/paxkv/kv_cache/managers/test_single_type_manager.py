@@ -177,7 +177,7 @@ def test_whoever_writes_into_a_shared_block_gets_the_copy():
     manager.replace_shared_blocks("s", 6, 7)
     assert ids(manager.get_blocks("s")) == [1, 2]
     work = manager.device_block_work
-    assert [(c.source_block_id, c.target_block_id) for c in work.take_copies()] == [(2, 3)]
+    assert [(c.source_block_id, c.target_block_id) for c in work.drain_copies()] == [(2, 3)]
     manager.check_invariants()
 
 
@@ -189,7 +189,7 @@ def test_a_shared_block_that_is_written_from_its_start_is_replaced_without_a_cop
     assert manager.get_num_blocks_to_allocate("r", 6, (), 4, 6) == 1
     manager.replace_shared_blocks("r", 4, 6)
     assert ids(manager.get_blocks("r")) == [1, 3]
-    assert manager.device_block_work.take_copies() == []
+    assert manager.device_block_work.drain_copies() == []
     manager.check_invariants()
 
 
@@ -222,7 +222,7 @@ def test_a_request_that_ran_holds_alone_what_it_writes_so_that_its_table_only_gr
             finish_step(request)
             for old, new in zip(before, manager.get_block_ids(request.request_id), strict=True):
                 assert [i for i, block_id in enumerate(old) if new[i] not in (0, block_id)] == []
-        manager.take_block_copies()
+        manager.drain_block_copies()
         for request in requests:
             for group in manager.coordinator.single_type_managers:
                 first_written = request.num_computed_tokens // group.block_size
@@ -239,7 +239,7 @@ def test_copies_are_made_of_every_shared_block_that_is_written():
     manager.allocate_new_blocks("s", 13, 13)
     assert ids(manager.get_blocks("s")) == [1, 4, 5, 6]
     work = manager.device_block_work
-    assert [(c.source_block_id, c.target_block_id) for c in work.take_copies()] == [(2, 4)]
+    assert [(c.source_block_id, c.target_block_id) for c in work.drain_copies()] == [(2, 4)]
     manager.check_invariants()
 
 

@@ -9,7 +9,7 @@ from tests.paxkv.scheduler.stepping import FunctionRunner, add, make_scheduler, 
 
 
 def changed(log, new_blocks=()):
-    return log.take_changed(new_blocks).tolist()
+    return log.drain_changed(new_blocks).tolist()
 
 
 def test_every_change_is_named_once_and_then_forgotten():

@@ -32,15 +32,15 @@ def test_life_of_a_block_is_reported_in_order(pool: BlockPool, log: BlockMovemen
         block_size=8,
         kv_cache_group_id=0,
     )
-    assert log.take() == BlockMovements(allocated=[1, 2], cached=[1, 2])
+    assert log.drain() == BlockMovements(allocated=[1, 2], cached=[1, 2])
     pool.touch(blocks[:1])
     pool.free_blocks(reversed(blocks))  # block 1 has another holder still
-    assert log.take() == BlockMovements(shared=[1], freed=[2])
+    assert log.drain() == BlockMovements(shared=[1], freed=[2])
     pool.free_blocks(blocks[:1])
     # Block 3 was never used; then the one that was freed first.
     pool.get_new_blocks(2)
-    assert log.take() == BlockMovements(freed=[1], allocated=[3, 2], evicted=[2])
-    assert log.take() == BlockMovements()
+    assert log.drain() == BlockMovements(freed=[1], allocated=[3, 2], evicted=[2])
+    assert log.drain() == BlockMovements()
 
 
 def test_reset_evicts_what_is_cached(pool: BlockPool, log: BlockMovementLog) -> None:
@@ -54,12 +54,12 @@ def test_reset_evicts_what_is_cached(pool: BlockPool, log: BlockMovementLog) -> 
         kv_cache_group_id=0,
     )
     pool.free_blocks([block])
-    log.take()
+    log.drain()
     assert pool.reset_prefix_cache()
-    assert log.take() == BlockMovements(evicted=[1])
+    assert log.drain() == BlockMovements(evicted=[1])
 
 
 def test_null_blocks_do_not_move(pool: BlockPool, log: BlockMovementLog) -> None:
     pool.touch([pool.null_block])
     pool.free_blocks([pool.null_block])
-    assert log.take() == BlockMovements()
+    assert log.drain() == BlockMovements()

@@ -66,18 +66,18 @@ def test_blocks_cached_in_one_call_are_one_event_with_tokens_and_parent():
     blocks = pool.get_new_blocks(3)
     cache(pool, request, blocks[:1])
     cache(pool, request, blocks, start=1)
-    assert recorder.take() == [
+    assert recorder.drain() == [
         stored([h0], None, [1, 2], lora_name="l"),
         stored([h1, h2], h0, [3, 4, 5, 6], lora_name="l"),
     ]
-    assert recorder.take() == []
+    assert recorder.drain() == []
 
 
 def test_an_event_keeps_the_tokens_of_its_moment():
     (pool, recorder), request = make_pool(), make_request([1, 2])
     cache(pool, request, pool.get_new_blocks(1))
     request.all_token_ids[:] = [9, 9]
-    assert recorder.take()[0].token_ids == [1, 2]
+    assert recorder.drain()[0].token_ids == [1, 2]
 
 
 def test_larger_blocks_of_another_group_are_stored_with_their_own_size():
@@ -86,7 +86,7 @@ def test_larger_blocks_of_another_group_are_stored_with_their_own_size():
     blocks = pool.get_new_blocks(2)
     cache(pool, request, blocks[:1], block_size=4, group_id=1)
     cache(pool, request, blocks, start=1, block_size=4, group_id=1)
-    assert recorder.take() == [
+    assert recorder.drain() == [
         stored([h1], None, [1, 2, 3, 4], block_size=4, group_id=1),
         stored([h3], h1, [5, 6, 7, 8], block_size=4, group_id=1),
     ]
@@ -98,12 +98,12 @@ def test_null_blocks_are_in_no_event():
     first, second, third = pool.get_new_blocks(3)
     null = pool.null_block
     cache(pool, request, [null, first, second, null, third])
-    assert recorder.take() == [
+    assert recorder.drain() == [
         stored([h1, h2], request.block_hashes[0], [2, 3, 4, 5]),
         stored([h4], request.block_hashes[3], [8, 9]),
     ]
     cache(pool, request, [null, null])
-    assert recorder.take() == []
+    assert recorder.drain() == []
 
 
 def test_a_freed_block_is_removed_only_when_its_memory_is_handed_out():
@@ -111,15 +111,15 @@ def test_a_freed_block_is_removed_only_when_its_memory_is_handed_out():
     h0, h1 = request.block_hashes
     blocks = pool.get_new_blocks(2)
     cache(pool, request, blocks)
-    recorder.take()
+    recorder.drain()
     pool.free_blocks(reversed(blocks))
     pool.touch(blocks[:1])
     pool.free_blocks(blocks[:1])
-    assert recorder.take() == []
+    assert recorder.drain() == []
     pool.get_new_blocks(1)  # block 3, which held nothing
-    assert recorder.take() == []
+    assert recorder.drain() == []
     pool.get_new_blocks(2)
-    assert recorder.take() == [removed(h1, h0)]
+    assert recorder.drain() == [removed(h1, h0)]
 
 
 def test_withdrawn_and_evicted_blocks_are_removed_per_group():
@@ -128,11 +128,11 @@ def test_withdrawn_and_evicted_blocks_are_removed_per_group():
     blocks = pool.get_new_blocks(4)
     cache(pool, request, blocks[:2], group_id=0)
     cache(pool, request, blocks[2:], group_id=1)
-    recorder.take()
+    recorder.drain()
     pool.evict(blocks[1:])
-    assert recorder.take() == [removed(h1), removed(h0, h1, group_id=1)]
+    assert recorder.drain() == [removed(h1), removed(h0, h1, group_id=1)]
     pool.evict_blocks([blocks[0].block_id, blocks[3].block_id])
-    assert recorder.take() == [removed(h0)]
+    assert recorder.drain() == [removed(h0)]
 
 
 def test_content_in_two_blocks_is_stored_once_and_removed_with_the_last():
@@ -141,30 +141,30 @@ def test_content_in_two_blocks_is_stored_once_and_removed_with_the_last():
     first, second = pool.get_new_blocks(2)
     cache(pool, request, [first])
     cache(pool, request, [second])
-    assert recorder.take() == [stored([h0], None, [1, 2])]
+    assert recorder.drain() == [stored([h0], None, [1, 2])]
     pool.evict([first])
-    assert recorder.take() == []
+    assert recorder.drain() == []
     pool.evict([second])
-    assert recorder.take() == [removed(h0)]
+    assert recorder.drain() == [removed(h0)]
     cache(pool, request, [first])
     cache(pool, request, [second])
-    recorder.take()
+    recorder.drain()
     pool.evict([first, second])
-    assert recorder.take() == [removed(h0)]
+    assert recorder.drain() == [removed(h0)]
 
 
 def test_a_reset_clears_all_and_a_refused_one_says_nothing():
     (pool, recorder), request = make_pool(), make_request([1, 2])
     blocks = pool.get_new_blocks(1)
     cache(pool, request, blocks)
-    recorder.take()
+    recorder.drain()
     assert not pool.reset_prefix_cache()
-    assert recorder.take() == []
+    assert recorder.drain() == []
     pool.free_blocks(blocks)
     assert pool.reset_prefix_cache()
-    assert recorder.take() == [AllBlocksCleared()]
+    assert recorder.drain() == [AllBlocksCleared()]
     pool.get_new_blocks(5)
-    assert recorder.take() == []
+    assert recorder.drain() == []
 
 
 def test_runs_are_split_at_every_gap():
@@ -180,7 +180,7 @@ def test_runs_are_split_at_every_gap():
             block_size=2,
             group_id=0,
         )
-    assert [(e.block_hashes, e.parent_block_hash, e.token_ids) for e in recorder.take()] == [
+    assert [(e.block_hashes, e.parent_block_hash, e.token_ids) for e in recorder.drain()] == [
         ([hashes[0]], None, [0, 1]),
         (hashes[2:4], hashes[1], [4, 5, 6, 7]),
         ([hashes[5]], hashes[4], [10, 11]),
@@ -275,7 +275,7 @@ class EventMachine(RuleBasedStateMachine):
 
     @invariant()
     def subscriber_knows_the_cache(self):
-        self.subscriber.read(self.recorder.take())
+        self.subscriber.read(self.recorder.drain())
         findable = {
             (get_group_id(key), get_block_hash(key))
             for key, _ in self.pool.cached_block_hash_to_block.items()

@@ -97,7 +97,7 @@ def test_freeing_what_nobody_holds_raises():
     pool = BlockPool(num_blocks=4, enable_caching=True)
     blocks = pool.get_new_blocks(1)
     pool.free_blocks(blocks)
-    with pytest.raises(InvariantError, match="nobody holds"):
+    with pytest.raises(InvariantError, match="has no holder"):
         pool.free_blocks(blocks)
 
 
@@ -139,7 +139,7 @@ def test_a_block_that_is_evicted_twice_in_one_call_is_forgotten_once():
     pool = BlockPool(num_blocks=4, enable_caching=True, observers=[log])
     cache(pool, pool.get_new_blocks(2), [b"a", b"b"])
     pool.evict_blocks([2, 1, 2])
-    assert log.take().evicted == [2, 1]
+    assert log.drain().evicted == [2, 1]
     assert pool.evicted_hashes.num_evicted == 2
     pool.check_invariants()
 
@@ -199,12 +199,12 @@ def test_every_movement_is_logged_in_its_order():
     cache(pool, blocks, [b"a", b"b"])
     pool.touch(blocks[:1])
     pool.free_blocks([blocks[1], blocks[0]])
-    moved = log.take()
+    moved = log.drain()
     assert (moved.allocated, moved.cached, moved.shared) == ([1, 2], [1, 2], [1])
     assert (moved.freed, moved.evicted) == ([2], [])
     pool.get_new_blocks(2)
     pool.free_blocks([blocks[0]])
-    moved = log.take()
+    moved = log.drain()
     assert (moved.allocated, moved.evicted, moved.freed) == ([3, 2], [2], [1])
 
 
@@ -215,7 +215,7 @@ def test_reset_logs_what_is_found_no_more():
     cache(pool, blocks[1:], [b"a"])
     pool.free_blocks(blocks)
     assert pool.reset_prefix_cache()
-    assert log.take().evicted == [2]
+    assert log.drain().evicted == [2]
 
 
 def test_reset_is_refused_while_a_block_is_in_use():
