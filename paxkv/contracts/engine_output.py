@@ -8,34 +8,36 @@ import msgspec
 from paxkv.contracts.observation import BlockResidency
 from paxkv.contracts.scheduler_output import TokenLogprobs
 
-# "stop" is EOS, a stop token or a stop string, or that nothing may follow; "error" is the engine's
-# own failure, or a grammar's.
+# "stop": EOS, a stop token or a stop string, or no token may follow. "error": the engine or a
+# grammar failed.
 FinishReason = Literal["stop", "length", "abort", "error"]
-# Stop reason where a request's own settings rule out every token that might come next.
+# The stop reason if a request's own settings forbid every next token.
 NO_TOKEN_LEFT = (
     "allowed_token_ids, bad_words and min_tokens leave none of the tokens that may come next; "
     "loosen them"
 )
 
 
-# Not a dataclass: one is made for every token of every request, and a frozen dataclass takes five
-# times as long. It holds no other object that could lead back to it, so the collector may skip it.
-# As bytes it is an array up to its last field that says something: a third of those with names.
+# A struct, because the scheduler makes one for every token of every request, and a frozen dataclass
+# takes five times as long. The garbage collector may skip it, because it cannot be part of a
+# reference cycle. Encoded as an array without trailing defaults, it has a third of the bytes of an
+# object with field names.
 class EngineCoreOutput(
     msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=True, omit_defaults=True
 ):
-    """What one step made for one request.
+    """The result of one step for one request.
 
     Args:
-        new_token_ids: Tokens drawn since the last output; may be empty at an abort.
-        num_cached_tokens: Prompt tokens that came from the prefix cache.
-        finish_reason: None while the request goes on.
-        stop_reason: The id of the stop token, or of a further EOS of the model, that ended it; None
-            for its first EOS. Text says why the engine itself could not go on; no token ended it.
-        prompt_logprobs: With the first token of a request that asked for them: an entry for each
-            token of the prompt but the first.
-        num_preemptions: Of this request so far.
-        pooling_output: The result of a pooled request, with its end.
+        new_token_ids: Tokens sampled since the last output; may be empty after an abort.
+        num_cached_tokens: Prompt tokens that were already computed at the first admission.
+        finish_reason: None while the request is unfinished.
+        stop_reason: The id of the stop token, or of a further EOS token, that ended the request.
+            None for the first EOS token. A text if no token ended the request: it says why the
+            request could not continue.
+        prompt_logprobs: One entry per prompt token except the first. Set together with the first
+            output token, if the request asked for prompt log-probabilities.
+        num_preemptions: Number of preemptions of this request so far.
+        pooling_output: The result of a pooled request, set when it ends.
     """
 
     request_id: str
@@ -50,55 +52,53 @@ class EngineCoreOutput(
 
 
 class RequestTimes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a request waited for until its first token.
+    """Durations of a request up to its first token.
 
     Args:
-        queue_s: Until the first step that it was part of.
-        prefill_s: From there to its first token.
+        queue_s: From its arrival to the first step that schedules it.
+        prefill_s: From that step to its first token.
     """
 
     queue_s: float
     prefill_s: float
 
 
-# Upper bounds of the buckets in which steps are counted by their tokens; those of vLLM.
+# Upper bounds of the histogram of tokens per step; the same as vLLM's.
 STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-# No dataclass either: every step makes one, of so many fields that it would take 25 times as long.
+# A struct, because every step makes one, and a frozen dataclass of this size takes 25 times longer.
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot after one step; counters run since the start.
+    """A snapshot of an engine's statistics after one step; counters count since the start.
 
     Args:
-        num_compiling_reqs: Those of the waiting ones whose grammar is being compiled: they wait
-            for no room.
-        kv_cache_usage: Share of blocks in use, in [0, 1].
-        prefix_cache_queries: Prompt tokens looked up in the prefix cache.
-        prefix_cache_hits: Those found there.
-        prefix_cache_recent_queries: The same of the most recent requests alone.
-        prefix_cache_recent_hits: Those found there.
-        prefix_cache_preempted_queries: Tokens of requests looked up as they came back from a
-            preemption; they count in none of the others.
-        prefix_cache_preempted_hits: Those found there.
-        kv_block_residency: How long a sample of the blocks lived, lay idle and waited for reuse.
-        num_allocated_slots: Token positions in blocks that running requests hold, each
-            block counted once.
-        num_used_slots: Those that hold a computed token. Both are counted every few steps only;
-            between, they are those of the last count.
-        num_corrupted_reqs: Requests that had logits that are no finite numbers, where they are
-            checked.
-        num_replaced_engines: Where several engines count as one, how often another took the place
-            of one that had died, while this one's start time stayed as it was.
-        step_token_counts: Steps in each bucket alone of `STEP_TOKEN_BUCKETS`, and of more tokens;
-            a burst counts as its steps.
-        expert_tokens: Layer -> how many tokens went to each of its experts, with
-            `expert_load_window`. A step's message only has it if it has changed; {} says that it is
-            as before, or that nothing is counted. Of several engines, only `engines` have it.
-        engine_start_time: Seconds since the epoch. Another one is another engine, whose counters
-            began at 0 again.
-        engines: Where several engines count as one: what each of them says, in their order. Its
-            counters go on from those of the engines in whose place it is, though its start time is
-            its own. () is one engine.
+        num_compiling_reqs: Waiting requests whose grammar is being compiled. They do not wait for
+            KV memory.
+        kv_cache_usage: Share of the blocks that requests hold, in [0, 1].
+        prefix_cache_queries: Tokens looked up in the prefix cache at admissions.
+        prefix_cache_hits: Tokens found by these look-ups.
+        prefix_cache_recent_queries: `prefix_cache_queries` of the most recent requests only.
+        prefix_cache_recent_hits: `prefix_cache_hits` of the most recent requests only.
+        prefix_cache_preempted_queries: Tokens looked up when preempted requests were admitted
+            again. They do not count in the four fields above.
+        prefix_cache_preempted_hits: Tokens found by these look-ups.
+        kv_block_residency: How long a sample of the blocks lived, was idle and waited for reuse.
+        num_allocated_slots: Token positions in held blocks; a shared block counts once.
+        num_used_slots: Token positions in held blocks with a computed token. Both numbers are
+            counted only every few steps, and are repeated in between.
+        num_corrupted_reqs: Requests whose logits contained NaN or infinity, if the engine checks.
+        num_replaced_engines: For several engines together: how many engines died and were
+            replaced while `engine_start_time` did not change.
+        step_token_counts: Number of steps in each bucket of `STEP_TOKEN_BUCKETS` (not cumulative),
+            then of steps with more tokens. Each step of a burst counts.
+        expert_tokens: Layer -> number of tokens routed to each of its experts, with
+            `expert_load_window`. {} means that the counts have not changed since the last message,
+            or that nothing is counted. For several engines together, only `engines` have it.
+        engine_start_time: Seconds since the epoch. A changed value means that another engine runs,
+            whose counters started at 0.
+        engines: For several engines together: the statistics of each engine, in order. Counters of
+            an engine that replaced a dead one continue from the dead one's, but its start time is
+            its own. () for one engine.
     """
 
     num_running_reqs: int = 0
@@ -136,14 +136,14 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_waste_ratio(self) -> float:
-        """Share of the token positions in held blocks that hold no token; 0 without any."""
+        """Share of the token positions in held blocks without a token; 0 if no block is held."""
         if self.num_allocated_slots == 0:
             return 0.0
         return 1.0 - self.num_used_slots / self.num_allocated_slots
 
     @property
     def prefix_cache_hit_rate(self) -> float:
-        """Share of the most recent requests' tokens that were found; 0 before the first."""
+        """Share of the most recent requests' tokens that were found; 0 before the first request."""
         if self.prefix_cache_recent_queries == 0:
             return 0.0
         return self.prefix_cache_recent_hits / self.prefix_cache_recent_queries
@@ -155,9 +155,9 @@ class StepOutputs:
 
     Args:
         timestamp: Seconds since the epoch.
-        monotonic_s: Seconds on a clock that nobody sets, of the engine's machine.
-        request_times: By request id, of those who have their first token in this step.
-        engine_idx: Which of several engines computed it.
+        monotonic_s: Seconds of the monotonic clock of the engine's machine.
+        request_times: By request id, for requests that got their first token in this step.
+        engine_idx: Index of the engine that computed the step, if there are several.
     """
 
     outputs: list[EngineCoreOutput]
@@ -182,10 +182,10 @@ class EngineDead:
     """The last message of an engine: why it ended.
 
     Args:
-        retry_after_s: Another is being started in its place, and may be ready after so many
-            seconds; None where nobody will come.
-        request_ids: Those that have ended with it, where it was one engine of several: the others
-            go on. None is all requests.
+        retry_after_s: Estimated seconds until the engine that replaces it is ready; None if it is
+            not replaced.
+        request_ids: Requests that ended with this engine, if other engines continue. None means
+            all requests.
     """
 
     reason: str
@@ -193,5 +193,5 @@ class EngineDead:
     request_ids: tuple[str, ...] | None = None
 
 
-# What an engine may send; `contracts/wire.py` writes them as bytes.
+# Messages that an engine may send; `contracts/wire.py` encodes them.
 EngineOutput = StepOutputs | UtilityReply | EngineDead

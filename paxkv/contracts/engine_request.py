@@ -7,12 +7,12 @@ from paxkv.config.sampling_params import SamplingParams
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MultiModalFeature:
-    """One image, sound or other item whose encoder outputs stand at prompt positions.
+    """One image, audio clip or other item whose encoder outputs fill prompt positions.
 
     Args:
-        identifier: Names its content: equal items have equal identifiers.
-        offset: First prompt position that it fills.
-        length: Prompt positions that it fills, which is also its number of encoder tokens.
+        identifier: Identifies the item's content; equal items have equal identifiers.
+        offset: First prompt position of the item.
+        length: Number of prompt positions, which is also the item's number of encoder tokens.
     """
 
     identifier: str
@@ -22,34 +22,37 @@ class MultiModalFeature:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """One request, checked and tokenised, as the engine core takes it.
+    """One checked and tokenized request, as the engine core receives it.
 
     Args:
         request_id: Unique among unfinished requests.
         prompt_token_ids: At least one token id, each in `[0, vocab_size)`.
-        sampling_params: `max_tokens` is a number here, already cut to max_model_len.
+        sampling_params: `max_tokens` is a number here, already limited by max_model_len.
         eos_token_ids: Tokens that end the request unless `ignore_eos`. The first is the
-            tokenizer's EOS, or config.json's where there is none, and ends it without a stop
-            reason; the others are their own.
+            tokenizer's EOS token, or that of config.json, and ends the request without a stop
+            reason. For the others, the stop reason is their id.
         arrival_time: Seconds since the epoch.
-        priority: Lower runs first under the priority policy; ties by arrival.
-        cache_salt: Separates prefix-cache entries of tenants; None shares with everyone.
-        lora_name: Adapter that its K and V are computed with; None is the base model.
-        mm_features: In the order of their positions, which do not overlap.
-        bad_words_token_ids: Token sequences of `bad_words`, none of which its output may have.
-        scarce_token_ids: Where bad words of several tokens and `min_tokens` may rule out all that
-            its other settings let it draw: those tokens. It ends where none of them is left. Empty
-            for nearly every request.
-        needs_grammar: Its tokens are bound by a grammar, which must be compiled before it runs.
-        has_heavy_grammar: Compiling it takes so long that others should not wait behind it.
-        is_pooled: It draws no token. It ends with a `pooling_output` when its prompt is computed.
-        fork_from: Request whose blocks this one shares, as far as the tokens of the two are equal
-            and up to the last token of this one's prompt, which is always computed. It waits
-            until they are computed; where that cannot be any more, it is computed from its tokens.
+        priority: Under the priority policy, requests with lower numbers run first. Ties are broken
+            by arrival.
+        cache_salt: Requests share cached prefixes only with requests that have the same salt.
+        lora_name: LoRA adapter with which K and V are computed; None for the base model.
+        mm_features: Items in the order of their positions, which do not overlap.
+        bad_words_token_ids: Token sequences that must not occur in the output.
+        scarce_token_ids: All tokens that the request's other settings allow, if bad words of
+            several tokens and `min_tokens` together might forbid all of them. The request ends when
+            none of them is allowed. Empty for nearly every request.
+        needs_grammar: A grammar restricts the tokens. It must be compiled before the request runs.
+        has_heavy_grammar: Compiling the grammar takes so long that other grammars should not wait
+            for it.
+        is_pooled: The request samples no token. It ends with a `pooling_output` when its prompt is
+            computed.
+        fork_from: Id of the request whose blocks this request shares, for their common prefix
+            without the last prompt token. The request waits until these tokens are computed. If
+            the blocks are no longer available, the prompt is computed from its tokens.
         num_truncated_tokens: Prompt tokens that `truncate_prompt_tokens` removed, for the answer.
-        is_streamed: Somebody reads its tokens as they come; bursts are shorter then.
-        keep_blocks: Its blocks stay after its end, for requests that fork from it, until it is
-            aborted or their memory is needed.
+        is_streamed: The client reads the tokens as they are sampled, so bursts are shorter.
+        keep_blocks: Keep the blocks after the request's end, for requests that fork from it, until
+            it is aborted or their memory is needed.
     """
 
     request_id: str
@@ -81,7 +84,7 @@ class AddRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AbortRequests:
-    """End requests at once; unknown or finished ids are ignored."""
+    """End requests immediately; unknown and finished ids are ignored."""
 
     request_ids: list[str]
 
@@ -104,10 +107,10 @@ class UtilityCall:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shutdown:
-    """Ask the engine to end. With `drain`, unfinished requests run to their end first."""
+    """End the engine. With `drain`, unfinished requests run to their end first."""
 
     drain: bool = False
 
 
-# What a client may send; `contracts/wire.py` writes them as bytes.
+# Messages that a client may send; `contracts/wire.py` encodes them.
 EngineInput = AddRequest | AbortRequests | UtilityCall | Shutdown

@@ -1,4 +1,4 @@
-"""Start of an engine: what its process receives, and what its clients learn of it and its model."""
+"""Messages at the start of an engine process."""
 
 import dataclasses
 
@@ -13,8 +13,8 @@ class FeatureUse:
     """Whether an engine uses a feature.
 
     Args:
-        name: As `/v1/models` has it.
-        detail: How the engine uses it, or why it does not: a sentence.
+        name: The feature's name in the answer of `/v1/models`.
+        detail: A sentence that says how the engine uses the feature, or why it does not.
     """
 
     name: str
@@ -27,18 +27,18 @@ class ModelInfo:
     """One served model.
 
     Args:
-        served_model_name: Its name in the API, which answers tell.
-        model: Folder or hub name that it was loaded from.
-        max_model_len: Most tokens of prompt and output together.
+        served_model_name: The model's name in answers of the API.
+        model: Folder or Hub name from which the model was loaded.
+        max_model_len: Largest number of prompt and output tokens of a request.
         vocab_size: Token ids are in `[0, vocab_size)`.
-        max_fitting_tokens: Token positions of the whole KV pool; no request can hold more.
+        max_fitting_tokens: Largest number of token positions that one request can hold in the pool.
         created: Seconds since the epoch.
-        max_num_seqs: Most requests that run at once.
+        max_num_seqs: Largest number of requests that run at the same time.
         cache_settings: The KV cache's settings by name, as text.
-        max_logprobs: Most log-probabilities of a position; -1 is the whole vocabulary.
-        sampling_defaults: Of requests that say nothing.
-        other_model_names: Its other names in the API, for requests.
-        feature_uses: Features that some models, devices or settings leave without effect.
+        max_logprobs: Largest number of log-probabilities per position; -1 for the whole vocabulary.
+        sampling_defaults: Sampling parameters for fields that a request does not set.
+        other_model_names: Other names that requests may use for the model.
+        feature_uses: Whether the engine uses the features that depend on model, device or settings.
     """
 
     served_model_name: str
@@ -56,15 +56,15 @@ class ModelInfo:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """All names in the API, the one of answers first."""
+        """All names in the API, first the name in answers."""
         return (self.served_model_name, *self.other_model_names)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CurveKeys:
-    """Keys of the two sockets that are bound, for addresses that other users could reach.
+    """Keys of the two bound sockets, used if other users could reach their addresses.
 
-    Whoever does not know a socket's public key cannot talk to it; so they are secrets, too.
+    A process needs a socket's public key to connect to it, so the public keys are secret too.
     """
 
     input_public: str
@@ -74,14 +74,15 @@ class CurveKeys:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOrder:
-    """What an engine process is started with; the first line of its standard input.
+    """The first line of an engine process's standard input: how the process should start.
 
     Args:
-        input_endpoint: Where it is to listen; a port may be `*`.
-        output_endpoint: Where its client listens.
-        folder: Holds the sockets' files and goes with the last of both processes, if there is one.
-        step_counter: Descriptor of its `StepCounter`, which it has from its client.
-        show_progress: Draw a bar on stderr while steps compile.
+        input_endpoint: Endpoint at which the engine should listen; the port may be `*`.
+        output_endpoint: Endpoint at which the client listens.
+        folder: Folder of the sockets' files, if there are any. The process that ends last deletes
+            it.
+        step_counter: Descriptor of the `StepCounter` that the client created.
+        show_progress: Draw a progress bar on stderr while programs compile.
     """
 
     config: EngineConfig
@@ -95,17 +96,17 @@ class EngineOrder:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHello:
-    """The first message of an engine process: where it listens."""
+    """The first message of an engine process: the endpoint at which it listens."""
 
     input_endpoint: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFound:
-    """The model is found; its client can read the tokenizer while weights are loaded.
+    """The engine has found the model. The client can read the tokenizer while weights load.
 
     Args:
-        folder: Of the tokenizer and the chat template.
+        folder: Folder of the tokenizer and the chat template.
     """
 
     folder: str
@@ -113,12 +114,12 @@ class ModelFound:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReady:
-    """The engine takes requests from now on.
+    """The engine accepts requests.
 
     Args:
-        eos_token_ids: The model's own, from config.json and generation_config.json.
-        max_prompt_tokens: Longest prompt that a step can take on; None is any, in pieces.
-        stats: Before the first step.
+        eos_token_ids: EOS tokens from config.json and generation_config.json.
+        max_prompt_tokens: Longest prompt if prompts are not split over steps; None if they are.
+        stats: Statistics before the first step.
     """
 
     model_info: ModelInfo
@@ -129,15 +130,16 @@ class EngineReady:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStartFailed:
-    """There will be no engine.
+    """The engine could not start.
 
     Args:
-        is_mistake: Of a setting or of the model's files; otherwise it is ours, or the machine's.
+        is_mistake: Whether a setting or the model's files are wrong. If False, paxkv or the machine
+            failed.
     """
 
     message: str
     is_mistake: bool
 
 
-# What an engine process may send before and beside `EngineOutput`.
+# Messages that an engine process may send besides `EngineOutput`.
 EngineStartOutput = EngineHello | ModelFound | EngineReady | EngineStartFailed

@@ -12,14 +12,14 @@ from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarBitmask:
-    """One row for each token that a step draws for a request which a grammar binds.
+    """One row for each token that a step samples for a request with a grammar.
 
     Args:
-        req_ids: The request of each row. A request with k drafts has 1 + k rows, in the order of
-            the drawn tokens' positions. Requests may come in any order.
-        bitmask_np: i32[len(req_ids), ceil(vocab_size / 32)], bit `t % 32` of word `t // 32` set
-            where token t is allowed: llguidance's layout. Bits past the vocabulary are ignored. A
-            request that may draw anything for now has a row of ones (-1 in every word).
+        req_ids: The request of each row. A request with k drafts has 1 + k consecutive positions,
+            and its rows are in their order. Requests may come in any order.
+        bitmask_np: i32[len(req_ids), ceil(vocab_size / 32)] in llguidance's layout: bit `t % 32` of
+            word `t // 32` is set if token t is allowed. Bits past the vocabulary are ignored. The
+            row of a request without a restriction has only ones (-1 in every word).
     """
 
     req_ids: list[str]
@@ -27,36 +27,36 @@ class GrammarBitmask:
 
 
 class StepHandle(Protocol):
-    """A step on its way: tokens may still be on the device.
+    """A step in flight, whose tokens may still be on the device.
 
-    Where a request draws a token that a grammar binds (`NewRequestData.needs_grammar`), the device
-    computes the logits and then waits for `start_sampling`, so that the host finds out what the
-    grammars allow meanwhile. Other steps draw their tokens by themselves.
+    If the step samples a token for a request with a grammar (`NewRequestData.needs_grammar`), the
+    device computes the logits and then waits for `start_sampling`. Meanwhile the host computes
+    the tokens that the grammar allows. Other steps sample their tokens without a further call.
     """
 
     @property
     def needs_bitmask(self) -> bool:
-        """Whether it waits for `start_sampling`."""
+        """Whether the step waits for `start_sampling`."""
         ...
 
     @property
     def is_done(self) -> bool:
-        """Whether its tokens are there, so that `sample_tokens` would not wait."""
+        """Whether the tokens are available, so that `sample_tokens` would not wait."""
         ...
 
     def start_sampling(self, grammar_bitmask: GrammarBitmask) -> None:
-        """Has the device draw the tokens; returns without waiting for it.
+        """Starts sampling on the device; returns without waiting for it.
 
-        Called once where `needs_bitmask`, before the next `execute_model` and `sample_tokens`.
+        If `needs_bitmask`, call it once, before `sample_tokens` and the next `execute_model`.
 
         Raises:
-            InvariantError: The step does not wait for it; or a row that it needs is missing, or is
-                that of a request which draws nothing in the step.
+            InvariantError: The step needs no bitmask, a row is missing, or a row belongs to a
+                request that samples nothing in this step.
         """
         ...
 
     def sample_tokens(self) -> ModelRunnerOutput:
-        """Waits for the device and brings the sampled tokens home, once."""
+        """Waits for the device and returns the sampled tokens. Must be called once."""
         ...
 
 
@@ -73,28 +73,28 @@ class Executor(Protocol):
 
     @property
     def num_corrupted_requests(self) -> int:
-        """Requests that had logits that are no finite numbers; 0 where none are checked."""
+        """Requests whose logits contained NaN or infinity; 0 if the executor does not check."""
         ...
 
     @property
     def num_compiles_after_ready(self) -> int:
-        """Programs compiled after the warm-up said that all were ready; 0 is the promise."""
+        """Programs compiled after the warm-up was complete. It should stay 0."""
         ...
 
     def feature_stats(self, *, only_new: bool) -> Mapping[str, object]:
-        """Fields of `SchedulerStats` that features of steps know; does not wait for the device.
+        """Fields of `SchedulerStats` that features of steps provide. Does not wait for the device.
 
         Args:
-            only_new: Leave out what has not changed since the last call with `only_new`.
+            only_new: Omit fields that have not changed since the last call with `only_new`.
         """
         ...
 
     def start_profile(self, folder: str) -> bool:
-        """Begins to record a profile; False while a recording runs."""
+        """Starts recording a profile; False if a recording is in progress already."""
         ...
 
     def stop_profile(self) -> bool:
-        """Writes what was recorded; False where nothing was."""
+        """Writes the recorded profile; False if no recording is in progress."""
         ...
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> StepHandle:

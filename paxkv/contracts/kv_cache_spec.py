@@ -1,4 +1,4 @@
-"""KV cache formats: what one layer stores per block, and how layers form groups."""
+"""KV cache formats: the data that one layer stores per block, and the groups of layers."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ DTYPE_BYTES = {
 
 
 def cdiv(numerator: int, denominator: int) -> int:
-    """Division rounded up; both are at least 0, the denominator at least 1."""
+    """Division rounded up, for a numerator of at least 0 and a denominator of at least 1."""
     return -(-numerator // denominator)
 
 
@@ -31,17 +31,17 @@ class KVCacheSpec:
     @property
     def page_size_bytes(self) -> int:
         """Bytes of one block of one layer."""
-        raise NotImplementedError(f"{type(self).__name__} must say its page size")
+        raise NotImplementedError(f"{type(self).__name__} must define page_size_bytes")
 
     def max_blocks_per_req(self, max_model_len: int) -> int:
-        """Most entries of a request's block table, null blocks included."""
+        """Largest number of entries of a request's block table, including null blocks."""
         return cdiv(max_model_len, self.block_size)
 
     def max_held_blocks(self, *, max_model_len: int, max_num_batched_tokens: int) -> int:
-        """Most blocks that one request holds at once in this layer's group.
+        """Largest number of blocks that one request holds at once in this layer's group.
 
         Args:
-            max_num_batched_tokens: Most tokens that one step computes of the request.
+            max_num_batched_tokens: Largest number of the request's tokens that one step computes.
         """
         return self.max_blocks_per_req(max_model_len)
 
@@ -51,8 +51,9 @@ class AttentionSpec(KVCacheSpec):
     """K and V of `num_kv_heads` heads, stored as `dtype`.
 
     Args:
-        head_size: Width of a K head, and of a V head unless `head_size_v` says otherwise.
-        page_size_padded: Bytes that a page is filled up to, so that it agrees with other layers'.
+        head_size: Width of a K head, and of a V head unless `head_size_v` is set.
+        page_size_padded: Padded size of a page in bytes, so that all layers' pages have equal
+            sizes.
     """
 
     num_kv_heads: int
@@ -91,20 +92,20 @@ class FullAttentionSpec(AttentionSpec):
     """Every token attends to every earlier one, so a request keeps all its blocks.
 
     Args:
-        sliding_window: Set where a layer attends to a window only, but its blocks are kept as
-            those of full attention, so that all layers of the model are one group.
-        attention_chunk_size: The same for chunked local attention.
+        sliding_window: Set if the layer attends only to a window, but keeps all its blocks, so
+            that all layers of the model can be in one group.
+        attention_chunk_size: Like `sliding_window`, for chunked local attention.
     """
 
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
 
     def __post_init__(self) -> None:
-        # Zero-argument super() fails in a dataclass with slots: the class is made twice.
+        # super() without arguments fails here, because `slots=True` creates the class again.
         AttentionSpec.__post_init__(self)
         if self.sliding_window is not None and self.attention_chunk_size is not None:
             raise ConfigError(
-                f"a layer has a window or chunks, got {self.sliding_window=} and "
+                f"a layer must not have both a window and chunks, got {self.sliding_window=} and "
                 f"{self.attention_chunk_size=}."
             )
 
@@ -126,13 +127,13 @@ class SlidingWindowSpec(AttentionSpec):
 
     def max_held_blocks(self, *, max_model_len: int, max_num_batched_tokens: int) -> int:
         num_tokens = min(self.sliding_window - 1 + max_num_batched_tokens, max_model_len)
-        # One more: the window need not begin where a block does.
+        # One more block, because the window may begin in the middle of a block.
         return min(cdiv(num_tokens, self.block_size) + 1, self.max_blocks_per_req(max_model_len))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedLocalAttentionSpec(AttentionSpec):
-    """A token attends to those before it in its own chunk of `attention_chunk_size` tokens."""
+    """A token attends to itself and to earlier tokens of its chunk of `attention_chunk_size`."""
 
     attention_chunk_size: int
 
@@ -143,13 +144,13 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MambaSpec(KVCacheSpec):
-    """A state of fixed size; a block is one state, taken after its last token.
+    """A state of fixed size. A block holds the state after its last token.
 
     Args:
-        shapes: Of the state's arrays (convolution and recurrence, say).
-        dtypes: Of the same arrays.
-        page_size_padded: Bytes that a page is filled up to, so that it agrees with attention's.
-        num_speculative_blocks: Further states a request needs for tokens not yet accepted.
+        shapes: Shapes of the state's arrays (for example convolution and recurrence).
+        dtypes: Dtypes of the same arrays.
+        page_size_padded: Padded size of a page in bytes, so that it equals that of attention.
+        num_speculative_blocks: Further states that a request needs for draft tokens.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -187,7 +188,8 @@ class MambaSpec(KVCacheSpec):
         return cdiv(max_model_len, self.block_size) + self.num_speculative_blocks
 
     def max_held_blocks(self, *, max_model_len: int, max_num_batched_tokens: int) -> int:
-        # The state to go on from, those at the boundaries that a step passes, and the further ones.
+        # The last state, the states at the block boundaries that a step passes, and speculative
+        # states.
         num_passed = cdiv(min(max_num_batched_tokens, max_model_len), self.block_size)
         num_blocks = num_passed + 1 + self.num_speculative_blocks
         return min(num_blocks, self.max_blocks_per_req(max_model_len))
@@ -195,10 +197,10 @@ class MambaSpec(KVCacheSpec):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CrossAttentionSpec(AttentionSpec):
-    """K and V of an encoder's tokens: all known when the request starts, none added later.
+    """K and V of encoder tokens. All are known when the request starts; none is added later.
 
     Args:
-        max_encoder_tokens: Most encoder tokens of one request.
+        max_encoder_tokens: Largest number of encoder tokens of one request.
     """
 
     max_encoder_tokens: int
@@ -211,8 +213,8 @@ class CrossAttentionSpec(AttentionSpec):
 class SinkFullAttentionSpec(FullAttentionSpec):
     """Full attention whose first `sink_len` positions hold learned keys and values.
 
-    They belong to the layer and not to a request: their blocks are taken once, stand in front of
-    every request's own, and never leave.
+    These positions belong to the layer, not to a request. Their blocks are allocated once, precede
+    the blocks of every request, and are never freed.
     """
 
     sink_len: int
@@ -230,14 +232,14 @@ class KVCacheGroupSpec:
 class KVCacheConfig:
     """The whole KV cache: one pool of `num_blocks` blocks (block 0 is the null block).
 
-    Layer j of every group lives in row j of the cache arrays, so a block of the pool is
-    `num_rows` pages: one per layer of the largest group.
+    Layer j of every group uses row j of the cache arrays. So a block of the pool consists of
+    `num_rows` pages, one per layer of the largest group.
 
     Args:
-        kv_sharing_targets: (layer, earlier layer) where a layer reads the earlier one's keys and
-            values; it stands in no group.
-        hash_block_size: Tokens that one block hash covers; it divides every group's block size.
-            None is the greatest that does.
+        kv_sharing_targets: Pairs (layer, earlier layer): the layer reads the earlier layer's keys
+            and values, and is not in any group.
+        hash_block_size: Tokens that one block hash covers. It must divide every group's block
+            size. None chooses the greatest common divisor.
     """
 
     num_blocks: int
@@ -248,13 +250,13 @@ class KVCacheConfig:
     def __post_init__(self) -> None:
         if self.num_blocks >= 2**31:
             raise ConfigError(
-                f"num_blocks must be below 2**31, as ids of blocks are i32, got {self.num_blocks}."
+                f"num_blocks must be below 2**31, as block ids are i32, got {self.num_blocks}."
             )
         if self.hash_block_size is not None and self.hash_block_size < 1:
             raise ConfigError(f"hash_block_size must be at least 1, got {self.hash_block_size}.")
         for group in self.kv_cache_groups:
             block_size = group.kv_cache_spec.block_size
-            # Hashes begin with it as 32 bits.
+            # The root of block hashes contains the block size as 32 bits.
             if not 1 <= block_size < 2**32:
                 raise ConfigError(f"a group's {block_size=} must be in [1, 2**32).")
 
@@ -264,7 +266,7 @@ class KVCacheConfig:
 
     @property
     def resolved_hash_block_size(self) -> int:
-        """`hash_block_size`, or the greatest that divides every group's block size."""
+        """`hash_block_size`, or the greatest common divisor of the groups' block sizes."""
         if self.hash_block_size is not None:
             return self.hash_block_size
         return math.gcd(*(group.kv_cache_spec.block_size for group in self.kv_cache_groups))

@@ -1,33 +1,33 @@
-"""What can be observed of an engine: KV events, block residency, cache misses, inspector frames.
+"""Observations of an engine: KV events, block residency, cache misses, inspector frames.
 
-Inspector frames are the whole picture or what changed since the last one. Their arrays travel as
-little-endian bytes, which JSON carries in base64: 100,000 blocks take a few milliseconds.
+An inspector frame is a snapshot, or the changes since the previous frame. Arrays are little-endian
+bytes, in base64 in JSON. Encoding 100,000 blocks takes a few milliseconds.
 """
 
 import dataclasses
 from typing import Literal
 
-# A set to which the hashes of `BlockStored` are added, and from which those of `BlockRemoved` are
-# taken, is what can be found: content that lies in several blocks is stored once, and removed with
-# the last of them.
+# A receiver that adds the hashes of `BlockStored` to a set, and deletes the hashes of
+# `BlockRemoved`, has the set of all cached hashes. If several blocks have the same hash, it is
+# reported once as stored, and as removed when the last of them is evicted.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheEvent:
-    """Base of all events. `paxkv.engine.kv_event_formats` has what subscribers get of them."""
+    """Base class of KV cache events. `paxkv.engine.kv_event_formats` defines what is sent."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStored(KVCacheEvent):
-    """Consecutive blocks of one request became findable.
+    """Consecutive blocks of one request entered the prefix cache.
 
     Args:
-        block_hashes: Of the blocks, in order; without group id.
-        parent_block_hash: Of the block before the first; None at the start of a prompt. The block
-            itself may be gone.
-        token_ids: Tokens in all of them.
-        block_size: Tokens a block.
-        lora_name: Adapter that they were computed with.
+        block_hashes: Hashes of the blocks, in order, without group id.
+        parent_block_hash: Hash of the block before the first one; None at the start of a prompt.
+            That block need not be cached any more.
+        token_ids: Tokens of all the blocks.
+        block_size: Tokens per block.
+        lora_name: LoRA adapter with which the blocks were computed.
         group_id: KV cache group.
     """
 
@@ -41,9 +41,9 @@ class BlockStored(KVCacheEvent):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRemoved(KVCacheEvent):
-    """Hashes that no block has any more: its memory was handed out again, or it was withdrawn.
+    """Hashes left the prefix cache: their blocks were allocated again, or removed as invalid.
 
-    A block that is only freed stays findable.
+    A block that is only freed stays in the prefix cache.
     """
 
     block_hashes: list[bytes]
@@ -52,7 +52,7 @@ class BlockRemoved(KVCacheEvent):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllBlocksCleared(KVCacheEvent):
-    """Nothing can be found any more."""
+    """The prefix cache was emptied."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class KVEventBatch:
     events: list[KVCacheEvent]
 
 
-# Upper bounds of all buckets but the last, which has none. A block may live for milliseconds in
+# Upper bounds of all buckets except the last, which has none. A block may live for milliseconds in
 # a full pool, or for an hour in an idle one.
 RESIDENCY_BUCKETS_S = (
     (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -80,7 +80,8 @@ class ResidencyHistogram:
     """Durations in seconds, counted since the start.
 
     Args:
-        bucket_counts: Durations in each bucket alone, one more than `RESIDENCY_BUCKETS_S`.
+        bucket_counts: Number of durations in each bucket of `RESIDENCY_BUCKETS_S` (not
+            cumulative), then of longer ones.
         sum_s: Sum of all durations.
     """
 
@@ -90,12 +91,12 @@ class ResidencyHistogram:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlockResidency:
-    """Of a sample of the blocks handed out.
+    """Durations of a random sample of allocated blocks.
 
     Args:
-        lifetime: From being handed out until its content is forgotten or overwritten.
-        idle_before_evict: The last part of that, in which nobody held it.
-        reuse_gap: From one use to the next: from being handed out, or hit, to the next hit.
+        lifetime: From the allocation until the content is evicted or overwritten.
+        idle_before_evict: The last part of the lifetime, without a holder.
+        reuse_gap: From an allocation or a hit to the next hit.
     """
 
     lifetime: ResidencyHistogram = ResidencyHistogram()
@@ -103,7 +104,7 @@ class BlockResidency:
     reuse_gap: ResidencyHistogram = ResidencyHistogram()
 
 
-# hit                  everything was found that can be: the last token is always computed
+# hit                  the longest possible hit was found (the last token is always computed)
 # disabled             caching is off, or the request asked not to read the cache
 # too_short            the prompt has no full block before its last token
 # evicted              the block was cached, and was evicted to make room
@@ -129,7 +130,7 @@ MissReason = Literal[
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixCacheMiss:
-    """The answer for one request.
+    """Explains the prefix cache look-up of one request.
 
     Args:
         num_tokens: Tokens that were looked up.
@@ -147,7 +148,8 @@ class PrefixCacheMiss:
     block_size: int | None = None
 
 
-# Bytes of a block's hash that the page tells contents apart by: exact as a JavaScript number.
+# Bytes of a block's hash by which the page distinguishes contents. A JavaScript number is exact up
+# to this size.
 HASH_BYTES = 6
 
 BlockState = Literal["free", "cached", "used", "shared", "null"]
@@ -158,13 +160,14 @@ class BlockColumns:
     """Blocks as columns of equal lengths.
 
     Args:
-        block_ids: u32 each; None is all blocks of the pool in order.
-        ref_counts: u16 each, cut off there.
-        hashes: `HASH_BYTES` of the content's hash each; zeros where the block is not cached.
-        parents: The same of the content before it; zeros where there is none, or none is known.
-        depths: u16 each: the content's place in a block table, from 1 on; 0 where it is not known.
+        block_ids: u32 each; None for all blocks of the pool, in order.
+        ref_counts: u16 each; larger counts are shown as 65535.
+        hashes: `HASH_BYTES` of the content's hash each; zeros if the block is not cached.
+        parents: `HASH_BYTES` of the previous block's hash each; zeros if there is none, or if it
+            is not known.
+        depths: u16 each: index of the content in a block table, plus 1; 0 if it is not known.
         groups: u8 each: KV cache group of the content.
-        num_hits: u16 each: how often it was found since somebody looks.
+        num_hits: u16 each: number of hits of the content since the inspector was opened.
     """
 
     block_ids: bytes | None
@@ -178,15 +181,15 @@ class BlockColumns:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TableChanges:
-    """Block tables that changed, each of a request in one group.
+    """Changed block tables, each of one request in one group.
 
-    A table is `num_skipped` null blocks, then the old blocks up to `num_kept`, which is at least
-    that, then `num_new` new ones.
+    A table consists of `num_skipped` null blocks, the old blocks from that index up to index
+    `num_kept`, and `num_new` new blocks.
 
     Args:
-        rows: Of (key, group, `num_skipped`, `num_kept`, `num_new`), one after the other; for keys
-            see `RequestInfo`.
-        new_block_ids: u32 each, of all tables one after the other.
+        rows: Rows of (key, group, `num_skipped`, `num_kept`, `num_new`), concatenated. For keys see
+            `RequestInfo`.
+        new_block_ids: u32 each; new blocks of all tables, concatenated.
     """
 
     rows: list[int]
@@ -195,12 +198,12 @@ class TableChanges:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequestInfo:
-    """What never changes of a request.
+    """The constant attributes of a request.
 
     Args:
-        key: Stands for it in all frames; never used again.
-        num_prompt_tokens: Also the rest: 0 where only its blocks are left of it.
-        max_num_tokens: At which it ends by its length.
+        key: Identifies the request in all frames; never reused.
+        num_prompt_tokens: 0, like the fields after it, for a request of which only blocks remain.
+        max_num_tokens: Number of prompt and output tokens at which the request ends.
         arrival_time: Seconds since the epoch.
     """
 
@@ -214,7 +217,7 @@ class RequestInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupInfo:
-    """A KV cache group. `kind` is its spec's class; `window` None where nothing leaves it."""
+    """A KV cache group. `kind` is the class of its spec; `window` is None without a window."""
 
     kind: str
     block_size: int
@@ -223,10 +226,10 @@ class GroupInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PoolInfo:
-    """What never changes of a pool.
+    """The constant attributes of a pool.
 
     Args:
-        permanent_block_ids: Held by layers, whichever requests there are.
+        permanent_block_ids: Blocks that layers hold, independently of requests.
     """
 
     num_blocks: int
@@ -240,11 +243,12 @@ class PoolInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class InspectionCounters:
-    """Since somebody looks, but for prefix cache and preemptions, which are since the start.
+    """Counters since the inspector was opened; prefix cache and preemptions since the start.
 
     Args:
         num_evictions: Blocks that lost their content.
-        host_s: Seconds of steps in which the host worked; `device_s`: in which it waited.
+        host_s: Seconds of steps in which the host worked.
+        device_s: Seconds of steps in which the host waited for the device.
     """
 
     num_steps: int = 0
@@ -260,22 +264,22 @@ class InspectionCounters:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class InspectorFrame:
-    """A snapshot, or the difference from the frame before it.
+    """A snapshot, or the changes since the previous frame.
 
     Args:
-        pool: Set in a snapshot alone.
-        at_s: Seconds since the epoch; in a replayed trace since its start.
-        blocks: Those that changed.
-        tables: Those that changed; of requests that are new, in full.
-        new_requests: Those that no frame before it named, or in a snapshot all.
-        gone_keys: Requests that ended and hold nothing any more.
+        pool: Set only in a snapshot.
+        at_s: Seconds since the epoch; in a replayed trace, since its start.
+        blocks: Changed blocks; all blocks in a snapshot.
+        tables: Changed block tables; for new requests, the full tables.
+        new_requests: Requests that are not in any previous frame; all requests in a snapshot.
+        gone_keys: Requests that have ended and hold no blocks any more.
         running: Rows of (key, tokens, computed tokens, cached prompt tokens, preemptions), in the
-            order in which they are scheduled, one after the other.
-        waiting: Rows of (key, tokens, status, preemptions) of the first `MAX_WAITING_ROWS`.
-        num_waiting: How many there are.
-        eviction_head: Ids of the free blocks that are handed out next.
-        num_free_blocks: Those in the queue.
-        ttft_s: Of requests that got their first token since the frame before.
+            order of scheduling, concatenated.
+        waiting: Rows of (key, tokens, status, preemptions), at most `MAX_WAITING_ROWS` of them.
+        num_waiting: Number of waiting requests.
+        eviction_head: Ids of the free blocks that are allocated next.
+        num_free_blocks: Number of free blocks.
+        ttft_s: Times to first token of requests that got it since the previous frame.
     """
 
     pool: PoolInfo | None = None
@@ -298,10 +302,10 @@ class Inspection:
     """Answer to the utility call `inspect`.
 
     Args:
-        seq: To be given in the next call.
-        took_s: Seconds of the engine's processor that it cost.
-        snapshot: Where one was asked for, or the caller has missed a frame.
-        delta: None where the caller has missed a frame.
+        seq: Sequence number that the caller must pass in the next call.
+        took_s: Processor time of the engine for this call, in seconds.
+        snapshot: Set if the caller asked for it or has missed a frame.
+        delta: None if the caller has missed a frame.
     """
 
     seq: int
@@ -315,10 +319,10 @@ class BlockDetails:
     """Answer to the utility call `inspect_block`.
 
     Args:
-        block_hash: In hexadecimal, without the group; None where the block is not cached.
-        first_token_idx: Position of its first token in the request; None where it is not known.
-        token_ids: None where they were not asked for, or are not known: the content was cached
-            before somebody looked, and nobody holds it.
+        block_hash: In hexadecimal, without the group; None if the block is not cached.
+        first_token_idx: Position of the block's first token in the request; None if not known.
+        token_ids: None if not requested or not known. They are not known if the block was cached
+            before the inspector was opened and no request holds it.
     """
 
     block_id: int

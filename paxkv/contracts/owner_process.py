@@ -12,7 +12,7 @@ class OwnerProcess:
     its answers would never come.
 
     Args:
-        name: What belongs to the process, for the message: "this LLM".
+        name: Name of the owned object for the error message, such as "this LLM".
     """
 
     def __init__(self, name: str) -> None:

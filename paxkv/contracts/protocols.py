@@ -1,4 +1,4 @@
-"""Protocols of the host half, whose packages do not import each other."""
+"""Protocols through which packages of the host half call each other without importing."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
@@ -15,7 +15,7 @@ from paxkv.contracts.scheduler_output import (
 
 
 class CacheRequest(Protocol):
-    """What the KV cache reads of a request; it never writes to one."""
+    """The attributes of a request that the KV cache reads. It never writes to a request."""
 
     @property
     def request_id(self) -> str: ...
@@ -32,7 +32,7 @@ class CacheRequest(Protocol):
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose K and V are in the request's blocks, by the steps sent off so far."""
+        """Tokens whose K and V are in the request's blocks, counting steps in flight."""
         ...
 
     @property
@@ -40,12 +40,12 @@ class CacheRequest(Protocol):
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """Chained hash of each full `hash_block_size` of its tokens; empty without caching."""
+        """Chained hash of each full block of `hash_block_size` tokens; empty without caching."""
         ...
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """True: compute the whole prompt, even where the cache has it."""
+        """Whether the whole prompt must be computed, even if parts of it are cached."""
         ...
 
     @property
@@ -56,34 +56,34 @@ class CacheRequest(Protocol):
 
 
 class GrammarGate(Protocol):
-    """Whoever compiles grammars beside the engine's steps."""
+    """The component that compiles grammars while the engine runs steps."""
 
     def is_ready(self, request_id: str) -> bool:
-        """Whether the request may run now; asked again in every step until it may."""
+        """Whether the request may run now. The scheduler asks in every step until it may."""
         ...
 
 
 class GrammarChecker(Protocol):
-    """Whoever knows which grammars can be compiled."""
+    """Checks whether grammars can be compiled."""
 
     def is_remembered(self, params: StructuredOutputsParams) -> bool:
-        """Whether `check` answers at once."""
+        """Whether the result of `check` is cached, so that it returns immediately."""
         ...
 
     def is_heavy(self, params: StructuredOutputsParams) -> bool:
-        """Whether one that was checked took longer than `check_quickly` waits."""
+        """Whether checking this grammar took longer than `check_quickly` waits."""
         ...
 
     def check_quickly(self, params: StructuredOutputsParams) -> bool:
-        """Gives up soon; False where that leaves it open whether `check` would pass.
+        """Checks with a short timeout; False if the time was not enough.
 
         Raises:
-            InvalidRequestError: As `check`.
+            InvalidRequestError: As for `check`.
         """
         ...
 
     def check(self, params: StructuredOutputsParams) -> None:
-        """May take seconds: call it in a thread.
+        """Checks a grammar. Call it in a thread, because it may take seconds.
 
         Raises:
             InvalidRequestError: The grammar cannot be compiled; the message says why.
@@ -91,16 +91,16 @@ class GrammarChecker(Protocol):
         ...
 
     def ignored_keywords(self, params: StructuredOutputsParams) -> tuple[str, ...]:
-        """The places of schema keywords that a grammar does not enforce, once it was checked."""
+        """The places of schema keywords that a checked grammar does not enforce."""
         ...
 
     def close(self) -> None:
-        """Checks nothing more; who waits for a check gets EngineDeadError."""
+        """Stops checking. Checks in progress raise EngineDeadError."""
         ...
 
 
 class KVConnector(Protocol):
-    """The scheduler's half of a connector; every call comes from the engine's thread.
+    """The scheduler's half of a connector. The engine's thread makes every call.
 
     Source: vLLM `distributed/kv_transfer/kv_connector/v1/base.py`.
     """
@@ -108,38 +108,38 @@ class KVConnector(Protocol):
     def get_num_new_matched_tokens(
         self, request: CacheRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens beyond `num_computed_tokens` that can be loaded from outside.
+        """Finds tokens after `num_computed_tokens` that the connector can load.
 
         Returns:
-            Their number, or None when that is not known yet and the request is to be asked for
-            again; and whether they are loaded while other steps run. A load that is not
-            asynchronous is done by the step that the request is first scheduled in.
+            Their number, or None if it is not known yet and the scheduler should ask again; and
+            whether the load is asynchronous. A synchronous load is done by the first step that
+            schedules the request.
         """
         ...
 
     def update_state_after_alloc(
         self, request: CacheRequest, block_ids: tuple[list[int], ...], num_external_tokens: int
     ) -> None:
-        """The request holds these blocks now; `num_external_tokens` are to be loaded into them."""
+        """Reports that the request holds these blocks, for `num_external_tokens` to be loaded."""
         ...
 
     def build_connector_meta(
         self, num_computed_tokens_after_step: dict[str, int]
     ) -> KVConnectorMetadata:
-        """This step's transfers, and forgets them.
+        """Returns this step's transfers and clears them.
 
         Args:
-            num_computed_tokens_after_step: Of each request scheduled in this step.
+            num_computed_tokens_after_step: For each request scheduled in this step.
         """
         ...
 
     def request_finished(self, request: CacheRequest, block_ids: tuple[list[int], ...]) -> bool:
-        """A request ended; True keeps its blocks until `finished_sending` names it."""
+        """Reports that a request ended. True keeps its blocks until `finished_sending` has it."""
         ...
 
 
 class ScheduledRequest(Protocol):
-    """What the engine core reads of an unfinished request."""
+    """The attributes of an unfinished request that the engine core reads."""
 
     @property
     def request_id(self) -> str: ...
@@ -151,12 +151,12 @@ class ScheduledRequest(Protocol):
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose K and V the steps sent off so far compute."""
+        """Tokens whose K and V are computed, counting steps in flight."""
         ...
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that were found in the prefix cache at the first admission."""
+        """Prompt tokens that were already computed at the first admission."""
         ...
 
     @property
@@ -167,10 +167,10 @@ class ScheduledRequest(Protocol):
 
 
 class Scheduler(Protocol):
-    """Decides which requests compute how many tokens in each step.
+    """Decides which requests run in each step, and how many tokens they compute.
 
-    `update_from_output` is called once for each `schedule`, in the same order; a further step may
-    be scheduled before the last one has come back.
+    The caller calls `update_from_output` once for each `schedule`, in the same order. It may
+    schedule a step before the previous step has returned its tokens.
     """
 
     @property
@@ -184,17 +184,17 @@ class Scheduler(Protocol):
         ...
 
     def add_request(self, request: EngineRequest) -> None:
-        """Takes in a request.
+        """Adds a request to the waiting queue.
 
         Raises:
-            InvalidRequestError: The scheduler cannot run it to its end.
+            InvalidRequestError: The request could never finish.
         """
         ...
 
     def finish_requests(
         self, request_ids: Iterable[str], finish_reason: FinishReason = "abort"
     ) -> None:
-        """Ends requests at once; unknown ids are ignored."""
+        """Ends requests immediately; unknown ids are ignored."""
         ...
 
     def has_unfinished_requests(self) -> bool: ...
@@ -202,11 +202,11 @@ class Scheduler(Protocol):
     def num_unfinished_requests(self) -> int: ...
 
     def has_finished_requests(self) -> bool:
-        """Whether requests ended that the runner does not know of yet."""
+        """Whether the next step must report finished requests to the runner."""
         ...
 
     def is_waiting_for_outside(self) -> bool:
-        """Whether the last `schedule` may have found no work because something is on its way."""
+        """Whether the last step may be empty because requests wait for something outside."""
         ...
 
     def schedule(self, max_decode_steps: int = 1) -> SchedulerOutput:
@@ -216,22 +216,22 @@ class Scheduler(Protocol):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
-        """Appends the tokens of a step and ends the requests that they end."""
+        """Appends the tokens of a step, and ends the requests that these tokens finish."""
         ...
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forgets every cached block; False, and nothing changed, while requests hold blocks."""
+        """Empties the prefix cache. While requests hold blocks, only returns False."""
         ...
 
     def take_events(self) -> list[KVCacheEvent]:
-        """KV cache events since the last call, in order; none unless they are enabled."""
+        """KV cache events since the last call, in order; empty if events are disabled."""
         ...
 
     def explain_prefix_cache_miss(self, request_id: str) -> PrefixCacheMiss:
-        """Why a request did not find more of its prompt in the prefix cache.
+        """Explains why a request did not find more of its prompt in the prefix cache.
 
         Raises:
-            InvalidRequestError: There is no such request, nor was one admitted lately.
+            InvalidRequestError: No unfinished or recently admitted request has this id.
         """
         ...
 
@@ -239,7 +239,7 @@ class Scheduler(Protocol):
         """A snapshot of the scheduler's counters.
 
         Args:
-            count_slots: Count used KV slots anew; else repeat the last count.
+            count_slots: Count used KV slots. If False, repeat the last count.
         """
         ...
 
@@ -252,5 +252,5 @@ class Scheduler(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends the scheduler; nothing may be called afterwards. May be repeated."""
+        """Ends the scheduler. Afterwards only `close` may be called."""
         ...

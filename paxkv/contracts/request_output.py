@@ -1,4 +1,4 @@
-"""What a client returns to its caller: outputs of requests, with vLLM's field names, and totals."""
+"""Results that a client returns to its caller: outputs of requests (vLLM's names) and totals."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ class Logprob:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionTimes:
-    """Where the time of a completion went, in seconds.
+    """Durations of the phases of a completion, in seconds.
 
     Args:
         queue_s: From its arrival in the engine to its first step.
-        prefill_s: From there to its first token.
-        decode_s: From there to its last one.
+        prefill_s: From its first step to its first token.
+        decode_s: From its first token to its last token.
         first_token_s: From its arrival at the client to its first token.
     """
 
@@ -37,15 +37,15 @@ class CompletionOutput:
     """One completion of a prompt.
 
     Args:
-        index: Its place among the completions of its prompt, in `[0, n)`.
-        text: The completion so far, or the new part of it when streaming deltas.
-        logprobs: Per token, `token id -> Logprob` of the drawn token and the most likely ones;
-            None unless asked for.
-        stop_reason: The stop string, or the id of the stop token, that ended it; None for the
-            tokenizer's EOS. Further ones of the model count as stop tokens. Where its settings left
-            no token, a sentence that says so.
-        times: Of a finished one that had a token.
-        num_preemptions: How often the scheduler preempted it so far.
+        index: Index among the completions of the prompt, in `[0, n)`.
+        text: The completion so far, or its new part in a stream of deltas.
+        logprobs: Per token, `token id -> Logprob` of the sampled token and the most likely tokens;
+            None if not requested.
+        stop_reason: The stop string, or the id of the stop token, that ended the completion; None
+            for the tokenizer's EOS token. Further EOS tokens of the model count as stop tokens. If
+            the request's settings allowed no next token, a sentence that says so.
+        times: Set if the completion is finished and has a token.
+        num_preemptions: How often the scheduler has preempted the completion so far.
     """
 
     index: int
@@ -68,16 +68,16 @@ class RequestOutput:
     """One request's prompt and completions.
 
     Args:
-        prompt: The prompt as text, or None when it came as token ids.
-        outputs: By index. A stream has only those that have something new.
-        finished: Whether all its completions have ended.
+        prompt: The prompt as text; None if the caller passed token ids.
+        outputs: Completions by index. In a stream, only completions with something new.
+        finished: Whether all completions have ended.
         num_cached_tokens: Prompt tokens that came from the prefix cache.
         num_truncated_tokens: Prompt tokens that `truncate_prompt_tokens` removed.
-        prompt_logprobs: Per token of the prompt, `token id -> Logprob` of that token and of the
-            most likely ones; None for the first, which follows nothing. None unless asked for; a
-            stream of deltas has them once, with the first tokens.
-        ignored_schema_keywords: Places of keywords that no grammar can enforce, in the JSON schemas
-            of its structured output: "#/properties/a/uniqueItems".
+        prompt_logprobs: Per prompt token, `token id -> Logprob` of that token and of the most
+            likely tokens; None for the first token, which has no predecessor. The whole list is
+            None if not requested. In a stream of deltas, it is set once, with the first tokens.
+        ignored_schema_keywords: Places of keywords in the request's JSON schemas that the grammar
+            does not enforce, such as "#/properties/a/uniqueItems".
     """
 
     request_id: str
@@ -96,10 +96,10 @@ class BeamSearchSequence:
     """One sequence that a beam search found.
 
     Args:
-        tokens: Prompt and new tokens, with the EOS token that ended it.
-        logprobs: Per new token, the candidates that it was chosen from.
+        tokens: Prompt and new tokens, including the EOS token that ended the sequence.
+        logprobs: Per new token, the candidates from which it was chosen.
         cum_logprob: Sum of the new tokens' log-probabilities.
-        text: Of all `tokens`; the EOS token is left out unless `include_stop_str_in_output`.
+        text: Text of all `tokens`, without the EOS token unless `include_stop_str_in_output`.
         finish_reason: "stop" after EOS, "length" at `max_tokens`.
     """
 
@@ -112,12 +112,12 @@ class BeamSearchSequence:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchOutput:
-    """One prompt's sequences, best first, at most `beam_width`."""
+    """At most `beam_width` sequences of one prompt, best first."""
 
     sequences: list[BeamSearchSequence]
 
 
-# Upper bounds of the buckets of waits for a token; those of vLLM.
+# Upper bounds of the histogram of waits for a token; the same as vLLM's.
 TOKEN_BUCKETS_S = (
     (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
     + (7.5, 10.0, 20.0, 40.0, 80.0)
@@ -126,19 +126,20 @@ TOKEN_BUCKETS_S = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTotals:
-    """Of all requests since the client began, whatever became of them and of their engines.
+    """Token counts of all requests since the client started, even if a request or engine failed.
 
     Args:
-        num_prompt_tokens: Of prompts whose first token has come; n completions, and the steps of a
-            beam search, count theirs once.
-        num_cached_prompt_tokens: Those of them that came from the prefix cache.
-        num_recomputed_prompt_tokens: Last tokens of prompts of which all others came from there:
-            one token at least is computed.
-        num_generation_tokens: Tokens drawn.
-        token_latency_counts: Tokens that were not a completion's first, by how long after the one
-            before them they came: in each bucket alone of `TOKEN_BUCKETS_S`, and later.
-        token_latency_sum_s: What they took together.
-        engines: Where several engines count as one: those of each, in their order.
+        num_prompt_tokens: Tokens of prompts whose first output token has arrived. The prompt of n
+            completions, or of the steps of a beam search, counts once.
+        num_cached_prompt_tokens: Prompt tokens that came from the prefix cache.
+        num_recomputed_prompt_tokens: Number of prompts of which only the last token was not cached.
+            That token must be computed again.
+        num_generation_tokens: Sampled tokens.
+        token_latency_counts: Number of tokens in each bucket of `TOKEN_BUCKETS_S` (not cumulative)
+            and above, by the time since the previous token of the completion. First tokens of
+            completions do not count.
+        token_latency_sum_s: Sum of these times.
+        engines: For several engines together: the totals of each engine, in order.
     """
 
     num_prompt_tokens: int = 0

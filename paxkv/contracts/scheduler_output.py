@@ -1,4 +1,4 @@
-"""One step between scheduler and runner: what the scheduler decides and what the runner answers."""
+"""Messages of one step: the scheduler's `SchedulerOutput` and the runner's `ModelRunnerOutput`."""
 
 import dataclasses
 
@@ -8,13 +8,13 @@ from paxkv.contracts.engine_request import MultiModalFeature
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransfer:
-    """Blocks of one request to load or to save, whole or in part.
+    """Token positions of one request to load into its blocks, or to save from them.
 
     Args:
-        block_ids: One list per KV cache group, from the request's first block on; 0, the null
-            block, where the group needs none any more: nothing is moved there.
+        block_ids: One list per KV cache group, starting with the request's first block. Entries of
+            0, the null block, are not moved, because the group does not need them any more.
         start_token_idx: First token position to move.
-        num_tokens: Token positions to move.
+        num_tokens: Number of token positions to move.
     """
 
     request_id: str
@@ -33,17 +33,18 @@ class KVConnectorMetadata:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NewRequestData:
-    """A request that the runner sees for the first time, in full.
+    """The full data of a request that the runner does not know yet.
 
     Args:
-        block_ids: One list of physical block ids per KV cache group, prefix hits included.
-        num_computed_tokens: Tokens whose K and V are in those blocks already.
-        ending_token_ids: Sampled tokens that end the request, from `min_tokens` outputs on. In a
-            burst the runner stops there.
-        early_end_ids: Tokens that are not drawn before there are `min_tokens` outputs.
-        bad_words_token_ids: Token sequences that the output may not have.
-        needs_grammar: Each of its draws waits for a row of a `GrammarBitmask`.
-        is_pooled: It draws no token. It ends with a `pooler_output` when its prompt is computed.
+        block_ids: One list of physical block ids per KV cache group, including prefix hits.
+        num_computed_tokens: Tokens whose K and V are in these blocks already.
+        ending_token_ids: Sampled tokens that end the request, once it has `min_tokens` outputs. In
+            a burst the runner stops after such a token.
+        early_end_ids: Tokens that must not be sampled before there are `min_tokens` outputs.
+        bad_words_token_ids: Token sequences that must not occur in the output.
+        needs_grammar: Sampling needs a row of a `GrammarBitmask` for each token.
+        is_pooled: The request samples no token. It ends with a `pooler_output` when its prompt is
+            computed.
     """
 
     req_id: str
@@ -62,16 +63,16 @@ class NewRequestData:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CachedRequestData:
-    """Requests that the runner knows already, as differences; the lists run in parallel.
+    """Changes of requests that the runner knows already, as parallel lists.
 
     Args:
-        resumed_req_ids: Those that come back after a preemption: their `new_block_ids` replace
-            the block table instead of being appended to it.
-        new_block_ids: Per request, new blocks per group, or None when there are none.
-        num_computed_tokens: Tokens in the cache before this step.
-        num_output_tokens: Output tokens before this step, with those that steps still in flight
-            bring.
-        all_token_ids: Prompt and output of each resumed request: the runner may have dropped it.
+        resumed_req_ids: Requests that resume after a preemption. Their `new_block_ids` replace the
+            block table instead of being appended to it.
+        new_block_ids: Per request, the new blocks of each group; None if there are none.
+        num_computed_tokens: Computed tokens before this step.
+        num_output_tokens: Output tokens before this step, including tokens of steps in flight.
+        all_token_ids: Prompt and output of each resumed request, because the runner may have
+            dropped it.
     """
 
     req_ids: list[str]
@@ -88,7 +89,7 @@ class CachedRequestData:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCopy:
-    """Copy one physical block over another, in every row, before anything is written."""
+    """Copy one physical block over another, in all layers, before the step writes anything."""
 
     source_block_id: int
     target_block_id: int
@@ -96,27 +97,28 @@ class BlockCopy:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOutput:
-    """One step's decision.
+    """The scheduler's decision for one step.
 
     Args:
-        num_scheduled_tokens: Tokens to compute now, per request id; at least 1 each.
-        total_num_scheduled_tokens: Their sum, at most `max_num_batched_tokens` but in a burst.
-        num_decode_steps: More than 1 is a burst: that many decode steps, computed as one. Every
-            request has one token that is known, or on the device, and computes it and those that
-            the burst itself samples: `num_scheduled_tokens` of them, at most one a step. It ends
-            earlier where a sampled token ends the request, as `Request` would.
+        num_scheduled_tokens: Request id -> number of tokens to compute now, at least 1.
+        total_num_scheduled_tokens: Their sum; at most `max_num_batched_tokens`, except in a burst.
+        num_decode_steps: Above 1 for a burst: this many decode steps, computed by one program.
+            Every request starts with one token, which the host knows or the device holds, and
+            computes it and the tokens that the burst samples. These are `num_scheduled_tokens`
+            tokens, at most one per step. A request stops early if a sampled token ends it.
         preempted_req_ids: Requests that lost their blocks in this step.
-        finished_req_ids: Requests that ended since the last step; the runner drops their rows.
-        scheduled_spec_decode_tokens: Draft tokens to verify, per request that has any; they count
-            among its `num_scheduled_tokens`, behind its own.
-        scheduled_encoder_inputs: Per request, indices of its `mm_features` to encode now.
-        free_encoder_mm_hashes: Encoder outputs that nobody needs any more, by identifier.
-        num_common_prefix_blocks: Per KV cache group, leading blocks that all running requests hold.
-        block_copies: Copy-on-write, to be done before the step's writes.
-        new_block_ids_to_zero: Blocks handed out since the last step whose old bytes must not be
-            read, not even masked; set to zero before the step's writes. Only where a model's
-            groups read one memory as different dtypes (Mamba beside attention).
-        kv_connector_metadata: What the connector's worker half is to load and save.
+        finished_req_ids: Requests that ended since the last step. The runner drops their rows.
+        scheduled_spec_decode_tokens: Request id -> draft tokens to verify. They follow the
+            request's own tokens, and `num_scheduled_tokens` includes them.
+        scheduled_encoder_inputs: Request id -> indices of its `mm_features` to encode now.
+        free_encoder_mm_hashes: Identifiers of encoder outputs that the runner should drop.
+        num_common_prefix_blocks: Per KV cache group, the number of leading blocks that all running
+            requests hold.
+        block_copies: Copies to make before the step's writes.
+        new_block_ids_to_zero: Blocks allocated since the last step, whose bytes must be set to zero
+            before the step's writes. Needed only if a model has Mamba and attention groups: they
+            read the same memory as different dtypes, and old bytes must not be read even masked.
+        kv_connector_metadata: Transfers for the connector's worker half.
     """
 
     scheduled_new_reqs: list[NewRequestData]
@@ -137,12 +139,12 @@ class SchedulerOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Log-probabilities at one drawn token, before temperature and filters.
+    """Log-probabilities for one sampled token, before temperature and filters.
 
     Args:
-        token_logprob: Of the drawn token.
-        token_rank: 1 for the most likely token.
-        top_token_ids: The most likely tokens, as many as were asked for, best first.
+        token_logprob: Log-probability of the sampled token.
+        token_rank: Its rank; 1 for the most likely token.
+        top_token_ids: The requested number of most likely tokens, most likely first.
         top_logprobs: Their log-probabilities.
     """
 
@@ -154,12 +156,12 @@ class TokenLogprobs:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVConnectorOutput:
-    """What a connector's worker half finished in one step.
+    """Transfers that a connector's worker half finished in one step.
 
     Args:
-        finished_sending: Requests whose blocks have been saved: they may be freed now.
-        finished_recving: Requests whose blocks have been loaded: they may run now.
-        invalid_block_ids: Blocks that could not be loaded; what they hold is computed instead.
+        finished_sending: Requests whose blocks are saved, so the blocks may be freed.
+        finished_recving: Requests whose blocks are loaded, so the requests may run.
+        invalid_block_ids: Blocks that could not be loaded. Their tokens are computed instead.
     """
 
     finished_sending: frozenset[str] = frozenset()
@@ -173,13 +175,13 @@ class ModelRunnerOutput:
 
     Args:
         req_ids: The scheduled requests, in the runner's order.
-        sampled_token_ids: Per request of `req_ids`, its new tokens; empty while its prompt is
-            still being computed. Nothing may assume one token a step.
-        logprobs: Per request of `req_ids`, one entry per sampled token, or None when not asked.
-        prompt_logprobs: Of the requests that asked for them and got their first token in this step:
-            an entry for each token of the prompt but the first.
-        draft_token_ids: Per request that has any, tokens to be verified in its next step.
-        pooler_output: Per pooled request whose prompt is computed now, what its client asked for.
+        sampled_token_ids: Per request of `req_ids`, its new tokens: any number, and none while
+            its prompt is not fully computed.
+        logprobs: Per request of `req_ids`, one entry per sampled token; None if not requested.
+        prompt_logprobs: Request id -> one entry per prompt token except the first. For requests
+            that asked for them, in the step of their first token.
+        draft_token_ids: Request id -> draft tokens that its next step verifies.
+        pooler_output: Request id -> result of a pooled request whose prompt is now computed.
         kv_connector_output: None without a connector.
     """
 

@@ -1,9 +1,10 @@
-"""Keywords of JSON Schema that a grammar may leave out, by the places that are reported of them."""
+"""JSON Schema keywords that a grammar may ignore, and the places at which they are reported."""
 
 from collections.abc import Sequence
 from urllib.parse import unquote
 
-# llguidance implements no keyword of the first three lines; of the others, not every value.
+# llguidance implements none of the keywords in the first three lines. It implements the others, but
+# not for every value.
 IGNORABLE_KEYWORDS = (
     *("contains", "dependencies", "dependentRequired", "dependentSchemas", "if", "not"),
     *("propertyNames", "unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
@@ -15,15 +16,16 @@ IGNORABLE_KEYWORDS = (
 
 
 def keyword_at(place: str) -> str:
-    """The keyword at a place: "#/properties/a/not" -> "not", and that of an entry of a keyword:
-    "#/patternProperties/%5Ex" -> "patternProperties".
+    """The keyword at a place, or the keyword that contains the place.
+
+    "#/properties/a/not" -> "not"; "#/patternProperties/%5Ex" -> "patternProperties".
     """
     *_, outer, last = ("", *map(unquote, place.split("/")))
     return last if last in IGNORABLE_KEYWORDS else outer
 
 
 def join_places(places: Sequence[str], max_chars: int) -> str:
-    """Places with commas between them; as many as fit, and how many more there are."""
+    """Joins places with commas, up to `max_chars`, and states the number of omitted places."""
     joined = ""
     for idx, place in enumerate(places):
         longer = f"{joined}, {place}" if joined else place

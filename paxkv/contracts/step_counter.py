@@ -1,4 +1,4 @@
-"""`StepCounter`: memory of two processes, in which an engine says that it gets on."""
+"""`StepCounter`: shared memory in which an engine process shows that it makes progress."""
 
 import mmap
 import os
@@ -9,23 +9,23 @@ _NUM_BYTES = 8
 
 
 class StepCounter:
-    """A number that the engine counts up with every step, and where it wakes and goes to sleep.
+    """A number that the engine increases with every step, and when it wakes up or goes to sleep.
 
-    It is no message: an engine that hangs sends none, and one that is idle sends none either. A
-    count tells them apart, at the price of a write to memory a step.
+    Its client can thus distinguish an engine that hangs from an idle one; neither sends messages.
+    The cost is one write to memory per step.
 
     Args:
-        file: Descriptor of `_NUM_BYTES`; the caller may close it afterwards.
+        file: Descriptor of a file of `_NUM_BYTES`. The caller may close it afterwards.
     """
 
     def __init__(self, file: int) -> None:
         self._memory = mmap.mmap(file, _NUM_BYTES)
-        # One aligned word: whoever reads it while it is written sees the old or the new count.
+        # One aligned word, so a concurrent reader sees either the old or the new count.
         self._count = memoryview(self._memory).cast("Q")
 
     @classmethod
     def create(cls) -> tuple[Self, int]:
-        """A counter and the descriptor for the other process; the caller closes it."""
+        """A counter, and a descriptor for the other process, which the caller must close."""
         if hasattr(os, "memfd_create"):
             file = os.memfd_create("paxkv-step-counter")
         else:
@@ -36,14 +36,14 @@ class StepCounter:
 
     @property
     def count(self) -> int:
-        """Even while the engine waits for its clients."""
+        """The number; even while the engine sleeps and waits for its clients."""
         return self._count[0]
 
-    def note_wake(self) -> None:
+    def count_wake(self) -> None:
         self._count[0] |= 1
 
-    def note_step(self) -> None:
+    def count_step(self) -> None:
         self._count[0] += 2
 
-    def note_sleep(self) -> None:
+    def count_sleep(self) -> None:
         self._count[0] += self._count[0] & 1

@@ -1,6 +1,6 @@
-"""The channel between a client and an engine: Protocols of the client's end, and messages as bytes.
+"""The channel between a client and an engine: Protocols of the client's end, and the encoding.
 
-Messages are msgpack with the class name in front, so that only messages can cross.
+A message is encoded as msgpack with its class name, so that only known messages can be decoded.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from paxkv.errors import InvariantError
 
 
 class EngineTransport(Protocol):
-    """The client's end of the message channel to an engine core; safe from any thread."""
+    """The client's end of the message channel to an engine core. All methods are thread-safe."""
 
     def send(self, message: EngineInput) -> None:
         """Queues a message.
@@ -27,7 +27,7 @@ class EngineTransport(Protocol):
         ...
 
     def receive(self, timeout_s: float | None = None) -> EngineOutput | None:
-        """Next message from the engine; None when `timeout_s` passed without one."""
+        """The next message from the engine; None if none arrived within `timeout_s`."""
         ...
 
     def close(self) -> None:
@@ -36,10 +36,9 @@ class EngineTransport(Protocol):
 
 
 class LoopTransport(Protocol):
-    """The same for a client on an asyncio loop, which is called instead of waiting.
+    """A channel for a client on an asyncio loop: it calls the client for every message.
 
-    Whoever starts engines again where one died says `EngineReady` each time one takes the place of
-    the last.
+    A transport that replaces dead engines delivers `EngineReady` for each new engine.
     """
 
     def send(self, message: EngineInput) -> None:
@@ -58,19 +57,19 @@ class LoopTransport(Protocol):
     def stall(self) -> str | None:
         """Why the engine makes no progress although it has work; None if it does, or has ended.
 
-        Read on the loop.
+        Must be read on the loop.
         """
         ...
 
     def give_up(self, reason: str) -> None:
-        """Takes the engine for dead, because its messages cannot be used. Called on the loop.
+        """Treats the engine as dead, because its messages cannot be used. Call it on the loop.
 
-        `on_message` hears `EngineDead`, and what comes of it, as if the engine had died.
+        `on_message` receives the same messages as if the engine had died, first `EngineDead`.
         """
         ...
 
     def close(self) -> None:
-        """As `EngineTransport.close`; called from another thread than the loop's."""
+        """As `EngineTransport.close`. Must not be called on the loop's thread."""
         ...
 
 
@@ -83,12 +82,12 @@ _OUTPUT_DECODERS = {
 
 
 def encode(message: EngineInput | EngineOutput | EngineStartOutput) -> bytes:
-    """Bytes of a message; `decode_input` and `decode_output` are its inverses."""
+    """Encodes a message; `decode_input` and `decode_output` decode it."""
     return _ENCODER.encode((type(message).__name__, message))
 
 
 def decode_input(data: bytes) -> EngineInput:
-    """The client's message in `data`.
+    """Decodes a message from a client.
 
     Raises:
         InvariantError: The bytes are not a message of this version.
@@ -97,7 +96,7 @@ def decode_input(data: bytes) -> EngineInput:
 
 
 def decode_output(data: bytes) -> EngineOutput | EngineStartOutput:
-    """The engine's message in `data`.
+    """Decodes a message from an engine.
 
     Raises:
         InvariantError: The bytes are not a message of this version.

@@ -70,7 +70,7 @@ class ZmqChannel:
 
     def __init__(self, order: EngineOrder) -> None:
         self._counter = StepCounter(order.step_counter)
-        self.note_step = self._counter.note_step
+        self.note_step = self._counter.count_step
         self._context = zmq.Context()
         self._inputs = self._socket(zmq.PULL)
         self._outputs = self._socket(zmq.PUSH)
@@ -95,9 +95,9 @@ class ZmqChannel:
     def waiting_messages(self, wait_s: float | None) -> Iterator[bytes]:
         """See `CoreChannel.waiting_messages`."""
         if wait_s is None:
-            self._counter.note_sleep()
+            self._counter.count_sleep()
             data = self._inputs.recv()
-            self._counter.note_wake()
+            self._counter.count_wake()
             yield data
         end_s = time.perf_counter() + (wait_s or 0.0)
         while True:

@@ -387,7 +387,7 @@ class SingleTypeKVCacheManager(ABC):
                 raise InvariantError(f"{request_id=} holds a block of another group: {blocks=}.")
             held_ids.update(block.block_id for block in owned)
         if len(held_ids) != self.num_held_blocks:
-            raise InvariantError(f"{len(held_ids)} blocks are held, but counted {self.num_held_blocks=}.")
+            raise InvariantError(f"{len(held_ids)} blocks held, counted {self.num_held_blocks=}.")
         counted = self.num_cached_blocks.keys() | self.num_skipped_blocks.keys()
         counted |= self.num_found_blocks.keys()
         if not counted <= self.req_to_blocks.keys():

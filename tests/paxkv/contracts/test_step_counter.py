@@ -10,9 +10,9 @@ _OTHER = """
 import sys
 from paxkv.contracts.step_counter import StepCounter
 counter = StepCounter(int(sys.argv[1]))
-counter.note_wake()
-counter.note_step()
-counter.note_sleep()
+counter.count_wake()
+counter.count_step()
+counter.count_sleep()
 """
 
 
@@ -29,7 +29,7 @@ def test_counter_needs_no_special_files(monkeypatch):
     counter, file = StepCounter.create()
     other = StepCounter(file)
     os.close(file)
-    other.note_wake()
+    other.count_wake()
     assert counter.count == 1
 
 
@@ -37,9 +37,9 @@ def test_count_is_odd_from_waking_to_sleep():
     counter, file = StepCounter.create()
     os.close(file)
     counts = []
-    for note in (counter.note_sleep, counter.note_wake, counter.note_step, counter.note_wake):
+    for note in (counter.count_sleep, counter.count_wake, counter.count_step, counter.count_wake):
         note()
         counts.append(counter.count)
-    counter.note_sleep()
-    counter.note_sleep()
+    counter.count_sleep()
+    counter.count_sleep()
     assert (counts, counter.count) == ([0, 1, 3, 3], 4)
