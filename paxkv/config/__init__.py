@@ -1,1 +1,1 @@
-"""Settings, sampling parameters and their defaults, and the flags made of them."""
+"""Settings, sampling parameters and their defaults, and command-line flags."""

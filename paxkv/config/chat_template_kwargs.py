@@ -1,4 +1,4 @@
-"""`ChatTemplateKwargs`: variables of the chat template that a server gives every chat."""
+"""`ChatTemplateKwargs`: chat template variables that the server sets for every chat."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,20 +16,20 @@ class ChatTemplateKwargs:
 
     @classmethod
     def from_fields(cls, fields: object) -> "ChatTemplateKwargs":
-        """From a JSON object such as {"enable_thinking": false}.
+        """Reads a JSON object such as {"enable_thinking": false}.
 
         Raises:
-            ConfigError: It is not an object, or sets a variable that requests have a field for.
+            ConfigError: It is not an object, or it sets a variable that has its own request field.
         """
         if not isinstance(fields, Mapping):
-            raise ConfigError(f"wanted a JSON object of template variables, got {fields!r}.")
+            raise ConfigError(f"expected a JSON object of template variables, got {fields!r}.")
         reserved = sorted(_RESERVED & fields.keys())
         if reserved:
             raise ConfigError(
-                f"it must not set {', '.join(reserved)}, which each request sets itself."
+                f"the object must not set {', '.join(reserved)}, which each request sets itself."
             )
         return cls(dict(fields))
 
     def with_request(self, values: Mapping[str, object] | None) -> dict[str, object]:
-        """The variables of one chat: those of the request come first."""
+        """The variables of one chat. The request's values override the server's."""
         return {**self.values, **(values or {})}

@@ -1,4 +1,4 @@
-"""Command lines made of config classes: one flag per field, with the field's help."""
+"""Makes command-line flags from config classes: one flag per field, with the field's help text."""
 
 import argparse
 import dataclasses
@@ -17,11 +17,11 @@ _ConfigT = TypeVar("_ConfigT")
 _SHORT_INTEGER = re.compile(
     r"(?P<whole>-?\d+)(?:\.(?P<fraction>\d+)(?=[kmgt]))?(?P<suffix>[kmgtKMGT])?"
 )
-# What the help shows for the value of a flag that takes one.
+# Names of JSON values in the help.
 JSON_LIST, JSON_OBJECT = "JSON_LIST", "JSON_OBJECT"
-# As in vLLM, where it stands for a flag that is left out.
+# A flag with this value counts as not given, as in vLLM.
 _DEFAULT_WORD = "None"
-# Of what is no JSON, and of what is nested too deeply to be read.
+# Errors for invalid JSON, and for JSON that is nested too deeply.
 _JSON_ERRORS = (ValueError, RecursionError)
 
 
@@ -31,7 +31,7 @@ def add_config_flags(
     """Adds a group with a flag for every field: `max_num_seqs` -> `--max-num-seqs`.
 
     Args:
-        without: Fields that get none.
+        without: Fields that get no flag.
     """
     summary = (config_class.__doc__ or "").partition("\n")[0]
     group = parser.add_argument_group(config_class.__name__, summary)
@@ -41,10 +41,10 @@ def add_config_flags(
 
 
 def config_from_arguments(config_class: type[_ConfigT], namespace: argparse.Namespace) -> _ConfigT:
-    """The config that the flags describe; fields without a flag have their defaults.
+    """Builds a config from parsed flags; fields without a flag have their defaults.
 
     Raises:
-        ConfigError: A value cannot work.
+        ConfigError: A value is invalid.
     """
     given = {}
     for field, field_type in _typed_fields(config_class):
@@ -62,7 +62,7 @@ def _add_flag(
     group: argparse._ArgumentGroup, field: dataclasses.Field[object], field_type: object
 ) -> None:
     flags = ("--" + field.name.replace("_", "-"), *field.metadata.get("aliases", ()))
-    # In argparse's help texts a % begins a placeholder.
+    # In argparse's help texts, % starts a placeholder.
     help_text = str(field.metadata.get("help", "")).replace("%", "%%")
     is_object = dataclasses.is_dataclass(field_type)
     if field.default is not None and not _is_list(field_type) and not is_object:
@@ -118,7 +118,7 @@ def _add_flag(
 def _reader(
     field: dataclasses.Field[object], read: Callable[[str], object]
 ) -> Callable[[str], object]:
-    """Reads a word as `read` does, except `None` and the words that the field gives a value."""
+    """Wraps `read` with the word `None`, for the default, and with the field's `spellings`."""
     spellings = {_DEFAULT_WORD: field.default, **field.metadata.get("spellings", {})}
 
     @functools.wraps(read)  # argparse shows its name in errors
@@ -137,15 +137,15 @@ def _integer(text: str) -> int:
     match = _SHORT_INTEGER.fullmatch(text)
     if match is None:
         raise argparse.ArgumentTypeError(
-            f"wanted an integer such as 8192, 8k (8,000) or 8K (8,192), got {text!r}"
+            f"expected an integer such as 8192, 8k (8,000) or 8K (8,192), got {text!r}"
         )
     whole, fraction, suffix = match["whole"], match["fraction"] or "", match["suffix"] or ""
     power = "kmgt".find(suffix.lower()) + 1 if suffix else 0
     unit = 1024**power if suffix.isupper() else 1000**power
-    # In integers: 25.6k is 256 * 1000 / 10, and 0.1234k is none.
+    # Exact arithmetic: 25.6k is 256 * 1000 / 10, and 0.1234k is not an integer.
     value, rest = divmod(int(whole + fraction) * unit, 10 ** len(fraction))
     if rest:
-        raise argparse.ArgumentTypeError(f"wanted a whole number, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}")
     return value
 
 
@@ -155,20 +155,22 @@ def _json_list(text: str) -> list[str]:
     except _JSON_ERRORS:
         values = None
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise argparse.ArgumentTypeError(f'wanted a JSON list as in \'["a", "b"]\', got {text!r}')
+        raise argparse.ArgumentTypeError(
+            f'expected a JSON list of strings such as \'["a", "b"]\', got {text!r}'
+        )
     return values
 
 
 def _json_object(config_class: type[_ConfigT], text: str) -> _ConfigT:
-    """A config from '{"a": true}', by its class' `from_fields`."""
+    """Builds a config from a JSON object such as '{"a": true}', with `from_fields` of its class."""
     try:
         return config_class.from_fields(json.loads(text))
     except (*_JSON_ERRORS, ConfigError) as error:
-        raise argparse.ArgumentTypeError(f"wanted a JSON object, got {text!r}: {error}") from None
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}: {error}") from None
 
 
 def _typed_fields(config_class: type) -> list[tuple[dataclasses.Field[object], object]]:
-    """Fields with their types; `int | None` counts as `int`, because a flag left out is None."""
+    """Fields with their types. `int | None` becomes `int`, because an omitted flag is None."""
     types_by_name = typing.get_type_hints(config_class)
     return [
         (field, _without_none(types_by_name[field.name]))
@@ -177,7 +179,7 @@ def _typed_fields(config_class: type) -> list[tuple[dataclasses.Field[object], o
 
 
 def _without_none(field_type: object) -> object:
-    # `Literal["a", "b"] | None` is a typing.Union, `int | None` is not.
+    # `Literal["a", "b"] | None` is a typing.Union, but `int | None` is a types.UnionType.
     if typing.get_origin(field_type) in (types.UnionType, typing.Union):
         (field_type,) = (t for t in typing.get_args(field_type) if t is not types.NoneType)
     return field_type

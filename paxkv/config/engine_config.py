@@ -1,4 +1,4 @@
-"""Every setting of an engine: frozen, checked once, with its help text."""
+"""All settings of an engine, with their help texts. They are checked at construction."""
 
 import dataclasses
 import json
@@ -22,9 +22,9 @@ KVEventsWireFormat = Literal["vllm-0.16", "vllm-0.32"]
 KVBlockHashType = Literal["int", "bytes"]
 Kernels = Literal["auto", "xla"]
 MAX_DECODE_BURST = 64
-# Counts of a window are 32-bit integers on the device: room for 596,000 tokens per second.
+# Counts of a window are 32-bit integers on the device, enough for 596,000 tokens per second.
 MAX_EXPERT_LOAD_WINDOW_S = 3600
-# A `max_model_len` that the KV cache has room for, whatever the model's own limit is.
+# Value of `max_model_len`: the longest length that fits into the KV cache.
 FIT_MEMORY = -1
 AUTO_MODEL_IMPL = "auto"
 ChatTemplateContentFormat = Literal["auto", "string", "openai"]
@@ -32,19 +32,19 @@ ChatTemplateContentFormat = Literal["auto", "string", "openai"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which model, in which precision, up to which length."""
+    """The model, its precision and its length limit."""
 
     model: str | None = setting(
-        "folder of a Hugging Face checkpoint or name on the hub; the embedded demo model if left "
-        "out",
+        "folder of a Hugging Face checkpoint, or its name on the hub; the embedded demo model if "
+        "left out",
         None,
     )
     revision: str | None = setting(
         "branch, tag or commit of a model on the hub; the main branch if left out", None
     )
     tokenizer: str | None = setting(
-        "folder or name on the hub of another tokenizer and its chat template; the model's own if "
-        "left out",
+        "folder of another tokenizer and its chat template, or their name on the hub; the model's "
+        "own if left out",
         None,
     )
     tokenizer_revision: str | None = setting(
@@ -53,7 +53,7 @@ class ModelConfig:
         None,
     )
     served_model_name: tuple[str, ...] = setting(
-        "names in the API, of which answers have the first; the value of --model if left out", ()
+        "names in the API; answers contain the first one. The value of --model if left out", ()
     )
     dtype: Dtype = setting(
         "precision of weights and activations; auto is float32 on the CPU and the checkpoint's "
@@ -62,17 +62,17 @@ class ModelConfig:
         spellings={"half": "float16", "float": "float32"},
     )
     product_dtype: ProductDtype = setting(
-        "precision of the weights in matrix products, and of what is multiplied with them; auto is "
-        "that of --dtype. bfloat16 and int8 are faster on processors that have instructions for "
-        "them, and change answers: docs/guide/tuning.md says by how much",
+        "precision of weights and activations in matrix products; auto is that of --dtype. "
+        "bfloat16 and int8 are faster on processors that have instructions for them, and change "
+        "answers: docs/guide/tuning.md says by how much",
         "auto",
     )
-    seed: int = setting("seed of random weights and of requests that bring none", 0)
+    seed: int = setting("seed of random weights, and of requests without a seed", 0)
     max_model_len: int | None = setting(
-        "most tokens of prompt and output together; if left out the model's own limit, with its "
-        "rotary embedding's scaling. If the KV cache has no room for one request of that length, "
-        "it is the longest length that fits, with a warning. auto, or -1, is the same without the "
-        "warning",
+        "largest number of prompt and output tokens of a request. If left out, it is the model's "
+        "own limit, with its rotary embedding's scaling. If the KV cache has no room for one "
+        "request of that length, it is the longest length that fits, with a warning. auto, or -1, "
+        "is the same without the warning",
         None,
         spellings={"auto": FIT_MEMORY},
     )
@@ -89,19 +89,20 @@ class ModelConfig:
         None,
     )
     chat_template_content_format: ChatTemplateContentFormat = setting(
-        "whether the chat template takes the contents of messages as strings, or as OpenAI's "
-        "lists of parts; auto looks at the template",
+        "whether the chat template expects the contents of messages as strings, or as OpenAI's "
+        "lists of parts; auto finds out from the template",
         "auto",
     )
     generation_config: str = setting(
-        "whose generation_config.json has the sampling defaults of requests that say nothing: auto "
-        "is the model's own, vllm none (temperature 1, no filters), else a folder. The folder's "
-        "max_new_tokens also limits requests that ask for more",
+        "source of the generation_config.json with defaults for sampling parameters that requests "
+        "do not set: auto is the model's own file, vllm is no file (temperature 1, no filters), "
+        "any other value is a folder. The folder's max_new_tokens also limits requests that ask "
+        "for more",
         FROM_MODEL,
     )
     override_generation_config: GenerationConfig = setting(
-        "JSON object on top of that file: temperature, top_p, top_k, min_p, repetition_penalty and "
-        "max_new_tokens, which also limits requests that ask for more",
+        "JSON object that overrides values of that file: temperature, top_p, top_k, min_p, "
+        "repetition_penalty and max_new_tokens, which also limits requests that ask for more",
         GenerationConfig(),
     )
 
@@ -122,10 +123,11 @@ class ModelConfig:
                 raise ConfigError(f"{name} must be a string, got {getattr(self, name)!r}.")
         strings("served_model_name", self.served_model_name)
         if self.model is None and len(self.served_model_name) > 1:
-            # Else `--served-model-name demo PATH` would serve the demo model as PATH.
+            # `--served-model-name demo PATH` must not serve the demo model under the name PATH.
             raise ConfigError(
-                f"served_model_name has {len(self.served_model_name)} names, and no model is "
-                "named: it takes all words that follow it. Put the model before it, or use --model."
+                f"served_model_name has {len(self.served_model_name)} names, but no model is "
+                "named: the flag takes all words that follow it. Put the model before the flag, or "
+                "use --model."
             )
         if not isinstance(self.generation_config, str) or not self.generation_config:
             raise ConfigError(
@@ -137,25 +139,26 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVEventsConfig:
-    """Where KV cache events go, and in which format. The fields are vLLM's, except the last three.
+    """Endpoints and format of KV cache events. The fields are vLLM's, except the last three.
 
-    Events hold the token ids of prompts, and nobody has to log in to read them. So the default
-    endpoint, unlike vLLM's, is for programs of the same machine only.
+    Events contain the token ids of prompts, and subscribers need no password. So the default
+    endpoint, unlike vLLM's, accepts only programs of the same machine.
 
     Args:
-        enable_kv_cache_events: False is as good as no config at all.
+        enable_kv_cache_events: False publishes no events, as if there were no config.
         publisher: "null" drops events.
-        endpoint: ZeroMQ address to publish on; `*` is every interface, port 0 any free one.
-        replay_endpoint: Where subscribers ask for batches that they missed; None is nowhere.
-        buffer_steps: Batches kept for that.
-        hwm: Batches kept for a subscriber that reads slowly; later ones it misses.
-        max_queue_size: Batches that may wait to be sent; the oldest one too many is dropped.
-        topic: Begins every message; subscribers may choose by it.
-        wire_format: The version of vLLM whose subscribers can decode the events. The first one
+        endpoint: ZeroMQ address to publish on. `*` is every interface, and port 0 any free port.
+        replay_endpoint: Address at which subscribers request missed batches; None for no replay.
+        buffer_steps: Number of batches kept for replay.
+        hwm: Number of batches kept for a slow subscriber. It misses further batches.
+        max_queue_size: Number of batches that may wait to be sent. If there are more, the oldest
+            is dropped.
+        topic: Prefix of every message, by which subscribers can filter.
+        wire_format: The version of vLLM whose subscribers can decode the events. "vllm-0.16"
             cannot name KV cache groups.
         block_hash_type: "int" sends the last 8 bytes of a hash as an integer, which is vLLM's
             default; "bytes" sends the whole hash.
-        data_parallel_rank: Sent with each batch; the replica's number with `data_parallel_size`.
+        data_parallel_rank: Number sent with each batch; the replica's, with `data_parallel_size`.
     """
 
     enable_kv_cache_events: bool = True
@@ -188,10 +191,10 @@ class KVEventsConfig:
 
     @staticmethod
     def from_json(text: str) -> "KVEventsConfig":
-        """The config that a JSON object describes.
+        """Reads the config from a JSON object.
 
         Raises:
-            ConfigError: It is not one, has an unknown key, or a value cannot work.
+            ConfigError: The text is not a JSON object, has an unknown key, or has an invalid value.
         """
         try:
             fields = json.loads(text)
@@ -216,13 +219,13 @@ class CacheConfig:
     """The paged KV cache."""
 
     block_size: int | None = setting(
-        "token positions in a block of KV memory; if left out 16, and 64 on the CPU, which reads "
+        "token positions in a block of KV memory; if left out, 16, or 64 on the CPU, which reads "
         "small blocks more slowly",
         None,
     )
     kv_cache_dtype: KVCacheDtype = setting(
-        "precision that keys and values are kept in; auto is float32 on the CPU and the model's "
-        "elsewhere. On the CPU float16 and bfloat16 take half of the memory, and change answers: "
+        "precision in which keys and values are stored; auto is float32 on the CPU and the model's "
+        "elsewhere. On the CPU, float16 and bfloat16 need half of the memory, and change answers: "
         "docs/guide/tuning.md says by how much. Other devices have no choice yet",
         "auto",
     )
@@ -239,7 +242,7 @@ class CacheConfig:
         "share of the device's memory for weights, activations and KV cache", 0.9
     )
     cpu_kv_cache_bytes: int | None = setting(
-        "KV cache size in bytes on the CPU; if left out as much as is useful, up to half of the "
+        "KV cache size in bytes on the CPU; if left out, as much as is useful, up to half of the "
         "memory that is free after the weights are loaded: docs/guide/tuning.md has the rule",
         None,
     )
@@ -247,17 +250,17 @@ class CacheConfig:
         "fixed seed of block hashes; random for each engine if left out", None, is_secret=True
     )
     prefix_caching_hash_algo: PrefixCachingHashAlgo = setting(
-        "hash of block contents: sha256; sha256_cbor, which other programs can compute; xxhash, "
-        "faster, not safe against prompts made to collide",
+        "hash of block contents: sha256; sha256_cbor, which other programs can compute; or xxhash, "
+        "which is faster, but not safe against prompts made to collide",
         "sha256",
     )
     kv_events_config: str | None = setting(
-        "JSON object: publish over ZeroMQ which KV blocks become findable and which are forgotten, "
-        'as in {"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5558"}; '
+        "JSON object: publish over ZeroMQ which KV blocks enter and leave the prefix cache, as in "
+        '{"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5558"}; '
         "other keys: publisher (zmq or null), buffer_steps, hwm, max_queue_size, topic, "
         "wire_format (vllm-0.16 or vllm-0.32), block_hash_type (int or bytes), data_parallel_rank. "
-        "Whoever reaches the endpoint can read it, prompts' token ids included; no events if left "
-        "out",
+        "Every program that can reach the endpoint can read the events, which contain prompts' "
+        "token ids. No events if left out",
         None,
     )
     kv_cache_metrics_sample: float = setting(
@@ -268,7 +271,7 @@ class CacheConfig:
         one_of("kv_cache_dtype", self.kv_cache_dtype, KVCacheDtype.__args__)
         true_or_false("enable_prefix_caching", self.enable_prefix_caching)
         true_or_false("disable_hybrid_kv_cache_manager", self.disable_hybrid_kv_cache_manager)
-        # A float 16.0 would pass as 16, and make floats of block numbers.
+        # A float 16.0 equals 16, but would turn block numbers into floats.
         is_known = type(self.block_size) is int and self.block_size in (8, 16, 32, 64, 128, 256)
         if self.block_size is not None and not is_known:
             raise ConfigError(
@@ -297,10 +300,10 @@ class CacheConfig:
 
     @property
     def kv_events(self) -> KVEventsConfig | None:
-        """`kv_events_config` as settings; None where there are to be no events.
+        """`kv_events_config` as settings; None if no events are published.
 
         Raises:
-            ConfigError: It cannot work; construction has checked that.
+            ConfigError: It is invalid. Construction checks this.
         """
         if self.kv_events_config is None:
             return None
@@ -311,17 +314,17 @@ class CacheConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Who runs in a step."""
+    """The limits and policies of the scheduler."""
 
-    max_num_seqs: int = setting("most requests that run at once", 64)
+    max_num_seqs: int = setting("largest number of requests that run at the same time", 64)
     max_num_batched_tokens: int = setting(
         "token budget of a step, prefill and decode together", 512
     )
     enable_chunked_prefill: bool = setting(
-        "split a prompt over steps when the budget is short", True
+        "split a prompt over several steps if it exceeds the token budget", True
     )
     long_prefill_token_threshold: int = setting(
-        "most tokens of one request in one step; 0 is no limit", 0
+        "largest number of tokens of one request in one step; 0 is no limit", 0
     )
     policy: SchedulerPolicy = setting(
         "order of waiting requests: by arrival, or by priority (lower first), then arrival",
@@ -329,29 +332,30 @@ class SchedulerConfig:
         aliases=("--scheduling-policy",),
     )
     full_sequence_must_fit: bool = setting(
-        "admit a request only if its whole prompt, not its first part alone, fits the free KV "
-        "blocks; without it more requests start, and more are preempted",
+        "admit a request only if its whole prompt fits into the free KV blocks, and not only its "
+        "first part; without it, more requests start, and more are preempted",
         True,
         aliases=("--scheduler-reserve-full-isl",),
     )
     # Hidden until a model with an encoder can be served.
     max_num_encoder_input_tokens: int = setting(
-        "encoder tokens of images and the like that one step may compute", 2048, is_hidden=True
+        "encoder tokens, of images for example, that one step may compute", 2048, is_hidden=True
     )
     encoder_cache_size: int = setting("encoder tokens whose outputs are kept", 2048, is_hidden=True)
     async_scheduling: bool = setting(
-        "decide the next step while the device computes this one; answers are the same without",
+        "decide the next step while the device computes the current one; this does not change "
+        "answers",
         True,
     )
     max_decode_burst: int = setting(
-        "most decode steps that the device computes at once, without the host, while no request "
-        "waits; the engine takes fewer while requests arrive, and where clients would see tokens "
-        "come in lumps",
+        "largest number of decode steps that the device computes without the host, while no "
+        "request waits; the engine uses fewer while requests arrive, and if clients would receive "
+        "tokens in bursts",
         8,
     )
     trace_file: str | None = setting(
-        "write every arrival, decision and block movement to this file, a JSON line a step, for "
-        "`python -m paxkv.replay`",
+        "write every arrival, decision and block movement to this file, one JSON line per step, "
+        "for `python -m paxkv.replay`",
         None,
     )
 
@@ -363,8 +367,8 @@ class SchedulerConfig:
         if self.max_decode_burst > MAX_DECODE_BURST:
             raise ConfigError(
                 f"max_decode_burst must be at most {MAX_DECODE_BURST}, got "
-                f"{self.max_decode_burst}: nobody waits for more, and every step of a burst takes "
-                "room in its result."
+                f"{self.max_decode_burst}: longer bursts gain nothing, and every step of a burst "
+                "needs memory for its result."
             )
         at_least("max_num_encoder_input_tokens", self.max_num_encoder_input_tokens, 0)
         at_least("encoder_cache_size", self.encoder_cache_size, 0)
@@ -375,29 +379,31 @@ class SchedulerConfig:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
-                f"max_num_seqs={self.max_num_seqs}: every running request needs a token a step."
+                f"max_num_seqs={self.max_num_seqs}: every running request needs a token per step."
             )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerConfig:
-    """How the device computes a step."""
+    """Settings for the computation of steps on the device."""
 
     kernels: Kernels = setting(
-        "what computes on the KV cache: auto is the kernels written for this device, where it has "
-        "some and they give XLA's results at the start; xla is plain XLA, which runs everywhere",
+        "implementation of operations on the KV cache: auto is the kernels written for this "
+        "device, if there are any and they reproduce XLA's results at the start; xla is plain XLA, "
+        "which runs everywhere",
         "auto",
     )
     batch_invariant: bool = setting(
-        "give a request the same bits whatever runs beside it, and whether its tokens are found in "
-        "the prefix cache, split over steps or computed again; every step is computed in tiles of "
-        "32 tokens, without bursts, which takes longer",
+        "compute bit-identical results for a request, regardless of other requests in the batch, "
+        "and of whether its tokens are cached, split over steps or computed again. Every step is "
+        "computed in tiles of 32 tokens, without bursts, which takes longer",
         False,
     )
     max_logprobs: int = setting(
-        "most log-probabilities a position that a request may ask for, or -1 for the whole "
-        "vocabulary. Above 20, they are picked out on the host: a request that asks for so many "
-        "brings the logits home at every step, and prompts' programs hold those of all tokens",
+        "largest number of log-probabilities per position that a request may ask for; -1 is the "
+        "whole vocabulary. More than 20 are selected on the host: for such a request the logits "
+        "are copied to the host in every step, and programs for prompts hold the logits of all "
+        "tokens",
         MAX_LOGPROBS,
     )
     check_logits: bool = setting(
@@ -417,15 +423,15 @@ class RunnerConfig:
         True,
     )
     compilation_cache_dir: str | None = setting(
-        "that folder; nobody else should be able to write to it, because what lies there is run. "
-        "If left out: paxkv in JAX_COMPILATION_CACHE_DIR if that is set, or else paxkv/compiled in "
-        "the user's cache folder, ~/.cache or XDG_CACHE_HOME",
+        "folder of compiled programs. Other users must not be able to write to it, because its "
+        "contents are executed. If left out: paxkv in JAX_COMPILATION_CACHE_DIR if that is set, or "
+        "else paxkv/compiled in the user's cache folder, ~/.cache or XDG_CACHE_HOME",
         None,
     )
     compiled_dir: str | None = setting(
-        "folder that `python -m paxkv.compile` wrote: its programs are loaded, none is compiled, "
-        "and the start is refused if they are not for this model, these settings, this device and "
-        "these versions. What lies there is run: take such folders from people you trust",
+        "folder that `python -m paxkv.compile` wrote. The engine loads its programs and compiles "
+        "none. It does not start if they are not for this model, these settings, this device and "
+        "these versions. The contents are executed, so use only folders from people you trust",
         None,
     )
 
@@ -458,12 +464,12 @@ class RunnerConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """How many engines share the work."""
+    """The number of engines."""
 
     data_parallel_size: int = setting(
-        "engines that share the requests, each a process with weights and a KV cache of its own, "
-        "so that other limits and sizes are of each: on an NVIDIA machine each has one GPU, and "
-        "without GPUs an equal part of the processor cores",
+        "number of engines that share the requests. Each is a process with its own weights and KV "
+        "cache, so other limits and sizes apply to each engine. On an NVIDIA machine each engine "
+        "has one GPU; without GPUs, an equal part of the processor cores",
         1,
         aliases=("-dp",),
     )
@@ -474,7 +480,7 @@ class ParallelConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything an engine needs to be built."""
+    """All settings of an engine."""
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
@@ -484,7 +490,7 @@ class EngineConfig:
 
 
 def _model_impl(value: object) -> None:
-    """Checks the form alone: the module is imported in the process that loads the model."""
+    """Checks only the format; the process that loads the model imports the module."""
     module, _, class_name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     if value != AUTO_MODEL_IMPL and not (module and class_name.isidentifier()):
         raise ConfigError(
@@ -501,7 +507,7 @@ def _zmq_endpoint(name: str, value: object) -> None:
             f"got {value!r}."
         )
     port = value.rpartition(":")[2]
-    # ZeroMQ would take 99999 for 34463. "*" is any free port, as 0 is.
+    # ZeroMQ would read port 99999 as 34463. "*" means any free port, like 0.
     is_port = port == "*" or (port.isdecimal() and int(port) <= 65535)
     if value.startswith("tcp://") and not is_port:
         raise ConfigError(f"{name} must end in a port in [0, 65535], got {value!r}.")

@@ -3,14 +3,14 @@
 import os
 from collections.abc import Sequence
 
-# The first one that holds a key wins. The second one is vLLM's.
+# The first variable that contains a key is used. The second variable is vLLM's.
 API_KEY_VARIABLES = ("PAXKV_API_KEY", "VLLM_API_KEY")
 
 
 def words_from_environment(variables: Sequence[str]) -> tuple[str, ...]:
-    """The words of the first variable that has any, separated by commas; () if none has.
+    """The comma-separated words of the first variable that contains any; () if none does.
 
-    A variable that is set but holds no word, as in `PAXKV_API_KEY=`, counts as not set.
+    A variable that is set but contains no word, as in `PAXKV_API_KEY=`, counts as not set.
     """
     for variable in variables:
         words = tuple(word.strip() for word in os.environ.get(variable, "").split(","))

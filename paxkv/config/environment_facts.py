@@ -1,4 +1,4 @@
-"""Versions and environment variables that a report may show: none of them is a secret."""
+"""Versions and environment variables that a report may show. They contain no secrets."""
 
 import importlib.metadata
 import os
@@ -8,7 +8,7 @@ PACKAGES = (
     + ("tokenizers", "jinja2", "msgspec", "pyzmq", "starlette", "uvicorn", "prometheus_client")
     + ("llguidance", "torch", "transformers", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 )  # fmt: skip
-# Whose values are shown. Of other variables not even the names are.
+# Variables that a report shows. The names of other variables are not shown either.
 _VARIABLES = (
     ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_X64", "XLA_FLAGS")
     + ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION", "CUDA_VISIBLE_DEVICES")
@@ -25,5 +25,5 @@ def package_version(package: str) -> str | None:
 
 
 def shown_variables() -> dict[str, str]:
-    """Those environment variables that are set and may be shown."""
+    """The environment variables that are set and may be shown."""
     return {name: os.environ[name] for name in _VARIABLES if name in os.environ}

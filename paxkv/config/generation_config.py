@@ -1,4 +1,4 @@
-"""Finds sampling defaults: a checkpoint's generation_config.json, and the settings on top of it."""
+"""Finds sampling defaults: a checkpoint's generation_config.json, overridden by settings."""
 
 import dataclasses
 import json
@@ -10,21 +10,21 @@ from paxkv.errors import ConfigError
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 _INTEGERS = ("top_k", "max_new_tokens")
-# Sources of defaults that are no folder: the model's own file, and no file.
+# Values of the setting that do not name a folder: the model's own file, and no file.
 FROM_MODEL, FROM_NOWHERE = "auto", "vllm"
 
 
 def find_sampling_defaults(
     source: str, override: GenerationConfig, model_folder: Path
 ) -> SamplingDefaults:
-    """Those of a model.
+    """Finds the sampling defaults of a model.
 
     Args:
-        source: "auto" is `model_folder`, "vllm" no file at all; else another folder.
-        override: On top of the file.
+        source: "auto" for the file in `model_folder`, "vllm" for no file, or another folder.
+        override: Values that override the file's.
 
     Raises:
-        ConfigError: The other folder has no such file, or a file cannot work.
+        ConfigError: The other folder has no such file, or a file is invalid.
     """
     if source == FROM_NOWHERE:
         return SamplingDefaults(
@@ -38,10 +38,10 @@ def find_sampling_defaults(
 
 
 def generation_config_folder(source: str, model_folder: Path) -> Path:
-    """Whose generation_config.json counts; that of the model may be missing.
+    """The folder whose generation_config.json is used. In the model's folder it may be missing.
 
     Raises:
-        ConfigError: Another folder was named, and has none.
+        ConfigError: `source` names another folder, which has no such file.
     """
     if source in (FROM_MODEL, FROM_NOWHERE):
         return model_folder
@@ -56,13 +56,13 @@ def generation_config_folder(source: str, model_folder: Path) -> Path:
 
 
 def read_generation_config(folder: Path, *, without: Collection[str] = ()) -> GenerationConfig:
-    """What a folder's generation_config.json says; nothing where there is no such file.
+    """Reads a folder's generation_config.json; without such a file, no field is set.
 
     Args:
-        without: Names that are not looked at.
+        without: Names of fields to ignore.
 
     Raises:
-        ConfigError: It cannot be read, is not an object, or a value cannot work.
+        ConfigError: The file cannot be read, is not an object, or has an invalid value.
     """
     path = folder / GENERATION_CONFIG_FILE
     try:
@@ -91,6 +91,6 @@ def read_generation_config(folder: Path, *, without: Collection[str] = ()) -> Ge
 
 
 def _as_written(name: str, value: object) -> object:
-    """The value, with an integer for 20.0 where the setting is an integer."""
+    """The value; 20.0 becomes 20 if the setting is an integer."""
     is_whole = isinstance(value, float) and value.is_integer()
     return int(value) if is_whole and name in _INTEGERS else value

@@ -1,4 +1,4 @@
-"""What requests are sampled with where they say nothing, as values; they cross to clients."""
+"""Defaults for sampling parameters that a request does not set."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,14 +12,15 @@ _NEUTRAL = {field.name: field.default for field in dataclasses.fields(SamplingPa
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationConfig:
-    """With the names of a generation_config.json; None says nothing: a request's own default holds.
+    """The supported fields of a generation_config.json.
 
-    The other names of such files mean nothing here, as in vLLM: `"do_sample": false` does not make
-    a model greedy, `"temperature": 0` does.
+    None means that the field is not set, so the default of `SamplingParams` applies. Other fields
+    of such files are ignored, as in vLLM. For example, `"do_sample": false` does not make a model
+    greedy, but `"temperature": 0` does.
 
     Args:
-        temperature: As `SamplingParams` has it; so are the next four.
-        max_new_tokens: Its `max_tokens`, at least 1.
+        temperature: As in `SamplingParams`, like the next four fields.
+        max_new_tokens: `max_tokens` of `SamplingParams`, at least 1.
 
     Raises:
         ConfigError: A value is out of range or of the wrong type.
@@ -34,7 +35,7 @@ class GenerationConfig:
 
     def __post_init__(self) -> None:
         most = self.max_new_tokens
-        # Before SamplingParams, which would name another field.
+        # Check here, because an error of SamplingParams would name the field `max_tokens`.
         if most is not None and (type(most) is not int or not 1 <= most < 2**31):
             raise ConfigError(f"max_new_tokens must be an integer in [1, 2**31), got {most!r}.")
         try:
@@ -44,12 +45,12 @@ class GenerationConfig:
 
     @classmethod
     def from_fields(cls, fields: object) -> "GenerationConfig":
-        """From the JSON object of `override_generation_config`.
+        """Reads the JSON object of `override_generation_config`.
 
-        A value of null takes back what a file says: it becomes the value that changes nothing.
+        A null overrides the file's value with the neutral default of `SamplingParams`.
 
         Raises:
-            ConfigError: It is not an object, has an unknown key, or a value cannot work.
+            ConfigError: It is not an object, has an unknown key, or a value is invalid.
         """
         where = "override_generation_config"
         if not isinstance(fields, Mapping):
@@ -58,12 +59,13 @@ class GenerationConfig:
         unknown = [name for name in fields if name not in known]
         if unknown:
             raise ConfigError(
-                f"{where} may have {', '.join(known)}; got {', '.join(map(str, unknown))}."
+                f"{where} may have {', '.join(known)}; got {', '.join(map(str, unknown))}. Remove "
+                "the unknown keys."
             )
         if fields.get(_MAX_NEW_TOKENS, 1) is None:
             raise ConfigError(
-                f"{where}: max_new_tokens must be a number. To be rid of a file's, start with "
-                "--generation-config vllm, and give here what is wanted of its other values."
+                f"{where}: max_new_tokens must be a number, got null. To remove the limit of the "
+                "file, start with --generation-config vllm, and set the file's other values here."
             )
         given = {n: _NEUTRAL[n] if value is None else value for n, value in fields.items()}
         try:
@@ -73,17 +75,17 @@ class GenerationConfig:
 
     @property
     def given(self) -> dict[str, float | int]:
-        """What is said, by name."""
+        """The fields that are set, by name."""
         named = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
         return {name: value for name, value in named if value is not None}
 
     @property
     def changes(self) -> dict[str, float | int]:
-        """What is said and is not neutral anyway."""
+        """The fields that are set to other values than the neutral defaults."""
         return {n: v for n, v in self.given.items() if n not in _NEUTRAL or v != _NEUTRAL[n]}
 
     def sampling_keywords(self) -> dict[str, float | int]:
-        """What is said, as arguments of SamplingParams."""
+        """The fields that are set, as arguments of SamplingParams."""
         keywords = self.given
         if _MAX_NEW_TOKENS in keywords:
             keywords["max_tokens"] = keywords.pop(_MAX_NEW_TOKENS)
@@ -92,13 +94,13 @@ class GenerationConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """What requests are sampled with where they say nothing.
+    """Defaults for sampling parameters that a request does not set.
 
     Args:
-        generation_config: File and settings together.
-        max_tokens_limit: Most new tokens of any request over HTTP, whatever it says; None is no
-            limit. The number that the operator gave: that of the model's own file is what its
-            authors suggest, and limits nobody who asks for more.
+        generation_config: The generation_config.json, with the operator's settings applied.
+        max_tokens_limit: Largest number of new tokens of any request over HTTP; None for no limit.
+            Only the operator sets this limit. The `max_new_tokens` of the model's own file is only
+            a default.
     """
 
     generation_config: GenerationConfig = GenerationConfig()

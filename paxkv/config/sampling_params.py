@@ -1,4 +1,4 @@
-"""SamplingParams and BeamSearchParams: how the tokens of a request are found and when it stops."""
+"""SamplingParams and BeamSearchParams: how a request's tokens are chosen, and when it stops."""
 
 import dataclasses
 import itertools
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.errors import InvalidRequestError
 
-# Those that the device picks out; `RunnerConfig.max_logprobs` allows others.
+# Number of log-probabilities that the device selects; `RunnerConfig.max_logprobs` may allow more.
 MAX_LOGPROBS = 20
-# Completions of one request, as many as OpenAI's API allows.
+# Largest number of completions of one request, as in OpenAI's API.
 MAX_N = 128
-# Every step of a beam search looks at the 2 * beam_width most likely tokens of each beam.
+# Every step of a beam search considers the 2 * beam_width most likely tokens of each beam.
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
@@ -21,14 +21,14 @@ MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
-# Each bad word may be written with a space before it, and without.
+# Each bad word has two spellings: with and without a space before it.
 MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS
 MAX_BAD_WORD_TOKENS = 16
 MAX_PENALTY = 2.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
-# Below this, dividing by the temperature overflows f32; such requests are drawn greedily.
+# Below this, dividing by the temperature overflows f32; such requests are sampled greedily.
 MIN_TEMPERATURE = 1e-5
-# A caller's way to say that a draw need not be repeatable, as good as None.
+# Means no seed, like None.
 NO_SEED = -1
 _MAX_SEED = 2**63 - 1
 
@@ -38,38 +38,39 @@ class SamplingParams:
     """Sampling and stopping of one request, with vLLM's field names and defaults.
 
     Args:
-        n: Completions of the prompt, in [1, 128]; several are drawn independently, so they need a
-            temperature. The prompt is computed once, and its KV blocks are shared.
-        temperature: 0 is greedy; else logits are divided by it. In [0, 100].
+        n: Number of completions of the prompt, in [1, 128]. Several completions are sampled
+            independently, so they need a temperature. The prompt is computed once, and its KV
+            blocks are shared.
+        temperature: 0 is greedy; otherwise logits are divided by it. In [0, 100].
         top_k: Keep the k most likely tokens; 0 or -1 keeps all.
         top_p: Keep the smallest set of most likely tokens whose probability reaches it, in (0, 1].
         min_p: Drop tokens less likely than `min_p` times the most likely one, in [0, 1].
-        seed: With a seed the draw depends only on the seed and the position, never on the batch.
-            Completion i of several is drawn with `seed + i`, in 64 bits. -1 is none, as None is.
-        max_tokens: Most new tokens, at least 1; None means up to max_model_len.
-        min_tokens: Before so many new tokens neither the model's EOS nor a stop token is drawn, and
-            no stop string is looked for. At most `max_tokens`.
+        seed: With a seed, the random numbers depend only on the seed and the position, not on the
+            batch. Completion i is sampled with `seed + i`, in 64 bits. -1 and None mean no seed.
+        max_tokens: Largest number of new tokens, at least 1; None means up to max_model_len.
+        min_tokens: Before this number of new tokens, EOS and stop tokens are not sampled, and stop
+            strings are ignored. At most `max_tokens`.
         stop: Strings that end the text; the text is cut before them unless
             `include_stop_str_in_output`.
         stop_token_ids: Tokens that end the request, besides the model's EOS.
-        ignore_eos: Go on after the model's EOS token.
-        logprobs: Number of most likely tokens reported a position besides the drawn one, at most
-            the engine's `max_logprobs`, and -1 is all; None reports none. They are taken before
-            temperature and filters.
-        prompt_logprobs: The same for the tokens of the prompt, which is then computed whole: the
-            prefix cache is not read.
-        presence_penalty: Taken from the logit of each token that the output has, in [-2, 2].
-        frequency_penalty: The same, for each time that the output has it, in [-2, 2].
-        repetition_penalty: Divides positive logits of tokens that prompt or output have, and
-            multiplies the others, in [0.001, 1000].
-        bad_words: Strings whose tokens are not drawn one behind the other, at most 128.
-        allowed_token_ids: The only tokens that may be drawn; None is all.
-        logit_bias: Added to the logits of these tokens, in [-100, 100]; at most 1024.
-        detokenize: False skips making text (then `stop` is refused).
-        skip_special_tokens: Leave special tokens out of the text.
-        spaces_between_special_tokens: False takes away the space that some tokenizers put between
-            two special tokens, where the text shows them.
-        structured_outputs: The form that the tokens must have; None is any.
+        ignore_eos: Continue after the model's EOS token.
+        logprobs: Number of most likely tokens to report per position, besides the sampled one. At
+            most the engine's `max_logprobs`; -1 reports all tokens, None reports no
+            log-probabilities. They are computed before temperature and filters.
+        prompt_logprobs: The same for the tokens of the prompt. The whole prompt is then computed,
+            without the prefix cache.
+        presence_penalty: Subtracted from the logit of each token in the output, in [-2, 2].
+        frequency_penalty: Subtracted once per occurrence of the token in the output, in [-2, 2].
+        repetition_penalty: For tokens in prompt or output, divides positive logits and multiplies
+            negative ones, in [0.001, 1000].
+        bad_words: At most 128 strings whose token sequences are not sampled.
+        allowed_token_ids: The only tokens that may be sampled; None allows all tokens.
+        logit_bias: Token id -> number in [-100, 100] that is added to its logit; at most 1024.
+        detokenize: False produces no text; then `stop` is rejected.
+        skip_special_tokens: Omit special tokens from the text.
+        spaces_between_special_tokens: False removes the space that some tokenizers put between two
+            special tokens in the text.
+        structured_outputs: The format that the output must have; None for any.
 
     Raises:
         InvalidRequestError: A value is out of range or of the wrong type.
@@ -176,7 +177,7 @@ class SamplingParams:
                     f"{_shortened(ids)}. Leave it out to allow all.",
                     param="allowed_token_ids",
                 )
-            # One by one a million would take long.
+            # Checking a million ids one by one would take too long.
             if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= 2**31:
                 for token_id in ids:
                     _check_int("allowed_token_ids", token_id, low=0, high=2**31 - 1)
@@ -220,7 +221,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the tokens before change the logits of the next one."""
+        """Whether previous tokens change the logits of the next one."""
         return (
             self.presence_penalty != 0
             or self.frequency_penalty != 0
@@ -229,7 +230,7 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether any setting except `min_tokens` changes logits before each draw."""
+        """Whether any setting except `min_tokens` changes the logits before sampling."""
         return (
             self.has_penalties
             or bool(self.bad_words)
@@ -239,7 +240,7 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, whatever form it was given in."""
+        """`stop` as a tuple of strings."""
         if self.stop is None:
             return ()
         if isinstance(self.stop, str):
@@ -253,13 +254,13 @@ class SamplingParams:
 
 
 def check_stop_sizes(name: str, stops: Sequence[str]) -> None:
-    """Checks how many stop strings there are, and their lengths.
+    """Checks the number of stop strings and their lengths.
 
     Args:
-        name: What the request calls them.
+        name: The name of the request's field.
 
     Raises:
-        InvalidRequestError: There are too many, or one is too long.
+        InvalidRequestError: There are too many stop strings, or one is too long.
     """
     if len(stops) > MAX_STOP_STRINGS or any(len(s) > MAX_STOP_STRING_CHARS for s in stops):
         raise InvalidRequestError(
@@ -275,13 +276,13 @@ class BeamSearchParams:
     """Settings of one beam search, with vLLM's field names and defaults.
 
     Args:
-        beam_width: Sequences kept at every step and returned at the end, in [1, 10].
-        max_tokens: Most new tokens, at least 1; None is what `SamplingParams` mean by it.
-        ignore_eos: Go on after the model's EOS token, as after any other.
-        temperature: Above 0, a token drawn at this temperature joins the candidates of each beam,
-            which are its `2 * beam_width` most likely tokens. In [0, 100].
+        beam_width: Number of sequences kept at every step and returned at the end, in [1, 10].
+        max_tokens: Largest number of new tokens, at least 1; None means up to max_model_len.
+        ignore_eos: Continue after the model's EOS token, as after any other token.
+        temperature: The candidates of each beam are its `2 * beam_width` most likely tokens. Above
+            0, one token sampled at this temperature is added to them. In [0, 100].
         length_penalty: Sequences are ranked by `cum_logprob / length**length_penalty`, in
-            [-10, 10]; the length is that of prompt and new tokens without the EOS.
+            [-10, 10]. The length counts prompt and new tokens without EOS.
         include_stop_str_in_output: Whether the text shows the EOS token.
 
     Raises:
@@ -306,21 +307,22 @@ class BeamSearchParams:
 
 
 def is_wide(num_logprobs: int | None) -> bool:
-    """Whether so many are more than the device picks out."""
+    """Whether a request needs more log-probabilities than the device selects."""
     return num_logprobs is not None and (num_logprobs == -1 or num_logprobs > MAX_LOGPROBS)
 
 
 def check_num_logprobs(
     name: str, num_logprobs: int | None, *, max_logprobs: int, vocab_size: int
 ) -> None:
-    """Whether an engine tells so many log-probabilities of a position.
+    """Checks a request's number of log-probabilities per position against the engine's limit.
 
     Args:
-        name: Of the field.
-        max_logprobs: The engine's setting; -1, of both numbers, is the whole vocabulary.
+        name: Name of the request's field.
+        num_logprobs: The request's number; -1 for the whole vocabulary.
+        max_logprobs: The engine's limit; -1 for the whole vocabulary.
 
     Raises:
-        InvalidRequestError: They are too many.
+        InvalidRequestError: The number exceeds the limit.
     """
     if num_logprobs is None:
         return
@@ -329,8 +331,8 @@ def check_num_logprobs(
     if num_wanted > most:
         raise InvalidRequestError(
             f"{name}={num_logprobs} asks for {num_wanted} tokens of each position; at most {most} "
-            "are told. Send at most so many, or start with a larger --max-logprobs (-1 is the "
-            "whole vocabulary).",
+            "are allowed. Ask for fewer, or start the server with a larger --max-logprobs (-1 is "
+            "the whole vocabulary).",
             param=name,
         )
 
@@ -338,8 +340,8 @@ def check_num_logprobs(
 def _check_float(
     name: str, value: object, *, low: float, high: float, low_is_open: bool = False
 ) -> None:
-    # Not isinstance: True is an int, and a NumPy scalar cannot cross to the engine. NaN fails
-    # every comparison.
+    # `type` instead of isinstance: True is an int, and a NumPy scalar cannot be sent to the engine.
+    # NaN fails every comparison.
     is_number = type(value) in (int, float)
     if not is_number or not (low < value if low_is_open else low <= value) or not value <= high:
         left = "(" if low_is_open else "["
@@ -356,8 +358,8 @@ def _check_int(name: str, value: object, *, low: int, high: int) -> None:
 
 
 def _shortened(value: object, max_chars: int = 200) -> str:
-    """A value as it is shown in an error."""
-    # What is cut here is over the limit as text, too.
+    """The value's repr for an error message, cut to `max_chars`."""
+    # Cut the value first, so that a huge value is not converted to text as a whole.
     if isinstance(value, (list, tuple, str)):
         value = value[:max_chars]
     elif isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Every setting of the HTTP server: frozen, checked once, with its help text."""
+"""All settings of the HTTP server, with their help texts. They are checked at construction."""
 
 import dataclasses
 import math
@@ -13,63 +13,66 @@ from paxkv.errors import ConfigError
 ToolCallParser = Literal["hermes", "llama3_json"]
 ReasoningParserName = Literal["qwen3", "deepseek_r1"]
 
-# An engine loads its libraries before it can say that it does something: seconds, or tens of them
-# from a slow disk.
+# An engine can show progress only after it has loaded its libraries. From a slow disk this takes
+# tens of seconds.
 MIN_READY_TIMEOUT_S = 30.0
 _OWN_PATHS = (
     *("/health", "/ping", "/load", "/metrics", "/version", "/openapi.json"),
     *("/tokenize", "/detokenize", "/reset_prefix_cache", "/explain_prefix_cache_miss"),
     *("/start_profile", "/stop_profile", "/tokenizer_info", "/server_info"),
 )
-# What other paths begin with: "/v1/chat" taken off "/v1/chat/completions" would leave one that is
-# nothing's.
+# Prefixes of other paths. With the root path "/v1/chat", for example, the server would strip it
+# from "/v1/chat/completions", and no route would match.
 _OWN_FOLDERS = ("/v1", "/inspector")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The HTTP door."""
+    """Settings of the HTTP server."""
 
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("port to listen on; 0 picks a free one", 8000)
     root_path: str | None = setting(
-        "path that a proxy has in front of all of ours, whether or not it takes it off", None
+        "path prefix under which a proxy offers the server, whether or not the proxy strips it",
+        None,
     )
     max_waiting_requests: int | None = setting(
-        "requests that may wait for a place in the running batch; one more is answered with 503 "
-        "and Retry-After at once. Each prompt, and each of its n completions, counts as one. "
-        "Places are --max-num-seqs, or, while the engine has some waiting, as many as it runs. No "
-        "limit if left out",
+        "largest number of requests that may wait for a place in the running batch; further "
+        "requests are answered immediately with 503 and Retry-After. Each prompt, and each of its "
+        "n completions, counts as one. The batch has --max-num-seqs places or, while requests wait "
+        "in the engine, as many as it runs. No limit if left out",
         None,
     )
     max_num_queued_reqs: int | None = setting(
-        "requests that may run and wait together; one more is answered with 503 and Retry-After at "
-        "once. Each prompt, and each of its n completions, counts as one. No limit if left out",
+        "largest number of running and waiting requests together; further requests are answered "
+        "immediately with 503 and Retry-After. Each prompt, and each of its n completions, counts "
+        "as one. No limit if left out",
         None,
     )
     max_body_bytes: int = setting("largest request body, in bytes", 4 * 2**20)
     max_header_bytes: int = setting(
-        "most bytes of a request's first line and headers",
+        "largest size of a request's first line and headers, in bytes",
         64 * 2**10,
         aliases=("--h11-max-incomplete-event-size",),
     )
     h11_max_header_count: int | None = setting(
-        "most headers of a request; no limit besides --max-header-bytes if left out", None
+        "largest number of headers of a request; only --max-header-bytes limits it if left out",
+        None,
     )
     max_connections: int | None = setting(
-        "most open connections; one more is answered with 503 and closed. As many as the limit of "
-        "open files allows if left out, up to 65,000",
+        "largest number of open connections; further ones are answered with 503 and closed. If "
+        "left out, as many as the limit of open files allows, up to 65,000",
         None,
     )
     request_timeout_s: float = setting(
-        "seconds a client may take to send a whole request, or to take what was written for it, "
-        "before it is dropped",
+        "seconds that a client may take to send a whole request, or to read what the server has "
+        "written, before the connection is closed",
         15.0,
     )
     max_unread_bytes: int = setting(
-        "bytes of streamed answers that may wait in memory for clients that read slowly, of all "
-        "requests together; over it, the request with the most of them ends with an error. One "
-        "request may have 32 MiB of them",
+        "bytes of streamed answers of all requests that may wait in memory for slow clients. Above "
+        "this limit, the request with the most waiting bytes ends with an error. A single request "
+        "may have up to 32 MiB",
         256 * 2**20,
     )
     shutdown_timeout_s: float = setting(
@@ -78,34 +81,34 @@ class ServerConfig:
         aliases=("--shutdown-timeout",),
     )
     max_engine_restarts: int = setting(
-        "times in a row that an engine process that died is started again, before the server ends "
-        "with exit code 1; 0 ends it as soon as its engine dies",
+        "how often in a row the server restarts an engine process that died, before it ends with "
+        "exit code 1; with 0 it ends as soon as its engine dies",
         3,
     )
     engine_restart_window_s: float = setting(
-        "seconds that an engine must have served for its restarts to be forgiven", 600.0
+        "seconds that an engine must serve before its restarts are no longer counted", 600.0
     )
     engine_ready_timeout_s: float = setting(
-        "seconds that an engine process that starts may do nothing, neither compute nor read; then "
-        "it is killed. However long it computes does not matter. At least 30; 0 is no limit",
+        "seconds without computing or reading after which a starting engine process is killed. The "
+        "time that it computes is not limited. At least 30; 0 is no limit",
         600.0,
     )
     max_step_seconds: float = setting(
-        "seconds without a completed step, while requests wait, after which GET /health answers "
-        "503 with the reason. A step computes at most --max-num-batched-tokens tokens, so a long "
-        "prompt takes many steps. 0 is no limit",
+        "seconds without a completed step after which GET /health answers 503 with the reason, if "
+        "requests wait. A step computes at most --max-num-batched-tokens tokens, so a long prompt "
+        "takes many steps. 0 is no limit",
         120.0,
     )
     execute_model_timeout_s: float = setting(
-        "seconds that a step of the model may take; then the engine process is killed and started "
-        "again, as if it had died. 0 is no limit",
+        "seconds that a step of the model may take. Then the engine process is killed and "
+        "restarted, as if it had died. 0 is no limit",
         300.0,
     )
     api_key: tuple[str, ...] = setting(
-        "keys, any of which a client must send as `Authorization: Bearer KEY` to use what lies "
-        "under /v1 and the admin routes. If left out, the environment variable PAXKV_API_KEY has "
-        "them, with commas between several; if that has none, VLLM_API_KEY likewise. Other users "
-        "of the machine can read flags, not variables",
+        "API keys. A client must send one of them as `Authorization: Bearer KEY` to use the routes "
+        "under /v1 and the admin routes. If left out, they are read from the environment variable "
+        "PAXKV_API_KEY, separated by commas, or from VLLM_API_KEY if that is empty. Other users of "
+        "the machine can read flags, but not variables",
         (),
         environment=API_KEY_VARIABLES,
         is_secret=True,
@@ -113,52 +116,58 @@ class ServerConfig:
     ssl_keyfile: str | None = setting("private key, for HTTPS", None)
     ssl_certfile: str | None = setting("certificate, for HTTPS", None)
     ssl_ca_certs: str | None = setting(
-        "certificates of who may sign a client's; see --ssl-cert-reqs", None
+        "certificates of the authorities that sign clients' certificates; see --ssl-cert-reqs", None
     )
     ssl_cert_reqs: int = setting(
-        "whether a client must show a certificate: 0 no, 1 it may, 2 it must", 0
+        "whether clients authenticate by certificate: 0 never, 1 optionally, 2 always", 0
     )
     allowed_origins: tuple[str, ...] = setting(
-        "web pages' origins that may use the server from a browser, as in '[\"https://a.org\"]'; "
-        '["*"] is all of them, and none if left out',
+        "origins of web pages that may use the server from a browser, as in '[\"https://a.org\"]'; "
+        '["*"] allows all origins; none is allowed if left out',
         (),
         is_json=True,
     )
-    allowed_methods: tuple[str, ...] = setting("methods that they may use", ("*",), is_json=True)
-    allowed_headers: tuple[str, ...] = setting("headers that they may send", ("*",), is_json=True)
-    allow_credentials: bool = setting("let them send cookies and the like", False)
+    allowed_methods: tuple[str, ...] = setting(
+        "HTTP methods that pages of --allowed-origins may use", ("*",), is_json=True
+    )
+    allowed_headers: tuple[str, ...] = setting(
+        "headers that pages of --allowed-origins may send", ("*",), is_json=True
+    )
+    allow_credentials: bool = setting(
+        "let pages of --allowed-origins send cookies and other credentials", False
+    )
     disable_fastapi_docs: bool = setting(
         "do not offer GET /openapi.json, the description of the API", False
     )
     enable_tokenizer_info_endpoint: bool = setting(
         "offer GET /tokenizer_info: the tokenizer's configuration and the chat template", False
     )
-    disable_uvicorn_access_log: bool = setting("log no line a request", False)
+    disable_uvicorn_access_log: bool = setting("do not log a line per request", False)
     disable_access_log_for_endpoints: str | None = setting(
-        "paths that get none, with commas between: /health,/metrics,/ping", None
+        "paths whose requests are not logged, separated by commas: /health,/metrics,/ping", None
     )
     disable_log_stats: bool = setting(
-        "log no line on throughput, requests and cache every --log-stats-interval-s; /metrics has "
-        "its numbers all the same",
+        "do not log throughput, requests and cache use every --log-stats-interval-s seconds; "
+        "/metrics still has these numbers",
         False,
     )
     log_stats_interval_s: float = setting(
-        "seconds between two such lines; there is none where nothing ran meanwhile", 10.0
+        "seconds between two log lines with statistics; nothing is logged if no request ran", 10.0
     )
     response_store_bytes: int = setting(
-        "bytes of memory for answers of /v1/responses, with their conversations: for "
-        "previous_response_id, background and GET. The least recently used are dropped; 0 stores "
-        "none",
+        "bytes of memory for stored answers of /v1/responses and their conversations, which "
+        "previous_response_id, background and GET need. The least recently used answers are "
+        "dropped; 0 stores none",
         64 * 2**20,
     )
     enable_admin: bool = setting(
         "offer POST /reset_prefix_cache, POST /start_profile, POST /stop_profile, "
-        "GET /explain_prefix_cache_miss and GET /server_info: for operators, and not for clients "
-        "that may only generate",
+        "GET /explain_prefix_cache_miss and GET /server_info, which are for operators and not for "
+        "ordinary clients",
         False,
     )
     profile_dir: str | None = setting(
-        "folder for what POST /start_profile records, for TensorBoard or XProf", None
+        "folder for the profiles of POST /start_profile, for TensorBoard or XProf", None
     )
     enable_inspector: bool | None = setting(
         "serve the page /inspector, which shows every request and the KV cache at work; if left "
@@ -166,20 +175,20 @@ class ServerConfig:
         None,
     )
     inspector_show_text: bool = setting(
-        "let the inspector show what is in a block as text: prompts and answers of all clients",
+        "let the inspector show the text of blocks: prompts and answers of all clients",
         False,
     )
     inspector_max_trace_bytes: int = setting(
-        "largest trace that the inspector replays for a page, in bytes", 256 * 2**20
+        "largest trace that the inspector page may replay, in bytes", 256 * 2**20
     )
     enable_force_include_usage: bool = setting(
-        "end every stream of completions and chats with the token counts, as if the request had "
-        "stream_options with include_usage",
+        "end every stream of completions and chats with token counts, as if the request had set "
+        "include_usage in stream_options",
         False,
     )
     stream_interval: int = setting(
-        "least tokens in an event of a stream, except the first and the last one; requests may "
-        "set their own",
+        "smallest number of tokens in an event of a stream, except the first and the last event; "
+        "requests may set their own",
         1,
     )
     default_chat_template_kwargs: ChatTemplateKwargs = setting(
@@ -188,26 +197,25 @@ class ServerConfig:
         ChatTemplateKwargs(),
     )
     trust_request_chat_template: bool = setting(
-        "let a request bring its own chat template, which is a program", False
+        "allow requests with their own chat template, which is a program", False
     )
     enable_auto_tool_choice: bool = setting(
         "let the model decide whether to call tools; needs --tool-call-parser", False
     )
     tool_call_parser: ToolCallParser | None = setting(
-        "how the model writes tool calls: hermes (Qwen too) or llama3_json", None
+        "format of the model's tool calls: hermes (also for Qwen) or llama3_json", None
     )
     exclude_tools_when_tool_choice_none: bool = setting(
-        'show the model no tools where tool_choice is "none"', False
+        'leave tools out of the prompt if tool_choice is "none"', False
     )
     reasoning_parser: ReasoningParserName | None = setting(
-        "how the model writes what it thinks, which then stands apart from its answer: qwen3 or "
+        "format of the model's thoughts, which are then separated from its answer: qwen3 or "
         "deepseek_r1",
         None,
     )
     structured_outputs_config: StructuredOutputsConfig = setting(
-        "what all structured output has in common, as a JSON object with any of "
-        "disable_any_whitespace, disable_additional_properties and enable_in_reasoning, true or "
-        "false each",
+        "settings for all structured outputs, as a JSON object with any of disable_any_whitespace, "
+        "disable_additional_properties and enable_in_reasoning, each true or false",
         StructuredOutputsConfig(),
     )
 
@@ -269,13 +277,13 @@ class ServerConfig:
         one_of("reasoning_parser", self.reasoning_parser, (None, *ReasoningParserName.__args__))
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError(
-                "enable_auto_tool_choice needs tool_call_parser, which says how this model writes "
+                "enable_auto_tool_choice needs tool_call_parser, the format of this model's tool "
                 f"calls: {' or '.join(ToolCallParser.__args__)}."
             )
 
     @property
     def is_tls(self) -> bool:
-        """Whether the server speaks HTTPS."""
+        """Whether the server uses HTTPS."""
         return self.ssl_certfile is not None
 
     @property
@@ -298,12 +306,12 @@ class ServerConfig:
             below = "" if folder is None else f", which is {folder} or below it"
             raise ConfigError(
                 f"root_path must not be a path of our own, got {path!r}{below}; let the proxy add "
-                "another, as in /api/v1/models."
+                "another prefix, as in /api/v1/models."
             )
         for path in sorted(self.paths_without_access_log):
             if not path.startswith("/"):
                 raise ConfigError(
-                    "disable_access_log_for_endpoints must be paths with commas between, as in "
+                    "disable_access_log_for_endpoints must be paths separated by commas, as in "
                     f"/health,/metrics, got {path!r}."
                 )
 
@@ -318,6 +326,6 @@ class ServerConfig:
             raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, got {self.ssl_cert_reqs!r}.")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise ConfigError(
-                f"ssl_cert_reqs={self.ssl_cert_reqs} needs ssl_ca_certs: whose certificates are "
-                "to be believed."
+                f"ssl_cert_reqs={self.ssl_cert_reqs} needs ssl_ca_certs, the certificates of the "
+                "authorities to trust."
             )

@@ -1,4 +1,4 @@
-"""What config classes are made of: a field with its help text, and the checks of its value."""
+"""Fields of config classes with their help texts, and checks of values."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,17 +17,17 @@ def setting(
     is_hidden: bool = False,
     spellings: Mapping[str, object] | None = None,
 ) -> object:
-    """A config field with what the command line needs to know of it.
+    """A config field with the metadata for its command-line flag.
 
     Args:
-        help_text: Shown with its flag.
-        aliases: Other names of the flag, as in `--shutdown-timeout`.
-        is_json: Whether the flag of a list takes one JSON list, instead of words.
-        environment: Variables that are read where the flag is left out; the first one with a value
-            wins.
-        is_secret: Leaves its value out of the config's `repr` and of `GET /server_info`.
-        is_hidden: Leaves its flag out of `--help`; the flag is still parsed. For settings of parts
-            that are not built yet.
+        help_text: Help text of the flag.
+        aliases: Other names of the flag, such as `--shutdown-timeout`.
+        is_json: Whether a list is given as one JSON list instead of several words.
+        environment: Environment variables to read if the flag is left out. The first variable with
+            a value is used.
+        is_secret: Omit the value from the config's `repr` and from `GET /server_info`.
+        is_hidden: Omit the flag from `--help`, but still parse it. For settings of unfinished
+            parts.
         spellings: Words for values, such as {"half": "float16"} or {"auto": -1}.
     """
     metadata = {
@@ -42,40 +42,40 @@ def setting(
 
 
 def unspelled(config_class: type, name: str, value: object) -> object:
-    """A value of a field as the config has it: "half" -> "float16"."""
+    """Replaces a word by the value that it stands for: "half" -> "float16"."""
     spellings = config_class.__dataclass_fields__[name].metadata["spellings"]
     return spellings.get(value, value) if isinstance(value, str) else value
 
 
 def at_least(name: str, value: int | None, low: int) -> None:
-    """Checks a count, where there is one.
+    """Checks that a count is None or an integer of at least `low`.
 
     Raises:
-        ConfigError: It is not an integer, or below `low`; so do the checks below.
+        ConfigError: The check fails. The other checks below raise it too.
     """
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
         raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}.")
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a number, which True is not."""
+    """Whether a value is a number; True and False are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def true_or_false(name: str, value: object) -> None:
-    """Checks a switch."""
+    """Checks that a value is a bool."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be true or false, got {value!r}.")
 
 
 def one_of(name: str, value: object, allowed: tuple[str | None, ...]) -> None:
-    """Checks a choice."""
+    """Checks that a value is one of `allowed`."""
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}.")
 
 
 def strings(name: str, value: object) -> None:
-    """Checks a tuple of texts."""
-    # No value is shown: some of these are secret.
+    """Checks that a value is a tuple of non-empty strings."""
+    # The error shows no value, because some are secret.
     if not isinstance(value, tuple) or not all(isinstance(item, str) and item for item in value):
         raise ConfigError(f"{name} must be a list of strings that are not empty.")

@@ -1,4 +1,4 @@
-"""`StructuredOutputsConfig`: what the structured outputs of a server have in common."""
+"""`StructuredOutputsConfig`: settings for all structured outputs of a server."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,21 +7,22 @@ from paxkv.config.setting import true_or_false
 from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.errors import ConfigError
 
-# vLLM's fields that choose among backends: here there is one, which does not fall back.
+# Accepted values of vLLM's field `backend`. paxkv has one backend and no fallback.
 _BACKENDS = ("auto", "guidance")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsConfig:
-    """With vLLM's field names.
+    """Settings for all structured outputs, with vLLM's field names.
 
     Args:
-        disable_any_whitespace: As in `StructuredOutputsParams`, for every request.
-        disable_additional_properties: The same.
-        enable_in_reasoning: A form binds the whole answer, which has no thoughts then.
+        disable_any_whitespace: As in `StructuredOutputsParams`, but for every request.
+        disable_additional_properties: As in `StructuredOutputsParams`, but for every request.
+        enable_in_reasoning: The grammar applies to the whole answer, so the model writes no
+            thoughts before it.
 
     Raises:
-        ConfigError: A value cannot work.
+        ConfigError: A value is invalid.
     """
 
     disable_any_whitespace: bool = False
@@ -34,22 +35,24 @@ class StructuredOutputsConfig:
 
     @classmethod
     def from_fields(cls, fields: object) -> "StructuredOutputsConfig":
-        """From a JSON object, as a flag has it."""
+        """Reads the JSON object of the flag."""
         known = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(fields, Mapping):
-            raise ConfigError(f"wanted a JSON object of {', '.join(known)}, got {fields!r}.")
+            raise ConfigError(f"expected a JSON object of {', '.join(known)}, got {fields!r}.")
         given = {**fields}
         if given.pop("backend", "auto") not in _BACKENDS:
             raise ConfigError(f"backend must be one of {', '.join(_BACKENDS)}, or left out.")
         true_or_false("disable_fallback", given.pop("disable_fallback", False))
         unknown = sorted(given.keys() - set(known))
         if unknown:
-            raise ConfigError(f"it may have {', '.join(known)}; got {', '.join(unknown)}.")
+            raise ConfigError(
+                f"structured_outputs_config may have {', '.join(known)}; got {', '.join(unknown)}."
+            )
         return cls(**given)
 
     def apply(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
-        """What a request asks for, with what holds for all of them."""
-        # A pattern of its own says more.
+        """Applies these settings to the parameters of a request."""
+        # A request's own whitespace pattern takes precedence.
         no_whitespace = self.disable_any_whitespace and params.whitespace_pattern is None
         return dataclasses.replace(
             params,

@@ -1,4 +1,4 @@
-"""`StructuredOutputsParams`: the form that the tokens of a request must have, as asked for."""
+"""`StructuredOutputsParams`: the format that a request's output must have."""
 
 import dataclasses
 import json
@@ -7,14 +7,14 @@ from typing import Literal
 from paxkv.errors import InvalidRequestError
 
 MAX_CHOICES = 10_000
-# A grammar of this length takes milliseconds to read; what it may grow to is limited elsewhere.
+# Reading a grammar of this length takes milliseconds. Its compiled size is limited elsewhere.
 MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_WHITESPACE_CHARS = 256
-# A JSON schema with this keyword set to true is refused if the grammar cannot enforce a keyword of
-# it; otherwise the keyword is ignored. It also holds for the schemas within the schema.
+# If this keyword is true in a JSON schema, the schema is rejected if the grammar cannot enforce one
+# of its keywords. Otherwise such keywords are ignored. It also applies to subschemas.
 STRICT_KEYWORD = "x-paxkv-strict"
-# In the schema of a list of calls, the `$id` of the arguments of a tool begins with this. Keywords
-# that are reported are named after it.
+# Prefix of the `$id` of a tool's arguments in the schema of a list of calls. Reports of ignored
+# keywords use this `$id`.
 TOOL_ID_PREFIX = "tool:"
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _THOUGHTS = ("none", "maybe", "begun")
@@ -22,11 +22,11 @@ _THOUGHTS = ("none", "maybe", "begun")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FormField:
-    """The field of a request that a form was sent in, for errors.
+    """The request field that contained a grammar, for error messages.
 
     Args:
-        name: As the client's API has it: "tools[3].input_schema".
-        tool: The name of the tool whose arguments it describes.
+        name: The field's name in the client's API, such as "tools[3].input_schema".
+        tool: The name of the tool whose arguments the field describes.
     """
 
     name: str
@@ -38,29 +38,30 @@ class FormField:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """One of several kinds of grammar, with vLLM's field names.
+    """A grammar of one of several kinds, with vLLM's field names.
 
     Args:
         json: A JSON schema, as an object or as text.
-        regex: The whole output matches it.
-        choice: The output is one of these strings.
+        regex: A regular expression that the whole output must match.
+        choice: Strings, one of which must be the output.
         grammar: A context-free grammar in Lark or GBNF syntax.
-        json_object: Any JSON object.
-        structural_tag: JSON text of a structural tag: free text until a trigger, then the schema
-            of the tag that it begins.
-        disable_any_whitespace: JSON without white space between its parts.
-        whitespace_pattern: A regular expression for the white space that may stand between the
-            parts of JSON. If left out, it is one space, or a new line with at most 20 characters of
-            indentation.
-        disable_additional_properties: Objects of a JSON schema that names properties have no
-            others, unless the schema says something of them.
-        sent_in: The field of the request that it came from. A list of calls has that of each tool
-            after it. Empty stands for `structured_outputs`. It changes errors only.
-        thoughts: What comes before the form: nothing; perhaps thoughts between `<think>` and
-            `</think>`, if the first token opens them; or thoughts that the prompt has opened.
+        json_object: True requires any JSON object.
+        structural_tag: A structural tag as JSON text. The output is free text until a trigger, and
+            then must match the schema of the tag that the trigger starts.
+        disable_any_whitespace: Forbid white space between the parts of JSON.
+        whitespace_pattern: A regular expression for the white space between the parts of JSON. If
+            left out, one space, or a new line with at most 20 characters of indentation, is
+            allowed.
+        disable_additional_properties: Forbid further properties in objects whose schema lists
+            properties, unless the schema itself specifies them.
+        sent_in: The request field that contained the grammar, then, for a list of calls, the field
+            of each tool. Empty means `structured_outputs`. Used only in error messages.
+        thoughts: The text before the grammar applies. "none": no text. "maybe": thoughts between
+            `<think>` and `</think>`, if the first token opens them. "begun": thoughts that the
+            prompt has opened.
 
     Raises:
-        InvalidRequestError: Not exactly one kind is asked for, or it is of the wrong type.
+        InvalidRequestError: Not exactly one kind is set, or a value has the wrong type.
     """
 
     json: str | dict[str, object] | None = None
@@ -116,7 +117,7 @@ class StructuredOutputsParams:
             )
 
     def field_of(self, tool: str | None = None) -> FormField:
-        """The field that the form came from, or the part of it that is about a tool."""
+        """The request field that contained the grammar, or the part of the grammar for `tool`."""
         if not self.sent_in:
             return FormField(name=f"structured_outputs.{self.kind}")
         found = (field for field in self.sent_in if tool is not None and field.tool == tool)
@@ -129,7 +130,7 @@ class StructuredOutputsParams:
 
     @property
     def source_text(self) -> str:
-        """What is to be compiled, as text: a schema and choices as JSON."""
+        """The grammar as text; schemas and choices as JSON."""
         value = getattr(self, self.kind)
         if isinstance(value, str):
             return value
@@ -161,7 +162,8 @@ class StructuredOutputsParams:
             )
         if self.disable_any_whitespace:
             raise _error(
-                "structured_outputs has disable_any_whitespace and a whitespace_pattern; send one."
+                "structured_outputs has both disable_any_whitespace and whitespace_pattern; send "
+                "only one of them."
             )
 
     def _is_asked(self, name: str) -> bool:
@@ -179,7 +181,8 @@ class StructuredOutputsParams:
             )
         if len(self.choice) > MAX_CHOICES:
             raise _error(
-                f"structured_outputs.choice has {len(self.choice)} strings; at most {MAX_CHOICES}."
+                f"structured_outputs.choice has {len(self.choice)} strings; at most {MAX_CHOICES} "
+                "are allowed. Send fewer."
             )
 
 

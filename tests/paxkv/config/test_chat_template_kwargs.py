@@ -16,8 +16,8 @@ def test_the_requests_own_come_first():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ([], "wanted a JSON object"),
-        ("enable_thinking", "wanted a JSON object"),
+        ([], "expected a JSON object"),
+        ("enable_thinking", "expected a JSON object"),
         ({"messages": [], "tools": []}, "must not set messages, tools"),
     ],
 )

@@ -115,4 +115,4 @@ def test_integers_have_vllms_short_forms(text, value):
 def test_other_forms_are_no_integers(text, capsys):
     with pytest.raises(SystemExit):
         parse(f"--degrees={text}")
-    assert "wanted a" in capsys.readouterr().err
+    assert "expected a" in capsys.readouterr().err

@@ -123,12 +123,12 @@ def test_several_keys_and_origins_are_lists(capsys):
     namespace = parse("--api-key", "a", "b", "--allowed-origins", '["https://a.org"]')
     config = config_from_arguments(ServerConfig, namespace)
     assert (config.api_key, config.allowed_origins) == (("a", "b"), ("https://a.org",))
-    assert "wanted a JSON list" in refused(capsys, "--allowed-origins", "*")
+    assert "expected a JSON list" in refused(capsys, "--allowed-origins", "*")
 
 
 @pytest.mark.parametrize("flag", ["--allowed-origins", "--override-generation-config"])
 def test_json_nested_too_deeply_is_refused(capsys, flag):
-    assert "wanted a JSON" in refused(capsys, flag, "[" * 100_000)
+    assert "expected a JSON" in refused(capsys, flag, "[" * 100_000)
 
 
 @pytest.mark.parametrize("variable", ["PAXKV_API_KEY", "VLLM_API_KEY"])
