@@ -374,7 +374,7 @@ class _CompletionState:
             logprobs = self._logprobs
             # Drop delivered log-probabilities, which may take hundreds of megabytes per answer.
             self._logprobs = None if logprobs is None else []
-            text = self._detokenizer.take_new_text() if self._detokenizer is not None else ""
+            text = self._detokenizer.drain_new_text() if self._detokenizer is not None else ""
         else:
             first = 0
             # Copy a list, which may grow. `PackedLogprobs` occur only in final outputs.

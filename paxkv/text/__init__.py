@@ -1,1 +1,1 @@
-"""Text on one side, token ids on the other: tokenizer, detokenizer, chat templates."""
+"""Conversion between text and token ids: tokenizer, detokenizer, chat templates, parsers."""

@@ -1,7 +1,7 @@
-"""`BoundedEnvironment`: jinja's sandbox, where a template also has a limit in time and size.
+"""`BoundedEnvironment`: jinja's sandbox with limits on a template's time and output size.
 
-A chat template is a program. The sandbox keeps it from reaching anything but its variables; the
-limits here keep it from running, or growing, without end.
+A chat template is a program. The sandbox restricts it to its variables. The limits here prevent
+endless loops and huge outputs.
 """
 
 import functools
@@ -26,15 +26,15 @@ _ItemT = TypeVar("_ItemT")
 # A conversation that fills a body of the default limit renders in well under a second.
 MAX_RENDER_S = 10.0
 MAX_RENDERED_CHARS = 32 * 2**20
-# Looking at the clock takes about as long as the body of a short loop.
+# Number of loop iterations per check of the time, which costs as much as a short loop body.
 _ITEMS_PER_LOOK = 256
-# "%*d" and "%.*f" have their width among the values.
+# The widths of "%*d" and "%.*f" are among the values.
 _STARRED_WIDTH = re.compile(r"%[-+ #0-9.]*\*")
 _LOOP_FILTER, _CONCAT_FILTER = "paxkv_loop", "paxkv_concat"
 
 
 class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """What templates are compiled and rendered in; any number of threads may render at once."""
+    """Compiles and renders templates. Several threads may render at the same time."""
 
     intercepted_binops = frozenset(["*", "**", "+", "%"])
 
@@ -50,14 +50,14 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def render(
         self, template: jinja2.Template, variables: dict[str, object], *, max_s: float | None = None
     ) -> str:
-        """The text of a template.
+        """Renders a template.
 
         Args:
-            max_s: Seconds until it is given up; MAX_RENDER_S if left out.
+            max_s: Time limit in seconds; MAX_RENDER_S if left out.
 
         Raises:
-            TemplateError: It takes too long or makes too much, or refuses; or it is broken, then
-                it may be any other error too.
+            TemplateError: The template takes too long, produces too much text, or raises this
+                error. A broken template may also raise any other error.
         """
         self._renders.deadline_s = time.monotonic() + (MAX_RENDER_S if max_s is None else max_s)
         parts: list[str] = []
@@ -113,18 +113,18 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         def bounded(*args: object, **kwargs: object) -> str:
             is_map = value.__name__ == "format_map" and args
             fields = ((), args[0]) if is_map else (args, kwargs)
-            # For its length alone: a string that is safe as HTML makes another text of it.
+            # Only checks the length; for strings marked as safe HTML the final text differs.
             _SizedFormatter(self).vformat(value.__self__, *fields)
             return formatted(*args, **kwargs)
 
         return bounded
 
     def _timed(self, items: Iterable[_ItemT]) -> "Iterable[_ItemT]":
-        # jinja's loops ask for the length of what they go through.
+        # jinja's loops use the length of the sequence.
         return _TimedItems(self, items) if hasattr(items, "__len__") else self._timed_items(items)
 
     def _timed_items(self, items: Iterable[_ItemT]) -> Iterator[_ItemT]:
-        # Before the first item too: a loop around a short loop is looked at here.
+        # Also check before the first item, for loops that contain short loops.
         self._check_time()
         for num_items, item in enumerate(items):
             if num_items % _ITEMS_PER_LOOK == 0:
@@ -137,14 +137,14 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return "".join(texts)
 
     def _check_time(self) -> None:
-        # While a template is compiled, constants are folded: nothing is rendered yet.
+        # There is no deadline while a template is compiled, when jinja folds constants.
         deadline_s = getattr(self._renders, "deadline_s", None)
         if deadline_s is not None and time.monotonic() > deadline_s:
             raise jinja2.TemplateError("it takes too long")
 
 
 class _SizedFormatter(jinja2.sandbox.SandboxedFormatter):
-    """Gives up before a text is too long: "{:{width}}" has its width from anywhere."""
+    """Raises before a text is too long. The width in "{:{width}}" may come from any value."""
 
     def __init__(self, environment: BoundedEnvironment) -> None:
         super().__init__(environment)
@@ -159,7 +159,7 @@ class _SizedFormatter(jinja2.sandbox.SandboxedFormatter):
 
 
 class _TimedItems:
-    """A sequence that looks at the clock as it is gone through."""
+    """A sequence that checks the time while it is iterated."""
 
     def __init__(self, environment: BoundedEnvironment, items: Iterable[object]) -> None:
         self._environment = environment
@@ -173,7 +173,7 @@ class _TimedItems:
 
 
 class _Meters(jinja2.visitor.NodeTransformer):
-    """Puts a filter around what every loop goes through, and around every `~`."""
+    """Adds a filter to the sequence of every loop, and to every `~`."""
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.For:
         self.generic_visit(node)
@@ -191,8 +191,9 @@ def _filtered(node: jinja2.nodes.Expr, name: str) -> jinja2.nodes.Filter:
 
 
 def _keeps_arguments(function: object) -> bool:
-    """Whether a function makes nothing of a number's size, which may be a timestamp in a message:
-    macros, what holds values, and methods such as `get`.
+    """Whether a function does not use numbers as sizes: macros, containers, methods such as `get`.
+
+    These may receive large numbers, such as timestamps in messages.
     """
     if isinstance(function, jinja2.runtime.Macro):
         return True
@@ -203,7 +204,7 @@ def _keeps_arguments(function: object) -> bool:
 
 
 def _with_small_numbers(function: Callable[..., object]) -> Callable[..., object]:
-    # Also what jinja notes on a filter: that it wants the environment.
+    # `wraps` also copies jinja's marks, for example that the filter needs the environment.
     @functools.wraps(function)
     def bounded(*args: object, **kwargs: object) -> object:
         check_numbers((*args, *kwargs.values()))
@@ -218,10 +219,10 @@ def _formatted(template: str, *args: object, **kwargs: object) -> str:
 
 
 def check_numbers(values: Iterable[object], *, most: int = 1_000_000) -> None:
-    """Refuses numbers that may be sizes: `"x".center(10 ** 10)` is 10 GB.
+    """Rejects numbers that are too large for sizes: `"x".center(10 ** 10)` would be 10 GB.
 
     Raises:
-        TemplateError: One is over `most`, or under `-most`.
+        TemplateError: The absolute value of an integer is above `most`.
     """
     for value in values:
         if isinstance(value, int) and abs(value) > most:
@@ -234,17 +235,17 @@ def _check_size(num_items: int) -> None:
 
 
 def _check_format(template: str, values: object) -> None:
-    """Of `template % values`."""
+    """Checks the widths in `template % values`."""
     _check_widths(template)
     if _STARRED_WIDTH.search(template.replace("%%", "")) and isinstance(values, tuple):
         check_numbers(values)
 
 
 def _check_widths(template: str) -> None:
-    # A width in a format makes a string of that length.
+    # A width in a format produces a string of that length.
     _check_size(max(map(int, _digit_runs(template)), default=0))
 
 
 def _digit_runs(text: str) -> list[str]:
-    # No more digits than fit an int that is over every limit.
+    # 12 digits suffice to exceed every limit.
     return [run[:12] for run in "".join(c if c in "0123456789" else " " for c in text).split()]

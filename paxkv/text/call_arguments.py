@@ -1,4 +1,4 @@
-"""The arguments of an earlier tool call as a chat template takes them."""
+"""Converts arguments of earlier tool calls for chat templates."""
 
 import json
 import uuid
@@ -8,18 +8,18 @@ import msgspec
 
 from paxkv.errors import InvalidRequestError
 
-# Objects and lists inside each other. Python's JSON encoder, which templates call, fails at about
-# 900, and so does the decoder of a body that brings the arguments back.
+# Limit on nested objects and lists. Python's JSON encoder, which templates call, fails at about 900
+# levels, and so does the decoder of a request body with such arguments.
 MAX_DEPTH = 200
-# The only member of arguments that are no object, for templates that write member by member.
+# The only key of a `CallText`, for templates that write arguments key by key.
 _ONLY_KEY = "arguments"
 
 
 class CallText(Mapping[str, object]):
-    """Arguments that are not the JSON of an object, such as those of a call that was cut off.
+    """Arguments that are not a JSON object, for example of a call that was cut off.
 
-    Most templates write arguments with `tojson`, which writes this text as it is. A template that
-    goes through the members of arguments finds one, which holds the text.
+    Most templates write arguments with `tojson`, which writes this text unchanged. Templates that
+    iterate over the arguments find one item, whose value is the text.
     """
 
     def __init__(self, text: str) -> None:
@@ -43,16 +43,16 @@ class CallText(Mapping[str, object]):
 def template_arguments(
     arguments: object, *, decode: Callable[[bytes], object] = msgspec.json.decode
 ) -> Mapping[str, object]:
-    """The arguments of a call, whatever a model wrote or a client sent.
+    """Converts the arguments of a call, in any form that a model wrote or a client sent.
 
     '{"a": 1}' -> {"a": 1}; None and blank text -> {}; '{"a": ' -> CallText('{"a": '); [1] ->
     CallText("[1]").
 
     Args:
-        decode: Reads JSON. A ValueError means that the text is not an object for templates.
+        decode: Decodes JSON. Raises ValueError if the text should stay a text.
 
     Raises:
-        InvalidRequestError: They are no text and are nested too deeply.
+        InvalidRequestError: The arguments are not text, and are nested too deeply.
     """
     if arguments is None:
         return {}
@@ -70,13 +70,13 @@ def template_arguments(
 
 
 def check_depth(name: str, value: object) -> None:
-    """Refuses JSON values that templates cannot write.
+    """Rejects JSON values that are nested too deeply for templates.
 
     Args:
-        name: What the error calls it.
+        name: Name of the value in the error message.
 
     Raises:
-        InvalidRequestError: More than `MAX_DEPTH` objects and lists are inside each other.
+        InvalidRequestError: More than `MAX_DEPTH` objects and lists are nested.
     """
     if is_deep(value):
         raise InvalidRequestError(
@@ -86,7 +86,7 @@ def check_depth(name: str, value: object) -> None:
 
 
 def is_deep(value: object) -> bool:
-    """Whether more than `MAX_DEPTH` objects and lists of a JSON value are inside each other."""
+    """Whether a JSON value has more than `MAX_DEPTH` nested objects and lists."""
     level = [value] if isinstance(value, (Mapping, list)) else []
     for _ in range(MAX_DEPTH):
         if not level:
@@ -96,7 +96,7 @@ def is_deep(value: object) -> bool:
 
 
 def _children(value: object) -> Iterable[object]:
-    """The objects and lists in a JSON value."""
+    """The objects and lists directly inside a JSON value."""
     values = value.values() if isinstance(value, Mapping) else value
     return [child for child in values if isinstance(child, (Mapping, list))]
 
@@ -109,8 +109,8 @@ def dump_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON of a value, in which every `CallText` is the text that it holds."""
-    # Stands in the JSON for the text, and is unknown to the client.
+    """Encodes a value as JSON; every `CallText` in it becomes its text, unchanged."""
+    # A random placeholder for the texts, which clients cannot guess.
     mark = ""
     texts: list[str] = []
 

@@ -1,4 +1,4 @@
-"""`ChatTemplate`: renders a conversation into a prompt, as the checkpoint's jinja template says."""
+"""`ChatTemplate`: renders a conversation into a prompt with the checkpoint's jinja template."""
 
 import datetime
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,12 @@ from paxkv.text.short_call_ids import needs_short_ids, with_short_ids
 from paxkv.text.tokenizer import read_json_object
 
 Message = Mapping[str, object]
-# Whether a template takes contents as strings or as lists of parts; auto looks at the template.
+# Whether a template expects contents as strings or as lists of parts; auto inspects the template.
 ContentFormat = Literal["auto", "string", "openai"]
 
-# UTF-8. A byte order mark is no part of the template.
+# UTF-8; a byte order mark is not part of the template.
 _ENCODING = "utf-8-sig"
-# What `render` gives a template itself.
+# Variables that `render` sets.
 _RENDER_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
@@ -36,11 +36,11 @@ class ChatTemplate:
     Args:
         source: The jinja template, or several by name: "tool_use" serves requests with tools,
             "default" all others.
-        special_tokens: Such as `{"bos_token": "<s>"}`; a template may use them by these names.
-        content_format: "openai" hands contents over as lists of `{"type": "text", "text": ...}`,
-            "string" as strings, "auto" as the template goes through them.
-        origins: Where each template of a model was found, by its name. A template without an
-            origin came with a request, which is then at fault for what is wrong with it.
+        special_tokens: Variables for the template, such as `{"bos_token": "<s>"}`.
+        content_format: "openai" passes contents as lists of `{"type": "text", "text": ...}`,
+            "string" as strings. "auto" passes lists if the template has a loop over contents.
+        origins: Template name -> the place where it was found. A template without an origin came
+            with a request, so its errors are errors of the request.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         content_format: ContentFormat = "auto",
     ) -> "ChatTemplate | None":
-        """The template of a checkpoint's folder; None when there is none.
+        """Reads the template from a checkpoint's folder; None if there is none.
 
-        It stands in chat_template.jinja, chat_template.json (older vision checkpoints) or
-        tokenizer_config.json; the first that has one counts, so newer files go before older ones.
-        Files in additional_chat_templates are further ones, by name: tool_use.jinja.
+        The first of chat_template.jinja, chat_template.json (older vision checkpoints) and
+        tokenizer_config.json that contains a template is used. Files in additional_chat_templates,
+        such as tool_use.jinja, are further templates.
 
         Raises:
-            ConfigError: A file cannot be read, or what it holds is no template.
+            ConfigError: A file cannot be read, or does not contain a template.
         """
         options = {"special_tokens": special_tokens, "content_format": content_format}
         paths = {p.stem: p for p in sorted(folder.glob("additional_chat_templates/*.jinja"))}
@@ -110,7 +110,7 @@ class ChatTemplate:
         Raises:
             ConfigError: It is neither, or cannot be compiled.
         """
-        # Braces in a file's name are unlikely; a template without any writes no message.
+        # File names hardly contain these braces, and every useful template does.
         if "{{" in setting or "{%" in setting:
             source = setting.replace("\\n", "\n")
         else:
@@ -129,7 +129,7 @@ class ChatTemplate:
         return template
 
     def find_errors(self) -> list[str]:
-        """What is wrong with the templates, each in a sentence that names it; [] is nothing."""
+        """One sentence per template that cannot be compiled, with its name."""
         errors = []
         for name in self._sources:
             try:
@@ -150,26 +150,26 @@ class ChatTemplate:
         """Renders a conversation; encode the result without adding special tokens.
 
         Args:
-            messages: `{"role": ..., "content": ...}`; content is text, or a list of text parts
-                `{"type": "text", "text": ...}`, which are joined by line breaks. An assistant
-                may have said nothing (None), which the template sees as an empty text, or as no
-                parts. Arguments of tool calls may be JSON text; the template sees an object, or a
-                `CallText`.
-            add_generation_prompt: Ends with the opening of the assistant's turn.
-            tools: Functions that the model may call, as JSON objects in OpenAI's form.
-            documents: What the answer is to be found in, for templates that write them.
+            messages: `{"role": ..., "content": ...}`. The content is text, or a list of text parts
+                `{"type": "text", "text": ...}`, which are joined by line breaks. The content of an
+                assistant may be None; the template receives an empty text or no parts. Arguments
+                of tool calls may be JSON text; the template receives an object or a `CallText`.
+            add_generation_prompt: End the prompt with the opening of the assistant's turn.
+            tools: Functions that the model may call, as JSON objects in OpenAI's format.
+            documents: Documents for the answer, for templates that support them.
             template_kwargs: Further variables of this model's template, such as `enable_thinking`.
 
         Raises:
             ChatTemplateError: The model's template cannot be compiled.
-            InvalidRequestError: The messages are malformed, the template refuses them, or
-                `template_kwargs` sets a variable that has an argument of its own.
+            InvalidRequestError: The messages are malformed, the template rejects them, or
+                `template_kwargs` sets a variable that is an argument of this method.
         """
         template_kwargs = template_kwargs or {}
         reserved = sorted(_RENDER_VARIABLES & template_kwargs.keys())
         if reserved:
             raise InvalidRequestError(
-                f"chat_template_kwargs must not set {', '.join(reserved)}.",
+                f"chat_template_kwargs must not set {', '.join(reserved)}. Use the request's own "
+                "fields.",
                 param="chat_template_kwargs",
             )
         name = "tool_use" if tools and "tool_use" in self._sources else "default"
@@ -193,7 +193,7 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"the chat template refuses these messages: {error}", param="messages"
             ) from error
-        # A template is a program that came with the checkpoint: it may raise anything.
+        # A template is a program from the checkpoint, so it may raise any exception.
         except Exception as error:
             raise InvalidRequestError(
                 f"the chat template fails on these messages: {type(error).__name__}: {error}",
@@ -215,7 +215,7 @@ class ChatTemplate:
                     else self._content_format == "openai"
                 )
                 self._compiled[name] = self._environment.from_string(source)
-            # Besides what jinja finds wrong: nesting too deep for Python's own compiler.
+            # Besides jinja's own errors, the template may be nested too deeply for Python.
             except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:
                 raise self._compile_error(name, error) from error
         return self._compiled[name]
@@ -246,7 +246,7 @@ def _read_template(path: Path) -> str:
 
 
 def _as_sources(path: Path, value: object) -> dict[str, str]:
-    """Templates by name, of one of the three forms that the error tells; none of nothing."""
+    """Templates by name, from one of the three formats in the error message; {} if empty."""
     if not value:
         return {}
     entries = value
@@ -267,10 +267,10 @@ def _as_sources(path: Path, value: object) -> dict[str, str]:
 
 
 def check_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """The messages with text as content, and with objects as arguments of tool calls.
+    """Converts contents to text and arguments of tool calls to objects.
 
     Raises:
-        InvalidRequestError: There are none, or one has no role or no usable content.
+        InvalidRequestError: There are no messages, or one has no role or no usable content.
         UnsupportedFeatureError: A part of a content is not text.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
@@ -293,7 +293,7 @@ def check_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
 
 
 def _with_arguments(tool_calls: object) -> dict[str, object]:
-    """The field `tool_calls` of a message, if it has calls; other forms are the template's."""
+    """The converted field `tool_calls`; {} if it is not a list, so that it stays unchanged."""
     if not isinstance(tool_calls, list):
         return {}
     calls = []
@@ -330,9 +330,9 @@ def _content_text(where: str, content: object) -> str:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks training targets; only its body counts.
+    """`{% generation %}...{% endgeneration %}` marks training targets; only its body is rendered.
 
-    What the body sets is unknown behind it, as in transformers.
+    Variables that the body sets are not visible after it, as in transformers.
     """
 
     tags = frozenset({"generation"})
@@ -344,7 +344,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 def _goes_through_contents(tree: jinja2.nodes.Template) -> bool:
-    """Whether a template has a loop over the content of a message, so that it takes parts."""
+    """Whether a template has a loop over the content of a message, so it expects parts."""
     names = {
         node.target.name
         for node in tree.find_all(jinja2.nodes.Assign)
@@ -360,7 +360,7 @@ def _goes_through_contents(tree: jinja2.nodes.Template) -> bool:
 
 
 def _is_content(node: jinja2.nodes.Node) -> bool:
-    """message.content or message['content']."""
+    """Whether a node is message.content or message['content']."""
     if isinstance(node, jinja2.nodes.Getattr):
         return node.attr == "content"
     return (
@@ -371,14 +371,14 @@ def _is_content(node: jinja2.nodes.Node) -> bool:
 
 
 def _with_parts(checked: dict[str, object], message: Message) -> dict[str, object]:
-    """A message with the parts that it came with, or with its text as the only one."""
+    """A message with its original parts as content, or with its text as the only part."""
     came = message.get("content")
     parts = [{"type": "text", "text": came}] if isinstance(came, str) else came
     return {**checked, "content": parts or []}
 
 
 def _make_environment() -> BoundedEnvironment:
-    """What Hugging Face templates are written for, as transformers sets it up."""
+    """An environment for Hugging Face templates, set up as in transformers."""
     environment = BoundedEnvironment(extensions=[_GenerationBlock, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -393,7 +393,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja's own filter would escape HTML characters."""
+    """The filter `tojson`. Unlike jinja's own filter, it does not escape HTML characters."""
     check_numbers((indent,))
     return dump_json(
         value,

@@ -1,4 +1,4 @@
-"""Incremental detokenizer of one request: token ids in, text that may be shown out."""
+"""`IncrementalDetokenizer`: turns a request's tokens into text as they arrive."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,17 +7,18 @@ from paxkv.config.sampling_params import SamplingParams
 from paxkv.text.stop_strings import StopStringFinder
 from paxkv.text.tokenizer import Tokenizer
 
-# What a decoder makes of bytes that are no UTF-8, and of a character whose rest is still to come.
+# Decoders return this for invalid UTF-8, and for a character that is not complete yet.
 REPLACEMENT_CHAR = "\N{REPLACEMENT CHARACTER}"
-# Tokens of the prompt's end that are decoded with the first new one: in SentencePiece vocabularies
-# the space before a word shows only when something stands before it.
+# Number of last prompt tokens that are decoded together with the first new token. SentencePiece
+# decoders show the space before a word only after another token.
 NUM_CONTEXT_TOKENS = 5
-# Those with text are looked for among so many: a chat's prompt may end in tokens without any.
+# Number of last prompt tokens among which tokens with text are searched. A chat's prompt may end in
+# tokens without text.
 MAX_PROMPT_TOKENS = 32
-# An unfinished UTF-8 character has at most 3 bytes, and a token at least one.
+# An unfinished UTF-8 character has at most 3 bytes, and each token has at least one byte.
 MAX_UNFINISHED_TOKENS = 3
-# So many pending tokens are no unfinished character; without a limit they would be decoded again
-# at every token.
+# More pending tokens than this are not an unfinished character. Without a limit, all of them would
+# be decoded again for every token.
 MAX_PENDING_TOKENS = 32
 
 
@@ -26,8 +27,8 @@ class StoppedByString:
     """A stop string ended the request.
 
     Args:
-        stop_string: Which one.
-        num_tokens: How many of the new tokens were needed for it; the rest is to be ignored.
+        stop_string: The stop string that was found.
+        num_tokens: Number of new tokens up to the end of the stop string. Ignore further tokens.
     """
 
     stop_string: str
@@ -35,10 +36,10 @@ class StoppedByString:
 
 
 class IncrementalDetokenizer:
-    """Turns the tokens of one request into text as they come.
+    """Turns the tokens of one request into text as they arrive.
 
-    `text` never ends in half a UTF-8 character, nor in what may still become a stop string; after
-    the last token it is the decoded whole (cut at a stop string).
+    `text` never ends in an incomplete UTF-8 character or a possible start of a stop string. After
+    the last token, `text` is the complete decoded text, cut at a stop string.
     """
 
     def __init__(
@@ -56,27 +57,28 @@ class IncrementalDetokenizer:
         self._num_tokens = 0
         self._decoded = ""
         self._num_shown_chars = 0
-        self._num_taken_chars = 0
+        self._num_drained_chars = 0
 
     @property
     def text(self) -> str:
-        """All text that may be shown by now."""
+        """All text that may be shown so far."""
         return self._decoded[: self._num_shown_chars]
 
-    def take_new_text(self) -> str:
-        """Text that may be shown and was not taken yet."""
-        new_text = self._decoded[self._num_taken_chars : self._num_shown_chars]
-        self._num_taken_chars = self._num_shown_chars
+    def drain_new_text(self) -> str:
+        """Text that may be shown and was not returned by an earlier call."""
+        new_text = self._decoded[self._num_drained_chars : self._num_shown_chars]
+        self._num_drained_chars = self._num_shown_chars
         return new_text
 
     def update(self, new_token_ids: Sequence[int], *, is_last: bool) -> StoppedByString | None:
-        """Takes the next tokens.
+        """Adds the next tokens.
 
         Args:
-            is_last: No more tokens will come, so nothing is held back any longer.
+            is_last: No further tokens follow, so no text is held any longer.
 
         Returns:
-            The stop string that these tokens completed, or None. Nothing may follow it.
+            The stop string that these tokens completed, or None. Must not be called after a stop
+            string.
         """
         for num_tokens, token_id in enumerate(new_token_ids, start=1):
             self._num_tokens += 1
@@ -94,7 +96,7 @@ class IncrementalDetokenizer:
 
     def _append(self, text: str, num_tokens: int) -> StoppedByString | None:
         self._decoded += text
-        # Text of the first `min_tokens` tokens may begin a stop string, but completes none.
+        # Text of the first `min_tokens` tokens may start a stop string, but must not complete it.
         match = self._finder.feed(text, may_end=self._num_tokens > self._min_tokens)
         if match is None:
             return None
@@ -104,10 +106,10 @@ class IncrementalDetokenizer:
 
 
 class _TextStream:
-    """Decodes a window of the latest tokens, because tokens do not decode one by one.
+    """Decodes a window of the latest tokens, because tokens cannot be decoded one by one.
 
-    The window is `context` (shown already) and `pending` tokens. Their text beyond that of the
-    context alone is new, unless it ends in a character that is not finished.
+    The window consists of `context` tokens, which are shown already, and `pending` tokens. The text
+    of the window after the text of the context is new, unless it ends in an incomplete character.
     """
 
     def __init__(
@@ -120,33 +122,34 @@ class _TextStream:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        # As in vLLM: those that are left out need no spaces taken away.
+        # As in vLLM: if special tokens are omitted, there are no spaces between them to remove.
         self._joins_added = not (skip_special_tokens or spaces_between_special_tokens)
         self._last_is_added = False
         self._context, self._pending = self._split_prompt_end(prompt_token_ids)
         self._context_text = self._decode(self._context)
-        # How the prompt shows the half of a character that is pending: what comes may finish it.
+        # The text that the prompt shows for a pending half of a character. New tokens may complete
+        # the character.
         self._half_text = ""
         if self._pending:
-            self._half_text = self._take_new_text(self._decode(self._context + self._pending))
+            self._half_text = self._new_part(self._decode(self._context + self._pending))
 
     def _split_prompt_end(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The context of the first new token, and behind it the tokens of half a character."""
+        """Splits the prompt's last tokens into context and tokens of an incomplete character."""
         last = [i for i in prompt_token_ids[-MAX_PROMPT_TOKENS:] if self._has_text(i)]
         for end in range(len(last), max(len(last) - MAX_UNFINISHED_TOKENS, 0) - 1, -1):
-            # Byte tokens of SentencePiece that begin inside a character are all bad, to their end:
-            # of so many starts one is at a character's.
+            # If SentencePiece byte tokens start inside a character, the whole run decodes as
+            # invalid. One of these four starts is at the start of a character.
             for num_tokens in range(NUM_CONTEXT_TOKENS, NUM_CONTEXT_TOKENS + 4):
                 context = last[max(end - num_tokens, 0) : end]
                 if not self._decode(context).endswith(REPLACEMENT_CHAR):
-                    # Without a context, the window may begin inside of a character.
+                    # Without a context, the window may begin inside a character.
                     is_half = bool(context) or len(prompt_token_ids) <= MAX_PROMPT_TOKENS
                     return context, last[end:] if is_half else []
         return [], []
 
     def push(self, token_id: int) -> str:
-        """Takes one token and returns the text that is certain now, often empty."""
-        # Tokens without text would only make the window longer.
+        """Adds one token; returns the text that is now certain, which is often empty."""
+        # Tokens without text would only enlarge the window.
         if not self._has_text(token_id):
             return ""
         if self._joins_added:
@@ -155,36 +158,36 @@ class _TextStream:
                 return self.flush() + self._show_as_written(token_id)
         self._pending.append(token_id)
         text = self._decode(self._context + self._pending)
-        # Text that did not grow is held too: a context of no text would lose the space that
-        # SentencePiece decoders strip from the start.
+        # If the text did not grow, the token is held too: as a context without text, it would lose
+        # the space that SentencePiece decoders strip from the start.
         if text.endswith(REPLACEMENT_CHAR) or len(text) <= len(self._context_text):
             return self._give_up_on_part(text)
         return self._show_pending(text)
 
     def flush(self) -> str:
-        """Returns what is pending, finished or not."""
+        """Returns the text of pending tokens, even if its last character is incomplete."""
         if not self._pending:
             return ""
         return self._show_pending(self._decode(self._context + self._pending))
 
     def _show_pending(self, text: str) -> str:
-        new_text = self._take_new_text(text)
+        new_text = self._new_part(text)
         self._context, self._pending = self._pending, []
         self._context_text = self._decode(self._context)
         return new_text
 
-    def _take_new_text(self, text: str) -> str:
-        """What the text of the window has beyond what is shown."""
+    def _new_part(self, text: str) -> str:
+        """The part of the window's text that is not shown yet."""
         new_text = text[len(self._context_text) :]
         if not self._half_text:
             return new_text
-        # Behind a prompt of "a \ufffd", " \ufffdb" is "b" and " é" is "é".
+        # After a prompt "a \ufffd", the new part of " \ufffdb" is "b", and that of " é" is "é".
         half, self._half_text = self._half_text, ""
         is_half_still = new_text.startswith(half)
         return new_text.removeprefix(half if is_half_still else half.rstrip(REPLACEMENT_CHAR))
 
     def _show_as_written(self, token_id: int) -> str:
-        """The text of an added token by itself: a decoder might put a space before it."""
+        """The literal text of an added token; a decoder might add a space before it."""
         self._context = [token_id]
         self._context_text = self._decode(self._context)
         return self._tokenizer.added_token_texts[token_id]
@@ -193,7 +196,7 @@ class _TextStream:
         return token_id in self._tokenizer.added_token_texts
 
     def _give_up_on_part(self, text: str) -> str:
-        """Shows the start of a long run of bad UTF-8, up to a token where it can be cut."""
+        """Shows the start of a long run of invalid UTF-8, up to a token at which it can be cut."""
         if len(self._pending) <= MAX_PENDING_TOKENS:
             return ""
         last_cut = len(self._pending) - MAX_UNFINISHED_TOKENS
@@ -201,7 +204,7 @@ class _TextStream:
             head = self._decode(self._context + self._pending[:cut])
             tail = self._decode(self._pending[cut:])
             if head + tail == text:
-                new_text = self._take_new_text(head)
+                new_text = self._new_part(head)
                 self._context, self._context_text = [], ""
                 self._pending = self._pending[cut:]
                 return new_text

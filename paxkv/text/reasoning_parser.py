@@ -1,4 +1,4 @@
-"""`ReasoningParser`: tells thoughts, between `<think>` and `</think>`, from the answer."""
+"""`ReasoningParser`: separates thoughts, between `<think>` and `</think>`, from the answer."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,21 +12,22 @@ _OPEN, THOUGHTS_END = "<think>", "</think>"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReasoningSplit:
-    """Two pieces of text, the first before the second; either may be empty."""
+    """A piece of thoughts and the following piece of the answer; either may be empty."""
 
     reasoning: str = ""
     content: str = ""
 
 
 class ReasoningParser:
-    """Reads one answer. However its text is cut into pieces, the same is found in it.
+    """Parses one answer. The result does not depend on how the text is cut into pieces.
 
     Args:
-        starts_thinking: The prompt ends in `<think>`, or the model leaves it out: its answer
-            begins with thoughts either way. Else an answer without `<think>` in front has none.
+        starts_thinking: The answer begins with thoughts even without `<think>`, because the prompt
+            ends in `<think>` or the model omits it. If False, an answer that does not begin with
+            `<think>` has no thoughts.
 
     Attributes:
-        had_thoughts: Whether there were some that have ended.
+        had_thoughts: Whether the answer had thoughts, which have ended.
     """
 
     def __init__(self, *, starts_thinking: bool) -> None:
@@ -34,40 +35,38 @@ class ReasoningParser:
         self._is_begun = False
         self._is_thinking = False
         self.had_thoughts = False
-        # The start of what may be a tag.
+        # Text that may be the start of a tag.
         self._held = ""
 
     @property
     def stage(self) -> Literal["unknown", "thoughts", "answer"]:
-        """What the text so far ends in; unknown while it may yet begin with thoughts."""
+        """The part in which the text so far ends; unknown while thoughts may still begin."""
         if self._is_begun:
             return "thoughts" if self._is_thinking else "answer"
         return "thoughts" if self._starts_thinking else "unknown"
 
     def feed(self, text: str) -> ReasoningSplit:
-        """What the next piece of text makes certain."""
+        """Reads the next piece of text; returns the pieces that are now certain."""
         self._held += text
         if not self._is_begun and not self._begin():
             return ReasoningSplit()
         if not self._is_thinking:
-            return ReasoningSplit(content=self._take(len(self._held)))
+            return ReasoningSplit(content=self._pop(len(self._held)))
         thoughts, tag, _ = self._held.partition(THOUGHTS_END)
         if tag:
             self._is_thinking, self.had_thoughts = False, True
-            self._take(len(thoughts) + len(tag))
-            return ReasoningSplit(thoughts, self._take(len(self._held)))
-        return ReasoningSplit(
-            self._take(len(self._held) - num_held_chars(self._held, THOUGHTS_END))
-        )
+            self._pop(len(thoughts) + len(tag))
+            return ReasoningSplit(thoughts, self._pop(len(self._held)))
+        return ReasoningSplit(self._pop(len(self._held) - num_held_chars(self._held, THOUGHTS_END)))
 
     def finish(self) -> ReasoningSplit:
-        """What was held back, when no more text comes."""
+        """Ends the answer; returns the text that was held."""
         is_thinking = self._is_thinking or (not self._is_begun and self._starts_thinking)
-        held = self._take(len(self._held))
+        held = self._pop(len(self._held))
         return ReasoningSplit(held) if is_thinking else ReasoningSplit(content=held)
 
     def _begin(self) -> bool:
-        """Whether it is known by now if the answer begins with thoughts."""
+        """Decides whether the answer begins with thoughts; False if more text is needed."""
         text = self._held.lstrip()
         if text.startswith(_OPEN):
             self._held, self._is_thinking = text[len(_OPEN) :], True
@@ -78,14 +77,15 @@ class ReasoningParser:
         self._is_begun = True
         return True
 
-    def _take(self, num_chars: int) -> str:
-        taken, self._held = self._held[:num_chars], self._held[num_chars:]
-        return taken
+    def _pop(self, num_chars: int) -> str:
+        popped, self._held = self._held[:num_chars], self._held[num_chars:]
+        return popped
 
 
 def thought_token_ids(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, int] | None:
-    """`<think>` and `</think>`; None where they are no tokens that the model can draw, each as a
-    whole, and that are shown in a text.
+    """Ids of `<think>` and `</think>`.
+
+    None unless both are single tokens that the model can sample and that appear in texts.
     """
     ids = tokenizer.token_to_id(_OPEN), tokenizer.token_to_id(THOUGHTS_END)
     if None in ids or max(ids) >= vocab_size or tokenizer.special_token_ids.intersection(ids):
@@ -93,5 +93,5 @@ def thought_token_ids(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, int] 
     return ids
 
 
-# By the names that `--reasoning-parser` takes, which are vLLM's: whether an answer starts thinking.
+# Name in `--reasoning-parser` (as in vLLM) -> `starts_thinking` of `ReasoningParser`.
 REASONING_PARSERS: Mapping[str, bool] = {"qwen3": False, "deepseek_r1": True}

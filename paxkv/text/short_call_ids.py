@@ -4,19 +4,19 @@ import re
 from collections.abc import Mapping
 
 NUM_CHARS = 9
-# As in {% if tool_call.id | length != 9 %}.
+# Finds checks such as {% if tool_call.id | length != 9 %}.
 _CHECK = re.compile(rf"(?<![a-zA-Z])id[\"'\])]*\s*\|\s*length\s*!=\s*{NUM_CHARS}\b")
 
 
 def needs_short_ids(source: str) -> bool:
-    """Whether a template refuses ids that do not have nine characters."""
+    """Whether a template rejects ids that do not have nine characters."""
     return _CHECK.search(source) is not None
 
 
 def with_short_ids(message: Mapping[str, object]) -> dict[str, object]:
-    """A message with short ids of its calls, or of the call that it is the result of.
+    """Shortens the ids of a message's calls, or of the call whose result the message is.
 
-    A call and its result keep the same id.
+    A call and its result get the same id.
     """
     shortened = dict(message)
     if isinstance(message.get("tool_call_id"), str):
@@ -33,8 +33,8 @@ def _with_short_id(call: object) -> object:
 
 
 def short_id(call_id: str) -> str:
-    """The last letters and digits of an id, which are random ones: "call_a1B2c3D4e5" ->
-    "1B2c3D4e5". An id with fewer begins with zeros.
+    """The last nine letters and digits of an id, which are random: "call_a1B2c3D4e5" ->
+    "1B2c3D4e5". Shorter ids are filled with leading zeros.
     """
     letters = "".join(char for char in call_id if char.isascii() and char.isalnum())
     return letters[-NUM_CHARS:].rjust(NUM_CHARS, "0")

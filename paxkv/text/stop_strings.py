@@ -9,8 +9,8 @@ class StopStringMatch:
     """A stop string that ended a text.
 
     Args:
-        stop_string: Which one.
-        num_chars: Length of the whole text up to the stop string's end.
+        stop_string: The stop string that was found.
+        num_chars: Length of the whole text up to the end of the stop string.
     """
 
     stop_string: str
@@ -18,17 +18,17 @@ class StopStringMatch:
 
 
 class StopStringFinder:
-    """Follows every stop string at once, a character at a time (Knuth, Morris and Pratt).
+    """Matches all stop strings together, character by character (Knuth-Morris-Pratt).
 
-    The text ends where a stop string is first complete, so the answer does not depend on how the
-    text was cut into pieces. Of several that are complete at one character the longest counts.
+    The text ends where a stop string is first complete, so the result does not depend on how the
+    text is cut into pieces. If several stop strings end at the same character, the longest counts.
     """
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
-        # Longest first, so that the first match found at a character is the one that counts.
+        # Longest first, so that the first match at a character is the longest.
         self._stop_strings = sorted(dict.fromkeys(stop_strings), key=len, reverse=True)
         self._borders = [_border_lengths(stop) for stop in self._stop_strings]
-        # Per stop string, how many of its characters the text ends with now.
+        # Per stop string, the number of its leading characters with which the text ends now.
         self._num_matched = [0] * len(self._stop_strings)
         self._num_chars = 0
 
@@ -38,10 +38,10 @@ class StopStringFinder:
         return max(self._num_matched, default=0)
 
     def feed(self, text: str, *, may_end: bool = True) -> StopStringMatch | None:
-        """Reads the next piece; returns the first match, after which nothing may be fed.
+        """Reads the next piece; returns the first match. Must not be called after a match.
 
         Args:
-            may_end: Whether a stop string that is complete in this piece counts.
+            may_end: Whether stop strings that are completed in this piece count.
         """
         if not self._stop_strings:
             return None
@@ -50,7 +50,8 @@ class StopStringFinder:
             for idx, stop in enumerate(self._stop_strings):
                 num_matched = self._num_matched[idx]
                 while num_matched and stop[num_matched] != char:
-                    # Text ends "aba", stop is "abac", next is "b": go on from the border "a".
+                    # The text ends "aba", the stop string is "abac", and the next character is
+                    # "b": continue from the border "a".
                     num_matched = self._borders[idx][num_matched - 1]
                 if stop[num_matched] == char:
                     num_matched += 1
@@ -65,7 +66,7 @@ class StopStringFinder:
 def _border_lengths(stop: str) -> list[int]:
     """For each prefix, the length of its longest proper prefix that is also its suffix.
 
-    "abac" -> [0, 0, 1, 0]: after "aba" only "a" may start over.
+    "abac" -> [0, 0, 1, 0]: "aba" ends with its prefix "a".
     """
     borders = [0] * len(stop)
     length = 0

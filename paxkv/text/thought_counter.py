@@ -1,4 +1,4 @@
-"""`ThoughtCounter`: how many tokens of an answer are its thoughts."""
+"""`ThoughtCounter`: counts the tokens of an answer's thoughts."""
 
 import bisect
 from collections.abc import Sequence
@@ -8,35 +8,35 @@ from paxkv.text.tokenizer import Tokenizer
 
 
 class ThoughtCounter:
-    """Counts the tokens of one answer up to and with the one that completes `</think>`.
+    """Counts the tokens of one answer up to and including the one that completes `</think>`.
 
-    Its text says whether and where thoughts end, as `ReasoningParser` reads it, so that the count
-    and the thoughts that are shown agree. As text may come later than its tokens, and in one piece
-    with more, the token is looked for once, when they have ended.
+    `ReasoningParser` decides from the text whether and where thoughts end, so the count matches
+    the thoughts that are shown. Text may arrive later than its tokens, and together with further
+    text. Therefore the counter searches for the last token once, when the thoughts have ended.
 
     Args:
-        tokenizer: That made the text.
-        skip_special_tokens: As it was made.
+        tokenizer: The tokenizer that produced the text.
+        skip_special_tokens: The value with which the text was decoded.
 
     Attributes:
-        num_tokens: Of what was read so far; until thoughts end, with tokens whose text is to come.
-            Thoughts that never end are the whole answer.
+        num_tokens: Number of tokens of the thoughts read so far. Until the thoughts end, it
+            includes tokens whose text has not arrived. If they never end, all tokens count.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        # All so far; None once their number is certain.
+        # All tokens so far; None when the number is final.
         self._token_ids: list[int] | None = []
         self.num_tokens = 0
 
-    def take(self, token_ids: Sequence[int]) -> None:
-        """Takes the next tokens of the answer; their text may come later."""
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
+        """Adds the next tokens of the answer. Their text may arrive later."""
         if self._token_ids is not None:
             self._token_ids += token_ids
 
-    def note(self, parser: ReasoningParser) -> None:
-        """Counts, after the parser has read what there is of the text."""
+    def update(self, parser: ReasoningParser) -> None:
+        """Updates the count, after the parser has read the text that has arrived."""
         if self._token_ids is None:
             return
         if parser.stage == "thoughts":
@@ -46,11 +46,11 @@ class ThoughtCounter:
             self._token_ids = None
 
     def _num_to_end(self, token_ids: list[int]) -> int:
-        """Tokens of the shortest beginning whose text has the tag."""
+        """Number of tokens of the shortest beginning whose text contains `</think>`."""
         end_id = self._tokenizer.token_to_id(THOUGHTS_END)
         if end_id in token_ids:
             num_tokens = token_ids.index(end_id) + 1
-            # A model may have spelled it before, which ends its thoughts too.
+            # The model may have written `</think>` in several tokens before, which also counts.
             if not self._has_end(token_ids[: num_tokens - 1]):
                 return num_tokens
         return bisect.bisect_left(

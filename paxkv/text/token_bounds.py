@@ -1,4 +1,4 @@
-"""How much text a token may stand for: tells of long texts that they never fit, unread."""
+"""Bounds the text length per token, so that too long prompts are rejected without encoding."""
 
 import json
 
@@ -6,19 +6,19 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 _BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
-# Steps of a tokenizer that leave out no text, and by which factor they make it shorter at most:
-# composing four characters to one (U+1F82 and others) is the most that Unicode has.
+# Normalizers that keep all text, with the largest factor by which they shorten it. NFC composes at
+# most four characters into one (for example U+1F82).
 _NORMALIZER_FACTORS = {"NFC": 4, "Prepend": 1}
 _PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace", "Digits"})
 _SPLITTING_PRE_TOKENIZERS = frozenset({"Split", "Punctuation"})
 
 
 def find_max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
-    """Most characters of a text that become one token.
+    """Largest number of characters of a text that can become one token.
 
     Returns:
-        None where there may be any number: the tokenizer leaves out some text, as unknown words or
-        the space around a special token, or it is of a kind that is not known here.
+        None if there is no bound: the tokenizer drops some text, such as unknown words or the space
+        around a special token, or it is of an unknown kind.
     """
     steps = _read_steps(backend.pre_tokenizer, "pretokenizers")
     vocab = backend.get_vocab(with_added_tokens=False)
@@ -33,10 +33,10 @@ def find_max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
         if step_factor is None:
             return None
         factor *= step_factor
-    # Names are at least as long as what they stand for: those of bytes have a character for each.
+    # A name is at least as long as its token's text: byte-level names have a character per byte.
     names = [*vocab, *(token.content for token in added_tokens)]
     if backend.normalizer is not None:
-        # Some are looked for in normalized text by what becomes of them: "▁▁x" of " x".
+        # Tokens with `normalized` match their normalized form in the text: " x" matches "▁▁x".
         normalized = [token.content for token in added_tokens if token.normalized]
         names += map(backend.normalizer.normalize_str, normalized)
     return factor * max(map(len, names), default=1)
@@ -63,10 +63,10 @@ def _keeps_all_text(step: dict) -> bool:
 
 
 def _knows_all_text(model: models.Model, vocab: dict[str, int], steps: list[dict]) -> bool:
-    """Whether every character has tokens of its own, be it one for each of its bytes."""
+    """Whether every character has tokens, possibly one for each of its bytes."""
     if not isinstance(model, models.BPE):
         return False
-    # Characters at the start or the end of a word have tokens of their own, or may have none.
+    # With these options, characters at the start or end of a word may lack a token.
     if model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
     if any(step["type"] == "ByteLevel" for step in steps):

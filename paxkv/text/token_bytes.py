@@ -1,4 +1,4 @@
-"""`TokenBytes`: the bytes of a token, also of one that is only a part of a character."""
+"""`TokenBytes`: the bytes of a token, even if it is only a part of a character."""
 
 import json
 import re
@@ -7,15 +7,15 @@ from collections.abc import Mapping
 import tokenizers
 
 _REPLACEMENT_CHAR = "\N{REPLACEMENT CHARACTER}"
-# How SentencePiece's byte fallback names a byte.
+# The name of a byte token in SentencePiece's byte fallback.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
     """Bytes of tokens whose text by itself is not valid UTF-8.
 
-    A character may be several tokens: "漢" is E6 BC A2, and each of these may be a token. Decoded
-    alone each becomes U+FFFD, but its name in the vocabulary says which byte it is.
+    A character may consist of several tokens: "漢" is E6 BC A2, and each of these bytes may be a
+    token. Decoded alone, each becomes U+FFFD, but its name in the vocabulary shows its byte.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -27,8 +27,8 @@ class TokenBytes:
         """The bytes of a token.
 
         Args:
-            name: In the vocabulary; None if it has none.
-            text: What it is decoded to by itself.
+            name: The token's name in the vocabulary; None if it has none.
+            text: The token's text if it is decoded alone.
         """
         if _REPLACEMENT_CHAR in text and name is not None:
             match = _BYTE_TOKEN.fullmatch(name) if self._has_byte_tokens else None
@@ -40,17 +40,17 @@ class TokenBytes:
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> set[str]:
-    """The kinds of steps that make text of tokens."""
+    """The types of the decoder's steps."""
     if backend.decoder is None:
         return set()
-    # The library shows what a decoder consists of only in the form in which it is pickled: JSON.
+    # The library shows a decoder's steps only in its pickled form, which is JSON.
     decoder: Mapping[str, object] = json.loads(backend.decoder.__getstate__())
     return {str(step["type"]) for step in decoder.get("decoders", [decoder])}
 
 
 def _byte_of_char() -> dict[str, int]:
-    """How byte-level vocabularies write bytes: printable ones of Latin-1 as they are, others as
-    the characters from U+0100 on.
+    """Maps characters of byte-level vocabularies to bytes. Printable Latin-1 bytes are written as
+    themselves, other bytes as the characters from U+0100 on.
 
     Source: GPT-2's `bytes_to_unicode`.
     """

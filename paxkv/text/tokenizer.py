@@ -1,4 +1,4 @@
-"""`Tokenizer`: text to token ids and back, as a checkpoint's tokenizer files say."""
+"""`Tokenizer`: converts text to token ids and back, with a checkpoint's tokenizer files."""
 
 import functools
 import json
@@ -14,7 +14,7 @@ from paxkv.text.token_bytes import TokenBytes
 _LFS_POINTER = b"version https://git-lfs"
 _TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
-# From here on a text takes long enough (tens of milliseconds) to be in the way of other threads.
+# Encoding a text of this length takes tens of milliseconds, so other threads should run meanwhile.
 LONG_TEXT_CHARS = 4096
 
 
@@ -22,9 +22,9 @@ class Tokenizer:
     """A fast tokenizer (tokenizer.json) with the special tokens of tokenizer_config.json.
 
     Args:
-        backend: The tokenizer of tokenizer.json; truncation and padding are switched off in it.
-        tokenizer_config: Content of tokenizer_config.json. `add_bos_token` or `add_eos_token`, when
-            given, replace what tokenizer.json itself would add.
+        backend: The tokenizer of tokenizer.json. Its truncation and padding are switched off.
+        tokenizer_config: Content of tokenizer_config.json. If it sets `add_bos_token` or
+            `add_eos_token`, these replace the tokens that tokenizer.json would add.
 
     Raises:
         ConfigError: tokenizer_config.json names a token that has no id, or is malformed.
@@ -38,16 +38,16 @@ class Tokenizer:
         self._backend = backend
         self._backend.no_truncation()
         self._backend.no_padding()
-        _take_added_tokens(backend, tokenizer_config.get("added_tokens_decoder"))
+        _add_config_tokens(backend, tokenizer_config.get("added_tokens_decoder"))
         named = _read_named_tokens(tokenizer_config)
-        # Which chat templates may ask for: "eos_token" -> "</s>".
+        # Variables of chat templates: "eos_token" -> "</s>".
         self.special_tokens = {name: token.content for name, token in named.items()}
         _mark_special(backend, named.values(), _read_extra_tokens(tokenizer_config))
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
         added_tokens = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added_tokens.items() if token.special)
-        # Those that stand for themselves in a text: id -> as they are written.
+        # Id -> text of added tokens, which represent their literal text.
         self.added_token_texts = {i: token.content for i, token in added_tokens.items()}
         self._token_texts: dict[int, str] = {}
         self._bytes_of = TokenBytes(backend).of
@@ -55,7 +55,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
-        """Reads tokenizer.json and, where they exist, tokenizer_config.json and its companion.
+        """Reads tokenizer.json and, if present, tokenizer_config.json and special_tokens_map.json.
 
         Raises:
             ConfigError: There is no tokenizer.json, or a file cannot be read.
@@ -67,35 +67,35 @@ class Tokenizer:
                 "AutoTokenizer.from_pretrained(...).save_pretrained(...)), or send token ids."
             )
         backend = _read_backend(path)
-        # Older checkpoints keep the names of special tokens in a file of their own.
+        # Older checkpoints have the names of special tokens in a separate file.
         special_tokens_map = read_json_object(folder / "special_tokens_map.json")
         tokenizer_config = read_json_object(folder / "tokenizer_config.json")
         return cls(backend, {**special_tokens_map, **tokenizer_config})
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included. A model's own vocabulary may be larger."""
+        """Number of tokens, including added ones. A model's own vocabulary may be larger."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @functools.cached_property
     def max_chars_per_token(self) -> int | None:
-        """See `find_max_chars_per_token`; looks at the whole vocabulary when it is first asked."""
+        """See `find_max_chars_per_token`. The first access scans the whole vocabulary."""
         return find_max_chars_per_token(self._backend)
 
     @property
     def json(self) -> str:
-        """Content of a tokenizer.json for this tokenizer."""
+        """The tokenizer as the content of a tokenizer.json."""
         return self._backend.to_str()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`.
 
         Args:
-            add_special_tokens: Adds what the checkpoint puts around a text, such as BOS. A rendered
-                chat template brings its own.
+            add_special_tokens: Add the tokens that the checkpoint puts around a text, such as BOS.
+                A rendered chat template contains its own.
 
         Raises:
-            InvalidRequestError: The text holds a lone surrogate, which is no character.
+            InvalidRequestError: The text contains a lone surrogate, which is not a character.
         """
         try:
             text.encode("utf-8")
@@ -110,46 +110,46 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; ids that no token has are left out, bad UTF-8 becomes U+FFFD."""
+        """Text of `token_ids`. Unknown ids are omitted; invalid UTF-8 becomes U+FFFD."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token by itself, special ones included; for showing log-probabilities."""
+        """Text of one token alone, also of a special token; for log-probabilities."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self._make_token_text(token_id)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of one token. Those of an answer's tokens join to the bytes of its text."""
+        """Bytes of one token. The bytes of an answer's tokens join to the bytes of its text."""
         return self._bytes_of(self._backend.id_to_token(token_id), self.token_text(token_id))
 
     def _make_token_text(self, token_id: int) -> str:
         name = self._backend.id_to_token(token_id)
         decoder = self._backend.decoder
-        # SentencePiece decoders drop the space that a text begins with: "▁the" is " the" only
-        # behind something.
+        # SentencePiece decoders drop the space at the start of a text: "▁the" becomes " the" only
+        # after another token.
         if name is not None and decoder is not None and decoder.decode(["x", "▁"]) == "x ":
             return decoder.decode(["x", name])[1:]
         return self.decode([token_id], skip_special_tokens=False)
 
     def has_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
-        """Whether `decode` looks at this token at all."""
+        """Whether `decode` uses this token; it ignores the others."""
         if skip_special_tokens and token_id in self.special_token_ids:
             return False
         return self._backend.id_to_token(token_id) is not None
 
     def ids_without_token(self, vocab_size: int) -> list[int]:
-        """Ids below `vocab_size` that no token has; a model's vocabulary may be padded."""
+        """Ids below `vocab_size` without a token, because a model's vocabulary may be padded."""
         known = set(self._backend.get_vocab(with_added_tokens=True).values())
         return [token_id for token_id in range(vocab_size) if token_id not in known]
 
     def token_to_id(self, token: str) -> int | None:
-        """Id of a token by its name in the vocabulary, or None when there is none."""
+        """Id of a token by its name in the vocabulary; None if there is no such token."""
         return self._backend.token_to_id(token)
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Name of a token in the vocabulary, such as "Ġthe" for " the"; None of an unknown id."""
+        """Name of a token in the vocabulary, such as "Ġthe" for " the"; None for unknown ids."""
         return self._backend.id_to_token(token_id)
 
     def _encode_valid(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -166,14 +166,15 @@ class Tokenizer:
         token_id = self._backend.token_to_id(token)
         if token_id is None:
             raise ConfigError(
-                f"tokenizer_config.json says {name}={token!r}, which tokenizer.json does not have."
+                f"tokenizer_config.json has {name}={token!r}, but tokenizer.json has no such "
+                "token. Download the files again."
             )
         return token_id
 
     def _read_added_ids(
         self, tokenizer_config: Mapping[str, object]
     ) -> tuple[list[int] | None, list[int]]:
-        """Ids to put before and after a text; a prefix of None leaves it to tokenizer.json."""
+        """Ids to put before and after a text. With prefix None, tokenizer.json adds its own."""
         flags = [tokenizer_config.get(name) for name in ("add_bos_token", "add_eos_token")]
         if all(flag is None for flag in flags):
             return None, []
@@ -193,7 +194,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
             "in its folder."
         )
     try:
-        # The library reads UTF-8 without a byte order mark only.
+        # The library reads only UTF-8 without a byte order mark.
         return tokenizers.Tokenizer.from_str(encoded.decode(json.detect_encoding(encoded)))
     # The library raises a bare Exception for every kind of malformed file.
     except Exception as error:
@@ -227,7 +228,7 @@ def read_json_object(path: Path) -> dict[str, object]:
 def _read_named_tokens(
     tokenizer_config: Mapping[str, object],
 ) -> dict[str, tokenizers.AddedToken]:
-    """Tokens with a name: those of transformers, and what else a checkpoint calls a token."""
+    """Named tokens: fields that end in "_token", and named tokens of `extra_special_tokens`."""
     named = {name: value for name, value in tokenizer_config.items() if name.endswith("_token")}
     extra = tokenizer_config.get("extra_special_tokens")
     if isinstance(extra, Mapping):
@@ -237,7 +238,7 @@ def _read_named_tokens(
 
 
 def _read_extra_tokens(tokenizer_config: Mapping[str, object]) -> list[tokenizers.AddedToken]:
-    """Special tokens without a name, which older checkpoints call additional ones."""
+    """Special tokens without a name; older checkpoints call them `additional_special_tokens`."""
     values = tokenizer_config.get("extra_special_tokens")
     if not isinstance(values, list) or not values:
         values = tokenizer_config.get("additional_special_tokens")
@@ -247,7 +248,7 @@ def _read_extra_tokens(tokenizer_config: Mapping[str, object]) -> list[tokenizer
 
 
 def _as_special_token(value: object) -> tokenizers.AddedToken | None:
-    """Of "</s>", or of {"content": "</s>", "lstrip": false, ...}; None of what is neither."""
+    """Reads "</s>" or {"content": "</s>", "lstrip": false, ...}; None for other values."""
     fields = value if isinstance(value, Mapping) else {"content": value}
     content = fields.get("content")
     if not isinstance(content, str) or not content:
@@ -264,10 +265,9 @@ def _mark_special(
     named: Collection[tokenizers.AddedToken],
     extra: Collection[tokenizers.AddedToken],
 ) -> None:
-    """Makes tokens special that are not yet, as transformers does: plain words of the vocabulary,
-    and named tokens that were added as plain ones.
+    """Marks tokens as special, like transformers: words of the vocabulary, and named added tokens.
 
-    Those without an id stay out: a model has no embedding of them.
+    Tokens without an id are ignored, because the model has no embedding for them.
     """
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     changed: dict[str, tokenizers.AddedToken] = {}
@@ -279,14 +279,18 @@ def _mark_special(
         if known is not None and not known.special:
             known.special = True
             changed[token.content] = known
-    # At once: each call looks at all tokens again, of which there may be thousands.
+    # In one call, because each call processes all added tokens again, perhaps thousands.
     backend.add_special_tokens([*changed.values()])
 
 
-def _take_added_tokens(backend: tokenizers.Tokenizer, added_tokens: object) -> None:
-    """Adds the tokens of tokenizer_config.json, where their ids come out as written.
+def _add_config_tokens(backend: tokenizers.Tokenizer, added_tokens: object) -> None:
+    """Adds the tokens of tokenizer_config.json.
 
-    What it says of a token that tokenizer.json has too counts more, as in transformers.
+    If tokenizer.json has the same token, tokenizer_config.json takes precedence, as in
+    transformers.
+
+    Raises:
+        ConfigError: A new token would not get the id that tokenizer_config.json gives it.
     """
     added = {token.content: repr(token) for token in backend.get_added_tokens_decoder().values()}
     changed: list[tokenizers.AddedToken] = []
@@ -306,7 +310,7 @@ def _take_added_tokens(backend: tokenizers.Tokenizer, added_tokens: object) -> N
 
 
 def _read_added_tokens(added_tokens: object) -> list[tuple[int, tokenizers.AddedToken]]:
-    """Of {"7": {"content": "<tool>", "special": true}}; by id, which JSON's order need not be."""
+    """Reads {"7": {"content": "<tool>", "special": true}}, sorted by id."""
     if added_tokens is None:
         return []
     if not isinstance(added_tokens, Mapping):

@@ -82,7 +82,7 @@ class AnswerReader:
     def take_tokens(self, token_ids: Sequence[int]) -> None:
         """Takes tokens whose text is read next, or later."""
         if self._thought_counter is not None:
-            self._thought_counter.take(token_ids)
+            self._thought_counter.add_tokens(token_ids)
 
     def read(self, text: str, *, is_last: bool) -> AnswerPart:
         """What the next piece of text makes certain."""
@@ -95,7 +95,7 @@ class AnswerReader:
                     split.reasoning + rest.reasoning, split.content + rest.content
                 )
             if self._thought_counter is not None:
-                self._thought_counter.note(self._reasoning_parser)
+                self._thought_counter.update(self._reasoning_parser)
         part = AnswerPart(reasoning=split.reasoning if self._include_reasoning else "")
         if self._tool_parser is None:
             part.pieces += [split.content] if split.content else []

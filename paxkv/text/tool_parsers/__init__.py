@@ -1,1 +1,1 @@
-"""Parsers that find the calls of tools in what a model writes, as it comes."""
+"""Streaming parsers that find tool calls in a model's answer."""

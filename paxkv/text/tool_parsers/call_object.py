@@ -10,7 +10,7 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class _State(enum.Enum):
-    """What the next character belongs to."""
+    """The part of the object to which the next character belongs."""
 
     BEFORE_OBJECT = enum.auto()
     BEFORE_KEY = enum.auto()
@@ -26,14 +26,14 @@ class _State(enum.Enum):
 
 
 class CallObject:
-    """One object. Arguments are handed on as they come, once the name is known.
+    """Parses one object. As soon as the name is known, it emits arguments character by character.
 
     Args:
-        index: Place of the call among those of the answer.
-        needs_arguments: Without any the object is no call.
+        index: Index of the call in the answer.
+        needs_arguments: An object without arguments is not a call.
 
     Attributes:
-        has_started: Whether its CallStart has been handed on: it is a call from here on.
+        has_started: Whether `CallStart` has been emitted, so the object is certainly a call.
     """
 
     def __init__(self, index: int, *, needs_arguments: bool) -> None:
@@ -41,22 +41,22 @@ class CallObject:
         self._needs_arguments = needs_arguments
         self._state = _State.BEFORE_OBJECT
         self._key = ""
-        # The value of the key, or the key itself, as written.
+        # The text of the current value or key.
         self._value: list[str] = []
         self._depth = 0
         self._is_in_string = False
         self._is_escaped = False
         self._name: str | None = None
-        # Arguments that came before the name.
+        # Arguments that preceded the name.
         self._early_arguments: str | None = None
         self._has_arguments = False
-        self._taken: list[str] = []
+        self._chars: list[str] = []
         self.has_started = False
 
     @property
     def raw(self) -> str:
-        """All characters taken so far; no more are added once it has started."""
-        return "".join(self._taken)
+        """All characters up to the start of the call."""
+        return "".join(self._chars)
 
     @property
     def is_done(self) -> bool:
@@ -69,33 +69,33 @@ class CallObject:
 
     @property
     def is_malformed(self) -> bool:
-        """No call can become of it. Never after it has started."""
+        """Whether the object is certainly not a call. Never True after the call has started."""
         return self._state is _State.MALFORMED
 
-    def take(self, char: str) -> list[ToolEvent]:
-        """Takes the next character, which must not come after the object's end."""
+    def feed(self, char: str) -> list[ToolEvent]:
+        """Reads the next character. Must not be called after the object's end."""
         if not self.has_started:
-            self._taken.append(char)
-        events = self._take(char)
-        # Whoever reads has been told of the call: what follows can no longer be plain text.
+            self._chars.append(char)
+        events = self._read(char)
+        # `CallStart` has been emitted, so the text cannot become content any more: read on.
         if self.is_malformed and self.has_started:
             self._state = _State.BEFORE_KEY
         return events
 
-    def _take(self, char: str) -> list[ToolEvent]:
+    def _read(self, char: str) -> list[ToolEvent]:
         match self._state:
             case _State.STRING | _State.NESTED | _State.BARE:
-                return self._take_in_value(char)
+                return self._read_in_value(char)
             case _State.KEY:
-                self._take_in_key(char)
+                self._read_in_key(char)
                 return []
             case _State.BEFORE_VALUE if char not in _SPACE:
                 return self._begin_value(char)
             case _State.BEFORE_VALUE:
                 return []
-        return self._take_between(char)
+        return self._read_between(char)
 
-    def _take_between(self, char: str) -> list[ToolEvent]:
+    def _read_between(self, char: str) -> list[ToolEvent]:
         if char in _SPACE:
             return []
         if self._state is _State.BEFORE_OBJECT and char == "{":
@@ -112,7 +112,7 @@ class CallObject:
             self._state = _State.MALFORMED
         return []
 
-    def _take_in_key(self, char: str) -> None:
+    def _read_in_key(self, char: str) -> None:
         self._value.append(char)
         if self._is_escaped:
             self._is_escaped = False
@@ -138,12 +138,12 @@ class CallObject:
         events = []
         if self._is_arguments_value() and self._name is not None:
             events = self._start_call()
-        return events + self._take_in_value(char)
+        return events + self._read_in_value(char)
 
-    def _take_in_value(self, char: str) -> list[ToolEvent]:
+    def _read_in_value(self, char: str) -> list[ToolEvent]:
         if self._state is _State.BARE and (char in _SPACE or char in ",}"):
             events = self._end_value()
-            return events + ([] if self.is_malformed else self._take_between(char))
+            return events + ([] if self.is_malformed else self._read_between(char))
         self._follow(char)
         events: list[ToolEvent] = []
         if self._streams_arguments():
@@ -156,7 +156,7 @@ class CallObject:
         return events
 
     def _follow(self, char: str) -> None:
-        """Counts brackets outside of strings."""
+        """Updates the depth of brackets outside strings."""
         if self._is_in_string:
             if self._is_escaped:
                 self._is_escaped = False
@@ -203,7 +203,7 @@ class CallObject:
         return [CallStart(self._index, self._name or "")]
 
     def _is_arguments_value(self) -> bool:
-        # Only the first of them counts.
+        # Only the first arguments of an object count.
         return self._key in _ARGUMENT_KEYS and not self._has_arguments
 
     def _streams_arguments(self) -> bool:
@@ -215,6 +215,6 @@ def _decode_string(text: str) -> str | None:
         value = json.loads(text)
     except ValueError:
         return None
-    # Half of a surrogate pair is no text that an answer can hold.
+    # An answer cannot contain half of a surrogate pair.
     has_halves = isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value)
     return value if isinstance(value, str) and not has_halves else None

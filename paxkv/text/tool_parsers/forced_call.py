@@ -1,4 +1,4 @@
-"""Parsers of answers whose form was forced: a grammar lets through nothing but calls."""
+"""Parsers of answers that a grammar restricts to tool calls."""
 
 from paxkv.text.tool_parsers.call_object import CallObject
 from paxkv.text.tool_parsers.tool_parser import (
@@ -10,7 +10,7 @@ from paxkv.text.tool_parsers.tool_parser import (
 
 
 class NamedCallParser:
-    """The whole answer is the arguments of one function (`tool_choice` names it)."""
+    """For answers that are the arguments of one function, which `tool_choice` names."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -28,7 +28,7 @@ class NamedCallParser:
 
 
 class CallListParser:
-    """The whole answer is a JSON array of calls (`tool_choice` is "required")."""
+    """For answers that are a JSON array of calls (`tool_choice` is "required")."""
 
     def __init__(self) -> None:
         self._object: CallObject | None = None
@@ -38,13 +38,13 @@ class CallListParser:
         events: list[ToolEvent] = []
         for char in text:
             if self._object is not None:
-                events += self._object.take(char)
+                events += self._object.feed(char)
                 if self._object.is_done or self._object.is_malformed:
                     self._num_calls += self._object.has_started
                     self._object = None
             elif char == "{":
                 self._object = CallObject(self._num_calls, needs_arguments=False)
-                self._object.take(char)
+                self._object.feed(char)
         return join_events(events)
 
     def finish(self) -> list[ToolEvent]:

@@ -1,4 +1,4 @@
-"""`HermesToolParser`: `<tool_call>{"name": ...}</tool_call>`, as Qwen writes too."""
+"""`HermesToolParser`: for calls like `<tool_call>{"name": ...}</tool_call>`, also of Qwen."""
 
 from paxkv.text.tool_parsers.call_object import CallObject
 from paxkv.text.tool_parsers.tag_finder import num_held_chars
@@ -8,24 +8,24 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesToolParser:
-    """Text before the first call is content; white space between calls is nothing."""
+    """Text before the first call is content; white space between calls is dropped."""
 
     def __init__(self) -> None:
-        # Not decided yet: the start of a tag, or white space after a call.
+        # Undecided text: the start of a tag, or white space after a call.
         self._held = ""
         self._object: CallObject | None = None
         self._num_calls = 0
-        # Between the end of a call's object and the tag that closes it.
+        # Whether the parser is between the end of a call's object and the closing tag.
         self._is_behind_object = False
 
     def feed(self, text: str) -> list[ToolEvent]:
         events: list[ToolEvent] = []
         for char in text:
             if self._object is not None:
-                events += self._take_in_object(char)
+                events += self._read_in_object(char)
             else:
                 self._held += char
-                events += self._take_outside()
+                events += self._read_outside()
         return join_events(events)
 
     def finish(self) -> list[ToolEvent]:
@@ -36,18 +36,18 @@ class HermesToolParser:
         is_nothing = not held or (self._num_calls and not held.strip())
         return [] if is_nothing else [ContentPart(held)]
 
-    def _take_in_object(self, char: str) -> list[ToolEvent]:
+    def _read_in_object(self, char: str) -> list[ToolEvent]:
         call = self._object
-        # No JSON has this outside of a string: the call's tag is closed, its object is not.
+        # JSON has no "<" outside strings, so the closing tag begins before the object's end.
         if char == "<" and call.has_started and not call.is_in_string:
             self._end_call()
             self._held = char
             return []
-        events = call.take(char)
+        events = call.feed(char)
         if call.is_done:
             self._end_call()
         elif call.is_malformed:
-            # It is text after all, in which a next tag may have begun.
+            # The object is content, in which another tag may begin.
             self._object = None
             events += [ContentPart(_OPEN), *self.feed(call.raw)]
         return events
@@ -56,7 +56,7 @@ class HermesToolParser:
         self._num_calls += 1
         self._object, self._is_behind_object = None, True
 
-    def _take_outside(self) -> list[ToolEvent]:
+    def _read_outside(self) -> list[ToolEvent]:
         held = self._held
         if held.endswith(_OPEN):
             self._held, self._is_behind_object = "", False
@@ -70,7 +70,7 @@ class HermesToolParser:
         tags = (_OPEN, _CLOSE) if self._is_behind_object else (_OPEN,)
         num_held = max(num_held_chars(held, tag) for tag in tags)
         text = held[: len(held) - num_held]
-        # White space after a call is held back until something else follows.
+        # White space after a call is held until other text follows.
         if not text or (self._num_calls and not text.strip()):
             return []
         self._held = held[len(text) :]

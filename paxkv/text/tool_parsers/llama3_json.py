@@ -1,4 +1,4 @@
-"""`Llama3JsonToolParser`: the whole answer is `{"name": ..., "parameters": ...}`, or several."""
+"""`Llama3JsonToolParser`: for answers that are objects `{"name": ..., "parameters": ...}`."""
 
 from paxkv.text.tool_parsers.call_object import CallObject
 from paxkv.text.tool_parsers.tool_parser import ContentPart, ToolEvent, join_events
@@ -8,11 +8,11 @@ _BETWEEN = " \t\r\n;,"
 
 
 class Llama3JsonToolParser:
-    """An answer that begins with anything but an object with a name and parameters is content."""
+    """An answer is content unless it begins with an object that has a name and parameters."""
 
     def __init__(self) -> None:
         self._is_content = False
-        # What may still turn out to be content: white space, the tag, what separates calls.
+        # Text that may still become content: white space, the tag, separators of calls.
         self._held = ""
         self._object: CallObject | None = None
         self._num_calls = 0
@@ -23,7 +23,7 @@ class Llama3JsonToolParser:
             if self._is_content:
                 events.append(ContentPart(text[idx:]))
                 break
-            events += self._take(char)
+            events += self._read(char)
         return join_events(events)
 
     def finish(self) -> list[ToolEvent]:
@@ -34,11 +34,11 @@ class Llama3JsonToolParser:
         is_nothing = not held or (self._num_calls and not held.strip(_BETWEEN))
         return [] if is_nothing else [ContentPart(held)]
 
-    def _take(self, char: str) -> list[ToolEvent]:
+    def _read(self, char: str) -> list[ToolEvent]:
         call = self._object
         if call is None:
-            return self._take_outside(char)
-        events = call.take(char)
+            return self._read_outside(char)
+        events = call.feed(char)
         if call.is_done:
             self._num_calls += 1
             self._object, self._held = None, ""
@@ -47,11 +47,11 @@ class Llama3JsonToolParser:
             events += self._become_content(self._held + call.raw)
         return events
 
-    def _take_outside(self, char: str) -> list[ToolEvent]:
+    def _read_outside(self, char: str) -> list[ToolEvent]:
         begun = self._held.lstrip()
         if char == "{" and begun.strip(_BETWEEN) in ("", _PYTHON_TAG):
             self._object = CallObject(self._num_calls, needs_arguments=True)
-            self._object.take(char)
+            self._object.feed(char)
             return []
         self._held += char
         is_between = char in (_BETWEEN if self._num_calls else _BETWEEN[:4])

@@ -1,4 +1,4 @@
-"""Tool parsers by the names that `--tool-call-parser` takes, which are vLLM's."""
+"""Tool parsers by their names in `--tool-call-parser`, which are vLLM's."""
 
 from collections.abc import Callable, Mapping
 

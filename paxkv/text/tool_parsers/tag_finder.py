@@ -1,8 +1,8 @@
-"""How much of a text may be the beginning of a tag."""
+"""Finds the end of a text that may be the beginning of a tag."""
 
 
 def num_held_chars(text: str, tag: str) -> int:
-    """Length of the longest end of `text` that `tag` begins with, the whole tag left out.
+    """Length of the longest end of `text` that is a beginning of `tag`, but not the whole tag.
 
     "a <to", "<tool_call>" -> 3.
     """

@@ -1,4 +1,4 @@
-"""`ToolParser`: what all of them do, and what they find."""
+"""`ToolParser`: the interface of tool parsers, and the events that they emit."""
 
 import dataclasses
 import itertools
@@ -7,17 +7,17 @@ from typing import Protocol
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ContentPart:
-    """Text that is no call."""
+    """Text that is not part of a tool call."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallStart:
-    """A tool is called; its arguments follow.
+    """The start of a tool call; its arguments follow.
 
     Args:
-        index: Its place among the calls of the answer.
+        index: Index of the call in the answer.
     """
 
     index: int
@@ -36,24 +36,24 @@ ToolEvent = ContentPart | CallStart | ArgumentsPart
 
 
 class ToolParser(Protocol):
-    """Reads one answer. However its text is cut into pieces, the same is found in it.
+    """Parses one answer. The result does not depend on how the text is cut into pieces.
 
-    Arguments are handed on as the model wrote them, also where they are no valid JSON.
+    Arguments are emitted as the model wrote them, even if they are not valid JSON.
     """
 
     def feed(self, text: str) -> list[ToolEvent]:
-        """What the next piece of text makes certain."""
+        """Reads the next piece of text; returns the events that are now certain."""
         ...
 
     def finish(self) -> list[ToolEvent]:
-        """What was held back, when no more text comes."""
+        """Ends the answer; returns the events of text that was held."""
         ...
 
 
 def join_events(events: list[ToolEvent]) -> list[ToolEvent]:
-    """The same with neighbours of one kind put together: "a", "b" -> "ab"."""
+    """Joins consecutive events of the same kind: "a", "b" -> "ab"."""
     joined: list[ToolEvent] = []
-    # A long answer that comes at once is an event a character.
+    # A long piece of text produces one event per character.
     for (kind, index), run in itertools.groupby(events, key=_kind_and_call):
         if kind is CallStart:
             joined += run

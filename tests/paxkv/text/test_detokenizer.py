@@ -34,7 +34,7 @@ def stream(
     for start in starts:
         batch = token_ids[start : start + tokens_per_update]
         stopped = detokenizer.update(batch, is_last=start == starts[-1])
-        pieces.append(detokenizer.take_new_text())
+        pieces.append(detokenizer.drain_new_text())
         if stopped:
             break
     assert "".join(pieces) == detokenizer.text

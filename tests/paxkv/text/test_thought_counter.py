@@ -18,14 +18,14 @@ def _count(token_ids, *, step, lag=0, starts_thinking=False, tokenizer=THINKER):
     counter = ThoughtCounter(tokenizer, skip_special_tokens=True)
     num_chars = 0
     for num_tokens in range(step, len(token_ids) + step, step):
-        counter.take(token_ids[num_tokens - step : num_tokens])
+        counter.add_tokens(token_ids[num_tokens - step : num_tokens])
         is_last = num_tokens >= len(token_ids)
         text = tokenizer.decode(token_ids[: max(num_tokens - (0 if is_last else lag), 0)])
         parser.feed(text[num_chars:])
         num_chars = max(num_chars, len(text))
         if is_last:
             parser.finish()
-        counter.note(parser)
+        counter.update(parser)
     return counter.num_tokens
 
 

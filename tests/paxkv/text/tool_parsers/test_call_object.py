@@ -14,7 +14,7 @@ def _take(text: str) -> tuple[CallObject, list[ToolEvent]]:
     call = CallObject(0, needs_arguments=False)
     events: list[ToolEvent] = []
     for char in text:
-        events += call.take(char)
+        events += call.feed(char)
     return call, join_events(events)
 
 
@@ -40,11 +40,11 @@ def test_a_character_of_a_long_call_copies_none_of_those_before_it(start, end, n
     for char in LONG[-20:]:
         before = tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
-        events += call.take(char)
+        events += call.feed(char)
         copied.append(tracemalloc.get_traced_memory()[1] - before)
     tracemalloc.stop()
     # One of the twenty may have had to make a list longer.
     assert sorted(copied)[-2] < len(LONG) / 10
     for char in end:
-        events += call.take(char)
+        events += call.feed(char)
     assert join_events(events) == [CallStart(0, name), ArgumentsPart(0, arguments)]
