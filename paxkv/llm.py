@@ -41,7 +41,7 @@ from paxkv.contracts.owner_process import OwnerProcess
 from paxkv.contracts.request_output import BeamSearchOutput, RequestOutput
 from paxkv.contracts.wire import EngineTransport
 from paxkv.entrypoints.build import build_engine, build_llm_client
-from paxkv.entrypoints.llm_arguments import json_text, take_vllm_arguments
+from paxkv.entrypoints.llm_arguments import drop_vllm_arguments, json_text
 from paxkv.errors import EngineDeadError, InvalidRequestError, InvariantError
 from paxkv.text.chat_template import ChatTemplate, Message
 from paxkv.text.tokenizer import Tokenizer
@@ -111,7 +111,7 @@ class LLM:
         scheduling_policy: SchedulerPolicy | None = "fcfs",
         **settings: object,
     ) -> None:
-        settings = take_vllm_arguments(settings)
+        settings = drop_vllm_arguments(settings)
         model_config = _model_config(
             model=None if model is None else str(model),
             # str(torch.float16) is "torch.float16".

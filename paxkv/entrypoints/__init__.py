@@ -1,1 +1,1 @@
-"""What starts an engine or a server: build functions, processes, and the command line."""
+"""Starts engines and servers: build functions, engine processes, and the command line."""

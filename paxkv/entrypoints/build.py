@@ -1,6 +1,6 @@
-"""The one place where an engine's objects are constructed and wired.
+"""Constructs the objects of an engine and connects them.
 
-`build_client.py` is the half of it that needs no JAX.
+`build_client.py` constructs the objects that need no JAX.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ from paxkv.trace.header import TraceHeader
 from paxkv.trace.recorder import TraceRecorder
 from paxkv.trace.trace_file import check_trace_file
 
-# Before the imports below: with a foreign `models` they would fail without saying why.
+# Check before the imports below. With a foreign `models` package they would fail without a reason.
 check_package_origin()
 
 from models import LoadedModel, load_model, read_model_config  # noqa: E402
@@ -80,7 +80,7 @@ DEMO_MODEL_NAME = "paxkv-demo"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltCore:
-    """An engine that nobody runs yet, and what its clients need to know of it."""
+    """An engine core that does not run yet, and the data that its clients need."""
 
     core: EngineCore
     ready: EngineReady
@@ -88,7 +88,7 @@ class BuiltCore:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
-    """A running engine and what a client of it needs."""
+    """A running engine, and the objects that its client needs."""
 
     transport: EngineTransport
     input_processor: InputProcessor
@@ -99,16 +99,16 @@ class BuiltEngine:
 
 
 def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltEngine:
-    """Loads the model, compiles every step, and starts the engine in a thread of this process.
+    """Loads the model, compiles all programs, and starts the engine in a thread of this process.
 
-    Several engines are processes: threads of one would take turns.
+    Several engines run in processes of their own, because threads of one process would take turns.
 
     Args:
-        show_progress: Draws a bar on stderr while steps compile.
+        show_progress: Draw a progress bar on stderr while programs compile.
 
     Raises:
-        ConfigError: The settings do not fit the model or the device; or, where engines are
-            processes, the model cannot be loaded.
+        ConfigError: The settings do not fit the model or the device, or an engine process cannot
+            load the model.
         ModelError: The model cannot be loaded.
         EngineDeadError: An engine's process ended before it was ready.
     """
@@ -160,7 +160,7 @@ def build_core(
     show_progress: bool = False,
     on_model_found: Callable[[Path], None] = lambda folder: None,
 ) -> BuiltCore:
-    """Loads the model and compiles every step.
+    """Loads the model and compiles all programs.
 
     Args:
         on_model_found: Called before the weights are loaded, with the folder of the model's
@@ -170,7 +170,7 @@ def build_core(
         ConfigError: The settings do not fit the model or the device.
         ModelError: The model cannot be loaded.
     """
-    # First what fails at once: a taken port is not to be told after minutes of loading.
+    # Report an unusable file or port now, and not after minutes of loading.
     if config.scheduler.trace_file is not None:
         check_trace_file(Path(config.scheduler.trace_file))
     kv_event_publisher = make_kv_event_publisher(config.cache.kv_events)
@@ -185,7 +185,7 @@ def build_core(
 
 
 def compile_programs(config: EngineConfig, path: Path, *, show_progress: bool = False) -> int:
-    """Compiles every program of an engine into a folder for `RunnerConfig.compiled_dir`.
+    """Compiles all programs of an engine into a folder for `RunnerConfig.compiled_dir`.
 
     Returns:
         The number of programs.
@@ -194,9 +194,9 @@ def compile_programs(config: EngineConfig, path: Path, *, show_progress: bool = 
         ConfigError: The folder cannot be used, or the settings do not fit the model or the device.
         ModelError: The model cannot be loaded.
     """
-    store = NewCompiledPrograms(path)  # first, because it fails at once
+    store = NewCompiledPrograms(path)  # first, because it fails immediately
     folder = _model_folder(config)
-    # They shape no program, but the engine that is to start with these flags needs them.
+    # Programs do not depend on them, but an engine with these flags could not start without them.
     _find_sampling_defaults(config, folder)
     tokenizer = load_tokenizer(_text_folder(config.model, folder))
     model = _load_model(config, folder, tokenizer)
@@ -215,7 +215,7 @@ def _build_core(
     folder = _model_folder(config)
     text_folder = _text_folder(config.model, folder)
     on_model_found(text_folder)
-    # Before the weights: a mistake in a small file is not to be told after minutes of loading.
+    # Report mistakes in small files before the weights are loaded, which takes minutes.
     sampling_defaults = _find_sampling_defaults(config, folder)
     tokenizer = load_tokenizer(text_folder)
     model = _load_model(config, folder, tokenizer)
@@ -267,11 +267,10 @@ def build_llm_client(engine: BuiltEngine) -> InprocClient:
 
 
 def _model_folder(config: EngineConfig) -> Path:
-    """The model's folder. A model that is not supported is refused before weights are downloaded.
+    """Finds the model's folder. Rejects unsupported models before weights are downloaded.
 
     Raises:
-        ModelError: The model cannot be found, or its config.json describes no model that is
-            supported.
+        ModelError: The model cannot be found, or its config.json describes an unsupported model.
     """
     model = config.model
     if model.model is None:
@@ -307,8 +306,8 @@ def _find_sampling_defaults(config: EngineConfig, folder: Path) -> SamplingDefau
 
 
 def _load_model(config: EngineConfig, folder: Path, tokenizer: Tokenizer | None) -> LoadedModel:
-    """The model, which generates only tokens that its tokenizer has."""
-    # Read by JAX when it first touches a GPU, and the only way to tell it how much memory to take.
+    """Loads the model, and excludes tokens that its tokenizer does not have."""
+    # JAX reads this variable when it first uses a GPU. It is the only way to limit JAX's memory.
     os.environ.setdefault(SHARE_VARIABLE, f"{config.cache.gpu_memory_utilization:g}")
     platform = default_platform()
     max_model_len = config.model.max_model_len
@@ -339,11 +338,11 @@ def _load_model(config: EngineConfig, folder: Path, tokenizer: Tokenizer | None)
 def _make_runner(
     config: EngineConfig, model: LoadedModel, store: ProgramStore | None, *, show_progress: bool
 ) -> ModelRunner:
-    """The runner. If `max_model_len` is not given, it is the longest that fits the KV cache.
+    """Builds the runner. If `max_model_len` is not set, the longest that fits the KV cache is used.
 
     Raises:
-        KVCacheTooSmallError: The KV cache has no room for one request of the given `max_model_len`,
-            or of two tokens.
+        KVCacheTooSmallError: The KV cache has no room for one request of `max_model_len` tokens or,
+            if that is not set, of two tokens.
     """
     host_memory = _host_memory(config.parallel, model)
     on_host = host_memory is not None
@@ -376,8 +375,9 @@ def _make_runner(
         )
     if on_host and plan.pool_bytes > host_memory.free_bytes:
         logger.warning(
-            "the KV cache may grow to %d MiB, and %d MiB are free: the system may end this process "
-            "when they are used. Set a smaller --cpu-kv-cache-bytes or --num-gpu-blocks-override.",
+            "the KV cache may grow to %d MiB, but only %d MiB are free: the system may kill this "
+            "process when they are used. Set a smaller --cpu-kv-cache-bytes or "
+            "--num-gpu-blocks-override.",
             *(plan.pool_bytes >> 20, host_memory.free_bytes >> 20),
         )
     logger.info("%s", plan.report())
@@ -387,13 +387,13 @@ def _make_runner(
 def _host_memory(config: ParallelConfig, model: LoadedModel) -> HostMemory | None:
     """Memory for the KV cache of one engine on a CPU; None on other devices.
 
-    It is measured once per start, because it changes while an engine is made.
+    It is measured once per start, because free memory changes while an engine is built.
     """
     free_bytes = default_platform().free_host_bytes()
     if free_bytes is None:
         return None
     num_engines = config.data_parallel_size
-    # Engines after the first load their weights later, and take its number of blocks.
+    # Later engines load their weights afterwards, and use the first engine's number of blocks.
     weight_bytes = sum(param.nbytes for param in model.params) if num_engines > 1 else 0
     return HostMemory.of_engines(free_bytes, num_engines=num_engines, weight_bytes=weight_bytes)
 
@@ -412,8 +412,8 @@ def _log_shorter_length(
     if isinstance(store, CompiledPrograms):
         logger.log(
             level,
-            "max_model_len is %d, which the compiled programs are for; the model's own limit "
-            "is %d. Set --max-model-len to the first, or compile programs for the second.",
+            "max_model_len is %d, the length for which the programs were compiled; the model's own "
+            "limit is %d. Set --max-model-len to the first, or compile programs for the second.",
             *(length, limit),
         )
         return
@@ -433,10 +433,10 @@ def _memory_flag(config: CacheConfig, *, on_host: bool) -> str:
 
 
 def _cache_config(config: CacheConfig, store: ProgramStore | None, *, on_host: bool) -> CacheConfig:
-    """With as many blocks as the compiled programs have, where memory would be measured instead.
+    """Sets the number of blocks to that of compiled programs, if memory would be measured.
 
-    Measuring may give another number at every start, and compiles the largest programs of an
-    accelerator.
+    A measurement may give a different number at every start, and on accelerators it compiles the
+    largest programs.
     """
     is_given = config.num_gpu_blocks_override is not None or (
         on_host and config.cpu_kv_cache_bytes is not None
@@ -447,15 +447,15 @@ def _cache_config(config: CacheConfig, store: ProgramStore | None, *, on_host: b
 
 
 def _cache_settings(config: CacheConfig, kv_cache_config: KVCacheConfig) -> dict[str, str]:
-    """For the label values of `vllm:cache_config_info`, with what was decided at the start."""
+    """Label values of `vllm:cache_config_info`, including values chosen at the start."""
     block_sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
     settings = dataclasses.asdict(config) | {
         "block_size": min(block_sizes),
         "num_gpu_blocks": kv_cache_config.num_blocks,
-        # As vLLM calls it.
+        # vLLM's name.
         "cache_dtype": config.kv_cache_dtype,
     }
-    # Hashes are to be guessed by nobody who can read metrics; addresses are nobody's business.
+    # Readers of metrics must not be able to compute block hashes, or see addresses of endpoints.
     hidden = {"prefix_caching_seed", "kv_events_config", "kv_cache_dtype"}
     return {name: str(value) for name, value in sorted(settings.items()) if name not in hidden}
 

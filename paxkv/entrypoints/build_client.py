@@ -1,4 +1,4 @@
-"""The half of a server that needs no JAX: text, checks and the client, before an engine process."""
+"""Builds the parts of a server that need no JAX: text, checks and the client of the engines."""
 
 import dataclasses
 import logging
@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TextParts:
-    """What turns text into tokens and back; None where the model came without."""
+    """The tokenizer and the chat template; None if the model has none."""
 
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
 
 
 def load_text_parts(config: ModelConfig, folder: Path) -> TextParts:
-    """Those of a model's folder, or of the settings that stand in for them."""
+    """Loads the text parts from a model's folder, or as the settings say."""
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
         logger.warning(
-            "%s has no tokenizer.json: prompts must be token ids, and no text is made.", folder
+            "%s has no tokenizer.json: prompts must be token ids, and answers have no text.", folder
         )
     options = {
         "special_tokens": tokenizer.special_tokens if tokenizer is not None else {},
@@ -56,7 +56,7 @@ def load_text_parts(config: ModelConfig, folder: Path) -> TextParts:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """The one of a model's folder, if it has any."""
+    """The tokenizer of a model's folder; None if there is none."""
     has_file = (folder / "tokenizer.json").is_file()
     return Tokenizer.from_folder(folder) if has_file else None
 
@@ -64,9 +64,9 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
 def find_grammar_setup(
     tokenizer: Tokenizer | None, model_eos_token_ids: Sequence[int], vocab_size: int
 ) -> dict[str, object] | None:
-    """Arguments of those who compile grammars; None where that cannot be."""
+    """Arguments for grammar compilers and checkers; None if grammars are not possible."""
     eos_token_ids = all_eos_token_ids(tokenizer, model_eos_token_ids, vocab_size)
-    # Nothing but an EOS token says that a grammar is complete.
+    # Only an EOS token can show that a grammar is complete.
     if tokenizer is None or not eos_token_ids:
         return None
     return {
@@ -78,12 +78,12 @@ def find_grammar_setup(
 
 
 def log_sampling_defaults(model_info: ModelInfo) -> None:
-    """Says which of them change what is drawn, and how to be rid of them."""
+    """Logs the sampling defaults that change answers, and how to disable them."""
     changes = model_info.sampling_defaults.generation_config.changes
     if changes:
         logger.info(
-            "requests that do not say otherwise have %s, of the model's generation_config.json or "
-            "the flags; without the file: --generation-config vllm",
+            "the defaults of requests are %s, from the model's generation_config.json or the "
+            "flags. To ignore the file, start with --generation-config vllm.",
             ", ".join(f"{name}={value}" for name, value in changes.items()),
         )
 
@@ -98,10 +98,10 @@ def log_feature_uses(model_info: ModelInfo) -> None:
 def make_input_processor(
     ready: EngineReady, tokenizer: Tokenizer | None, *, default_max_tokens: int | None = None
 ) -> InputProcessor:
-    """Checks what an engine can take.
+    """Builds the input processor for an engine.
 
     Args:
-        default_max_tokens: As `InputProcessor` has it.
+        default_max_tokens: As in `InputProcessor`.
     """
     grammar_setup = find_grammar_setup(tokenizer, ready.eos_token_ids, ready.model_info.vocab_size)
     return InputProcessor(
@@ -119,7 +119,7 @@ def make_input_processor(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StartedEngines:
-    """Engine processes that take requests as one, and what a client of them needs."""
+    """Engine processes behind one transport, and the data that their client needs."""
 
     transport: LoopTransport
     ready: EngineReady
@@ -138,7 +138,7 @@ def start_engines(
     """Starts `ParallelConfig.data_parallel_size` engine processes and waits until all are ready.
 
     Args:
-        max_step_s: As `EngineSupervisor` has it; so are `max_idle_start_s`, `stall_s` and
+        max_step_s: As in `EngineSupervisor`, like `max_idle_start_s`, `stall_s` and
             `show_progress`.
 
     Raises:
@@ -146,7 +146,7 @@ def start_engines(
             loaded.
         EngineDeadError: An engine ended before it was ready.
     """
-    # First, what fails at once.
+    # These checks are first, because they fail immediately.
     environments = replica_environments(config.parallel.data_parallel_size)
     configs = [replica_config(config, idx) for idx in range(len(environments))]
     engines: list[EngineSupervisor] = []
@@ -166,14 +166,15 @@ def start_engines(
 
     found: list[TextParts] = []
     try:
-        # While the engine loads its weights.
+        # Load the text parts while the engine loads its weights.
         first_ready = start(0).wait_until_ready(
             lambda folder: found.append(load_text_parts(config.model, folder))
         )
         if replicas_share_memory(environments):
-            # The first engine took its part of the memory. The others would measure the rest.
+            # The first engine has allocated its share of the memory, so the others must not measure
+            # the rest.
             configs = [same_sized_config(each, first_ready) for each in configs]
-        # Not before: they find the programs that the first has compiled.
+        # Start the others only now, so that they find the programs that the first has compiled.
         for idx in range(1, len(environments)):
             start(idx)
         readies = [engine.wait_until_ready(lambda folder: None) for engine in engines[1:]]
@@ -194,13 +195,14 @@ def start_engines(
 def build_async_client(
     config: EngineConfig, server_config: ServerConfig, *, show_progress: bool = False
 ) -> AsyncEngineClient:
-    """Starts the engines and makes their asyncio client; `start` the client on its loop.
+    """Starts the engines and builds their asyncio client. Call the client's `start` on its loop.
 
     Args:
-        show_progress: An engine draws a bar on stderr while its steps compile.
+        show_progress: Draw a progress bar on stderr while programs compile.
 
     Raises:
-        ConfigError: As `start_engines`; EngineDeadError likewise.
+        ConfigError: As for `start_engines`.
+        EngineDeadError: As for `start_engines`.
     """
     policy = RestartPolicy(
         max_restarts=server_config.max_engine_restarts,

@@ -17,7 +17,7 @@ def make_scheduler(
     connector: KVConnector | None = None,
     grammar_gate: GrammarGate | None = None,
 ) -> Scheduler:
-    """Builds a scheduler; a header that was read back from a trace builds an equal one."""
+    """Builds a scheduler. The header of a recorded trace builds an equal scheduler."""
     scheduler_class = AsyncScheduler if header.is_async else Scheduler
     return scheduler_class(
         scheduler_config=header.scheduler_config,
@@ -40,7 +40,7 @@ def record_scheduler(
     connector: KVConnector | None = None,
     grammar_gate: GrammarGate | None = None,
 ) -> TraceRecorder:
-    """Builds a scheduler whose calls are written to a trace; an existing file is overwritten.
+    """Builds a scheduler that writes its calls to a trace. An existing file is overwritten.
 
     Raises:
         ConfigError: The file cannot be written.

@@ -1,4 +1,4 @@
-"""How a command ends where somebody stops it, or no longer reads what it prints."""
+"""Ends a command on SIGINT, on SIGTERM, and when its output is no longer read."""
 
 import contextlib
 import os
@@ -9,25 +9,25 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
 TERMINATED = 143  # 128 + SIGTERM
 _STDOUT_CLOSED = 1
 _LINE = "paxkv: interrupted."
-# Of the first process of a container, whose signals do nothing unless it answers them.
+# Id of the first process of a container. The kernel drops its signals unless it handles them.
 _FIRST_PID = 1
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came."""
+    """The process received SIGTERM."""
 
 
 def end_by_signals() -> None:
-    """Lets signals end the process; what a command that is run calls before its imports.
+    """Installs handlers that end the process on signals. Commands call it before their imports.
 
-    Ctrl-C does so with a line, until `run_command`: an interruption that meets the import of an
-    extension would become an ImportError. SIGTERM ends every process but a container's first one;
-    here that one too, until the command answers it otherwise. A signal that means something else
-    already, or is ignored, stays what it is.
+    Until `run_command`, Ctrl-C prints a line and ends the process, because a KeyboardInterrupt
+    during the import of an extension would become an ImportError. SIGTERM also ends the first
+    process of a container, until the command installs another handler. Signals that are ignored or
+    have other handlers do not change.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -40,15 +40,15 @@ def end_by_signals() -> None:
 def run_command(main: Callable[[], int | None]) -> int:
     """Runs a command's `main`; returns the exit code of the process.
 
-    Ctrl-C is answered with a line, a reader that goes away (`| head -1`) with none; neither with a
-    traceback.
+    Ctrl-C prints a line instead of a traceback. If the reader of stdout is gone (`| head -1`), the
+    command ends without a message.
     """
     try:
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGINT) is _end:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         code = main()
-        # Python's own flush comes too late to be answered.
+        # Errors of Python's own flush at exit could not be handled.
         if sys.stdout is not None:
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -57,7 +57,7 @@ def run_command(main: Callable[[], int | None]) -> int:
     except BrokenPipeError:
         if not _is_stdout_closed():
             raise
-        # What is still in its buffer has to go somewhere.
+        # Python flushes stdout at exit, so redirect the rest of its buffer.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _STDOUT_CLOSED
     return code or 0
@@ -65,10 +65,10 @@ def run_command(main: Callable[[], int | None]) -> int:
 
 @contextlib.contextmanager
 def ended_by_interrupt() -> Iterator[None]:
-    """In here Ctrl-C ends the process, with a line, and nothing is tidied up first.
+    """While the context is active, Ctrl-C prints a line and ends the process without cleanup.
 
-    For work of JAX's: an interruption that meets one of its callbacks is lost. Where SIGINT means
-    something else already, it goes on to.
+    Use it around work in JAX, which loses a KeyboardInterrupt that is raised in one of its
+    callbacks. If SIGINT has another handler already, that handler stays.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -83,9 +83,10 @@ def ended_by_interrupt() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM raises `Terminated` in here, so that engine processes end before their parent.
+    """While the context is active, SIGTERM raises `Terminated`.
 
-    Without a handler it would do nothing at all to the first process of a container.
+    So engine processes end before their parent. Without a handler, SIGTERM would not end the first
+    process of a container.
     """
 
     def end(_number: int, _frame: FrameType | None) -> None:
@@ -102,8 +103,8 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 def _end(*_: object) -> None:
-    # Not through `print`, which may be what was interrupted. A progress bar may be in the line.
-    # Nobody may be there to read it.
+    # `print` may be the function that was interrupted, so write directly. The line break ends the
+    # line of a progress bar. The write fails if stderr is closed.
     with contextlib.suppress(OSError):
         os.write(2, f"\n{_LINE}\n".encode())
     os._exit(INTERRUPTED)

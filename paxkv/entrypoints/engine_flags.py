@@ -1,4 +1,4 @@
-"""The engine's part of a command line, the same for every command that starts an engine process."""
+"""The engine's settings from a command line, for all commands that start an engine process."""
 
 import argparse
 
@@ -16,10 +16,10 @@ ENGINE_CONFIG_CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig
 
 
 def engine_config_from_arguments(namespace: argparse.Namespace) -> EngineConfig:
-    """The engine's settings that the flags describe.
+    """Builds the engine's settings from parsed flags.
 
     Raises:
-        ConfigError: A value cannot work.
+        ConfigError: A value is invalid.
     """
     return EngineConfig(
         model=config_from_arguments(ModelConfig, namespace),

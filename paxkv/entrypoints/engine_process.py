@@ -1,4 +1,4 @@
-"""`python -m paxkv.entrypoints.engine_process`: the engine's half of a server, which starts it."""
+"""`python -m paxkv.entrypoints.engine_process`: the engine process, which a server starts."""
 
 import gc
 
@@ -24,14 +24,14 @@ from paxkv.errors import ConfigError
 def build(
     config: EngineConfig, *, show_progress: bool, on_model_found: Callable[[Path], None]
 ) -> tuple[EngineCore, EngineReady]:
-    """The core that a process is to run. Raises as `BuildCore` does."""
-    # Tracing makes millions of objects and no rubbish to speak of; looking for some is a fifth of
-    # its time. What a start leaves stays to the end: later collections need not look at it.
+    """Builds the core that the process runs. Raises the same errors as `BuildCore`."""
+    # Tracing makes millions of objects and almost no garbage, and collection takes a fifth of its
+    # time. Objects of the start live as long as the process, so later collections skip them.
     gc.disable()
     try:
         built = build_core(config, show_progress=show_progress, on_model_found=on_model_found)
     except ModelError as error:
-        # Its class stays here: who started this process has no JAX, and so none of `models`.
+        # The parent process has no JAX and cannot import `models`, so it needs another class.
         raise ConfigError(str(error)) from error
     finally:
         gc.freeze()
@@ -40,7 +40,7 @@ def build(
 
 
 def main() -> int:
-    """Does what standard input says; returns the exit code of the process."""
+    """Runs the engine that standard input describes; returns the exit code of the process."""
     leave_signals_to_parent()
     set_up_logging()
     return run_engine_process(build)

@@ -1,4 +1,4 @@
-"""Arguments of vLLM's `LLM` that paxkv's does not have: accepted, ignored, or refused."""
+"""Arguments of vLLM's `LLM` that paxkv's `LLM` does not have: accepts, ignores or rejects them."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from paxkv.config.vllm_flags import VLLM_FLAGS, VllmFlag
 from paxkv.errors import ConfigError
 
-# Arguments whose flags `paxkv serve` has, and `LLM` has no use for.
+# Arguments that exist as flags of `paxkv serve`, but have no meaning for `LLM`.
 _SERVER_FLAGS = (
     VllmFlag(
         ("--disable-log-stats",),
@@ -40,15 +40,15 @@ _FLAG_IN_TEXT = re.compile(r"--([a-z][a-z-]*)")
 
 
 def llm_flag(name: str) -> VllmFlag | None:
-    """What is known of an argument that `LLM` does not have; None if vLLM has none of this name."""
+    """The flag of an argument that `LLM` does not have; None if vLLM has no such argument."""
     return _LLM_FLAGS.get(name)
 
 
-def take_vllm_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
-    """The arguments without those of vLLM that ask for nothing; one warning names the ignored ones.
+def drop_vllm_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
+    """Removes vLLM's arguments that `LLM` does not have; one warning names the ignored ones.
 
     Raises:
-        ConfigError: An argument asks for something that paxkv does not have.
+        ConfigError: An argument requests something that paxkv does not have.
     """
     ignored, rest = [], {}
     for name, value in arguments.items():
@@ -64,14 +64,14 @@ def take_vllm_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
     if ignored:
         warnings.warn(
             f"LLM() ignores {', '.join(ignored)}. Leave them out.",
-            # The line that called LLM().
+            # The warning shows the line that called LLM().
             stacklevel=3,
         )
     return rest
 
 
 def json_text(value: object) -> object:
-    """An object of a setting as JSON text, as its flag has it; other values as they are."""
+    """Converts an object to JSON text, like the value of a flag; returns other values unchanged."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     return json.dumps(value) if isinstance(value, Mapping) else value
@@ -84,5 +84,5 @@ def _refusal(name: str, value: object, flag: VllmFlag) -> str:
 
 
 def _reason(flag: VllmFlag) -> str:
-    """The reason with arguments instead of flags: use --kernels -> use kernels."""
+    """The reason, with names of arguments instead of flags: use --kernels -> use kernels."""
     return _FLAG_IN_TEXT.sub(lambda match: match[1].replace("-", "_"), flag.reason)

@@ -12,13 +12,13 @@ Result = TypeVar("Result")
 
 
 def run_until_sigterm(work: Coroutine[object, object, Result]) -> Result:
-    """`asyncio.run`, in which SIGTERM cancels the work.
+    """Runs the coroutine like `asyncio.run`, but SIGTERM cancels it.
 
-    A handler that raises would do so in whatever the loop runs at that moment. What it meets there
-    may keep the exception, and then nothing ends.
+    A signal handler that raises would interrupt any code that the loop runs at that moment. If
+    that code catches the exception, the program would not end.
 
     Raises:
-        Terminated: SIGTERM came, and the work has ended.
+        Terminated: The process received SIGTERM, and the work has ended.
     """
     was_terminated = False
 

@@ -1,7 +1,7 @@
-"""`python -m paxkv.entrypoints.trace_frames FILE`: a recorded trace as frames, a JSON line each.
+"""`python -m paxkv.entrypoints.trace_frames FILE`: converts a trace to frames, one JSON line each.
 
-The server runs it for traces that a page brings: a process with limits on memory and time, because
-a trace is a program of the scheduler that somebody else wrote.
+The server runs this for traces that a page uploads. It is a process with limits on memory and time,
+because a trace is untrusted input that makes the scheduler work.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the frames to stdout; returns the exit code of the process."""
     parser = argparse.ArgumentParser(
         prog="python -m paxkv.entrypoints.trace_frames",
-        description="Replays a trace and writes what the inspector shows of it, a JSON line each.",
+        description="Replays a trace and writes the inspector's frames, one JSON line each.",
         allow_abbrev=False,
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="trace to replay")
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in frame_lines(namespace.file, make_scheduler):
             out.write(line + b"\n")
     except PaxkvError as error:
-        # Whoever sent the trace has another name for it.
+        # The sender of the trace does not know the name of this temporary file.
         message = str(error).replace(str(namespace.file), "the file")
         out.write(msgspec.json.encode({"error": message}) + b"\n")
         return 2

@@ -89,7 +89,7 @@ def test_a_server_samples_as_the_file_says_unless_a_request_or_a_flag_says_other
                 answer = ask("/v1/responses", input=PROMPT, ignore_eos=True, **fields)
                 assert answer["usage"]["output_tokens"] == num_tokens
     log = (tmp_path / "log").read_text()
-    assert log.count("have top_k=1, max_new_tokens=12, of the model's") == is_filtered
+    assert log.count("are top_k=1, max_new_tokens=12, from the model's") == is_filtered
 
 
 def test_a_bad_value_ends_the_start_with_one_line(checkpoint, tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Reads a command line: a model without a flag, vLLM's flags, a config file, and misspellings."""
+"""Parses command lines: a model without a flag, vLLM's flags, config files, misspelled flags."""
 
 import argparse
 import sys
@@ -8,25 +8,25 @@ from pathlib import Path
 from paxkv.config.command_line import JSON_LIST
 from paxkv.entrypoints.cli.config_file import read_config_file
 from paxkv.entrypoints.cli.flag_spelling import plain_words
-from paxkv.entrypoints.cli.vllm_flags import add_vllm_flags, take_warnings
+from paxkv.entrypoints.cli.vllm_flags import add_vllm_flags, drain_warnings
 from paxkv.errors import ConfigError
 
-# argparse has no public list of its flags: `_option_string_actions` is read here and there.
+# argparse has no public list of its flags, so this module reads `_option_string_actions`.
 _CONFIG_FILE, _MODEL_WORD = "config_file", "model_word"
-# More than these are no typing error; shorter words begin too many flags.
+# A word with more edits is not a typing error. Shorter prefixes match too many flags.
 _MAX_EDITS, _MIN_PREFIX = 3, 8
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `vllm serve` takes besides flags of settings; to be called when those are there."""
+    """Adds the model word, --config and vLLM's flags. Call it after the flags of settings."""
     parser.add_argument(_MODEL_WORD, nargs="?", metavar="MODEL", help="the same as --model MODEL")
     parser.add_argument(
         "--config",
         dest=_CONFIG_FILE,
         type=Path,
         metavar="FILE",
-        help="flags from a .yaml, .toml or .json file, as in `max-num-seqs: 32`; those of the "
-        "command line come before them",
+        help="read flags from a .yaml, .toml or .json file, as in `max-num-seqs: 32`; flags of the "
+        "command line take precedence",
     )
     add_vllm_flags(parser)
 
@@ -34,10 +34,10 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 def parse_arguments(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None
 ) -> argparse.Namespace:
-    """Reads a command line; a mistake ends the program with its usage, as argparse has it.
+    """Parses a command line. A mistake ends the program, as in argparse.
 
-    An unknown flag is answered with the nearest that exists. Its value is not repeated: it may be
-    a key.
+    The error for an unknown flag suggests the nearest known flag. It does not repeat the flag's
+    value, which may be a secret key.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     namespace = _parse(parser, arguments, argparse.Namespace())
@@ -52,7 +52,7 @@ def parse_arguments(
             )
         except ConfigError as error:
             parser.error(str(error))
-        # What is set already is not set to its default again: the command line comes on top.
+        # Values in the namespace are not reset to defaults, so the command line overrides the file.
         from_file = _parse(parser, words, argparse.Namespace())
         namespace = _parse(parser, arguments, from_file)
     model = vars(namespace).pop(_MODEL_WORD, None)
@@ -61,7 +61,7 @@ def parse_arguments(
         if is_flag_given and namespace.model != model:
             parser.error(f"two models: {model!r}, and --model {namespace.model!r}. Choose one.")
         namespace.model = model
-    for warning in take_warnings(namespace, parser):
+    for warning in drain_warnings(namespace, parser):
         print("paxkv: warning:", warning, file=sys.stderr)
     return namespace
 
@@ -73,14 +73,14 @@ def _parse(
         words = plain_words(words, parser._option_string_actions)
     except ConfigError as error:
         parser.error(str(error))
-    # Intermixed: else a model that follows flags would be nobody's.
+    # Intermixed parsing accepts a model word that follows flags.
     namespace, unknown = parser.parse_known_intermixed_args(words, namespace)
     if unknown:
         flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
         parser.error(
             "; ".join(_unknown_flag(parser, flag) for flag in flags)
             if flags
-            else f"{len(unknown)} words more than there is a meaning for."
+            else f"{len(unknown)} words more than the command takes. --help lists all arguments."
         )
     return namespace
 
@@ -96,7 +96,7 @@ def _single_flags(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def _unknown_flag(parser: argparse.ArgumentParser, flag: str) -> str:
-    # Those of vLLM that do nothing are not offered.
+    # Do not suggest hidden flags, such as vLLM's flags without effect.
     known = [
         name
         for name, action in parser._option_string_actions.items()
@@ -104,8 +104,7 @@ def _unknown_flag(parser: argparse.ArgumentParser, flag: str) -> str:
     ]
     word = flag.replace("_", "-").casefold()
     nearest = min(known, key=lambda name: (not name.startswith(word), _num_edits(word, name)))
-    # A flag that has words in common may do something else: `--max-num-active-seqs` is not
-    # `--max-num-seqs`.
+    # Common words are not enough: `--max-num-active-seqs` is not `--max-num-seqs`.
     is_typo = _num_edits(word, nearest) <= min(_MAX_EDITS, len(nearest) // 4)
     is_meant = is_typo or (nearest.startswith(word) and len(word) >= _MIN_PREFIX)
     hint = f"did you mean {nearest}?" if is_meant else "--help lists what there is."
@@ -113,7 +112,7 @@ def _unknown_flag(parser: argparse.ArgumentParser, flag: str) -> str:
 
 
 def _num_edits(word: str, other: str) -> int:
-    """Letters to insert, delete, replace, or swap with the next one, to get from one to another."""
+    """Number of letters to insert, delete, replace or swap to turn one word into the other."""
     rows = [list(range(len(other) + 1))]
     for i, letter in enumerate(word, start=1):
         row = [i]

@@ -1,4 +1,4 @@
-"""`BatchInput`: the lines of a file, read one after another."""
+"""`BatchInput`: reads the lines of a file one by one."""
 
 import codecs
 import contextlib
@@ -17,11 +17,11 @@ from paxkv.entrypoints.cli.line_file import STDIO
 class BatchInput:
     """The lines of a file, or of stdin as `-`; use it in a `with` statement.
 
-    Lines are counted first and read when they are asked for, so that memory holds few of them.
-    Stdin and pipes can be read only once: they are copied to a temporary file.
+    Lines are counted first, and read again during iteration, so that few of them are in memory.
+    Stdin and pipes can be read only once, so they are copied to a temporary file.
 
     Attributes:
-        num_lines: Lines that are not empty.
+        num_lines: Number of lines that are not empty.
 
     Raises:
         OSError: The file cannot be read.

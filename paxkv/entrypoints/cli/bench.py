@@ -8,17 +8,17 @@ from pathlib import Path
 
 import paxkv
 
-# vLLM's names of what the benchmarks here do.
+# vLLM's name of a benchmark -> paxkv's name.
 _SAME = {"throughput": "engine"}
 _OURS = ("paxkv", "benchmarks", "models", "pallas_kernels")
 _USAGE_ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `python -m benchmarks.NAME` with the rest of the words.
+    """Runs `python -m benchmarks.NAME` with the remaining words.
 
-    Benchmarks are no part of the installed package: they bring plots, baselines and result files,
-    and are run where the commit that they measure is known.
+    The installed package has no benchmarks. They include plots, baselines and result files, and
+    are run in a checkout, where the measured commit is known.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     folder = Path(paxkv.__file__).resolve().parents[1] / "benchmarks"
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _names(folder: Path) -> list[str]:
-    """Those that can be run: packages with a `__main__`, and files with a main of their own."""
+    """Names of runnable benchmarks: packages with a `__main__`, and files with a main function."""
     packages = {path.parent.name for path in folder.glob("*/__main__.py")}
     files = {path.stem for path in folder.glob("*.py") if "__main__" in path.read_text()}
     return sorted(packages | files)

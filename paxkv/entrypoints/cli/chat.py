@@ -2,7 +2,7 @@
 
 from paxkv.entrypoints.command_end import INTERRUPTED, end_by_signals, run_command
 
-# Before the imports below, which take their time.
+# Before the imports below, which are slow.
 if __name__ == "__main__":
     end_by_signals()
 
@@ -44,44 +44,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """vLLM's flags of the same command, and a few of sampling."""
+    """vLLM's flags of the same command, and a few sampling parameters."""
     parser = argparse.ArgumentParser(
         prog="paxkv chat",
-        description="Talks to a running server: a line is a message, Ctrl-D ends it, Ctrl-C stops "
-        "an answer. The conversation so far goes along with each message.",
+        description="Talks to a running server. Each line is a message. Ctrl-C stops an answer, "
+        "and Ctrl-D ends the chat. Each message is sent with the conversation so far.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "--url",
         default="http://127.0.0.1:8000/v1",
         metavar="URL",
-        help="of the API (default: %(default)s)",
+        help="URL of the API (default: %(default)s)",
     )
-    parser.add_argument("--model-name", metavar="NAME", help="the server's first model if left out")
+    parser.add_argument(
+        "--model-name", metavar="NAME", help="model to use; the server's first if left out"
+    )
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"if left out, the first key of {' or '.join(API_KEY_VARIABLES)}, which other users "
-        "cannot read",
+        help="API key of the server; if left out, the first key in the variables "
+        f"{' or '.join(API_KEY_VARIABLES)}, which other users cannot read",
     )
     parser.add_argument(
-        "--ssl-ca-certs", metavar="FILE", help="who signed the certificate of an https:// server"
+        "--ssl-ca-certs",
+        metavar="FILE",
+        help="certificates of the authority that signed the certificate of an https:// server",
     )
-    parser.add_argument("--system-prompt", metavar="TEXT", help="begins the conversation")
-    parser.add_argument("-q", "--quick", metavar="TEXT", help="one message, one answer, no more")
     parser.add_argument(
-        "--temperature", type=float, metavar="FLOAT", help="the server's if left out"
+        "--system-prompt", metavar="TEXT", help="system message at the start of the conversation"
     )
-    parser.add_argument("--max-tokens", type=int, metavar="INT", help="most tokens of an answer")
+    parser.add_argument(
+        "-q", "--quick", metavar="TEXT", help="send one message, print the answer, and end"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="FLOAT",
+        help="sampling temperature; the server's default if left out",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="INT", help="largest number of tokens of an answer"
+    )
     return parser
 
 
 def talk(
     client: ChatClient, model: str, history: list[Message], params: dict[str, float | int]
 ) -> None:
-    """Reads messages and prints answers. One that fails, or is stopped, is no part of what
-    follows.
-    """
+    """Reads messages and prints answers. Failed and stopped answers do not enter the history."""
     is_terminal = sys.stdin.isatty()
     while True:
         if is_terminal:
@@ -108,9 +119,9 @@ def talk(
 def answer(
     client: ChatClient, model: str, messages: list[Message], params: dict[str, float | int]
 ) -> str:
-    """Prints the answer as it comes, and returns it."""
+    """Prints the answer as it arrives, and returns it."""
     text = ""
-    # Closed at once when it is stopped: the server then computes no further.
+    # Ctrl-C closes the connection immediately, so the server stops computing.
     with contextlib.closing(client.stream(model, messages, **params)) as parts:
         for part in parts:
             print(part, end="", flush=True)

@@ -1,4 +1,4 @@
-"""A streaming client of /v1/chat/completions, of nothing but the standard library."""
+"""A streaming client of /v1/chat/completions that needs only the standard library."""
 
 import http.client
 import json
@@ -12,38 +12,39 @@ from paxkv.errors import PaxkvError
 
 
 class ChatError(PaxkvError):
-    """A server that cannot be reached, or says no."""
+    """The server cannot be reached, or it rejects a request."""
 
 
 class ChatClient:
-    """One server and one model; a connection a call.
+    """A client of one server, with a new connection for each call.
 
     Args:
-        url: Of the API, with its /v1.
-        api_key: Empty without.
-        ca_certs: PEM file of who signed the server's certificate; None is whom the system trusts.
-        timeout_s: Of silence: before the first token too.
+        url: URL of the API, including /v1.
+        api_key: API key; empty if the server needs none.
+        ca_certs: PEM file of the authority that signed the server's certificate; None for the
+            system's trusted authorities.
+        timeout_s: Longest time without data, also before the first token.
 
     Raises:
-        ChatError: One of them is not of this kind.
+        ChatError: An argument is invalid.
     """
 
     def __init__(
         self, url: str, *, api_key: str = "", ca_certs: str | None = None, timeout_s: float = 600.0
     ) -> None:
         self._parts = _split(url)
-        # A header holds nothing else.
+        # HTTP headers can contain only such characters.
         if not (api_key.isascii() and api_key.isprintable()):
-            raise ChatError("--api-key must be of printable ASCII characters.")
+            raise ChatError("--api-key must be printable ASCII characters.")
         self._api_key = api_key
         self._tls = None if self._parts.scheme == "http" else _tls_context(ca_certs)
         self._timeout_s = timeout_s
 
     def first_model(self) -> str:
-        """The name of the server's model.
+        """The name of the server's first model.
 
         Raises:
-            ChatError: The server cannot be reached, or refuses.
+            ChatError: The server cannot be reached, or rejects the request.
         """
         with self._ask("GET", "/models", None) as response:
             models = json.loads(response.read())["data"]
@@ -54,10 +55,10 @@ class ChatClient:
     def stream(
         self, model: str, messages: Sequence[Mapping[str, str]], **params: float | int
     ) -> Iterator[str]:
-        """Parts of the answer's text, as they come.
+        """Yields parts of the answer's text as they arrive.
 
         Raises:
-            ChatError: The server cannot be reached, refuses, or ends in the middle.
+            ChatError: The server cannot be reached, rejects the request, or ends the answer early.
         """
         body = {"model": model, "messages": list(messages), "stream": True} | params
         with self._ask("POST", "/chat/completions", json.dumps(body).encode()) as response:
@@ -97,12 +98,12 @@ class ChatClient:
 def _split(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
-        # Ports are looked at when they are asked for.
+        # Reading `port` raises ValueError for invalid ports.
         is_known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         is_known = False
     if not is_known:
-        raise ChatError(f"--url must be as http://127.0.0.1:8000/v1, got {url!r}.")
+        raise ChatError(f"--url must be a URL such as http://127.0.0.1:8000/v1, got {url!r}.")
     return parts
 
 
@@ -116,7 +117,7 @@ def _tls_context(ca_certs: str | None) -> ssl.SSLContext:
 
 
 class _Response:
-    """An answer, and the connection that ends with it."""
+    """A response and its connection, which are closed together."""
 
     def __init__(
         self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse
@@ -139,7 +140,7 @@ class _Response:
         return self._response.read()
 
     def __iter__(self) -> Iterator[bytes]:
-        """Its lines.
+        """Yields the lines of the response.
 
         Raises:
             ChatError: The connection broke.

@@ -1,8 +1,8 @@
-"""`paxkv collect-env`: what a report of a problem should say of the machine and its software."""
+"""`paxkv collect-env`: prints facts about the machine and its software, for problem reports."""
 
 from paxkv.entrypoints.command_end import end_by_signals, run_command
 
-# Before the imports below, which take their time.
+# Before the imports below, which are slow.
 if __name__ == "__main__":
     end_by_signals()
 
@@ -21,10 +21,10 @@ from paxkv.runner.programs.program_store import user_cache_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a line a fact; returns the exit code of the process."""
+    """Prints one line per fact; returns the exit code of the process."""
     parser = argparse.ArgumentParser(
         prog="paxkv collect-env",
-        description="Prints versions, devices and settings, for a report. No keys, no tokens.",
+        description="Prints versions, devices and settings for a problem report, without keys.",
         allow_abbrev=False,
     )
     parser.parse_args(arguments)
@@ -47,7 +47,7 @@ def facts() -> Iterator[tuple[str, str]]:
 
 
 def _cache_folder() -> str:
-    """Where `program_store.py` keeps programs unless a flag says otherwise."""
+    """The folder in which `program_store.py` stores programs by default."""
     jax_cache_dir = jax.config.jax_compilation_cache_dir
     if jax_cache_dir and "://" not in jax_cache_dir:
         return str(Path(jax_cache_dir) / "paxkv")
@@ -57,7 +57,7 @@ def _cache_folder() -> str:
 def _devices() -> Iterator[tuple[str, str]]:
     try:
         devices = jax.devices()
-    # What JAX raises where a backend cannot start: just what a report is about.
+    # JAX raises this if a backend cannot start, which the report should show.
     except RuntimeError as error:
         yield "devices", f"none: {error}"
         return

@@ -1,4 +1,4 @@
-"""Flags from a file: `--config serve.yaml`, or TOML, or JSON."""
+"""Reads flags from a YAML, TOML or JSON file: `--config serve.yaml`."""
 
 import json
 import tomllib
@@ -17,26 +17,25 @@ def read_config_file(
     single_flags: Collection[str] = (),
     known_flags: Collection[str] | None = None,
 ) -> list[str]:
-    """The command line that a file stands for.
+    """Converts a file to words of a command line.
 
     {"max-num-seqs": 32, "enable_prefix_caching": false, "api-key": ["a", "b"]} is
     --max-num-seqs=32 --no-enable-prefix-caching --api-key a b
 
-    A value of null leaves a flag out.
+    A flag whose value is null is omitted.
 
     Args:
-        json_flags: Take a list as one word, in JSON; others take its items as words.
-        single_flags: Take one word: what follows it would be the model.
-        known_flags: A key beside these stays in the line, whatever its value: to be told as
-            unknown.
+        json_flags: Flags whose list is one JSON word. For other flags, each item is a word.
+        single_flags: Flags with exactly one value. A further word would be read as the model.
+        known_flags: Other keys are never omitted, so that the parser reports them as unknown.
 
     Raises:
-        ConfigError: It cannot be read, or is not a table of flags.
+        ConfigError: The file cannot be read, or is not a table of flags.
     """
     fields = _read_table(path)
     words: list[str] = []
     for name, value in fields.items():
-        # Of `override_generation_config.top_p`, the key after the dot stays.
+        # In `override_generation_config.top_p`, the key after the dot does not change.
         head, dot, key = name.removeprefix("--").partition(".")
         flag = "--" + head.replace("_", "-") + dot + key
         if dot:
@@ -60,23 +59,23 @@ def _read_table(path: Path) -> dict[str, object]:
         raise ConfigError(f"--config reads {', '.join(_READERS)}, got {str(path)!r}.")
     try:
         fields = reader(path.read_text(encoding="utf-8-sig"))
-    # Each reader's own error of a malformed file is a ValueError, but for YAML's; where lists nest
-    # too deeply it is a RecursionError.
+    # For malformed files, YAML raises YAMLError and the other readers raise ValueError. Lists that
+    # are nested too deeply raise RecursionError.
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
     if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
-        raise ConfigError(f"{str(path)!r} must hold a table of flags, with a name each.")
+        raise ConfigError(f"{str(path)!r} must contain a table of flags with names as keys.")
     return fields
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice, as TOML does: one of both would be lost."""
+    """Rejects duplicate keys, as TOML does, because one of the values would be lost."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         found = super().construct_mapping(node, deep=deep)
         if len(found) < len(node.value):
             raise yaml.constructor.ConstructorError(
-                None, None, "a key stands twice in one table", node.start_mark
+                None, None, "a key occurs twice in one table", node.start_mark
             )
         return found
 

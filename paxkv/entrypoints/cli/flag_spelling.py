@@ -1,4 +1,4 @@
-"""vLLM's ways to write a flag: `--max_num_seqs 8`, `--compilation-config.level 3` and `-O3`."""
+"""vLLM's spellings of flags: `--max_num_seqs 8`, `--compilation-config.level 3` and `-O3`."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -16,12 +16,12 @@ _SHORT_OBJECT_FLAGS = {
 
 
 def plain_words(words: Sequence[str], known_flags: Collection[str]) -> list[str]:
-    """The same command line, with flags as the parser knows them.
+    """Rewrites a command line with the flags that the parser knows.
 
     ["--max_num_seqs=8", "--a.b", "1", "--a.c.d=x"] -> ["--max-num-seqs=8",
-    '--a={"b": 1, "c": {"d": "x"}}'], where `--a` is a known flag. Values of keys are read by
-    `plain_value`; the last value of a key counts. A key that ends in "+" adds to a list, with
-    commas between several items. Words after "--" stay as they are.
+    '--a={"b": 1, "c": {"d": "x"}}'], if `--a` is a known flag. `plain_value` reads the values of
+    keys; the last value of a key counts. A key that ends in "+" adds comma-separated items to a
+    list. Words after "--" do not change.
 
     Raises:
         ConfigError: A key has no value, or does not fit the other keys of its flag.
@@ -45,7 +45,7 @@ def plain_words(words: Sequence[str], known_flags: Collection[str]) -> list[str]
             plain.append(word)
             continue
         if not equals:
-            # A value may begin with one dash, as -1 does. The next flag is no value.
+            # A value such as -1 may begin with one dash. A word with two dashes is the next flag.
             if not remaining or remaining[0].startswith("--"):
                 raise ConfigError(f"{name} needs a value, as in {name} 1.")
             value = remaining.pop(0)
@@ -53,9 +53,9 @@ def plain_words(words: Sequence[str], known_flags: Collection[str]) -> list[str]
     for flag, fields in objects.items():
         if any(word.partition("=")[0] == flag for word in plain):
             raise ConfigError(
-                f"{flag} is given as a whole and key by key; write all of it in one way."
+                f"{flag} is given as a whole and key by key; use only one of the two forms."
             )
-        # At the front, because words after the last flag may be values of it.
+        # Insert at the front, because words at the end may be values of the last flag.
         plain.insert(0, f"{flag}={json.dumps(fields)}")
     return plain
 

@@ -2,7 +2,7 @@
 
 from paxkv.entrypoints.command_end import end_by_signals, ended_by_interrupt, run_command
 
-# Before the imports below, which take their time.
+# Before the imports below, which are slow.
 if __name__ == "__main__":
     end_by_signals()
 
@@ -22,7 +22,7 @@ from paxkv.entrypoints.cli.command_parser import CommandParser
 from paxkv.errors import ConfigError, EngineDeadError, InvalidRequestError
 from paxkv.package_origin import check_package_origin
 
-# Before the imports below: with a foreign `models` they would fail without saying why.
+# Check before the imports below. With a foreign `models` package they would fail without a reason.
 try:
     check_package_origin()
 except ConfigError as error:
@@ -32,16 +32,16 @@ from models.errors import ModelError
 from paxkv.llm import LLM
 
 _CONFIG_CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig)
-# LLM has no name in an API, and takes the policy under vLLM's name.
+# LLM has no name in an API, and its argument for the policy has vLLM's name.
 _NOT_OF_LLM = ("served_model_name", "policy")
 # Field of SamplingParams, type, help.
 _SAMPLING = (
-    ("max_tokens", int, "most new tokens"),
-    ("temperature", float, "0 takes the most likely token"),
-    ("top_p", float, "share of the probability to draw from"),
-    ("top_k", int, "number of tokens to draw from; 0 is all"),
-    ("min_p", float, "least probability, as a share of the most likely token's"),
-    ("n", int, "completions of each prompt"),
+    ("max_tokens", int, "largest number of new tokens"),
+    ("temperature", float, "sampling temperature; 0 chooses the most likely token"),
+    ("top_p", float, "total probability of the most likely tokens to sample from"),
+    ("top_k", int, "number of most likely tokens to sample from; 0 is all"),
+    ("min_p", float, "smallest probability, as a share of the most likely token's"),
+    ("n", int, "number of completions of each prompt"),
     ("seed", int, None),
 )
 
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("paxkv: error: no prompt; use --prompt TEXT or write to stdin.", file=sys.stderr)
         return 1
     try:
-        # Before the model: a mistake here is not to be told after loading it.
+        # Report mistakes here before the model is loaded.
         given = _given_sampling_fields(namespace)
         SamplingParams(**given)
         with ended_by_interrupt(), _make_llm(namespace) as llm:
@@ -86,23 +86,29 @@ def make_parser() -> argparse.ArgumentParser:
     """The engine's flags, the prompts, and the most common sampling parameters."""
     parser = CommandParser(
         prog="paxkv generate",
-        description="Completes prompts here, without a server: those of --prompt, or each line of "
-        "stdin.",
+        description="Completes prompts in this process, without a server. Prompts come from "
+        "--prompt, or from the lines of stdin.",
         allow_abbrev=False,
     )
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
+    parser.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="prompt to complete; may be repeated"
+    )
     parser.add_argument(
         "--chat", action="store_true", help="put each prompt into the model's chat template"
     )
-    parser.add_argument("--system-prompt", metavar="TEXT", help="in front of it, with --chat")
     parser.add_argument(
-        "--json", action="store_true", help="print a JSON object a prompt, with all completions"
+        "--system-prompt", metavar="TEXT", help="system message before each prompt, with --chat"
     )
-    group = parser.add_argument_group("SamplingParams", "How tokens are drawn.")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object per prompt, with all its completions",
+    )
+    group = parser.add_argument_group("SamplingParams", "How tokens are sampled.")
     defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     for name, value_type, help_text in _SAMPLING:
         flag = "--sampling-seed" if name == "seed" else "--" + name.replace("_", "-")
-        help_text = help_text or "makes the draws repeatable; --seed is the engine's own"
+        help_text = help_text or "seed that makes sampling repeatable; --seed is the engine's seed"
         default = defaults[name]
         if name not in ("n", "seed"):
             default = f"that of the model's generation_config.json, else {default}"

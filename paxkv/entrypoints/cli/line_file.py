@@ -1,4 +1,4 @@
-"""`LineFile`: an output file that holds whole lines only, also after an interrupted write."""
+"""`LineFile`: an output file that contains only whole lines, even after an interrupted write."""
 
 import contextlib
 import os
@@ -13,8 +13,9 @@ STDIO = "-"
 class LineFile:
     """Writes lines to a file, or to stdout as `-`; use it in a `with` statement.
 
-    Each line is one system call, unless the system writes less. If a write is interrupted or the
-    disk is full, a regular file is truncated to the lines before. Stdout is never truncated.
+    Each line is written by one system call, unless the system writes only a part. If a write is
+    interrupted or the disk is full, the incomplete line is removed from a regular file. Stdout is
+    never truncated.
 
     Raises:
         OSError: The file cannot be opened for writing.
@@ -41,7 +42,7 @@ class LineFile:
         os.close(self._fd)
 
     def clear(self) -> None:
-        """Deletes the old contents of the file, which opening it has kept."""
+        """Deletes the old contents of the file. Opening the file keeps them."""
         if self._can_be_truncated:
             os.ftruncate(self._fd, 0)
 
@@ -49,7 +50,7 @@ class LineFile:
         """Appends `line` and a line break.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The line cannot be written.
         """
         rest = memoryview(line + b"\n")
         try:

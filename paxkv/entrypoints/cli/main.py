@@ -7,22 +7,22 @@ from collections.abc import Sequence
 import paxkv
 from paxkv.entrypoints.command_end import end_by_signals, run_command
 
-# Subcommand -> module with a `main`, and what it is for. Imported when asked for: a chat needs no
-# JAX, and help should come at once.
+# Subcommand -> module with a `main`, and its purpose. Modules are imported only when they are
+# needed, because a chat needs no JAX, and help should be quick.
 _COMMANDS = {
     "serve": ("paxkv.serve", "serve a model over an OpenAI-compatible HTTP API"),
-    "generate": ("paxkv.entrypoints.cli.generate", "complete prompts here, without a server"),
+    "generate": ("paxkv.entrypoints.cli.generate", "complete prompts without a server"),
     "run-batch": (
         "paxkv.entrypoints.cli.run_batch",
-        "answer a file of requests here, without a server",
+        "answer a file of requests without a server",
     ),
     "chat": ("paxkv.entrypoints.cli.chat", "talk to a running server"),
     "bench": ("paxkv.entrypoints.cli.bench", "run a benchmark, in a source checkout"),
     "compile": ("paxkv.compile", "compile an engine's programs ahead of its starts"),
-    "replay": ("paxkv.replay", "decide a recorded trace again, and compare"),
+    "replay": ("paxkv.replay", "repeat the scheduling of a recorded trace, and compare"),
     "collect-env": (
         "paxkv.entrypoints.cli.collect_env",
-        "print versions and devices, for a report",
+        "print versions and devices, for a problem report",
     ),
 }
 _USAGE_ERROR = 2

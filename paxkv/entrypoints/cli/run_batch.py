@@ -8,7 +8,7 @@ from paxkv.entrypoints.command_end import (
     run_command,
 )
 
-# Before the imports below, which take their time.
+# Before the imports below, which are slow.
 if __name__ == "__main__":
     end_by_signals()
 
@@ -62,16 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Answers every line of the input; returns the exit code of the process."""
     parser = make_parser()
     namespace = parse_arguments(parser, arguments)
-    # Not argparse's `required`: a config file may name the files.
+    # argparse's `required` is not used, because a config file may name the files.
     if namespace.input_file is None or namespace.output_file is None:
         parser.error("--input-file (-i) and --output-file (-o) are required; - is stdin or stdout.")
     set_up_logging()
     try:
-        # The engine process would fail without saying why.
+        # Without this check, the engine process would fail without a reason.
         check_package_origin()
         engine_config = engine_config_from_arguments(namespace)
         server_config = config_from_arguments(ServerConfig, namespace)
-        # Before the engine, whose start can take minutes: a bad file name is reported at once.
+        # Open the files before the engine starts, so that a bad file name is reported immediately.
         with (
             _open_input(namespace.input_file) as lines,
             _open_output(namespace) as output,
@@ -107,13 +107,13 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        *("-i", "--input-file"), metavar="FILE", help="requests, one a line; - reads stdin"
+        *("-i", "--input-file"), metavar="FILE", help="requests, one per line; - reads stdin"
     )
     parser.add_argument(
         *("-o", "--output-file"),
         metavar="FILE",
-        help="answers, one a line; - writes to stdout. The file's old contents are kept until the "
-        "engine is ready",
+        help="answers, one per line; - writes to stdout. The file's old contents are kept until "
+        "the engine is ready",
     )
     for config_class in ENGINE_CONFIG_CLASSES:
         add_config_flags(parser, config_class)
@@ -133,13 +133,13 @@ async def run(
     """Starts the engine, answers the lines, and ends the engine.
 
     Returns:
-        How many rows were written, and how many of them are errors.
+        Number of written rows, and number of errors among them.
 
     Args:
         name: Path of the output, for error messages.
 
     Raises:
-        EngineDeadError: The engine has ended, and none takes its place.
+        EngineDeadError: The engine has ended and is not replaced.
         BatchFileError: A row cannot be written.
     """
     num_rows = num_failed = 0

@@ -1,4 +1,4 @@
-"""Reads vLLM's flags that paxkv does not have, and says what became of them."""
+"""Parses vLLM's flags that paxkv does not have, and warns about them or rejects them."""
 
 import argparse
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(
                 *names,
                 nargs=nargs,
-                action=_NoteAction,
+                action=_RecordAction,
                 dest=argparse.SUPPRESS,
                 default=argparse.SUPPRESS,
                 help=argparse.SUPPRESS,
@@ -27,15 +27,15 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
             )
 
 
-def take_warnings(namespace: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
-    """A warning for each ignored flag; a refused flag ends the program."""
+def drain_warnings(namespace: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    """Returns a warning for each ignored flag. A rejected flag ends the program."""
     warnings = []
     for name, flag, values in vars(namespace).pop(_SEEN, []):
         value: object = values
         if flag.num_values == 0:
             value = not name.startswith("--no-")
         elif flag.num_values in (1, "?"):
-            # A flag that may stand alone is on then.
+            # A flag without a value is a switch that is on.
             value = values[0] if values else True
         verdict = flag.verdict(value)
         if verdict == "ignored":
@@ -43,13 +43,13 @@ def take_warnings(namespace: argparse.Namespace, parser: argparse.ArgumentParser
         elif verdict == "refused":
             got = f", got {' '.join(values)!r}" if values else ""
             accepted = [] if flag.num_values == 0 else accepted_values(flag)
-            wanted = f"; wanted {' or '.join(accepted)}" if accepted else ""
-            parser.error(f"vLLM's {name} is not supported here: {flag.reason}{got}{wanted}.")
+            expected = f"; expected {' or '.join(accepted)}" if accepted else ""
+            parser.error(f"vLLM's {name} is not supported here: {flag.reason}{got}{expected}.")
     return warnings
 
 
-class _NoteAction(argparse.Action):
-    """Notes that a flag was there; whether that is right is decided when all have been read."""
+class _RecordAction(argparse.Action):
+    """Records a flag and its values; `drain_warnings` judges them after parsing."""
 
     def __init__(self, *, flag: VllmFlag, **named: object) -> None:
         super().__init__(**named)

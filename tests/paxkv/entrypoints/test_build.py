@@ -178,7 +178,7 @@ def test_cache_larger_than_the_free_memory_gives_a_warning(
     monkeypatch.setattr("models.platforms.cpu.available_memory_bytes", lambda: free_bytes)
     build_core(config_for(tmp_path))
     # 65 blocks, of K and V for 16 tokens with 8 numbers of 4 bytes.
-    assert ("the system may end this process" in caplog.text) == warns
+    assert ("the system may kill this process" in caplog.text) == warns
 
 
 def test_auto_length_is_what_the_cache_has_room_for(
@@ -292,7 +292,7 @@ def test_compiled_programs_say_whether_the_length_was_made_shorter(
     assert "max_model_len" not in caplog.text
     assert max_model_len(compiled=MAX_POSITIONS) == MAX_POSITIONS
     assert "no room" not in caplog.text
-    assert f"is {MAX_POSITIONS}, which the compiled programs are for" in caplog.text
+    assert f"is {MAX_POSITIONS}, the length for which the programs were compiled" in caplog.text
 
 
 def test_folder_without_tokenizer_serves_token_ids(
@@ -514,7 +514,7 @@ def test_sampling_defaults_are_known_before_the_weights_and_told_once(
     config = engine.model_info.sampling_defaults.generation_config
     assert config == GenerationConfig(temperature=0.5, top_p=1.0)
     (line,) = [text for text in caplog.messages if "generation_config" in text]
-    assert "have temperature=0.5, of" in line and "--generation-config vllm" in line
+    assert "are temperature=0.5, from" in line and "--generation-config vllm" in line
     caplog.clear()
     build_engine(config_for(tmp_path, generation_config="vllm")).transport.close()
     assert "generation" not in caplog.text
@@ -539,7 +539,7 @@ def test_sampling_defaults_of_several_engines_are_told_once(
     )
     build_engine(EngineConfig(parallel=ParallelConfig(data_parallel_size=2))).transport.close()
     (line,) = [text for text in caplog.messages if "generation_config" in text]
-    assert "have max_new_tokens=5, of" in line
+    assert "are max_new_tokens=5, from" in line
 
 
 def test_another_folder_has_the_turn_ending_tokens_too(

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from paxkv.entrypoints.llm_arguments import json_text, take_vllm_arguments
+from paxkv.entrypoints.llm_arguments import drop_vllm_arguments, json_text
 from paxkv.errors import ConfigError
 
 # What scripts pass along, with the values that vLLM has as defaults.
@@ -52,13 +52,13 @@ def _warnings_are_errors():
 
 
 def test_neutral_arguments_are_taken_in_silence():
-    assert take_vllm_arguments(NEUTRAL) == {}
+    assert drop_vllm_arguments(NEUTRAL) == {}
 
 
 def test_ignored_arguments_make_one_warning_with_their_reasons():
     given = {"enforce_eager": True, "trust_remote_code": True, "attention_backend": "FLASH_ATTN"}
     with pytest.warns(UserWarning, match=r"LLM\(\) ignores enforce_eager \(.*XLA") as warned:
-        assert take_vllm_arguments({**given, "block_size": 32}) == {"block_size": 32}
+        assert drop_vllm_arguments({**given, "block_size": 32}) == {"block_size": 32}
     (warning,) = warned
     assert "attention_backend (use kernels instead)" in str(warning.message)
 
@@ -78,11 +78,11 @@ def test_ignored_arguments_make_one_warning_with_their_reasons():
 )
 def test_other_arguments_are_refused_with_the_reason(argument, value, reason):
     with pytest.raises(ConfigError, match=rf"LLM\(\) does not support {argument}=.*{reason}"):
-        take_vllm_arguments({argument: value})
+        drop_vllm_arguments({argument: value})
 
 
 def test_names_that_vllm_does_not_have_are_left_for_the_caller():
-    assert take_vllm_arguments({"no_such": 1}) == {"no_such": 1}
+    assert drop_vllm_arguments({"no_such": 1}) == {"no_such": 1}
 
 
 def test_objects_of_settings_may_be_python_objects():

@@ -5,14 +5,14 @@ import argparse
 import pytest
 
 from paxkv.config.vllm_flags import VLLM_FLAGS
-from paxkv.entrypoints.cli.vllm_flags import add_vllm_flags, take_warnings
+from paxkv.entrypoints.cli.vllm_flags import add_vllm_flags, drain_warnings
 
 
 def run(*words):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_vllm_flags(parser)
     namespace = parser.parse_args(words)
-    warnings = take_warnings(namespace, parser)
+    warnings = drain_warnings(namespace, parser)
     assert vars(namespace) == {}
     return warnings
 
@@ -42,7 +42,7 @@ def test_values_that_change_nothing_are_accepted_in_silence():
 def test_refusal_names_what_is_accepted(capsys):
     with pytest.raises(SystemExit):
         run("--runner", "pooling")
-    assert "got 'pooling'; wanted auto or generate." in capsys.readouterr().err
+    assert "got 'pooling'; expected auto or generate." in capsys.readouterr().err
 
 
 def test_flag_that_the_parser_has_is_its_own():
@@ -50,7 +50,7 @@ def test_flag_that_the_parser_has_is_its_own():
     parser.add_argument("--swap-space", type=int)
     add_vllm_flags(parser)
     namespace = parser.parse_args(["--swap-space", "4"])
-    assert (namespace.swap_space, take_warnings(namespace, parser)) == (4, [])
+    assert (namespace.swap_space, drain_warnings(namespace, parser)) == (4, [])
 
 
 def test_help_does_not_show_them():
