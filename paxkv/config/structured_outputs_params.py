@@ -10,8 +10,8 @@ MAX_CHOICES = 10_000
 # Reading a grammar of this length takes milliseconds. Its compiled size is limited elsewhere.
 MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_WHITESPACE_CHARS = 256
-# If this keyword is true in a JSON schema, the schema is rejected if the grammar cannot enforce one
-# of its keywords. Otherwise such keywords are ignored. It also applies to subschemas.
+# Grammars cannot enforce some keywords of JSON schemas. They are ignored by default. A schema with
+# this keyword set to true is rejected instead; the keyword also applies to subschemas.
 STRICT_KEYWORD = "x-paxkv-strict"
 # Prefix of the `$id` of a tool's arguments in the schema of a list of calls. Reports of ignored
 # keywords use this `$id`.
@@ -54,8 +54,8 @@ class StructuredOutputsParams:
             allowed.
         disable_additional_properties: Forbid further properties in objects whose schema lists
             properties, unless the schema itself specifies them.
-        sent_in: The request field that contained the grammar, then, for a list of calls, the field
-            of each tool. Empty means `structured_outputs`. Used only in error messages.
+        sent_in: The request field that contained the grammar. For a list of calls, the fields of
+            the tools follow it. Empty means `structured_outputs`. Used only in error messages.
         thoughts: The text before the grammar applies. "none": no text. "maybe": thoughts between
             `<think>` and `</think>`, if the first token opens them. "begun": thoughts that the
             prompt has opened.
@@ -117,7 +117,7 @@ class StructuredOutputsParams:
             )
 
     def field_of(self, tool: str | None = None) -> FormField:
-        """The request field that contained the grammar, or the part of the grammar for `tool`."""
+        """The request field of `tool`, if `sent_in` has it; else that of the whole grammar."""
         if not self.sent_in:
             return FormField(name=f"structured_outputs.{self.kind}")
         found = (field for field in self.sent_in if tool is not None and field.tool == tool)

@@ -228,7 +228,7 @@ class PrefixCacheMissExplainer:
         return _Missing(group, block_idx)
 
     def _gap_of_run(self, request: CacheRequest, num_tokens: int) -> _Missing | None:
-        """The last missing block of those that a hit of `num_tokens` tokens needs."""
+        """The last missing block among the blocks that a hit of `num_tokens` tokens needs."""
         for group in self._groups:
             first = group.get_num_skipped_tokens(num_tokens) // group.block_size
             for block_idx in range(num_tokens // group.block_size - 1, first - 1, -1):

@@ -16,7 +16,7 @@ class HermesToolParser:
         self._object: CallObject | None = None
         self._num_calls = 0
         # Whether the parser is between the end of a call's object and the closing tag.
-        self._is_behind_object = False
+        self._is_after_object = False
 
     def feed(self, text: str) -> list[ToolEvent]:
         events: list[ToolEvent] = []
@@ -54,20 +54,20 @@ class HermesToolParser:
 
     def _end_call(self) -> None:
         self._num_calls += 1
-        self._object, self._is_behind_object = None, True
+        self._object, self._is_after_object = None, True
 
     def _read_outside(self) -> list[ToolEvent]:
         held = self._held
         if held.endswith(_OPEN):
-            self._held, self._is_behind_object = "", False
+            self._held, self._is_after_object = "", False
             self._object = CallObject(self._num_calls, needs_arguments=False)
             text = held[: -len(_OPEN)]
             is_nothing = not text or (self._num_calls and not text.strip())
             return [] if is_nothing else [ContentPart(text)]
-        if self._is_behind_object and held.endswith(_CLOSE):
-            self._held, self._is_behind_object = "", False
+        if self._is_after_object and held.endswith(_CLOSE):
+            self._held, self._is_after_object = "", False
             return []
-        tags = (_OPEN, _CLOSE) if self._is_behind_object else (_OPEN,)
+        tags = (_OPEN, _CLOSE) if self._is_after_object else (_OPEN,)
         num_held = max(num_held_chars(held, tag) for tag in tags)
         text = held[: len(held) - num_held]
         # White space after a call is held until other text follows.
