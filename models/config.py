@@ -102,7 +102,6 @@ def read_model_fields(
         ModelConfigError: A field is missing, or of the wrong type.
         UnsupportedModelError: The model needs something that is not built.
     """
-    _refuse_quantized(hf_config)
     _refuse_bidirectional(hf_config)
     _refuse_layer_overrides(hf_config)
     bos_token_ids = read_token_ids(hf_config, "bos_token_id")
@@ -139,16 +138,6 @@ def _read_dtype(hf_config: Mapping[str, object]) -> ModelDtype | None:
 def _read_initializer_range(hf_config: Mapping[str, object]) -> float:
     # Some checkpoints have 0. Only random weights depend on it.
     return read_optional_number(hf_config, "initializer_range") or 0.02
-
-
-def _refuse_quantized(hf_config: Mapping[str, object]) -> None:
-    quantization = hf_config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-        raise UnsupportedModelError(
-            f"config.json: the weights are quantized (quant_method={method!r}), which is not "
-            "supported. Use the unquantized release of this model."
-        )
 
 
 def _refuse_bidirectional(hf_config: Mapping[str, object]) -> None:

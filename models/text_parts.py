@@ -95,7 +95,6 @@ _SHARED_FIELDS = (
     "bos_token_id",
     "dtype",
     "eos_token_id",
-    "quantization_config",
     "tie_word_embeddings",
     "torch_dtype",
 )

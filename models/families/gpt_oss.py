@@ -1,5 +1,5 @@
 """gpt-oss: experts with biases and a clamped SwiGLU, attention sinks, and a window on every second
-layer. The published releases are quantized, and are refused.
+layer. The published experts are MXFP4.
 """
 
 import functools

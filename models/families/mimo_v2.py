@@ -1,5 +1,5 @@
 """MiMo-V2-Flash: experts in most layers, values narrower than keys, partial rotary embeddings, and
-sliding layers with sinks and more KV heads. The published releases are quantized, and are refused.
+sliding layers with sinks and more KV heads. The published weights are FP8.
 """
 
 import dataclasses

@@ -1,5 +1,5 @@
 """MiniMax-M2: norms of all heads together, partial rotary embeddings, and experts in every layer.
-The published weights are quantized, so only unquantized copies load.
+The published weights are FP8.
 """
 
 import functools

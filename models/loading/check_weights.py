@@ -27,9 +27,9 @@ _HINTS = {
         "It contains a LoRA adapter that is not merged. Merge it (`merge_and_unload()` in PEFT) "
         "and save the model again."
     ),
-    (".qweight", ".weight_scale", ".weight_scale_inv", ".absmax", ".weight_packed"): (
-        "The weights are quantized, which is not supported. Use the unquantized release of this "
-        "model."
+    (".qweight", "_scale.", "_scale_inv.", ".absmax", ".weight_packed", "_blocks."): (
+        "The weights are quantized, and quantization_config in config.json does not describe these "
+        "tensors. Use the config.json that was published with the weights."
     ),
 }
 HEAD_WEIGHT = "lm_head.weight"

@@ -30,7 +30,7 @@ def checked_finite(weight_np: np.ndarray, *, name: str, where: str) -> np.ndarra
         CheckpointError: Numbers are NaN or infinite.
     """
     signed, unsigned, infinity = _FORMATS[weight_np.dtype.name]
-    flat = np.ascontiguousarray(weight_np).reshape(-1)
+    flat = weight_np.ravel(order="K")  # no copy of a transposed array
     sign_bit = 1 << (8 * flat.itemsize - 1)
     for start in range(0, flat.size, _CHUNK):
         chunk = flat[start : start + _CHUNK]

@@ -17,12 +17,14 @@ from models.decoder import Decoder
 from models.errors import ModelError
 from models.layers.linear import Linear, name_linears
 from models.loading.check_weights import HEAD_WEIGHT, check_weights
+from models.loading.checkpoint import Checkpoint
 from models.loading.column_panels import split_columns
 from models.loading.finite_weights import checked_finite
 from models.loading.loaded_model import LoadedModel, flatten_state
 from models.loading.product_dtype import ProductDtype, with_product_dtype
+from models.loading.quantized import DequantizedCheckpoint
 from models.loading.safetensors_reader import SafetensorsCheckpoint
-from models.loading.source import read_model_config, resolve_model_folder
+from models.loading.source import read_model_config, read_weight_format, resolve_model_folder
 from models.loading.tensor_names import name_weights
 from models.loading.tied_head import is_head_tied
 from models.model_impl import AUTO
@@ -83,15 +85,17 @@ def load_model(
     if load_format != "dummy":
         folder = resolve_model_folder(model)
     config = dataclasses.replace(config, has_unified_kv=has_unified_kv).for_length(max_model_len)
-    checkpoint = None if load_format == "dummy" else SafetensorsCheckpoint(folder)
+    files = None if load_format == "dummy" else SafetensorsCheckpoint(folder)
     if config.dtype is None:
-        own_dtype = "float32" if checkpoint is None else checkpoint.main_dtype
+        own_dtype = "float32" if files is None else files.main_dtype
         config = dataclasses.replace(config, dtype=own_dtype)
     platform = platform or default_platform()
+    dtype = platform.weight_dtype(config.dtype) if dtype == "auto" else dtype
+    checkpoint = None if files is None else _dequantized(files, dtype)
     make_structure = functools.partial(
         _Structure,
         model_class=family_class(config.architecture, model_impl=model_impl),
-        dtype=platform.weight_dtype(config.dtype) if dtype == "auto" else dtype,
+        dtype=dtype,
         platform=platform,
         changes_kernels=panel_width is not None or product_dtype != "auto",
     )
@@ -126,6 +130,13 @@ def load_model(
         platform=platform,
     )
     return with_product_dtype(model, product_dtype)
+
+
+def _dequantized(files: SafetensorsCheckpoint, dtype: ModelDtype) -> Checkpoint:
+    weight_format = read_weight_format(files.folder)
+    if weight_format is None:
+        return files
+    return DequantizedCheckpoint(files, weight_format, dtype=dtype)
 
 
 class _Structure:
@@ -197,7 +208,7 @@ class _Structure:
 
 
 def _read_params(
-    structure: _Structure, checkpoint: SafetensorsCheckpoint, platform: Platform
+    structure: _Structure, checkpoint: Checkpoint, platform: Platform
 ) -> list[jax.Array]:
     ignored = {
         name
@@ -233,9 +244,7 @@ def _read_params(
     return params
 
 
-def _read_ahead(
-    checkpoint: SafetensorsCheckpoint, rules: Sequence[WeightRule]
-) -> Iterator[np.ndarray]:
+def _read_ahead(checkpoint: Checkpoint, rules: Sequence[WeightRule]) -> Iterator[np.ndarray]:
     """The weight of each rule; the next one is read from the file while the last one is cast."""
 
     def read(rule: WeightRule) -> list[np.ndarray]:
@@ -250,7 +259,7 @@ def _read_ahead(
             yield rule.combined(sources.pop(0).result())
 
 
-def _read(checkpoint: SafetensorsCheckpoint, name: str) -> np.ndarray:
+def _read(checkpoint: Checkpoint, name: str) -> np.ndarray:
     stored = checkpoint.weights[name]
     return checked_finite(checkpoint.read(name), name=stored.name, where=str(stored.path))
 

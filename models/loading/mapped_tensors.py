@@ -7,11 +7,21 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from models.errors import CheckpointError
+
 _DTYPES = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
 }
 # Of the length of the header, which the file begins with.
 _LENGTH_BYTES = 8
@@ -36,9 +46,18 @@ class MappedTensors:
         self._data_np: np.ndarray | None = None
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor of one of the dtypes F64, F32, F16 and BF16; it cannot be written to."""
+        """Returns a tensor, which cannot be written to.
+
+        Raises:
+            CheckpointError: The tensor has another dtype than those above.
+        """
         tensor = self._header[name]
-        dtype, shape = _DTYPES[tensor["dtype"]], tuple(tensor["shape"])
+        dtype, shape = _DTYPES.get(tensor["dtype"]), tuple(tensor["shape"])
+        if dtype is None:
+            raise CheckpointError(
+                f"{self._path}: weight {name!r} has the dtype {tensor['dtype']}; paxkv reads "
+                f"{', '.join(_DTYPES)}."
+            )
         if math.prod(shape) == 0:
             return np.empty(shape, dtype)
         if self._data_np is None:

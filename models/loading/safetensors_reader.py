@@ -20,7 +20,12 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # "model-00002-of-00005.safetensors"
 _SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
-_MODEL_DTYPES: dict[str, ModelDtype] = {"BF16": "bfloat16", "F16": "float16"}
+_MODEL_DTYPES: dict[str, ModelDtype] = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float32",
+}
 _MAX_LISTED = 10
 
 logger = logging.getLogger(__name__)
@@ -75,10 +80,14 @@ class SafetensorsCheckpoint:
 
     @property
     def main_dtype(self) -> ModelDtype:
-        """The dtype of most numbers in the checkpoint; float32 for float64."""
-        sizes = Counter()
+        """The dtype of most numbers in the checkpoint; float32 for float64.
+
+        Numbers that are no floats of 16 bits or more do not count: they are quantized.
+        """
+        sizes: Counter[ModelDtype] = Counter(float32=0)
         for weight in self.weights.values():
-            sizes[_MODEL_DTYPES.get(weight.dtype, "float32")] += math.prod(weight.shape)
+            if weight.dtype in _MODEL_DTYPES:
+                sizes[_MODEL_DTYPES[weight.dtype]] += math.prod(weight.shape)
         ((dtype, _),) = sizes.most_common(1)
         return dtype
 

@@ -10,6 +10,7 @@ from models.config import ModelConfig
 from models.config_fields import read_token_ids
 from models.errors import CheckpointNotFoundError, ModelConfigError
 from models.loading.json_file import read_json_object
+from models.loading.quantized import WeightFormat, find_weight_format
 from models.model_impl import AUTO
 from models.registry import read_config
 
@@ -92,7 +93,10 @@ def read_model_config(
         UnsupportedModelError: The model needs a feature that paxkv does not have.
         ModelError: `model_impl` names no model class.
     """
-    config = read_config(_read_config_file(folder), model_impl=model_impl)
+    hf_config = _read_config_file(folder)
+    config = read_config(hf_config, model_impl=model_impl)
+    # So that an unknown format is refused before its weights are downloaded.
+    find_weight_format(hf_config)
     generation_path = (generation_folder or folder) / "generation_config.json"
     if not generation_path.is_file():
         return config
@@ -102,6 +106,16 @@ def read_model_config(
     # dict.fromkeys keeps the first of equal ids, in order.
     eos_token_ids = tuple(dict.fromkeys(config.eos_token_ids + generation_eos_ids))
     return dataclasses.replace(config, eos_token_ids=eos_token_ids)
+
+
+def read_weight_format(folder: Path) -> WeightFormat | None:
+    """How config.json says that the weights are quantized; None if they are not.
+
+    Raises:
+        ModelConfigError: config.json is missing or malformed.
+        UnsupportedModelError: paxkv does not read this format.
+    """
+    return find_weight_format(_read_config_file(folder))
 
 
 def _read_config_file(folder: Path) -> dict[str, object]:

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 
 from models.errors import WeightMismatchError
-from models.loading.safetensors_reader import SafetensorsCheckpoint
+from models.loading.checkpoint import Checkpoint
 
 # Modules around the text model, which depend on the class that saved the checkpoint: multimodal
 # classes have `language_model`, base classes leave out `model`, PEFT adds `base_model`, and
@@ -18,7 +18,7 @@ _WRAPPERS = re.compile(
 
 
 def name_weights(
-    checkpoint: SafetensorsCheckpoint,
+    checkpoint: Checkpoint,
     wanted: Collection[str],
     *,
     of_family: Callable[[str], str] = str,

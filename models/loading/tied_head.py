@@ -5,13 +5,13 @@ import logging
 import numpy as np
 
 from models.loading.check_weights import HEAD_WEIGHT, READABLE_DTYPES
-from models.loading.safetensors_reader import SafetensorsCheckpoint
+from models.loading.checkpoint import Checkpoint
 from models.weight_rule import WeightRule
 
 logger = logging.getLogger(__name__)
 
 
-def is_head_tied(checkpoint: SafetensorsCheckpoint, embedding: WeightRule) -> bool:
+def is_head_tied(checkpoint: Checkpoint, embedding: WeightRule) -> bool:
     """False where a head of other numbers than the embedding is stored.
 
     Whoever trains the head alone, or merges an adapter into it, often leaves the flag as it was.
@@ -33,7 +33,7 @@ def is_head_tied(checkpoint: SafetensorsCheckpoint, embedding: WeightRule) -> bo
     return False
 
 
-def _are_equal(checkpoint: SafetensorsCheckpoint, embedding: WeightRule) -> bool:
+def _are_equal(checkpoint: Checkpoint, embedding: WeightRule) -> bool:
     # What cannot be read or has another shape is named by `check_weights`, later.
     stored = {source.name: checkpoint.weights[source.name] for source in embedding.sources}
     if any(stored[source.name].shape != source.shape for source in embedding.sources):

@@ -120,7 +120,7 @@ _NO_EXPERT_PARALLELISM = (
 )
 _NO_MAMBA = "no supported model has Mamba layers"
 _NO_LORA = "LoRA adapters are not supported"
-_NO_QUANTIZATION = "quantized weights are not supported"
+_NO_QUANTIZATION = "the format of quantized weights is read from config.json"
 _NO_SPECULATION = "speculative decoding is not supported"
 _NO_TRANSFER = "KV cache transfer is not supported"
 _NO_OFFLOADING = "KV cache offloading is not supported"

@@ -665,7 +665,6 @@ def test_no_message_lists_all_architectures(fields):
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"per_layer_config": {"1": {"head_dim": 64}}}, "per_layer_config is set"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq'"),
         (
             {"architectures": ["Gemma4ForCausalLM"], "enable_moe_block": True},
             "enable_moe_block is set, and hidden_size_per_layer_input is 256; Gemma4ForCausalLM",

@@ -80,11 +80,6 @@ def test_null_sizes_of_heads_follow_from_others():
         ({"swiglu_limit": 0}, ModelConfigError, "swiglu_limit is 0; expected a positive number"),
         ({"swiglu_alpha": "1"}, ModelConfigError, "swiglu_alpha is '1'"),
         ({"hidden_act": "relu6"}, UnsupportedModelError, "hidden_act='relu6' is not supported"),
-        (
-            {"quantization_config": {"quant_method": "mxfp4"}},
-            UnsupportedModelError,
-            "quant_method='mxfp4'",
-        ),
     ],
 )
 def test_fields_that_cannot_be_read_are_named(fields, error, message):

@@ -140,11 +140,6 @@ def test_routing_is_as_the_fields_say():
             ModelConfigError,
             "kept groups must have at least 3 experts",
         ),
-        (
-            {"quantization_config": {"quant_method": "fp8"}},
-            UnsupportedModelError,
-            "quant_method='fp8'",
-        ),
     ],
 )
 def test_experts_that_are_not_built_are_refused(fields, error, message):

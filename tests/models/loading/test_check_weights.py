@@ -98,6 +98,7 @@ def test_encoders_of_images_and_audio_are_ignored_with_a_warning(caplog):
         ("model.layers.0.mlp.up_proj.lora_A.default.weight", "LoRA adapter that is not merged"),
         ("model.layers.0.mlp.up_proj.base_layer.weight", "LoRA adapter that is not merged"),
         ("model.layers.0.mlp.up_proj.qweight", "The weights are quantized"),
+        ("model.layers.0.mlp.experts.down_proj_blocks", "The weights are quantized"),
         ("model.layers.0.mlp.up_proj.weight_scale_inv", "The weights are quantized"),
         ("more", "of the same release"),
     ],

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from models.errors import CheckpointError
 from models.loading.mapped_tensors import MappedTensors
+from models.loading.safetensors_reader import SafetensorsCheckpoint
+from tests.models.loading.quantized.stored import save_tensors
 
 
 def test_every_dtype_and_shape_is_what_safetensors_reads(tmp_path):
@@ -23,6 +26,27 @@ def test_every_dtype_and_shape_is_what_safetensors_reads(tmp_path):
         got = file.read(name)
         assert (got.dtype, got.shape) == (tensor_np.dtype, tensor_np.shape), name
         np.testing.assert_array_equal(got, tensor_np)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu])
+def test_8_bit_floats_are_those_of_the_tensor_and_of_no_other(tmp_path, dtype):
+    """NumPy has no dtypes for them, so `safetensors` cannot read them."""
+    one, other = np.arange(1, 7).astype(dtype).reshape(2, 3), np.array([8, 16], dtype)
+    tensors = {"first": np.ones(5, np.int8), "one": one, "other": other, "empty": other[:0]}
+    save_tensors(tmp_path / "model.safetensors", tensors)
+    checkpoint = SafetensorsCheckpoint(tmp_path)
+    for name, tensor_np in tensors.items():
+        got = checkpoint.read(name)
+        assert got.dtype == tensor_np.dtype
+        np.testing.assert_array_equal(got, tensor_np)
+
+
+def test_a_dtype_that_is_not_read_is_named(tmp_path):
+    header = {"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}
+    text = json.dumps(header).encode()
+    (tmp_path / "file").write_bytes(len(text).to_bytes(8, "little") + text + b"\0")
+    with pytest.raises(CheckpointError, match="weight 'a' has the dtype F4; paxkv reads F64"):
+        MappedTensors(tmp_path / "file").read("a")
 
 
 @pytest.mark.parametrize("padding", range(8))

@@ -1,0 +1,62 @@
+"""Unpacks integers of few bits, and applies scales of groups to them."""
+
+import numpy as np
+
+
+def unpack_words(
+    words: np.ndarray,  # i32[..., num_words]
+    num_bits: int,
+) -> np.ndarray:  # u8[..., num_words * 32 / num_bits]
+    """Splits words into unsigned integers of 2, 4 or 8 bits, those in the lowest bits first."""
+    octets = np.ascontiguousarray(words).view(np.uint8)
+    num_per_octet = 8 // num_bits
+    unpacked = np.empty((*octets.shape[:-1], octets.shape[-1] * num_per_octet), np.uint8)
+    for place in range(num_per_octet):
+        unpacked[..., place::num_per_octet] = (octets >> (place * num_bits)) & (2**num_bits - 1)
+    return unpacked
+
+
+def num_groups(num_columns: int, group_size: int | None) -> int:
+    """How many groups of neighboring columns a matrix has. None: all columns are one group."""
+    return 1 if group_size is None else -(-num_columns // group_size)
+
+
+def scale_groups(
+    numbers: np.ndarray,  # [out, in], integers, or f32, which is changed
+    scales: np.ndarray,  # f[out or 1, num_groups]
+    zeros: np.ndarray | int,  # i[out or 1, num_groups], or one zero point for all numbers
+    *,
+    group_size: int | None,
+    group_idx: np.ndarray | None = None,  # i[in]
+) -> np.ndarray:  # f32[out, in]
+    """Computes `(number - zero) * scale` with the scale and zero point of each number's group.
+
+    Args:
+        group_size: Columns of a group. None: all columns are one group.
+        group_idx: The group of each column, if groups are not of neighboring columns.
+
+    Raises:
+        ValueError: `group_idx` names a group that does not exist.
+    """
+    num_columns = numbers.shape[1]
+    weight = numbers.astype(np.float32, copy=False)
+    scales = scales.astype(np.float32)
+    zeros = np.asarray(zeros, np.float32)
+    size = num_columns if group_size is None else group_size
+    neighbors = np.arange(num_columns) // size
+    if group_idx is None:
+        group_idx = neighbors
+    elif group_idx.min() < 0 or group_idx.max() >= scales.shape[1]:
+        raise ValueError(
+            f"groups {group_idx.min()} to {group_idx.max()} of columns; expected 0 to "
+            f"{scales.shape[1] - 1}"
+        )
+    if np.array_equal(group_idx, neighbors) and num_columns % size == 0:
+        groups = weight.reshape(len(weight), -1, size)
+        groups -= zeros[..., None]
+        groups *= scales[..., None]
+    else:
+        # `zeros[:, group_idx]` would lie column by column, and be five times as slow to subtract.
+        weight -= np.take(zeros, group_idx, axis=1) if zeros.ndim else zeros
+        weight *= np.take(scales, group_idx, axis=1)
+    return weight

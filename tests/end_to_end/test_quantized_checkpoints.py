@@ -1,0 +1,165 @@
+"""Quantized checkpoints load with exactly the weights that their numbers and scales stand for."""
+
+import json
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from models.errors import CheckpointError, UnsupportedModelError, WeightMismatchError
+from models.loading.load_model import load_model
+from models.loading.safetensors_reader import SafetensorsCheckpoint
+from tests.models.loading.quantized.quantizers import MXFP4, QUANTIZERS, as_mxfp4
+from tests.models.loading.quantized.stored import save_tensors
+from tests.oracles.dense_model import dense_logits
+from tests.oracles.make_checkpoint import write_random_checkpoint
+from tests.oracles.paged_stepper import PagedStepper
+
+FORMATS = [*QUANTIZERS]
+
+
+def write_pair(tmp_path, quant_method, **arguments):
+    """A quantized checkpoint, and a plain one with the weights that it stands for."""
+    quantization, quantize = QUANTIZERS[quant_method]
+    arguments = {"num_layers": 1} | arguments
+    plain = write_random_checkpoint(tmp_path / "plain", **arguments)
+    extra = {"quantization_config": quantization} | arguments.get("extra_config", {})
+    folder = write_random_checkpoint(tmp_path / "stored", **arguments | {"extra_config": extra})
+    stored, weights = {}, load_file(plain / "model.safetensors")
+    for name, weight in weights.items():
+        module = name.removesuffix(".weight")
+        if not module.endswith("_proj"):
+            stored[name] = weight
+            continue
+        quantized = quantize(weight)
+        stored |= {f"{module}.{part}": array for part, array in quantized.parts.items()}
+        weights[name] = quantized.weight
+        # Wrong scales or a wrong order of numbers are far from the weight that was quantized.
+        assert np.abs(quantized.weight - weight).max() < 0.25 * np.abs(weight).max()
+    save_file(weights, plain / "model.safetensors")
+    save_tensors(folder / "model.safetensors", stored)
+    return folder, plain
+
+
+def read_tensors(folder):
+    """All tensors of the folder's one file."""
+    checkpoint = SafetensorsCheckpoint(folder)
+    return {name: checkpoint.read(name) for name in checkpoint.weights}
+
+
+@pytest.mark.parametrize("quant_method", FORMATS)
+def test_every_parameter_is_that_of_the_dequantized_checkpoint(tmp_path, quant_method):
+    folder, plain = write_pair(tmp_path, quant_method)
+    got, wanted = load_model(folder), load_model(plain)
+    assert got.param_names == wanted.param_names
+    assert len(got.params) == 12  # an embedding, a head, seven matrices and three norms
+    for name, one, other in zip(got.param_names, got.params, wanted.params, strict=True):
+        np.testing.assert_array_equal(one, other, err_msg=name)
+
+
+def test_logits_are_those_of_the_dequantized_checkpoint(tmp_path):
+    folder, plain = write_pair(tmp_path, "compressed-tensors")
+    tokens = {0: [5, 6, 7, 8], 1: [9]}
+    logits = PagedStepper(load_model(folder)).step(tokens)
+    for row, row_tokens in tokens.items():
+        exact = dense_logits(plain, row_tokens)
+        np.testing.assert_allclose(logits[row], exact, atol=1e-5 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("quant_method", ["fp8", "awq"])
+def test_weights_are_rounded_once_to_the_dtype_of_the_model(tmp_path, quant_method):
+    folder, plain = write_pair(tmp_path, quant_method)
+    loaded = load_model(folder, dtype="bfloat16")
+    assert {param.dtype for param in loaded.params} == {jnp.dtype("bfloat16")}
+    kernel = loaded.params[loaded.param_names.index("layers.0.mlp.up_proj.kernel")]
+    weight = load_file(plain / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    np.testing.assert_array_equal(np.asarray(kernel), weight.T.astype(ml_dtypes.bfloat16))
+
+
+def test_stack_of_experts_is_read_in_the_order_of_plain_checkpoints(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GptOssConfig(
+        **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2},
+    )
+    transformers.GptOssForCausalLM(config).save_pretrained(tmp_path)
+    plain = load_model(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    exact = {}
+    for local in ("gate_up_proj", "down_proj"):
+        name = f"model.layers.0.mlp.experts.{local}"
+        # [num_experts, in, out]
+        quantized = [as_mxfp4(expert.T) for expert in stored.pop(name)]
+        for part in ("blocks", "scales"):
+            arrays = [expert.parts[f"weight_{part}"] for expert in quantized]
+            stored[f"{name}_{part}"] = np.stack(arrays)
+        exact[local] = np.stack([expert.weight.T for expert in quantized])
+    save_tensors(tmp_path / "model.safetensors", stored)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    lists = {"modules_to_not_convert": ["model.layers.*.mlp.router", "lm_head"]}
+    fields["quantization_config"] = MXFP4 | lists
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    loaded = load_model(tmp_path)
+    assert loaded.param_names == plain.param_names
+    params = dict(zip(loaded.param_names, loaded.params, strict=True))
+    experts = "layers.0.mlp.experts"
+    np.testing.assert_array_equal(
+        params[f"{experts}.gate_proj.kernel"], exact["gate_up_proj"][:, :, 0::2]
+    )
+    np.testing.assert_array_equal(
+        params[f"{experts}.up_proj.kernel"], exact["gate_up_proj"][:, :, 1::2]
+    )
+    np.testing.assert_array_equal(params[f"{experts}.down_proj.kernel"], exact["down_proj"])
+
+
+def test_number_that_is_not_finite_is_named(tmp_path):
+    folder, _ = write_pair(tmp_path, "mxfp4")
+    scales = "model.layers.0.mlp.up_proj.weight_scales"
+    tensors = read_tensors(folder)
+    tensors[scales] = np.full_like(tensors[scales], 255)
+    save_tensors(folder / "model.safetensors", tensors)
+    with pytest.raises(CheckpointError, match=r"weight 'model\.layers\.0\.mlp\.up_proj\.weight'"):
+        load_model(folder)
+
+
+def test_unknown_method_is_refused_without_weights(tmp_path):
+    folder = write_random_checkpoint(
+        tmp_path, extra_config={"quantization_config": {"quant_method": "bitsandbytes"}}
+    )
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModelError, match="quant_method is 'bitsandbytes'"):
+        load_model(folder)
+
+
+def test_dummy_weights_need_no_quantized_tensors(tmp_path):
+    folder, plain = write_pair(tmp_path, "awq")
+    (folder / "model.safetensors").unlink()
+    got, wanted = (load_model(path, load_format="dummy") for path in (folder, plain))
+    for one, other in zip(got.params, wanted.params, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("quant_method", FORMATS)
+def test_quantized_weights_without_a_description_are_refused(tmp_path, quant_method):
+    folder, _ = write_pair(tmp_path, quant_method)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(WeightMismatchError, match="quantization_config in config.json does not"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("quant_method", FORMATS)
+def test_dtype_of_the_model_is_that_of_the_weights_that_are_not_quantized(tmp_path, quant_method):
+    folder, _ = write_pair(tmp_path, quant_method, extra_config={"torch_dtype": None})
+    stored = read_tensors(folder)
+    halved = {
+        name: weight.astype(np.float16)
+        for name, weight in stored.items()
+        if weight.dtype == np.float32 and "scale" not in name
+    }
+    save_tensors(folder / "model.safetensors", stored | halved)
+    assert load_model(folder).config.dtype == "float16"
