@@ -60,14 +60,12 @@ class BoundRequest:
 
     def copy(self) -> "BoundRequest":
         """A copy that can take tokens which the request may never get."""
-        return BoundRequest(
-            self._matcher.deep_copy(),
-            self._limits.copy(),
-            token_texts=self._token_texts,
-            thoughts=copy.copy(self._thoughts),
-            digit_limit=copy.copy(self._digit_limit),
-            eos_token_ids=self._eos_token_ids,
-        )
+        copied = copy.copy(self)
+        copied._matcher = self._matcher.deep_copy()
+        copied._limits = self._limits.copy()
+        copied._thoughts = copy.copy(self._thoughts)
+        copied._digit_limit = copy.copy(self._digit_limit)
+        return copied
 
     @property
     def mask_matcher(self) -> llguidance.LLMatcher | None:

@@ -50,8 +50,9 @@ class GrammarManager:
         self._compiling: dict[str, concurrent.futures.Future[BoundRequest]] = {}
         self._bound: dict[str, BoundRequest] = {}
         self._ended: dict[str, GrammarEnd] = {}
-        # Requests that end if the step in flight gives them more than so many tokens: after these
-        # drafts, no token may follow.
+        # Requests whose form ends within the drafts of the step in flight: the number of drafts
+        # after which no token may follow, and the end. The entry counts only if the step returns
+        # more tokens than that.
         self._ends_after: dict[str, tuple[int, GrammarEnd]] = {}
 
     @property
@@ -147,16 +148,18 @@ class GrammarManager:
         draft_ids: Sequence[int],
         rows_np: np.ndarray,  # i32[len(draft_ids), num_words]
     ) -> None:
-        """Fills the row of the token after each draft, up to a draft that cannot be accepted."""
+        """Fills the row of the token after each draft.
+
+        Stops at a draft with which, or after which, the request ends. The rows after it allow all
+        tokens. If the request gets tokens from there, `advance` drops them.
+        """
         bound = self._bound[request_id].copy()
         for num_taken, (draft_id, row_np) in enumerate(zip(draft_ids, rows_np, strict=True), 1):
-            # A draft that the grammar forbids is never drawn. After a draft that ends the form, the
-            # tokens that the step draws are not used.
-            if bound.advance([draft_id]) is not None:
-                return
-            if bound.mask_matcher is not None:
-                llguidance.numpy.fill_next_token_bitmask(bound.mask_matcher, row_np[None], 0)
-            end = bound.narrow(row_np)
+            end = bound.advance([draft_id])
+            if end is None:
+                if bound.mask_matcher is not None:
+                    llguidance.numpy.fill_next_token_bitmask(bound.mask_matcher, row_np[None], 0)
+                end = bound.narrow(row_np)
             if end is not None:
                 row_np[:] = _ANY_TOKEN
                 self._ends_after[request_id] = (num_taken, end)
@@ -192,7 +195,7 @@ class GrammarManager:
                 self._end(request_id, end)
 
     def ends_within(self, request_id: str, num_tokens: int) -> bool:
-        """Whether a request ends before the last of so many tokens of the step with its drafts."""
+        """Whether a request's form ends before the last of `num_tokens` tokens of a step."""
         return request_id in self._ends_after and num_tokens > self._ends_after[request_id][0]
 
     def advance(self, request_id: str, token_ids: Sequence[int]) -> int:

@@ -111,6 +111,30 @@ def test_a_complete_form_is_an_end_also_where_eos_is_none(manager):
     assert manager.take_ended() == {"a": GrammarEnd()}
 
 
+def test_a_form_that_ends_within_the_drafts_ends_there(manager):
+    """Whether or not `ignore_eos` lets the scheduler read tokens after the end."""
+    add_request(manager, "a", regex="[0-9]+", sampling={"ignore_eos": True})
+    seven, eight = _ids("7")[-1], _ids("8")[-1]
+    bitmask = manager.make_bitmask(["a"], {"a": [seven, EOS, eight]})
+    after_seven, after_eos, after_eight = (set(allowed_ids(bitmask, row)) for row in (1, 2, 3))
+    assert {EOS, eight} <= after_seven < set(range(VOCAB_SIZE)) == after_eos == after_eight
+    # Drafts that are not accepted change nothing.
+    assert not manager.ends_within("a", 2) and manager.advance("a", [seven, eight]) == 2
+    assert manager.take_ended() == {}
+    manager.make_bitmask(["a"], {"a": [EOS, eight]})
+    assert manager.ends_within("a", 2) and manager.advance("a", [EOS, eight]) == 1
+    assert manager.take_ended() == {"a": GrammarEnd()}
+
+
+def test_an_error_within_the_drafts_counts_the_tokens_before_it(manager):
+    ab = _ids("a")[-1], _ids("b")[-1]
+    add_request(manager, "a", regex="ab[0-9]", sampling={"allowed_token_ids": list(ab)})
+    manager.advance("a", ab[:1])
+    manager.make_bitmask(["a"], {"a": [ab[1]]})
+    assert manager.advance("a", [ab[1], 5]) == 1
+    assert "cannot go on after 2 tokens" in manager.take_ended()["a"].error
+
+
 def test_settings_of_the_request_narrow_what_its_grammar_allows(manager):
     allowed = [*_ids("7"), *_ids("8"), *_ids("x"), EOS]
     add_request(manager, "a", regex="[0-9]+", sampling={"allowed_token_ids": allowed})
