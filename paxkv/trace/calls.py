@@ -216,21 +216,24 @@ class UpdateCall(_Call, tag="update", forbid_unknown_fields=True, frozen=True):
 
     Args:
         step: Number of the step.
+        pooled: Requests that the step ended with a `pooler_output`, which is not kept.
     """
 
     step: int
     sampled: list[SampledRow] = []
     draft_token_ids: dict[str, list[int]] = {}
+    pooled: list[str] = []
     kv_connector_output: KVConnectorOutput | None = None
     outputs: list[OutputRow] = []
 
     def runner_output(self) -> ModelRunnerOutput:
-        """Returns the runner's output without log-probabilities."""
+        """Returns the runner's output without log-probabilities and results of pooling."""
         return ModelRunnerOutput(
             req_ids=[row.req_id for row in self.sampled],
             sampled_token_ids=[row.token_ids for row in self.sampled],
             logprobs=[None] * len(self.sampled),
             draft_token_ids=self.draft_token_ids,
+            pooler_output={req_id: [] for req_id in self.pooled},
             kv_connector_output=self.kv_connector_output,
         )
 

@@ -24,9 +24,10 @@ from paxkv.trace.json_errors import JSON_ERRORS
 
 FORMAT = "paxkv-trace"
 # Increase it when the content of a trace, or the inputs of a scheduler, change.
-VERSION = 3
+VERSION = 4
 # Versions that can be replayed. In version 2, requests with changed logits were never in bursts.
-READ_VERSIONS = (2, VERSION)
+# Before version 4, a trace did not name the requests that the runner pooled.
+READ_VERSIONS = (2, 3, VERSION)
 
 SPEC_CLASSES = {
     spec_class.__name__: spec_class

@@ -125,8 +125,12 @@ def test_decision_says_everything_that_a_scheduler_output_says() -> None:
 
 def test_runner_output_comes_back_without_logprobs() -> None:
     call = UpdateCall(
-        step=1, sampled=[SampledRow("a", [1, 2]), SampledRow("b", [])], draft_token_ids={"a": [3]}
+        step=1,
+        sampled=[SampledRow("a", [1, 2]), SampledRow("b", [])],
+        draft_token_ids={"a": [3]},
+        pooled=["b"],
     )
     output = call.runner_output()
     assert (output.req_ids, output.sampled_token_ids) == (["a", "b"], [[1, 2], []])
     assert (output.logprobs, output.draft_token_ids) == ([None, None], {"a": [3]})
+    assert output.pooler_output == {"b": []}

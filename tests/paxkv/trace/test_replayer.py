@@ -32,6 +32,7 @@ from tests.paxkv.trace.small_traces import (
     make_header,
     make_request,
     record_run,
+    run_to_end,
 )
 
 
@@ -101,6 +102,21 @@ def test_steps_that_overlap_replay_exactly(tmp_path: Path) -> None:
     assert [line.calls[-1].step for line in lines] == [1, 2, 3]
     summary = replay_file(tmp_path / "t")
     assert (summary.num_steps, summary.difference) == (3, None)
+
+
+def test_pooled_requests_replay_exactly(tmp_path: Path) -> None:
+    scheduler = record_scheduler(make_header(), tmp_path / "t")
+    scheduler.add_request(dataclasses.replace(make_request("pooled", 9), is_pooled=True))
+    output = scheduler.schedule()
+    pooled = dataclasses.replace(
+        answer(scheduler, output), sampled_token_ids=[[]], pooler_output={"pooled": [0.5]}
+    )
+    assert scheduler.update_from_output(output, pooled)[0].finish_reason == "stop"
+    # The next request hits the block that the pooled request has freed.
+    scheduler.add_request(make_request("b", 10))
+    run_to_end(scheduler)
+    summary = replay_file(tmp_path / "t")
+    assert (summary.num_hit_tokens, summary.difference) == (8, None)
 
 
 def record_bursts(file: Path, seed: int, *, is_async: bool) -> list[SchedulerOutput]:
