@@ -222,7 +222,7 @@ class ModelRunner:
         # Before the step's writes, and in the order of the device: blocks may change hands here.
         self._copy_blocks(scheduler_output)
         if not scheduler_output.num_scheduled_tokens:
-            return FinishedStep()
+            return FinishedStep(self._features)
         if self._logits_check is not None:
             self._logits_check.ask_all(self._rows.sampling_rows_np)
         built = self._builder.build(scheduler_output)

@@ -1,7 +1,7 @@
 """`DeviceStep`: a step that has been started; fetches its tokens and writes them into the rows."""
 
 import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from paxkv.contracts.scheduler_output import (
 from paxkv.errors import InvariantError
 from paxkv.runner.batch.built_step import BuiltStep
 from paxkv.runner.batch.input_batch import CachedRequestState, InputBatch
+from paxkv.runner.features.base import StepFeature
 from paxkv.runner.sampling.logits_check import LogitsCheck
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN, read_logprobs
 from paxkv.runner.sampling.wide_logprobs import append_logits
@@ -28,11 +29,17 @@ class FinishedStep:
     needs_bitmask = False
     is_done = True
 
+    def __init__(self, features: Sequence[StepFeature] = ()) -> None:
+        self._features = features
+
     def start_sampling(self, grammar_bitmask: GrammarBitmask) -> None:
         raise InvariantError("a step without tokens waits for no grammar.")
 
     def sample_tokens(self) -> ModelRunnerOutput:
-        return EMPTY_MODEL_RUNNER_OUTPUT
+        output = EMPTY_MODEL_RUNNER_OUTPUT
+        for feature in self._features:
+            output = feature.finish_empty(output)
+        return output
 
 
 class DeviceStep:
@@ -101,8 +108,8 @@ class DeviceStep:
         wanted = {req_id: len(rows) for req_id, rows in self.grammar_rows.items()}
         if collections.Counter(req_ids) != wanted or bitmask_np.shape != dims:
             raise InvariantError(
-                f"a step's bitmask must have so many rows for each request: {wanted}, of {dims[1]} "
-                f"words each; got rows for {sorted(req_ids)} and the shape {bitmask_np.shape}."
+                f"a step's bitmask must have {dims[1]} words in a row, and as many rows per "
+                f"request as {wanted}; got rows of {sorted(req_ids)} and shape {bitmask_np.shape}."
             )
         mask_np = np.zeros(self._mask_dims, np.int32)
         next_rows = {req_id: iter(rows) for req_id, rows in self.grammar_rows.items()}

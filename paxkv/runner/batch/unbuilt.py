@@ -1,4 +1,4 @@
-"""Refuses a step's decision that contains something which neither the runner nor a feature does."""
+"""Refuses a step whose decision has a part that neither the runner nor a feature computes."""
 
 from collections.abc import Collection
 
@@ -25,6 +25,7 @@ def refuse_unbuilt(
         "scheduled_encoder_inputs": list(scheduler_output.scheduled_encoder_inputs),
         "lora_name": [new_req.req_id for new_req in new_reqs if new_req.lora_name],
         "mm_features": [new_req.req_id for new_req in new_reqs if new_req.mm_features],
+        "is_pooled": [new_req.req_id for new_req in new_reqs if new_req.is_pooled],
         f"more than {max_drafts} drafts": [
             req_id for req_id, draft_ids in drafts.items() if len(draft_ids) > max_drafts
         ],

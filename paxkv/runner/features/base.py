@@ -71,7 +71,7 @@ class StepFeature(Protocol):
     def handles(self) -> frozenset[str]:
         """Fields of a decision, or of its new requests, that only this feature computes.
 
-        Possible are "lora_name", "mm_features", "scheduled_encoder_inputs" and
+        Possible are "lora_name", "mm_features", "is_pooled", "scheduled_encoder_inputs" and
         "kv_connector_metadata". The runner refuses decisions with fields that no feature handles.
         """
         return frozenset()
@@ -131,6 +131,14 @@ class StepFeature(Protocol):
             After None for a burst, the runner does not call `plan` while the burst repeats.
         """
         ...
+
+    def finish_empty(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Returns the output of a step without tokens, with the additions of the feature.
+
+        Such a step has no `FeatureStep`. While all requests wait for a KV connector, only this
+        method can report that their blocks are loaded.
+        """
+        return output
 
     def stats(self, *, only_new: bool) -> Mapping[str, object]:
         """Returns the fields of `SchedulerStats` that the feature knows; none by default.

@@ -46,6 +46,7 @@ def test_plain_step_passes():
         ({"scheduled_encoder_inputs": {"a": [0]}}, r"encoder_inputs.*\['a'\]"),
         ({"scheduled_new_reqs": [dataclasses.replace(NEW, lora_name="x")]}, "lora_name"),
         ({"scheduled_new_reqs": [dataclasses.replace(NEW, mm_features=(IMAGE,))]}, "mm_features"),
+        ({"scheduled_new_reqs": [dataclasses.replace(NEW, is_pooled=True)]}, "is_pooled"),
         ({"kv_connector_metadata": KVConnectorMetadata(loads=[], saves=[])}, "no KV connector"),
     ],
 )
@@ -59,6 +60,7 @@ def test_what_is_not_built_is_refused(changes, message):
     [
         ({"scheduled_encoder_inputs": {"a": [0]}}, "scheduled_encoder_inputs"),
         ({"scheduled_new_reqs": [dataclasses.replace(NEW, lora_name="x")]}, "lora_name"),
+        ({"scheduled_new_reqs": [dataclasses.replace(NEW, is_pooled=True)]}, "is_pooled"),
         (
             {"kv_connector_metadata": KVConnectorMetadata(loads=[], saves=[])},
             "kv_connector_metadata",

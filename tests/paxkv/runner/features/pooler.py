@@ -40,6 +40,8 @@ class PoolerStep(FeatureStep):
 
 
 class Pooler(StepFeature):
+    handles = frozenset({"is_pooled"})
+
     def __init__(self, hidden_size):
         self.variant = PoolerVariant(hidden_size)
         self._prompt_lens = {}

@@ -1,16 +1,27 @@
 """A feature of tests copies blocks to the host and back, with programs of its own."""
 
 import jax
+import numpy as np
 import pytest
 
+from paxkv.config.engine_config import CacheConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.contracts.engine_request import AddRequest, EngineRequest
+from paxkv.contracts.scheduler_output import KVConnectorMetadata, KVTransfer
+from paxkv.engine.engine_core import EngineCore
 from paxkv.runner import model_runner
 from paxkv.runner.features.feature_device import FeatureDevice
 from paxkv.runner.features.feature_list import make_features
+from paxkv.scheduler.scheduler import Scheduler
 from tests.paxkv.runner.driver import RunnerDriver
 from tests.paxkv.runner.features.block_keeper import BlockKeeper
 from tests.paxkv.runner.features.test_prompt_logprobs import prompt
-from tests.paxkv.runner.shared_runners import make_warm_runner
+from tests.paxkv.runner.shared_runners import (
+    MAX_MODEL_LEN,
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    make_warm_runner,
+)
 from tests.paxkv.runner.tiny_model import TinyModel
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -59,6 +70,76 @@ def test_blocks_of_a_finished_request_serve_another(keeping, writes):
     driver.finish_all()
     assert (found == expected) == writes
     assert runner.num_compiles_after_ready == 0
+
+
+class Loader:
+    """The scheduler's half of a connector: two blocks of every request can be loaded."""
+
+    def __init__(self):
+        self.loads = []
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return 16 - num_computed_tokens, True
+
+    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
+        if num_external_tokens > 0:
+            self.loads.append(
+                KVTransfer(
+                    request_id=request.request_id,
+                    block_ids=tuple(ids[:2] for ids in block_ids),
+                    start_token_idx=0,
+                    num_tokens=num_external_tokens,
+                )
+            )
+
+    def build_connector_meta(self, num_computed_tokens_after_step):
+        loads, self.loads = self.loads, []
+        return KVConnectorMetadata(loads=loads, saves=[])
+
+    def request_finished(self, request, block_ids):
+        return False
+
+
+def test_a_request_starts_when_a_connector_has_loaded_its_blocks(keeping):
+    """No other request runs meanwhile, so a step without tokens must report the load."""
+    runner, keeper = keeping
+    driver = RunnerDriver(runner)
+    token_ids = prompt(9, 20)
+    expected = run_whole(driver, "a", token_ids, 5)
+    blocks = keeper.blocks_of["a"] = driver.blocks["a"][0][:2]
+    with jax.transfer_guard("allow"):
+        driver.finish_all()
+    # The request may get the blocks in which the keys and values of "a" still are.
+    keeper.kept["zeros"] = np.zeros_like(keeper.kept["a"])
+    keeper.to_write.append(("zeros", blocks))
+    scheduler = Scheduler(
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
+        ),
+        cache_config=CacheConfig(enable_prefix_caching=False),
+        kv_cache_config=runner.kv_cache_config,
+        max_model_len=MAX_MODEL_LEN,
+        connector=Loader(),
+    )
+    core = EngineCore(scheduler, runner)
+    keeper.source_of["b"] = "a"
+    params = SamplingParams(temperature=0.0, max_tokens=5)
+    core.handle(
+        AddRequest(
+            request=EngineRequest(
+                request_id="b", prompt_token_ids=token_ids, sampling_params=params
+            )
+        )
+    )
+    outputs = []
+    with jax.transfer_guard("allow"):
+        # The load, the other 4 tokens of the prompt, 4 tokens, and the end.
+        for _ in range(7):
+            outputs += core.step().outputs
+    assert not core.has_work
+    assert [token_id for output in outputs for token_id in output.new_token_ids] == expected
+    assert outputs[0].num_cached_tokens == 16
+    core.close()
 
 
 def test_a_feature_gets_programs_for_the_pages_as_they_are():
