@@ -20,9 +20,9 @@ class AsyncScheduler(Scheduler):
 
     A burst returns one token for each that it computes, or fewer if the request ends.
 
-    A step that verifies drafts returns an unknown number of tokens. With a drafter, every step that
-    samples returns the drafts for the next step. Therefore, the scheduler skips a request until
-    such a step has returned.
+    A step that verifies drafts returns an unknown number of tokens, and a step that draws a token
+    also returns the drafts for the next step. With a drafter, the scheduler therefore schedules a
+    request again only after its last draw has returned.
 
     Source: vLLM `v1/core/sched/async_scheduler.py`.
     """

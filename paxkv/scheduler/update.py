@@ -135,9 +135,9 @@ def end_pooled(request: Request, pooling_output: list[float]) -> EngineCoreOutpu
 
 
 def num_rejected_tokens(spec_token_ids: list[int] | None, sampled_token_ids: list[int]) -> int:
-    """Number of a step's drafts that the model rejected.
+    """Returns how many of a request's drafts a step rejected.
 
-    A step with drafts returns the accepted drafts and one more token: drafts [7, 8, 9] and tokens
+    The step returns the accepted drafts and one more token. Example: drafts [7, 8, 9] and tokens
     [7, 4] -> 1 accepted, 2 rejected.
     """
     if not spec_token_ids or not sampled_token_ids:

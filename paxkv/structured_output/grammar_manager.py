@@ -31,10 +31,10 @@ _JSON_KINDS = ("json", "json_object")
 
 
 class GrammarManager:
-    """Not safe for threads but inside: the engine's own calls everything. It is a `GrammarGate`.
+    """A `GrammarGate`. All its methods must be called from the engine's thread.
 
-    A request's matcher has taken exactly the output tokens that it is known to have, also over a
-    preemption: tokens on their way to a preempted request are dropped, and drawn again.
+    A request's matcher has taken exactly the output tokens that the host knows, also after a
+    preemption: the tokens of steps in flight are then dropped, and drawn again.
     """
 
     def __init__(self, compiler: GrammarCompiler) -> None:
@@ -57,7 +57,7 @@ class GrammarManager:
 
     @property
     def num_requests(self) -> int:
-        """Requests with a grammar, or whose end nobody has been told of."""
+        """Requests with a grammar, or with an end that `take_ended` has not returned yet."""
         return len(self._compiling) + len(self._bound) + len(self._ended)
 
     @property
@@ -110,7 +110,7 @@ class GrammarManager:
         return True
 
     def take_ended(self, awaited: Container[str] = ()) -> dict[str, GrammarEnd]:
-        """Requests that end, each told of once; those of `awaited` not yet."""
+        """Returns the requests whose grammars have ended, each once, except those in `awaited`."""
         ended = {req_id: end for req_id, end in self._ended.items() if req_id not in awaited}
         for req_id in ended:
             del self._ended[req_id]

@@ -1,4 +1,4 @@
-"""`DrawPlan`: which tokens of a step get logits, and what the step draws from them."""
+"""`DrawPlan`: which tokens of a step get logits, and what the step draws from these logits."""
 
 import dataclasses
 
@@ -13,10 +13,12 @@ class DrawPlan:
 
     A row draws the token after the token whose logits it has. There are three kinds of rows:
 
-    - A row samples the next token of a request (draw 0 of the request).
-    - A row verifies drafts: draw j of a request follows draft j. The sampler keeps it if the draws
-      before it are equal to the drafts (`accept_drafts`).
+    - A row samples the next token of a request.
+    - A row verifies a draft. Draw 0 verifies the first draft, draw 1 the second. Draw 1 follows the
+      first draft, so the sampler keeps it only if draw 0 is that draft (`accept_drafts`).
     - A row draws nothing. The step computes a part of a prompt, or the request is pooled.
+
+    After the last draft, a row of the first kind draws one more token.
 
     Args:
         req_idx_np: i32[num_draws], place of the row's request in the step.
@@ -46,7 +48,7 @@ def plan_draws(
     """
     seq_lens_np = rows.num_computed_np + rows.num_scheduled_np
     num_rows_np = 1 + rows.num_drafts_np
-    # The drawn token's own position: the draw must not depend on how the prompt was split.
+    # Positions of drawn tokens do not depend on how the prompt was split, so draws do not either.
     first_position_np = seq_lens_np - rows.num_drafts_np
     is_drawn_np = (first_position_np >= rows.num_tokens_np) & ~is_pooled_np
     req_idx_np = np.repeat(np.arange(len(num_rows_np), dtype=np.int32), num_rows_np)

@@ -20,8 +20,8 @@ def note_given(
 ) -> RowState:
     """Adds the drafts to the histories of their requests, for the draws after them.
 
-    A draft that is not accepted stays until the right token is drawn for its position. No draw
-    reads it before, because draws read only positions before their own.
+    A rejected draft stays in the history until the token for its position is drawn. A kept draw
+    never reads it, because draws read only positions before their own.
     """
     return note_tokens(state, sampling, sampling[:, GIVEN_ID], sampling[:, DRAW_POSITION] - 1)
 
@@ -31,7 +31,7 @@ def accept_drafts(
     sampling: jax.Array,  # i32[num_rows, step_row_width]
     shape: SamplerShape,
 ) -> jax.Array:  # i32[max_draws, num_reqs, RESULT_WIDTH]
-    """Groups the draws by request. `NO_TOKEN` follows the first draw that is not the draft.
+    """Groups the draws by request, and replaces draws that follow a rejected draft by `NO_TOKEN`.
 
     Example: a request with the drafts 7, 8 draws 7, 9, 5. Its tokens are 7, 9. The third draw
     followed a token that is not part of the answer.
@@ -44,7 +44,7 @@ def accept_drafts(
         return jnp.full(dims, NO_TOKEN, jnp.int32).at[places].set(rows, mode="drop")
 
     drawn, given_ids = group(result), group(sampling[:, GIVEN_ID])
-    # The draft before draw j is a candidate for draw j - 1.
+    # Row j follows the draft that row j - 1 verifies.
     is_right = drawn[:-1, :, 0] == given_ids[1:]
     is_accepted = jnp.cumprod(is_right.astype(jnp.int32), axis=0) != 0
     is_kept = jnp.concatenate([jnp.ones((1, shape.num_reqs), bool), is_accepted])
