@@ -53,8 +53,8 @@ class AsyncScheduler(Scheduler):
         if request.num_output_placeholders > 0:
             if len(token_ids) > num_wanted:
                 raise InvariantError(
-                    f"{request!r} got {len(token_ids)} tokens; a step in flight without drafts "
-                    f"must sample {num_wanted}."
+                    f"{request!r} got {len(token_ids)} tokens of a step without drafts; the "
+                    f"scheduler counted on at most {num_wanted}."
                 )
             request.num_output_placeholders -= len(token_ids)
         num_hashes = len(request.block_hashes)
