@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("paxkv: error:", *str(error).splitlines(), file=sys.stderr)
         return 1
     except Terminated:
-        # Whoever sent it is to see that it worked.
+        # The process must end by the signal, so that its sender sees that it worked.
         signal.raise_signal(signal.SIGTERM)
         return TERMINATED
     except KeyboardInterrupt:

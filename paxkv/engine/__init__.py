@@ -1,1 +1,1 @@
-"""The step loop: the only layer that knows both the scheduler and whoever computes."""
+"""The step loop: the only layer that calls both the scheduler and the executor."""

@@ -12,15 +12,15 @@ _NULL_BLOCK_ID = 0
 def build_block_copies(
     scheduler_output: SchedulerOutput, buckets: StepBuckets, *, num_blocks: int
 ) -> list[np.ndarray]:  # i32[2, num_copies] each: sources, targets
-    """The copies to be made before a step writes, in as few calls as possible; mostly none.
+    """Returns the copies to make before a step writes, in as few calls as possible.
 
-    A block is zeroed by copying the null block, which nobody ever writes. Of several copies to one
-    block the last counts, and zeros count before a copy: whatever came first was of a request that
-    lost the block again while the step was decided.
+    A block is zeroed by copying the null block, which is never written. If a block is the target of
+    several copies, the last copy counts, and a copy counts more than zeroing: the earlier ones
+    belong to a request that lost the block while the scheduler decided the step.
 
     Raises:
-        InvariantError: A block is not in the pool, is the null block, or there are more copies than
-            requests and groups: all must be read in one call, before any of them is written.
+        InvariantError: A block is not in the pool or is the null block; or there are more copies
+            than requests times groups. One call must read all sources before it writes a target.
     """
     source_of = {
         copy.target_block_id: copy.source_block_id for copy in scheduler_output.block_copies

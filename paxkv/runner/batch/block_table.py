@@ -8,10 +8,10 @@ from paxkv.errors import InvariantError
 
 
 class BlockTable:
-    """Block ids of one KV cache group; a row's unused columns are 0, the null block.
+    """The block ids of one KV cache group. Unused columns of a row are 0, the null block.
 
-    Blocks that have left a sliding window stay in their row although the request gave them back:
-    nobody reads or writes at their positions any more.
+    Blocks before a sliding window stay in their row after the scheduler has freed them. No program
+    reads or writes at their positions.
     """
 
     def __init__(self, *, max_num_seqs: int, max_blocks_per_req: int, num_blocks: int) -> None:
@@ -20,11 +20,11 @@ class BlockTable:
         self._num_pool_blocks = num_blocks
 
     def append_row(self, row_idx: int, block_ids: Sequence[int]) -> None:
-        """Adds blocks behind those that the row has.
+        """Appends blocks to a row.
 
         Raises:
-            InvariantError: A block id is not in the pool, or the row is full. On the device neither
-                would be noticed: a gather out of range clamps silently.
+            InvariantError: A block id is not in the pool, or the row is full. The device would
+                notice neither, because a gather clamps indices that are out of range.
         """
         if not block_ids:
             return
@@ -42,7 +42,7 @@ class BlockTable:
         self.num_blocks_np[row_idx] = end
 
     def append_one_each(self, rows: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Adds a block to each of several rows, at once. Raises as `append_row`."""
+        """Appends one block to each of several rows. Raises as `append_row`."""
         starts_np = self.num_blocks_np[rows]
         is_full = int(starts_np.max()) >= self.block_ids_np.shape[1]
         if is_full or min(block_ids) < 0 or max(block_ids) >= self._num_pool_blocks:
@@ -64,17 +64,17 @@ class MultiGroupBlockTable:
         self.tables = tuple(tables)
 
     def append_row(self, row_idx: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Adds blocks to a row, one list per group."""
+        """Appends blocks to a row, one list per group."""
         for table, group_block_ids in zip(self.tables, block_ids, strict=True):
             table.append_row(row_idx, group_block_ids)
 
     def append_rows(
         self, rows: Sequence[int], block_ids: Sequence[Sequence[Sequence[int]]]
     ) -> None:
-        """Adds blocks to several rows, each once: for each row one list per group."""
+        """Appends blocks to several different rows: for each row, one list per group."""
         for group_idx, table in enumerate(self.tables):
             of_group = [groups[group_idx] for groups in block_ids]
-            # What decoding takes, and by far the most of what is ever taken.
+            # The usual case: a decoding request needs one block at a time.
             if all(len(row_block_ids) == 1 for row_block_ids in of_group):
                 table.append_one_each(rows, [row_block_ids[0] for row_block_ids in of_group])
                 continue

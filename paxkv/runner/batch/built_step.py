@@ -13,7 +13,7 @@ class BuiltStep:
     """One step's buffer, and what the host must know to read its answer.
 
     Args:
-        packed_np: i32[num_words], owned by nobody else.
+        packed_np: i32[num_words], used by this step only.
         req_ids: Requests of the step; request r is row r of the step's arrays.
         rows_np: i32[len(req_ids)], their rows in the `InputBatch`.
         num_drawn_np: i32[len(req_ids)], tokens that the step draws for the request; 0 while its
@@ -21,7 +21,7 @@ class BuiltStep:
         num_drawn_of_each: The one number in it; None where they differ.
         num_drafts_np: i32[len(req_ids)], drafts that the step verifies for the request.
         first_draw_np: i32[len(req_ids)], the request's first row of logits. Its other rows follow.
-        num_padded_tokens: Tokens that it computes for nobody.
+        num_padded_tokens: Padding tokens that it computes.
         features: What step features do in it.
         leaves_logits: Whether the sampler must draw after a burst. It always draws after steps.
     """

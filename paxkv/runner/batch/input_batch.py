@@ -21,13 +21,13 @@ from paxkv.runner.shapes.packed_layout import MAX_ENDING_IDS
 from paxkv.runner.shapes.program_shapes import TableShape
 from paxkv.runner.shapes.sampling_row import NUM_COLUMNS, ROW
 
-# Of so many steps the tokens are kept before they are written into the rows together.
+# Tokens of up to this many steps are collected before they are written into the rows together.
 MAX_LATE_STEPS = 32
 
 
 @dataclasses.dataclass(slots=True)
 class CachedRequestState:
-    """What the runner keeps of an unfinished request, also while it is preempted."""
+    """The runner's data of an unfinished request, which it keeps while the request is preempted."""
 
     req_id: str
     sampling_params: SamplingParams
@@ -43,27 +43,24 @@ class CachedRequestState:
 
     @property
     def wants_more_than_tokens(self) -> bool:
-        """Whether there is more to its answers: log-probabilities, or a grammar's mask.
-
-        What step features add does not count.
-        """
+        """Whether its steps need log-probabilities or a grammar's mask; not what features add."""
         return self.sampling_params.logprobs is not None or self.needs_grammar
 
 
 class InputBatch:
-    """Rows of the running requests; a request keeps its row while it runs.
+    """The rows of the running requests. A request keeps its row while it runs.
 
-    Rows may have holes and stay where they are: the batch builder gathers those scheduled in a
-    step, so nothing depends on their order, and no row is ever moved (vLLM condenses instead).
+    Rows never move, so there may be free rows between used ones (vLLM condenses its rows). The
+    batch builder gathers the rows of each step, so their order has no meaning.
 
     `token_ids_np`, `num_tokens_np` and `num_pending_np` are brought up to date when they are read.
-    Steady decode does not read them. With 64 requests this saves a fifth of the host's time per
+    Steady decode does not read them. With 64 requests, this saves a fifth of the host's time per
     step.
 
     Attributes:
-        num_wanting_more: Rows whose requests want more than tokens; with none of them, nobody has
-            to look at requests one by one.
-        num_changes: How often a row was taken or given back.
+        num_wanting_more: Rows whose requests need more than tokens (`wants_more_than_tokens`). With
+            0, the runner does not look at single requests.
+        num_changes: How often a row was allocated or freed.
     """
 
     def __init__(
@@ -78,7 +75,7 @@ class InputBatch:
         self.requests: dict[str, CachedRequestState] = {}
         self.block_tables = block_tables
         self._token_ids_np = np.zeros((max_num_seqs, max_model_len), np.int32)
-        # Read by others through the properties below.
+        # Other classes read these through the properties below.
         self._num_tokens_np = np.zeros(max_num_seqs, np.int32)
         self._num_pending_np = np.zeros(max_num_seqs, np.int32)
         self.num_computed_tokens_np = np.zeros(max_num_seqs, np.int32)
@@ -86,27 +83,27 @@ class InputBatch:
         self.ending_ids_np = np.full((max_num_seqs, MAX_ENDING_IDS), NO_TOKEN, np.int32)
         self.first_end_np = np.zeros(max_num_seqs, np.int32)
         self.is_pooled_np = np.zeros(max_num_seqs, bool)
-        # Place of the row's last token among those that the last step drew. -1 if it drew none, or
-        # as many as only the sampler knows.
+        # Where the tokens of the last step have this row's token. -1 if the step drew none, or if
+        # only the sampler knows how many it drew.
         self.prev_sampled_idx_np = np.full(max_num_seqs, -1, np.int32)
-        # `num_changes` when the row was last taken or given back: tokens that were drawn for it
-        # before are not for whoever has it now.
+        # `num_changes` when the row was last allocated or freed. Tokens that were drawn before
+        # belong to an earlier request.
         self.changed_at_np = np.zeros(max_num_seqs, np.int64)
         self.num_changes = 0
         self.num_wanting_more = 0
-        self._free_rows = list(range(max_num_seqs))  # a heap: the lowest free row is taken first
+        self._free_rows = list(range(max_num_seqs))  # a heap: the lowest free row comes first
         self._vocab_size = vocab_size
         self._seed = seed
-        # Got a row since the last call of `take_packed_rows`, and the device keeps one of them.
+        # Requests that got a row since the last call of `take_packed_rows`, and need a `RowState`.
         self._started: list[CachedRequestState] = []
-        # Got blocks since the last call of `take_grown_rows`.
+        # Rows that got blocks since the last call of `take_grown_rows`.
         self._grown_rows: list[int] = []
-        # The last answer of `rows_of`, until a row changes hands: steps of steady decode have it
-        # again and again. And what `note_drawn` was told last.
+        # The last result of `rows_of`, until a row is allocated or freed: steps of steady decode
+        # ask for the same rows. And the last arguments of `note_drawn`.
         self._found_req_ids: list[str] | None = None
         self._found_rows_np = np.zeros(0, np.int32)
         self._noted: tuple[np.ndarray, np.ndarray] | None = None
-        # Since then, of these rows: steps that drew the same again, and tokens that came home.
+        # Steps since then that drew the same for these rows, and tokens that have arrived.
         self._num_late_steps = 0
         self._late_token_ids: list[np.ndarray] = []
 
@@ -121,7 +118,7 @@ class InputBatch:
         vocab_size: int,
         seed: int,
     ) -> "InputBatch":
-        """An empty batch whose block tables have these dimensions."""
+        """Makes an empty batch whose block tables have these dimensions."""
         group_tables = [
             BlockTable(
                 max_num_seqs=max_num_seqs,
@@ -158,12 +155,13 @@ class InputBatch:
         return self._num_pending_np
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
-        """Brings the rows to where the scheduler says that its requests are.
+        """Applies the scheduler's decision to the rows.
 
-        Rows are given back before new ones are taken: a full batch may swap requests in one step.
+        Rows are freed before new ones are allocated, because a full batch may replace requests in
+        one step.
         """
         for req_id in scheduler_output.finished_req_ids:
-            # A request that ended before it first ran was never known here.
+            # A request that ended before its first step has no row.
             if req_id in self.requests:
                 self._release_row(self.requests.pop(req_id))
         for req_id in scheduler_output.preempted_req_ids:
@@ -173,7 +171,7 @@ class InputBatch:
             self.add_new(new_req)
 
     def take_packed_rows(self) -> list[np.ndarray]:  # i32[num_row_words] each
-        """Rows of the device's `RowState` that began since the last call, for `write_row`."""
+        """Packs the rows of the `RowState` that began since the last call, for `write_row`."""
         started, self._started = self._started, []
         return [
             pack_row(
@@ -189,21 +187,22 @@ class InputBatch:
         ]
 
     def take_grown_rows(self) -> list[int]:
-        """Rows that got blocks since the last call; those that began since may be among them."""
+        """Returns the rows that got blocks since the last call. They may include new rows."""
         grown, self._grown_rows = self._grown_rows, []
         return grown
 
     def rows_of(self, req_ids: list[str]) -> np.ndarray:  # i32[len(req_ids)]
-        """Row of each request, read-only: the same array as before where all is as it was then.
+        """Returns the row of each request, read-only; the same array as before if nothing changed.
 
         Raises:
-            InvariantError: One is unknown, or preempted.
+            InvariantError: A request is unknown or preempted.
         """
         if req_ids != self._found_req_ids:
             rows = [self._state(req_id).row_idx for req_id in req_ids]
             if None in rows:
                 raise InvariantError(
-                    f"request {req_ids[rows.index(None)]!r} runs, but was preempted: it has no row."
+                    f"request {req_ids[rows.index(None)]!r} was scheduled, but has no row: it was "
+                    "preempted."
                 )
             self._found_req_ids, self._found_rows_np = req_ids, np.array(rows, np.int32)
             self._found_rows_np.setflags(write=False)
@@ -237,10 +236,10 @@ class InputBatch:
     def append_tokens(
         self,
         rows_np: np.ndarray,  # i32[num_reqs], each once
-        drawn_np: np.ndarray,  # i32[max_steps, num_reqs], NO_TOKEN behind the last of each
-        num_drawn_np: np.ndarray,  # i32[num_reqs], as `note_drawn` was told: maybe fewer came
+        drawn_np: np.ndarray,  # i32[max_steps, num_reqs], NO_TOKEN after the last of each request
+        num_drawn_np: np.ndarray,  # i32[num_reqs], the argument of `note_drawn`
     ) -> None:
-        """Writes a step's tokens behind those of each row.
+        """Appends a step's tokens to the rows. There may be fewer tokens than `num_drawn_np`.
 
         Raises:
             InvariantError: A row is full: the scheduler let a request pass max_model_len.
@@ -262,7 +261,7 @@ class InputBatch:
         rows_np: np.ndarray,  # i32[num_reqs], each once
         token_ids_np: np.ndarray,  # i32[num_reqs]
     ) -> None:
-        """The same for a step that drew one token for each.
+        """Appends the tokens of a step that drew one token for each request.
 
         Raises:
             InvariantError: As `append_tokens`.
@@ -275,9 +274,9 @@ class InputBatch:
             self._settle()
 
     def _settle(self) -> None:
-        """Writes down what steps of the same rows have drawn and returned since the last call.
+        """Writes collected tokens and counts into the rows.
 
-        Every method that reads tokens or their counts, or gives a row to another request, calls it.
+        Every method that reads tokens or their counts, allocates a row, or frees one, calls it.
 
         Raises:
             InvariantError: As `append_tokens`.
@@ -299,8 +298,9 @@ class InputBatch:
         max_model_len = self._token_ids_np.shape[1]
         if (ends_np > max_model_len).any():
             raise InvariantError(
-                f"a request would pass max_model_len={max_model_len}; got {num_new_np.tolist()} "
-                f"tokens, with which rows {rows_np.tolist()} have {ends_np.tolist()}."
+                f"a request would be longer than max_model_len={max_model_len}: rows "
+                f"{rows_np.tolist()} got {num_new_np.tolist()} tokens and would have "
+                f"{ends_np.tolist()}."
             )
 
     def add_new(self, new_req: NewRequestData) -> None:
@@ -327,7 +327,7 @@ class InputBatch:
             row_idx=None,
             bad_words_token_ids=new_req.bad_words_token_ids,
             early_end_ids=new_req.early_end_ids,
-            # A grammar's mask comes with each step instead, and what is shown needs none.
+            # A grammar's mask comes with each step, and showing logits needs no state.
             has_row_state=(
                 bool(processors & ~(Processors.GRAMMAR | Processors.SHOWN)) or params.min_tokens > 0
             ),
@@ -341,7 +341,7 @@ class InputBatch:
 
     def _update_cached(self, cached: CachedRequestData) -> None:
         if cached.resumed_req_ids:
-            # In the order of the step: which rows they get must not depend on a set's.
+            # In the order of the step: the rows must not depend on the order of a set.
             for req_id in cached.req_ids:
                 if req_id in cached.resumed_req_ids:
                     state = self._state(req_id)
@@ -407,7 +407,7 @@ class InputBatch:
 
 
 def _first_ending_ids(token_ids: tuple[int, ...]) -> np.ndarray:  # i32[MAX_ENDING_IDS]
-    """As many as there is room for; the scheduler ends the request at any of the others."""
+    """Returns as many as fit. The scheduler ends the request at the other tokens."""
     ending_ids_np = np.full(MAX_ENDING_IDS, NO_TOKEN, np.int32)
     kept = token_ids[:MAX_ENDING_IDS]
     ending_ids_np[: len(kept)] = kept

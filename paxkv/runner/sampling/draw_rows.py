@@ -108,7 +108,7 @@ def _note_drawn(
     sampling: jax.Array,  # i32[num_rows, step_row_width]
     token_ids: jax.Array,  # i32[num_rows]
 ) -> RowState:
-    """Adds the drawn tokens to those of the rows whose next draw depends on them."""
+    """Adds drawn tokens to the histories of rows whose next draw depends on them."""
     return note_tokens(state, sampling, token_ids, decode_processors(sampling).draw_position)
 
 

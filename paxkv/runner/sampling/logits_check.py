@@ -12,10 +12,10 @@ _TOKEN_COLUMN, _LOGPROB_COLUMN = 0, 1
 
 
 class LogitsCheck:
-    """Looks at the log-probability of each drawn token, for which every row is made to ask.
+    """Checks the log-probability of each drawn token, which every row is made to request.
 
-    It is NaN if one of the row's logits is NaN or infinite, except for -inf. So no program differs
-    from those of an engine that does not check.
+    It is NaN if one of the row's logits is NaN or +inf. Therefore, the engine has the same programs
+    with and without the check.
     """
 
     def __init__(self) -> None:

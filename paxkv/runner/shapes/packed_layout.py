@@ -96,7 +96,7 @@ def _step_fields(s: StepShape) -> dict[str, tuple[int, ...]]:
     }
     if s.max_draws == 1:
         return fields
-    # Of each row of logits: its number among those of its request, and the request's place.
+    # Of each row of logits: its number among the rows of its request, and the request's place.
     return fields | {"draw_idx": (s.num_logits,), "draw_req": (s.num_logits,)}
 
 

@@ -145,7 +145,7 @@ class StepBuckets:
 
     @property
     def largest_first(self) -> tuple[ProgramShape, ...]:
-        """Every shape. Those that take longest to compile come first."""
+        """Every shape. The shapes that take longest to compile come first."""
         return (
             *self.own_programs,
             *(shape for shapes in self._feature_shapes.values() for shape in shapes[::-1]),

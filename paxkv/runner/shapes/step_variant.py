@@ -20,7 +20,7 @@ class StepPart:
         start: i32[], the index of the part's first token in the step.
         batch: The model's input for the part.
         fields: The fields of the whole step's buffer, by name. `token_ids` includes the tokens that
-            the previous step sampled. In a burst, all fields are those of its first step.
+            the previous step sampled. In a burst, all fields belong to its first step.
     """
 
     start: jax.Array
