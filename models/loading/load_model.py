@@ -27,6 +27,7 @@ from models.loading.safetensors_reader import SafetensorsCheckpoint
 from models.loading.source import read_model_config, read_weight_format, resolve_model_folder
 from models.loading.tensor_names import name_weights
 from models.loading.tied_head import is_head_tied
+from models.loading.zero_biases import find_zero_biases
 from models.model_impl import AUTO
 from models.platforms import Platform, default_platform
 from models.platforms.jax_process import check_not_forked
@@ -219,6 +220,7 @@ def _read_params(
         ignored |= set(filter(is_of_other_part, checkpoint.weights))
     if structure.config.tie_word_embeddings:
         ignored.add(HEAD_WEIGHT)
+    ignored |= find_zero_biases(checkpoint, set(structure.source_names))
     check_weights(
         checkpoint.weights,
         [source for rule in structure.rules for source in rule.sources],
