@@ -79,15 +79,17 @@ def test_weights_are_rounded_once_to_the_dtype_of_the_model(tmp_path, quant_meth
 
 
 def test_stack_of_experts_is_read_in_the_order_of_plain_checkpoints(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GptOssConfig(
-        **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1},
-        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
+    config = {
+        **{"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 64},
+        **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128},
         **{"num_local_experts": 4, "num_experts_per_tok": 2},
-    )
-    transformers.GptOssForCausalLM(config).save_pretrained(tmp_path)
-    plain = load_model(tmp_path)
-    stored = load_file(tmp_path / "model.safetensors")
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plain = load_model(tmp_path, load_format="dummy")
+    rng = np.random.RandomState(0)
+    shapes = {s.name: s.shape for rule in plain.weight_rules.values() for s in rule.sources}
+    stored = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     exact = {}
     for local in ("gate_up_proj", "down_proj"):
         name = f"model.layers.0.mlp.experts.{local}"
@@ -98,10 +100,9 @@ def test_stack_of_experts_is_read_in_the_order_of_plain_checkpoints(tmp_path):
             stored[f"{name}_{part}"] = np.stack(arrays)
         exact[local] = np.stack([expert.weight.T for expert in quantized])
     save_tensors(tmp_path / "model.safetensors", stored)
-    fields = json.loads((tmp_path / "config.json").read_text())
     lists = {"modules_to_not_convert": ["model.layers.*.mlp.router", "lm_head"]}
-    fields["quantization_config"] = MXFP4 | lists
-    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config["quantization_config"] = MXFP4 | lists
+    (tmp_path / "config.json").write_text(json.dumps(config))
     loaded = load_model(tmp_path)
     assert loaded.param_names == plain.param_names
     params = dict(zip(loaded.param_names, loaded.params, strict=True))
