@@ -47,6 +47,7 @@ FAMILIES: dict[str, str] = {
     "DeepseekV3ForCausalLM": "models.families.deepseek_v3:DeepseekV3ForCausalLM",
     "DeepseekV2ForCausalLM": "models.families.deepseek_v2:DeepseekV2ForCausalLM",
     "SarvamMLAForCausalLM": "models.families.sarvam_mla:SarvamMLAForCausalLM",
+    "Mistral4ForCausalLM": "models.families.mistral4:Mistral4ForCausalLM",
     "Dots1ForCausalLM": "models.families.dots1:Dots1ForCausalLM",
     "SolarOpenForCausalLM": "models.families.solar_open:SolarOpenForCausalLM",
     "SarvamMoEForCausalLM": "models.families.sarvam_moe:SarvamMoEForCausalLM",

@@ -16,7 +16,7 @@ from models.families.mistral import equally_windowed_layers
 from models.layers.attention import Attention
 from models.layers.attention_variants import QueryScale, ScaledQueriesAttention
 from models.layers.rms_norm import RMSNorm
-from models.rope_config import parse_rope_config, with_default_rope
+from models.rope_config import RopeConfig, parse_rope_config, with_default_rope
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2}
@@ -57,16 +57,10 @@ class Ministral3ForCausalLM(DenseDecoder):
             ),
             rope=rope,
         )
-        rope_fields = hf_config.get("rope_scaling") or hf_config["rope_parameters"]
-        weight = read_optional_number(rope_fields, "llama_4_scaling_beta")
-        query_scale = None
-        if weight is not None:
-            period = rope.original_max_position_embeddings or fields["max_position_embeddings"]
-            query_scale = QueryScale(weight=weight, period=period, offset=0)
         return Ministral3Config(
             **fields,
             attention=equally_windowed_layers(hf_config, attention, fields, default_window=None),
-            query_scale=query_scale,
+            query_scale=read_query_scale(hf_config, rope, fields["max_position_embeddings"]),
         )
 
     def __init__(
@@ -85,3 +79,19 @@ class Ministral3ForCausalLM(DenseDecoder):
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )
+
+
+def read_query_scale(
+    hf_config: Mapping[str, object], rope: RopeConfig, max_position_embeddings: int
+) -> QueryScale | None:
+    """The factors of queries, or None if there is no `llama_4_scaling_beta`.
+
+    Args:
+        hf_config: With rope parameters under one of their two names.
+    """
+    rope_fields = hf_config.get("rope_scaling") or hf_config["rope_parameters"]
+    weight = read_optional_number(rope_fields, "llama_4_scaling_beta")
+    if weight is None:
+        return None
+    period = rope.original_max_position_embeddings or max_position_embeddings
+    return QueryScale(weight=weight, period=period, offset=0)

@@ -94,15 +94,40 @@ class GroupedSoftmaxTopK:
     ) -> Routing:
         likely = jax.nn.softmax(scores, axis=-1)
         if self.num_kept_groups < self.num_groups:
-            likely = self._in_kept_groups(likely)
+            grouped = likely.reshape(likely.shape[0], self.num_groups, -1)
+            likely = _in_best_groups(grouped, grouped.max(axis=-1), self.num_kept_groups)
         weights, expert_ids = lax.top_k(likely, self.top_k)
         return Routing(expert_ids, weights * self.factor)
 
-    def _in_kept_groups(self, likely: jax.Array) -> jax.Array:  # f32[num_rows, num_experts]
-        grouped = likely.reshape(likely.shape[0], self.num_groups, -1)
-        _, kept = lax.top_k(grouped.max(axis=-1), self.num_kept_groups)
-        is_kept = (kept[:, :, None] == jnp.arange(self.num_groups)).any(axis=1)
-        return jnp.where(is_kept[:, :, None], grouped, 0.0).reshape(likely.shape)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairGroupedSoftmaxTopK:
+    """As `GroupedSoftmaxTopK`, but two experts decide which groups are kept (Mistral 4).
+
+    The kept groups are those whose two best experts have the largest sum of softmaxes.
+
+    Args:
+        normalizes: Whether the softmaxes of the chosen experts are first scaled to a sum of 1.
+        factor: The weights are multiplied by it.
+    """
+
+    top_k: int
+    normalizes: bool
+    factor: float = 1.0
+    num_groups: int = 1
+    num_kept_groups: int = 1
+
+    def __call__(
+        self,
+        scores: jax.Array,  # f32[num_rows, num_experts]
+    ) -> Routing:
+        likely = jax.nn.softmax(scores, axis=-1)
+        if self.num_kept_groups < self.num_groups:
+            grouped = likely.reshape(likely.shape[0], self.num_groups, -1)
+            best_two, _ = lax.top_k(grouped, 2)
+            likely = _in_best_groups(grouped, best_two.sum(axis=-1), self.num_kept_groups)
+        weights, expert_ids = lax.top_k(likely, self.top_k)
+        return Routing(expert_ids, _scaled(weights, self.normalizes) * self.factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +177,17 @@ class SparseMixer:
         distance = (best - scores) / jnp.maximum(jnp.abs(scores), best)
         near = jnp.where(distance > 2 * self.tolerance, -jnp.inf, eligible)
         return 1 / jnp.exp(near - best).sum(axis=-1)
+
+
+def _in_best_groups(
+    grouped: jax.Array,  # f32[num_rows, num_groups, group_size]
+    group_scores: jax.Array,  # f32[num_rows, num_groups]
+    num_kept: int,
+) -> jax.Array:  # f32[num_rows, num_experts]
+    """0 for experts outside the `num_kept` groups with the largest scores."""
+    _, kept = lax.top_k(group_scores, num_kept)
+    is_kept = (kept[:, :, None] == jnp.arange(grouped.shape[1])).any(axis=1)
+    return jnp.where(is_kept[:, :, None], grouped, 0.0).reshape(grouped.shape[0], -1)
 
 
 def _scaled(weights: jax.Array, normalizes: bool) -> jax.Array:  # f32[num_rows, top_k]

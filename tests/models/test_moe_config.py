@@ -53,6 +53,7 @@ FAMILIES = {
     "Llama4ForCausalLM": ("Llama4TextConfig", {}),
     "MellumForCausalLM": ("MellumConfig", {}),
     "MiniMaxM2ForCausalLM": ("MiniMaxM2Config", {}),
+    "Mistral4ForCausalLM": ("Mistral4Config", {"num_key_value_heads": 40}),
     "MixtralForCausalLM": ("MixtralConfig", {}),
     "MuseSparkForCausalLM": ("MuseSparkTextConfig", {}),
     "OlmoeForCausalLM": ("OlmoeConfig", {}),

@@ -138,6 +138,7 @@ _FIELDS_WITHOUT_DEFAULT = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2, "num_key_value_heads": 8},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 8},
     "SarvamMLAForCausalLM": {"num_key_value_heads": 8},
+    "Mistral4ForCausalLM": {"num_key_value_heads": 8},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "DoryForCausalLM": {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 0},
     "GPTJForCausalLM": {"rotary_dim": 8},

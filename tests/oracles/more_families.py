@@ -120,6 +120,26 @@ MORE = {
         mlp_bias=True,
         tie_word_embeddings=True,
     ),
+    # Queries grow as in "ministral3-far", and are projected without a latent. Groups of experts,
+    # and weights that are not normalized.
+    "mistral4-far": _with_fields(
+        "mistral4",
+        q_lora_rank=None,
+        n_group=2,
+        norm_topk_prob=False,
+        routed_scaling_factor=1.5,
+        rope_interleave=False,
+        attention_bias=True,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 0.5,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    ),
 }
 families.EXTRA.update(MORE)
 

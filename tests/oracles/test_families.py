@@ -30,6 +30,7 @@ LOADED = [
     "llama4",
     "deepseek-v3",
     "deepseek-v2",
+    "mistral4",
     "qwen2",
     "gemma2",
     "gemma4-dense",
@@ -110,6 +111,7 @@ LOADED = [
     "granite-moe-shared",
     "bloom-6-heads",
     "doge-window",
+    "mistral4-far",
     "apertus1.5",
     "dory",
     "exaone3",
@@ -159,7 +161,7 @@ _WITHOUT_EFFECT = {
         "altup_coef_clip",
     ),
 }
-_LATENT = {"deepseek-v3", "deepseek-v2", "sarvam-mla"}
+_LATENT = {"deepseek-v3", "deepseek-v2", "sarvam-mla", "mistral4", "mistral4-far"}
 # Fields that another field of the same configuration overrides or switches off.
 _OVERRIDDEN = {
     # Any change of the parameters of the rotary embedding is read; none at all are the default's.

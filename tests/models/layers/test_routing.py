@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from models.layers.routing import CorrectedRouter, Router, SigmoidTopK, SoftmaxTopK
-from models.layers.routing_rules import GroupedSoftmaxTopK
+from models.layers.routing_rules import GroupedSoftmaxTopK, PairGroupedSoftmaxTopK
 
 
 def random_scores(num_rows: int, num_experts: int) -> np.ndarray:
@@ -86,6 +86,17 @@ def test_the_best_expert_alone_decides_whether_a_softmax_chooses_its_group():
     choose = GroupedSoftmaxTopK(top_k=2, factor=2.0, num_groups=2, num_kept_groups=1)
     check(choose(scores), [[0, 1]], [[12 / 16, 2 / 16]])
     check(GroupedSoftmaxTopK(top_k=2)(scores), [[0, 3]], [[6 / 16, 5 / 16]])
+
+
+def test_the_two_best_experts_decide_whether_a_softmax_chooses_their_group():
+    # Likelihoods 7, 1, 1 | 4, 5, 0.5 | 3, 3, 3 of 27.5. The sums of two are 8, 9 and 6.
+    scores = jnp.log(jnp.array([[7.0, 1.0, 1.0, 4.0, 5.0, 0.5, 3.0, 3.0, 3.0]]))
+    groups = {"num_groups": 3, "num_kept_groups": 1}
+    plain = PairGroupedSoftmaxTopK(top_k=2, normalizes=False, factor=2.0, **groups)
+    check(plain(scores), [[4, 3]], [[10 / 27.5, 8 / 27.5]])
+    normed = PairGroupedSoftmaxTopK(top_k=2, normalizes=True, factor=2.0, **groups)
+    check(normed(scores), [[4, 3]], [[10 / 9, 8 / 9]])
+    check(PairGroupedSoftmaxTopK(top_k=2, normalizes=True)(scores), [[0, 4]], [[7 / 12, 5 / 12]])
 
 
 def test_scores_of_a_router_are_not_rounded():
