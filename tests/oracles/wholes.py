@@ -52,6 +52,13 @@ def _make_gemma3n() -> _Config:
     return config
 
 
+def _make_mistral_small4() -> _Config:
+    text = families.FAMILIES["mistral4"]().to_dict() | {"q_lora_rank": None}
+    return transformers.Mistral3Config(
+        text_config=text, vision_config=_VISION | {"model_type": "pixtral", "head_dim": 16}
+    )
+
+
 # Names beside those of `families.MULTIMODAL`, or other checkpoints for them.
 _MORE = {
     "gemma3n-vision": _make_gemma3n,
@@ -65,6 +72,7 @@ _MORE = {
     "llava-onevision": lambda: _make_config(
         "LlavaOnevisionConfig", {"model_type": "qwen2"}, vision_config=_SIGLIP
     ),
+    "mistral-small4": _make_mistral_small4,
     "smolvlm": lambda: _make_config(
         "SmolVLMConfig", {"model_type": "llama"}, vision_config=_VISION, scale_factor=2
     ),
@@ -83,6 +91,7 @@ LOADED = (
     "llava-1.5",
     "llava-next",
     "llava-onevision",
+    "mistral-small4",
     "mistral3",
     "muse-glimmer",
     "muse-spark",
