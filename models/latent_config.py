@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from models.attention_config import AttentionConfig
 from models.cache.format import CacheFormat
 from models.cache.latent_format import LatentFormat
-from models.config_fields import read_count, read_flag
+from models.config_fields import read_count, read_flag, read_number, read_optional_number
 from models.errors import UnsupportedModelError
 from models.layers.rotary import yarn_mscale
 from models.rope_config import RopeConfig, parse_rope_config
@@ -53,6 +53,7 @@ def read_latent_attention(
 
     Raises:
         UnsupportedModelError: `num_key_value_heads` is not the number of query heads.
+        ModelConfigError: A field is missing or malformed.
     """
     num_heads = read_count(hf_config, "num_attention_heads")
     num_kv_heads = read_count(hf_config, "num_key_value_heads", num_heads)
@@ -74,7 +75,7 @@ def read_latent_attention(
         v_head_dim=read_count(hf_config, "v_head_dim", 128),
         rope=rope,
         rotary_dim=rope_dim,
-        scale=(nope_dim + rope_dim) ** -0.5 * _scale_of_yarn(rope),
+        scale=(nope_dim + rope_dim) ** -0.5 * _scale_of_rope(hf_config, rope),
         qkv_bias=has_bias,
         out_bias=has_bias,
         q_latent_dim=_read_q_latent_dim(hf_config, default_q_latent_dim),
@@ -83,13 +84,21 @@ def read_latent_attention(
     )
 
 
+def read_turns_neighbors(hf_config: Mapping[str, object]) -> bool:
+    """Reads `rope_interleave`. A missing field is true; null is false, as in transformers."""
+    return read_flag(hf_config, "rope_interleave", "rope_interleave" not in hf_config)
+
+
 def _read_q_latent_dim(hf_config: Mapping[str, object], default: int) -> int | None:
     is_null = hf_config.get("q_lora_rank", default) is None
     return None if is_null else read_count(hf_config, "q_lora_rank", default)
 
 
-def _scale_of_yarn(rope: RopeConfig) -> float:
-    """The factor of logits that belongs to YaRN in DeepSeek: 1 for other embeddings."""
-    if rope.kind != "yarn" or not rope.mscale_all_dim:
+def _scale_of_rope(hf_config: Mapping[str, object], rope: RopeConfig) -> float:
+    """The factor of logits that `mscale_all_dim` asks for: 1 for the default embedding."""
+    fields = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    weight = read_optional_number(fields, "mscale_all_dim")
+    if rope.kind == "default" or weight is None:
         return 1.0
-    return yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
+    factor = rope.factor if rope.kind == "yarn" else read_number(fields, "factor")
+    return yarn_mscale(factor, weight) ** 2

@@ -24,14 +24,14 @@ def make_shared_experts(
     *,
     gate: Router,
     choose: Callable[..., Routing],
-    mlp: type[SharedExpertsMLP] = SharedExpertsMLP,
+    mlp: Callable[..., SharedExpertsMLP] = SharedExpertsMLP,
     dtype: jnp.dtype,
 ) -> SparseMLP:
     """Makes the experts of one layer.
 
     Args:
         gate: As in `SparseMLP`; so is `choose`.
-        mlp: The class that is made if there are shared experts.
+        mlp: Makes the block if there are shared experts, from the arguments of `SharedExpertsMLP`.
     """
     experts = make_experts(config, dtype=dtype)
     if not config.shared_intermediate_size:

@@ -43,6 +43,8 @@ class Source:
 
     name: str  # "model.layers.0.mlp.up_proj.weight"
     shape: tuple[int, ...]  # as stored
+    # Whether a checkpoint may lack it. `combine` then gets no array for it.
+    is_optional: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,17 +3,18 @@ heads, and experts chosen in groups. Layers for multi-token prediction are not l
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.config_fields import read_count, read_flag, refuse_other_values, with_defaults
+from models.config_fields import read_count, refuse_other_values, with_defaults
 from models.corrected_moe import CorrectedMoEConfig, make_corrected_experts
 from models.dense_config import read_dense_fields
-from models.latent_config import read_latent_attention
+from models.latent_config import read_latent_attention, read_turns_neighbors
 from models.layers.latent_attention import LatentAttention
 from models.layers.rms_norm import RMSNorm
+from models.layers.sparse_mlp import SparseMLP
 from models.moe_config import read_corrected_choice, read_expert_fields, read_leading_dense
 from models.moe_decoder import MoEDecoder
 from models.mtp_layers import is_of_mtp_layer, read_num_mtp_layers
@@ -55,7 +56,7 @@ class DeepseekV3ForCausalLM(MoEDecoder):
             hf_config,
             fields["max_position_embeddings"],
             default_q_latent_dim=1536,
-            turns_neighbors=read_flag(hf_config, "rope_interleave", True),
+            turns_neighbors=read_turns_neighbors(hf_config),
         )
         num_shared = read_count(hf_config, "n_shared_experts", 1)
         return DeepseekV3Config(
@@ -69,12 +70,23 @@ class DeepseekV3ForCausalLM(MoEDecoder):
         )
 
     def __init__(
-        self, config: DeepseekV3Config, *, has_head_kernel: bool, dtype: jnp.dtype
+        self,
+        config: DeepseekV3Config,
+        *,
+        make_experts: Callable[..., SparseMLP] = make_corrected_experts,
+        has_head_kernel: bool,
+        dtype: jnp.dtype,
     ) -> None:
+        """Makes the model with weights to be filled in.
+
+        Args:
+            make_experts: Makes the experts of one layer. It takes the arguments of
+                `make_corrected_experts`.
+        """
         super().__init__(
             config,
             attention=functools.partial(LatentAttention, dtype=dtype),
-            sparse_mlp=functools.partial(make_corrected_experts, config, dtype=dtype),
+            sparse_mlp=functools.partial(make_experts, config, dtype=dtype),
             norm=functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype),
             has_head_kernel=has_head_kernel,
             dtype=dtype,

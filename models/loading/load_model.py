@@ -221,17 +221,18 @@ def _read_params(
     if structure.config.tie_word_embeddings:
         ignored.add(HEAD_WEIGHT)
     ignored |= find_zero_biases(checkpoint, set(structure.source_names))
+    rules = [_without_absent(rule, checkpoint) for rule in structure.rules]
     check_weights(
         checkpoint.weights,
-        [source for rule in structure.rules for source in rule.sources],
+        [source for rule in rules for source in rule.sources],
         ignored=ignored,
         where=str(checkpoint.folder),
     )
     params = []
     # One parameter at a time, so that the host never holds a second copy of the model.
-    weights = _read_ahead(checkpoint, structure.rules)
+    weights = _read_ahead(checkpoint, rules)
     for name, rule, wanted, weight_np in zip(
-        structure.names, structure.rules, structure.shapes, weights, strict=True
+        structure.names, rules, structure.shapes, weights, strict=True
     ):
         is_transposed = rule.layout in ("matrix", "experts", "heads", "turned_table")
         if weight_np.dtype == np.float64:  # no float64 on the device
@@ -244,6 +245,16 @@ def _read_params(
             )
         params.append(param)
     return params
+
+
+def _without_absent(rule: WeightRule, checkpoint: Checkpoint) -> WeightRule:
+    """The rule without the optional tensors that the checkpoint lacks."""
+    present = [
+        source
+        for source in rule.sources
+        if source.name in checkpoint.weights or not source.is_optional
+    ]
+    return dataclasses.replace(rule, sources=tuple(present))
 
 
 def _read_ahead(checkpoint: Checkpoint, rules: Sequence[WeightRule]) -> Iterator[np.ndarray]:

@@ -44,6 +44,7 @@ FAMILIES = {
     "InternLM3ForCausalLM": ("InternLM3Config", {"hidden_size": 80}),
     "IQuestCoderForCausalLM": ("IQuestCoderConfig", {"hidden_size": 80}),
     "Jais2ForCausalLM": ("Jais2Config", {"hidden_size": 80}),
+    "MiniCPM3ForCausalLM": ("MiniCPM3Config", {"hidden_size": 80, "num_key_value_heads": 40}),
     "Ministral3ForCausalLM": ("Ministral3Config", {}),
     "MuseGlimmerForCausalLM": ("MuseGlimmerTextConfig", {"hidden_size": 80}),
     "NanoChatForCausalLM": ("NanoChatConfig", {}),
@@ -57,6 +58,7 @@ FAMILIES = {
     "SmolLM3ForCausalLM": ("SmolLM3Config", {}),
     "Starcoder2ForCausalLM": ("Starcoder2Config", {}),
     "VaultGemmaForCausalLM": ("VaultGemmaConfig", {"hidden_size": 80}),
+    "YoutuForCausalLM": ("YoutuConfig", {"num_key_value_heads": 40}),
 }
 SCALED = {"rope_type": "linear", "factor": 2.0}
 LONG = {"short_factor": [1.0, 1.5], "long_factor": [1.0, 9.0]}
@@ -105,6 +107,26 @@ OTHER_FIELDS = [
     ("HunYuanDenseV1ForCausalLM", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
     ("HyperCLOVAXForCausalLM", FLAGS | {"logits_scaling": 0.5, "use_post_norm": False}),
     ("Jais2ForCausalLM", {"attention_bias": False, "mlp_bias": False, "layer_norm_eps": 1e-6}),
+    (
+        "MiniCPM3ForCausalLM",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "v_head_dim": 8},
+    ),
+    ("MiniCPM3ForCausalLM", {"scale_emb": 2.5, "scale_depth": 0.5, "dim_model_base": 40}),
+    ("MiniCPM3ForCausalLM", {"scale_depth": None, "dim_model_base": None, "q_lora_rank": None}),
+    ("MiniCPM3ForCausalLM", {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4}),
+    (
+        "MiniCPM3ForCausalLM",
+        {
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0] * 16,
+                "long_factor": [2.0] * 16,
+                "original_max_position_embeddings": 4096,
+                "factor": 2.0,
+            },
+            "rope_theta": 5e4,
+        },
+    ),
     ("Ministral3ForCausalLM", {"sliding_window": 64, "rms_norm_eps": 1e-6}),
     (
         "MuseGlimmerForCausalLM",
@@ -139,6 +161,8 @@ OTHER_FIELDS = [
     ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0] * 4, "no_rope_layer_interval": 3}),
     ("Starcoder2ForCausalLM", {"sliding_window": 64, "use_bias": False, "norm_epsilon": 1e-6}),
     ("VaultGemmaForCausalLM", {"sliding_window": 64, "query_pre_attn_scalar": 8}),
+    ("YoutuForCausalLM", {"attention_bias": True, "rope_interleave": False, "q_lora_rank": None}),
+    ("YoutuForCausalLM", {"tie_word_embeddings": False, "rope_theta": 1.6e6, "rms_norm_eps": 1e-5}),
 ]
 
 

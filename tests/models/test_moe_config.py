@@ -26,6 +26,7 @@ SIZES = {
 # Architecture -> its configuration class in transformers, and fields that have no default.
 FAMILIES = {
     "AfmoeForCausalLM": ("AfmoeConfig", {}),
+    "AXK1ForCausalLM": ("AXK1Config", {"num_key_value_heads": 40}),
     "BeamForCausalLM": ("BeamConfig", {"n_group": 1, "topk_group": 1}),
     "Cohere2MoeForCausalLM": ("Cohere2MoeConfig", {}),
     "DeepseekV2ForCausalLM": (
@@ -42,6 +43,11 @@ FAMILIES = {
     "FlexOlmoForCausalLM": ("FlexOlmoConfig", {}),
     "FlintForCausalLM": ("FlintConfig", {}),
     "Glm4MoeForCausalLM": ("Glm4MoeConfig", {}),
+    "Glm4MoeLiteForCausalLM": (
+        "Glm4MoeLiteConfig",
+        # Another name of `qk_rope_head_dim` in transformers.
+        {"num_key_value_heads": 40, "head_dim": 64},
+    ),
     "GptOssForCausalLM": ("GptOssConfig", {}),
     "GraniteMoeForCausalLM": ("GraniteMoeConfig", {}),
     "GraniteMoeSWAForCausalLM": ("GraniteMoeSWAConfig", {}),

@@ -134,11 +134,15 @@ def test_dtype_is_read_under_both_names(field, value, dtype):
 
 
 _FIELDS_WITHOUT_DEFAULT = {
+    "AXK1ForCausalLM": {"num_key_value_heads": 8},
     "BeamForCausalLM": {"n_group": 1, "topk_group": 1},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2, "num_key_value_heads": 8},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 8},
+    "Glm4MoeLiteForCausalLM": {"num_key_value_heads": 8},
+    "MiniCPM3ForCausalLM": {"num_key_value_heads": 8},
     "SarvamMLAForCausalLM": {"num_key_value_heads": 8},
     "Mistral4ForCausalLM": {"num_key_value_heads": 8},
+    "YoutuForCausalLM": {"num_key_value_heads": 8},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "DoryForCausalLM": {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 0},
     "GPTJForCausalLM": {"rotary_dim": 8},

@@ -31,6 +31,10 @@ LOADED = [
     "deepseek-v3",
     "deepseek-v2",
     "mistral4",
+    "glm4-moe-lite",
+    "minicpm3",
+    "youtu",
+    "axk1",
     "qwen2",
     "gemma2",
     "gemma4-dense",
@@ -151,7 +155,7 @@ _WITHOUT_EFFECT = {
     *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
     *("summary_first_dropout", "reorder_and_upcast_attn", "attention_softmax_in_fp32"),
     *("scale_attention_softmax_in_fp32", "slow_but_exact", "emb_pdrop", "embedding_fraction"),
-    *("init_device", "lambda_std_dev"),
+    *("init_device", "lambda_std_dev", "embedding_initializer_range"),
     *(
         "residual_dropout",
         "aux_loss_coef",
@@ -161,7 +165,10 @@ _WITHOUT_EFFECT = {
         "altup_coef_clip",
     ),
 }
-_LATENT = {"deepseek-v3", "deepseek-v2", "sarvam-mla", "mistral4", "mistral4-far"}
+_LATENT = {
+    *("deepseek-v3", "deepseek-v2", "sarvam-mla", "mistral4", "mistral4-far"),
+    *("glm4-moe-lite", "minicpm3", "youtu", "axk1"),
+}
 # Fields that another field of the same configuration overrides or switches off.
 _OVERRIDDEN = {
     # Any change of the parameters of the rotary embedding is read; none at all are the default's.

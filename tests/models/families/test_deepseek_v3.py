@@ -26,6 +26,9 @@ SIZES = {
 V3 = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **SIZES}
 V2 = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", **SIZES}
 SARVAM = {"architectures": ["SarvamMLAForCausalLM"], "model_type": "sarvam_mla", **SIZES}
+GLM = {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", **SIZES}
+AXK1 = {"architectures": ["AXK1ForCausalLM"], "model_type": "axk1", **SIZES}
+MIXED = ["sparse", "dense", "sparse", "dense", "sparse"]
 # As DeepSeek writes it on the hub.
 YARN = {
     "type": "yarn",
@@ -51,6 +54,11 @@ YARN = {
         ),
         (SARVAM | {"num_experts": 8, "num_shared_experts": 2, "head_dim": 576}, "SarvamMLAConfig"),
         (SARVAM | {"rope_scaling": YARN | {"type": "deepseek_yarn"}}, "SarvamMLAConfig"),
+        (GLM | {"mlp_layer_types": MIXED, "num_local_experts": 8}, "Glm4MoeLiteConfig"),
+        (GLM | {"rope_scaling": YARN, "q_lora_rank": None}, "Glm4MoeLiteConfig"),
+        (AXK1 | {"mlp_layer_types": MIXED, "topk_method": "greedy"}, "AXK1Config"),
+        (AXK1 | {"first_k_dense_replace": 2, "n_group": 1, "topk_group": 1}, "AXK1Config"),
+        (AXK1 | {"rope_scaling": YARN, "rope_interleave": False}, "AXK1Config"),
     ],
 )
 def test_fields_mean_what_they_mean_in_transformers(hf_config, config_class):
@@ -67,10 +75,44 @@ def test_sizes_by_hand():
     assert read_config(V3 | {"q_lora_rank": None}).attention[0].q_latent_dim is None
 
 
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [({}, True), ({"rope_interleave": False}, False), ({"rope_interleave": None}, False)],
+)
+def test_pairs_that_are_turned(fields, wanted):
+    assert read_config(V3 | fields).attention[0].turns_neighbors == wanted
+
+
+def test_layers_with_experts_by_hand():
+    for hf_config in (GLM, AXK1):
+        assert read_config(hf_config).has_experts == (False, True, True, True, True)
+        mixed = read_config(hf_config | {"mlp_layer_types": MIXED})
+        assert mixed.has_experts == (True, False, True, False, True)
+    assert read_config(GLM).num_experts == 64
+    assert read_config(AXK1 | {"num_local_experts": 16}).num_experts == 16
+
+
 def test_logits_have_the_factor_of_yarn():
     factor = (0.1 * 0.707 * math.log(40) + 1) ** 2
     (layer, *_) = read_config(V2 | {"rope_scaling": YARN}).attention
     assert layer.scale == pytest.approx(192**-0.5 * factor, rel=1e-12)
+
+
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
+
+
+@pytest.mark.parametrize("rope_scaling", [{"type": "linear"}, LONGROPE])
+def test_logits_have_this_factor_for_every_scaled_embedding(rope_scaling):
+    rope_scaling = {**rope_scaling, "factor": 4.0, "mscale_all_dim": 1.0}
+    (layer, *_) = read_config(V3 | {"rope_scaling": rope_scaling}).attention
+    assert layer.scale == pytest.approx(192**-0.5 * (0.1 * math.log(4) + 1) ** 2, rel=1e-12)
+    unscaled = {"rope_scaling": {"type": "default", "factor": 4.0, "mscale_all_dim": 1.0}}
+    assert read_config(V3 | unscaled).attention[0].scale == 192**-0.5
+
+
+def test_a_longrope_with_mscale_needs_its_factor():
+    with pytest.raises(ModelConfigError, match="factor is missing"):
+        read_config(V3 | {"rope_scaling": LONGROPE | {"mscale_all_dim": 1.0}})
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,29 @@ def test_a_family_may_ignore_weights(tmp_path, monkeypatch):
         load_model(folder)
 
 
+def test_optional_weights_may_be_missing(tmp_path, monkeypatch):
+    name = "norm.scale"
+    weight_rules = Decoder.weight_rules
+
+    def with_optional_norm(self):
+        rules = weight_rules(self)
+        source = dataclasses.replace(rules[name].sources[0], is_optional=True)
+        rules[name] = dataclasses.replace(
+            rules[name],
+            sources=(source,),
+            combine=lambda arrays: arrays[0] if arrays else np.full(source.shape, 7, np.float32),
+        )
+        return rules
+
+    monkeypatch.setattr(Decoder, "weight_rules", with_optional_norm)
+    folder = write_random_checkpoint(tmp_path, num_layers=1)
+    wanted = load_file(folder / "model.safetensors")["model.norm.weight"]
+    for expected in (wanted, np.full_like(wanted, 7)):
+        loaded = load_model(folder)
+        np.testing.assert_array_equal(loaded.params[loaded.param_names.index(name)], expected)
+        rewrite_weights(folder, lambda weights: weights.pop("model.norm.weight", None))
+
+
 def test_bias_that_the_config_does_not_have_is_unexpected(tmp_path):
     folder = write_random_checkpoint(tmp_path, bias=True, num_layers=1)
     config = json.loads((folder / "config.json").read_text())
