@@ -104,7 +104,8 @@ class GroupedSoftmaxTopK:
 class PairGroupedSoftmaxTopK:
     """As `GroupedSoftmaxTopK`, but two experts decide which groups are kept (Mistral 4).
 
-    The kept groups are those whose two best experts have the largest sum of softmaxes.
+    The score of a group is the sum of the softmaxes of its two best experts. The groups with the
+    highest scores are kept.
 
     Args:
         normalizes: Whether the softmaxes of the chosen experts are first scaled to a sum of 1.

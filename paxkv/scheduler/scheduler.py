@@ -173,7 +173,8 @@ class Scheduler:
 
         Raises:
             InvalidRequestError: The request could never finish (see `RequestLimits.check`), its id
-                belongs to an unfinished request, or it has a grammar and there is no grammar gate.
+                belongs to an unfinished request, it has a grammar and there is no grammar gate, or
+                it has a grammar and is pooled.
         """
         req_id = request.request_id
         is_saved = self.remote_kv is not None and req_id in self.remote_kv.delayed
@@ -185,6 +186,12 @@ class Scheduler:
         if request.needs_grammar and not self._has_grammar_gate:
             raise InvalidRequestError(
                 "this engine compiles no grammars; send the request without one.",
+                param="needs_grammar",
+            )
+        if request.needs_grammar and request.is_pooled:
+            raise InvalidRequestError(
+                "a pooled request samples no token, so it cannot have a grammar; send the request "
+                "without one.",
                 param="needs_grammar",
             )
         self.limits.check(request)

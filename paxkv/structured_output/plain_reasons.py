@@ -6,7 +6,7 @@ from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.contracts.engine_output import NO_TOKEN_LEFT
 from paxkv.structured_output.grammar_syntax import NO_FORCING
 
-# A reason is shown to whoever sent the grammar, and may quote it.
+# The client that sent the grammar gets the reason, which may quote the grammar.
 MAX_REASON_CHARS = 400
 _NO_VALUE_FITS = "nothing can follow the text so far: no value fits at this place"
 _TOO_LARGE = "it is too large, or repeats too much; send a simpler one"

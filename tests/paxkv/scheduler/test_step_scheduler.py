@@ -284,6 +284,13 @@ def test_a_grammar_that_nobody_compiles_is_refused():
         add(make_scheduler(), "a", 3, needs_grammar=True)
 
 
+def test_a_pooled_request_cannot_have_a_grammar():
+    scheduler = make_scheduler(grammar_gate=Grammars())
+    with pytest.raises(InvalidRequestError, match="samples no token, so it cannot have a grammar"):
+        add(scheduler, "a", 3, needs_grammar=True, is_pooled=True)
+    assert not scheduler.requests
+
+
 def test_a_whole_prompt_must_fit_unless_that_is_turned_off():
     def admitted(**config):
         scheduler = make_scheduler(num_blocks=6, max_num_batched_tokens=8, **config)
