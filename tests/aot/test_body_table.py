@@ -25,7 +25,7 @@ needs_libtpu = pytest.mark.skipif(missing_for_tpu() is not None, reason=str(miss
 
 
 def test_every_family_has_a_published_config():
-    assert list(published_configs()) == list(FAMILIES)
+    assert published_configs().keys() == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
