@@ -6,7 +6,9 @@
 
 The engine is a process pinned to --threads processors. It is loaded, compiled and warmed up before
 the clock starts. Each repetition adds all requests at once and ends with the last token; the prefix
-cache is reset between repetitions. Printed, and with --out written as rows:
+cache is reset between repetitions. On a CPU, the first repetition also pays for memory: Linux
+provides a page of the KV cache when a step first writes to it. Printed, and with --out written as
+rows:
 
     tokens_per_s           output tokens per second of wall time
     tokens_per_cpu_s       output tokens per second of CPU time of all threads, which other work of
