@@ -7,6 +7,9 @@ from models.cache.format import CacheFormat
 from models.errors import ModelConfigError
 from models.rope_config import RopeConfig
 
+# The name of a layer's cache of keys and values. The attention's weights have the same name.
+SELF_ATTENTION = "self_attn"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
@@ -94,8 +97,15 @@ class AttentionConfig:
             return self.rope, 0
         return self.rope, self.head_dim if self.rotary_dim is None else self.rotary_dim
 
+    def formats(self, kv_dtype: str) -> dict[str, CacheFormat]:
+        """Local name -> format of every cache that the layer uses.
+
+        If `kv_layer_idx` is set, the cache `SELF_ATTENTION` is that of the earlier layer.
+        """
+        return {SELF_ATTENTION: self.format(kv_dtype)}
+
     def format(self, kv_dtype: str) -> CacheFormat:
-        """What the layer's cache holds. The narrower of keys and values are padded.
+        """What the cache `SELF_ATTENTION` holds. The narrower of keys and values are padded.
 
         Args:
             kv_dtype: Of keys and values.

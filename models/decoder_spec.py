@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from models.attention_config import AttentionConfig
+from models.attention_config import SELF_ATTENTION, AttentionConfig
 from models.cache.format import KV_KINDS, CacheFormat
 from models.errors import ModelConfigError
 
-# The name of a layer's cache of keys and values. The attention's weights have the same name.
-SELF_ATTENTION = "self_attn"
+# The index of a layer, and the local name of one of its caches.
+CacheKey = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class DecoderSpec:
 def spec_of_attention(
     attention: Sequence[AttentionConfig | None], *, kv_dtype: str, has_unified_kv: bool = False
 ) -> DecoderSpec:
-    """The spec of layers that have attention and no other caches.
+    """The spec of layers whose caches are those of their attention.
 
     Args:
         attention: The attention of each layer. None: the layer has no attention.
@@ -78,37 +78,41 @@ def spec_of_attention(
             has no keys and values of its own, or stores them in another format.
     """
     formats = {
-        layer_idx: layer.format(kv_dtype)
+        (layer_idx, name): cache
         for layer_idx, layer in enumerate(attention)
         if layer is not None
+        for name, cache in layer.formats(kv_dtype).items()
     }
     if has_unified_kv:
         formats = _with_all_tokens(formats)
-    layers = []
-    for layer_idx, layer in enumerate(attention):
-        caches = ()
-        if layer is not None:
-            owner = None
-            if layer.kv_layer_idx is not None:
-                _check_owner(layer.kv_layer_idx, attention, formats, layer_idx)
-                owner = f"{_layer_name(layer.kv_layer_idx)}.{SELF_ATTENTION}"
-            caches = ((SELF_ATTENTION, CacheRef(format=formats[layer_idx], owner=owner)),)
-        layers.append(LayerSpec(name=_layer_name(layer_idx), caches=caches))
-    return DecoderSpec(layers=tuple(layers))
+    caches = {layer_idx: {} for layer_idx in range(len(attention))}
+    for (layer_idx, name), cache in formats.items():
+        owner_idx = attention[layer_idx].kv_layer_idx if name == SELF_ATTENTION else None
+        owner = None
+        if owner_idx is not None:
+            _check_owner(owner_idx, attention, formats, layer_idx)
+            owner = f"{_layer_name(owner_idx)}.{SELF_ATTENTION}"
+        caches[layer_idx][name] = CacheRef(format=cache, owner=owner)
+    return DecoderSpec(
+        layers=tuple(
+            LayerSpec(name=_layer_name(layer_idx), caches=tuple(of_layer.items()))
+            for layer_idx, of_layer in caches.items()
+        )
+    )
 
 
 def _layer_name(layer_idx: int) -> str:
     return f"model.layers.{layer_idx}"
 
 
-def _with_all_tokens(formats: Mapping[int, CacheFormat]) -> dict[int, CacheFormat]:
-    """The formats with keys and values of all tokens. Layers with other caches keep theirs."""
-    of_kv = {idx: cache for idx, cache in formats.items() if cache.kind in KV_KINDS}
+def _with_all_tokens(formats: Mapping[CacheKey, CacheFormat]) -> dict[CacheKey, CacheFormat]:
+    """The formats with keys and values of all tokens. Caches of other kinds keep theirs."""
+    of_kv = {key: cache for key, cache in formats.items() if cache.kind in KV_KINDS}
     window = next(filter(None, (cache.sliding_window for cache in of_kv.values())), None)
     chunk = next(filter(None, (cache.chunk_size for cache in of_kv.values())), None)
     unified = {
-        idx: replace(cache, kind="full", sliding_window=window, chunk_size=chunk)
-        for idx, cache in of_kv.items()
+        key: replace(cache, kind="full", sliding_window=window, chunk_size=chunk)
+        for key, cache in of_kv.items()
     }
     return {**formats, **unified}
 
@@ -116,7 +120,7 @@ def _with_all_tokens(formats: Mapping[int, CacheFormat]) -> dict[int, CacheForma
 def _check_owner(
     owner_idx: int,
     attention: Sequence[AttentionConfig | None],
-    formats: Mapping[int, CacheFormat],
+    formats: Mapping[CacheKey, CacheFormat],
     layer_idx: int,
 ) -> None:
     owner = attention[owner_idx] if 0 <= owner_idx < layer_idx else None
@@ -125,7 +129,7 @@ def _check_owner(
             f"config.json: layer {layer_idx} shares the keys and values of layer {owner_idx}; "
             "expected an earlier layer that has its own."
         )
-    if formats[layer_idx] != formats[owner_idx]:
+    if formats[layer_idx, SELF_ATTENTION] != formats[owner_idx, SELF_ATTENTION]:
         raise ModelConfigError(
             f"config.json: layer {layer_idx} shares the keys and values of layer {owner_idx}, "
             f"which has {_described(owner)}; expected {_described(attention[layer_idx])}."

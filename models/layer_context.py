@@ -136,6 +136,13 @@ class LayerContext:
         """The context of the last layer, which drops rows that no output needs (`drops_rows`)."""
         return replace(self, drops_rows=self.batch.drops_rows)
 
+    def with_all_rows(self) -> "LayerContext":
+        """The context of a part of a layer whose output is needed for all tokens of the step.
+
+        In the last layer, such a part comes before the part that drops rows.
+        """
+        return replace(self, drops_rows=False)
+
     @property
     def num_rows(self) -> int:
         """How many rows the arrays of this context have."""

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from models.attention_config import AttentionConfig
+from models.attention_config import SELF_ATTENTION, AttentionConfig
 from models.cache.format import Pages
-from models.decoder_spec import SELF_ATTENTION
 from models.kernel_settings import BY_HEAD, PAGES_BY_DEVICE, TOKENS_BY_HEAD, WHOLE
 from models.layer_context import LayerContext
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
+from models.attention_config import SELF_ATTENTION
 from models.cache.format import Pages
-from models.decoder_spec import SELF_ATTENTION
 from models.kernel_settings import PAGES_BY_DEVICE, TOKENS_BY_HEAD, WHOLE
 from models.latent_config import LatentAttentionConfig
 from models.layer_context import LayerContext
@@ -18,12 +18,17 @@ def latent_attend(
     new: jax.Array,  # f[num_tokens, latent_dim + rope_dim]
     pages: Pages,
     context: LayerContext,
+    *,
+    cache_name: str = SELF_ATTENTION,
 ) -> tuple[jax.Array, Pages]:  # f[num_queries, num_q_heads, latent_dim]
     """Writes the step's latents and rotary keys into the layer's cache, and attends to the cache.
 
     Each device of a mesh writes all of them, and attends with its own query heads.
+
+    Args:
+        cache_name: The cache's local name in the layer.
     """
-    kernels, cache = context.kernels, context.cache(SELF_ATTENTION)
+    kernels, cache = context.kernels, context.cache(cache_name)
     new = jnp.pad(new, ((0, 0), (0, cache.format.width - new.shape[1])))
     chosen = {
         "kv_dtype": cache.format.kv_dtype(pages),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models.attention_config import SELF_ATTENTION
 from models.cache.format import Pages
 from models.latent_config import LatentAttentionConfig
 from models.layer_context import LayerContext
@@ -34,8 +35,18 @@ class LatentAttention(nnx.Module):
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
     """
 
-    def __init__(self, config: LatentAttentionConfig, *, dtype: jnp.dtype) -> None:
-        """Makes the layer with weights to be filled in."""
+    def __init__(
+        self,
+        config: LatentAttentionConfig,
+        *,
+        cache_name: str = SELF_ATTENTION,
+        dtype: jnp.dtype,
+    ) -> None:
+        """Makes the layer with weights to be filled in.
+
+        Args:
+            cache_name: The cache's local name in the layer, one of `config.formats`.
+        """
         num_heads, latent_dim = config.num_q_heads, config.latent_dim
         q_width = num_heads * config.head_dim
         bias = {"use_bias": config.qkv_bias, "dtype": dtype}
@@ -58,6 +69,7 @@ class LatentAttention(nnx.Module):
             dtype=dtype,
         )
         self.config = config
+        self.cache_name = cache_name
 
     def weight_rules(self, name: str) -> dict[str, WeightRule]:
         """The rules of `k_up` and `v_up`: see `HasWeights.weight_rules`."""
@@ -106,7 +118,7 @@ class LatentAttention(nnx.Module):
             new = context.by_token(project_latents, hidden, *cos_sin)
             normed = norm(context.kept(hidden))
             queries = self._queries(normed, *map(context.kept, cos_sin), context.of_kept())
-        return latent_attend(self.config, *queries, new, pages, context)
+        return latent_attend(self.config, *queries, new, pages, context, cache_name=self.cache_name)
 
     def project_out(
         self,

@@ -6,6 +6,7 @@ import pytest
 
 from models.attention_config import AttentionConfig
 from models.cache.attention_format import AttentionFormat
+from models.cache.format import CacheFormat
 from models.decoder_spec import CacheRef, DecoderSpec, LayerSpec, spec_of_attention
 from models.errors import ModelConfigError
 from models.registry import read_config
@@ -36,6 +37,31 @@ def test_kinds_of_caches_follow_from_what_layers_see():
         "model.layers.2.self_attn": AttentionFormat(
             num_kv_heads=2, head_dim=24, dtype="float32", kind="chunk", chunk_size=16
         ),
+    }
+
+
+class TwoCachesConfig(AttentionConfig):
+    """A layer that also has a cache of few heads, under its own name."""
+
+    def formats(self, kv_dtype: str) -> dict[str, CacheFormat]:
+        own = super().formats(kv_dtype)
+        return own | {"small": dataclasses.replace(own["self_attn"], num_kv_heads=1)}
+
+
+def test_a_layer_may_have_several_caches_and_share_one_of_them():
+    first = TwoCachesConfig(**dataclasses.asdict(FULL) | {"rope": FULL.rope})
+    found = spec(first, reading(first, 0), FULL)
+    assert [[name for name, _ in layer.caches] for layer in found.layers] == [
+        ["self_attn", "small"],
+        ["self_attn", "small"],
+        ["self_attn"],
+    ]
+    assert found.owners == {"model.layers.1.self_attn": "model.layers.0.self_attn"}
+    assert {name: cache.num_kv_heads for name, cache in found.own_formats.items()} == {
+        "model.layers.0.self_attn": 2,
+        "model.layers.0.small": 1,
+        "model.layers.1.small": 1,
+        "model.layers.2.self_attn": 2,
     }
 
 

@@ -26,9 +26,9 @@ from models import (
     RopeConfig,
     load_model,
 )
+from models.attention_config import SELF_ATTENTION
 from models.carry import Carry
 from models.chosen_layer import choose_layer, kind_of
-from models.decoder_spec import SELF_ATTENTION
 from models.layer_context import LayerContext
 from models.layer_loop import PlacedLayer, find_stretches, run_in_loop, run_in_turn
 from models.layers.attention import Attention

@@ -8,11 +8,11 @@ import numpy as np
 from flax import nnx
 
 import pallas_kernels
-from models.attention_config import AttentionConfig
+from models.attention_config import SELF_ATTENTION, AttentionConfig
 from models.cache import rules
 from models.cache.attention_format import AttentionFormat
 from models.carry import Carry
-from models.decoder_spec import SELF_ATTENTION, CacheRef, DecoderSpec, LayerSpec
+from models.decoder_spec import CacheRef, DecoderSpec, LayerSpec
 from models.forward_batch import ForwardBatch
 from models.kernel_settings import KernelSettings
 from models.layer_context import LayerCache, make_context

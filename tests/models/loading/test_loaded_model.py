@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from models import AttentionFormat, CachePlace, ModelError
-from models.decoder_spec import SELF_ATTENTION
+from models.attention_config import SELF_ATTENTION
 from models.families.llama import LlamaForCausalLM
 from models.forward_batch import ForwardBatch, GroupInputs
 from models.layers.linear import Linear
