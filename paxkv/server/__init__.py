@@ -1,1 +1,1 @@
-"""The HTTP door: OpenAI-compatible routes and server-sent events, without JAX."""
+"""The HTTP server: routes of OpenAI's and Anthropic's APIs, without JAX."""

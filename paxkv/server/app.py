@@ -51,14 +51,14 @@ from paxkv.server.routes.tokenizer_info import TokenizerInfoRoutes
 def create_app(
     engine: EngineClient, config: ServerConfig, engine_config: EngineConfig | None = None
 ) -> Starlette:
-    """An ASGI application that serves `engine`, which must have started.
+    """Builds an ASGI application that serves `engine`, which must have started.
 
-    The application neither starts nor ends the engine: whoever built it does. It limits how long a
-    body may be; `http_server.py` limits how long one may take.
+    The caller starts and closes the engine. The application limits the size of a body;
+    `http_server.py` limits the time in which a request must arrive.
 
     Args:
-        engine_config: What the engine was built with, for `GET /server_info`; None shows only what
-            the engine itself has said.
+        engine_config: The engine's settings, shown by `GET /server_info`. If None, the route shows
+            only what the engine reported when it started.
     """
     info = engine.model_info
     metrics = ServerMetrics(
@@ -100,15 +100,16 @@ def create_app(
             Exception: handle_bug,
         },
     )
-    # `PlainPathMiddleware` serves a path with a slash too many. A redirect would lose the body.
+    # `PlainPathMiddleware` handles surplus slashes. A redirect would lose the body.
     app.router.redirect_slashes = False
-    # A server that drains ends first what nobody waits for, or what would never end.
+    # When the server drains, it first ends the inspector's streams, which would never end, and
+    # background responses, which no client waits for.
     app.state.on_drain = (inspector.close, responses.close)
     return app
 
 
 def _middleware(config: ServerConfig, metrics: ServerMetrics) -> list[Middleware]:
-    """The outermost first."""
+    """The middleware layers, outermost first."""
     layers = [
         Middleware(DisputedLengthMiddleware),
         Middleware(RootPathMiddleware, root_path=config.root_path or ""),
@@ -130,7 +131,8 @@ def _middleware(config: ServerConfig, metrics: ServerMetrics) -> list[Middleware
         )
     )
     if config.allowed_origins:
-        # Around the keys: a browser asks for permission without one, and is to read a 401.
+        # Outside the key check: a browser's preflight request has no key, and its scripts can read
+        # a 401 only if the answer has CORS headers.
         layers.append(
             Middleware(
                 CORSMiddleware,

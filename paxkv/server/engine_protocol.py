@@ -1,4 +1,4 @@
-"""What the server needs of an engine: everything behind these Protocols is another layer."""
+"""The Protocols through which the server uses an engine, a tokenizer and a chat template."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
@@ -15,16 +15,16 @@ Prompt = str | list[int] | Mapping[str, object]
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back; `paxkv.text` has the real one."""
+    """Converts text to token ids and back. Implemented in `paxkv.text`."""
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
-        """By the names that chat templates use, such as "eos_token"."""
+        """Special tokens by their names in chat templates, such as "eos_token"."""
         ...
 
     @property
     def config(self) -> Mapping[str, object]:
-        """Content of tokenizer_config.json."""
+        """The content of tokenizer_config.json."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
@@ -32,20 +32,20 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of one token, which may be a part of a character."""
+        """The bytes of one token, which may be only a part of a character."""
         ...
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Name in the vocabulary, or None when there is none."""
+        """The token's name in the vocabulary; None for an unknown id."""
         ...
 
 
 class ChatTemplate(Protocol):
-    """Messages to prompt text; `paxkv.text` has the real one."""
+    """Renders messages to the text of a prompt. Implemented in `paxkv.text`."""
 
     @property
     def source(self) -> str | None:
-        """The jinja template of requests without tools."""
+        """The jinja template for requests without tools."""
         ...
 
     def render(
@@ -60,7 +60,7 @@ class ChatTemplate(Protocol):
 
 
 class EngineClient(Protocol):
-    """An engine, as the routes see it."""
+    """The engine, as the routes use it."""
 
     @property
     def model_info(self) -> ModelInfo: ...
@@ -76,17 +76,17 @@ class EngineClient(Protocol):
 
     @property
     def token_totals(self) -> TokenTotals:
-        """Tokens of all requests so far: also while they run, and where they were aborted."""
+        """Token counts of all requests so far, including running and aborted ones."""
         ...
 
     @property
     def is_alive(self) -> bool:
-        """Whether new requests are accepted."""
+        """Whether the engine accepts new requests."""
         ...
 
     @property
     def problem(self) -> PaxkvError | None:
-        """Why requests cannot be answered now; None if they can."""
+        """Why the engine cannot answer requests now; None if it can."""
         ...
 
     def generate(
@@ -101,11 +101,11 @@ class EngineClient(Protocol):
         """Runs one request; closing the iterator early aborts it in the engine.
 
         Args:
-            stream: True yields the new part of text and tokens each time, of those completions
-                that have one; False yields once, at the end.
+            stream: True yields new text and tokens as they arrive; each output contains only the
+                completions that have new ones. False yields once, at the end.
 
         Raises:
-            InvalidRequestError: Before the first item.
+            InvalidRequestError: The request is not valid. Raised before the first item.
             EngineDeadError: The engine ended.
         """
         ...
@@ -113,11 +113,11 @@ class EngineClient(Protocol):
     def beam_search(
         self, prompt: Prompt, params: BeamSearchParams, *, request_id: str, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Runs one beam search and yields once, at the end; else as `generate`."""
+        """Runs one beam search and yields once, at the end; otherwise like `generate`."""
         ...
 
     async def check(self, prompt: Prompt, params: SamplingParams | BeamSearchParams) -> None:
-        """Looks for mistakes of the caller, and runs nothing; compiles no grammar.
+        """Validates a request without running it and without compiling its grammar.
 
         Raises:
             InvalidRequestError: `generate` or `beam_search` would raise it.
@@ -125,24 +125,24 @@ class EngineClient(Protocol):
         ...
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forgets all cached prefixes; False, and nothing changed, while blocks are in use."""
+        """Empties the prefix cache; False, with nothing changed, while requests use its blocks."""
         ...
 
     async def explain_prefix_cache_miss(self, request_id: str) -> PrefixCacheMiss:
-        """Why a request did not find more of its prompt in the prefix cache.
+        """Explains why a request did not find more of its prompt in the prefix cache.
 
         Raises:
-            InvalidRequestError: It is not among the latest requests of `generate`.
-            PaxkvError: The engine does not know it, or not any more.
+            InvalidRequestError: The request is not among the latest ones of `generate`.
+            PaxkvError: The engine has no record of the request.
         """
         ...
 
     async def start_profile(self, folder: str) -> bool:
-        """Begins to record with JAX's profiler; False while a recording runs."""
+        """Starts recording with JAX's profiler; False if it is already recording."""
         ...
 
     async def stop_profile(self) -> bool:
-        """Writes what was recorded; False where nothing was."""
+        """Ends and writes the recording; False if the profiler is not recording."""
         ...
 
     async def get_stats(self) -> SchedulerStats:
@@ -150,15 +150,15 @@ class EngineClient(Protocol):
         ...
 
     async def inspect(self, after_seq: int, wants_snapshot: bool, *, keeps_tokens: bool) -> str:
-        """JSON of an `Inspection`: what changed since the call that answered `after_seq`."""
+        """JSON of an `Inspection`: the changes since the call that returned `after_seq`."""
         ...
 
     async def inspect_block(
         self, block_id: int, holder_key: int, *, with_tokens: bool
     ) -> BlockDetails:
-        """One block as it is now."""
+        """The current state of one block."""
         ...
 
     async def close(self, *, drain_timeout_s: float) -> None:
-        """Ends the engine; requests that are not finished by then end with EngineDeadError."""
+        """Closes the engine. Requests unfinished after the timeout end with EngineDeadError."""
         ...

@@ -1,4 +1,4 @@
-"""Runs the prompts of one HTTP request side by side in the engine."""
+"""`Generator`: runs the prompts of one HTTP request concurrently in the engine."""
 
 import asyncio
 import dataclasses
@@ -20,13 +20,13 @@ IndexedOutputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Ended:
-    """A prompt has no more outputs; `error` says so when it failed."""
+    """Marks the end of a prompt's outputs; `error` is set if the prompt failed."""
 
     error: Exception | None = None
 
 
 class Generator:
-    """Sends prompts to the engine and times what comes back."""
+    """Sends prompts to the engine, and records metrics of their outputs."""
 
     def __init__(
         self, engine: EngineClient, metrics: ServerMetrics, admission: Admission | None = None
@@ -38,10 +38,10 @@ class Generator:
         self.names = RequestNames()
 
     def check_room(self, num_requests: int) -> None:
-        """Looks whether `generate` would let so many in now.
+        """Checks that `generate` would accept this many requests now.
 
         Raises:
-            OverloadedError: It would not.
+            OverloadedError: Too many requests run or wait.
         """
         if not self._admission.has_room(num_requests):
             raise self._admission.refusal()
@@ -54,14 +54,14 @@ class Generator:
         priority: int,
         stream: bool,
     ) -> IndexedOutputs:
-        """Outputs of all prompts as they come. Closing this, or one failure, aborts all of them.
+        """Yields outputs of all prompts. Closing it, or an error of one prompt, aborts all prompts.
 
         Args:
-            stream: A beam search has its one output at the end all the same.
+            stream: Has no effect on a beam search, which yields one output at the end.
 
         Raises:
-            OverloadedError: Before the first output: too many requests wait. What is wrong with
-                the request itself is told first, but for its grammar, which is not compiled.
+            OverloadedError: Too many requests run or wait. Raised before the first output. Errors
+                in the request are raised instead, except those in its grammar: it is not compiled.
         """
         num_requests = num_engine_requests(len(prompts), sampling_params)
         if not self._admission.has_room(num_requests):
@@ -78,7 +78,7 @@ class Generator:
                     async for output in outputs:
                         yield 0, output
                 return
-            # As long as there are prompts: enough for each to hand over one output without waiting.
+            # One slot per prompt, so that each can put one output without waiting.
             queue: asyncio.Queue[tuple[int, RequestOutput | _Ended]] = asyncio.Queue(len(runs))
             pumps = [asyncio.ensure_future(_pump(i, run, queue)) for i, run in enumerate(runs)]
             try:
@@ -114,7 +114,7 @@ class Generator:
         timer = self._metrics.start_request(
             is_stream=stream and not is_search, params=sampling_params
         )
-        # Who comes while there is no engine is refused: nothing has begun that could end.
+        # Without a live engine the request is rejected, and must not count as one that ended.
         clock = timer if self._engine.is_alive else nullcontext()
         try:
             with clock:
@@ -134,7 +134,7 @@ def _error(
     completion: CompletionOutput,
     sampling_params: SamplingParams | BeamSearchParams,
 ) -> PaxkvError:
-    """What the engine says itself of an end is the request's fault, such as its grammar's."""
+    """The error of a failed completion. A reason from the engine is a fault of the request."""
     if isinstance(completion.stop_reason, str):
         form = None
         if isinstance(sampling_params, SamplingParams):

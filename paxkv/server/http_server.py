@@ -1,4 +1,4 @@
-"""uvicorn around the application: opens the port last, and drains before it ends."""
+"""`HttpServer`: runs the application in uvicorn, and drains requests before it ends."""
 
 import asyncio
 import contextlib
@@ -20,23 +20,23 @@ from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.middleware.deadline_protocol import deadline_protocol
 from paxkv.server.open_files import allow_connections
 
-# After the engine ended, time for handlers to tell their clients so.
-_LAST_WORDS_S = 2.0
+# Time for handlers to send an error to their clients after the engine has ended.
+_SEND_ERRORS_S = 2.0
 _FORCE_EXIT_POLL_S = 0.1
-# uvicorn's own limit, which cancels handlers with a traceback each, must not come first.
+# uvicorn's own limit must not be reached first: it cancels each handler with a traceback.
 _UVICORN_MARGIN_S = 60.0
 _BACKLOG = 2048
-# Of an idle connection. Longer than clients and balancers keep one (Python's clients 5 s, most
-# balancers 60 s): who sends on a connection that is being closed loses the request.
+# Lifetime of an idle connection. Clients and load balancers should close it first (Python's clients
+# after 5 s, most balancers after 60 s): a request sent while the server closes it is lost.
 _KEEP_ALIVE_S = 75
 
 
 def bind_socket(config: ServerConfig) -> socket.socket:
-    """A socket on the configured address that does not listen yet: connections are refused.
+    """Binds a socket to the configured address. It does not listen yet: connections are refused.
 
     Raises:
         ConfigError: The address does not exist or is taken, the files for HTTPS cannot be used,
-            or the process may not have as many connections open.
+            or the limit of open files is too low for the configured connections.
     """
     allow_connections(config.max_connections)
     _check_tls_files(config)
@@ -57,17 +57,17 @@ def bind_socket(config: ServerConfig) -> socket.socket:
 
 
 def socket_url(bound: socket.socket, *, is_tls: bool = False) -> str:
-    """The address that a client on this machine would use."""
+    """The server's URL for clients on this machine."""
     scheme = "https" if is_tls else "http"
     host, port = bound.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an application until a signal comes, then lets running requests finish.
+    """Serves an application until a signal arrives, then lets running requests finish.
 
     Args:
-        on_ready: Called once the port is open.
+        on_ready: Called when the port is open.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class HttpServer(uvicorn.Server):
         """Opens the port.
 
         Raises:
-            ConfigError: Another server opened it since `bind_socket`.
+            ConfigError: Another server opened the port after `bind_socket`.
         """
         try:
             with self._handshakes_in_time():
@@ -122,7 +122,7 @@ class HttpServer(uvicorn.Server):
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuses new connections, waits for running requests, ends those that take too long."""
+        """Refuses new connections, waits for running requests, then ends the remaining ones."""
         if isinstance(self._app, Starlette):
             for end in self._app.state.on_drain:
                 end()
@@ -136,9 +136,10 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def _handshakes_in_time(self) -> Iterator[None]:
-        """Gives TLS handshakes, too, the time of a request, instead of asyncio's minute.
+        """Limits TLS handshakes to `request_timeout_s`, instead of asyncio's 60 s.
 
-        uvicorn passes no time on to `create_server`: so it is put in between while it asks.
+        uvicorn passes no such limit to `create_server`. So the method is replaced while uvicorn
+        calls it.
         """
         if not self.config.is_ssl:
             yield
@@ -154,10 +155,9 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Like uvicorn's, but a signal that was answered is not raised a second time.
+        """Like uvicorn's method, but does not raise the signal again after the drain.
 
-        uvicorn raises it again after the drain, and the process would die of it instead of
-        returning 0.
+        The second signal would kill the process, which should return 0.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -171,7 +171,7 @@ class HttpServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains; a second one ends at once."""
+        """The first signal drains the server; a second one ends it immediately."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -181,13 +181,13 @@ class HttpServer(uvicorn.Server):
         while loop.time() < deadline and not self.force_exit:
             await asyncio.sleep(_FORCE_EXIT_POLL_S)
         if not self.force_exit:
-            # Requests that still run end with EngineDeadError, which their clients are told.
+            # Running requests end with EngineDeadError, which the handlers send to their clients.
             await self._engine.close(drain_timeout_s=0.0)
-            await asyncio.sleep(_LAST_WORDS_S)
+            await asyncio.sleep(_SEND_ERRORS_S)
         self._cut_connections()
 
     def _cut_connections(self) -> None:
-        """Ends what is left, as if the clients had gone: their handlers are cancelled quietly."""
+        """Aborts the remaining connections; their handlers are cancelled without tracebacks."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
@@ -204,8 +204,8 @@ def _check_tls_files(config: ServerConfig) -> None:
         files = [config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs]
         raise ConfigError(
             f"HTTPS cannot be served with {', '.join(f for f in files if f is not None)}: {error}. "
-            "Wanted PEM files: --ssl-certfile with the certificate first, --ssl-keyfile with its "
-            "private key unless that lies in the same file."
+            "Use PEM files: --ssl-certfile with the server's certificate first, and --ssl-keyfile "
+            "with its private key, unless --ssl-certfile contains the key."
         ) from error
 
 

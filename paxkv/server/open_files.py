@@ -1,4 +1,4 @@
-"""Open files: each connection is one, and the process must be allowed as many."""
+"""Raises the limit of open files, because each connection is an open file."""
 
 import logging
 import resource
@@ -7,22 +7,23 @@ from paxkv.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# What the server opens besides: weights, logs, the engine's channels, the listening socket.
+# Files that are not connections: weights, logs, the engine's channels, the listening socket.
 NUM_OTHER_FILES = 512
 MOST_CONNECTIONS = 65_000
-# Fewer are worth a word: clients keep idle connections open.
+# The server warns if fewer are possible, because clients keep idle connections open.
 _FEW_CONNECTIONS = 10_000
 _UNLIMITED = resource.RLIM_INFINITY
 
 
 def allow_connections(max_connections: int | None) -> int:
-    """Raises the process' soft limit of open files as far as needed and allowed.
+    """Raises the process's soft limit of open files as far as needed and allowed.
 
     Args:
-        max_connections: Wanted; None is as many as there can be, up to `MOST_CONNECTIONS`.
+        max_connections: Connections that must be possible; None means as many as possible, up to
+            `MOST_CONNECTIONS`.
 
     Returns:
-        Connections that may be open at once.
+        The number of connections that may be open at once.
 
     Raises:
         ConfigError: The hard limit is too low.
@@ -37,11 +38,11 @@ def allow_connections(max_connections: int | None) -> int:
     num_connections = max(num_files, soft) - NUM_OTHER_FILES
     if num_connections < (max_connections or 1):
         num_needed = (max_connections or 1) + NUM_OTHER_FILES
-        # Without room for one connection no smaller number helps.
+        # Without room for one connection, a smaller number does not help.
         smaller = "" if num_connections < 1 else f", or set --max-connections to {num_connections}"
         raise ConfigError(
-            f"the process may have {max(num_files, soft)} files open, and {NUM_OTHER_FILES} are "
-            f"kept for others than connections; wanted {max_connections or 1} connections. Raise "
+            f"the process may have {max(num_files, soft)} open files, {NUM_OTHER_FILES} of which "
+            f"are not for connections; {max_connections or 1} connections must be possible. Raise "
             f"the hard limit to at least {num_needed} (ulimit -Hn, or LimitNOFILE of "
             f"systemd){smaller}."
         )

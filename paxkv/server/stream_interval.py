@@ -1,4 +1,4 @@
-"""Merges the deltas of streams, so that an event carries several tokens."""
+"""Merges deltas of streams, so that one event carries several tokens."""
 
 import dataclasses
 from collections.abc import AsyncGenerator
@@ -10,14 +10,14 @@ IndexedOutputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
 
 def in_intervals(outputs: IndexedOutputs, interval: int) -> IndexedOutputs:
-    """The same deltas in fewer outputs.
+    """Yields the same deltas in fewer outputs.
 
-    As in vLLM, the first tokens of a completion, and its last ones, come at once. In between, an
-    output has at least `interval` tokens of each of its completions.
+    As in vLLM, the first and the last tokens of a completion are not delayed. In between, an output
+    has at least `interval` tokens of each completion in it.
 
     Args:
-        outputs: Deltas of one HTTP request.
-        interval: 1 changes nothing.
+        outputs: The deltas of one HTTP request.
+        interval: Tokens per output; 1 changes nothing.
     """
     return outputs if interval == 1 else _merged_outputs(outputs, interval)
 
@@ -37,13 +37,13 @@ async def _merged_outputs(outputs: IndexedOutputs, interval: int) -> IndexedOutp
                     ready.append(merged)
                 else:
                     pending[key] = merged
-            # Also without completions: the prompt's log-probabilities come once.
+            # An output without completions may carry the prompt's log-probabilities, or the end.
             if ready or output.prompt_logprobs is not None or output.finished:
                 yield prompt_idx, dataclasses.replace(output, outputs=ready)
 
 
 def _merged(earlier: CompletionOutput | None, delta: CompletionOutput) -> CompletionOutput:
-    """Two deltas as one; all else is the later one's."""
+    """Joins the tokens of two deltas; all other fields are those of the later one."""
     if earlier is None:
         return delta
     logprobs = delta.logprobs

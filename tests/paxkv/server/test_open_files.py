@@ -49,7 +49,7 @@ def test_low_hard_limit_is_a_warning_or_an_error_that_names_the_remedy(limits, c
     assert allow_connections(None) == 4096 - NUM_OTHER_FILES
     assert "hard limit of open files is 4096" in caplog.text
     limits[0] = (1024, 4096)
-    with pytest.raises(ConfigError, match=r"4096 files.*wanted 4000 connections.*ulimit -Hn"):
+    with pytest.raises(ConfigError, match=r"4096 open files.*; 4000 connections.*ulimit -Hn"):
         allow_connections(4000)
     with pytest.raises(ConfigError, match=r"at least 4512 .*, or set --max-connections to 3584\.$"):
         allow_connections(4000)
@@ -58,7 +58,7 @@ def test_low_hard_limit_is_a_warning_or_an_error_that_names_the_remedy(limits, c
 @pytest.mark.parametrize(("max_connections", "num_files"), [(None, 513), (1, 513), (1000, 1512)])
 def test_limit_below_one_connection_asks_for_no_smaller_number(limits, max_connections, num_files):
     limits[0] = (80, 80)
-    with pytest.raises(ConfigError, match="80 files") as raised:
+    with pytest.raises(ConfigError, match="80 open files") as raised:
         allow_connections(max_connections)
     assert f"to at least {num_files} (ulimit -Hn" in str(raised.value)
     assert "--max-connections" not in str(raised.value)
