@@ -1,4 +1,4 @@
-"""The operator's routes, behind `--enable-admin`."""
+"""Routes for the operator, enabled by `--enable-admin`."""
 
 from collections.abc import Awaitable
 from typing import TypeVar
@@ -16,15 +16,15 @@ from paxkv.server.protocol.request_names import MAX_NAMES, RequestNames
 _AnswerT = TypeVar("_AnswerT")
 _RESET, _EXPLAIN = "/reset_prefix_cache", "/explain_prefix_cache_miss"
 _START_PROFILE, _STOP_PROFILE = "/start_profile", "/stop_profile"
-# They ask for an API key where there are any.
+# These paths need an API key if the server has any.
 ADMIN_PATHS = (_RESET, _EXPLAIN, _START_PROFILE, _STOP_PROFILE)
 
 
 class AdminRoutes:
-    """What no client should be able to do.
+    """Actions that ordinary clients should not be able to take.
 
     Args:
-        profile_dir: Where profiles are written; None is nowhere.
+        profile_dir: Folder for profiles; None refuses to record any.
     """
 
     def __init__(
@@ -43,30 +43,30 @@ class AdminRoutes:
         ]
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Forgets every cached prefix; with `?reset_running_requests=true` also under load."""
+        """Empties the prefix cache. `?reset_running_requests=true` preempts running requests."""
         is_forced = _flag(request, "reset_running_requests")
         if not await _ask(self._engine.reset_prefix_cache(is_forced)):
             raise ConflictError(
                 "the prefix cache was not reset: requests hold blocks of it. Wait until they have "
-                "ended, or add ?reset_running_requests=true, which has them computed again."
+                "ended, or add ?reset_running_requests=true, which preempts them."
             )
         return _json({"success": True})
 
     async def explain_prefix_cache_miss(self, request: Request) -> Response:
-        """Why the prompts of `?request_id=`, an X-Request-Id, found no more in the cache."""
+        """Explains why the prompts of the call `?request_id=` did not find more cached blocks."""
         name = request.query_params.get("request_id", "")
         engine_ids = self._names.engine_ids(name)
         if not engine_ids:
             raise InvalidRequestError(
-                f"request_id={name!r} is none of the last {MAX_NAMES} that this server has "
-                "answered; it is what the X-Request-Id header of the answer says.",
+                f"request_id={name!r} is not among the last {MAX_NAMES} requests of this server. "
+                "Send the value of the X-Request-Id header of the answer.",
                 param="request_id",
             )
         misses = [await _ask(self._engine.explain_prefix_cache_miss(i)) for i in engine_ids]
         return _json({"request_id": name, "prompts": misses})
 
     async def start_profile(self, _request: Request) -> Response:
-        """Begins to record with JAX's profiler, in the engine."""
+        """Starts recording with JAX's profiler in the engine."""
         if self._profile_dir is None:
             raise InvalidRequestError("start the server with --profile-dir to record profiles.")
         if not await _ask(self._engine.start_profile(self._profile_dir)):
@@ -74,14 +74,14 @@ class AdminRoutes:
         return _json({"profile_dir": self._profile_dir})
 
     async def stop_profile(self, _request: Request) -> Response:
-        """Writes the recording, while which the engine computes nothing."""
+        """Ends and writes the recording. The engine computes nothing in the meantime."""
         if not await _ask(self._engine.stop_profile()):
             raise ConflictError("no profile is being recorded.")
         return _json({"profile_dir": self._profile_dir})
 
 
 async def _ask(answer: Awaitable[_AnswerT]) -> _AnswerT:
-    """The engine's answer; its own words where it has none, which an operator may read."""
+    """The engine's answer. Errors of the engine become 409s with its message, for the operator."""
     try:
         return await answer
     except (InvalidRequestError, EngineDeadError):

@@ -54,7 +54,7 @@ class ChatRoutes:
         return [Route("/v1/chat/completions", self.create, methods=["POST"])]
 
     async def create(self, request: Request) -> Response:
-        """Answers the conversation of the body, in one piece or as a stream."""
+        """Answers the conversation in the body, as one response or as a stream."""
         body = await read_body(request, parse_chat, max_body_bytes=self._config.max_body_bytes)
         if self._config.enable_force_include_usage:
             body = with_usage(body)
@@ -74,19 +74,19 @@ class ChatRoutes:
         whole = await self._whole(chat, choices, body, chat_id)
         return Response(msgspec.json.encode(whole), media_type="application/json")
 
-    def _usage_counter(self, made: ChatChoices) -> UsageCounter:
-        # Of a server that tells no thoughts apart, nobody learns that there were none.
-        tells_thoughts = self._config.reasoning_parser is not None
-        return UsageCounter(made.num_thought_tokens if tells_thoughts else None)
+    def _usage_counter(self, builder: ChatChoices) -> UsageCounter:
+        # Without a reasoning parser thoughts are not counted, so the usage must not report 0.
+        counts_thoughts = self._config.reasoning_parser is not None
+        return UsageCounter(builder.num_thought_tokens if counts_thoughts else None)
 
     async def _whole(
         self,
         chat: "StartedChat",
-        made: ChatChoices,
+        builder: ChatChoices,
         body: ChatCompletionRequest,
         chat_id: str,
     ) -> ChatBody:
-        usage = self._usage_counter(made)
+        usage = self._usage_counter(builder)
         choices: list[ChatChoice] = []
         shown: dict[str, object] = {}
         turn = LoopTurn()
@@ -97,7 +97,7 @@ class ChatRoutes:
                 usage.note_prompt(prompt_idx, output)
                 usage.add_tokens(output)
                 for completion in output.outputs:
-                    choices.append(made.whole(completion))
+                    choices.append(builder.whole(completion))
                     await turn.end_if_long()
                 if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
                     shown["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
@@ -116,11 +116,11 @@ class ChatRoutes:
     async def _chunks(
         self,
         chat: "StartedChat",
-        made: ChatChoices,
+        builder: ChatChoices,
         body: ChatCompletionRequest,
         chat_id: str,
     ) -> AsyncGenerator[ChatBody, None]:
-        usage = self._usage_counter(made)
+        usage = self._usage_counter(builder)
         chunk = ChatBody(
             id=chat_id,
             object="chat.completion.chunk",
@@ -129,7 +129,7 @@ class ChatRoutes:
             choices=[],
             usage=None if body.include_usage else UNSET,
         )
-        firsts = made.first_chunks()
+        firsts = builder.first_chunks()
         async with aclosing(chat.outputs):
             async for prompt_idx, output in chat.outputs:
                 usage.note_prompt(prompt_idx, output)
@@ -142,7 +142,7 @@ class ChatRoutes:
                     yield msgspec.structs.replace(chunk, choices=[firsts.pop(0)], **so_far)
                 for completion in output.outputs:
                     usage.completion_tokens += len(completion.token_ids)
-                    choice = made.chunk(completion)
+                    choice = builder.chunk(completion)
                     if choice is not None:
                         so_far = {"usage": usage.usage()} if body.has_continuous_usage else {}
                         yield msgspec.structs.replace(chunk, choices=[choice], **so_far)
@@ -151,20 +151,20 @@ class ChatRoutes:
 
 
 def _token_bytes(tokenizer: Tokenizer | None) -> Callable[[int], bytes]:
-    # Without a tokenizer the engine refuses the prompt, and no token comes.
+    # Without a tokenizer the engine rejects the prompt, so there are no tokens.
     return (lambda _token_id: b"") if tokenizer is None else tokenizer.token_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StartedChat:
-    """A chat on its way.
+    """A chat that runs in the engine as soon as its first output is awaited.
 
     Args:
-        prompt_text: What the chat template made of the messages.
-        sampling_params: With the defaults of what its body leaves out.
-        starts_thinking: Whether its answers begin with thoughts; None where nobody tells them
-            apart.
-        make_thought_counter: For each of its answers; None with them.
+        prompt_text: The prompt that the chat template rendered.
+        sampling_params: Includes the defaults of fields that the body leaves out.
+        starts_thinking: Whether answers begin with thoughts; None if thoughts are not separated
+            from answers.
+        make_thought_counter: Makes a counter for one answer; None if thoughts are not counted.
     """
 
     outputs: IndexedOutputs
@@ -182,13 +182,13 @@ async def start_chat(
     config: ServerConfig,
     names: FieldNames = CHAT_NAMES,
 ) -> StartedChat:
-    """Checks a chat and hands it to the engine.
+    """Checks a chat and prepares its run in the engine.
 
     Args:
-        names: What the client calls the fields.
+        names: The client's names for the fields of a chat, for errors.
 
     Raises:
-        InvalidRequestError: The request cannot be honored.
+        InvalidRequestError: The request is not valid or not supported.
     """
     with names.in_errors():
         return await _start_chat(body, engine, generator, config, names)
@@ -203,7 +203,7 @@ async def _start_chat(
 ) -> StartedChat:
     check_may_bring_template(body.chat_template, config)
     info = engine.model_info
-    # Who knows it as `logprobs` alone would name another field.
+    # A check of the sampling parameters would name another field: `logprobs`.
     check_num_logprobs(
         "top_logprobs",
         body.top_logprobs,
@@ -237,7 +237,7 @@ async def _start_chat(
     if is_bound:
         sampling_params = _with_thoughts(sampling_params, starts_thinking)
     outputs = generator.generate(
-        # The template has written the special tokens, BOS included.
+        # The template has already written the special tokens, including BOS.
         [prompt_with_options(text, body, add_special_tokens=False)],
         sampling_params,
         priority=body.priority or 0,
@@ -277,14 +277,15 @@ def _thought_counters(
 def _starts_thinking(
     prompt: str, engine: EngineClient, config: ServerConfig, *, is_bound: bool
 ) -> bool | None:
-    """Whether an answer begins with thoughts; None where they are not told apart from it."""
+    """Whether an answer begins with thoughts; None if thoughts are not separated from it."""
     if config.reasoning_parser is None:
         return None
-    # A form begins behind a token; where there is none, it begins with the answer.
+    # A grammar applies after the token that ends the thoughts. Without such a token, it applies to
+    # the whole answer.
     is_whole = config.structured_outputs_config.enable_in_reasoning
     if is_bound and (is_whole or not _has_thought_tokens(engine)):
         return None
-    # What the template has opened or closed counts, whatever this model does elsewhere.
+    # A tag at the end of the prompt overrides the parser's default.
     end = prompt.rstrip()
     if end.endswith("</think>"):
         return None
@@ -299,14 +300,14 @@ def _has_thought_tokens(engine: EngineClient) -> bool:
 
 
 def _with_thoughts(params: SamplingParams, starts_thinking: bool | None) -> SamplingParams:
-    """The same, with room for thoughts before its form."""
+    """The parameters, with thoughts allowed before the grammar applies."""
     thoughts = {None: "none", False: "maybe", True: "begun"}[starts_thinking]
     form = dataclasses.replace(params.structured_outputs, thoughts=thoughts)
     return dataclasses.replace(params, structured_outputs=form)
 
 
 def _echoed(body: ChatCompletionRequest) -> str:
-    """The last message where it is the assistant's own, and the answer is to be shown with it."""
+    """With `echo`, the text of the last message if it is the assistant's; otherwise ""."""
     last = body.messages[-1]
     if not body.echo or last.get("role") != "assistant":
         return ""

@@ -1,4 +1,4 @@
-"""POST /v1/completions: text after a prompt, for one prompt or several."""
+"""POST /v1/completions: continues one prompt or several."""
 
 import time
 from collections.abc import AsyncGenerator
@@ -50,11 +50,11 @@ class CompletionRoutes:
         return [Route("/v1/completions", self.create, methods=["POST"])]
 
     async def create(self, request: Request) -> Response:
-        """Completes every prompt of the body, in one piece or as a stream."""
+        """Completes every prompt in the body, as one response or as a stream."""
         body, prompts, sampling_params = await read_body(
             request, self._read, max_body_bytes=self._config.max_body_bytes
         )
-        made = CompletionChoices(body, prompts, self._engine.tokenizer)
+        builder = CompletionChoices(body, prompts, self._engine.tokenizer)
         outputs = self._generator.generate(
             [prompt_with_options(p, body, add_special_tokens=True) for p in prompts],
             sampling_params,
@@ -66,12 +66,10 @@ class CompletionRoutes:
         outputs = note_ignored_keywords(outputs)
         completion_id = f"cmpl-{body.request_id or request.state.request_id}"
         if body.stream:
-            return await EventStreamResponse.start(self._chunks(outputs, made, body, completion_id))
-        whole = await self._whole(outputs, made, completion_id)
-        return Response(
-            msgspec.json.encode(whole),
-            media_type="application/json",
-        )
+            chunks = self._chunks(outputs, builder, body, completion_id)
+            return await EventStreamResponse.start(chunks)
+        whole = await self._whole(outputs, builder, completion_id)
+        return Response(msgspec.json.encode(whole), media_type="application/json")
 
     def _read(
         self, fields: dict[str, object]
@@ -90,7 +88,7 @@ class CompletionRoutes:
         return body, prompts, sampling_params
 
     async def _whole(
-        self, outputs: IndexedOutputs, made: CompletionChoices, completion_id: str
+        self, outputs: IndexedOutputs, builder: CompletionChoices, completion_id: str
     ) -> CompletionBody:
         usage = UsageCounter()
         choices: list[CompletionChoice] = []
@@ -98,9 +96,9 @@ class CompletionRoutes:
         async with aclosing(outputs):
             async for prompt_idx, output in outputs:
                 usage.note_prompt(prompt_idx, output)
-                usage.completion_tokens += sum(map(made.num_tokens, output.outputs))
-                for completion in made.kept(output):
-                    choice = made.take(prompt_idx, output, completion)
+                usage.completion_tokens += sum(map(builder.num_tokens, output.outputs))
+                for completion in builder.kept(output):
+                    choice = builder.take(prompt_idx, output, completion)
                     if choice is not None:
                         choices.append(choice)
                     await turn.end_if_long()
@@ -115,7 +113,7 @@ class CompletionRoutes:
     async def _chunks(
         self,
         outputs: IndexedOutputs,
-        made: CompletionChoices,
+        builder: CompletionChoices,
         body: CompletionRequest,
         completion_id: str,
     ) -> AsyncGenerator[CompletionBody, None]:
@@ -131,8 +129,8 @@ class CompletionRoutes:
             async for prompt_idx, output in outputs:
                 usage.note_prompt(prompt_idx, output)
                 for completion in output.outputs:
-                    usage.completion_tokens += made.num_tokens(completion)
-                    choice = made.take(prompt_idx, output, completion)
+                    usage.completion_tokens += builder.num_tokens(completion)
+                    choice = builder.take(prompt_idx, output, completion)
                     if choice is None:
                         continue
                     so_far = {"usage": usage.usage()} if body.has_continuous_usage else {}

@@ -1,4 +1,4 @@
-"""GET /: a page of links, for people who open the server's address and for clients that try it."""
+"""GET /: a page of links, for people and clients that open the server's address."""
 
 import html
 
@@ -14,7 +14,7 @@ _HEADERS = {"Content-Security-Policy": "default-src 'none'", "X-Content-Type-Opt
 
 
 class FrontPageRoutes:
-    """The route of the page. It needs no API key and shows nothing of the model."""
+    """The route of the page, which needs no API key and shows nothing about the model."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
@@ -23,7 +23,7 @@ class FrontPageRoutes:
         return [Route("/", self.page)]
 
     async def page(self, request: Request) -> Response:
-        """Links to the routes that this client may open; clients also ask with HEAD."""
+        """Links to the routes that this client may open. Clients may also send HEAD."""
         links = {"/v1/models": "models", "/metrics": "metrics", "/health": "health"}
         if not self._config.disable_fastapi_docs:
             links = {"/openapi.json": "docs: the API as an OpenAPI document"} | links

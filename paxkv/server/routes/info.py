@@ -1,4 +1,4 @@
-"""What the server says about itself: models, health, metrics, version."""
+"""Routes about the server itself: models, health, load, metrics, version."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ from paxkv.server.metrics.server_metrics import ServerMetrics
 from paxkv.server.middleware.admission import Admission
 from paxkv.server.protocol.openai_protocol import check_model
 
-# A scrape shows what the engine said last when it is too busy to answer.
+# If the engine is too busy to answer, a scrape shows the latest counts that are known.
 _STATS_TIMEOUT_S = 1.0
 
 
@@ -42,7 +42,7 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InfoRoutes:
-    """The routes that generate nothing."""
+    """The routes about the server itself."""
 
     def __init__(self, engine: EngineClient, metrics: ServerMetrics, admission: Admission) -> None:
         self._engine = engine
@@ -52,10 +52,10 @@ class InfoRoutes:
     def routes(self) -> list[Route]:
         return [
             Route("/v1/models", self.list_models),
-            # A model's name may hold slashes.
+            # A model's name may contain slashes.
             Route("/v1/models/{model:path}", self.get_model),
             Route("/health", self.health),
-            # Load balancers of some clouds ask here, with either method.
+            # Load balancers of some clouds use this path, with either method.
             Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/load", self.load),
             Route("/metrics", self.metrics),
@@ -69,24 +69,24 @@ class InfoRoutes:
     async def get_model(self, request: Request) -> Response:
         name = request.path_params["model"]
         if name not in self._engine.model_info.model_names:
-            # A slash too many. Names of models may end with one.
+            # A surplus slash; names of models may end with one.
             name = name.rstrip("/")
         check_model(name, self._engine.model_info)
         return _json(self._model_card(name))
 
     async def health(self, _request: Request) -> Response:
-        """200 while requests can be answered, otherwise 503 with the reason."""
+        """Answers 200 while the engine can answer requests, otherwise 503 with the reason."""
         problem = self._engine.problem
         if problem is not None:
             raise problem
         return Response()
 
     async def load(self, _request: Request) -> Response:
-        """Calls of clients that are being answered by the engine, running and waiting."""
+        """The number of calls of clients that run or wait in the engine."""
         return _json({"server_load": self._admission.num_calls})
 
     async def metrics(self, request: Request) -> Response:
-        """In Prometheus' text format, or in OpenMetrics' if the client accepts it."""
+        """The metrics, in Prometheus' text format or, if the client accepts it, OpenMetrics'."""
         stats = await self._stats()
         encode, content_type = choose_format(",".join(request.headers.getlist("accept")))
         body = self._metrics.render(stats, self._engine.token_totals, encode=encode)

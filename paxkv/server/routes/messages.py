@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, answered by a chat."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, implemented with chats."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -55,7 +55,7 @@ class MessagesRoutes:
         ]
 
     async def create(self, request: Request) -> Response:
-        """Answers the conversation of the body, in one piece or as a stream of events."""
+        """Answers the conversation in the body, as one response or as a stream of events."""
         body, chat_body = await read_body(
             request, parse_messages, max_body_bytes=self._config.max_body_bytes
         )
@@ -81,7 +81,7 @@ class MessagesRoutes:
         return _json(await answer.whole())
 
     async def count_tokens(self, request: Request) -> Response:
-        """How many tokens the prompt of the body has."""
+        """Counts the tokens of the prompt in the body."""
         body, chat_body = await read_body(
             request, parse_count_tokens, max_body_bytes=self._config.max_body_bytes
         )
@@ -92,7 +92,7 @@ class MessagesRoutes:
         chat = await start_chat(
             chat_body, self._engine, self._generator, self._config, messages_names(body)
         )
-        # It has not begun to run.
+        # The chat has not started to run.
         await chat.outputs.aclose()
         token_ids = await asyncio.to_thread(
             tokenizer.encode, chat.prompt_text, add_special_tokens=False
@@ -101,11 +101,11 @@ class MessagesRoutes:
 
 
 class _Answer:
-    """Puts the outputs of the engine together, whole or in parts.
+    """Converts the engine's outputs to a message, or to the events of a stream.
 
     Args:
-        begun: The answer before it has any content.
-        stop_sequences: Of the request.
+        begun: The message before it has any content.
+        stop_sequences: The request's stop sequences.
         include_reasoning: False leaves out thoughts.
     """
 
@@ -133,10 +133,10 @@ class _Answer:
         self._stop = MessageDelta(stop_reason="end_turn", stop_sequence=None)
 
     async def whole(self) -> MessageBody:
-        """Waits for the whole answer."""
+        """Waits for all outputs, and returns the message."""
         async with aclosing(self.outputs):
             async for _, output in self.outputs:
-                self.take(output)
+                self.add_output(output)
         return msgspec.structs.replace(
             self._begun,
             content=self._writer.blocks,
@@ -145,8 +145,8 @@ class _Answer:
             usage=self._usage(),
         )
 
-    def take(self, output: RequestOutput) -> list[MessageEvent]:
-        """The events of an output."""
+    def add_output(self, output: RequestOutput) -> list[MessageEvent]:
+        """Adds an output to the message, and returns its events."""
         self._counter.note_prompt(0, output)
         self._counter.add_tokens(output)
         events: list[MessageEvent] = []
@@ -160,13 +160,13 @@ class _Answer:
         return events
 
     def first_event(self) -> MessageEvent:
-        """What a stream begins with, once the prompt is counted."""
+        """The first event of a stream. Call this after `add_output`, which counts the prompt."""
         usage = msgspec.structs.replace(self._usage(), output_tokens=0)
         message = msgspec.structs.replace(self._begun, usage=usage)
         return MessageEvent(type="message_start", message=message)
 
     def last_events(self) -> list[MessageEvent]:
-        """What a stream ends with."""
+        """The last events of a stream."""
         return [
             MessageEvent(type="message_delta", delta=self._stop, usage=self._usage()),
             MessageEvent(type="message_stop"),
@@ -174,7 +174,7 @@ class _Answer:
 
     def _stop_of(self, completion: CompletionOutput) -> MessageDelta:
         found = completion.stop_reason
-        # The model's own stop strings are not the client's.
+        # The model's own stop strings are not stop sequences of the client.
         if isinstance(found, str) and found in self._stop_sequences:
             return MessageDelta(stop_reason="stop_sequence", stop_sequence=found)
         if completion.finish_reason == "length":
@@ -200,14 +200,14 @@ async def _events(answer: _Answer, request_id: str) -> AsyncGenerator[MessageEve
     try:
         async with aclosing(answer.outputs):
             async for _, output in answer.outputs:
-                events = answer.take(output)
+                events = answer.add_output(output)
                 if not has_begun:
                     has_begun = True
                     yield answer.first_event()
                 for event in events:
                     yield event
     except Exception as error:
-        # Before the first event, an error still gets an HTTP status.
+        # Before the first event, an error can still have an HTTP status.
         if not has_begun:
             raise
         yield _error_event(error, request_id)

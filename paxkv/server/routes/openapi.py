@@ -1,4 +1,4 @@
-"""GET /openapi.json: the API as an OpenAPI document, made from the structs that read and answer."""
+"""GET /openapi.json: the API as an OpenAPI document, made from the structs of the bodies."""
 
 import re
 
@@ -32,7 +32,7 @@ from paxkv.server.routes.tokenizer import (
 )
 
 _REF_TEMPLATE = "#/components/schemas/{name}"
-# Path -> what it reads, what it answers, and whether it may answer with a stream instead.
+# Path -> the request's struct, the response's struct, and whether the response may be a stream.
 _POSTS: dict[str, tuple[type[msgspec.Struct], type[msgspec.Struct], bool]] = {
     "/v1/completions": (CompletionRequest, CompletionBody, True),
     "/v1/chat/completions": (ChatCompletionRequest, ChatBody, True),
@@ -53,15 +53,15 @@ _DELETES: dict[str, type[msgspec.Struct]] = {
     "/v1/responses/{response_id}": DeletedResponseBody,
 }
 _ERRORS = {
-    "400": "a field cannot be honored",
+    "400": "a field is not valid or not supported",
     "404": "there is no such model, or no such response",
     "413": "the body is too long",
     "415": "the body is not JSON",
-    "503": "the engine has ended, or too much waits for it",
+    "503": "the engine has ended, or too many requests wait for it",
 }
 _ANTHROPIC_ERRORS = _ERRORS | {
     "503": "the engine has ended",
-    str(OVERLOADED_STATUS): "too much waits for the engine",
+    str(OVERLOADED_STATUS): "too many requests wait for the engine",
 }
 
 
@@ -126,7 +126,7 @@ def openapi_document() -> dict[str, object]:
 
 
 def _any_schema(_type: type) -> dict[str, object]:
-    """Of `object`, which stands where a value has more forms than a struct can name."""
+    """The schema of `object`, the type of fields with more forms than a struct can express."""
     return {"description": "any JSON value"}
 
 

@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer form of a chat, whose answers are stored for a while."""
+"""/v1/responses: OpenAI's newer API for chats, with answers that are stored for a while."""
 
 import asyncio
 import re
@@ -54,14 +54,14 @@ class ResponsesRoutes:
         self._generator = generator
         self._config = config
         self._store = ResponseStore(config.response_store_bytes)
-        # By response id: those in the background.
+        # Response id -> task that makes this response in the background.
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_closed = False
 
     def routes(self) -> list[Route]:
         return [
             Route("/v1/responses", self.create, methods=["POST"]),
-            # One route: of two, "method not allowed" would name the methods of the first alone.
+            # One route for both methods; with two, "method not allowed" would name only the first.
             Route(
                 "/v1/responses/{response_id}",
                 self.retrieve_or_delete,
@@ -71,16 +71,16 @@ class ResponsesRoutes:
         ]
 
     def close(self) -> None:
-        """Ends what is made in the background; called when the server begins to drain.
+        """Cancels background responses. Called when the server begins to drain.
 
-        Nobody can ask for it any more, and it would take the engine's time from those who wait.
+        No client can fetch them any more, and they would delay the requests that clients wait for.
         """
         self._is_closed = True
         for task in self._tasks.values():
             task.cancel()
 
     async def create(self, request: Request) -> Response:
-        """Answers the input of the body: in one piece, as a stream of events, or later."""
+        """Answers the input in the body: at once, as a stream of events, or in the background."""
         fields, body = await read_body(
             request,
             lambda fields: (fields, parse_responses(fields)),
@@ -97,7 +97,7 @@ class ResponsesRoutes:
         chat = await start_chat(
             chat_body, self._engine, self._generator, self._config, responses_names(body)
         )
-        # A beam search is none of its fields.
+        # The Responses API has no beam search.
         assert isinstance(chat.sampling_params, SamplingParams)
         begun = self._begun(body, chat.sampling_params, _new_id(chat_body.request_id))
         answer = _Answer(chat, begun, [*earlier_items, *input_items(body)])
@@ -113,12 +113,12 @@ class ResponsesRoutes:
         return _json(self._stored(await answer.whole(), answer))
 
     async def retrieve_or_delete(self, request: Request) -> Response:
-        """As the method says."""
+        """Calls `retrieve` or `delete`."""
         handle = self.delete if request.method == "DELETE" else self.retrieve
         return await handle(request)
 
     async def retrieve(self, request: Request) -> Response:
-        """A stored answer, or what there is of it."""
+        """Returns a stored response in its current state."""
         if request.query_params.get("stream", "false") != "false":
             raise UnsupportedFeatureError(
                 "a stored response is not streamed; leave stream out.", param="stream"
@@ -127,21 +127,21 @@ class ResponsesRoutes:
         return Response(body, media_type="application/json")
 
     async def cancel(self, request: Request) -> Response:
-        """Ends one that is being made in the background."""
+        """Cancels a response that is being made in the background."""
         response_id = request.path_params["response_id"]
         entry = self._store.get(response_id)
         task = self._tasks.get(response_id)
         if task is None or not entry.is_running:
             raise InvalidRequestError(
-                f"the response {response_id!r} is {entry.status}; only one that is being made in "
-                "the background can be cancelled.",
+                f"the response {response_id!r} is {entry.status}; only a response that is being "
+                "made in the background can be cancelled.",
                 param="response_id",
             )
         await _cancel(task)
         return Response(self._store.get(response_id).body, media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
-        """Forgets a stored answer; one that is being made in the background ends."""
+        """Deletes a stored response; if it is being made in the background, cancels it first."""
         response_id = request.path_params["response_id"]
         self._store.get(response_id)
         task = self._tasks.get(response_id)
@@ -171,14 +171,14 @@ class ResponsesRoutes:
         first = answer.writer.begin(answer.begun)
         async with aclosing(answer.outputs):
             async for _, output in answer.outputs:
-                # Behind the first output: what fails before it still gets an HTTP status.
-                for event in (*first, *answer.take(output)):
+                # Sent after the first output: an error before it can still have an HTTP status.
+                for event in (*first, *answer.add_output(output)):
                     yield event
                 first = []
         yield answer.writer.close(self._stored(answer.finished(), answer))
 
     def _stored(self, response: ResponseBody, answer: "_Answer") -> ResponseBody:
-        """The response, and whether it is stored."""
+        """Stores the response if it asks for it; `store` of the result says if that worked."""
         if response.store and not self._store.put(response, answer.items):
             return msgspec.structs.replace(response, store=False)
         return response
@@ -186,7 +186,7 @@ class ResponsesRoutes:
     def _begun(
         self, body: ResponsesRequest, sampling_params: SamplingParams, response_id: str
     ) -> ResponseBody:
-        """The answer as it is told of before it has any text."""
+        """The response before it has any text."""
         return ResponseBody(
             id=response_id,
             created_at=int(time.time()),
@@ -195,7 +195,7 @@ class ResponsesRoutes:
             store=self._store.is_enabled and body.store is not False,
             previous_response_id=body.previous_response_id,
             instructions=body.instructions,
-            # The server may have a lower limit.
+            # May be lower than requested, because the server may have a limit.
             max_output_tokens=sampling_params.max_tokens,
             metadata=body.metadata or {},
             model=self._engine.model_info.served_model_name,
@@ -213,11 +213,11 @@ class ResponsesRoutes:
 
 
 class _Answer:
-    """Puts the outputs of the engine together, whole or in parts.
+    """Converts the engine's outputs to a response, or to the events of a stream.
 
     Args:
-        begun: The response as it is told of before it has any text.
-        items: The conversation that it answers.
+        begun: The response before it has any text.
+        items: The conversation that the response answers.
     """
 
     def __init__(
@@ -237,14 +237,14 @@ class _Answer:
         self._finish_reason: str | None = None
 
     async def whole(self) -> ResponseBody:
-        """Waits for all of it."""
+        """Waits for all outputs, and returns the response."""
         async with aclosing(self.outputs):
             async for _, output in self.outputs:
-                self.take(output)
+                self.add_output(output)
         return self.finished()
 
-    def take(self, output: RequestOutput) -> list[ResponseEvent]:
-        """What an output brings."""
+    def add_output(self, output: RequestOutput) -> list[ResponseEvent]:
+        """Adds an output to the response, and returns its events."""
         self._usage.note_prompt(0, output)
         self._usage.add_tokens(output)
         events: list[ResponseEvent] = []
@@ -258,7 +258,7 @@ class _Answer:
         return events
 
     def finished(self) -> ResponseBody:
-        """The response with all of its text."""
+        """The response with its whole text."""
         is_complete = self._finish_reason == "stop"
         usage = self._usage.usage()
         return msgspec.structs.replace(
@@ -278,14 +278,14 @@ class _Answer:
 
 async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
-    # It stores itself as cancelled.
+    # The task stores its response as cancelled.
     await asyncio.gather(task, return_exceptions=True)
 
 
 def _new_id(request_id: str | None) -> str:
-    """An id that nobody can guess: whoever knows it may read the answer.
+    """An id that cannot be guessed, because every client that knows it may read the response.
 
-    It stands in a path later, where a "/" or "?" of the client's own name would lead elsewhere.
+    The id becomes part of a path, so "/", "?" and the like in the client's name are replaced.
     """
     name = f"{_UNSAFE_IN_PATH.sub('_', request_id)}-" if request_id else ""
     return f"resp_{name}{uuid.uuid4().hex}"

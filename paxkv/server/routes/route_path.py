@@ -4,7 +4,7 @@ from starlette.types import Scope
 
 
 def route_path(scope: Scope) -> str:
-    """The path without `--root-path`, if it has it: "/api/v1/models" and "/v1/models" are one."""
+    """Removes `--root-path`, here "/api": "/api/v1/models" and "/v1/models" -> "/v1/models"."""
     path, root_path = scope["path"], scope.get("root_path", "")
     inside = path.removeprefix(root_path)
     # "/apiv1" is not below "/api".

@@ -1,4 +1,4 @@
-"""GET /server_info: the engine's settings and the machine's software, behind `--enable-admin`."""
+"""GET /server_info, enabled by `--enable-admin`: the engine's settings, the machine's software."""
 
 import asyncio
 import dataclasses
@@ -19,15 +19,15 @@ from paxkv.errors import InvalidRequestError
 
 SERVER_INFO_PATH = "/server_info"
 _FORMATS = ("text", "json")
-# Integers among the `cache_settings` of an engine, which are texts.
+# Entries of an engine's `cache_settings` that are integers, written as texts.
 _DECIDED_COUNTS = ("block_size", "num_gpu_blocks")
 
 
 class ServerInfoRoutes:
-    """The route of the settings, with vLLM's keys.
+    """The route of the settings, which have vLLM's names.
 
     Args:
-        engine_config: None where they are not known.
+        engine_config: None if unknown.
     """
 
     def __init__(self, model_info: ModelInfo, engine_config: EngineConfig | None) -> None:
@@ -37,7 +37,7 @@ class ServerInfoRoutes:
         return [Route(SERVER_INFO_PATH, self.server_info)]
 
     async def server_info(self, request: Request) -> Response:
-        """Settings as a text, or as an object with `?config_format=json`."""
+        """Shows settings as a text, or with `?config_format=json` as an object."""
         config_format = request.query_params.get("config_format", "text")
         if config_format not in _FORMATS:
             raise InvalidRequestError(
@@ -46,7 +46,7 @@ class ServerInfoRoutes:
             )
         info = {
             "vllm_config": self._settings if config_format == "json" else _as_text(self._settings),
-            # For vLLM's own variables, of which paxkv reads only keys.
+            # Meant for vLLM's environment variables; paxkv reads only the API key among them.
             "vllm_env": {},
             "system_env": await asyncio.to_thread(_system_env),
         }
@@ -56,9 +56,9 @@ class ServerInfoRoutes:
 def engine_settings(
     model_info: ModelInfo, engine_config: EngineConfig | None
 ) -> dict[str, dict[str, object]]:
-    """Settings by vLLM's names of their groups, with what was decided at the start.
+    """Settings in groups with vLLM's names, including values that the engine chose at its start.
 
-    Secrets are left out, and all settings of the server: keys are among those.
+    Secrets are left out. So are all settings of the server, because they contain its API keys.
     """
     sections: dict[str, dict[str, object]] = {"model_config": {}, "cache_config": {}}
     if engine_config is not None:
@@ -92,7 +92,7 @@ def _as_text(settings: dict[str, dict[str, object]]) -> str:
 
 @functools.cache
 def _system_env() -> dict[str, str]:
-    """The machine and its software, under vLLM's names; devices are the engine process's."""
+    """The machine and its software, under vLLM's names; only the engine process knows devices."""
     versions = {package: package_version(package) for package in PACKAGES}
     return {
         "paxkv_version": paxkv.__version__,

@@ -33,7 +33,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """`token_strs` are names in the vocabulary, such as "Ġthe", where they were asked for."""
+    """`token_strs` are names in the vocabulary, such as "Ġthe"; null unless requested."""
 
     count: int
     max_model_len: int
@@ -50,7 +50,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True):
     prompt: str
 
 
-# What is said of a conversation means nothing for a text.
+# Fields that have no meaning for a prompt.
 _CHAT_FIELDS = ("chat_template", "chat_template_kwargs", "tools")
 
 
@@ -79,8 +79,7 @@ class TokenizerRoutes:
             for name in _CHAT_FIELDS:
                 if getattr(body, name):
                     raise InvalidRequestError(
-                        f"{name} goes with messages; leave it out, or send messages instead of "
-                        "prompt.",
+                        f"{name} needs messages; leave it out, or send messages instead of prompt.",
                         param=name,
                     )
         check_may_bring_template(body.chat_template, self._config)
@@ -89,7 +88,7 @@ class TokenizerRoutes:
             add_generation_prompt=body.add_generation_prompt,
         )
         checked_tools(body.tools or [])
-        # Millions of tokens fit in a body: neither they nor their names are made on the loop.
+        # In a thread, because a body may contain millions of tokens.
         token_ids, names = await asyncio.to_thread(self._tokens, body)
         return _json(
             TokenizeBody(
@@ -101,7 +100,7 @@ class TokenizerRoutes:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of token ids, special tokens included."""
+        """The text of token ids, including special tokens."""
         body = await read_body(
             request, self._read_detokenize, max_body_bytes=self._config.max_body_bytes
         )
@@ -140,7 +139,7 @@ class TokenizerRoutes:
                 continue_final_message=bool(body.continue_final_message),
                 chat_template=body.chat_template,
             )
-            # The template has written them.
+            # The template has already written the special tokens.
             add_special_tokens = bool(body.add_special_tokens)
         assert text is not None
         return self._tokenizer().encode(text, add_special_tokens=add_special_tokens)

@@ -1,4 +1,4 @@
-"""GET /tokenizer_info: the tokenizer's configuration, for clients that tokenise as the server does.
+"""GET /tokenizer_info: the tokenizer's configuration, for clients that tokenize prompts themselves.
 
 lm-eval's `tokenizer_backend=remote` reads the special tokens and the chat template from it.
 """
@@ -13,7 +13,7 @@ from starlette.routing import Route
 from paxkv.errors import InvalidRequestError
 from paxkv.server.engine_protocol import EngineClient
 
-# Files of the machine that wrote the checkpoint.
+# Paths on the machine that wrote the checkpoint.
 _FILE_FIELDS = ("vocab_file", "merges_file")
 _DEFAULT_CLASS = "PreTrainedTokenizerFast"
 
@@ -28,7 +28,7 @@ class TokenizerInfoRoutes:
         return [Route("/tokenizer_info", self.info, methods=["GET"])]
 
     async def info(self, _request: Request) -> Response:
-        """tokenizer_config.json with tokens as text, and the chat template that chats use."""
+        """tokenizer_config.json, with tokens as text and with the chat template that is in use."""
         tokenizer, chat_template = self._engine.tokenizer, self._engine.chat_template
         if tokenizer is None:
             raise InvalidRequestError("this model was loaded without a tokenizer.")
@@ -41,7 +41,7 @@ class TokenizerInfoRoutes:
 
 
 def _with_plain_tokens(value: object) -> object:
-    """The same value, with `{"content": "</s>", "lstrip": false, ...}` as "</s>"."""
+    """The value, with every `{"content": "</s>", "lstrip": false, ...}` replaced by "</s>"."""
     if isinstance(value, Mapping):
         if isinstance(value.get("content"), str):
             return value["content"]
