@@ -112,7 +112,7 @@ class AsyncEngineClient:
 
     @property
     def latest_stats(self) -> SchedulerStats:
-        """Statistics of the last step; before the first step, of the start."""
+        """Statistics of the last step, or of the engine's start if no step has run."""
         return self._latest_stats
 
     @property
@@ -400,9 +400,9 @@ class AsyncEngineClient:
     async def _process_input(
         self, prompt: Prompt, sampling_params: SamplingParams, *, request_id: str, priority: int
     ) -> EngineRequest:
-        form = self._input_processor.unchecked_grammar(sampling_params)
-        if form is not None:
-            await self._grammar_threads.check(self._input_processor.grammar_checker, form)
+        grammar = self._input_processor.unchecked_grammar(sampling_params)
+        if grammar is not None:
+            await self._grammar_threads.check(self._input_processor.grammar_checker, grammar)
         process = functools.partial(
             self._input_processor.process,
             prompt,

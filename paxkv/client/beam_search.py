@@ -64,7 +64,7 @@ class _Candidate:
 
 
 def prompt_params(params: BeamSearchParams) -> SamplingParams:
-    """Returns the parameters to process the prompt with, so that `max_tokens` is checked.
+    """Returns parameters with which the input processor checks the prompt and `max_tokens`.
 
     The input processor replaces a `max_tokens` of None, as for any request.
 
@@ -241,7 +241,7 @@ class BeamSearch:
         self._live = [candidate.to_beam() for candidate in self._best(continued)]
         self._num_steps += 1
         parents = set() if self._is_done else {beam.parent_id for beam in self._live}
-        # All forks of the previous parents are computed, so their blocks can be released.
+        # The forks of the previous parents are computed, so the parents' blocks can be released.
         self.released_ids += [*self._parent_ids, *(i for i in self._step_beams if i not in parents)]
         self._parent_ids = [i for i in self._step_beams if i in parents]
         self._step_beams, self._answers = {}, {}

@@ -40,13 +40,13 @@ class InputProcessor:
 
     Args:
         tokenizer: With None, prompts must be token ids.
-        vocab_size: The model's; token ids are in `[0, vocab_size)`.
+        vocab_size: Size of the model's vocabulary; token ids are in `[0, vocab_size)`.
         max_model_len: Maximum of prompt and output tokens together.
         max_fitting_tokens: Token positions of the whole KV pool, `(num_blocks - 1) * block_size`.
         max_prompt_tokens: Longest prompt that a step can compute; None with chunked prefill.
         eos_token_ids: EOS tokens from the model's configuration files.
         grammar_checker: With None, requests with a grammar are rejected.
-        max_logprobs: Maximum of log-probabilities per position; -1 is the whole vocabulary.
+        max_logprobs: Maximum number of log-probabilities per position; -1 is the vocabulary size.
         default_max_tokens: `max_tokens` of a request that does not set it, lowered to what fits;
             None is as many as fit.
     """
@@ -79,17 +79,17 @@ class InputProcessor:
         return self._grammar_checker
 
     def unchecked_grammar(self, sampling_params: SamplingParams) -> StructuredOutputsParams | None:
-        """Returns the request's grammar if it is not checked yet. `process` would wait for that."""
+        """Returns the request's grammar if it is not checked yet, so `process` would check it."""
         if not isinstance(sampling_params, SamplingParams):
             return None  # `process` rejects it
-        form, checker = sampling_params.structured_outputs, self._grammar_checker
-        is_unchecked = form is not None and checker is not None and not checker.is_remembered(form)
-        return form if is_unchecked else None
+        grammar, checker = sampling_params.structured_outputs, self._grammar_checker
+        is_new = grammar is not None and checker is not None and not checker.is_remembered(grammar)
+        return grammar if is_new else None
 
     def ignored_keywords(self, sampling_params: SamplingParams) -> tuple[str, ...]:
         """Places of schema keywords that the grammar of a processed request does not enforce."""
-        form, checker = sampling_params.structured_outputs, self._grammar_checker
-        return () if form is None or checker is None else checker.ignored_keywords(form)
+        grammar, checker = sampling_params.structured_outputs, self._grammar_checker
+        return () if grammar is None or checker is None else checker.ignored_keywords(grammar)
 
     def process(
         self,
@@ -105,8 +105,8 @@ class InputProcessor:
 
         Args:
             checks_grammar: Check that the grammar can be compiled.
-            cuts_max_tokens: Treat `max_tokens` as a default: lower it to what the KV pool has room
-                for. False rejects a request that needs more.
+            cuts_max_tokens: Lower `max_tokens` to what the KV pool has room for, as if it were a
+                default. If False, a request that needs more is rejected.
 
         Raises:
             InvalidRequestError: The request is invalid; `param` names the field.
@@ -133,7 +133,7 @@ class InputProcessor:
         self._check_prompt_length(len(token_ids))
         # After the length check, because an invalid prompt may have millions of tokens.
         self._check_token_ids(token_ids)
-        form = sampling_params.structured_outputs
+        grammar = sampling_params.structured_outputs
         bad_words = self._bad_words(sampling_params)
         scarce_token_ids = self._scarce_token_ids(sampling_params, bad_words)
         return EngineRequest(
@@ -152,10 +152,10 @@ class InputProcessor:
             cache_salt=cache_salt,
             bad_words_token_ids=bad_words,
             # If there is a grammar, it decides whether the output can continue or is complete.
-            scarce_token_ids=scarce_token_ids if form is None else (),
+            scarce_token_ids=scarce_token_ids if grammar is None else (),
             num_truncated_tokens=num_prompt_tokens - len(token_ids),
-            needs_grammar=form is not None,
-            has_heavy_grammar=form is not None and self._grammar_checker.is_heavy(form),
+            needs_grammar=grammar is not None,
+            has_heavy_grammar=grammar is not None and self._grammar_checker.is_heavy(grammar),
         )
 
     def _num_kept(
@@ -169,11 +169,11 @@ class InputProcessor:
     ) -> int:
         """Returns how many prompt tokens `truncate_prompt_tokens` keeps; may exceed their number.
 
-        -1 reserves room for `max_tokens`: of 100 tokens in all, a `max_tokens` of 40 leaves 60.
-        "auto", and -1 with a default `max_tokens`, keep a prompt that fits together with
-        `min_tokens` of output, for example 80 tokens. From a longer prompt, they keep 60 too. For
-        output, they reserve at most the larger of `min_tokens` and half of the room: with
-        `max_tokens` 70, they keep 50.
+        -1 reserves room for `max_tokens`: if 100 tokens fit and `max_tokens` is 40, it keeps 60.
+        If `max_tokens` may be lowered ("auto", or -1 with a default `max_tokens`), a prompt that
+        fits together with `min_tokens` of output is kept whole. A longer prompt is cut to 60 tokens
+        too. The reserved room is then at most half of the 100 tokens, or `min_tokens` if that is
+        more: with `max_tokens` 70, 50 tokens are kept.
 
         Args:
             num_kept: The value of `truncate_prompt_tokens`.
@@ -415,8 +415,8 @@ class InputProcessor:
             )
             self._check_bad_word(word, plain)
             found[plain] = None
-            # With more tokens than `plain`, `spaced` is a space token and then `plain`, which is
-            # ruled out already.
+            # If `spaced` has more tokens, it is a space token followed by `plain`, which is
+            # forbidden already.
             if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
                 self._check_bad_word(word, spaced)
                 found[spaced] = None
@@ -468,11 +468,11 @@ class InputProcessor:
             return ()
         left = tuple(i for i in candidates if i not in never)
         if early.issuperset(left):
-            asked = f"the model's {self._vocab_size} token ids leave"
+            source = f"the model's {self._vocab_size} token ids leave"
             if allowed is not None:
-                asked = f"allowed_token_ids={allowed[:10]} leaves"
+                source = f"allowed_token_ids={allowed[:10]} leaves"
             raise InvalidRequestError(
-                f"{asked} no token: each is one of the bad_words, or would end the request before "
+                f"{source} no token: each is one of the bad_words, or would end the request before "
                 "min_tokens. Allow more tokens.",
                 param="bad_words" if allowed is None else "allowed_token_ids",
             )

@@ -37,8 +37,8 @@ class ProcessedOutputs:
 
     Args:
         request_outputs: At most one per caller's request, in the step's order.
-        request_ids_to_abort: Engine requests that the client must abort: they were aborted, ended
-            with a stop string, or keep blocks that are no longer needed.
+        request_ids_to_abort: Engine requests that the client must abort, because their output has
+            ended before the engine ended them, or because the blocks they keep are not needed.
         errors: Caller's request id -> the error that ended the request: its text could not be
             built, or its engine ended.
     """
@@ -52,7 +52,7 @@ class OutputProcessor:
     """Holds the output state of every unfinished request.
 
     Args:
-        tokenizer: None leaves every text empty.
+        tokenizer: If None, every text is empty.
         num_engines: Number of engines; `StepOutputs.engine_idx` is less than it.
         packs_logprobs: Store the log-probabilities of "final_only" outputs as `PackedLogprobs`
             instead of lists, because such an answer may hold them for minutes.
@@ -114,25 +114,25 @@ class OutputProcessor:
         request_ids_to_abort = []
         errors: dict[str, PaxkvError] = {}
         parents: dict[str, ParentRequest] = {}
-        # The argument of `TokenCounter.count_step`. Most neighbors have equal keys, so they are
-        # counted in `num_alike` and added together.
+        # The argument of `TokenCounter.count_step`. Most consecutive outputs have equal keys, so
+        # `run_length` counts such a run before it is added.
         num_completions: dict[tuple[int, float | None], int] = defaultdict(int)
-        alike, num_alike = (0, None), 0
+        run_key, run_length = (0, None), 0
         request_times, now_s = step_outputs.request_times, step_outputs.monotonic_s
         token_counter = self._token_counters[step_outputs.engine_idx]
         for output in step_outputs.outputs:
             state = self._completions.get(output.request_id)
-            # The completion ended before: by a stop string, or by an abort during this step.
+            # A stop string, or an abort during this step, has already ended the completion.
             if state is None:
                 continue
             parent = state.parent
             parents[parent.request_id] = parent
             num_new_tokens, last_token_s = len(output.new_token_ids), state.last_token_s
             if num_new_tokens > 0:
-                if num_new_tokens != alike[0] or last_token_s != alike[1]:
-                    num_completions[alike] += num_alike
-                    alike, num_alike = (num_new_tokens, last_token_s), 0
-                num_alike += 1
+                if num_new_tokens != run_key[0] or last_token_s != run_key[1]:
+                    num_completions[run_key] += run_length
+                    run_key, run_length = (num_new_tokens, last_token_s), 0
+                run_length += 1
                 if last_token_s is None and state.counts_prompt:
                     token_counter.count_prompt(state.num_prompt_tokens, output.num_cached_tokens)
             if request_times:
@@ -149,7 +149,7 @@ class OutputProcessor:
                 del self._completions[output.request_id]
                 if output.finish_reason is None:
                     request_ids_to_abort.append(output.request_id)
-        num_completions[alike] += num_alike
+        num_completions[run_key] += run_length
         token_counter.count_step(num_completions, now_s)
         return self._collect_outputs(parents.values(), request_ids_to_abort, errors)
 
@@ -257,7 +257,7 @@ class _CompletionState:
         packs_logprobs: bool,
     ) -> None:
         self.parent = parent
-        # Metrics count a prompt once: not for forks, nor for further completions of it.
+        # Metrics count a prompt once: only for its first completion, and not for forks.
         self.counts_prompt = index == 0 and request.fork_from is None
         self._request_id = request.request_id
         self._arrival_time = request.arrival_time
@@ -333,7 +333,7 @@ class _CompletionState:
         )
 
     def _detokenize(self, output: EngineCoreOutput) -> list[int]:
-        """Detokenizes the new tokens; returns those up to the end of a stop string."""
+        """Detokenizes the new tokens; returns the tokens up to the end of a stop string."""
         token_ids = output.new_token_ids
         # A token that ends the request belongs to the output's token ids, but not to its text.
         is_ended_by_token = (

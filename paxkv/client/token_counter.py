@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from paxkv.contracts.request_output import TOKEN_BUCKETS_S, TokenTotals
 
-_NUMBERS = (
+_SUMMED_FIELDS = (
     "num_prompt_tokens",
     "num_cached_prompt_tokens",
     "num_recomputed_prompt_tokens",
@@ -40,7 +40,7 @@ class TokenCounter:
         """Counts a prompt when its request's first token arrives."""
         self._num_prompt_tokens += num_tokens
         self._num_cached_prompt_tokens += min(num_cached_tokens, num_tokens)
-        # The last token is recomputed if all others were cached. A single token never is (`0 <`).
+        # The last token is recomputed if all others were cached. Prompts of one token do not count.
         self._num_recomputed_prompt_tokens += 0 < num_cached_tokens == num_tokens - 1
 
     def count_step(
@@ -53,15 +53,15 @@ class TokenCounter:
                 {(1, 7.5): 255, (1, None): 1} means 255 that continue and one that starts.
             now_s: Time of this step, in seconds on the same monotonic clock.
         """
-        for (num_tokens, last_token_s), num_alike in num_completions.items():
-            self._num_generation_tokens += num_tokens * num_alike
+        for (num_tokens, last_token_s), count in num_completions.items():
+            self._num_generation_tokens += num_tokens * count
             if last_token_s is None:
                 continue
             # Tokens that arrive together each count an equal share of the time.
             waited_s = now_s - last_token_s
             bucket = bisect.bisect_left(TOKEN_BUCKETS_S, waited_s / num_tokens)
-            self._latency_counts[bucket] += num_tokens * num_alike
-            self._latency_sum_s += waited_s * num_alike
+            self._latency_counts[bucket] += num_tokens * count
+            self._latency_sum_s += waited_s * count
 
 
 def sum_totals(all_totals: Sequence[TokenTotals]) -> TokenTotals:
@@ -70,7 +70,7 @@ def sum_totals(all_totals: Sequence[TokenTotals]) -> TokenTotals:
         return all_totals[0]
     counts = zip(*(totals.token_latency_counts for totals in all_totals), strict=True)
     return TokenTotals(
-        **{name: sum(getattr(totals, name) for totals in all_totals) for name in _NUMBERS},
+        **{name: sum(getattr(totals, name) for totals in all_totals) for name in _SUMMED_FIELDS},
         token_latency_counts=tuple(map(sum, counts)),
         engines=tuple(all_totals),
     )

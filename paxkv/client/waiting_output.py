@@ -29,15 +29,15 @@ _decoder = msgspec.msgpack.Decoder(_Delta)
 class WaitingOutput:
     """Merges deltas of one request into one output.
 
-    The first output stays unpacked until `pack` or `add`. Then all are stored as bytes, because
-    objects with log-probabilities take about eight times as much memory.
+    The first output stays unpacked until `pack` or `add`. After that, all outputs are stored as
+    bytes, because objects with log-probabilities take about eight times as much memory.
     """
 
     def __init__(self, output: RequestOutput) -> None:
         # `outputs` is empty after `pack`.
         self._latest = output
         self._latest_completions: dict[int, CompletionOutput] = {}
-        # Deltas in order, each after its length.
+        # Deltas in order; the length of each precedes it.
         self._packed = bytearray()
 
     @property

@@ -49,7 +49,7 @@ class EngineRequest:
         fork_from: Id of the request whose blocks this request shares, for their common prefix
             without the last prompt token. The request waits until these tokens are computed. If
             the blocks are no longer available, the prompt is computed from its tokens.
-        num_truncated_tokens: Prompt tokens that `truncate_prompt_tokens` removed, for the answer.
+        num_truncated_tokens: Prompt tokens that `truncate_prompt_tokens` removed.
         is_streamed: The client reads the tokens as they are sampled, so bursts are shorter.
         keep_blocks: Keep the blocks after the request's end, for requests that fork from it, until
             it is aborted or their memory is needed.

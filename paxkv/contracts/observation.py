@@ -1,7 +1,7 @@
 """Observations of an engine: KV events, block residency, cache misses, inspector frames.
 
-An inspector frame is a snapshot, or the changes since the previous frame. Arrays are little-endian
-bytes, in base64 in JSON. Encoding 100,000 blocks takes a few milliseconds.
+An inspector frame is a snapshot, or the changes since the previous frame. Its arrays are
+little-endian bytes, encoded as base64 in JSON.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class BlockStored(KVCacheEvent):
     Args:
         block_hashes: Hashes of the blocks, in order, without group id.
         parent_block_hash: Hash of the block before the first one; None at the start of a prompt.
-            That block need not be cached any more.
+            That block may have been evicted.
         token_ids: Tokens of all the blocks.
         block_size: Tokens per block.
         lora_name: LoRA adapter with which the blocks were computed.
@@ -95,7 +95,7 @@ class BlockResidency:
 
     Args:
         lifetime: From the allocation until the content is evicted or overwritten.
-        idle_before_evict: The last part of the lifetime, without a holder.
+        idle_before_evict: From the release by the last request to the end of the lifetime.
         reuse_gap: From an allocation or a hit to the next hit.
     """
 
@@ -110,11 +110,11 @@ class BlockResidency:
 # evicted              the block was cached, and was evicted to make room
 # salt                 the first block is cached under another salt, or without one
 # lora                 the first block is cached for another adapter, or for none
-# first_block_differs  no KV cache group has a prompt cached that begins like this one
-# block_differs        what all groups have cached ends, or continues differently, at `block_idx`
+# first_block_differs  no cached prompt begins with the same block
+# block_differs        the tokens that all groups have cached end, or differ, at `block_idx`
 # shortened            more tokens are cached than were found. With `block_idx`: one group lacks
-#                      this block, which a longer hit needs. Without: no group lacks a block, but a
-#                      hit cannot end there
+#                      this block, which a longer hit needs. Without: every group has the blocks,
+#                      but a hit cannot end there
 MissReason = Literal[
     "hit",
     "disabled",
@@ -148,8 +148,8 @@ class PrefixCacheMiss:
     block_size: int | None = None
 
 
-# Bytes of a block's hash by which the page distinguishes contents. A JavaScript number is exact up
-# to this size.
+# The inspector's page receives this many bytes of a block's hash. JavaScript numbers represent
+# integers of 6 bytes exactly.
 HASH_BYTES = 6
 
 BlockState = Literal["free", "cached", "used", "shared", "null"]
@@ -183,8 +183,8 @@ class BlockColumns:
 class TableChanges:
     """Changed block tables, each of one request in one group.
 
-    A table consists of `num_skipped` null blocks, the old blocks from that index up to index
-    `num_kept`, and `num_new` new blocks.
+    A table consists of `num_skipped` null blocks, unchanged blocks with indices in
+    `[num_skipped, num_kept)`, and `num_new` new blocks.
 
     Args:
         rows: Rows of (key, group, `num_skipped`, `num_kept`, `num_new`), concatenated. For keys see
@@ -202,7 +202,7 @@ class RequestInfo:
 
     Args:
         key: Identifies the request in all frames; never reused.
-        num_prompt_tokens: 0, like the fields after it, for a request of which only blocks remain.
+        num_prompt_tokens: This and the fields below are 0 if only the request's blocks remain.
         max_num_tokens: Number of prompt and output tokens at which the request ends.
         arrival_time: Seconds since the epoch.
     """
@@ -243,12 +243,12 @@ class PoolInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class InspectionCounters:
-    """Counters since the inspector was opened; prefix cache and preemptions since the start.
+    """Counts since the inspector was opened. Preemptions and prefix cache counts: since the start.
 
     Args:
         num_evictions: Blocks that lost their content.
-        host_s: Seconds of steps in which the host worked.
-        device_s: Seconds of steps in which the host waited for the device.
+        host_s: Total seconds that the host worked on steps.
+        device_s: Total seconds that the host waited for the device.
     """
 
     num_steps: int = 0

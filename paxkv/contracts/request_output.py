@@ -117,7 +117,7 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-# Upper bounds of the histogram of waits for a token; the same as vLLM's.
+# Upper bounds of the buckets for the time between two tokens of a completion, as in vLLM.
 TOKEN_BUCKETS_S = (
     (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
     + (7.5, 10.0, 20.0, 40.0, 80.0)
@@ -126,18 +126,18 @@ TOKEN_BUCKETS_S = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTotals:
-    """Token counts of all requests since the client started, even if a request or engine failed.
+    """Token counts since the client started, including failed requests and replaced engines.
 
     Args:
         num_prompt_tokens: Tokens of prompts whose first output token has arrived. The prompt of n
             completions, or of the steps of a beam search, counts once.
         num_cached_prompt_tokens: Prompt tokens that came from the prefix cache.
-        num_recomputed_prompt_tokens: Number of prompts of which only the last token was not cached.
-            That token must be computed again.
+        num_recomputed_prompt_tokens: Last tokens of prompts whose other tokens were all cached. The
+            last token of a prompt is always computed.
         num_generation_tokens: Sampled tokens.
-        token_latency_counts: Number of tokens in each bucket of `TOKEN_BUCKETS_S` (not cumulative)
-            and above, by the time since the previous token of the completion. First tokens of
-            completions do not count.
+        token_latency_counts: Number of tokens per bucket (not cumulative), by the time since the
+            previous token of the completion. The last count is of tokens above all bounds in
+            `TOKEN_BUCKETS_S`. First tokens of completions do not count.
         token_latency_sum_s: Sum of these times.
         engines: For several engines together: the totals of each engine, in order.
     """

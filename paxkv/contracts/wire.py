@@ -55,7 +55,7 @@ class LoopTransport(Protocol):
 
     @property
     def stall(self) -> str | None:
-        """Why the engine makes no progress although it has work; None if it does, or has ended.
+        """Why the engine makes no progress on its work; None if it does, or has ended.
 
         Must be read on the loop.
         """

@@ -17,7 +17,7 @@ class BurstLength:
     because more requests often follow. Each burst without an arrival doubles the allowed length.
 
     Args:
-        max_decode_burst: Most steps of a burst.
+        max_decode_burst: Largest number of steps in a burst.
     """
 
     def __init__(self, max_decode_burst: int) -> None:
@@ -26,11 +26,11 @@ class BurstLength:
         self._step_s: float | None = None
         self._newest_step_s = 0.0
 
-    def note_arrival(self) -> None:
+    def record_arrival(self) -> None:
         """Records that a request has arrived."""
         self._num_steps = 1
 
-    def note_burst(self, num_decode_steps: int, took_s: float) -> None:
+    def record_burst(self, num_decode_steps: int, took_s: float) -> None:
         """Records the duration of a burst of one or more decode steps."""
         newest_s = self._newest_step_s = took_s / num_decode_steps
         if self._step_s is None:
@@ -38,7 +38,7 @@ class BurstLength:
         self._step_s += _NEWEST_WEIGHT * (newest_s - self._step_s)
 
     def expected_s(self, num_decode_steps: int) -> float:
-        """Returns the least seconds that a burst is expected to take; 0 before the first burst.
+        """Returns a low estimate of a burst's duration; 0 before the first burst.
 
         When most requests end, steps become faster immediately, but the average falls slowly. So
         the result uses the faster of the two.
@@ -46,10 +46,10 @@ class BurstLength:
         return num_decode_steps * min(self._step_s or 0.0, self._newest_step_s)
 
     def next_length(self, *, is_streamed: bool) -> int:
-        """Returns the most steps of the burst that is decided now.
+        """Returns the largest number of steps that the next burst may have.
 
         Args:
-            is_streamed: Whether a client reads tokens as they come.
+            is_streamed: Whether a client reads tokens as they are sampled.
         """
         num_steps = self._num_steps
         self._num_steps = min(2 * num_steps, self._max_decode_burst)

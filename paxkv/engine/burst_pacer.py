@@ -39,7 +39,7 @@ class BurstPacer:
 
     def record_arrival(self) -> None:
         """Records that a request was added."""
-        self._burst_length.note_arrival()
+        self._burst_length.record_arrival()
 
     def record_decision(self, start_s: float) -> None:
         """Records that a step, which the engine began to decide at `start_s`, is on the device."""
@@ -49,7 +49,7 @@ class BurstPacer:
         """Records that the tokens of a step were fetched just now."""
         now_s = time.perf_counter()
         if step.is_burst:
-            self._burst_length.note_burst(step.num_decode_steps, now_s - self._began_s(step))
+            self._burst_length.record_burst(step.num_decode_steps, now_s - self._began_s(step))
         self._last_fetch_s = now_s
 
     def next_length(self, is_streamed: Callable[[], bool]) -> int:

@@ -26,7 +26,7 @@ class CoreChannel(Protocol):
         """Queues a message. Never waits."""
         ...
 
-    def note_step(self) -> None:
+    def count_step(self) -> None:
         """Counts a finished step, for a client that watches the engine's progress."""
         ...
 
@@ -57,4 +57,4 @@ def _run_until_shutdown(core: EngineCore, channel: CoreChannel) -> None:
             continue
         if core.has_work and not core.is_finished:
             channel.send(wire.encode(core.step()))
-            channel.note_step()
+            channel.count_step()

@@ -70,7 +70,7 @@ class ZmqChannel:
 
     def __init__(self, order: EngineOrder) -> None:
         self._counter = StepCounter(order.step_counter)
-        self.note_step = self._counter.count_step
+        self.count_step = self._counter.count_step
         self._context = zmq.Context()
         self._inputs = self._socket(zmq.PULL)
         self._outputs = self._socket(zmq.PUSH)
@@ -173,20 +173,20 @@ def _end_with_parent(folder: str | None, is_binding: threading.Lock) -> None:
 
 
 @contextlib.contextmanager
-def _start_pulse(note_work: Callable[[], None]) -> Iterator[None]:
-    """Calls `note_work` every `_PULSE_S` from a thread, while the process uses the processor.
+def _start_pulse(count_step: Callable[[], None]) -> Iterator[None]:
+    """Calls `count_step` every `_PULSE_S` from a thread, while the process uses the processor.
 
     If another thread hangs and holds the interpreter's lock, the calls stop, as they should.
     """
     is_over = threading.Event()
     # The first progress: the process has loaded its libraries.
-    note_work()
+    count_step()
 
     def run() -> None:
         worked_s = time.process_time()
         while not is_over.wait(_PULSE_S):
             if time.process_time() - worked_s > _MIN_WORK * _PULSE_S:
-                note_work()
+                count_step()
             worked_s = time.process_time()
 
     thread = threading.Thread(target=run, name="paxkv-start-pulse", daemon=True)
@@ -200,7 +200,7 @@ def _start_pulse(note_work: Callable[[], None]) -> Iterator[None]:
 
 def _build_and_run(build: BuildCore, order: EngineOrder, channel: ZmqChannel) -> int:
     try:
-        with _start_pulse(channel.note_step):
+        with _start_pulse(channel.count_step):
             core, ready = build(
                 order.config,
                 show_progress=order.show_progress,

@@ -130,7 +130,7 @@ class _QueueChannel:
             except queue.Empty:
                 return
 
-    def note_step(self) -> None:
+    def count_step(self) -> None:
         """Does nothing. A client could not end a thread that hangs."""
 
 

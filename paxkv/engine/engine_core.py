@@ -31,7 +31,7 @@ from paxkv.contracts.observation import KVEventBatch
 from paxkv.contracts.protocols import Scheduler
 from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from paxkv.engine.burst_pacer import BurstPacer
-from paxkv.engine.grammar_steps import advance_grammars, drawing_requests
+from paxkv.engine.grammar_steps import advance_grammars, masked_request_ids
 from paxkv.engine.kv_event_publisher import KVEventPublisher
 from paxkv.engine.request_clock import RequestClock
 from paxkv.engine.step_in_flight import StepInFlight
@@ -61,11 +61,11 @@ class EngineCore:
     Args:
         kv_event_publisher: Receives the KV cache events that the scheduler records. The engine
             closes it.
-        grammars: The grammars of requests, or None if no request may have one. The scheduler must
-            have the same object as its gate. The engine closes it.
+        grammars: The grammars of requests, or None if no request may have one. Must be the object
+            that the scheduler has as `grammar_gate`. The engine closes it.
         max_steps_in_flight: 1, or 2 to decide the next step while the device computes one. For 2,
             the scheduler must be an `AsyncScheduler`.
-        max_decode_burst: Most decode steps in a burst.
+        max_decode_burst: Largest number of decode steps in a burst.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would compute, fetch tokens, or tell the executor of finished requests."""
+        """Whether a step would compute, fetch tokens, or report ended requests to the executor."""
         return (
             self._scheduler.has_unfinished_requests()
             or self._scheduler.has_finished_requests()
@@ -139,7 +139,7 @@ class EngineCore:
         The reply to a request that the engine refuses is an output with finish reason "error".
         """
         reply = self._handle(message)
-        # A reset of the prefix cache has events, and no step may follow for a long time.
+        # A reset of the prefix cache records events, and the next step may come much later.
         self._publish_kv_events()
         return reply
 
@@ -172,7 +172,7 @@ class EngineCore:
         outputs, wait_s = self._fetch(step)
         self._publish_kv_events()
         self._num_steps += 1
-        # Counts after the last request too: it may take long until a later step counts again.
+        # Also count when no unfinished request is left, because the next step may come much later.
         count_slots = (
             self._num_steps % _STEPS_PER_SLOT_COUNT == 0
             or not self._scheduler.has_unfinished_requests()
@@ -195,7 +195,7 @@ class EngineCore:
             stats=stats,
             timestamp=time.time(),
             monotonic_s=time.monotonic(),
-            request_times=self._request_clock.take_first_tokens(outputs),
+            request_times=self._request_clock.pop_first_token_times(outputs),
         )
 
     def _start_step(self) -> bool:
@@ -209,12 +209,12 @@ class EngineCore:
         scheduler_output = self._scheduler.schedule(max_decode_steps)
         num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
         self._check_progress(num_scheduled_tokens)
-        self._note_step(scheduler_output)
+        self._count_step(scheduler_output)
         # The executor gets empty steps too, because they name finished requests.
         handle = self._executor.execute_model(scheduler_output)
         grammars = self._grammars
         if grammars is not None and grammars.num_requests > 0 and handle.needs_bitmask:
-            req_ids = drawing_requests(self._scheduler.running, scheduler_output)
+            req_ids = masked_request_ids(self._scheduler.running, scheduler_output)
             drafts = scheduler_output.scheduled_spec_decode_tokens
             handle.start_sampling(grammars.make_bitmask(req_ids, drafts))
         self._in_flight.append(
@@ -223,10 +223,10 @@ class EngineCore:
         self._pacer.record_decision(start_s)
         return num_scheduled_tokens > 0
 
-    def _note_step(self, scheduler_output: SchedulerOutput) -> None:
+    def _count_step(self, scheduler_output: SchedulerOutput) -> None:
         new_reqs = scheduler_output.scheduled_new_reqs
         if new_reqs:
-            self._request_clock.note_scheduled(new.req_id for new in new_reqs)
+            self._request_clock.record_scheduled(new.req_id for new in new_reqs)
         num_tokens = scheduler_output.total_num_scheduled_tokens
         if num_tokens > 0:
             # A burst of 4 steps with 12 tokens counts as 4 steps of 3 tokens.
@@ -243,7 +243,7 @@ class EngineCore:
         outputs = self._scheduler.update_from_output(step.scheduler_output, runner_output)
         in_flight = (other.scheduler_output for other in self._in_flight)
         outputs = advance_grammars(outputs, self._scheduler, self._grammars, in_flight)
-        # After the grammars, which may end a request whose token was lost to a preemption.
+        # Last, because `advance_grammars` may add the last output of a preempted request.
         return _with_prompt_logprobs(outputs, runner_output), wait_s
 
     def _forget_grammars(self, request_ids: list[str]) -> None:
@@ -271,7 +271,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Closes the scheduler, the publisher and the grammars. May be repeated."""
-        # A recorded scheduler writes here the decision of a step that failed on the device.
+        # While a trace is recorded, this writes the decision of a step that failed on the device.
         self._scheduler.close()
         if self._kv_event_publisher is not None:
             self._kv_event_publisher.close()
@@ -290,14 +290,14 @@ class EngineCore:
             if self._shutdown is not None:
                 raise InvalidRequestError("the engine is shutting down.")
             self._scheduler.add_request(request)
-            self._request_clock.note_added(request.request_id)
+            self._request_clock.record_added(request.request_id)
             if self._grammars is not None and request.needs_grammar:
                 self._grammars.add(request)
             self._pacer.record_arrival()
             self._inspection.on_arrival(request.request_id, request.arrival_time)
             return None
         except InvalidRequestError as error:
-            # `InputProcessor` should have refused the request. Other requests go on.
+            # `InputProcessor` should have refused the request. Other requests continue.
             logger.warning("request %r was refused by the engine: %s", request.request_id, error)
             refusal = EngineCoreOutput(
                 request_id=request.request_id, new_token_ids=[], finish_reason="error"

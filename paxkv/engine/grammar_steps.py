@@ -11,7 +11,7 @@ from paxkv.structured_output.bound_request import GrammarEnd
 from paxkv.structured_output.grammar_manager import GrammarManager
 
 
-def drawing_requests(
+def masked_request_ids(
     running: Iterable[ScheduledRequest], scheduler_output: SchedulerOutput
 ) -> list[str]:
     """Returns the requests with a grammar for which a step draws a token.
@@ -94,7 +94,7 @@ def _finish_reason(end: GrammarEnd) -> FinishReason:
 
 
 def _last_output(output: EngineCoreOutput, end: GrammarEnd, *, num_kept: int) -> EngineCoreOutput:
-    """Makes the last output of a request whose grammar has ended, with its first tokens."""
+    """Makes the last output of a request whose grammar has ended; keeps `num_kept` new tokens."""
     return msgspec.structs.replace(
         output,
         new_token_ids=output.new_token_ids[:num_kept],

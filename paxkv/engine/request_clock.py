@@ -17,11 +17,11 @@ class RequestClock:
         self._added_s: dict[str, float] = {}
         self._scheduled_s: dict[str, float] = {}
 
-    def note_added(self, request_id: str) -> None:
+    def record_added(self, request_id: str) -> None:
         """Records that a request has arrived."""
         self._added_s[request_id] = time.perf_counter()
 
-    def note_scheduled(self, request_ids: Iterable[str]) -> None:
+    def record_scheduled(self, request_ids: Iterable[str]) -> None:
         """Records that requests are in a step. Only the first step of a request counts."""
         now_s = time.perf_counter()
         for request_id in request_ids:
@@ -33,7 +33,7 @@ class RequestClock:
             self._added_s.pop(request_id, None)
             self._scheduled_s.pop(request_id, None)
 
-    def take_first_tokens(self, outputs: Iterable[EngineCoreOutput]) -> dict[str, RequestTimes]:
+    def pop_first_token_times(self, outputs: Iterable[EngineCoreOutput]) -> dict[str, RequestTimes]:
         """Returns the times of requests with their first token in `outputs`, and forgets them."""
         if not self._added_s:
             return {}

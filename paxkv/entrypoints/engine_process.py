@@ -2,8 +2,8 @@
 
 import gc
 
-# Imports make a million objects and no rubbish to speak of; looking for some is a fifth of their
-# time. `build` enables the collector.
+# Imports make a million objects and almost no garbage, and collection takes a fifth of their time.
+# `build` enables the collector.
 if __name__ == "__main__":
     gc.disable()
 
@@ -31,7 +31,7 @@ def build(
     try:
         built = build_core(config, show_progress=show_progress, on_model_found=on_model_found)
     except ModelError as error:
-        # The parent process has no JAX and cannot import `models`, so it needs another class.
+        # The parent process has no JAX, so it cannot import `ModelError` from `models`.
         raise ConfigError(str(error)) from error
     finally:
         gc.freeze()

@@ -44,7 +44,7 @@ _TRACEBACK_S = 0.5
 _START_POLL_MS = 100
 _CONNECT_TIMEOUT_MS = 5000
 _CONNECT_POLL_MS = 20
-# Time to handle the engine's messages before the loop runs other callbacks.
+# Longest time to handle messages before other callbacks of the loop may run.
 _MAX_TURN_S = 0.02
 # The path of a socket file may have 107 bytes on Linux, 103 on macOS.
 _MAX_IPC_PATH = 100
@@ -267,7 +267,7 @@ class EngineProcess:
             return
 
     def _connect_inputs(self, endpoint: str) -> None:
-        """Connects to the socket that the engine has bound; earlier attempts retry too slowly."""
+        """Connects to the engine's socket. It is bound, because ZeroMQ repeats attempts slowly."""
         socket = self._context.socket(zmq.PUSH)
         socket.set_hwm(0)
         if self._curve_keys is not None:
@@ -285,8 +285,8 @@ class EngineProcess:
         with self._lock:
             self._inputs = socket
         if is_connected and self._folder is not None:
-            # Both sockets are connected (the engine's hello used the other one), so their files are
-            # no longer needed. If both processes were killed, the files would remain.
+            # Both sockets are connected (the engine's hello used the other one). Remove their files
+            # now, because the files would remain if both processes were killed.
             self._folder.remove()
 
     def _next_start_message(self) -> EngineOutput | EngineStartOutput:
@@ -371,15 +371,15 @@ def _spawn(
 
 @contextlib.contextmanager
 def _deferred_signals() -> Iterator[None]:
-    """Delays SIGINT and SIGTERM until the block ends, so that cleanup can follow them.
+    """Delays SIGINT and SIGTERM until the block ends, so that they leave no process behind.
 
     A process that is started in the block inherits the signal mask. So the signals cannot end it
     before it ignores them.
     """
     received: list[int] = []
     previous = {}
-    # Handlers are needed besides the mask: the mask covers only this thread, and the system may
-    # deliver the signal to a thread of a library.
+    # The mask covers only this thread. Handlers are needed too, because the system may deliver the
+    # signal to a thread of a library.
     if threading.current_thread() is threading.main_thread():
         previous = {
             number: signal.signal(number, lambda number, frame: received.append(number))

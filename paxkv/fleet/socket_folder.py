@@ -19,13 +19,13 @@ _OPEN_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 class SocketFolder:
     """A temporary folder that only this user can read, so that other users cannot connect.
 
-    Its process holds a lock on it and removes it at exit. An unlocked folder is left over.
+    Its process locks it and removes it at exit. If a process is killed, an unlocked folder remains.
     """
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         lock = os.open(self.path, _OPEN_FLAGS)
-        # Without locks in the file system, other processes cannot lock it either, nor remove it.
+        # If the file system has no locks, other processes cannot lock the folder and so remove it.
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Removes the folder at exit if `remove` was not called.

@@ -9,7 +9,7 @@ _MAX_U16 = 65535
 
 
 def make_columns(log: BlockChangeLog, ids_np: np.ndarray | None) -> BlockColumns:
-    """Encodes the blocks `ids_np`, i64[num_ids], or all, as of the last `drain_changed`."""
+    """Encodes blocks `ids_np`, i64[num_ids], or all; their state is of the last `drain_changed`."""
     chosen = slice(None) if ids_np is None else ids_np
     contents_np = log.contents if ids_np is None else log.get_contents(ids_np)
     return BlockColumns(

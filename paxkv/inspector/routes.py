@@ -36,7 +36,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-# Concurrent requests for block details. A page sends one at a time, while the pointer moves.
+# Limit of concurrent requests for block details. A page sends one at a time.
 MAX_DETAIL_CALLS = 4
 
 

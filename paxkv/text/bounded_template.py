@@ -23,11 +23,11 @@ import jinja2.visitor
 from paxkv.text.call_arguments import dump_json
 
 _ItemT = TypeVar("_ItemT")
-# A conversation that fills a body of the default limit renders in well under a second.
+# The longest conversation that fits into a request by default renders in well under a second.
 MAX_RENDER_S = 10.0
 MAX_RENDERED_CHARS = 32 * 2**20
 # Number of loop iterations per check of the time, which costs as much as a short loop body.
-_ITEMS_PER_LOOK = 256
+_ITEMS_PER_CHECK = 256
 # The widths of "%*d" and "%.*f" are among the values.
 _STARRED_WIDTH = re.compile(r"%[-+ #0-9.]*\*")
 _LOOP_FILTER, _CONCAT_FILTER = "paxkv_loop", "paxkv_concat"
@@ -70,7 +70,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return "".join(parts)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
-        return _Meters().visit(super()._parse(source, name, filename))
+        return _LimitInserter().visit(super()._parse(source, name, filename))
 
     def call(
         self,
@@ -81,7 +81,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         **kwargs: object,
     ) -> object:
         self._check_time()
-        if not _keeps_arguments(function):
+        if not _accepts_large_numbers(function):
             check_numbers((*args, *kwargs.values()))
         return super().call(context, function, *args, **kwargs)
 
@@ -113,7 +113,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         def bounded(*args: object, **kwargs: object) -> str:
             is_map = value.__name__ == "format_map" and args
             fields = ((), args[0]) if is_map else (args, kwargs)
-            # Only checks the length; for strings marked as safe HTML the final text differs.
+            # Check the length only. `formatted` returns another text for strings of safe HTML.
             _SizedFormatter(self).vformat(value.__self__, *fields)
             return formatted(*args, **kwargs)
 
@@ -127,7 +127,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         # Also check before the first item, for loops that contain short loops.
         self._check_time()
         for num_items, item in enumerate(items):
-            if num_items % _ITEMS_PER_LOOK == 0:
+            if num_items % _ITEMS_PER_CHECK == 0:
                 self._check_time()
             yield item
 
@@ -137,7 +137,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return "".join(texts)
 
     def _check_time(self) -> None:
-        # There is no deadline while a template is compiled, when jinja folds constants.
+        # No deadline is set while jinja compiles a template and folds constants.
         deadline_s = getattr(self._renders, "deadline_s", None)
         if deadline_s is not None and time.monotonic() > deadline_s:
             raise jinja2.TemplateError("it takes too long")
@@ -172,7 +172,7 @@ class _TimedItems:
         return self._environment._timed_items(self._items)
 
 
-class _Meters(jinja2.visitor.NodeTransformer):
+class _LimitInserter(jinja2.visitor.NodeTransformer):
     """Adds a filter to the sequence of every loop, and to every `~`."""
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.For:
@@ -190,10 +190,10 @@ def _filtered(node: jinja2.nodes.Expr, name: str) -> jinja2.nodes.Filter:
     return filtered.set_environment(node.environment)
 
 
-def _keeps_arguments(function: object) -> bool:
-    """Whether a function does not use numbers as sizes: macros, containers, methods such as `get`.
+def _accepts_large_numbers(function: object) -> bool:
+    """True for macros, containers and their methods, which do not use numbers as sizes.
 
-    These may receive large numbers, such as timestamps in messages.
+    They may receive large numbers, such as timestamps in messages.
     """
     if isinstance(function, jinja2.runtime.Macro):
         return True

@@ -14,7 +14,7 @@ def needs_short_ids(source: str) -> bool:
 
 
 def with_short_ids(message: Mapping[str, object]) -> dict[str, object]:
-    """Shortens the ids of a message's calls, or of the call whose result the message is.
+    """Shortens the ids of the tool calls in a message, or the `tool_call_id` of a tool's result.
 
     A call and its result get the same id.
     """

@@ -9,8 +9,8 @@ from pathlib import Path
 import paxkv
 
 # vLLM's name of a benchmark -> paxkv's name.
-_SAME = {"throughput": "engine"}
-_OURS = ("paxkv", "benchmarks", "models", "pallas_kernels")
+_PAXKV_NAMES = {"throughput": "engine"}
+_SOURCE_PACKAGES = ("paxkv", "benchmarks", "models", "pallas_kernels")
 _USAGE_ERROR = 2
 
 
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(f"usage: paxkv bench NAME [...]\n\nbenchmarks: {', '.join(_names(folder))}")
         return 0 if words else _USAGE_ERROR
-    name = _SAME.get(words[0], words[0])
+    name = _PAXKV_NAMES.get(words[0], words[0])
     module = f"benchmarks.{name}"
     if str(folder.parent) not in sys.path:
         sys.path.insert(0, str(folder.parent))
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in ("", *_OURS):
+        if (error.name or "").partition(".")[0] in ("", *_SOURCE_PACKAGES):
             raise
         print(
             f"paxkv: error: {words[0]} needs {error.name}: `pip install -e '.[bench]'` in "

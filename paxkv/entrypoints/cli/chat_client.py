@@ -33,7 +33,7 @@ class ChatClient:
         self, url: str, *, api_key: str = "", ca_certs: str | None = None, timeout_s: float = 600.0
     ) -> None:
         self._parts = _split(url)
-        # HTTP headers can contain only such characters.
+        # HTTP headers cannot contain other characters.
         if not (api_key.isascii() and api_key.isprintable()):
             raise ChatError("--api-key must be printable ASCII characters.")
         self._api_key = api_key
@@ -46,7 +46,7 @@ class ChatClient:
         Raises:
             ChatError: The server cannot be reached, or rejects the request.
         """
-        with self._ask("GET", "/models", None) as response:
+        with self._send("GET", "/models", None) as response:
             models = json.loads(response.read())["data"]
         if not models:
             raise ChatError("the server has no model.")
@@ -61,7 +61,7 @@ class ChatClient:
             ChatError: The server cannot be reached, rejects the request, or ends the answer early.
         """
         body = {"model": model, "messages": list(messages), "stream": True} | params
-        with self._ask("POST", "/chat/completions", json.dumps(body).encode()) as response:
+        with self._send("POST", "/chat/completions", json.dumps(body).encode()) as response:
             for line in response:
                 data = line.strip().removeprefix(b"data: ")
                 if data == b"[DONE]":
@@ -70,7 +70,7 @@ class ChatClient:
                     yield _text_of(json.loads(data))
         raise ChatError("the server ended in the middle of its answer.")
 
-    def _ask(self, method: str, path: str, body: bytes | None) -> "_Response":
+    def _send(self, method: str, path: str, body: bytes | None) -> "_Response":
         headers = {"Content-Type": "application/json", "Accept": "*/*"}
         if self._api_key:
             headers["Authorization"] = f"Bearer {self._api_key}"
@@ -82,7 +82,7 @@ class ChatClient:
                 raise ChatError(_refusal(response))
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            raise ChatError(f"{self._parts.netloc} cannot be asked: {error}.") from error
+            raise ChatError(f"{self._parts.netloc} cannot be reached: {error}.") from error
         except ChatError:
             connection.close()
             raise

@@ -22,7 +22,7 @@ from paxkv.entrypoints.cli.command_parser import CommandParser
 from paxkv.errors import ConfigError, EngineDeadError, InvalidRequestError
 from paxkv.package_origin import check_package_origin
 
-# Check before the imports below. With a foreign `models` package they would fail without a reason.
+# Before the imports below, which fail without an explanation if another package is named `models`.
 try:
     check_package_origin()
 except ConfigError as error:
@@ -32,8 +32,8 @@ from models.errors import ModelError
 from paxkv.llm import LLM
 
 _CONFIG_CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig)
-# LLM has no name in an API, and its argument for the policy has vLLM's name.
-_NOT_OF_LLM = ("served_model_name", "policy")
+# LLM has no `served_model_name`. It calls `policy` `scheduling_policy`, as vLLM does.
+_NOT_LLM_ARGUMENTS = ("served_model_name", "policy")
 # Field of SamplingParams, type, help.
 _SAMPLING = (
     ("max_tokens", int, "largest number of new tokens"),
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("paxkv: error: no prompt; use --prompt TEXT or write to stdin.", file=sys.stderr)
         return 1
     try:
-        # Report mistakes here before the model is loaded.
+        # Reject invalid sampling parameters before the model is loaded.
         given = _given_sampling_fields(namespace)
         SamplingParams(**given)
         with ended_by_interrupt(), _make_llm(namespace) as llm:
@@ -135,7 +135,7 @@ def _make_llm(namespace: argparse.Namespace) -> LLM:
     for config_class in _CONFIG_CLASSES:
         config = config_from_arguments(config_class, namespace)
         settings |= {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    settings = {name: value for name, value in settings.items() if name not in _NOT_OF_LLM}
+    settings = {name: value for name, value in settings.items() if name not in _NOT_LLM_ARGUMENTS}
     settings["override_generation_config"] = namespace.override_generation_config.given
     return LLM(scheduling_policy=namespace.policy, **settings)
 

@@ -41,7 +41,7 @@ from paxkv.server.batch.batch_runner import BatchRunner
 from paxkv.server.metrics.stats_log import StatsLog
 
 # Settings of a server's port and of its clients, which a batch does not have.
-_OF_A_SERVER = (
+_SERVER_ONLY_SETTINGS = (
     *("host", "port", "root_path", "max_waiting_requests", "max_header_bytes", "max_connections"),
     *("request_timeout_s", "shutdown_timeout_s", "api_key", "ssl_keyfile", "ssl_certfile"),
     *("ssl_ca_certs", "ssl_cert_reqs", "allowed_origins", "allowed_methods", "allowed_headers"),
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("paxkv: error:", *str(error).splitlines(), file=sys.stderr)
         return 1
     except Terminated:
-        # The exit status then shows the signal to its sender.
+        # So the exit status of the process names the signal.
         signal.raise_signal(signal.SIGTERM)
         return TERMINATED
     print(
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags of `paxkv serve`, except those about its port and clients, and two files."""
+    """The flags of `paxkv serve` without settings of its port and clients, plus two file flags."""
     parser = CommandParser(
         prog="paxkv run-batch",
         description="Answers the requests of a file in OpenAI's batch format, without a server. A "
@@ -117,7 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     for config_class in ENGINE_CONFIG_CLASSES:
         add_config_flags(parser, config_class)
-    add_config_flags(parser, ServerConfig, without=_OF_A_SERVER)
+    add_config_flags(parser, ServerConfig, without=_SERVER_ONLY_SETTINGS)
     add_serve_arguments(parser)
     return parser
 
@@ -199,7 +199,7 @@ def _open_output(namespace: argparse.Namespace) -> LineFile:
             "file and upload it."
         )
     with _reported(path):
-        # Only regular files are compared: both may be /dev/null.
+        # Compare regular files only, because both may be /dev/null.
         is_input = os.path.isfile(path) and os.path.exists(namespace.input_file)
         if is_input and os.path.samefile(path, namespace.input_file):
             raise BatchFileError(

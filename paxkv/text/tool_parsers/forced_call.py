@@ -10,7 +10,7 @@ from paxkv.text.tool_parsers.tool_parser import (
 
 
 class NamedCallParser:
-    """For answers that are the arguments of one function, which `tool_choice` names."""
+    """Parses an answer that contains only the arguments of the function in `tool_choice`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -28,7 +28,7 @@ class NamedCallParser:
 
 
 class CallListParser:
-    """For answers that are a JSON array of calls (`tool_choice` is "required")."""
+    """Parses an answer that is a JSON array of calls (`tool_choice` is "required")."""
 
     def __init__(self) -> None:
         self._object: CallObject | None = None

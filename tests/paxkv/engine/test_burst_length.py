@@ -11,14 +11,14 @@ def lengths(burst_length: BurstLength, num: int, *, is_streamed: bool = False) -
 
 def with_step_time(step_s: float, max_decode_burst: int = 8) -> BurstLength:
     burst_length = BurstLength(max_decode_burst)
-    burst_length.note_burst(1, step_s)
+    burst_length.record_burst(1, step_s)
     return burst_length
 
 
 def test_first_burst_is_one_step_as_its_time_is_not_known() -> None:
     burst_length = BurstLength(8)
     assert lengths(burst_length, 3) == [1, 1, 1]
-    burst_length.note_burst(1, 0.001)
+    burst_length.record_burst(1, 0.001)
     assert lengths(burst_length, 1) == [8]
 
 
@@ -31,7 +31,7 @@ def test_length_doubles_while_nobody_arrives() -> None:
 def test_arrival_begins_again_with_one_step() -> None:
     burst_length = with_step_time(0.001)
     lengths(burst_length, 5)
-    burst_length.note_arrival()
+    burst_length.record_arrival()
     assert lengths(burst_length, 4) == [1, 2, 4, 8]
 
 
@@ -46,16 +46,16 @@ def test_burst_takes_no_longer_than_somebody_may_wait() -> None:
 def test_expected_time_falls_at_once_and_rises_slowly() -> None:
     burst_length = BurstLength(8)
     assert burst_length.expected_s(8) == 0.0
-    burst_length.note_burst(4, 4 * 0.03)
+    burst_length.record_burst(4, 4 * 0.03)
     assert burst_length.expected_s(8) == pytest.approx(0.24)
-    burst_length.note_burst(8, 8 * 0.01)
+    burst_length.record_burst(8, 8 * 0.01)
     assert burst_length.expected_s(8) == pytest.approx(0.08)
-    burst_length.note_burst(8, 8 * 0.1)
+    burst_length.record_burst(8, 8 * 0.1)
     assert 0.2 < burst_length.expected_s(8) < 0.4
 
 
 def test_time_of_a_step_follows_slower_steps() -> None:
     burst_length = with_step_time(0.001)
     for _ in range(30):
-        burst_length.note_burst(8, 8 * 0.1)
+        burst_length.record_burst(8, 8 * 0.1)
     assert lengths(burst_length, 5)[-1] == 2

@@ -211,7 +211,7 @@ class ClockChannel:
     def send(self, data: bytes) -> None:
         self.outputs.append((self._clock.now_s, wire.decode_output(data)))
 
-    def note_step(self) -> None: ...
+    def count_step(self) -> None: ...
 
 
 def test_burst_that_ends_early_is_fetched_then(clock: FakeClock) -> None:

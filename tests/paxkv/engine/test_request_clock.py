@@ -22,26 +22,26 @@ def _output(request_id, *token_ids):
 
 def test_queue_ends_with_the_first_step_and_prefill_with_the_first_token(clock):
     times = RequestClock()
-    times.note_added("a")
+    times.record_added("a")
     clock[0] = 3.0
-    times.note_scheduled(["a"])
+    times.record_scheduled(["a"])
     clock[0] = 5.0
     # Preempted and scheduled anew: it does not wait for its first step any more.
-    times.note_scheduled(["a"])
+    times.record_scheduled(["a"])
     clock[0] = 8.0
-    (found,) = times.take_first_tokens([_output("b", 1), _output("a", 1)]).values()
+    (found,) = times.pop_first_token_times([_output("b", 1), _output("a", 1)]).values()
     assert (found.queue_s, found.prefill_s) == (2.0, 5.0)
-    assert times.take_first_tokens([_output("a", 2)]) == {}
+    assert times.pop_first_token_times([_output("a", 2)]) == {}
 
 
 def test_refused_and_aborted_requests_have_no_times_and_are_forgotten(clock):
     times = RequestClock()
     for name in ("refused", "aborted"):
-        times.note_added(name)
-    times.note_scheduled(["aborted"])
-    assert times.take_first_tokens([_output("refused")]) == {}
+        times.record_added(name)
+    times.record_scheduled(["aborted"])
+    assert times.pop_first_token_times([_output("refused")]) == {}
     times.forget(["aborted", "unknown"])
-    assert times.take_first_tokens([_output("aborted", 1), _output("refused", 1)]) == {}
+    assert times.pop_first_token_times([_output("aborted", 1), _output("refused", 1)]) == {}
 
 
 def test_engine_sends_the_times_with_the_first_token_alone():

@@ -83,7 +83,7 @@ def test_server_that_is_not_there_or_ends_early_is_an_error():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        with pytest.raises(ChatError, match="cannot be asked"):
+        with pytest.raises(ChatError, match="cannot be reached"):
             ChatClient(url).first_model()
         listener.listen()
 

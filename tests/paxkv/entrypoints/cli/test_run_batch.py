@@ -100,7 +100,7 @@ OF_A_BATCH = {
 
 def test_each_setting_of_the_server_is_a_flag_of_the_batch_or_is_left_out():
     """A limit on waiting requests that has a flag here would refuse lines of a batch."""
-    left_out = set(run_batch._OF_A_SERVER)
+    left_out = set(run_batch._SERVER_ONLY_SETTINGS)
     assert not left_out & OF_A_BATCH
     assert left_out | OF_A_BATCH == {field.name for field in dataclasses.fields(ServerConfig)}
 
