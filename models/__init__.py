@@ -1,9 +1,10 @@
 """Decoder-only language models over a paged KV cache, loaded from Hugging Face checkpoints."""
 
-from models.attention_config import AttentionConfig
 from models.cache.attention_format import AttentionFormat
 from models.cache.format import CacheFormat, Pages
-from models.config import ModelConfig
+from models.config.attention_config import AttentionConfig
+from models.config.model_config import ModelConfig
+from models.config.rope_config import RopeConfig
 from models.decoder_spec import CacheRef, DecoderSpec, LayerSpec
 from models.errors import (
     CheckpointError,
@@ -13,19 +14,18 @@ from models.errors import (
     UnsupportedModelError,
     WeightMismatchError,
 )
-from models.forward_batch import ForwardBatch, GroupInputs
-from models.kernel_settings import KernelSettings
-from models.layer_context import CachePlace, LayerContext, LayerPlaces
+from models.forward.forward_batch import ForwardBatch, GroupInputs
+from models.forward.kernel_settings import KernelSettings
+from models.forward.layer_context import CachePlace, LayerContext, LayerPlaces
+from models.forward.report import Report
+from models.forward.row_widths import Width, run_at_width
+from models.forward.wants import Outputs, Wants
 from models.layers.experts import EXPERT_TOKENS
 from models.loading.load_model import load_model
 from models.loading.loaded_model import LoadedModel
 from models.loading.source import read_model_config, resolve_model_folder
 from models.platforms import Platform, platform_of
 from models.registry import read_config
-from models.report import Report
-from models.rope_config import RopeConfig
-from models.row_widths import Width, run_at_width
-from models.wants import Outputs, Wants
 
 __all__ = [
     "EXPERT_TOKENS",

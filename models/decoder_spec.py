@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from models.attention_config import SELF_ATTENTION, AttentionConfig
 from models.cache.format import KV_KINDS, CacheFormat
+from models.config.attention_config import SELF_ATTENTION, AttentionConfig
 from models.errors import ModelConfigError
 
 # The index of a layer, and the local name of one of its caches.

@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
-from models.decoder import Decoder
+from models.decoders.decoder import Decoder
 from models.errors import ModelError
 
 # The class that `models/registry.py` has for the architecture in config.json.
@@ -45,8 +45,8 @@ def load_model_impl(model_impl: str) -> type[Decoder]:
     if not isinstance(model_class, type) or not issubclass(model_class, Decoder):
         raise ModelError(
             f"model_impl={model_impl!r}: {class_name!r} of module {where} is "
-            f"{_described(model_class)}; expected a class derived from models.decoder.Decoder. "
-            f"{_HOW_TO}."
+            f"{_described(model_class)}; expected a class derived from "
+            f"models.decoders.decoder.Decoder. {_HOW_TO}."
         )
     if model_class.read_config.__func__ is Decoder.read_config.__func__:
         raise ModelError(

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from models.architecture_names import nearest_names, with_supported_names
-from models.config import ModelConfig
+from models.config.model_config import ModelConfig
 from models.errors import ModelConfigError, ModelError, UnsupportedModelError
 from models.model_impl import AUTO, load_model_impl
 from models.text_parts import WHOLES, is_whole, text_part
 
 if TYPE_CHECKING:
-    from models.decoder import Decoder
+    from models.decoders.decoder import Decoder
 
 # Installed packages add families by entry points of this group: architecture = "module:Class".
 ENTRY_POINT_GROUP = "paxkv.models"
@@ -207,8 +207,8 @@ def _read_with(family: "type[Decoder]", hf_config: Mapping[str, object]) -> Mode
     if not isinstance(config, ModelConfig):
         raise ModelError(
             f"read_config of {family.__module__}.{family.__name__} returned "
-            f"{type(config).__name__}; expected an object of models.config.ModelConfig, or of a "
-            "class derived from it."
+            f"{type(config).__name__}; expected an object of "
+            "models.config.model_config.ModelConfig, or of a class derived from it."
         )
     return config
 

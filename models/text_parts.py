@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from models.config_fields import with_defaults
+from models.config.fields import with_defaults
 
 # Architectures of whole checkpoints whose language model is loaded. With text alone, they compute
 # what the language model computes by itself.

@@ -7,17 +7,17 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from models.config_fields import read_count, read_flag, read_number, with_defaults
-from models.corrected_moe import CorrectedMoEConfig, make_corrected_experts
-from models.dense_config import read_attention, read_dense_fields
-from models.layer_types import attention_by_type, read_sliding_window
+from models.config.dense_config import read_attention, read_dense_fields
+from models.config.fields import read_count, read_flag, read_number, with_defaults
+from models.config.layer_types import attention_by_type, read_sliding_window
+from models.config.moe_config import read_expert_fields
+from models.decoders.corrected_moe import CorrectedMoEConfig, make_corrected_experts
+from models.decoders.moe_decoder import MoEDecoder
 from models.layers.decoder_layers import SandwichNormLayer
 from models.layers.dense_layers import make_head_normed_attention
 from models.layers.gated_attention import GatedAttention
 from models.layers.rms_norm import RoundedLastRMSNorm
 from models.layers.routing import SigmoidTopK
-from models.moe_config import read_expert_fields
-from models.moe_decoder import MoEDecoder
 from models.weight_rule import WeightRule, with_renamed_sources
 
 # Defaults of fields that a config.json may leave out.

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.config_fields import read_flag, refuse_other_values, with_defaults
-from models.dense_config import DenseConfig, read_attention, read_dense_fields
-from models.dense_decoder import DenseDecoder
+from models.config.dense_config import DenseConfig, read_attention, read_dense_fields
+from models.config.fields import read_flag, refuse_other_values, with_defaults
+from models.config.rope_config import with_default_rope
+from models.decoders.dense_decoder import DenseDecoder
 from models.layers.dense_layers import make_head_normed_attention
 from models.layers.rms_norm import RMSNorm
 from models.layers.xielu import XieluMLP
-from models.rope_config import with_default_rope
 from models.weight_rule import WeightRule, with_renamed_sources
 
 # Defaults of fields that a config.json may leave out.

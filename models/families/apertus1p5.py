@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from models.config_fields import read_count, with_defaults
-from models.dense_config import DenseConfig
+from models.config.dense_config import DenseConfig
+from models.config.fields import read_count, with_defaults
 from models.errors import ModelConfigError
 from models.families.apertus import ApertusForCausalLM
 from models.weight_rule import Source, WeightRule

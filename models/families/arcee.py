@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.config_fields import read_flag, with_defaults
-from models.dense_config import read_attention, read_dense_fields
-from models.dense_decoder import DenseDecoder
+from models.config.dense_config import read_attention, read_dense_fields
+from models.config.fields import read_flag, with_defaults
+from models.decoders.dense_decoder import DenseDecoder
 from models.families.llama import LlamaConfig
 from models.layers.mlp import PlainMLP
 from models.layers.rms_norm import RMSNorm

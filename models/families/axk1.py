@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.config_fields import with_defaults
-from models.corrected_moe import CorrectedMoEConfig
+from models.config.fields import with_defaults
+from models.config.moe_config import read_mlp_layer_types
+from models.decoders.corrected_moe import CorrectedMoEConfig
+from models.decoders.shared_moe import make_shared_experts
 from models.families.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
-from models.layer_context import LayerContext
+from models.forward.layer_context import LayerContext
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import CorrectedRouter
 from models.layers.sparse_mlp import SharedExpertsMLP, SparseMLP
-from models.moe_config import read_mlp_layer_types
-from models.shared_moe import make_shared_experts
 from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.

@@ -7,11 +7,19 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_flag
-from models.dense_config import read_dense_fields, read_head_fields
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_dense_fields, read_head_fields
+from models.config.fields import read_flag
+from models.config.layer_types import attention_by_type, read_sliding_window
+from models.config.moe_config import (
+    MoEConfig,
+    read_corrected_choice,
+    read_expert_fields,
+    read_mlp_layer_types,
+)
+from models.config.rope_config import parse_ropes_by_layer_type
+from models.decoders.moe_decoder import MoEDecoder
 from models.families.gemma2 import read_logits_soft_cap
-from models.layer_types import attention_by_type, read_sliding_window
 from models.layers.beam_layers import (
     BeamAttention,
     BeamExperts,
@@ -23,14 +31,6 @@ from models.layers.rms_norm import RoundedLastRMSNorm
 from models.layers.routing import CorrectedRouter, SigmoidTopK
 from models.layers.soft_cap import soft_cap_logits
 from models.layers.sparse_mlp import SparseMLP
-from models.moe_config import (
-    MoEConfig,
-    read_corrected_choice,
-    read_expert_fields,
-    read_mlp_layer_types,
-)
-from models.moe_decoder import MoEDecoder
-from models.rope_config import parse_ropes_by_layer_type
 
 _DEFAULT_ROPES = {"sliding_attention": {"rope_theta": 10_000.0}, "full_attention": None}
 # Numbers of the choice of experts that a config.json may leave out.

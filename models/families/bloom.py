@@ -5,18 +5,18 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.alibi_slopes import make_alibi_slopes
-from models.attention_config import AttentionConfig
-from models.carry import Carry
-from models.config_fields import refuse_other_values, with_defaults
-from models.dense_config import LayerNormConfig, read_head_fields, read_layer_norm_fields
-from models.dense_decoder import DenseDecoder
-from models.gpt_fields import with_later_names
-from models.layer_context import LayerContext
+from models.config.alibi_slopes import make_alibi_slopes
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import LayerNormConfig, read_head_fields, read_layer_norm_fields
+from models.config.fields import refuse_other_values, with_defaults
+from models.config.gpt_fields import with_later_names
+from models.config.rope_config import RopeConfig
+from models.decoders.dense_decoder import DenseDecoder
+from models.forward.carry import Carry
+from models.forward.layer_context import LayerContext
 from models.layers.layer_norm import LayerNorm
 from models.layers.mlp import PlainMLP
 from models.layers.packed_weights import with_grouped_qkv
-from models.rope_config import RopeConfig
 from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.

@@ -10,10 +10,10 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_flag, read_number, with_defaults
-from models.dense_config import LayerNormConfig, read_attention, read_layer_norm_fields
-from models.dense_decoder import DenseDecoder
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import LayerNormConfig, read_attention, read_layer_norm_fields
+from models.config.fields import read_flag, read_number, with_defaults
+from models.decoders.dense_decoder import DenseDecoder
 from models.layers.attention import Attention
 from models.layers.decoder_layers import ParallelLayer
 from models.layers.layer_norm import StackedHeadLayerNorm, UnbiasedLayerNorm

@@ -5,10 +5,10 @@ without positions.
 import dataclasses
 from collections.abc import Mapping
 
-from models.config_fields import read_count, read_flag, with_defaults
-from models.dense_config import read_attention
+from models.config.dense_config import read_attention
+from models.config.fields import read_count, read_flag, with_defaults
+from models.config.layer_types import attention_by_type, read_sliding_window
 from models.families.cohere import CohereConfig, CohereForCausalLM, read_cohere_fields
-from models.layer_types import attention_by_type, read_sliding_window
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"bos_token_id": 5, "eos_token_id": 255_001}

@@ -9,12 +9,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_count, read_flag, read_number, with_defaults
-from models.dense_config import read_attention, read_dense_fields
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_attention, read_dense_fields
+from models.config.fields import read_count, read_flag, read_number, with_defaults
+from models.config.layer_types import attention_by_type, read_sliding_window
+from models.config.moe_config import (
+    read_expert_fields,
+    read_leading_dense,
+    read_mlp_layer_types,
+)
+from models.decoders.moe_decoder import MoEDecoder
+from models.decoders.shared_moe import SharedMoEConfig, make_shared_experts
 from models.errors import UnsupportedModelError
-from models.layer_context import LayerContext
-from models.layer_types import attention_by_type, read_sliding_window
+from models.forward.layer_context import LayerContext
 from models.layers.attention import Attention
 from models.layers.decoder_layers import ParallelLayer
 from models.layers.layer_norm import UnbiasedLayerNorm
@@ -24,13 +31,6 @@ from models.layers.rotary import apply_rotary_to_neighbors
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.routing_rules import SigmoidOfTopK
 from models.layers.sparse_mlp import SharedExpertsMLP, SparseMLP
-from models.moe_config import (
-    read_expert_fields,
-    read_leading_dense,
-    read_mlp_layer_types,
-)
-from models.moe_decoder import MoEDecoder
-from models.shared_moe import SharedMoEConfig, make_shared_experts
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"bos_token_id": 5, "eos_token_id": 255_001}

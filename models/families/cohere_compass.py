@@ -3,14 +3,14 @@
 import dataclasses
 from collections.abc import Mapping
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_flag, read_number, refuse_other_values, with_defaults
-from models.dense_config import read_head_fields, read_layer_norm_fields
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_head_fields, read_layer_norm_fields
+from models.config.fields import read_flag, read_number, refuse_other_values, with_defaults
+from models.config.layer_types import attention_by_type, read_sliding_window
+from models.config.nested_config import read_part
+from models.config.rope_config import parse_rope_config
 from models.families.cohere import CohereConfig, CohereForCausalLM
-from models.layer_types import attention_by_type, read_sliding_window
 from models.layers.attention import Attention
-from models.nested_config import read_part
-from models.rope_config import parse_rope_config
 from models.text_parts import without_mrope
 
 # Defaults of fields that a config.json may leave out.

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from models.config_fields import read_flag, with_defaults
-from models.dense_config import read_attention, read_dense_fields
+from models.config.dense_config import read_attention, read_dense_fields
+from models.config.fields import read_flag, with_defaults
+from models.config.layer_types import attention_by_type, read_sliding_window
+from models.config.rope_config import with_default_rope
 from models.families.llama import LlamaConfig, LlamaForCausalLM
-from models.layer_types import attention_by_type, read_sliding_window
-from models.rope_config import with_default_rope
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "bos_token_id": 128_000, "rope_theta": 1e6}

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.config_fields import read_optional_number, refuse_other_values
-from models.dense_config import read_attention, read_dense_fields
+from models.config.dense_config import read_attention, read_dense_fields
+from models.config.fields import read_optional_number, refuse_other_values
+from models.config.moe_config import MoEConfig, read_expert_fields
+from models.decoders.moe_decoder import MoEDecoder
 from models.errors import ModelConfigError
 from models.layers.attention import Attention
 from models.layers.attention_variants import ClippedAttention
@@ -17,8 +19,6 @@ from models.layers.packed_weights import with_packed_qkv
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.sparse_mlp import SparseMLP
 from models.layers.stacked_experts import with_rows_of_experts
-from models.moe_config import MoEConfig, read_expert_fields
-from models.moe_decoder import MoEDecoder
 from models.weight_rule import WeightRule, with_stored_names
 
 _EPS = 1e-5  # of all norms

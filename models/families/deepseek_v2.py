@@ -6,10 +6,17 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.config_fields import read_count, read_number, refuse_other_values, with_defaults
-from models.dense_config import read_dense_fields
+from models.config.dense_config import read_dense_fields
+from models.config.fields import read_count, read_number, refuse_other_values, with_defaults
+from models.config.latent_config import read_latent_attention
+from models.config.moe_config import (
+    MoEConfig,
+    read_expert_fields,
+    read_group_fields,
+    read_leading_dense,
+)
+from models.decoders.moe_decoder import MoEDecoder
 from models.errors import UnsupportedModelError
-from models.latent_config import read_latent_attention
 from models.layers.experts import make_experts
 from models.layers.latent_attention import LatentAttention
 from models.layers.mlp import GatedMLP
@@ -17,13 +24,6 @@ from models.layers.rms_norm import RMSNorm
 from models.layers.routing import Router
 from models.layers.routing_rules import GroupedSoftmaxTopK
 from models.layers.sparse_mlp import SharedExpertsMLP
-from models.moe_config import (
-    MoEConfig,
-    read_expert_fields,
-    read_group_fields,
-    read_leading_dense,
-)
-from models.moe_decoder import MoEDecoder
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"topk_method": "greedy", "bos_token_id": 1, "eos_token_id": 2}

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.config_fields import read_count, refuse_other_values, with_defaults
-from models.corrected_moe import CorrectedMoEConfig, make_corrected_experts
-from models.dense_config import read_dense_fields
-from models.latent_config import read_latent_attention, read_turns_neighbors
+from models.config.dense_config import read_dense_fields
+from models.config.fields import read_count, refuse_other_values, with_defaults
+from models.config.latent_config import read_latent_attention, read_turns_neighbors
+from models.config.moe_config import read_corrected_choice, read_expert_fields, read_leading_dense
+from models.config.mtp_layers import is_of_mtp_layer, read_num_mtp_layers
+from models.decoders.corrected_moe import CorrectedMoEConfig, make_corrected_experts
+from models.decoders.moe_decoder import MoEDecoder
 from models.layers.latent_attention import LatentAttention
 from models.layers.rms_norm import RMSNorm
 from models.layers.sparse_mlp import SparseMLP
-from models.moe_config import read_corrected_choice, read_expert_fields, read_leading_dense
-from models.moe_decoder import MoEDecoder
-from models.mtp_layers import is_of_mtp_layer, read_num_mtp_layers
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {

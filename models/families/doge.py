@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_count, read_flag
-from models.dense_config import read_attention, read_dense_fields
-from models.dense_decoder import DenseDecoder
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_attention, read_dense_fields
+from models.config.fields import read_count, read_flag
+from models.decoders.dense_decoder import DenseDecoder
 from models.errors import UnsupportedModelError
 from models.families.llama import LlamaConfig
 from models.families.mistral import equally_windowed_layers

@@ -9,20 +9,21 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config import ModelConfig, read_model_fields
-from models.config_fields import (
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import Activation, read_activation, read_head_fields
+from models.config.fields import (
     read_count,
     read_flag,
     read_number,
     refuse_other_values,
     with_defaults,
 )
-from models.decoder import Decoder
-from models.dense_config import Activation, read_activation, read_head_fields
+from models.config.layer_types import attention_by_type, read_layer_types, read_sliding_window
+from models.config.model_config import ModelConfig, read_model_fields
+from models.config.rope_config import parse_ropes_by_layer_type, with_default_rope
+from models.decoders.decoder import Decoder
 from models.errors import ModelConfigError
-from models.layer_context import LayerContext
-from models.layer_types import attention_by_type, read_layer_types, read_sliding_window
+from models.forward.layer_context import LayerContext
 from models.layers.loop_entry import LoopedCarry, LoopEntry
 from models.layers.unit_sphere import (
     UnitFactors,
@@ -31,7 +32,6 @@ from models.layers.unit_sphere import (
     UnitSphereLayer,
     UnitSphereMLP,
 )
-from models.rope_config import parse_ropes_by_layer_type, with_default_rope
 from models.weight_rule import WeightRule, with_renamed_sources
 
 # Defaults of fields that a config.json may leave out.

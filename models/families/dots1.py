@@ -5,14 +5,14 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.config_fields import read_count, read_flag, with_defaults
-from models.corrected_moe import CorrectedMoEConfig, make_corrected_experts
-from models.dense_config import read_attention, read_dense_fields
-from models.layer_types import attention_by_type, read_sliding_window
+from models.config.dense_config import read_attention, read_dense_fields
+from models.config.fields import read_count, read_flag, with_defaults
+from models.config.layer_types import attention_by_type, read_sliding_window
+from models.config.moe_config import read_corrected_choice, read_expert_fields, read_leading_dense
+from models.decoders.corrected_moe import CorrectedMoEConfig, make_corrected_experts
+from models.decoders.moe_decoder import MoEDecoder
 from models.layers.dense_layers import make_head_normed_attention
 from models.layers.rms_norm import RMSNorm
-from models.moe_config import read_corrected_choice, read_expert_fields, read_leading_dense
-from models.moe_decoder import MoEDecoder
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"norm_topk_prob": False}

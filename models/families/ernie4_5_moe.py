@@ -8,22 +8,22 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from models.config_fields import (
+from models.config.dense_config import read_attention, read_dense_fields
+from models.config.fields import (
     read_count,
     read_number,
     refuse_other_values,
     with_defaults,
 )
-from models.dense_config import read_attention, read_dense_fields
+from models.config.moe_config import read_expert_fields
+from models.decoders.moe_decoder import MoEDecoder
+from models.decoders.shared_moe import SharedMoEConfig, make_shared_experts
 from models.layers.attention import Attention
 from models.layers.rms_norm import RMSNorm
 from models.layers.rotary import apply_rotary_to_neighbors
 from models.layers.routing import CorrectedRouter
 from models.layers.routing_rules import CorrectedSoftmaxTopK
 from models.layers.sparse_mlp import SparseMLP
-from models.moe_config import read_expert_fields
-from models.moe_decoder import MoEDecoder
-from models.shared_moe import SharedMoEConfig, make_shared_experts
 from models.weight_rule import Source, WeightRule
 
 # Defaults of fields that a config.json may leave out.

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from models.config_fields import read_flag, with_defaults
-from models.dense_config import read_attention, read_dense_fields
+from models.config.dense_config import read_attention, read_dense_fields
+from models.config.fields import read_flag, with_defaults
 from models.families.llama import LlamaConfig, LlamaForCausalLM
 from models.weight_rule import WeightRule, with_stored_names
 

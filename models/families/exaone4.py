@@ -8,11 +8,11 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_count, with_defaults
-from models.dense_config import DenseConfig, read_attention, read_dense_fields
-from models.dense_decoder import DenseDecoder
-from models.layer_types import attention_by_type, read_sliding_window
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import DenseConfig, read_attention, read_dense_fields
+from models.config.fields import read_count, with_defaults
+from models.config.layer_types import attention_by_type, read_sliding_window
+from models.decoders.dense_decoder import DenseDecoder
 from models.layers.dense_layers import make_head_normed_attention
 from models.layers.residual_layers import PostNormLayer
 from models.layers.rms_norm import RMSNorm

@@ -8,13 +8,13 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_count, read_flag, with_defaults
-from models.dense_config import LayerNormConfig, read_attention, read_layer_norm_fields
-from models.dense_decoder import DenseDecoder
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import LayerNormConfig, read_attention, read_layer_norm_fields
+from models.config.fields import read_count, read_flag, with_defaults
+from models.config.gpt_fields import with_later_names
+from models.decoders.dense_decoder import DenseDecoder
 from models.errors import UnsupportedModelError
 from models.families.bloom import PACKED_QKV, STORED_NAMES, read_alibi_attention
-from models.gpt_fields import with_later_names
 from models.layers.decoder_layers import ParallelLayer, PreNormLayer
 from models.layers.layer_norm import LayerNorm
 from models.layers.mlp import PlainMLP

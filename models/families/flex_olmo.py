@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.config_fields import read_flag, with_defaults
-from models.dense_config import read_attention, read_dense_fields
+from models.config.dense_config import read_attention, read_dense_fields
+from models.config.fields import read_flag, with_defaults
+from models.config.moe_config import MoEConfig, read_expert_fields
+from models.decoders.moe_decoder import MoEDecoder
 from models.layers.dense_layers import make_joint_normed_attention
 from models.layers.experts import make_experts
 from models.layers.residual_layers import PostNormLayer
 from models.layers.rms_norm import RoundedLastJoinedHeadsRMSNorm, RoundedLastRMSNorm
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.sparse_mlp import SparseMLP
-from models.moe_config import MoEConfig, read_expert_fields
-from models.moe_decoder import MoEDecoder
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"eos_token_id": 100257, "rope_theta": 500000.0}

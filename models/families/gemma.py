@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.config_fields import read_flag
-from models.dense_config import read_attention
-from models.dense_decoder import DenseDecoder
+from models.config.dense_config import read_attention
+from models.config.fields import read_flag
+from models.decoders.dense_decoder import DenseDecoder
 from models.families.gemma2 import GemmaConfig, read_gemma_fields
 from models.layers.rms_norm import OffsetRMSNorm
 

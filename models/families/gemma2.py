@@ -9,18 +9,18 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_flag, read_number, read_optional_number
-from models.decoder import Decoder
-from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.config.fields import read_flag, read_number, read_optional_number
+from models.config.layer_types import attention_by_type, read_sliding_window
+from models.config.rope_config import parse_rope_config
+from models.decoders.decoder import Decoder
 from models.errors import UnsupportedModelError
-from models.layer_types import attention_by_type, read_sliding_window
 from models.layers.attention import Attention
 from models.layers.decoder_layers import SandwichNormLayer
 from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import OffsetRMSNorm
 from models.layers.soft_cap import soft_cap_logits
-from models.rope_config import parse_rope_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_count
+from models.config.attention_config import AttentionConfig
+from models.config.fields import read_count
+from models.config.layer_types import attention_by_type, read_sliding_window
+from models.config.rope_config import parse_ropes_by_layer_type
 from models.families.gemma2 import (
     Gemma2ForCausalLM,
     GemmaConfig,
@@ -17,10 +19,8 @@ from models.families.gemma2 import (
     read_gemma_head_fields,
     read_logits_soft_cap,
 )
-from models.layer_types import attention_by_type, read_sliding_window
 from models.layers.attention import Attention
 from models.layers.rms_norm import OffsetRMSNorm
-from models.rope_config import parse_ropes_by_layer_type
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):

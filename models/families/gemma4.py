@@ -10,11 +10,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention_config import AttentionConfig
 from models.cache.format import Pages
-from models.carry import Carry
-from models.config_fields import read_count, read_flag
-from models.decoder import Decoder
+from models.config.attention_config import AttentionConfig
+from models.config.fields import read_count, read_flag
+from models.config.kv_sharing import is_of_shared_kv, read_kv_owners
+from models.config.layer_overrides import read_layer_overrides, without_layer_overrides
+from models.config.layer_types import LayerType, read_layer_types, read_sliding_window, with_window
+from models.config.rope_config import parse_ropes_by_layer_type
+from models.decoders.decoder import Decoder
 from models.errors import ModelConfigError, UnsupportedModelError
 from models.families.gemma2 import (
     GemmaConfig,
@@ -22,10 +25,8 @@ from models.families.gemma2 import (
     read_gemma_head_fields,
     read_logits_soft_cap,
 )
-from models.kv_sharing import is_of_shared_kv, read_kv_owners
-from models.layer_context import LayerContext
-from models.layer_overrides import read_layer_overrides, without_layer_overrides
-from models.layer_types import LayerType, read_layer_types, read_sliding_window, with_window
+from models.forward.carry import Carry
+from models.forward.layer_context import LayerContext
 from models.layers.attention import (
     Attention,
     AttentionBase,
@@ -41,7 +42,6 @@ from models.layers.per_layer_inputs import PerLayerCarry, mix_per_layer_inputs, 
 from models.layers.rms_norm import RoundedLastRMSNorm, UnscaledRMSNorm
 from models.layers.routing import Router, Routing, SoftmaxTopK
 from models.layers.soft_cap import soft_cap_logits
-from models.rope_config import parse_ropes_by_layer_type
 from models.weight_rule import WeightRule
 
 _DEFAULT_ROPES = {

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from models.config_fields import with_defaults
+from models.config.fields import with_defaults
 from models.families.gemma4 import Gemma4Config, Gemma4ForCausalLM
 
 # Defaults of fields that a config.json may leave out.

@@ -5,15 +5,15 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_flag, with_defaults
-from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
-from models.dense_decoder import DenseDecoder
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.config.fields import read_flag, with_defaults
+from models.config.partial_rotary import parse_partial_rope
+from models.decoders.dense_decoder import DenseDecoder
 from models.layers.attention import Attention
 from models.layers.packed_weights import with_packed_gate_up
 from models.layers.rms_norm import RMSNorm
 from models.layers.rotary import apply_rotary_to_neighbors
-from models.partial_rotary import parse_partial_rope
 from models.weight_rule import WeightRule
 
 # Defaults of fields that a config.json may leave out.

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.dense_config import DenseConfig
-from models.dense_decoder import DenseDecoder
+from models.config.dense_config import DenseConfig
+from models.decoders.dense_decoder import DenseDecoder
 from models.families.glm import read_glm_config
 from models.layers.attention import Attention
 from models.layers.decoder_layers import SandwichNormLayer

@@ -8,26 +8,26 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import (
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_dense_fields, read_head_fields
+from models.config.fields import (
     read_count,
     read_flag,
     refuse_other_values,
     with_defaults,
 )
-from models.corrected_moe import CorrectedMoEConfig, make_corrected_experts
-from models.dense_config import read_dense_fields, read_head_fields
-from models.layers.attention import Attention
-from models.layers.dense_layers import make_head_normed_attention
-from models.layers.rms_norm import RMSNorm
-from models.moe_config import (
+from models.config.moe_config import (
     read_corrected_choice,
     read_expert_fields,
     read_leading_dense,
 )
-from models.moe_decoder import MoEDecoder
-from models.mtp_layers import is_of_mtp_layer, read_num_mtp_layers
-from models.partial_rotary import parse_partial_rope
+from models.config.mtp_layers import is_of_mtp_layer, read_num_mtp_layers
+from models.config.partial_rotary import parse_partial_rope
+from models.decoders.corrected_moe import CorrectedMoEConfig, make_corrected_experts
+from models.decoders.moe_decoder import MoEDecoder
+from models.layers.attention import Attention
+from models.layers.dense_layers import make_head_normed_attention
+from models.layers.rms_norm import RMSNorm
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"rms_norm_eps": 1e-5}

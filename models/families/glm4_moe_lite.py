@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Mapping
 
-from models.config_fields import with_defaults
+from models.config.fields import with_defaults
+from models.config.moe_config import read_mlp_layer_types
 from models.families.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
-from models.moe_config import read_mlp_layer_types
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {

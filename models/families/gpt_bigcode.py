@@ -2,17 +2,17 @@
 
 from collections.abc import Mapping
 
-from models.config_fields import read_flag, refuse_other_values, with_defaults
-from models.dense_config import LayerNormConfig
+from models.config.dense_config import LayerNormConfig
+from models.config.fields import read_flag, refuse_other_values, with_defaults
+from models.config.gpt_fields import with_later_names
+from models.decoders.learned_positions import LearnedPositionsDecoder
 from models.families.gpt2 import (
     STORED_NAMES,
     GPT2LMHeadModel,
     read_gpt2_attention,
     read_gpt2_fields,
 )
-from models.gpt_fields import with_later_names
 from models.layers.packed_weights import with_grouped_qkv
-from models.learned_positions import LearnedPositionsDecoder
 from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_flag, with_defaults
-from models.dense_config import LayerNormConfig, read_head_fields, read_layer_norm_fields
-from models.dense_decoder import DenseDecoder
-from models.gpt_fields import is_mask_buffer
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import LayerNormConfig, read_head_fields, read_layer_norm_fields
+from models.config.fields import read_flag, with_defaults
+from models.config.gpt_fields import is_mask_buffer
+from models.config.partial_rotary import parse_partial_rope
+from models.decoders.dense_decoder import DenseDecoder
 from models.layers.decoder_layers import PreNormLayer
 from models.layers.layer_norm import LayerNorm
 from models.layers.mlp import PlainMLP
 from models.layers.packed_weights import with_grouped_qkv
 from models.layers.residual_layers import TwoNormParallelLayer
-from models.partial_rotary import parse_partial_rope
 from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.

@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_flag, read_number
-from models.dense_config import read_dense_fields, read_head_fields
-from models.layer_types import read_layer_types, read_sliding_window, with_window
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_dense_fields, read_head_fields
+from models.config.fields import read_flag, read_number
+from models.config.layer_types import read_layer_types, read_sliding_window, with_window
+from models.config.moe_config import MoEConfig, read_expert_fields
+from models.config.rope_config import RopeConfig, parse_rope_config
+from models.decoders.moe_decoder import MoEDecoder
 from models.layers.experts import Experts, packed_gate_up_rules
 from models.layers.rms_norm import RoundedLastRMSNorm
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.sparse_mlp import SparseMLP
-from models.moe_config import MoEConfig, read_expert_fields
-from models.moe_decoder import MoEDecoder
-from models.rope_config import RopeConfig, parse_rope_config
 from models.weight_rule import Source, WeightRule, with_renamed_sources
 
 _DEFAULT_ROPE = {

@@ -5,18 +5,18 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.biased_head import BiasedHeadDecoder
-from models.config_fields import read_count, refuse_other_values, with_defaults
-from models.dense_config import LayerNormConfig, read_head_fields, read_layer_norm_fields
-from models.gpt_fields import is_mask_buffer, with_later_names
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import LayerNormConfig, read_head_fields, read_layer_norm_fields
+from models.config.fields import read_count, refuse_other_values, with_defaults
+from models.config.gpt_fields import is_mask_buffer, with_later_names
+from models.config.rope_config import RopeConfig
+from models.decoders.biased_head import BiasedHeadDecoder
 from models.layers.attention import Attention
 from models.layers.decoder_layers import ParallelLayer
 from models.layers.dense_layers import make_dense_layers
 from models.layers.layer_norm import LayerNorm
 from models.layers.mlp import PlainMLP
 from models.layers.rotary import apply_rotary_to_neighbors
-from models.rope_config import RopeConfig
 from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_flag, read_number, with_defaults
-from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
-from models.dense_decoder import DenseDecoder
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.config.fields import read_flag, read_number, with_defaults
+from models.config.rope_config import parse_rope_config
+from models.decoders.dense_decoder import DenseDecoder
 from models.layers.residual_layers import ScaledPreNormLayer
 from models.layers.rms_norm import RMSNorm
-from models.rope_config import parse_rope_config
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"bos_token_id": 1, "eos_token_id": 2}

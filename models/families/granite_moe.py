@@ -12,9 +12,13 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_count, with_defaults
-from models.dense_config import read_dense_fields
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_dense_fields
+from models.config.fields import read_count, with_defaults
+from models.config.moe_config import read_expert_fields
+from models.config.rope_config import parse_rope_config
+from models.decoders.moe_decoder import MoEDecoder
+from models.decoders.shared_moe import SharedMoEConfig, make_shared_experts
 from models.families.granite import read_granite_factors, read_granite_head_fields
 from models.layers.experts import packed_gate_up_rules
 from models.layers.packed_weights import with_packed_gate_up
@@ -22,10 +26,6 @@ from models.layers.residual_layers import ScaledPreNormLayer
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.sparse_mlp import SparseMLP
-from models.moe_config import read_expert_fields
-from models.moe_decoder import MoEDecoder
-from models.rope_config import parse_rope_config
-from models.shared_moe import SharedMoEConfig, make_shared_experts
 from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from models.config_fields import with_defaults
+from models.config.fields import with_defaults
 from models.families.granite_moe import (
     GraniteMoeConfig,
     GraniteMoeForCausalLM,

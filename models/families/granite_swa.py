@@ -5,8 +5,10 @@ a base of the rotary embedding per layer.
 import dataclasses
 from collections.abc import Mapping
 
-from models.attention_config import AttentionConfig
-from models.config_fields import with_defaults
+from models.config.attention_config import AttentionConfig
+from models.config.fields import with_defaults
+from models.config.layer_types import attention_by_type, read_sliding_window
+from models.config.rope_config import parse_rope_config
 from models.errors import ModelConfigError
 from models.families.granite import (
     GraniteConfig,
@@ -14,8 +16,6 @@ from models.families.granite import (
     read_granite_fields,
     read_granite_head_fields,
 )
-from models.layer_types import attention_by_type, read_sliding_window
-from models.rope_config import parse_rope_config
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "bos_token_id": 100257, "eos_token_id": 100257}

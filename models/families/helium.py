@@ -5,15 +5,15 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_flag, with_defaults
-from models.dense_config import read_dense_fields, read_head_fields
-from models.dense_decoder import DenseDecoder
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_dense_fields, read_head_fields
+from models.config.fields import read_flag, with_defaults
+from models.config.rope_config import parse_rope_config
+from models.decoders.dense_decoder import DenseDecoder
 from models.families.llama import LlamaConfig
 from models.layers.attention import Attention
 from models.layers.rms_norm import RoundedLastRMSNorm
 from models.layers.rotary import apply_rotary_to_neighbors
-from models.rope_config import parse_rope_config
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"rms_norm_eps": 1e-8, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 1e5}

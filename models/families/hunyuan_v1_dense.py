@@ -6,19 +6,19 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import (
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.config.fields import (
     read_flag,
     read_optional_number,
     refuse_other_values,
     with_defaults,
 )
-from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
-from models.dense_decoder import DenseDecoder
+from models.config.rope_config import RopeConfig, parse_rope_config
+from models.decoders.dense_decoder import DenseDecoder
 from models.layers.attention_variants import NormedLastAttention
 from models.layers.dense_layers import make_head_normed_attention
 from models.layers.rms_norm import RMSNorm
-from models.rope_config import RopeConfig, parse_rope_config
 from models.weight_rule import WeightRule, with_renamed_sources
 
 # Defaults of fields that a config.json may leave out.

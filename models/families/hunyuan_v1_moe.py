@@ -5,9 +5,12 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_count, read_flag, refuse_other_values, with_defaults
-from models.dense_config import read_dense_fields, read_head_fields
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_dense_fields, read_head_fields
+from models.config.fields import read_count, read_flag, refuse_other_values, with_defaults
+from models.config.moe_config import read_expert_fields
+from models.decoders.moe_decoder import MoEDecoder
+from models.decoders.shared_moe import SharedMoEConfig, make_shared_experts
 from models.errors import UnsupportedModelError
 from models.families.hunyuan_v1_dense import hunyuan_name, parse_hunyuan_rope
 from models.layers.attention_variants import NormedLastAttention
@@ -15,9 +18,6 @@ from models.layers.dense_layers import make_head_normed_attention
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.sparse_mlp import SparseMLP
-from models.moe_config import read_expert_fields
-from models.moe_decoder import MoEDecoder
-from models.shared_moe import SharedMoEConfig, make_shared_experts
 from models.weight_rule import WeightRule, with_renamed_sources
 
 # Defaults of fields that a config.json may leave out.

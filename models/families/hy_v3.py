@@ -5,21 +5,21 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.config_fields import (
+from models.config.dense_config import read_attention, read_dense_fields
+from models.config.fields import (
     read_count,
     read_flag,
     read_number,
     refuse_other_values,
     with_defaults,
 )
-from models.corrected_moe import CorrectedMoEConfig, make_corrected_experts
-from models.dense_config import read_attention, read_dense_fields
+from models.config.moe_config import read_expert_fields, read_leading_dense, read_mlp_layer_types
+from models.config.mtp_layers import is_of_mtp_layer
+from models.decoders.corrected_moe import CorrectedMoEConfig, make_corrected_experts
+from models.decoders.moe_decoder import MoEDecoder
 from models.layers.dense_layers import make_head_normed_attention
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import SigmoidTopK
-from models.moe_config import read_expert_fields, read_leading_dense, read_mlp_layer_types
-from models.moe_decoder import MoEDecoder
-from models.mtp_layers import is_of_mtp_layer
 from models.weight_rule import WeightRule, with_renamed_sources
 
 # Defaults of fields that a config.json may leave out.

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_flag, read_number, with_defaults
-from models.dense_config import read_head_fields
-from models.dense_decoder import DenseDecoder
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_head_fields
+from models.config.fields import read_flag, read_number, with_defaults
+from models.config.rope_config import parse_rope_config
+from models.decoders.dense_decoder import DenseDecoder
 from models.families.granite import GraniteConfig, read_granite_fields
 from models.layers.residual_layers import ScaledPreNormLayer, ScaledSandwichNormLayer
 from models.layers.rms_norm import RMSNorm
-from models.rope_config import parse_rope_config
 from models.weight_rule import WeightRule, with_renamed_sources
 
 # Defaults of fields that a config.json may leave out.

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from models.config_fields import read_flag, refuse_other_values, with_defaults
-from models.dense_config import read_attention, read_dense_fields
+from models.config.dense_config import read_attention, read_dense_fields
+from models.config.fields import read_flag, refuse_other_values, with_defaults
 from models.families.llama import LlamaConfig, LlamaForCausalLM
 
 # Defaults of fields that a config.json may leave out.

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.config_fields import read_flag, with_defaults
-from models.dense_config import LayerNormConfig, read_attention, read_layer_norm_fields
-from models.dense_decoder import DenseDecoder
+from models.config.dense_config import LayerNormConfig, read_attention, read_layer_norm_fields
+from models.config.fields import read_flag, with_defaults
+from models.decoders.dense_decoder import DenseDecoder
 from models.layers.layer_norm import LayerNorm
 from models.layers.mlp import PlainMLP
 

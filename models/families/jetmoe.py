@@ -5,10 +5,12 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_count, refuse_other_values, with_defaults
-from models.decoder import Decoder
-from models.dense_config import read_attention, read_dense_fields
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_attention, read_dense_fields
+from models.config.fields import read_count, refuse_other_values, with_defaults
+from models.config.moe_config import MoEConfig, read_expert_fields
+from models.decoders.decoder import Decoder
+from models.decoders.moe_decoder import make_moe_layers
 from models.layers.biased_sparse_mlp import BiasedSparseMLP
 from models.layers.expert_attention import ExpertAttention, ExpertAttentionLayer
 from models.layers.experts import make_experts, packed_gate_up_rules
@@ -16,8 +18,6 @@ from models.layers.packed_weights import with_packed_rows
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.stacked_experts import with_source
-from models.moe_config import MoEConfig, read_expert_fields
-from models.moe_decoder import make_moe_layers
 from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.

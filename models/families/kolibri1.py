@@ -7,18 +7,18 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.config_fields import read_count, read_flag
-from models.dense_config import read_attention, read_dense_fields
-from models.layer_types import attention_by_type, read_sliding_window
+from models.config.dense_config import read_attention, read_dense_fields
+from models.config.fields import read_count, read_flag
+from models.config.layer_types import attention_by_type, read_sliding_window
+from models.config.moe_config import read_expert_fields
+from models.decoders.moe_decoder import MoEDecoder
+from models.decoders.shared_moe import SharedMoEConfig, make_shared_experts
 from models.layers.decoder_layers import SandwichNormLayer
 from models.layers.dense_layers import make_head_normed_attention
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import CorrectedRouter
 from models.layers.routing_rules import CorrectedScoresTopK
 from models.layers.sparse_mlp import SparseMLP
-from models.moe_config import read_expert_fields
-from models.moe_decoder import MoEDecoder
-from models.shared_moe import SharedMoEConfig, make_shared_experts
 from models.weight_rule import WeightRule, with_renamed_sources
 
 # The names in this model, and in checkpoints.

@@ -7,25 +7,25 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import (
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_dense_fields, read_head_fields
+from models.config.fields import (
     read_count,
     read_number,
     refuse_other_values,
 )
-from models.corrected_moe import CorrectedMoEConfig, make_corrected_experts
-from models.dense_config import read_dense_fields, read_head_fields
+from models.config.layer_types import attention_by_type, read_sliding_window
+from models.config.moe_config import read_expert_fields, read_mlp_layer_types
+from models.config.partial_rotary import attention_of_ropes, without_rotary_factor
+from models.config.rope_config import parse_ropes_by_layer_type, with_default_rope
+from models.decoders.corrected_moe import CorrectedMoEConfig, make_corrected_experts
+from models.decoders.moe_decoder import MoEDecoder
 from models.errors import ModelConfigError
-from models.layer_types import attention_by_type, read_sliding_window
 from models.layers.dense_layers import make_head_normed_attention
 from models.layers.gated_attention import GatedAttention
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import SigmoidTopK
 from models.layers.routing_rules import SoftCappedSigmoidTopK
-from models.moe_config import read_expert_fields, read_mlp_layer_types
-from models.moe_decoder import MoEDecoder
-from models.partial_rotary import attention_of_ropes, without_rotary_factor
-from models.rope_config import parse_ropes_by_layer_type, with_default_rope
 from models.weight_rule import WeightRule, with_renamed_sources
 
 _DEFAULT_ROPE = {

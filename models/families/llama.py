@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.config_fields import read_flag
-from models.decoder import Decoder
-from models.dense_config import DenseConfig, read_attention, read_dense_fields
+from models.config.dense_config import DenseConfig, read_attention, read_dense_fields
+from models.config.fields import read_flag
+from models.decoders.decoder import Decoder
 from models.layers.attention import Attention
 from models.layers.decoder_layers import PreNormLayer
 from models.layers.mlp import GatedMLP

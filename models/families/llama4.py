@@ -11,12 +11,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_count, read_flag, read_layer_numbers, read_number
-from models.dense_config import read_dense_fields, read_head_fields
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_dense_fields, read_head_fields
+from models.config.fields import read_count, read_flag, read_layer_numbers, read_number
+from models.config.layer_types import read_has_positions
+from models.config.moe_config import MoEConfig, read_expert_fields
+from models.config.rope_config import max_scaled_positions, parse_rope_config
+from models.decoders.moe_decoder import MoEDecoder
 from models.errors import ModelConfigError, UnsupportedModelError
-from models.layer_context import LayerContext
-from models.layer_types import read_has_positions
+from models.forward.layer_context import LayerContext
 from models.layers.attention import Attention
 from models.layers.attention_variants import (
     NormedLastAttention,
@@ -28,9 +31,6 @@ from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import RMSNorm, UnscaledRMSNorm
 from models.layers.rotary import apply_rotary_to_neighbors
 from models.layers.routing import Router, Routing
-from models.moe_config import MoEConfig, read_expert_fields
-from models.moe_decoder import MoEDecoder
-from models.rope_config import max_scaled_positions, parse_rope_config
 from models.weight_rule import WeightRule, with_renamed_sources
 
 

@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_flag
-from models.dense_config import read_dense_fields, read_head_fields
-from models.layer_types import attention_by_type, read_sliding_window
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_dense_fields, read_head_fields
+from models.config.fields import read_flag
+from models.config.layer_types import attention_by_type, read_sliding_window
+from models.config.moe_config import MoEConfig, read_expert_fields, read_mlp_layer_types
+from models.config.mtp_layers import is_of_mtp_layer, read_num_mtp_layers
+from models.config.rope_config import parse_ropes_by_layer_type, with_default_rope
+from models.decoders.moe_decoder import MoEDecoder
 from models.layers.dense_layers import make_head_normed_attention
 from models.layers.experts import make_experts
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.sparse_mlp import SparseMLP
-from models.moe_config import MoEConfig, read_expert_fields, read_mlp_layer_types
-from models.moe_decoder import MoEDecoder
-from models.mtp_layers import is_of_mtp_layer, read_num_mtp_layers
-from models.rope_config import parse_ropes_by_layer_type, with_default_rope
 
 _DEFAULT_ROPE = {
     "full_attention": {"rope_theta": 500_000.0},

@@ -9,26 +9,26 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_count, read_flag, read_number, refuse_other_values
-from models.dense_config import read_dense_fields, read_head_fields
-from models.errors import ModelConfigError, UnsupportedModelError
-from models.layer_context import LayerContext
-from models.layer_types import read_layer_types, with_window
-from models.layers.attention import Attention
-from models.layers.experts import make_experts
-from models.layers.rms_norm import RMSNorm
-from models.layers.routing import CorrectedRouter, SigmoidTopK
-from models.layers.sparse_mlp import SparseMLP
-from models.moe_config import (
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_dense_fields, read_head_fields
+from models.config.fields import read_count, read_flag, read_number, refuse_other_values
+from models.config.layer_types import read_layer_types, with_window
+from models.config.moe_config import (
     MoEConfig,
     read_corrected_choice,
     read_expert_fields,
     read_mlp_layer_types,
 )
-from models.moe_decoder import MoEDecoder
-from models.partial_rotary import read_rotary_factor, without_rotary_factor
-from models.rope_config import parse_ropes_by_layer_type
+from models.config.partial_rotary import read_rotary_factor, without_rotary_factor
+from models.config.rope_config import parse_ropes_by_layer_type
+from models.decoders.moe_decoder import MoEDecoder
+from models.errors import ModelConfigError, UnsupportedModelError
+from models.forward.layer_context import LayerContext
+from models.layers.attention import Attention
+from models.layers.experts import make_experts
+from models.layers.rms_norm import RMSNorm
+from models.layers.routing import CorrectedRouter, SigmoidTopK
+from models.layers.sparse_mlp import SparseMLP
 from models.weight_rule import WeightRule
 
 _DEFAULT_FACTOR = 0.334

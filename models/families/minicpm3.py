@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from models.config_fields import read_count, read_flag, read_number, with_defaults
-from models.dense_config import DenseConfig, read_dense_fields
-from models.dense_decoder import DenseDecoder
-from models.latent_config import read_latent_attention
+from models.config.dense_config import DenseConfig, read_dense_fields
+from models.config.fields import read_count, read_flag, read_number, with_defaults
+from models.config.latent_config import read_latent_attention
+from models.decoders.dense_decoder import DenseDecoder
 from models.layers.latent_attention import LatentAttention
 from models.layers.residual_layers import ScaledPreNormLayer
 from models.layers.rms_norm import RMSNorm

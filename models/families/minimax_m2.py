@@ -7,17 +7,17 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_count, refuse_other_values, with_defaults
-from models.dense_config import read_dense_fields, read_head_fields
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_dense_fields, read_head_fields
+from models.config.fields import read_count, refuse_other_values, with_defaults
+from models.config.moe_config import MoEConfig, read_expert_fields
+from models.config.partial_rotary import parse_partial_rope
+from models.decoders.moe_decoder import MoEDecoder
 from models.layers.dense_layers import make_joint_normed_attention
 from models.layers.experts import make_experts
 from models.layers.rms_norm import JoinedHeadsRMSNorm, RMSNorm
 from models.layers.routing import CorrectedRouter, SigmoidTopK
 from models.layers.sparse_mlp import SparseMLP, block_sparse_moe_rules
-from models.moe_config import MoEConfig, read_expert_fields
-from models.moe_decoder import MoEDecoder
-from models.partial_rotary import parse_partial_rope
 from models.weight_rule import WeightRule, with_renamed_sources
 
 # Defaults of fields that a config.json may leave out.

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_optional_number, with_defaults
-from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
-from models.dense_decoder import DenseDecoder
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.config.fields import read_optional_number, with_defaults
+from models.config.rope_config import RopeConfig, parse_rope_config, with_default_rope
+from models.decoders.dense_decoder import DenseDecoder
 from models.families.mistral import equally_windowed_layers
 from models.layers.attention import Attention
 from models.layers.attention_variants import QueryScale, ScaledQueriesAttention
 from models.layers.rms_norm import RMSNorm
-from models.rope_config import RopeConfig, parse_rope_config, with_default_rope
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2}

@@ -4,11 +4,11 @@
 
 from collections.abc import Mapping
 
-from models.attention_config import AttentionConfig
-from models.dense_config import read_attention, read_dense_fields
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_attention, read_dense_fields
+from models.config.layer_types import read_layer_types, read_sliding_window, with_window
 from models.errors import UnsupportedModelError
 from models.families.llama import LlamaConfig, LlamaForCausalLM
-from models.layer_types import read_layer_types, read_sliding_window, with_window
 
 
 class MistralForCausalLM(LlamaForCausalLM):

@@ -8,11 +8,16 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.config_fields import read_count, read_flag, read_number, with_defaults
-from models.dense_config import read_dense_fields
+from models.config.dense_config import read_dense_fields
+from models.config.fields import read_count, read_flag, read_number, with_defaults
+from models.config.latent_config import LatentAttentionConfig, read_latent_attention
+from models.config.moe_config import read_expert_fields, read_group_fields, read_leading_dense
+from models.config.partial_rotary import read_rotary_factor, without_rotary_factor
+from models.config.rope_config import with_default_rope
+from models.decoders.moe_decoder import MoEDecoder
+from models.decoders.shared_moe import SharedMoEConfig, make_shared_experts
 from models.errors import UnsupportedModelError
 from models.families.ministral3 import read_query_scale
-from models.latent_config import LatentAttentionConfig, read_latent_attention
 from models.layers.attention_variants import QueryScale
 from models.layers.experts import packed_gate_up_rules
 from models.layers.latent_attention import LatentAttention
@@ -21,11 +26,6 @@ from models.layers.rms_norm import RMSNorm
 from models.layers.routing import Router
 from models.layers.routing_rules import PairGroupedSoftmaxTopK
 from models.layers.sparse_mlp import SparseMLP
-from models.moe_config import read_expert_fields, read_group_fields, read_leading_dense
-from models.moe_decoder import MoEDecoder
-from models.partial_rotary import read_rotary_factor, without_rotary_factor
-from models.rope_config import with_default_rope
-from models.shared_moe import SharedMoEConfig, make_shared_experts
 from models.weight_rule import WeightRule
 
 # Defaults of fields that a config.json may leave out.

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.config_fields import with_defaults
-from models.dense_config import read_attention, read_dense_fields
+from models.config.dense_config import read_attention, read_dense_fields
+from models.config.fields import with_defaults
+from models.config.moe_config import MoEConfig, read_expert_fields
+from models.decoders.moe_decoder import MoEDecoder
 from models.families.mistral import equally_windowed_layers
 from models.layers.experts import make_experts
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.sparse_mlp import SparseMLP, block_sparse_moe_rules
-from models.moe_config import MoEConfig, read_expert_fields
-from models.moe_decoder import MoEDecoder
 from models.weight_rule import WeightRule
 
 # Defaults of fields that a config.json may leave out.

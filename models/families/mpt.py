@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.config_fields import read_number, read_optional_number, refuse_other_values
-from models.dense_config import LayerNormConfig, read_layer_norm_fields
-from models.dense_decoder import DenseDecoder
+from models.config.dense_config import LayerNormConfig, read_layer_norm_fields
+from models.config.fields import read_number, read_optional_number, refuse_other_values
+from models.config.nested_config import read_part
+from models.decoders.dense_decoder import DenseDecoder
 from models.families.bloom import read_alibi_attention
 from models.layers.attention import Attention
 from models.layers.attention_variants import ClippedAttention
 from models.layers.layer_norm import UnbiasedLayerNorm
 from models.layers.mlp import PlainMLP
 from models.layers.packed_weights import with_packed_qkv
-from models.nested_config import read_part
 from models.weight_rule import WeightRule, with_stored_names
 
 # Names of fields in other families -> names in MPT, and the defaults.

@@ -9,21 +9,21 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.carry import Carry
-from models.config_fields import read_flag, read_number, with_defaults
-from models.decoder import Decoder
-from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.config.fields import read_flag, read_number, with_defaults
+from models.config.layer_types import attention_by_type, read_sliding_window
+from models.config.rope_config import parse_rope_config
+from models.decoders.decoder import Decoder
+from models.decoders.layer_loop import Layer
 from models.families.granite_swa import read_layer_thetas
-from models.layer_context import LayerContext
-from models.layer_loop import Layer
-from models.layer_types import attention_by_type, read_sliding_window
+from models.forward.carry import Carry
+from models.forward.layer_context import LayerContext
 from models.layers.dense_layers import make_dense_layers, make_head_normed_attention
 from models.layers.gated_attention import GatedAttention
 from models.layers.output_norm_layer import OutputNormLayer
 from models.layers.rms_norm import OffsetRMSNorm, RoundedLastRMSNorm, UnscaledRMSNorm
 from models.layers.soft_cap import soft_cap_logits
-from models.rope_config import parse_rope_config
 
 # Defaults of fields that a config.json may leave out.
 MUSE_DEFAULTS = {

@@ -9,9 +9,12 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_count, read_number, refuse_other_values, with_defaults
-from models.dense_config import read_dense_fields
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_dense_fields
+from models.config.fields import read_count, read_number, refuse_other_values, with_defaults
+from models.config.moe_config import MoEConfig, read_expert_fields, read_mlp_layer_types
+from models.config.rope_config import with_default_rope
+from models.decoders.moe_decoder import make_moe_layers
 from models.families.muse_glimmer import (
     MUSE_DEFAULTS,
     MuseDecoder,
@@ -29,9 +32,6 @@ from models.layers.muse_layers import (
 from models.layers.narrow_sparse_mlp import NarrowSparseMLP, NormedExperts, ScaledSigmoidTopK
 from models.layers.rms_norm import OffsetRMSNorm, UnscaledRMSNorm
 from models.layers.routing import CorrectedRouter
-from models.moe_config import MoEConfig, read_expert_fields, read_mlp_layer_types
-from models.moe_decoder import make_moe_layers
-from models.rope_config import with_default_rope
 from models.weight_rule import WeightRule
 
 # Defaults of fields that a config.json may leave out.

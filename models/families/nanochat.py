@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from models.carry import Carry
-from models.config_fields import read_flag, read_optional_number, with_defaults
-from models.dense_config import DenseConfig, read_attention, read_dense_fields
-from models.dense_decoder import DenseDecoder
-from models.layer_context import LayerContext
+from models.config.dense_config import DenseConfig, read_attention, read_dense_fields
+from models.config.fields import read_flag, read_optional_number, with_defaults
+from models.decoders.dense_decoder import DenseDecoder
+from models.forward.carry import Carry
+from models.forward.layer_context import LayerContext
 from models.layers.attention_variants import NormedLastAttention
 from models.layers.dense_layers import make_head_normed_attention
 from models.layers.mlp import PlainMLP

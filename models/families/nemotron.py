@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_flag, with_defaults
-from models.dense_config import LayerNormConfig, read_head_fields, read_layer_norm_fields
-from models.dense_decoder import DenseDecoder
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import LayerNormConfig, read_head_fields, read_layer_norm_fields
+from models.config.fields import read_flag, with_defaults
+from models.config.partial_rotary import parse_partial_rope
+from models.decoders.dense_decoder import DenseDecoder
 from models.layers.layer_norm import OffsetLayerNorm
 from models.layers.mlp import PlainMLP
-from models.partial_rotary import parse_partial_rope
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"bos_token_id": 2, "eos_token_id": 3, "initializer_range": 0.0134}

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.config_fields import read_flag, with_defaults
-from models.dense_config import DenseConfig, read_attention, read_dense_fields
-from models.dense_decoder import DenseDecoder
+from models.config.dense_config import DenseConfig, read_attention, read_dense_fields
+from models.config.fields import read_flag, with_defaults
+from models.decoders.dense_decoder import DenseDecoder
 from models.layers.dense_layers import make_joint_normed_attention
 from models.layers.residual_layers import PostNormLayer
 from models.layers.rms_norm import RoundedLastJoinedHeadsRMSNorm, RoundedLastRMSNorm

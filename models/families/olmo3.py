@@ -3,12 +3,12 @@
 import dataclasses
 from collections.abc import Mapping
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_flag, read_number, with_defaults
-from models.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import DenseConfig, read_dense_fields, read_head_fields
+from models.config.fields import read_flag, read_number, with_defaults
+from models.config.layer_types import attention_by_type, read_sliding_window
+from models.config.rope_config import parse_ropes_by_layer_type
 from models.families.olmo2 import Olmo2ForCausalLM
-from models.layer_types import attention_by_type, read_sliding_window
-from models.rope_config import parse_ropes_by_layer_type
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "eos_token_id": 50279, "rope_theta": 5e5}

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_count, read_flag, refuse_other_values, with_defaults
-from models.dense_config import LayerNormConfig, read_head_fields, read_layer_norm_fields
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import LayerNormConfig, read_head_fields, read_layer_norm_fields
+from models.config.fields import read_count, read_flag, refuse_other_values, with_defaults
+from models.config.gpt_fields import with_later_names
+from models.config.rope_config import RopeConfig
+from models.decoders.learned_positions import LearnedPositionsDecoder
 from models.errors import UnsupportedModelError
-from models.gpt_fields import with_later_names
 from models.layers.layer_norm import LayerNorm
 from models.layers.mlp import PlainMLP
-from models.learned_positions import LearnedPositionsDecoder
-from models.rope_config import RopeConfig
 from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.biased_head import BiasedHeadDecoder
-from models.config_fields import read_flag, refuse_other_values, with_defaults
-from models.dense_config import LayerNormConfig, read_head_fields, read_layer_norm_fields
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import LayerNormConfig, read_head_fields, read_layer_norm_fields
+from models.config.fields import read_flag, refuse_other_values, with_defaults
+from models.config.partial_rotary import parse_partial_rope
+from models.decoders.biased_head import BiasedHeadDecoder
 from models.layers.attention import Attention
 from models.layers.decoder_layers import ParallelLayer
 from models.layers.dense_layers import make_dense_layers, make_head_normed_attention
 from models.layers.layer_norm import LayerNorm
 from models.layers.mlp import PlainMLP
-from models.partial_rotary import parse_partial_rope
 from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.

@@ -5,13 +5,13 @@ embeddings are partial.
 
 from collections.abc import Mapping
 
-from models.attention_config import AttentionConfig
-from models.config_fields import with_defaults
-from models.dense_config import read_dense_fields, read_head_fields
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_dense_fields, read_head_fields
+from models.config.fields import with_defaults
+from models.config.partial_rotary import parse_partial_rope
 from models.families.llama import LlamaConfig, LlamaForCausalLM
 from models.families.mistral import equally_windowed_layers
 from models.layers.packed_weights import with_packed_gate_up, with_packed_qkv
-from models.partial_rotary import parse_partial_rope
 from models.weight_rule import WeightRule
 
 # Defaults of fields that a config.json may leave out.

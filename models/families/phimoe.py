@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.biased_head import BiasedHeadDecoder
-from models.config_fields import read_flag, read_number, refuse_other_values, with_defaults
-from models.dense_config import read_attention, read_dense_fields
+from models.config.dense_config import read_attention, read_dense_fields
+from models.config.fields import read_flag, read_number, refuse_other_values, with_defaults
+from models.config.moe_config import MoEConfig, read_expert_fields
+from models.decoders.biased_head import BiasedHeadDecoder
+from models.decoders.moe_decoder import make_moe_layers
 from models.errors import UnsupportedModelError
 from models.families.mistral import equally_windowed_layers
 from models.layers.experts import make_experts
@@ -16,8 +18,6 @@ from models.layers.layer_norm import LayerNorm
 from models.layers.routing import Router
 from models.layers.routing_rules import SparseMixer
 from models.layers.sparse_mlp import SparseMLP, block_sparse_moe_rules
-from models.moe_config import MoEConfig, read_expert_fields
-from models.moe_decoder import make_moe_layers
 from models.weight_rule import WeightRule
 
 # Defaults of fields that a config.json may leave out.

@@ -4,12 +4,12 @@ have a sliding window if `config.json` enables it.
 
 from collections.abc import Mapping
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_count, read_flag
-from models.dense_config import read_dense_fields, read_head_fields
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_dense_fields, read_head_fields
+from models.config.fields import read_count, read_flag
+from models.config.layer_types import attention_by_type, read_sliding_window
+from models.config.rope_config import parse_rope_config
 from models.families.llama import LlamaConfig, LlamaForCausalLM
-from models.layer_types import attention_by_type, read_sliding_window
-from models.rope_config import parse_rope_config
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):

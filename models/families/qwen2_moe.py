@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_count, read_flag
-from models.dense_config import read_dense_fields, read_head_fields
-from models.layer_types import read_layer_types, read_sliding_window, with_window
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_dense_fields, read_head_fields
+from models.config.fields import read_count, read_flag
+from models.config.layer_types import read_layer_types, read_sliding_window, with_window
+from models.config.moe_config import MoEConfig, read_expert_fields, read_sparse_steps
+from models.config.rope_config import parse_rope_config
+from models.decoders.moe_decoder import MoEDecoder
 from models.layers.experts import make_experts
 from models.layers.linear import Linear
 from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.sparse_mlp import GatedSharedExpertMLP
-from models.moe_config import MoEConfig, read_expert_fields, read_sparse_steps
-from models.moe_decoder import MoEDecoder
-from models.rope_config import parse_rope_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.config_fields import read_flag
-from models.dense_config import DenseConfig, read_attention, read_dense_fields
-from models.dense_decoder import DenseDecoder
+from models.config.dense_config import DenseConfig, read_attention, read_dense_fields
+from models.config.fields import read_flag
+from models.decoders.dense_decoder import DenseDecoder
 from models.families.qwen2 import windowed_layers
 from models.layers.dense_layers import make_head_normed_attention
 from models.layers.rms_norm import RMSNorm

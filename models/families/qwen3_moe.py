@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.config_fields import read_flag
-from models.dense_config import read_attention, read_dense_fields
-from models.layer_types import read_sliding_window, with_window
+from models.config.dense_config import read_attention, read_dense_fields
+from models.config.fields import read_flag
+from models.config.layer_types import read_sliding_window, with_window
+from models.config.moe_config import MoEConfig, read_expert_fields, read_sparse_steps
+from models.decoders.moe_decoder import MoEDecoder
 from models.layers.dense_layers import make_head_normed_attention
 from models.layers.experts import make_experts
 from models.layers.rms_norm import RMSNorm
 from models.layers.routing import Router, SoftmaxTopK
 from models.layers.sparse_mlp import SparseMLP
-from models.moe_config import MoEConfig, read_expert_fields, read_sparse_steps
-from models.moe_decoder import MoEDecoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

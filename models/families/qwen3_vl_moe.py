@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from models.config_fields import with_defaults
+from models.config.fields import with_defaults
 from models.families.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from models.layers.experts import packed_gate_up_rules
 from models.weight_rule import WeightRule

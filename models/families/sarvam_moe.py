@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from models.config_fields import with_defaults
+from models.config.fields import with_defaults
 from models.families.glm4_moe import Glm4MoeConfig, Glm4MoeForCausalLM
 from models.layers.packed_weights import with_packed_qkv
 from models.weight_rule import WeightRule, with_stored_names

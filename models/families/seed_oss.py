@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_flag, with_defaults
-from models.dense_config import read_dense_fields, read_head_fields
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_dense_fields, read_head_fields
+from models.config.fields import read_flag, with_defaults
+from models.config.rope_config import parse_rope_config
 from models.families.llama import LlamaConfig, LlamaForCausalLM
-from models.rope_config import parse_rope_config
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"bos_token_id": 0, "eos_token_id": 2}

@@ -5,10 +5,10 @@ window if `config.json` enables it.
 import dataclasses
 from collections.abc import Mapping
 
-from models.config_fields import read_flag, with_defaults
-from models.dense_config import read_attention, read_dense_fields
+from models.config.dense_config import read_attention, read_dense_fields
+from models.config.fields import read_flag, with_defaults
+from models.config.layer_types import attention_by_type, read_has_positions, read_sliding_window
 from models.families.llama import LlamaConfig, LlamaForCausalLM
-from models.layer_types import attention_by_type, read_has_positions, read_sliding_window
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"bos_token_id": 128_000, "eos_token_id": 128_001, "rope_theta": 2e6}

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config_fields import read_count, read_flag, refuse_other_values, with_defaults
-from models.corrected_moe import CorrectedMoEConfig, make_corrected_experts
-from models.dense_config import read_dense_fields, read_head_fields
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_dense_fields, read_head_fields
+from models.config.fields import read_count, read_flag, refuse_other_values, with_defaults
+from models.config.moe_config import read_corrected_choice, read_expert_fields
+from models.config.rope_config import parse_rope_config
+from models.decoders.corrected_moe import CorrectedMoEConfig, make_corrected_experts
+from models.decoders.moe_decoder import MoEDecoder
 from models.layers.rms_norm import RMSNorm
-from models.moe_config import read_corrected_choice, read_expert_fields
-from models.moe_decoder import MoEDecoder
-from models.rope_config import parse_rope_config
 
 # Defaults of fields that a config.json may leave out. No layer uses intermediate_size.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "intermediate_size": 1280}

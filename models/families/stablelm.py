@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from models.attention_config import AttentionConfig
-from models.config import ModelConfig, read_model_fields
-from models.config_fields import read_count, read_flag, read_number
-from models.decoder import Decoder
-from models.dense_config import Activation, read_activation, read_head_fields
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import Activation, read_activation, read_head_fields
+from models.config.fields import read_count, read_flag, read_number
+from models.config.model_config import ModelConfig, read_model_fields
+from models.config.partial_rotary import parse_partial_rope
+from models.decoders.decoder import Decoder
 from models.errors import ModelConfigError
 from models.layers.attention import Attention
 from models.layers.decoder_layers import ParallelLayer, PreNormLayer
 from models.layers.layer_norm import HeadLayerNorm, LayerNorm
 from models.layers.mlp import GatedMLP
-from models.partial_rotary import parse_partial_rope
 from models.weight_rule import WeightRule, with_renamed_sources
 
 

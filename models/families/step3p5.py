@@ -9,11 +9,15 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from models.config_fields import read_count, read_number, refuse_other_values, with_defaults
-from models.corrected_moe import CorrectedMoEConfig
-from models.decoder import Decoder
-from models.dense_config import read_dense_fields
-from models.layer_overrides import without_layer_overrides
+from models.config.dense_config import read_dense_fields
+from models.config.fields import read_count, read_number, refuse_other_values, with_defaults
+from models.config.layer_overrides import without_layer_overrides
+from models.config.moe_config import read_expert_fields
+from models.config.mtp_layers import is_of_mtp_layer, read_num_mtp_layers
+from models.config.step3p5_attention import read_step_attention
+from models.config.step3p5_fields import read_has_experts, read_limits, with_new_names
+from models.decoders.corrected_moe import CorrectedMoEConfig
+from models.decoders.decoder import Decoder
 from models.layers.clipped_swiglu import ClippedExperts, ClippedGatedMLP
 from models.layers.decoder_layers import PreNormLayer
 from models.layers.dense_layers import make_head_normed_attention
@@ -24,10 +28,6 @@ from models.layers.rms_norm import OffsetRMSNorm
 from models.layers.routing import CorrectedRouter, SigmoidTopK
 from models.layers.sparse_mlp import SharedExpertsMLP
 from models.layers.stacked_experts import with_source
-from models.moe_config import read_expert_fields
-from models.mtp_layers import is_of_mtp_layer, read_num_mtp_layers
-from models.step_attention import read_step_attention
-from models.step_fields import read_has_experts, read_limits, with_new_names
 from models.weight_rule import WeightRule, with_renamed_sources
 
 # Defaults of fields that a config.json may leave out.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from models.dense_decoder import DenseDecoder
+from models.decoders.dense_decoder import DenseDecoder
 from models.families.gemma2 import GemmaConfig, read_gemma2_config
 from models.layers.rms_norm import OffsetRMSNorm
 from models.layers.soft_cap import soft_cap_logits

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from models.config_fields import read_count, with_defaults
-from models.dense_config import DenseConfig, read_dense_fields
-from models.dense_decoder import DenseDecoder
-from models.latent_config import read_latent_attention, read_turns_neighbors
+from models.config.dense_config import DenseConfig, read_dense_fields
+from models.config.fields import read_count, with_defaults
+from models.config.latent_config import read_latent_attention, read_turns_neighbors
+from models.decoders.dense_decoder import DenseDecoder
 from models.layers.latent_attention import LatentAttention
 from models.layers.rms_norm import RMSNorm
 

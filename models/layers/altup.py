@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.layer_context import LayerContext
+from models.forward.layer_context import LayerContext
 from models.layers.factors import Factors
 from models.layers.linear import Linear
 from models.layers.rms_norm import RoundedLastRMSNorm

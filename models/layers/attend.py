@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from models.attention_config import SELF_ATTENTION, AttentionConfig
 from models.cache.format import Pages
-from models.kernel_settings import BY_HEAD, PAGES_BY_DEVICE, TOKENS_BY_HEAD, WHOLE
-from models.layer_context import LayerContext
+from models.config.attention_config import SELF_ATTENTION, AttentionConfig
+from models.forward.kernel_settings import BY_HEAD, PAGES_BY_DEVICE, TOKENS_BY_HEAD, WHOLE
+from models.forward.layer_context import LayerContext
 
 
 def attend(

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention_config import AttentionConfig
-from models.layer_context import LayerContext
+from models.config.attention_config import AttentionConfig
+from models.forward.layer_context import LayerContext
 from models.layers.attention import Attention
 from models.layers.rotary import Rotate, apply_rotary
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.layer_context import LayerContext
+from models.forward.layer_context import LayerContext
 from models.layers.experts import Experts
 from models.layers.routing import Router, Routing
 from models.layers.sparse_mlp import SparseMLP

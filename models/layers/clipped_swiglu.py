@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from models.dense_config import Activation
-from models.layer_context import LayerContext
+from models.config.dense_config import Activation
+from models.forward.layer_context import LayerContext
 from models.layers.experts import Experts
 from models.layers.mlp import GatedMLP, activate
 

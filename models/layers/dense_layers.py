@@ -6,9 +6,9 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention_config import AttentionConfig
-from models.dense_config import DenseConfig, LayerNormConfig
-from models.layer_loop import Layer
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import DenseConfig, LayerNormConfig
+from models.decoders.layer_loop import Layer
 from models.layers.attention import Attention
 from models.layers.decoder_layers import PreNormLayer
 from models.layers.mlp import MLP, GatedMLP

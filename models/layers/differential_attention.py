@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention_config import AttentionConfig
 from models.cache.format import Pages
+from models.config.attention_config import AttentionConfig
 from models.errors import ModelConfigError
-from models.layer_context import LayerContext
+from models.forward.layer_context import LayerContext
 from models.layers.attend import attend
 from models.layers.attention import Attention
 from models.layers.rms_norm import UnscaledRMSNorm

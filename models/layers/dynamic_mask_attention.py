@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention_config import AttentionConfig
 from models.cache.format import Pages
-from models.layer_context import LayerContext
+from models.config.attention_config import AttentionConfig
+from models.forward.layer_context import LayerContext
 from models.layers.attend import attend
 from models.layers.attention import Attention
 from models.layers.linear import Linear

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention_config import AttentionConfig
 from models.cache.format import Pages
-from models.carry import Carry
-from models.layer_context import LayerContext
+from models.config.attention_config import AttentionConfig
+from models.forward.carry import Carry
+from models.forward.layer_context import LayerContext
 from models.layers.attention import Attention, Norm
 from models.layers.decoder_layers import PreNormLayer
 from models.layers.experts import (

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.dense_config import Activation
-from models.layer_context import LayerContext
+from models.config.dense_config import Activation
+from models.config.moe_config import MoEConfig
+from models.forward.layer_context import LayerContext
 from models.layers.chosen_kernel import Kernel, with_kernel
 from models.layers.mlp import activate
 from models.layers.routing import Routing
-from models.moe_config import MoEConfig
 from models.weight_rule import Source, WeightRule
 from pallas_kernels import GroupTiles, make_group_tiles
 

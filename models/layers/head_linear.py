@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.layer_context import LayerContext
+from models.forward.layer_context import LayerContext
 from models.layers.chosen_kernel import Kernel, with_kernel
 
 

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from models.attention_config import SELF_ATTENTION
 from models.cache.format import Pages
-from models.kernel_settings import PAGES_BY_DEVICE, TOKENS_BY_HEAD, WHOLE
-from models.latent_config import LatentAttentionConfig
-from models.layer_context import LayerContext
+from models.config.attention_config import SELF_ATTENTION
+from models.config.latent_config import LatentAttentionConfig
+from models.forward.kernel_settings import PAGES_BY_DEVICE, TOKENS_BY_HEAD, WHOLE
+from models.forward.layer_context import LayerContext
 
 
 def latent_attend(

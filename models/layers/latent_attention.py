@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.attention_config import SELF_ATTENTION
 from models.cache.format import Pages
-from models.latent_config import LatentAttentionConfig
-from models.layer_context import LayerContext
+from models.config.attention_config import SELF_ATTENTION
+from models.config.latent_config import LatentAttentionConfig
+from models.forward.layer_context import LayerContext
 from models.layers.attention import split_heads
 from models.layers.head_linear import HeadLinear
 from models.layers.latent_attend import latent_attend

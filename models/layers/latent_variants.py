@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from models.latent_config import LatentAttentionConfig
-from models.layer_context import LayerContext
+from models.config.latent_config import LatentAttentionConfig
+from models.forward.layer_context import LayerContext
 from models.layers.attention_variants import QueryScale
 from models.layers.latent_attention import LatentAttention
 

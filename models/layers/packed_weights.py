@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from models.attention_config import AttentionConfig
+from models.config.attention_config import AttentionConfig
 from models.weight_rule import Source, WeightRule
 
 

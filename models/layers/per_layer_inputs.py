@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.carry import Carry
-from models.layer_context import LayerContext
+from models.forward.carry import Carry
+from models.forward.layer_context import LayerContext
 
 
 @jax.tree_util.register_dataclass

@@ -6,8 +6,8 @@ import jax
 from flax import nnx
 
 from models.cache.format import Pages
-from models.carry import Carry
-from models.layer_context import LayerContext
+from models.forward.carry import Carry
+from models.forward.layer_context import LayerContext
 from models.layers.decoder_layers import AttentionMLPLayer, PreNormLayer, SandwichNormLayer
 from models.layers.mlp import MLP
 from models.layers.self_attention import SelfAttention

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.rope_config import RopeConfig
+from models.config.rope_config import RopeConfig
 
 
 def rotary_cos_sin(

@@ -6,7 +6,7 @@ from typing import Protocol
 import jax
 
 from models.cache.format import Pages
-from models.layer_context import LayerContext
+from models.forward.layer_context import LayerContext
 
 Norm = Callable[[jax.Array], jax.Array]
 

@@ -5,7 +5,7 @@ import statistics
 import jax
 import jax.numpy as jnp
 
-from models.dense_config import Activation
+from models.config.dense_config import Activation
 from models.layers.mlp import GatedMLP, activate
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import jax
 from flax import nnx
 
-from models.layer_context import LayerContext
+from models.forward.layer_context import LayerContext
 from models.layers.experts import Experts
 from models.layers.linear import Linear
 from models.layers.mlp import GatedMLP

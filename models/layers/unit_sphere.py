@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention_config import AttentionConfig
-from models.dense_config import Activation
-from models.layer_context import LayerContext
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import Activation
+from models.forward.layer_context import LayerContext
 from models.layers.decoder_layers import AttentionMLPLayer
 from models.layers.gated_attention import GatedAttention
 from models.layers.mlp import GatedMLP

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 from flax import nnx
 
-from models.layer_context import LayerContext
+from models.forward.layer_context import LayerContext
 from models.layers.decoder_layers import PreNormLayer
 from models.layers.mlp import MLP
 from models.layers.self_attention import SelfAttention

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.dense_config import Activation
+from models.config.dense_config import Activation
 from models.layers.mlp import PlainMLP
 from models.weight_rule import Source, WeightRule
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.config import ModelConfig, ModelDtype
-from models.decoder import Decoder
+from models.config.model_config import ModelConfig, ModelDtype
+from models.decoders.decoder import Decoder
 from models.errors import ModelError
 from models.layers.linear import Linear, name_linears
 from models.loading.check_weights import HEAD_WEIGHT, check_weights

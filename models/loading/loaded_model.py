@@ -12,13 +12,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from models.cache.format import Pages
-from models.config import ModelConfig
+from models.config.model_config import ModelConfig
 from models.errors import ModelError
-from models.forward_batch import ForwardBatch
-from models.kernel_settings import KernelSettings
-from models.layer_context import ContextChange, LayerPlaces
+from models.forward.forward_batch import ForwardBatch
+from models.forward.kernel_settings import KernelSettings
+from models.forward.layer_context import ContextChange, LayerPlaces
+from models.forward.wants import Outputs
 from models.platforms import Platform
-from models.wants import Outputs
 from models.weight_rule import WeightRule, param_spec
 
 

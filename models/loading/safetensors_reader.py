@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from models.config import ModelDtype
+from models.config.model_config import ModelDtype
 from models.errors import CheckpointError, CheckpointNotFoundError, ModelConfigError
 from models.loading.json_file import describe_missing, is_lfs_pointer, read_json_object
 from models.loading.mapped_tensors import MappedTensors

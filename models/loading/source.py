@@ -6,8 +6,8 @@ from pathlib import Path
 
 import huggingface_hub
 
-from models.config import ModelConfig
-from models.config_fields import read_token_ids
+from models.config.fields import read_token_ids
+from models.config.model_config import ModelConfig
 from models.errors import CheckpointNotFoundError, ModelConfigError
 from models.loading.json_file import read_json_object
 from models.loading.quantized import WeightFormat, find_weight_format

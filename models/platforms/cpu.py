@@ -12,10 +12,10 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from models.cache.format import Pages
-from models.carry import Carry
-from models.config import ModelDtype
-from models.layer_context import LayerContext
-from models.layer_loop import PlacedLayer, run_in_loop
+from models.config.model_config import ModelDtype
+from models.decoders.layer_loop import PlacedLayer, run_in_loop
+from models.forward.carry import Carry
+from models.forward.layer_context import LayerContext
 from models.platforms.base import Platform, TiedHead
 from models.platforms.host_memory import available_memory_bytes
 from models.platforms.huge_pages import use_huge_pages

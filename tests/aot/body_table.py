@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 
 from models import AttentionConfig, ForwardBatch, GroupInputs, KernelSettings, Platform
+from models.config.moe_config import MoEConfig
 from models.families.gemma4 import Gemma4Config
-from models.layer_context import LayerContext, LayerPlaces, make_context
+from models.forward.layer_context import LayerContext, LayerPlaces, make_context
 from models.layers.attend import attend
 from models.layers.experts import Experts
 from models.layers.latent_attend import latent_attend
 from models.layers.routing import Routing
-from models.moe_config import MoEConfig
 from models.platforms import GPU, TPU
 from models.registry import read_config
 from pallas_kernels import Target, dispatch

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 import pallas_kernels
 from models import KernelSettings
-from models.kernel_settings import TOKENS_BY_HEAD, WHOLE
+from models.forward.kernel_settings import TOKENS_BY_HEAD, WHOLE
 from models.platforms import GPU
 from models.weight_rule import MODEL_AXIS
 from pallas_kernels.dispatch import mosaic_bodies

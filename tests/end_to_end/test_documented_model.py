@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from models import load_model
-from models.chosen_layer import kind_of
+from models.decoders.chosen_layer import kind_of
 from tests.end_to_end.doc_examples import page_examples
 from tests.oracles.paged_stepper import PagedStepper
 

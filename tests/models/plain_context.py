@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from models import ForwardBatch, KernelSettings
-from models.layer_context import LayerContext
+from models.forward.layer_context import LayerContext
 
 
 def plain_context(num_tokens: int = 1) -> LayerContext:

@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from models.attention_config import AttentionConfig
 from models.cache.attention_format import AttentionFormat
 from models.cache.format import CacheFormat
+from models.config.attention_config import AttentionConfig
+from models.config.rope_config import RopeConfig
 from models.decoder_spec import CacheRef, DecoderSpec, LayerSpec, spec_of_attention
 from models.errors import ModelConfigError
 from models.registry import read_config
-from models.rope_config import RopeConfig
 
 FULL = AttentionConfig(
     hidden_size=64, num_q_heads=4, num_kv_heads=2, head_dim=24, rope=RopeConfig(), scale=0.25

@@ -12,7 +12,7 @@ from models.registry import family_class
 from tests.oracles.make_checkpoint import write_random_checkpoint
 
 MODULE = """
-from models.decoder import Decoder
+from models.decoders.decoder import Decoder
 from models.families.llama import LlamaForCausalLM
 from {helper} import NAME
 
@@ -84,7 +84,10 @@ def test_an_installed_module_is_found_and_wins_over_the_current_folder(folder):
             "own_model:MyModell",
             r"'own_model' \(/.*own_model.py\) has no 'MyModell'; .* MyModel, Silent.$",
         ),
-        ("own_model:Alien", "is a class derived from object; expected .* models.decoder.Decoder"),
+        (
+            "own_model:Alien",
+            "is a class derived from object; expected .* models.decoders.decoder.Decoder.",
+        ),
         ("own_model:make", "is of type function; expected a class derived from"),
         ("own_model:Silent", "class 'Silent' of module .* has no `read_config`"),
         ("own_broken:MyModel", r"'own_broken' .*\(ZeroDivisionError: .*, in own_broken.py, line 2"),

@@ -4,10 +4,10 @@ import importlib.metadata
 
 import pytest
 
+from models.config.rope_config import RopeConfig
 from models.errors import ModelConfigError, ModelError, UnsupportedModelError
 from models.families.llama import LlamaForCausalLM
 from models.registry import ENTRY_POINT_GROUP, FAMILIES, family_class, read_config
-from models.rope_config import RopeConfig
 
 LLAMA3 = {
     "rope_type": "llama3",

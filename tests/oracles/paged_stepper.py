@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.cache.format import Pages
-from models.forward_batch import ForwardBatch
+from models.forward.forward_batch import ForwardBatch
+from models.forward.wants import Wants
 from models.loading.loaded_model import LoadedModel
-from models.wants import Wants
 from paxkv.runner.programs.make_batch import make_batch
 from tests.oracles.placed_model import place_model
 from tests.quick_compile import QUICK_COMPILE

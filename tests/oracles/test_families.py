@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from models import read_config
-from models.config import ModelConfig
+from models.config.model_config import ModelConfig
 from models.errors import ModelError, UnsupportedModelError
 from models.registry import family_class
 from tests.oracles import families

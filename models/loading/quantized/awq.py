@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.config_fields import read_count
+from models.config.fields import read_count
 from models.errors import UnsupportedModelError
 from models.loading.quantized.packed_integers import num_groups, scale_groups, unpack_words
 from models.loading.quantized.quantization_fields import (

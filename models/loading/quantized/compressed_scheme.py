@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from models.config_fields import read_count, read_flag
+from models.config.fields import read_count, read_flag
 from models.errors import UnsupportedModelError
 from models.loading.quantized.fp8 import read_block_size
 from models.loading.quantized.quantization_fields import as_object, read_choice, with_path

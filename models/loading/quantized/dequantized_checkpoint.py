@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from models.config import ModelDtype
+from models.config.model_config import ModelDtype
 from models.errors import CheckpointError, WeightMismatchError
 from models.loading.quantized.quantization_fields import FIELD
 from models.loading.quantized.stored_parts import StoredParts

@@ -7,7 +7,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 import pallas_kernels
 from models import Pages, Platform
-from models.kernel_settings import PAGES_BY_DEVICE
+from models.forward.kernel_settings import PAGES_BY_DEVICE
 from models.weight_rule import MODEL_AXIS
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
 from paxkv.errors import ConfigError

@@ -20,7 +20,7 @@ class TableShape:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """Every dimension of one compiled step; dimension names as in `models/forward_batch.py`.
+    """Every dimension of one compiled step, named as in `models/forward/forward_batch.py`.
 
     Args:
         tile_tokens: The step computes this many tokens at a time, and skips tiles without tokens.

@@ -8,18 +8,18 @@ import numpy as np
 from flax import nnx
 
 import pallas_kernels
-from models.attention_config import SELF_ATTENTION, AttentionConfig
 from models.cache import rules
 from models.cache.attention_format import AttentionFormat
-from models.carry import Carry
+from models.config.attention_config import SELF_ATTENTION, AttentionConfig
+from models.config.rope_config import RopeConfig
 from models.decoder_spec import CacheRef, DecoderSpec, LayerSpec
-from models.forward_batch import ForwardBatch
-from models.kernel_settings import KernelSettings
-from models.layer_context import LayerCache, make_context
-from models.layer_loop import PlacedLayer
+from models.decoders.layer_loop import PlacedLayer
+from models.forward.carry import Carry
+from models.forward.forward_batch import ForwardBatch
+from models.forward.kernel_settings import KernelSettings
+from models.forward.layer_context import LayerCache, make_context
+from models.forward.wants import Wants
 from models.layers.attention import Attention
-from models.rope_config import RopeConfig
-from models.wants import Wants
 from pallas_kernels.page_views import unview_pages, view_pages
 from paxkv.runner.memory.kv_cache_arrays import empty_kv_cache
 from paxkv.runner.memory.kv_cache_groups import KVCacheGroups, groups_of_spec

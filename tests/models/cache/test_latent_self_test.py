@@ -6,7 +6,7 @@ import pytest
 import pallas_kernels
 from models.cache.latent_format import LatentFormat
 from models.cache.latent_self_test import LatentSelfTest
-from models.latent_config import read_latent_attention
+from models.config.latent_config import read_latent_attention
 
 H200 = pallas_kernels.Target(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
 ATTENTION = read_latent_attention(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from models.cache.rules import as_words, from_words
-from models.layer_loop import run_in_loop, run_in_turn
+from models.decoders.layer_loop import run_in_loop, run_in_turn
 from models.platforms.cpu import CPU
 from tests.compiler_flags import AS_FOR_USERS
 from tests.models.cache.formats_of_tests import (

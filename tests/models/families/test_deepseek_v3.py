@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.chosen_layer import kind_of
+from models.decoders.chosen_layer import kind_of
 from models.errors import ModelConfigError, UnsupportedModelError
 from models.families.deepseek_v3 import DeepseekV3ForCausalLM
 from models.registry import read_config

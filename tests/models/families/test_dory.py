@@ -7,7 +7,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from models import load_model
-from models.chosen_layer import kind_of
+from models.decoders.chosen_layer import kind_of
 from models.errors import ModelConfigError, UnsupportedModelError
 from models.families.dory import DoryForCausalLM
 from models.layers.loop_entry import LoopEntry

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from models.chosen_layer import kind_of
+from models.decoders.chosen_layer import kind_of
 from models.errors import ModelConfigError, UnsupportedModelError
 from models.families.gemma3n import Gemma3nForCausalLM
 from models.registry import read_config

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from models import LoadedModel, load_model
-from models.chosen_layer import kind_of
+from models.decoders.chosen_layer import kind_of
 from models.errors import ModelConfigError, UnsupportedModelError
 from models.families.gemma4 import (
     Gemma4ExpertsConfig,

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.chosen_layer import kind_of
+from models.config.rope_config import RopeConfig
+from models.decoders.chosen_layer import kind_of
 from models.errors import ModelConfigError, UnsupportedModelError
 from models.families.gpt_oss import ClampedExperts, GptOssForCausalLM
-from models.rope_config import RopeConfig
 
 HF_CONFIG = {
     "architectures": ["GptOssForCausalLM"],

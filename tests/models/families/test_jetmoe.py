@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.chosen_layer import kind_of
+from models.decoders.chosen_layer import kind_of
 from models.errors import UnsupportedModelError
 from models.families.jetmoe import JetMoeForCausalLM
 from models.layers.sparse_mlp import SparseMLP

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.chosen_layer import kind_of
+from models.config.rope_config import RopeConfig
+from models.decoders.chosen_layer import kind_of
 from models.errors import ModelConfigError, UnsupportedModelError
 from models.families.llama4 import (
     Llama4ForCausalLM,
@@ -16,7 +17,6 @@ from models.layers.attention_variants import (
     QueryScale,
     ScaledQueriesAttention,
 )
-from models.rope_config import RopeConfig
 from tests.models.plain_context import plain_context
 
 HF_CONFIG = {

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from models.chosen_layer import kind_of
+from models.decoders.chosen_layer import kind_of
 from models.errors import ModelConfigError, UnsupportedModelError
 from models.families.mistral4 import Mistral4ForCausalLM
 from models.layers.attention_variants import QueryScale

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from models.chosen_layer import kind_of
+from models.decoders.chosen_layer import kind_of
 from models.errors import UnsupportedModelError
 from models.families.mixtral import MixtralForCausalLM
 from models.registry import read_config

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from models.chosen_layer import kind_of
+from models.decoders.chosen_layer import kind_of
 from models.errors import ModelConfigError, UnsupportedModelError
 from models.families.step3p5 import Step3p5ForCausalLM
 from models.registry import read_config

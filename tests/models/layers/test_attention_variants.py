@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.attention_config import AttentionConfig
+from models.config.attention_config import AttentionConfig
+from models.config.rope_config import RopeConfig
 from models.layers.attention_variants import (
     ClippedAttention,
     NormedLastAttention,
@@ -12,7 +13,6 @@ from models.layers.attention_variants import (
     ScaledQueriesAttention,
 )
 from models.layers.rms_norm import RMSNorm
-from models.rope_config import RopeConfig
 from tests.models.plain_context import plain_context
 
 CONFIG = AttentionConfig(

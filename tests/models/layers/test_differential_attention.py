@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.attention_config import AttentionConfig
+from models.config.attention_config import AttentionConfig
+from models.config.rope_config import RopeConfig
 from models.errors import ModelConfigError
 from models.layers.differential_attention import DifferentialAttention, with_paired_heads
-from models.rope_config import RopeConfig
 from tests.models.plain_context import plain_context
 
 HEAD_DIM, NUM_Q_HEADS, NUM_KV_HEADS, NUM_TOKENS, HIDDEN, EPS = 6, 8, 4, 5, 10, 1e-5

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.attention_config import AttentionConfig
+from models.config.attention_config import AttentionConfig
+from models.config.rope_config import RopeConfig
 from models.layers.dynamic_mask_attention import DynamicMaskAttention, with_key_bias
-from models.rope_config import RopeConfig
 from tests.models.plain_context import plain_context
 
 HEAD_DIM, NUM_Q_HEADS, NUM_KV_HEADS, NUM_TOKENS = 6, 4, 2, 5

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.attention_config import AttentionConfig
-from models.layer_context import LayerContext
+from models.config.attention_config import AttentionConfig
+from models.config.rope_config import RopeConfig
+from models.forward.layer_context import LayerContext
 from models.layers.expert_attention import ExpertAttention, RoutedHeads
 from models.layers.routing import SoftmaxTopK
-from models.rope_config import RopeConfig
 from tests.models.plain_context import plain_context
 
 NUM_ROWS, HIDDEN, NUM_EXPERTS, TOP_K, NUM_KV_HEADS, HEAD_DIM = 5, 6, 4, 2, 3, 2

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.layer_context import LayerContext
+from models.forward.layer_context import LayerContext
 from models.layers.experts import Experts, packed_gate_up_rules
 from models.layers.routing import Routing
 from models.weight_rule import Source, WeightRule, rules_of_layers

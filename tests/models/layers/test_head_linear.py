@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.chosen_layer import choose_layer, kind_of
+from models.decoders.chosen_layer import choose_layer, kind_of
 from models.layers.head_linear import HeadLinear
 from models.layers.linear import name_linears
 from tests.models.plain_context import plain_context

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.attention_config import AttentionConfig
-from models.carry import Carry
+from models.config.attention_config import AttentionConfig
+from models.config.rope_config import RopeConfig
+from models.forward.carry import Carry
 from models.layers.gated_attention import GatedAttention
 from models.layers.muse_layers import (
     GatedResidualLayer,
@@ -14,7 +15,6 @@ from models.layers.muse_layers import (
     NormedGatedAttention,
     ResidualGate,
 )
-from models.rope_config import RopeConfig
 from tests.models.layers.test_output_norm_layer import Attention, times
 from tests.models.plain_context import plain_context
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.carry import Carry
+from models.forward.carry import Carry
 from models.layers.output_norm_layer import OutputNormLayer
 from tests.models.plain_context import plain_context
 

@@ -4,11 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.attention_config import AttentionConfig
+from models.config.attention_config import AttentionConfig
+from models.config.rope_config import RopeConfig
 from models.layers.attention import Attention
 from models.layers.mlp import GatedMLP
 from models.layers.packed_weights import with_packed_gate_up, with_packed_qkv, with_packed_rows
-from models.rope_config import RopeConfig
 from models.weight_rule import rules_of_layers
 
 CONFIG = AttentionConfig(

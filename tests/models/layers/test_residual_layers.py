@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.carry import Carry
+from models.forward.carry import Carry
 from models.layers.residual_layers import (
     PostNormLayer,
     ScaledPreNormLayer,

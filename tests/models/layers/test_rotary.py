@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models.config.rope_config import RopeConfig, parse_rope_config
 from models.layers.rotary import (
     apply_rotary,
     apply_rotary_backwards,
@@ -12,7 +13,6 @@ from models.layers.rotary import (
     inverse_frequencies,
     rotary_cos_sin,
 )
-from models.rope_config import RopeConfig, parse_rope_config
 from tests.oracles.golden import load_golden_rope
 from tests.quick_compile import quick_jit
 

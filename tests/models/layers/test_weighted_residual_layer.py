@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.carry import Carry
+from models.forward.carry import Carry
 from models.layers.factors import Factors
 from models.layers.weighted_residual_layer import WeightedResidualLayer
 from tests.models.plain_context import plain_context

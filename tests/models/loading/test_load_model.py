@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models.decoder import Decoder
+from models.decoders.decoder import Decoder
 from models.errors import CheckpointError, CheckpointNotFoundError, ModelError, WeightMismatchError
 from models.loading.load_model import load_model
 from models.platforms import TPU

@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 
 from models import AttentionFormat, CachePlace, ModelError
-from models.attention_config import SELF_ATTENTION
+from models.config.attention_config import SELF_ATTENTION
 from models.families.llama import LlamaForCausalLM
-from models.forward_batch import ForwardBatch, GroupInputs
+from models.forward.forward_batch import ForwardBatch, GroupInputs
 from models.layers.linear import Linear
 from models.loading.load_model import load_model
 from models.loading.loaded_model import LoadedModel

@@ -19,7 +19,7 @@ from models import (
     RopeConfig,
 )
 from models.decoder_spec import spec_of_attention
-from models.layer_context import make_context
+from models.forward.layer_context import make_context
 from models.platforms import default_platform
 from paxkv.runner.memory.kv_cache_groups import groups_of_spec
 

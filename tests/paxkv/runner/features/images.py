@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from models.layer_context import ReplacedEmbeddings
+from models.forward.layer_context import ReplacedEmbeddings
 from paxkv.runner.features.base import FeatureStep, StepFeature
 from paxkv.runner.shapes.own_program import OwnProgram
 from paxkv.runner.shapes.step_variant import DeviceArray, StepVariant

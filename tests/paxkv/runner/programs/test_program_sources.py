@@ -125,14 +125,14 @@ def test_a_package_without_source_files_has_a_digest_of_its_own(monkeypatch):
 
 
 def test_a_file_written_while_the_process_runs_makes_a_digest_of_its_own(copied_root):
-    (copied_root / "models" / "decoder.py").write_text("x = 2\n")
+    (copied_root / "models" / "decoders" / "decoder.py").write_text("x = 2\n")
     assert fresh_digest() != fresh_digest()
 
 
 def test_the_files_are_those_of_the_device_half():
     names = {path.relative_to(ROOT).as_posix() for path in program_source_files()}
     assert {
-        "models/decoder.py",
+        "models/decoders/decoder.py",
         "pallas_kernels/paged_attention/xla.py",
         "paxkv/runner/programs/step.py",
         "paxkv/runner/programs/invariant_step.py",

@@ -1,0 +1,1 @@
+"""The configs of models and their attention, and functions that read them from config.json."""

@@ -1,0 +1,1 @@
+"""Decoders that several families derive from, and the loops that run their layers."""

@@ -1,0 +1,22 @@
+"""Parts of families with DeepSeek-V3's experts: a router with corrections, and shared experts."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from models.decoders.shared_moe import SharedMoEConfig, make_shared_experts
+from models.layers.routing import CorrectedRouter, SigmoidTopK
+from models.layers.sparse_mlp import SparseMLP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectedMoEConfig(SharedMoEConfig):
+    """The config of a decoder with a `CorrectedRouter` and shared experts."""
+
+    choose: SigmoidTopK
+
+
+def make_corrected_experts(config: CorrectedMoEConfig, *, dtype: jnp.dtype) -> SparseMLP:
+    """Makes the experts of one layer."""
+    gate = CorrectedRouter(config.hidden_size, config.num_experts)
+    return make_shared_experts(config, gate=gate, choose=config.choose, dtype=dtype)
