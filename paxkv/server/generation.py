@@ -68,7 +68,7 @@ class Generator:
             for prompt in prompts:
                 await self._engine.check(prompt, sampling_params)
             raise self._admission.refusal()
-        with self._admission.place_for(num_requests):
+        with self._admission.admit(num_requests):
             runs = [
                 self._run(prompt, sampling_params, priority=priority, stream=stream)
                 for prompt in prompts

@@ -1,1 +1,1 @@
-"""What surrounds every route."""
+"""Layers around every route."""

@@ -1,4 +1,4 @@
-"""The access log: one line a request, with how long it took."""
+"""The access log: one line per request, with its durations."""
 
 import logging
 import time
@@ -13,15 +13,15 @@ logger = logging.getLogger(__name__)
 
 
 class AccessLogMiddleware:
-    """Logs client, method, path, status, both times and request id when an answer has ended.
+    """Logs each request when its answer has ended.
 
     127.0.0.1:5001 "POST /v1/completions" 200 in 812.4 ms, first byte after 31.0 ms, id 5f0c
 
-    The query is left out, as are headers and targets that are no paths: they may hold what is
-    nobody's business. A client that left before its answer began is a 499.
+    Queries, headers, and targets that are not paths are left out, because they may contain secrets.
+    If the client disconnects before its answer begins, the status is 499.
 
     Args:
-        without_paths: That get no line.
+        without_paths: Paths that are not logged.
     """
 
     def __init__(self, app: ASGIApp, *, without_paths: Collection[str] = ()) -> None:
@@ -35,7 +35,7 @@ class AccessLogMiddleware:
         start_s = time.perf_counter()
         status, first_byte_s, failure_status = 0, 0.0, CLIENT_CLOSED_REQUEST
 
-        async def send_and_note(message: Message) -> None:
+        async def send_and_time(message: Message) -> None:
             nonlocal status, first_byte_s
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -44,9 +44,9 @@ class AccessLogMiddleware:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_and_note)
+            await self._app(scope, receive, send_and_time)
         except Exception:
-            # Whoever lies further out answers it.
+            # An outer layer answers it.
             failure_status = 500
             raise
         finally:
@@ -69,11 +69,11 @@ def _client(scope: Scope) -> str:
 
 
 def _raw_path(scope: Scope) -> str:
-    """The path as it was sent: decoded, it might hold line breaks, and forge a line."""
+    """The path as it was sent. A decoded path could contain line breaks, and forge log lines."""
     raw_path = scope.get("raw_path")
     if raw_path is None:
         return ascii(scope["path"])
-    # Of a target that is no path, as in CONNECT user:password@host:443, anything may be a secret.
+    # A target that is not a path, as in CONNECT user:password@host:443, may contain a secret.
     if not raw_path.startswith(b"/") or raw_path.startswith(b"//"):
         return "-"
     return raw_path.decode("ascii", "backslashreplace")

@@ -1,4 +1,4 @@
-"""Who is let in: a bound on requests that wait, kept where nothing can come between."""
+"""`Admission`: limits how many requests run or wait in the engine."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,19 +10,20 @@ from paxkv.server.protocol.error_response import OverloadedError
 
 
 class Admission:
-    """Counts the requests that the engine was given and has not finished, and bounds them.
+    """Counts the requests that the engine has not finished, and limits them.
 
-    A request is one completion of one prompt, as the engine counts them. It waits when it has no
-    place in the running batch: places are `max_num_seqs`, or, while the engine says that some wait
-    (for KV memory, or for the token budget), as many as it runs. One whose grammar is being
-    compiled, here or there, is counted like any other, but does not make the engine full. The count
-    is this process' own, and changes with the decision, before anything else can run: so that a
-    thousand requests that come at once are as many as a thousand that come one by one. What the
-    engine says, which may be a step old, changes the number of places alone.
+    A request is one completion of one prompt, as in the engine. It waits if the running batch has
+    no place for it. The batch has `max_num_seqs` places. While requests wait in the engine for KV
+    memory or for the token budget, it has only as many places as requests run. A request whose
+    grammar is being compiled counts like any other, but does not make the batch full.
+
+    This class counts requests itself, in the same moment in which it admits them. So a thousand
+    requests that arrive at once count like a thousand that arrive one by one. The engine's counts,
+    which may be a step old, only determine the number of places.
 
     Args:
-        max_waiting_requests: None is no bound.
-        max_num_queued_reqs: Bound on running and waiting requests together; None is none.
+        max_waiting_requests: Limit on waiting requests; None is no limit.
+        max_num_queued_reqs: Limit on running and waiting requests together; None is no limit.
     """
 
     def __init__(
@@ -39,19 +40,19 @@ class Admission:
 
     @property
     def num_requests(self) -> int:
-        """Requests that were let in and have not ended."""
+        """Admitted requests that have not ended."""
         return self._num_requests
 
     @property
     def num_calls(self) -> int:
-        """Calls of clients that these belong to."""
+        """Calls of clients that these requests belong to."""
         return self._num_calls
 
     def has_room(self, num_requests: int) -> bool:
-        """Whether so many more may come in now.
+        """Whether this many more requests may be admitted now.
 
         Raises:
-            InvalidRequestError: They never could, all at once.
+            InvalidRequestError: They exceed a limit even if no other request runs or waits.
         """
         most = self._max_num_queued_reqs
         if most is not None:
@@ -64,15 +65,15 @@ class Admission:
         if most is not None and self._num_requests + num_requests > most:
             return False
         stats = self._engine.latest_stats
-        # With nobody let in, what the engine said last is about those who have left.
+        # If no request is admitted, the engine's latest counts are about requests that have ended.
         num_waiting_for_room = stats.num_waiting_reqs - stats.num_compiling_reqs
         is_full = self._num_requests > 0 and num_waiting_for_room > 0
         num_places = stats.num_running_reqs if is_full else max_num_seqs
         return self._num_requests + num_requests <= num_places + most_waiting
 
     @contextlib.contextmanager
-    def place_for(self, num_requests: int) -> Iterator[None]:
-        """Holds so many places until its end; `has_room` was asked, and nothing awaited since."""
+    def admit(self, num_requests: int) -> Iterator[None]:
+        """Counts requests until the context ends. No `await` may separate it from `has_room`."""
         self._num_requests += num_requests
         self._num_calls += 1
         try:
@@ -82,7 +83,7 @@ class Admission:
             self._num_calls -= 1
 
     def refusal(self) -> OverloadedError:
-        """What a request is told that finds no room."""
+        """The error for a request that is not admitted."""
         return OverloadedError(
             f"the server is full: {self._num_requests} requests run or wait{self._bounds()}. Try "
             "again later."
@@ -97,11 +98,11 @@ class Admission:
 def _check_may_ever_come_in(num_requests: int, most: int) -> None:
     if num_requests > most:
         raise InvalidRequestError(
-            f"the request has {num_requests} prompts times completions; this server takes at most "
-            f"{most} at once. Send fewer."
+            f"the request asks for {num_requests} completions of all its prompts together; this "
+            f"server accepts at most {most} at once. Send fewer prompts, or a smaller n."
         )
 
 
 def num_engine_requests(num_prompts: int, params: SamplingParams | BeamSearchParams) -> int:
-    """Places that a call needs: 2 prompts with n=3 need 6, a beam search one for each beam."""
+    """The requests of one call: 2 prompts with n=3 are 6; a beam search has one for each beam."""
     return num_prompts * (params.beam_width if isinstance(params, BeamSearchParams) else params.n)

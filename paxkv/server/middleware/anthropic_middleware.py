@@ -1,4 +1,4 @@
-"""Gives every answer below `/v1/messages` the headers and the error form of Anthropic's API.
+"""Gives every answer below `/v1/messages` the headers and the error format of Anthropic's API.
 
 An error may come from a route, from the router (unknown path or method) or from another
 middleware (missing key, headers too large). All of them pass through here.
@@ -38,7 +38,7 @@ class AnthropicMiddleware:
 
 
 class _Answer:
-    """One HTTP answer on its way to the client."""
+    """One HTTP answer, while it is sent."""
 
     def __init__(self, request_id: str, send: Send) -> None:
         self._request_id = request_id

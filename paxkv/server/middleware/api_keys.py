@@ -1,4 +1,4 @@
-"""API keys: who has none of them gets a 401, after the same work as who has one."""
+"""API keys: rejects requests without a valid key, in a time that does not depend on the key."""
 
 import hashlib
 import hmac
@@ -11,14 +11,14 @@ from paxkv.server.routes.route_path import is_below, route_path
 
 
 class ApiKeyMiddleware:
-    """Asks for a key in front of /v1, as vLLM does, and of the paths that are named besides.
+    """Requires a key for paths that begin with /v1, as in vLLM, and for further paths.
 
-    Keys are compared by their digests, all of them each time, so that neither a key's length nor
-    how far a wrong one agrees shows in the time it takes.
+    Each time, the digests of all keys are compared. So the time shows neither the length of a key
+    nor how much of a wrong key is right.
 
     Args:
         api_keys: At least one.
-        other_paths: That need one too, and what lies under them.
+        other_paths: Further paths that require a key, as do the paths below them.
         x_api_key_paths: These paths, and the paths below them, also accept a key in the header
             `x-api-key`, where Anthropic's clients send it.
     """
@@ -46,7 +46,7 @@ class ApiKeyMiddleware:
             return
         other_way = " or 'x-api-key: KEY'" if takes_x_api_key else ""
         error = UnauthorizedError(
-            "the API key is missing or wrong; send one of the server's as "
+            "the API key is missing or wrong; send one of the server's keys as "
             f"'Authorization: Bearer KEY'{other_way}."
         )
         await error_response(error)(scope, receive, send)
@@ -64,7 +64,7 @@ class ApiKeyMiddleware:
 
     def _is_known(self, key: bytes) -> bool:
         digest = hashlib.sha256(key.strip()).digest()
-        # A list: `any` over a generator would stop at the one that fits.
+        # A list, because `any` over a generator would stop at the first key that matches.
         return any([hmac.compare_digest(digest, known) for known in self._digests])
 
 

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with a deadline: a whole request in time, or the connection ends."""
+"""uvicorn's HTTP protocol, with a deadline by which a whole request must have arrived."""
 
 import asyncio
 import http
@@ -17,25 +17,25 @@ from paxkv.server.routes.messages import MESSAGES_PATH
 from paxkv.server.routes.route_path import is_below, route_path
 
 logger = logging.getLogger(__name__)
-# uvicorn warns of a request that is no HTTP without saying whose it is, and of an `Upgrade` that it
-# passes over, as it may, with advice to install something. Its errors are worth a line.
+# Hides uvicorn's warnings: of requests that are not HTTP, which do not name the client, and of
+# ignored `Upgrade` headers, which advise the user to install a package.
 _uvicorn_logger = logger.getChild("uvicorn")
 _uvicorn_logger.setLevel(logging.ERROR)
-# "illegal header line: bytearray(b'Authorization Bearer ...')": what was sent is not for the log.
 _FIRST_LINE = re.compile(rb"[A-Z]+ ([!-~]+) HTTP/1\.[01]\r?\n")
-# The path of a request decides the form of its errors. It is read from a first line of at most:
+# The path, which decides the format of errors, is read only from first lines up to this length.
 _MAX_FIRST_LINE_BYTES = 1024
+# Removes a secret from "illegal header line: bytearray(b'Authorization Bearer ...')".
 _QUOTED_BYTES = re.compile(r":? (bytearray\(b|b)['\"].*", re.DOTALL)
 
 
 def deadline_protocol(
     request_timeout_s: float, *, max_connections: int | None = None, root_path: str = ""
 ) -> type[H11Protocol]:
-    """A protocol class for `uvicorn.Config(http=...)`, which takes no arguments of ours.
+    """Makes a protocol class for `uvicorn.Config(http=...)`, with these settings as attributes.
 
     Args:
-        max_connections: One more is told so and closed; None is no limit.
-        root_path: Of the proxy, as `ServerConfig` has it.
+        max_connections: A further connection gets a 503 and is closed; None is no limit.
+        root_path: The proxy's path prefix, as in `ServerConfig`.
     """
     settings = {
         "request_timeout_s": request_timeout_s,
@@ -46,10 +46,10 @@ def deadline_protocol(
 
 
 class OpenTransport:
-    """A transport that takes what is written only while it is open.
+    """A transport that drops what is written after it began to close.
 
-    uvicorn hears of a client that has gone at the loop's next turn; what a response has in several
-    pieces goes on within this one, and asyncio warns of every piece.
+    uvicorn learns that a client has disconnected only at the loop's next turn. Until then, it
+    writes the remaining pieces of a response, and asyncio would log a warning for each.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -66,36 +66,36 @@ class OpenTransport:
 class DeadlineProtocol(H11Protocol):
     """Gives a client `request_timeout_s` from its first byte to the last byte of its request.
 
-    uvicorn limits how long a connection may idle between requests, not how long half a request
-    may take, in its headers or in its body. The clock is not reset by more bytes, so that a
-    client that sends one byte a second cannot hold a connection.
+    uvicorn limits the idle time between requests, but not the time in which a request arrives. More
+    bytes do not extend the deadline, so that a client that sends one byte per second cannot keep a
+    connection open.
 
-    As long, too, may what was written for a client wait for it: one that stopped reading would
-    keep its request's place for ever.
+    The same limit applies to a client that does not read its answer. Otherwise its request would
+    never end.
     """
 
     request_timeout_s = 15.0
     max_connections: int | None = None
-    # uvicorn has a `root_path` of its own.
+    # Not called `root_path`, which is an attribute of uvicorn's class.
     proxy_path = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.logger = _uvicorn_logger
         super().connection_made(transport)
         self.transport = OpenTransport(transport)
-        # How the request begins that is read now.
+        # The first bytes of the request that is being read.
         self._head = b""
         self._deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
         if self.max_connections is not None and len(self.connections) > self.max_connections:
             self._refuse(503, f"the server has {self.max_connections} connections open already.")
             return
-        # A connection that never sends a byte is no better than one that sends half a line.
+        # The deadline also applies to a connection that never sends a byte.
         self._keep_deadline()
 
     def data_received(self, data: bytes) -> None:
         if self.conn.their_state is h11.IDLE:
-            # h11 drops what it cannot read.
+            # Kept here, because h11 drops bytes that it cannot parse.
             self._head = (self.conn.trailing_data[0] + data)[:_MAX_FIRST_LINE_BYTES]
         super().data_received(data)
         self._keep_deadline()
@@ -103,19 +103,19 @@ class DeadlineProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         self._head = self.conn.trailing_data[0][:_MAX_FIRST_LINE_BYTES]
         super().on_response_complete()
-        # uvicorn goes on with what came behind the answered request: of that, too, only half may
-        # be here. Where nothing came, its own limit for idle connections runs.
+        # uvicorn continues with bytes that arrived after the answered request. They may be only a
+        # part of a request. Without such bytes, uvicorn's limit for idle connections applies.
         if self.conn.their_state is h11.SEND_BODY:
             self._keep_deadline()
 
     def pause_writing(self) -> None:
-        """The client is behind."""
+        """Called when the client has not read enough of what was written."""
         super().pause_writing()
         self._drop_write_deadline()
         self._write_deadline = self.loop.call_later(self.request_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has taken most of what waited."""
+        """Called when the client has read most of what was written."""
         super().resume_writing()
         self._drop_write_deadline()
 
@@ -125,7 +125,7 @@ class DeadlineProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is not HTTP, or has headers without end."""
+        """Answers a request that is not valid HTTP, or whose headers are too long."""
         error = sys.exception()
         if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
             status, message = 431, "the request's first line and headers are too long."
@@ -164,7 +164,7 @@ class DeadlineProtocol(H11Protocol):
         if self.transport.is_closing():
             return
         if self.conn.their_state is h11.SEND_BODY:
-            # The handler, if it still waits for the rest, sees a client that left.
+            # If the handler still waits for the body, it sees a disconnect.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         has_sent_something = bool(self.conn.trailing_data[0]) or (
@@ -187,7 +187,7 @@ class DeadlineProtocol(H11Protocol):
         return request_id_of(self.scope)
 
     def _path(self) -> str | None:
-        """The path of the request that is being read or served, if its first line is here."""
+        """The path of the request that is being read or served, if its first line has arrived."""
         if self.cycle is not None and not self.cycle.response_complete:
             path = self.scope["path"]
         else:
@@ -198,7 +198,7 @@ class DeadlineProtocol(H11Protocol):
         return route_path({"path": path, "root_path": self.proxy_path})
 
     def _error_body(self, status: int, message: str, request_id: str) -> tuple[int, bytes]:
-        """Status and body of an error, in the form that the clients of its path read."""
+        """Status and body of an error, in the format of the API that the path belongs to."""
         body, path = error_body(status, message), self._path()
         if path is not None and is_below(path, MESSAGES_PATH):
             status, error = anthropic_error(status, body, request_id=request_id)
@@ -206,7 +206,7 @@ class DeadlineProtocol(H11Protocol):
         return status, body
 
     def _refuse(self, status: int, message: str, *, request_id: str | None = None) -> None:
-        """Answers and closes; only closes when an answer is on its way or out already.
+        """Answers and closes the connection; only closes it if an answer has already begun.
 
         Args:
             request_id: `_request_id()` if left out.

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paxkv.server.protocol.ignored_parts import IgnoredParts, ignored_parts
 
 IGNORED_HEADER = "X-Paxkv-Ignored"
-# Clients choose some of the names.
+# Limits memory and log lines, because clients choose some of the names.
 MAX_LOGGED_NAMES = 256
 _logger = logging.getLogger(__name__)
 
@@ -30,20 +30,20 @@ class IgnoredPartsMiddleware:
         async def send_with_names(message: Message) -> None:
             if message["type"] == "http.response.start" and (header := ignored.header()):
                 MutableHeaders(scope=message)[IGNORED_HEADER] = header
-                # The process that compiles grammars logs ignored keywords of schemas.
+                # Without keywords of schemas, which the process that compiles grammars logs.
                 self._log(ignored.names)
             await send(message)
 
         await self._app(scope, receive, send_with_names)
 
     def _log(self, names: list[str]) -> None:
-        news = [name for name in names if name not in self._logged]
-        if not news or len(self._logged) >= MAX_LOGGED_NAMES:
+        new_names = [name for name in names if name not in self._logged]
+        if not new_names or len(self._logged) >= MAX_LOGGED_NAMES:
             return
-        self._logged.update(news)
+        self._logged.update(new_names)
         _logger.warning(
             "requests have parts that this server ignores: %s. They are logged once; every answer "
             "names them in the header %s.",
-            ", ".join(news),
+            ", ".join(new_names),
             IGNORED_HEADER,
         )

@@ -1,19 +1,19 @@
-"""Paths with a slash too many, which clients make of a base URL that ends with one."""
+"""Removes surplus slashes from paths, which clients add if their base URL ends with a slash."""
 
 import re
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 _SLASHES = re.compile("/{2,}")
-# A model's name follows, which may be a path itself.
+# A model's name follows, which may contain slashes.
 _MODELS = "/v1/models/"
 
 
 class PlainPathMiddleware:
     """Serves "/v1/messages/" and "//v1/messages" as "/v1/messages".
 
-    A redirect would lose the body of the request. Every later layer sees the plain path; the access
-    log shows the one that was sent.
+    A redirect would lose the body of the request. All inner layers see the plain path, except that
+    the access log shows the one that was sent.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -26,10 +26,10 @@ class PlainPathMiddleware:
 
 
 def plain_path(path: str, root_path: str = "") -> str:
-    """The path without doubled slashes and without one at its end.
+    """The path without doubled slashes, and without a slash at its end.
 
     Args:
-        root_path: What a proxy has in front of all paths; a slash after it is a path.
+        root_path: The proxy's path prefix. A single slash after it is kept.
     """
     front, models, name = path.partition(_MODELS)
     if models and name and front in ("", root_path):

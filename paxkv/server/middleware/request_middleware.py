@@ -1,4 +1,4 @@
-"""What surrounds every route: the path in front, a request id, a bound on headers, an end."""
+"""Layers for every route: proxy's path prefix, request id, limit on headers, disconnects."""
 
 import asyncio
 import re
@@ -14,11 +14,11 @@ _WHOLE_URL = re.compile(rb"https?://[^/]*(.*)", re.IGNORECASE | re.DOTALL)
 
 
 class RootPathMiddleware:
-    """Says which path a proxy has in front of all of ours.
+    """Sets `root_path`, the path prefix that a proxy puts before all paths of this server.
 
-    Not every proxy takes it off, so that requests come with it or without, as they may in vLLM.
-    uvicorn's own setting would put it in front of the former once more. A client that takes us for
-    its proxy sends a whole URL in place of a path, which every server has to understand.
+    Some proxies remove the prefix and some do not, so requests may have it or not, as in vLLM.
+    uvicorn's own setting would add it to all of them. A client that uses this server as a proxy
+    sends a whole URL instead of a path; HTTP requires that servers accept it.
     """
 
     def __init__(self, app: ASGIApp, *, root_path: str) -> None:
@@ -37,8 +37,8 @@ class RootPathMiddleware:
 class RequestIdMiddleware:
     """Puts a request id into `request.state.request_id` and into the response.
 
-    A client may bring its own in `X-Request-Id`. It is a name for logs only: the engine gets
-    fresh ids, so two requests may bring the same.
+    A client may send its own id in `X-Request-Id`. It is only a name: the engine gets fresh ids, so
+    two requests may send the same one.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -62,7 +62,7 @@ class RequestIdMiddleware:
 class HeaderLimitMiddleware:
     """Answers 431 to a request whose first line and headers are too long, or too many.
 
-    h11 refuses them while they are incomplete; what comes in one piece it takes whatever its size.
+    h11 limits only headers that are still incomplete. It accepts any size that arrives at once.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class HeaderLimitMiddleware:
         await self._app(scope, receive, send)
 
     def _excess(self, scope: Scope) -> str | None:
-        """What is over a limit; None if nothing is."""
+        """A sentence about the limit that is exceeded; None if there is none."""
         if _num_header_bytes(scope) > self._max_header_bytes:
             return f"the request's first line and headers are over {self._max_header_bytes} bytes."
         most, num_headers = self._max_header_count, len(scope["headers"])
@@ -91,13 +91,13 @@ class HeaderLimitMiddleware:
 
 
 def _num_header_bytes(scope: Scope) -> int:
-    # Each header line has ": " and a line break besides.
+    # 4 bytes are ": " and the line break of each header.
     num_bytes = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
     return num_bytes + len(scope.get("raw_path", b"")) + len(scope.get("query_string", b""))
 
 
 class DisconnectMiddleware:
-    """Cancels the handler of a client that left, whatever the handler is waiting for."""
+    """Cancels the handler when the client disconnects, whatever the handler is waiting for."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -110,7 +110,7 @@ class DisconnectMiddleware:
 
 
 class _Exchange:
-    """One request and its response. The handler reads the body; then the watcher listens."""
+    """One request and its response. After the handler has read the body, the watcher receives."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive = receive
@@ -119,14 +119,13 @@ class _Exchange:
         self._response_is_sent = False
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
-        handler = asyncio.ensure_future(app(scope, self._receive_body, self._send_and_note))
+        handler = asyncio.ensure_future(app(scope, self._receive_body, self._send_and_check))
         watcher = asyncio.ensure_future(self._wait_for_disconnect())
         try:
             await asyncio.wait({handler, watcher}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             watcher.cancel()
-            # After the last byte a server reports a disconnect as well; the handler is only
-            # tidying up by then.
+            # A disconnect is also reported after the last byte. Then the handler may clean up.
             if not self._response_is_sent:
                 handler.cancel()
             await asyncio.gather(handler, watcher, return_exceptions=True)
@@ -135,7 +134,7 @@ class _Exchange:
 
     async def _receive_body(self) -> Message:
         if self._body_is_read.is_set():
-            # Only the watcher listens now, and it cancels whoever waits here.
+            # Only the watcher receives now. On a disconnect, it ends the handler that waits here.
             await asyncio.Event().wait()
         message = await self._receive()
         if message["type"] == "http.request" and not message.get("more_body", False):
@@ -147,7 +146,7 @@ class _Exchange:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    async def _send_and_note(self, message: Message) -> None:
+    async def _send_and_check(self, message: Message) -> None:
         is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
         self._response_is_sent = self._response_is_sent or is_last
         await self._send(message)

@@ -34,7 +34,7 @@ def test_without_a_bound_everybody_comes_in():
 
 def test_places_of_the_batch_and_waiting_ones_are_all_there_are():
     admission = _admission(2)
-    with admission.place_for(3), admission.place_for(3):
+    with admission.admit(3), admission.admit(3):
         assert admission.num_requests == 6
         assert admission.num_calls == 2
         assert not admission.has_room(1)
@@ -46,20 +46,20 @@ def test_running_and_waiting_requests_together_have_a_bound_of_their_own():
     # The batch has room for 4, and 2 may wait.
     for max_waiting in (None, 2):
         admission = _admission(max_waiting, max_num_queued_reqs=3)
-        with admission.place_for(2):
+        with admission.admit(2):
             assert admission.has_room(1)
             assert not admission.has_room(2)
             with pytest.raises(InvalidRequestError, match="at most 3 at once"):
                 admission.has_room(4)
             assert "2 requests run or wait, 3 may run or wait" in str(admission.refusal())
     admission = _admission(2, max_num_queued_reqs=100)
-    with admission.place_for(6):
+    with admission.admit(6):
         assert not admission.has_room(1)
 
 
 def test_place_is_given_back_when_its_request_fails():
     admission = _admission(0)
-    with pytest.raises(RuntimeError), admission.place_for(4):
+    with pytest.raises(RuntimeError), admission.admit(4):
         raise RuntimeError
     assert admission.has_room(4)
 
@@ -69,7 +69,7 @@ def test_engine_that_has_some_waiting_offers_only_the_places_it_runs():
     full = {"num_running_reqs": 2, "num_waiting_reqs": 1}
     for max_waiting, has_room in ((1, False), (2, True)):
         admission = _admission(max_waiting, **full)
-        with admission.place_for(3):
+        with admission.admit(3):
             assert admission.has_room(1) == has_room
 
 
@@ -79,7 +79,7 @@ def test_who_waits_for_a_grammar_takes_a_place_and_leaves_the_others_open():
         admission = _admission(
             0, num_running_reqs=1, num_waiting_reqs=num_waiting, num_compiling_reqs=num_compiling
         )
-        with admission.place_for(2):
+        with admission.admit(2):
             assert admission.has_room(2) == has_room
             assert not admission.has_room(3)
 
@@ -89,7 +89,7 @@ def test_what_the_engine_said_of_those_who_left_closes_no_door():
 
 
 def test_call_that_would_be_too_large_for_an_empty_server_is_the_callers_mistake():
-    with pytest.raises(InvalidRequestError, match="7 prompts times completions.* 6 at once"):
+    with pytest.raises(InvalidRequestError, match="7 completions of all its prompts.* 6 at once"):
         _admission(2).has_room(7)
 
 
