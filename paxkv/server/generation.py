@@ -34,7 +34,7 @@ class Generator:
         self._engine = engine
         self._metrics = metrics
         self._admission = Admission(engine) if admission is None else admission
-        metrics.note_engine(engine.latest_stats)
+        metrics.record_engine(engine.latest_stats)
         self.names = RequestNames()
 
     def check_room(self, num_requests: int) -> None:
@@ -126,7 +126,7 @@ class Generator:
                                 raise _error(output.request_id, completion, sampling_params)
                         yield output
         finally:
-            self._metrics.note_engine(self._engine.latest_stats)
+            self._metrics.record_engine(self._engine.latest_stats)
 
 
 def _error(

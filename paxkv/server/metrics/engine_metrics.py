@@ -1,4 +1,4 @@
-"""The engine's own counts as Prometheus metrics, made when someone asks for them."""
+"""The engine's own counts as Prometheus metrics, which are made at each scrape."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,9 +16,9 @@ from paxkv.contracts.engine_output import STEP_TOKEN_BUCKETS, SchedulerStats
 from paxkv.contracts.observation import RESIDENCY_BUCKETS_S, ResidencyHistogram
 from paxkv.server.metrics.engine_totals import EngineTotals
 
-# Those of every metric; engines have numbers, by which vLLM's dashboards filter.
+# Labels of every metric. An engine's label is its number, by which vLLM's dashboards filter.
 LABELS = ("model_name", "engine")
-# What is not known of each engine is told of the first.
+# The label of metrics that are not known for each engine.
 FIRST_ENGINE = "0"
 Labels = tuple[str, str]
 _T = TypeVar("_T")
@@ -27,29 +27,29 @@ _T = TypeVar("_T")
 _COUNTERS = (
     ("vllm:prefix_cache_queries", "prefix_cache_queries", "prompt tokens looked up in the cache"),
     ("vllm:prefix_cache_hits", "prefix_cache_hits", "prompt tokens found in the prefix cache"),
-    ("vllm:num_preemptions", "num_preemptions", "requests that lost their KV blocks"),
+    ("vllm:num_preemptions", "num_preemptions", "preemptions: requests that lost their KV blocks"),
     (
         "vllm:corrupted_requests",
         "num_corrupted_reqs",
-        "requests with logits that are no finite numbers; 0 without --check-logits",
+        "requests with logits that are not finite; 0 without --check-logits",
     ),
     (
         "paxkv:prefix_cache_preempted_queries",
         "prefix_cache_preempted_queries",
-        "tokens looked up for requests that came back from a preemption",
+        "tokens looked up in the prefix cache for requests that were preempted before",
     ),
     (
         "paxkv:prefix_cache_preempted_hits",
         "prefix_cache_preempted_hits",
-        "those of them found in the prefix cache",
+        "tokens found in the prefix cache for requests that were preempted before",
     ),
-    ("paxkv:steps", "num_steps", "engine steps, of which a burst is one"),
-    ("paxkv:scheduled_tokens", "num_scheduled_tokens", "tokens computed"),
-    ("paxkv:padded_tokens", "num_padded_tokens", "padding tokens computed besides"),
+    ("paxkv:steps", "num_steps", "engine steps; a burst counts as one"),
+    ("paxkv:scheduled_tokens", "num_scheduled_tokens", "tokens computed, without padding"),
+    ("paxkv:padded_tokens", "num_padded_tokens", "padding tokens computed"),
     (
         "paxkv:compiles_after_ready",
         "num_compiles_after_ready",
-        "programs compiled after the warm-up; 0 is the promise",
+        "programs compiled after the warm-up; should be 0",
     ),
     (
         "paxkv_compiles_after_ready",
@@ -60,8 +60,8 @@ _COUNTERS = (
 _PADDING_HELP = "share of all computed tokens that were padding, since the engine's start"
 _GAUGES = (
     ("vllm:num_requests_running", "num_running_reqs", "requests in the running batch"),
-    ("vllm:num_requests_waiting", "num_waiting_reqs", "requests that wait for their turn"),
-    ("vllm:kv_cache_usage_perc", "kv_cache_usage", "share of KV blocks in use, 1 is all"),
+    ("vllm:num_requests_waiting", "num_waiting_reqs", "requests that wait to run"),
+    ("vllm:kv_cache_usage_perc", "kv_cache_usage", "share of KV blocks in use, from 0 to 1"),
     (
         "paxkv:prefix_cache_hit_rate",
         "prefix_cache_hit_rate",
@@ -78,19 +78,19 @@ _GAUGES = (
         "kv_waste_ratio",
         "share of the token positions in held blocks that hold no token",
     ),
-    ("paxkv:engine_start_time_seconds", "engine_start_time", "since the epoch"),
+    ("paxkv:engine_start_time_seconds", "engine_start_time", "engine start time since the epoch"),
 )
-# Name, field of BlockResidency, help; of the sampled share of blocks.
+# Name, field of BlockResidency, help. Only a sample of the blocks is observed.
 _BLOCK_HISTOGRAMS = (
     (
         "vllm:kv_block_lifetime_seconds",
         "lifetime",
-        "from a KV block being handed out until its content is forgotten",
+        "from the allocation of a KV block to the eviction of its content",
     ),
     (
         "vllm:kv_block_idle_before_evict_seconds",
         "idle_before_evict",
-        "the last part of a KV block's life, in which nobody held it",
+        "last part of a KV block's lifetime, in which no request held it",
     ),
     (
         "vllm:kv_block_reuse_gap_seconds",
@@ -101,23 +101,23 @@ _BLOCK_HISTOGRAMS = (
 
 
 class EngineCollector(Collector):
-    """Makes metrics of the last counts that it was given."""
+    """Makes metrics of the latest counts."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self._totals = EngineTotals()
         self._engines: tuple[SchedulerStats, ...] = (SchedulerStats(),)
 
-    def note(self, stats: SchedulerStats) -> None:
-        """Sees to it that an engine counts that ends before the next `update`."""
-        self._totals.note(stats)
+    def record(self, stats: SchedulerStats) -> None:
+        """Records counts of an engine, in case that it ends before the next `update`."""
+        self._totals.record(stats)
 
     def update(self, stats: SchedulerStats) -> None:
         stats = self._totals.update(stats)
         self._engines = stats.engines or (stats,)
 
     def describe(self) -> list[Metric]:
-        """Nothing: the registry would collect to find it out."""
+        """Returns nothing, so that the registry does not collect metrics to learn their names."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -128,10 +128,10 @@ class EngineCollector(Collector):
                 counter.add_metric(labels, getattr(stats, field))
             yield counter
         restarts = CounterMetricFamily(
-            "paxkv:engine_restarts", "engines that ended and were followed by another", None, LABELS
+            "paxkv:engine_restarts", "engines that ended and were replaced", None, LABELS
         )
         for labels, stats in engines:
-            # The first number is of one engine alone, the other of one of several.
+            # The first number counts for a single engine, the second for one of several.
             num_restarts = self._totals.num_restarts + stats.num_replaced_engines
             restarts.add_metric(labels, num_restarts)
         yield restarts
@@ -144,7 +144,7 @@ class EngineCollector(Collector):
             yield gauge
         yield make_histogram(
             "vllm:iteration_tokens_total",
-            "tokens of a step",
+            "tokens per step",
             STEP_TOKEN_BUCKETS,
             [
                 (labels, stats.step_token_counts, stats.num_scheduled_tokens)
@@ -166,7 +166,7 @@ class EngineCollector(Collector):
 def _make_expert_counter(engines: Iterable[tuple[Labels, SchedulerStats]]) -> CounterMetricFamily:
     counter = CounterMetricFamily(
         "paxkv:expert_tokens",
-        "tokens that went to an expert of a layer",
+        "tokens that a layer routed to an expert",
         labels=(*LABELS, "layer", "expert"),
     )
     for labels, stats in engines:
@@ -177,7 +177,7 @@ def _make_expert_counter(engines: Iterable[tuple[Labels, SchedulerStats]]) -> Co
 
 
 def label_engines(model_name: str, engines: Sequence[_T]) -> list[tuple[Labels, _T]]:
-    """What there is of each engine, with the values of `LABELS`."""
+    """Adds the values of `LABELS` to the item of each engine."""
     return [((model_name, str(idx)), of_engine) for idx, of_engine in enumerate(engines)]
 
 
@@ -187,10 +187,10 @@ def make_histogram(
     bounds: Sequence[float],
     rows: Iterable[tuple[Labels, Sequence[int], float]],
 ) -> HistogramMetricFamily:
-    """Of counts of each bucket alone; Prometheus wants those of everything up to it.
+    """Makes a histogram from counts per bucket; Prometheus needs cumulative counts.
 
     Args:
-        rows: Of each engine its labels, the counts, and the sum of what was counted.
+        rows: For each engine: labels, counts, and the sum of the observed values.
     """
     texts = [*(str(float(bound)) for bound in bounds), "+Inf"]
     histogram = HistogramMetricFamily(name, help_text, labels=LABELS)

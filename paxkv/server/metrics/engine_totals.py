@@ -1,4 +1,4 @@
-"""The engine's counters, added up over restarts: Prometheus' counters never go back."""
+"""Adds up the engine's counters over restarts, because Prometheus' counters never decrease."""
 
 import msgspec
 
@@ -8,9 +8,9 @@ from paxkv.fleet.stats_sum import COUNTERS, add_counters, keep_expert_tokens
 
 
 class EngineTotals:
-    """Turns the counts of one engine after another into counts since the server's start.
+    """Converts the counts of successive engines to counts since the server's start.
 
-    What an engine counted after it was last noted, and before it ended, is lost.
+    Counts between the last call for an engine and the engine's end are lost.
     """
 
     def __init__(self) -> None:
@@ -22,24 +22,24 @@ class EngineTotals:
     def num_restarts(self) -> int:
         return self._num_restarts
 
-    def note(self, stats: SchedulerStats) -> None:
-        """Remembers how far an engine has come, which may end before it is asked again."""
+    def record(self, stats: SchedulerStats) -> None:
+        """Records an engine's counts, because the engine may end before the next call."""
         if stats.engine_start_time != self._latest.engine_start_time:
             self._num_restarts += self._latest.engine_start_time > 0
             self._ended = add_counters(self._latest, self._ended)
         elif any(getattr(stats, name) < getattr(self._latest, name) for name in COUNTERS):
-            # Of a step that ended before the engine was asked.
+            # These counts are older than the recorded ones.
             return
         self._latest = keep_expert_tokens(stats, self._latest)
 
     def update(self, stats: SchedulerStats) -> SchedulerStats:
-        """`stats` with counters as of the latest that was noted, and of the engines before it."""
-        self.note(stats)
+        """Returns `stats` with the latest recorded counters, plus those of earlier engines."""
+        self.record(stats)
         return add_counters(_with_counters(stats, self._latest), self._ended)
 
 
 def _with_counters(stats: SchedulerStats, latest: SchedulerStats) -> SchedulerStats:
-    """`stats`, which may be of an earlier step, with `latest`'s counters; also engine by engine."""
+    """Returns `stats`, which may be older, with the counters of `latest`, also for each engine."""
     gauges = msgspec.structs.replace(
         stats,
         **dict.fromkeys(COUNTERS, 0),

@@ -1,4 +1,4 @@
-"""Prometheus metrics of HTTP itself, under the names that vLLM's instrumentation gives them."""
+"""Prometheus metrics of HTTP requests, under the same names as in vLLM."""
 
 import time
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paxkv.server.protocol.error_response import CLIENT_CLOSED_REQUEST
 
-# As in vLLM: what asks after the server every few seconds is not traffic.
+# Not counted, as in vLLM, because monitors request these paths every few seconds.
 _UNCOUNTED_PATHS = frozenset({"/metrics", "/health", "/load", "/ping", "/version"})
-# A client may send any word as a method: as a label it would be another series each time.
+# A client may send any word as its method. As a label, each word would create another series.
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _NO_HANDLER, _OTHER_METHOD = "none", "other"
 _DURATION_BUCKETS_S = (0.1, 0.5, 1.0)
@@ -47,7 +47,7 @@ class HttpMetrics:
         )
         self._duration = Histogram(
             "http_request_duration_seconds",
-            "the same by handler",
+            "from a request to the end of its response, by handler",
             ("method", "handler"),
             buckets=_DURATION_BUCKETS_S,
             registry=registry,
@@ -66,7 +66,7 @@ class HttpMetrics:
         """Counts one request that was answered.
 
         Args:
-            handler: The route's path with its placeholders, never the path that was sent.
+            handler: The route's path with placeholders, never the path that was sent.
         """
         method = method if method in _METHODS else _OTHER_METHOD
         self._requests.labels(method, f"{status // 100}xx", handler).inc()
@@ -77,7 +77,7 @@ class HttpMetrics:
 
 
 class HttpMetricsMiddleware:
-    """Tells `HttpMetrics` of each request whose answer has ended."""
+    """Reports each request to `HttpMetrics` when its answer has ended."""
 
     def __init__(self, app: ASGIApp, *, metrics: HttpMetrics) -> None:
         self._app = app
@@ -109,7 +109,7 @@ class HttpMetricsMiddleware:
         try:
             await self._app(scope, receive_and_count, send_and_count)
         except Exception:
-            # Whoever lies further out answers it.
+            # An outer layer answers it.
             status = 500
             raise
         finally:
@@ -124,7 +124,7 @@ class HttpMetricsMiddleware:
 
 
 def _handler(routes: Sequence[BaseRoute], scope: Scope) -> str:
-    """The path of the route, as in "/v1/responses/{response_id}"; "none" where there is none."""
+    """The path of the route, such as "/v1/responses/{response_id}"; "none" if there is none."""
     found = _NO_HANDLER
     for route in routes:
         match, _ = route.matches(scope)

@@ -1,4 +1,4 @@
-"""The format of /metrics, by what the client accepts."""
+"""Chooses the format of /metrics that a client accepts."""
 
 import functools
 from collections.abc import Callable
@@ -10,13 +10,13 @@ Encode = Callable[[CollectorRegistry], bytes]
 
 _TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _OPENMETRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-# prometheus_client's other ways to escape replace the colon of "vllm:num_requests_running", which
-# OpenMetrics allows.
+# prometheus_client's other escapings replace the colon in "vllm:num_requests_running", although
+# OpenMetrics allows it.
 _encode_openmetrics = functools.partial(openmetrics.generate_latest, escaping=openmetrics.ALLOWUTF8)
 
 
 def choose_format(accept: str) -> tuple[Encode, str]:
-    """How to write the metrics, and the content type: OpenMetrics if `accept` names it.
+    """Returns an encoder and its content type: OpenMetrics if `accept` names it, else text.
 
     Args:
         accept: The request's Accept header; "" accepts everything.

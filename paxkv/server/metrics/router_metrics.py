@@ -18,7 +18,7 @@ _LORA_LABELS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
 
 
 class RouterCollector(Collector):
-    """Makes metrics of the last counts that it was given."""
+    """Makes metrics of the latest counts."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
@@ -30,7 +30,7 @@ class RouterCollector(Collector):
         self._totals = totals.engines or (totals,)
 
     def describe(self) -> list[Metric]:
-        """Nothing: the registry would collect to find it out."""
+        """Returns nothing, so that the registry does not collect metrics to learn their names."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -39,7 +39,7 @@ class RouterCollector(Collector):
         yield self._cached_by_source()
 
     def _lora_info(self) -> Metric:
-        """Inference gateways warn at each scrape without it. Adapters are not supported yet."""
+        """A constant, because adapters are not supported. Gateways warn if it is missing."""
         info = GaugeMetricFamily(
             "vllm:lora_requests_info",
             "adapters of running and waiting requests, as labels; the value is the current time",
@@ -63,7 +63,7 @@ class RouterCollector(Collector):
     def _cached_by_source(self) -> Metric:
         cached = CounterMetricFamily(
             "vllm:prompt_tokens_cached_by_source",
-            "prompt tokens from the prefix cache, by where it was",
+            "prompt tokens from the prefix cache, by the place of the cache",
             labels=(*LABELS, "source"),
         )
         for labels, totals in label_engines(self._model_name, self._totals):

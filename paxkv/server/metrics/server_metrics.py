@@ -1,4 +1,4 @@
-"""Prometheus metrics under vLLM's names, so that its dashboards work here."""
+"""Prometheus metrics under vLLM's names, so that vLLM's dashboards work with paxkv."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ from paxkv.server.metrics.http_metrics import HttpMetrics
 from paxkv.server.metrics.router_metrics import RouterCollector
 from paxkv.server.metrics.token_metrics import TokenCollector
 
-# Upper bounds of buckets: vLLM's, as dashboards add up servers of both.
+# Upper bounds of buckets, the same as in vLLM: dashboards may add up servers of both.
 _FIRST_TOKEN_BUCKETS_S = (
     (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0)
     + (7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
@@ -47,11 +47,11 @@ _DEFAULT_MAX_MODEL_LEN = 2**17
 
 
 class ServerMetrics:
-    """Counts what passes through the server, and shows the engine's own counts beside it.
+    """Metrics of the server's requests, together with the engine's own counts.
 
     Args:
-        max_model_len: Bounds the buckets of token counts.
-        cache_settings: Labels of `vllm:cache_config_info`; no such metric without.
+        max_model_len: Upper limit of the buckets of token counts.
+        cache_settings: Labels of `vllm:cache_config_info`; None leaves out this metric.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ServerMetrics:
         cache_settings: Mapping[str, str] | None = None,
     ) -> None:
         self._label_values = (model_name, FIRST_ENGINE)
-        # A registry of its own: two servers in one process must not add up.
+        # A separate registry, because two servers in one process must not share their counts.
         self._registry = CollectorRegistry()
         self._engine = EngineCollector(model_name)
         self._registry.register(self._engine)
@@ -92,50 +92,50 @@ class ServerMetrics:
         *,
         encode: Callable[[CollectorRegistry], bytes] = generate_latest,
     ) -> bytes:
-        """Everything, with the engine's part and its client's.
+        """Encodes all metrics.
 
         Args:
-            encode: Writes the format; Prometheus' text format if left out.
+            encode: Encoder of a format; Prometheus' text format if left out.
         """
         self._engine.update(stats)
         self._tokens.update(token_totals)
         self._routers.update(stats, token_totals)
         return encode(self._registry)
 
-    def note_engine(self, stats: SchedulerStats) -> None:
-        """What is known of the engine now; between two scrapes it may end, and another begin."""
-        self._engine.note(stats)
+    def record_engine(self, stats: SchedulerStats) -> None:
+        """Records the engine's counts. Between two scrapes, another engine may replace it."""
+        self._engine.record(stats)
 
     def start_request(
         self, *, is_stream: bool, params: SamplingParams | BeamSearchParams | None = None
     ) -> "RequestTimer":
-        """Starts the clock of one prompt."""
+        """Starts to measure the times of one prompt."""
         return RequestTimer(self, is_stream=is_stream, params=params)
 
     def observe_first_token(self, seconds: float) -> None:
         self._time_to_first_token.observe(seconds)
 
     def observe_prompt(self, output: RequestOutput) -> None:
-        """Counts the prompt of a finished request."""
+        """Observes the prompt of a finished request."""
         num_tokens = len(output.prompt_token_ids)
         self._request_prompt_tokens.observe(num_tokens)
         self._computed_tokens.observe(max(num_tokens - output.num_cached_tokens, 0))
 
     def observe_params(self, params: SamplingParams | BeamSearchParams) -> None:
-        """Counts what a finished request asked for."""
+        """Observes the parameters of a finished request."""
         self._params_n.observe(num_completions_of(params))
         if params.max_tokens is not None:
             self._params_max_tokens.observe(params.max_tokens)
 
     def observe_finish(self, reason: str, seconds: float) -> None:
-        """Counts a completion that ended, after so long."""
+        """Counts a completion that ended, and observes its latency."""
         self._request_success[reason].inc()
         self._e2e_latency.observe(seconds)
 
     def observe_completion(
         self, num_tokens: int, times: CompletionTimes | None, *, num_preemptions: int
     ) -> None:
-        """Counts the tokens of a finished completion, its preemptions, and where its time went."""
+        """Observes the tokens, preemptions and times of a finished completion."""
         self._request_generation_tokens.observe(num_tokens)
         self._num_preemptions.observe(num_preemptions)
         if times is None:
@@ -148,12 +148,12 @@ class ServerMetrics:
             self._time_per_token.observe(times.decode_s / (num_tokens - 1))
 
     def observe_ignored_keywords(self, places: Sequence[str]) -> None:
-        """Counts the keywords of a finished request's schemas that its grammar left out."""
+        """Counts the keywords of a finished request's schemas that its grammar ignored."""
         for place in places:
             self._ignored_keywords[keyword_at(place)].inc()
 
     def observe_longest(self, num_tokens: int) -> None:
-        """Counts the longest completion of a finished request."""
+        """Observes the length of a finished request's longest completion."""
         self._longest_generation.observe(num_tokens)
 
     def _make_counters(self) -> None:
@@ -224,7 +224,7 @@ class ServerMetrics:
     def _counters(
         self, name: str, help_text: str, label: str, values: Sequence[str]
     ) -> dict[str, Counter]:
-        """One for each value of a label: all are there, with 0, from the start."""
+        """Makes a counter for each value of a label, so that all are exported from the start."""
         counter = Counter(name, help_text, (*LABELS, label), registry=self._registry)
         return {value: counter.labels(*self._label_values, value) for value in values}
 
@@ -234,11 +234,11 @@ class ServerMetrics:
 
 
 class RequestTimer:
-    """The clock of one prompt, fed with its outputs; as a context, for as long as it runs.
+    """Measures the times of one prompt, as a context that lasts as long as the prompt runs.
 
-    Only a stream shows its first token when it is drawn; what comes whole tells at its end when
-    that was. A request that is left before its end counts as aborted, or as failed where an error
-    other than the caller's ended it.
+    In a stream, the time of the first token is measured when it arrives. An answer in one piece
+    contains this time. If the context ends before the prompt does, the request counts as aborted,
+    or, after an error that is not the caller's, as failed.
     """
 
     def __init__(
@@ -269,14 +269,14 @@ class RequestTimer:
     ) -> None:
         if self._is_finished or isinstance(exc, InvalidRequestError):
             return
-        # The engine's error is an `Exception`; that the client left is none.
+        # Errors of the engine are of type `Exception`; the cancellation after a disconnect is not.
         reason = "error" if isinstance(exc, Exception) else "abort"
         num_completions = 1 if self._params is None else num_completions_of(self._params)
         for _ in range(num_completions - self._num_ended):
             self._metrics.observe_finish(reason, time.perf_counter() - self._start_time)
 
     def observe(self, output: RequestOutput) -> None:
-        """Counts one output; the finished one ends the clock."""
+        """Adds one output; the last one ends the measurement."""
         now = time.perf_counter()
         for completion in output.outputs:
             self._observe_completion(completion, now)
@@ -307,7 +307,7 @@ class RequestTimer:
 
 
 def num_completions_of(params: SamplingParams | BeamSearchParams) -> int:
-    """How many answers a request asks for."""
+    """The number of completions that a request asks for."""
     return params.beam_width if isinstance(params, BeamSearchParams) else params.n
 
 

@@ -1,4 +1,4 @@
-"""A line in the log, now and then, that says how much the engine does."""
+"""`StatsLog`: regularly logs how much the engine computes."""
 
 import asyncio
 import logging
@@ -9,13 +9,13 @@ logger = logging.getLogger(__name__)
 
 
 class StatsLog:
-    """Logs once an interval what was done in it; nothing where nothing ran.
+    """Logs the work of each interval in which a request ran or waited:
 
     prompts 1519.2 tokens/s, generation 804.0 tokens/s, running 8, waiting 0, KV cache 12.5 %,
     prefix cache hits 61.0 %
 
     Args:
-        interval_s: Seconds, more than 0.
+        interval_s: Must be above 0.
     """
 
     def __init__(self, engine: EngineClient, interval_s: float) -> None:
@@ -30,15 +30,15 @@ class StatsLog:
         begin_s = loop.time()
         while True:
             await asyncio.sleep(self._interval_s)
-            # A busy loop comes late.
+            # A busy loop may wake this task late.
             end_s = loop.time()
             self.log(end_s - begin_s)
             begin_s = end_s
 
     def log(self, took_s: float) -> None:
-        """Logs what was done since the last call, so many seconds ago."""
+        """Logs the work since the last call, which was `took_s` seconds ago."""
         stats, tokens, before = self._engine.latest_stats, self._engine.token_totals, self._tokens
-        # An engine that was started anew has counted less, and nothing before its first step.
+        # A restarted engine has other counts, and 0 steps until it has run.
         has_run = stats.num_steps not in (0, self._num_steps) or tokens != before
         self._tokens, self._num_steps = tokens, stats.num_steps
         if not (has_run or stats.num_running_reqs or stats.num_waiting_reqs):

@@ -1,4 +1,4 @@
-"""Tokens as Prometheus metrics: counted when a step brings them, shown when someone asks."""
+"""Counts of tokens as Prometheus metrics, which are made at each scrape."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ _COUNTERS = (
     (
         "vllm:prompt_tokens",
         "num_prompt_tokens",
-        "prompt tokens of requests that have their first new token",
+        "prompt tokens of requests that have produced their first token",
     ),
     (
         "vllm:prompt_tokens_cached",
@@ -24,9 +24,9 @@ _COUNTERS = (
     (
         "vllm:prompt_tokens_recomputed",
         "num_recomputed_prompt_tokens",
-        "last tokens of prompts whose other tokens all came from the prefix cache",
+        "last tokens of prompts whose other tokens were all in the prefix cache",
     ),
-    ("vllm:generation_tokens", "num_generation_tokens", "tokens drawn"),
+    ("vllm:generation_tokens", "num_generation_tokens", "tokens generated"),
 )
 # Label `source`, field.
 _PROMPT_SOURCES = (
@@ -36,7 +36,7 @@ _PROMPT_SOURCES = (
 
 
 class TokenCollector(Collector):
-    """Makes metrics of the last totals that it was given."""
+    """Makes metrics of the latest totals."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
@@ -46,7 +46,7 @@ class TokenCollector(Collector):
         self._engines = totals.engines or (totals,)
 
     def describe(self) -> list[Metric]:
-        """Nothing: the registry would collect to find it out."""
+        """Returns nothing, so that the registry does not collect metrics to learn their names."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -67,7 +67,7 @@ class TokenCollector(Collector):
         yield by_source
         yield make_histogram(
             "vllm:inter_token_latency_seconds",
-            "between two tokens of a completion",
+            "time between two tokens of a completion",
             TOKEN_BUCKETS_S,
             [
                 (labels, totals.token_latency_counts, totals.token_latency_sum_s)

@@ -60,7 +60,7 @@ def test_experts_of_a_step_from_before_an_idle_answer_take_nothing_back():
         )
         for count in (0, 7)
     )
-    totals.note(step)
+    totals.record(step)
     assert totals.update(answer).expert_tokens == {2: (7, 0)}
     seen = totals.update(step)
     assert seen.expert_tokens == {2: (7, 0)}
@@ -70,7 +70,7 @@ def test_experts_of_a_step_from_before_an_idle_answer_take_nothing_back():
 def test_a_step_from_before_the_last_answer_takes_nothing_back():
     totals = EngineTotals()
     totals.update(_stats(1.0, 5))
-    totals.note(_stats(1.0, 4))
+    totals.record(_stats(1.0, 4))
     # Nor where it is all that is known, because the engine has ended or does not answer.
     seen = totals.update(_stats(1.0, 4))
     counts = (seen.num_steps, seen.step_token_counts[0], seen.kv_block_residency.lifetime.sum_s)
