@@ -1,1 +1,1 @@
-"""Batch files in OpenAI's format: a request a line, answered by the routes of the server."""
+"""Batch files in OpenAI's format: one request per line, answered by the server's routes."""

@@ -7,7 +7,7 @@ import msgspec
 
 from paxkv.errors import InvalidRequestError
 
-# Paths of the requests that a batch may hold.
+# Paths of the requests that a batch may contain.
 BATCH_URLS = ("/v1/chat/completions", "/v1/completions")
 _FIELDS = "custom_id, method, url and body"
 _DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -18,7 +18,7 @@ class BatchLineError(InvalidRequestError):
     """A line of the input is not a request that can be sent.
 
     Attributes:
-        custom_id: The line's own; None if it has none that can be read.
+        custom_id: The line's id; None if it cannot be read.
     """
 
     custom_id: str | None = None
@@ -43,12 +43,12 @@ class BatchResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the output, with the fields of vLLM's.
+    """One line of the output, with the same fields as in vLLM.
 
     Args:
-        custom_id: None if the input line has none that can be read.
-        error: None if the request was answered; otherwise the body of the server's error, and
-            `response.body` is None.
+        custom_id: The input line's id; None if it cannot be read.
+        error: None if the request succeeded. Otherwise the body of the error, and `response.body`
+            is None.
     """
 
     id: str
@@ -68,14 +68,14 @@ class BatchLineReader:
         self._custom_ids: set[str] = set()
 
     def read(self, line: bytes, line_number: int) -> BatchRequest:
-        """The request of a line.
+        """Reads the request in a line.
 
         Raises:
             BatchLineError: The line is not a JSON object, lacks a field, repeats the custom_id of
                 an earlier line, or has a method, url or stream that a batch does not support.
         """
         fields = _decode(
-            # Some editors write a byte order mark in front of the first line.
+            # Some editors write a byte order mark before the first line.
             line.removeprefix(codecs.BOM_UTF8),
             dict[str, msgspec.Raw],
             f"line {line_number} must be a JSON object with {_FIELDS}",

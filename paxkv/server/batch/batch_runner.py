@@ -30,12 +30,12 @@ class BatchRunner:
     """Answers batches with one engine, which must have started.
 
     Args:
-        config: API keys and limits on waiting requests apply to batches too; leave them out.
+        config: Should have no API keys and no limits on requests, because these apply to batches.
     """
 
     def __init__(self, engine: EngineClient, config: ServerConfig) -> None:
         self._engine = engine
-        # The rows already say what an access log would.
+        # The rows already contain what an access log would.
         config = dataclasses.replace(config, disable_uvicorn_access_log=True)
         self._app = create_app(engine, config)
 
@@ -47,7 +47,7 @@ class BatchRunner:
         Cancelling this, or an exception of `write_row`, aborts the requests in progress.
 
         Args:
-            lines: (line number, text); no text is empty. Each is taken when its turn comes.
+            lines: (line number, text that is not empty). A line is read when a worker is free.
         """
         numbered = iter(lines)
         reader = BatchLineReader()
@@ -70,7 +70,7 @@ class BatchRunner:
         write_row: Callable[[BatchRow], None],
     ) -> None:
         for number, line in lines:
-            # While another engine starts, all remaining lines would fail at once.
+            # Without waiting for a new engine, all remaining lines would fail.
             while not self._engine.is_alive:
                 await asyncio.sleep(_RESTART_POLL_S)
             write_row(await self._answer(line, number, reader))

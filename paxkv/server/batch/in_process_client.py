@@ -1,4 +1,4 @@
-"""Requests to an ASGI application in the same process, without a socket."""
+"""Sends requests to an ASGI application in the same process, without a socket."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ class InProcessResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def post_json(app: ASGIApp, path: str, body: bytes, *, request_id: str) -> InProcessResponse:
-    """The whole answer to a POST of JSON. Cancelling this cancels the request.
+    """Sends a POST request with JSON. Cancelling this cancels the request.
 
     Args:
         request_id: Sent as X-Request-Id.
@@ -43,7 +43,7 @@ async def post_json(app: ASGIApp, path: str, body: bytes, *, request_id: str) ->
     try:
         await app(scope, exchange.receive, exchange.send)
     except Exception:
-        # A bug is answered with status 500 first, and raised afterwards to be logged.
+        # Starlette answers a bug with status 500, and then raises it so that it is logged.
         if not exchange.status:
             raise
         _logger.exception("request %s failed", request_id)
@@ -51,7 +51,7 @@ async def post_json(app: ASGIApp, path: str, body: bytes, *, request_id: str) ->
 
 
 class _Exchange:
-    """One request and what is answered."""
+    """One request and its answer."""
 
     def __init__(self, body: bytes) -> None:
         self.status = 0
