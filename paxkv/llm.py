@@ -32,6 +32,7 @@ from paxkv.config.generation_config import FROM_MODEL
 from paxkv.config.sampling_defaults import GenerationConfig
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.config.setting import unspelled
+from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.engine_request import EngineRequest
@@ -76,7 +77,8 @@ class LLM:
         override_generation_config: Overrides values of `generation_config`: `{"temperature": 0.5}`.
         scheduling_policy: `SchedulerConfig.policy`, under vLLM's name.
         settings: Any field of `CacheConfig`, `SchedulerConfig`, `RunnerConfig` and
-            `ParallelConfig`, as in `LLM(block_size=32, enable_prefix_caching=False)`. Arguments of
+            `ParallelConfig`, as in `LLM(block_size=32, enable_prefix_caching=False)`. JSON objects
+            are dictionaries, as in `LLM(speculative_config={"method": "ngram", ...})`. Arguments of
             vLLM's `LLM` are accepted too, if their value asks for something that paxkv always does.
             None selects the default of any argument.
 
@@ -518,6 +520,12 @@ def _model_config(**settings: object) -> ModelConfig:
     return ModelConfig(**{name: value for name, value in settings.items() if value is not None})
 
 
+def _read_setting(name: str, value: object) -> object:
+    if name == "speculative_config" and isinstance(value, Mapping):
+        return SpeculativeConfig.from_fields(value)
+    return value if isinstance(value, SpeculativeConfig) else json_text(value)
+
+
 def _engine_config(model_config: ModelConfig, settings: Mapping[str, object]) -> EngineConfig:
     """Builds the config: passes each setting to the part that has a field of this name."""
     parts = {
@@ -537,7 +545,7 @@ def _engine_config(model_config: ModelConfig, settings: Mapping[str, object]) ->
             f"LLM() has no argument {', '.join(unknown)}; settings are {', '.join(sorted(known))}."
         )
     # As in vLLM, None is the default.
-    settings = {name: json_text(value) for name, value in settings.items() if value is not None}
+    settings = {n: _read_setting(n, value) for n, value in settings.items() if value is not None}
     return EngineConfig(
         model=model_config,
         **{

@@ -9,6 +9,7 @@ from paxkv.config.sampling_defaults import GenerationConfig
 from paxkv.config.sampling_params import MAX_LOGPROBS
 from paxkv.config.server_config import ServerConfig as ServerConfig
 from paxkv.config.setting import at_least, is_number, one_of, setting, strings, true_or_false
+from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -417,6 +418,14 @@ class RunnerConfig:
         "nothing is counted",
         None,
     )
+    speculative_config: SpeculativeConfig | None = setting(
+        'JSON object: speculative decoding, as in {"method": "ngram", "num_speculative_tokens": 4, '
+        '"prompt_lookup_min": 2, "prompt_lookup_max": 4}. A drafter proposes the next tokens of a '
+        "request, and one step verifies them all. This does not change answers. Other methods are "
+        "not supported yet. No drafts if left out",
+        None,
+        aliases=("-sc",),
+    )
     enable_compilation_cache: bool = setting(
         "keep compiled programs in a folder, so that the next start with the same model, settings, "
         "device and versions loads them instead of compiling",
@@ -447,6 +456,11 @@ class RunnerConfig:
             raise ConfigError(
                 "expert_load_window must be a number of seconds above 0 and at most "
                 f"{MAX_EXPERT_LOAD_WINDOW_S}, got {window_s!r}. Leave it out to count nothing."
+            )
+        speculative = self.speculative_config
+        if speculative is not None and not isinstance(speculative, SpeculativeConfig):
+            raise ConfigError(
+                f"speculative_config must be a SpeculativeConfig, got {speculative!r}."
             )
         true_or_false("enable_compilation_cache", self.enable_compilation_cache)
         if self.compilation_cache_dir is not None and not self.enable_compilation_cache:

@@ -121,7 +121,7 @@ _NO_EXPERT_PARALLELISM = (
 _NO_MAMBA = "no supported model has Mamba layers"
 _NO_LORA = "LoRA adapters are not supported"
 _NO_QUANTIZATION = "the format of quantized weights is read from config.json"
-_NO_SPECULATION = "speculative decoding is not supported"
+_DRAFT_METRICS = "answers contain no numbers of drafts"
 _NO_TRANSFER = "KV cache transfer is not supported"
 _NO_OFFLOADING = "KV cache offloading is not supported"
 _ON_DEVICE = "weights stay on the device"
@@ -266,9 +266,8 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     *_refused(_NO_LORA, "--max-lora-rank", 16),
     *_refused(_NO_LORA, "--max-loras", 1),
     *_refused(_NO_LORA, "--max-cpu-loras --max-lora-cls-labels"),
-    *_refused(_NO_SPECULATION, "--speculative-config, -sc", {}),
-    *_refused(_NO_SPECULATION, "--spec-method --spec-model --spec-tokens"),
-    *_refused_switches(_NO_SPECULATION, "--per-request-spec-decode-metrics"),
+    *_refused("use --speculative-config instead", "--spec-method --spec-model --spec-tokens"),
+    *_refused_switches(_DRAFT_METRICS, "--per-request-spec-decode-metrics"),
     # Memory.
     *_refused(
         "use --num-gpu-blocks-override, or --cpu-kv-cache-bytes on the CPU",

@@ -22,11 +22,12 @@ from paxkv.config.engine_config import (
     EngineConfig,
     ModelConfig,
     ParallelConfig,
+    RunnerConfig,
 )
 from paxkv.config.generation_config import find_sampling_defaults, generation_config_folder
 from paxkv.config.sampling_defaults import SamplingDefaults
 from paxkv.contracts.engine_start import EngineReady, ModelInfo
-from paxkv.contracts.kv_cache_spec import KVCacheConfig
+from paxkv.contracts.kv_cache_spec import KVCacheConfig, MambaSpec
 from paxkv.contracts.protocols import GrammarGate
 from paxkv.contracts.wire import EngineTransport
 from paxkv.engine.core_thread import CoreThread
@@ -44,6 +45,7 @@ from paxkv.entrypoints.build_client import (
     start_engines,
 )
 from paxkv.entrypoints.build_scheduler import make_scheduler, record_scheduler
+from paxkv.errors import ConfigError, InvariantError
 from paxkv.fleet.engine_supervisor import RestartPolicy
 from paxkv.fleet.loop_thread import LoopThread
 from paxkv.package_origin import check_package_origin
@@ -221,12 +223,21 @@ def _build_core(
     model = _load_model(config, folder, tokenizer)
     runner = _make_runner(config, model, store, show_progress=show_progress)
     max_model_len = runner.memory_plan.max_model_len
+    num_lookahead_tokens = _find_num_lookahead_tokens(config.runner, runner)
     runner.warm_up()
     grammar_setup = find_grammar_setup(
         tokenizer, model.config.eos_token_ids, model.config.vocab_size
     )
     grammars = GrammarManager(GrammarCompiler(**grammar_setup)) if grammar_setup else None
-    scheduler = _make_scheduler(config, runner.kv_cache_config, max_model_len, grammars)
+    header = TraceHeader(
+        scheduler_config=config.scheduler,
+        cache_config=config.cache,
+        kv_cache_config=runner.kv_cache_config,
+        max_model_len=max_model_len,
+        is_async=config.scheduler.async_scheduling,
+        num_lookahead_tokens=num_lookahead_tokens,
+    )
+    scheduler = _make_scheduler(header, config.scheduler.trace_file, grammars)
     core = _make_core(config, scheduler, runner, kv_event_publisher, grammars)
     names = _model_names(config.model)
     model_info = ModelInfo(
@@ -464,22 +475,36 @@ def _model_names(config: ModelConfig) -> tuple[str, ...]:
     return config.served_model_name or (config.model or DEMO_MODEL_NAME,)
 
 
+def _find_num_lookahead_tokens(config: RunnerConfig, runner: ModelRunner) -> int:
+    """Most drafts that the scheduler schedules for a request in a step.
+
+    Raises:
+        ConfigError: The model has recurrent states, which cannot go back to the last accepted
+            draft.
+        InvariantError: The runner verifies another number of drafts.
+    """
+    speculative = config.speculative_config
+    num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    if num_drafts != runner.max_drafts:
+        raise InvariantError(
+            f"the settings allow {num_drafts} drafts, but the runner's step features propose up to "
+            f"{runner.max_drafts}."
+        )
+    specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
+    if num_drafts > 0 and any(isinstance(spec, MambaSpec) for spec in specs):
+        raise ConfigError(
+            "speculative_config does not work with this model yet: its recurrent layers cannot go "
+            "back after a rejected draft. Leave it out."
+        )
+    return num_drafts
+
+
 def _make_scheduler(
-    config: EngineConfig,
-    kv_cache_config: KVCacheConfig,
-    max_model_len: int,
-    grammar_gate: GrammarGate | None,
+    header: TraceHeader, trace_file: str | None, grammar_gate: GrammarGate | None
 ) -> Scheduler | TraceRecorder:
-    build = TraceHeader(
-        scheduler_config=config.scheduler,
-        cache_config=config.cache,
-        kv_cache_config=kv_cache_config,
-        max_model_len=max_model_len,
-        is_async=config.scheduler.async_scheduling,
-    )
-    if config.scheduler.trace_file is None:
-        return make_scheduler(build, grammar_gate=grammar_gate)
-    return record_scheduler(build, Path(config.scheduler.trace_file), grammar_gate=grammar_gate)
+    if trace_file is None:
+        return make_scheduler(header, grammar_gate=grammar_gate)
+    return record_scheduler(header, Path(trace_file), grammar_gate=grammar_gate)
 
 
 def _make_core(

@@ -160,6 +160,11 @@ class ModelRunner:
         return self.memory_plan.kv_cache_config
 
     @property
+    def max_drafts(self) -> int:
+        """Most drafts of one request that a step verifies."""
+        return self._buckets.max_draws - 1
+
+    @property
     def num_padded_tokens(self) -> int:
         return self._num_padded_tokens
 
@@ -208,8 +213,7 @@ class ModelRunner:
             InvariantError: The decision does not fit what the runner knows of the requests, or the
                 step before this one still waits for what grammars allow.
         """
-        max_drafts = self._buckets.max_draws - 1
-        refuse_unbuilt(scheduler_output, self._handled, max_drafts=max_drafts)
+        refuse_unbuilt(scheduler_output, self._handled, max_drafts=self.max_drafts)
         if self._waiting_step is not None:
             raise InvariantError(
                 "the step before this one has drawn no tokens: `start_sampling` comes first."

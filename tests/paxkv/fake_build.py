@@ -26,6 +26,7 @@ class FakeRunner(FakeExecutor):
     instances: list["FakeRunner"] = []
     fails_at_step: int | None = None
     model: SimpleNamespace
+    max_drafts = 0
     # Longest request that the memory it measures has room for.
     max_fitting_len = 10**9
 

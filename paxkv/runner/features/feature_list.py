@@ -2,7 +2,9 @@
 
 from models import LoadedModel
 from paxkv.config.engine_config import RunnerConfig
+from paxkv.runner.drafters.drafter_list import make_drafter
 from paxkv.runner.features.base import StepFeature
+from paxkv.runner.features.drafts import Drafts
 from paxkv.runner.features.expert_load import ExpertLoad
 from paxkv.runner.features.prompt_logprobs import PromptLogprobs
 
@@ -16,4 +18,8 @@ def make_features(config: RunnerConfig, model: LoadedModel) -> tuple[StepFeature
     features: list[StepFeature] = [PromptLogprobs(config, vocab_size=model.config.vocab_size)]
     if config.expert_load_window is not None:
         features.append(ExpertLoad(model, config.expert_load_window))
+    speculative = config.speculative_config
+    if speculative is not None:
+        max_drafts = speculative.num_speculative_tokens
+        features.append(Drafts(make_drafter(speculative), max_drafts=max_drafts))
     return tuple(features)

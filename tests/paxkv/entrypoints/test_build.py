@@ -22,6 +22,7 @@ from paxkv.config.engine_config import (
 )
 from paxkv.config.sampling_defaults import GenerationConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.entrypoints.build import (
     DEMO_MODEL_NAME,
     build_core,
@@ -30,7 +31,12 @@ from paxkv.entrypoints.build import (
     compile_programs,
 )
 from paxkv.entrypoints.build_scheduler import make_scheduler
-from paxkv.errors import ConfigError, InvalidRequestError, KVCacheTooSmallError
+from paxkv.errors import (
+    ConfigError,
+    InvalidRequestError,
+    InvariantError,
+    KVCacheTooSmallError,
+)
 from paxkv.runner.memory.memory_plan import HostMemory
 from paxkv.runner.programs.program_store import CompiledPrograms, NewCompiledPrograms
 from paxkv.runner.shapes.program_shapes import RowShape
@@ -595,3 +601,19 @@ def test_core_says_what_its_clients_need_to_know(
     assert ready.eos_token_ids == (EOS_ID,)
     assert ready.max_prompt_tokens == 64
     assert (ready.stats.num_blocks, ready.stats.num_steps) == (65, 0)
+
+
+def test_scheduler_has_the_drafts_that_the_runner_verifies(
+    tmp_path: Path, runner_class: type[FakeRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tokenizer(tmp_path)
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    config = dataclasses.replace(
+        config_for(tmp_path), runner=RunnerConfig(speculative_config=speculative)
+    )
+    with pytest.raises(InvariantError, match="3 drafts, but the runner's step features propose up"):
+        build_core(config)
+    monkeypatch.setattr(runner_class, "max_drafts", 3)
+    core = build_core(config).core
+    assert core._scheduler.num_lookahead_tokens == 3
+    core.close()

@@ -1,0 +1,67 @@
+"""`SpeculativeConfig`: vLLM's JSON object, its defaults, and errors that name the mistake."""
+
+import argparse
+
+import pytest
+
+from paxkv.config.command_line import add_config_flags, config_from_arguments
+from paxkv.config.engine_config import RunnerConfig
+from paxkv.config.speculative_config import SpeculativeConfig
+from paxkv.errors import ConfigError
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("limits", "lengths"),
+    [
+        ({}, (5, 5)),
+        ({"prompt_lookup_max": 3}, (3, 3)),
+        ({"prompt_lookup_min": 2}, (2, 2)),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": None}, (2, 2)),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, (2, 4)),
+    ],
+)
+def test_limit_that_is_not_set_is_that_of_vllm(limits, lengths):
+    assert SpeculativeConfig.from_fields(NGRAM | limits).lookup_lengths == lengths
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"method": "eagle3", "model": "m"}, "'eagle3' has no drafter yet; methods are ngram"),
+        ({"method": "mtp", "num_speculative_tokens": 1}, "'mtp' has no drafter yet"),
+        ({"model": "m", "num_speculative_tokens": 3}, "draft models have no drafter yet"),
+        ({"method": "ngrams", "num_speculative_tokens": 3}, "must be one of ngram, got 'ngrams'"),
+        (NGRAM | {"draft_tensor_parallel_size": 1}, "got draft_tensor_parallel_size"),
+        ({"num_speculative_tokens": 3}, "needs method; got"),
+        ({"method": "ngram"}, "needs num_speculative_tokens"),
+        (NGRAM | {"num_speculative_tokens": 0}, r"in \[1, 64\], got 0"),
+        (NGRAM | {"num_speculative_tokens": True}, r"in \[1, 64\], got True"),
+        (NGRAM | {"prompt_lookup_min": 0}, "prompt_lookup_min must be an integer of at least 1"),
+        (NGRAM | {"prompt_lookup_min": 4, "prompt_lookup_max": 2}, "prompt_lookup_min=4 must be"),
+        ([], "must be a JSON object"),
+    ],
+)
+def test_mistake_is_named(fields, message):
+    with pytest.raises(ConfigError, match=f"speculative_config.*{message}"):
+        SpeculativeConfig.from_fields(fields)
+
+
+def parse(*words):
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_config_flags(parser, RunnerConfig)
+    return config_from_arguments(RunnerConfig, parser.parse_args(words))
+
+
+def test_flag_reads_the_object():
+    config = parse("-sc", '{"method": "ngram", "num_speculative_tokens": 2}')
+    assert config.speculative_config == SpeculativeConfig(method="ngram", num_speculative_tokens=2)
+    assert parse("--speculative-config", "{}").speculative_config is None
+    with pytest.raises(argparse.ArgumentError, match="'medusa' has no drafter"):
+        parse("--speculative-config", '{"method": "medusa"}')
+
+
+def test_object_that_was_not_read_is_refused():
+    with pytest.raises(ConfigError, match="must be a SpeculativeConfig"):
+        RunnerConfig(speculative_config=NGRAM)
