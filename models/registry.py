@@ -50,6 +50,7 @@ FAMILIES: dict[str, str] = {
     "SarvamMLAForCausalLM": "models.families.sarvam_mla:SarvamMLAForCausalLM",
     "Mistral4ForCausalLM": "models.families.mistral4:Mistral4ForCausalLM",
     "AXK1ForCausalLM": "models.families.axk1:AXK1ForCausalLM",
+    "LongcatFlashForCausalLM": "models.families.longcat_flash:LongcatFlashForCausalLM",
     "YoutuForCausalLM": "models.families.youtu:YoutuForCausalLM",
     "MiniCPM3ForCausalLM": "models.families.minicpm3:MiniCPM3ForCausalLM",
     "Dots1ForCausalLM": "models.families.dots1:Dots1ForCausalLM",

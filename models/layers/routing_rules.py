@@ -71,6 +71,27 @@ class CorrectedSoftmaxTopK:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledCorrectedSoftmaxTopK:
+    """As `CorrectedSoftmaxTopK`, but the weights are not divided by their sum (LongCat-Flash).
+
+    Args:
+        factor: The weights are the softmaxes without the correction, multiplied by it.
+    """
+
+    top_k: int
+    factor: float
+
+    def __call__(
+        self,
+        scores: jax.Array,  # f32[num_rows, num_experts]
+        correction: jax.Array,  # f32[num_experts]
+    ) -> Routing:
+        likely = jax.nn.softmax(scores, axis=-1)
+        _, expert_ids = lax.top_k(likely + correction, self.top_k)
+        return Routing(expert_ids, jnp.take_along_axis(likely, expert_ids, axis=-1) * self.factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedSoftmaxTopK:
     """Chooses the `top_k` experts with the largest softmax over all experts (DeepSeek V2).
 

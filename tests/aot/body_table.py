@@ -209,7 +209,8 @@ def layer_program(
         pages = kernels.copy_blocks(pages, copies)
         context = make_context(batch, pages, kernels, ()).at(0, layer.places)
         if layer.is_latent:
-            return latent_attend(attention, *q, *new_kv, pages, context)
+            (cache_name, _), *_ = layer.places
+            return latent_attend(attention, *q, *new_kv, pages, context, cache_name=cache_name)
         return attend(attention, q, new_kv, pages, context, sinks=sinks)
 
     def floats(*dims: int) -> jax.ShapeDtypeStruct:

@@ -139,6 +139,7 @@ _FIELDS_WITHOUT_DEFAULT = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2, "num_key_value_heads": 8},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 8},
     "Glm4MoeLiteForCausalLM": {"num_key_value_heads": 8},
+    "LongcatFlashForCausalLM": {"num_key_value_heads": 8},
     "MiniCPM3ForCausalLM": {"num_key_value_heads": 8},
     "SarvamMLAForCausalLM": {"num_key_value_heads": 8},
     "Mistral4ForCausalLM": {"num_key_value_heads": 8},

@@ -32,6 +32,7 @@ LOADED = [
     "deepseek-v2",
     "glm4-moe-lite",
     "mistral4",
+    "longcat-flash",
     "minicpm3",
     "youtu",
     "axk1",
@@ -167,7 +168,7 @@ _WITHOUT_EFFECT = {
 }
 _LATENT = {
     *("deepseek-v3", "deepseek-v2", "sarvam-mla", "mistral4", "mistral4-far"),
-    *("glm4-moe-lite", "minicpm3", "youtu", "axk1"),
+    *("glm4-moe-lite", "longcat-flash", "minicpm3", "youtu", "axk1"),
 }
 # Fields that another field of the same configuration overrides or switches off.
 _OVERRIDDEN = {

@@ -57,6 +57,10 @@ FAMILIES = {
     "Kolibri1ForCausalLM": ("Kolibri1Config", {}),
     "LagunaForCausalLM": ("LagunaConfig", {}),
     "Llama4ForCausalLM": ("Llama4TextConfig", {}),
+    "LongcatFlashForCausalLM": (
+        "LongcatFlashConfig",
+        {"num_key_value_heads": 40, "head_dim": 64},
+    ),
     "MellumForCausalLM": ("MellumConfig", {}),
     "MiniMaxM2ForCausalLM": ("MiniMaxM2Config", {}),
     "Mistral4ForCausalLM": ("Mistral4Config", {"num_key_value_heads": 40}),
