@@ -106,7 +106,7 @@ class Generator:
     ) -> AsyncGenerator[RequestOutput, None]:
         is_search = isinstance(sampling_params, BeamSearchParams)
         named = {"request_id": uuid.uuid4().hex, "priority": priority}
-        self.names.note(named["request_id"])
+        self.names.record(named["request_id"])
         if is_search:
             outputs = self._engine.beam_search(prompt, sampling_params, **named)
         else:

@@ -1,4 +1,4 @@
-"""`AnswerReader`: tells thoughts, content and tool calls of one answer apart, as its text comes."""
+"""`AnswerReader`: splits the text of one answer into thoughts, content and tool calls."""
 
 import dataclasses
 import uuid
@@ -15,7 +15,7 @@ class CallPart:
     """New text of a tool call.
 
     Args:
-        id: Of the call, and `name` of its function, when it begins; None afterwards.
+        id: The call's id, and `name` the function's name, in the first part of a call; then None.
     """
 
     index: int
@@ -26,7 +26,7 @@ class CallPart:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class AnswerPart:
-    """What a piece of text brought: thoughts, and after them content and calls.
+    """The parts of an answer in one piece of its text: thoughts, then content and calls.
 
     Args:
         pieces: Content and parts of calls, in the order of the text.
@@ -49,12 +49,12 @@ class AnswerPart:
 
 
 class AnswerReader:
-    """Reads one answer; however its text is cut into pieces, the parts add up to the same.
+    """Reads one answer piece by piece. The joined parts do not depend on how the text is cut.
 
     Args:
-        starts_thinking: Whether the answer begins with thoughts; None looks for none.
-        include_reasoning: False drops them.
-        thought_counter: Counts their tokens; None where nobody asks for them.
+        starts_thinking: Whether the answer begins with thoughts; None does not look for thoughts.
+        include_reasoning: False drops thoughts.
+        thought_counter: Counts the tokens of thoughts; None does not count them.
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class AnswerReader:
 
     @property
     def num_thought_tokens(self) -> int:
-        """Of what was read so far, up to and with the token that ends them."""
+        """Tokens of thoughts so far, including the token that ends them."""
         return 0 if self._thought_counter is None else self._thought_counter.num_tokens
 
-    def take_tokens(self, token_ids: Sequence[int]) -> None:
-        """Takes tokens whose text is read next, or later."""
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
+        """Counts tokens whose text is read next, or later."""
         if self._thought_counter is not None:
             self._thought_counter.add_tokens(token_ids)
 
     def read(self, text: str, *, is_last: bool) -> AnswerPart:
-        """What the next piece of text makes certain."""
+        """Reads the next piece of text, and returns the parts that are now certain."""
         split = ReasoningSplit(content=text)
         if self._reasoning_parser is not None:
             split = self._reasoning_parser.feed(text)
@@ -104,10 +104,10 @@ class AnswerReader:
         if is_last:
             events += self._tool_parser.finish()
         for event in events:
-            self._take(event, part)
+            self._add_event(event, part)
         return part
 
-    def _take(self, event: ToolEvent, part: AnswerPart) -> None:
+    def _add_event(self, event: ToolEvent, part: AnswerPart) -> None:
         if isinstance(event, ContentPart):
             part.pieces += [event.text] if event.text else []
             return

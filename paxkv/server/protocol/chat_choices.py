@@ -1,4 +1,4 @@
-"""`ChatChoices`: outputs of the engine as choices of /v1/chat/completions, whole or in parts."""
+"""`ChatChoices`: converts outputs of the engine to choices of /v1/chat/completions."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from paxkv.server.protocol.chat_responses import (
     ToolCall,
 )
 from paxkv.server.protocol.openai_protocol import ChatCompletionRequest
-from paxkv.server.protocol.openai_responses import chat_logprobs, has_news
+from paxkv.server.protocol.openai_responses import chat_logprobs, has_new_content
 from paxkv.server.protocol.tool_choice import ToolUse
 from paxkv.text.thought_counter import ThoughtCounter
 
@@ -24,11 +24,11 @@ class ChatChoices:
     """Makes the choices of one HTTP request.
 
     Args:
-        tool_use: Of the request.
-        starts_thinking: Whether answers begin with thoughts; None where nobody tells them apart.
-        token_bytes: Bytes of a token.
-        make_thought_counter: Counts the thoughts of an answer; None counts none.
-        echoed: Text that every answer goes on with, and is shown with.
+        tool_use: How the request uses tools.
+        starts_thinking: Whether answers begin with thoughts; None does not look for thoughts.
+        token_bytes: Returns the bytes of a token.
+        make_thought_counter: Makes a counter for one answer; None does not count thoughts.
+        echoed: The end of the prompt, which is shown at the beginning of every answer.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class ChatChoices:
         ]
 
     def num_thought_tokens(self) -> int:
-        """Of all choices so far."""
+        """Tokens of thoughts in all choices so far."""
         return sum(reader.num_thought_tokens for reader in self._readers)
 
     def first_chunks(self) -> list[ChatChoice]:
-        """What a stream begins with: a role for every choice."""
+        """The first chunk of each choice in a stream, with its role."""
         return [
             ChatChoice(index=index, delta=ChatDelta(role="assistant", content=self._echoed))
             for index in range(self._body.num_choices)
@@ -69,7 +69,7 @@ class ChatChoices:
     def whole(self, completion: CompletionOutput) -> ChatChoice:
         """The choice of a completion that has ended."""
         reader = self._readers[completion.index]
-        reader.take_tokens(completion.token_ids)
+        reader.add_tokens(completion.token_ids)
         part = reader.read(completion.text, is_last=True)
         content = self._echoed + part.content
         has_other = bool(part.calls or part.reasoning)
@@ -82,16 +82,16 @@ class ChatChoices:
         return self._choice(completion, reader, message=message)
 
     def chunk(self, completion: CompletionOutput) -> ChatChoice | None:
-        """The next part of a choice; None when there is nothing to tell yet."""
+        """The next chunk of a choice; None if there is nothing to send yet."""
         shows_token_ids = bool(self._body.return_token_ids)
         reader = self._readers[completion.index]
-        reader.take_tokens(completion.token_ids)
-        if not has_news(completion, shows_token_ids=shows_token_ids):
+        reader.add_tokens(completion.token_ids)
+        if not has_new_content(completion, shows_token_ids=shows_token_ids):
             return None
         part = reader.read(completion.text, is_last=completion.finished)
-        # Text that a parser holds back may come later, the rest may not.
-        silent = dataclasses.replace(completion, text="")
-        if part.is_empty and not has_news(silent, shows_token_ids=shows_token_ids):
+        # Text that a parser holds back is sent later. The rest of the output is sent now.
+        rest = dataclasses.replace(completion, text="")
+        if part.is_empty and not has_new_content(rest, shows_token_ids=shows_token_ids):
             return None
         return self._choice(completion, reader, delta=_delta(part))
 
@@ -113,10 +113,10 @@ class ChatChoices:
         )
 
     def _finish_reason(self, completion: CompletionOutput, reader: AnswerReader) -> str | None:
-        # As in OpenAI's API: who named the function knows that it is called. An answer that was
-        # cut off may hold half a call.
-        is_told = reader.num_calls > 0 and not self._tool_use.is_named
-        if completion.finish_reason == "stop" and is_told:
+        # As in OpenAI's API, the reason is "stop" if the request named the function. An answer that
+        # was cut off may contain half a call.
+        reports_calls = reader.num_calls > 0 and not self._tool_use.is_named
+        if completion.finish_reason == "stop" and reports_calls:
             return "tool_calls"
         return completion.finish_reason
 

@@ -1,4 +1,4 @@
-"""The messages of a chat, checked, as a chat template takes them."""
+"""Checks the messages of a chat, and converts them for chat templates."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -11,39 +11,39 @@ from paxkv.server.protocol.unsupported_fields import MESSAGE_FIELDS, refuse_unsu
 from paxkv.text.call_arguments import check_depth, dump_json, template_arguments
 
 MAX_CONTENT_PARTS = 10_000
-# OpenAI's name of the role "tool" before there were tools.
+# OpenAI's older name for the role "tool".
 _OLD_TOOL_ROLE = "function"
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Type of a part -> the field with its text. Besides "text", what OpenAI's other endpoints call the
-# same, and an assistant's refusal, which clients send back as they got it.
+# Type of a part -> the field with its text. "input_text" and "output_text" are names in OpenAI's
+# other endpoints. Clients send an assistant's refusal back as they received it.
 _TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-# Types of parts that are no text. As the result of a tool, objects of any other type are data.
+# Types of parts that are not text. In the result of a tool, objects of any other type are data.
 _MEDIA_TYPES = frozenset(
     ("audio", "document", "file", "image", "input_audio", "input_file", "input_image", "video")
     + ("audio_url", "file_url", "image_url", "video_url")
 )
-# What an assistant thought in an earlier turn; templates know it by either name.
+# Fields with the thoughts of an earlier answer. Templates read one or the other.
 _REASONING_FIELDS = ("reasoning", "reasoning_content")
 
 
 def chat_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Messages as a chat template takes them.
+    """Converts messages for a chat template.
 
-    Contents are strings, or lists of text parts; arguments of tool calls are objects, or the
-    `CallText` of what is no object. OpenAI's old forms, the role "function" and the field
-    `function_call`, become tool calls and messages of the role "tool".
+    Contents become strings or lists of text parts. Arguments of tool calls become objects, or a
+    `CallText` if they are not an object. OpenAI's older role "function" and field `function_call`
+    become the role "tool" and tool calls.
 
     Raises:
-        InvalidRequestError: There is no message, or one has a role or content that cannot be used.
+        InvalidRequestError: There is no message, or one has a role or content that is not valid.
     """
     if not messages:
         raise InvalidRequestError("messages must not be empty.", param="messages")
     checked = []
-    # The id of the last call in the old form, which has none.
+    # The id that the last `function_call` is given, because it has none itself.
     call_id: str | None = None
     for i, message in enumerate(messages):
         if isinstance(message.get("function_call"), Mapping):
-            # Mistral's templates refuse ids that have not nine characters.
+            # Mistral's templates accept only ids of nine characters.
             call_id = f"call{i:05d}"
             message = _with_tool_call(f"messages[{i}]", message, call_id)
         elif message.get("role") == _OLD_TOOL_ROLE:
@@ -53,10 +53,10 @@ def chat_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, ob
 
 
 def content_text(content: object) -> str:
-    """The text of an assistant's content, its parts on lines of their own, without thoughts.
+    """The text of an assistant's content, with one line per part, without thoughts.
 
     Raises:
-        InvalidRequestError: It is neither a string nor a list of text parts.
+        InvalidRequestError: The content is neither a string nor a list of text parts.
     """
     parts, _ = _content_and_thought("content", content, role="assistant")
     return parts if isinstance(parts, str) else "\n".join(part["text"] for part in parts)
@@ -69,15 +69,15 @@ def chat_message(
     roles: Sequence[str] = (*ROLES, _OLD_TOOL_ROLE),
     text_type: str = "text",
 ) -> dict[str, object]:
-    """One message as a chat template takes it.
+    """Converts one message for a chat template.
 
     Args:
-        path: What errors call it.
-        roles: That errors name.
-        text_type: The type of a text part, which errors name.
+        path: The message's name in errors.
+        roles: The roles that errors list.
+        text_type: The type of text parts in errors.
 
     Raises:
-        InvalidRequestError: Its role or content cannot be used.
+        InvalidRequestError: The role or content is not valid.
     """
     refuse_unsupported(message, MESSAGE_FIELDS, path=f"{path}.")
     role = message.get("role")
@@ -112,17 +112,17 @@ def chat_message(
             checked[name] = value
     if role == "assistant":
         fields = [thought_text(f"{path}.{name}", message.get(name)) for name in _REASONING_FIELDS]
-        # Some clients send thoughts in both places.
+        # Some clients send the same thoughts in a field and in the content.
         thought = next(filter(None, fields), thought)
         checked |= dict.fromkeys(_REASONING_FIELDS, thought) if thought else {}
     return checked
 
 
 def tool_content(path: str, content: object) -> str | list[dict[str, str]]:
-    """The result of a tool as the content of a message: text, or the JSON of another value.
+    """Converts the result of a tool to the content of a message. Data becomes JSON text.
 
     Raises:
-        InvalidRequestError: It has parts that are no text.
+        InvalidRequestError: The result has parts that are not text.
     """
     return _content_and_thought(path, content, role="tool")[0]
 
@@ -130,15 +130,13 @@ def tool_content(path: str, content: object) -> str | list[dict[str, str]]:
 def _content_and_thought(
     path: str, content: object, *, role: str, text_type: str = "text"
 ) -> tuple[str | list[dict[str, str]], str]:
-    """A string as it is, parts of text as {"type": "text", "text": "..."}; and an assistant's
-    thoughts, which are parts of another type.
-    """
+    """Separates a content, a string or parts {"type": "text", "text": "..."}, from thoughts."""
     if content is None or isinstance(content, str):
         return content or "", ""
     if _is_data(content, role=role):
         check_depth(path, content)
         return dump_json(content), ""
-    # As for some clients, a part by itself is a list of one.
+    # Some clients send a single part instead of a list.
     parts = [content] if isinstance(content, Mapping) else content
     if not isinstance(parts, list):
         raise _content_error(path, content)
@@ -157,9 +155,10 @@ def _content_and_thought(
 
 
 def _is_data(content: object, *, role: str) -> bool:
-    """Whether a content is a JSON value that is shown as such, not text parts.
+    """Whether a content is data, which is shown as JSON, and not text parts.
 
-    {"id": 5} in every role; as the result of a tool also 5, [{"id": 5}] and {"type": "dir"}.
+    {"id": 5} is data in every role. In the result of a tool, 5, [{"id": 5}] and {"type": "dir"} are
+    data too.
     """
     if role != "tool":
         return isinstance(content, Mapping) and "type" not in content
@@ -212,7 +211,7 @@ def _with_tool_call(path: str, message: Mapping[str, object], call_id: str) -> d
         raise _no_calls_error(path, "function_call", role)
     if message.get("tool_calls"):
         raise InvalidRequestError(
-            f"{path} has function_call and tool_calls; send tool_calls alone.",
+            f"{path} has function_call and tool_calls; send only tool_calls.",
             param=f"{path}.function_call",
         )
     if not isinstance(function.get("name"), str):
@@ -242,7 +241,7 @@ def _tool_call(path: str, call: object) -> dict[str, object]:
     call_id = call.get("id")
     if call_id is not None and not isinstance(call_id, str):
         raise InvalidRequestError(f"{path}.id must be a string.", param=f"{path}.id")
-    # A malformed call of an earlier answer must not end the conversation.
+    # A malformed call in an earlier answer must not end the conversation.
     decode = functools.partial(decode_json, clips_numbers=False)
     arguments = template_arguments(function.get("arguments"), decode=decode)
     return {

@@ -1,4 +1,4 @@
-"""From the messages of a chat to the text of its prompt."""
+"""Renders the messages of a chat to the text of its prompt."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,11 +8,10 @@ from paxkv.server.engine_protocol import ChatTemplate, EngineClient
 from paxkv.server.protocol.chat_messages import chat_messages
 from paxkv.text.chat_template import ChatTemplate as RequestTemplate
 
-# What a template gets from us already; a caller must not set it a second time.
+# Variables of templates that the server sets itself, so a request must not set them.
 _RESERVED_TEMPLATE_ARGUMENTS = ("messages", "add_generation_prompt", "tools", "documents")
-# Stands behind the last message while it is rendered, so that its end can be found: a private
-# character, between two that no tokenizer's text has. The space behind it is lost where the
-# template takes away space at the end of a message.
+# Marks the end of the last message while it is rendered, with a private-use character. If the
+# template strips messages, the space after the mark is lost.
 _END_MARK = "\N{NUMBER SIGN}\ue0f1\N{NUMBER SIGN}"
 _END = _END_MARK + " "
 
@@ -28,15 +27,15 @@ def render_chat(
     continue_final_message: bool = False,
     chat_template: str | None = None,
 ) -> str:
-    """The prompt of a conversation. Takes a while for a long one: call it in a thread.
+    """Renders the prompt of a conversation. Call it in a thread, because long ones take a while.
 
     Args:
-        continue_final_message: The prompt ends with the text of the last message, which the
-            answer goes on with.
-        chat_template: Renders instead of the model's own.
+        continue_final_message: End the prompt with the text of the last message, so that the answer
+            continues it.
+        chat_template: The template to use instead of the model's own.
 
     Raises:
-        InvalidRequestError: The messages cannot be used, or the model has no chat template.
+        InvalidRequestError: The messages are not valid, or the model has no chat template.
     """
     for name in _RESERVED_TEMPLATE_ARGUMENTS:
         if template_kwargs and name in template_kwargs:
@@ -64,15 +63,15 @@ def render_chat(
     return head if rest.startswith(" ") else head.rstrip()
 
 
-def check_may_bring_template(chat_template: str | None, config: ServerConfig) -> None:
-    """A template is a program: a request may bring one where the server was told to trust it.
+def check_template_allowed(chat_template: str | None, config: ServerConfig) -> None:
+    """Checks that a request may have its own template. Templates are programs.
 
     Raises:
-        UnsupportedFeatureError: It was not.
+        UnsupportedFeatureError: The server does not trust the templates of requests.
     """
     if chat_template is not None and not config.trust_request_chat_template:
         raise UnsupportedFeatureError(
-            "a request may bring its own chat_template only if the server was started with "
+            "a request may have its own chat_template only if the server was started with "
             "--trust-request-chat-template; leave it out.",
             param="chat_template",
         )

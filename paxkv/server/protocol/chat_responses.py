@@ -1,4 +1,4 @@
-"""Bodies that /v1/chat/completions answers with, whole and in chunks."""
+"""Response bodies of /v1/chat/completions and their chunks."""
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -7,14 +7,14 @@ from paxkv.server.protocol.openai_responses import ChatLogprobs, PromptLogprobs,
 
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A name and JSON text, or in a chunk parts of them."""
+    """A function's name and its arguments as JSON text; in a chunk, parts of them."""
 
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call; in a chunk it has an index, and an id when it begins."""
+    """A tool call. In chunks it has an index, and only the first chunk has an id."""
 
     index: int | UnsetType = UNSET
     id: str | UnsetType = UNSET
@@ -23,7 +23,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer. Thoughts have two names: vLLM's, and the older one that many clients read."""
+    """An answer. `reasoning_content` repeats `reasoning`, because many clients read this name."""
 
     content: str | None
     role: str = "assistant"
@@ -34,7 +34,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new of an answer."""
+    """The new part of an answer."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET

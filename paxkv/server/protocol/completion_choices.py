@@ -1,4 +1,4 @@
-"""`CompletionChoices`: outputs of the engine as choices of /v1/completions, whole or in parts."""
+"""`CompletionChoices`: converts outputs of the engine to choices of /v1/completions."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ from paxkv.server.protocol.openai_responses import (
     CompletionChoice,
     choice_index,
     completion_logprobs,
-    has_news,
+    has_new_content,
     prompt_logprobs,
 )
-from paxkv.server.protocol.sampling_fields import echoes_prompt_alone
+from paxkv.server.protocol.sampling_fields import echoes_prompt_only
 
 
 def best_completions(
     completions: Sequence[CompletionOutput], num_kept: int
 ) -> list[CompletionOutput]:
-    """Those with the highest log-probability per token, the best first, as choices from 0 on.
+    """Selects the completions with the highest log-probability per token, and renumbers them.
 
-    Of equally likely ones that of the lower index is kept. All must have ended.
+    The best one gets index 0. All completions must have ended.
     """
     ranked = sorted(completions, key=_mean_logprob, reverse=True)[:num_kept]
     return [dataclasses.replace(kept, index=index) for index, kept in enumerate(ranked)]
@@ -37,14 +37,14 @@ def _mean_logprob(completion: CompletionOutput) -> float:
 
 
 class CompletionChoices:
-    """Makes the choices of one HTTP request; each begins with its prompt where that is echoed.
+    """Makes the choices of one HTTP request. With `echo`, each begins with its prompt.
 
     Args:
-        prompts: In the request's order.
-        tokenizer: Makes text of echoed prompts that came as token ids.
+        prompts: The prompts in the request's order.
+        tokenizer: Decodes echoed prompts that are token ids.
 
     Raises:
-        InvalidRequestError: There is no tokenizer, and the request needs one.
+        InvalidRequestError: The request needs a tokenizer, and there is none.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class CompletionChoices:
         self._body = body
         self._prompts = prompts
         self._tokenizer = tokenizer
-        self._is_prompt_alone = echoes_prompt_alone(body)
+        self._is_prompt_only = echoes_prompt_only(body)
         self._text_offsets = [0] * len(prompts) * body.num_choices
         self._begun: set[int] = set()
-        # A stream has them once, maybe before some of the choices begin.
+        # In a stream they arrive once, maybe before some of the choices begin.
         self._prompt_logprobs: dict[int, list[dict[int, Logprob] | None]] = {}
 
     def kept(self, output: RequestOutput) -> list[CompletionOutput]:
@@ -74,21 +74,21 @@ class CompletionChoices:
             return best_completions(output.outputs, self._body.num_choices)
         return output.outputs
 
-    def take(
+    def make_choice(
         self, prompt_idx: int, output: RequestOutput, completion: CompletionOutput
     ) -> CompletionChoice | None:
-        """The choice of one completion of an output; None where there is no news of it."""
+        """The choice of one completion in an output; None if there is nothing to send yet."""
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[prompt_idx] = output.prompt_logprobs
         index = choice_index(prompt_idx, completion, self._body.num_choices)
-        is_new = has_news(completion, shows_token_ids=bool(self._body.return_token_ids))
+        is_new = has_new_content(completion, shows_token_ids=bool(self._body.return_token_ids))
         if is_new or (self._body.echo and index not in self._begun):
             return self._choice(index, prompt_idx, output, completion)
         return None
 
     def num_tokens(self, completion: CompletionOutput) -> int:
-        """Its tokens that the caller asked for: none where the prompt alone is scored."""
-        return 0 if self._is_prompt_alone else len(completion.token_ids)
+        """The tokens that the client asked for: 0 if only the prompt is scored."""
+        return 0 if self._is_prompt_only else len(completion.token_ids)
 
     def _choice(
         self, index: int, prompt_idx: int, output: RequestOutput, completion: CompletionOutput
@@ -97,15 +97,15 @@ class CompletionChoices:
         is_first = index not in self._begun
         self._begun.add(index)
         has_prompt = bool(body.echo) and is_first
-        text = "" if self._is_prompt_alone else completion.text
-        token_ids = [] if self._is_prompt_alone else completion.token_ids
-        positions = [] if self._is_prompt_alone else completion.logprobs or []
+        text = "" if self._is_prompt_only else completion.text
+        token_ids = [] if self._is_prompt_only else completion.token_ids
+        positions = [] if self._is_prompt_only else completion.logprobs or []
         if has_prompt:
             text = self._prompt_text(prompt_idx, output) + text
             token_ids = [*output.prompt_token_ids, *token_ids]
             positions = [*self._prompt_logprobs.get(prompt_idx, ()), *positions]
         logprobs = None
-        # A beam search has them all the same.
+        # A beam search always has log-probabilities.
         if body.logprobs is not None and completion.logprobs is not None:
             logprobs = completion_logprobs(
                 token_ids,
@@ -119,8 +119,8 @@ class CompletionChoices:
                 last_text = self._text_of(token_ids[-1], positions[-1])
                 self._text_offsets[index] = logprobs.text_offset[-1] + len(last_text)
         finish_reason, stop_reason = completion.finish_reason, completion.stop_reason
-        if self._is_prompt_alone and completion.finished:
-            # Not why the token ended it that nobody asked for.
+        if self._is_prompt_only and completion.finished:
+            # The engine gives a reason for a token that the client did not ask for.
             finish_reason, stop_reason = "length", None
         scored = self._prompt_logprobs.get(prompt_idx)
         shows_scores = body.prompt_logprobs is not None and scored is not None
@@ -144,7 +144,7 @@ class CompletionChoices:
         return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
     def _text_of(self, token_id: int, position: dict[int, Logprob] | None) -> str:
-        # Not what is shown of it, which may be "token_id:17".
+        # The token's text, even if the answer shows it as "token_id:17".
         return self._token_text(token_id) if position is None else position[token_id].decoded_token
 
     def _token_text(self, token_id: int) -> str:

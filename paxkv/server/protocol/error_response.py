@@ -21,7 +21,7 @@ from paxkv.errors import (
 
 _logger = logging.getLogger(__name__)
 
-# The client is gone, so nobody reads this status; nginx uses the same number in its logs.
+# For logs and metrics, because the client has disconnected. nginx uses the same number.
 CLIENT_CLOSED_REQUEST = 499
 
 
@@ -32,7 +32,7 @@ class UnknownModelError(InvalidRequestError):
 
 
 class UnknownResponseError(InvalidRequestError):
-    """The request names an answer of /v1/responses that is not stored."""
+    """The request names a response of /v1/responses that is not stored."""
 
     http_status = 404
 
@@ -56,19 +56,19 @@ class HeadersTooLargeError(InvalidRequestError):
 
 
 class UnauthorizedError(InvalidRequestError):
-    """The request brings none of the server's API keys."""
+    """The request has none of the server's API keys."""
 
     http_status = 401
 
 
 class ConflictError(InvalidRequestError):
-    """What is asked for cannot be done now."""
+    """The request cannot be executed in the current state of the server."""
 
     http_status = 409
 
 
 class OverloadedError(PaxkvError):
-    """As many requests wait as may."""
+    """Too many requests run or wait."""
 
     http_status = 503
 
@@ -89,15 +89,15 @@ _CODES: dict[type[PaxkvError], str] = {
     ChatTemplateError: "chat_template_error",
     SlowReaderError: "slow_reader",
 }
-# Their messages are for callers, though the request is not at fault.
-_TOLD_ERRORS = (
+# Errors whose messages are sent to clients, although the request is not at fault.
+_PUBLIC_ERRORS = (
     *(ChatTemplateError, EngineDeadError, EngineStalledError),
     *(OverloadedError, SlowReaderError),
 )
-# Statuses that come with a header.
+# Headers of the responses to some errors.
 _HEADERS: dict[type[Exception], dict[str, str]] = {
     UnauthorizedError: {"WWW-Authenticate": "Bearer"},
-    # A place may be free with the next request that ends. Seconds are whole here.
+    # A place may be free when the next request ends. The header allows only whole seconds.
     OverloadedError: {"Retry-After": "1"},
 }
 _INTERNAL_MESSAGE = "internal error of the server; its log says more."
@@ -117,9 +117,9 @@ class ErrorBody(msgspec.Struct, frozen=True):
 def error_body(
     status: int, message: str, *, param: str | None = None, code: str | None = None
 ) -> bytes:
-    """JSON of an error; statuses from 500 on are the server's fault, the others the caller's."""
+    """JSON of an error. Statuses from 500 on are the server's fault, others the client's."""
     error_type = "server_error" if status >= 500 else "invalid_request_error"
-    # A message may quote what the caller sent; what is not valid Unicode cannot be sent back.
+    # A message may quote text of the client that is not valid Unicode, which cannot be encoded.
     message = message.encode("utf-8", "replace").decode("utf-8")
     return msgspec.json.encode(
         ErrorBody(ErrorDetail(message=message, type=error_type, param=param, code=code))
@@ -127,13 +127,13 @@ def error_body(
 
 
 def describe_error(error: Exception) -> tuple[int, bytes]:
-    """HTTP status and body of an error; one that is not meant for callers is logged instead."""
+    """HTTP status and body of an error. An error that is not for clients is logged instead."""
     if isinstance(error, InvalidRequestError):
         code = _CODES.get(type(error))
         return error.http_status, error_body(
             error.http_status, str(error), param=error.param, code=code
         )
-    if isinstance(error, _TOLD_ERRORS):
+    if isinstance(error, _PUBLIC_ERRORS):
         code = _CODES.get(type(error))
         return error.http_status, error_body(error.http_status, str(error), code=code)
     _logger.error("request failed", exc_info=error)
@@ -141,7 +141,7 @@ def describe_error(error: Exception) -> tuple[int, bytes]:
 
 
 def error_response(error: Exception) -> Response:
-    """The HTTP response that an error becomes."""
+    """The HTTP response for an error."""
     status, body = describe_error(error)
     headers = dict(_HEADERS.get(type(error), {}))
     if isinstance(error, EngineDeadError) and error.retry_after_s is not None:
@@ -150,17 +150,17 @@ def error_response(error: Exception) -> Response:
 
 
 async def handle_paxkv_error(_request: Request, error: Exception) -> Response:
-    """Starlette handler of everything that paxkv raises on purpose."""
+    """Starlette handler for errors that paxkv raises on purpose."""
     return error_response(error)
 
 
 async def handle_http_error(request: Request, error: Exception) -> Response:
-    """Starlette handler of unknown paths and wrong methods."""
+    """Starlette handler for unknown paths and wrong methods."""
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path
     messages = {
         404: f"there is nothing at {path}.",
-        405: f"{path} does not take {method}; it takes {(error.headers or {}).get('Allow')}.",
+        405: f"{path} does not accept {method}; it accepts {(error.headers or {}).get('Allow')}.",
     }
     message = messages.get(error.status_code, str(error.detail))
     return Response(
@@ -172,15 +172,15 @@ async def handle_http_error(request: Request, error: Exception) -> Response:
 
 
 async def handle_disconnect(_request: Request, _error: Exception) -> Response:
-    """Starlette handler of a client that left before its request was complete."""
+    """Starlette handler for a client that disconnects before its request is complete."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def handle_bug(_request: Request, _error: Exception) -> Response:
-    """Starlette handler of the rest; Starlette raises it again afterwards, which logs it.
+    """Starlette handler for all other errors. Starlette then raises the error, which logs it.
 
-    uvicorn closes the connection once an error reaches it, so the answer says it will: a client
-    that used the connection again would find it reset.
+    uvicorn closes the connection when the error reaches it. The header announces this, because a
+    client that used the connection again would find it reset.
     """
     return Response(
         error_body(500, _INTERNAL_MESSAGE, code="internal_error"),

@@ -1,7 +1,7 @@
-"""`FieldNames`: what a route calls the fields of the chat that it makes of its body.
+"""`FieldNames`: a route's names for the fields of a chat.
 
-`/v1/responses` and `/v1/messages` are answered by a chat. Errors of the chat name the fields that
-the client sent, so whatever finds such errors takes the names from here.
+`/v1/responses` and `/v1/messages` convert their bodies to a chat. Errors in the chat must name the
+fields that the client sent, so the code that raises them uses these names.
 """
 
 import contextlib
@@ -13,13 +13,13 @@ from typing import TypeVar
 from paxkv.errors import InvalidRequestError
 
 _ItemT = TypeVar("_ItemT")
-# Fields of the engine's own API that no chat has.
+# A field of the engine's API -> the field of a chat that it comes from.
 _CHAT_PARAMS = {"prompt": "messages"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FieldNames:
-    """With the names of /v1/chat/completions as defaults.
+    """Names of fields in errors. The defaults are those of /v1/chat/completions.
 
     Args:
         params: A field of a chat -> the field of the route, for the `param` of errors.
@@ -31,8 +31,8 @@ class FieldNames:
         any_tools: The tools that a `tool_choice` needs.
         automatic: The `tool_choice` that leaves calls to the model.
         named_choice: The `tool_choice` that names a tool.
-        tool_idxs: The index of each tool in the body of the request, which may have others too.
-            None if the chat has them all.
+        tool_idxs: The index in the request's body of each tool of the chat. None if the chat has
+            all tools of the body.
     """
 
     params: Mapping[str, str] = dataclasses.field(default_factory=lambda: _CHAT_PARAMS)
@@ -55,21 +55,23 @@ class FieldNames:
         tools: Sequence[Mapping[str, object]] | None,
         is_ignored: Callable[[Mapping[str, object]], bool],
     ) -> "FieldNames":
-        """For a request with these tools, of which the chat has those that are not ignored."""
+        """Sets `tool_idxs` for a request with these tools; the chat omits the ignored ones."""
         idxs = tuple(k for k, tool in enumerate(tools or ()) if not is_ignored(tool))
         return dataclasses.replace(self, tool_idxs=idxs)
 
     @contextlib.contextmanager
     def in_errors(self) -> Iterator[None]:
-        """Gives errors that are raised within it the route's `param`."""
+        """A context in which errors get the route's `param`."""
         try:
             yield
         except InvalidRequestError as error:
             error.param = self.params.get(error.param, error.param)
             raise
 
-    async def watch(self, outputs: AsyncGenerator[_ItemT, None]) -> AsyncGenerator[_ItemT, None]:
-        """The same outputs; errors of the engine have the route's `param`."""
+    async def in_errors_of(
+        self, outputs: AsyncGenerator[_ItemT, None]
+    ) -> AsyncGenerator[_ItemT, None]:
+        """Yields the same outputs; errors of the engine get the route's `param`."""
         with self.in_errors():
             async with aclosing(outputs):
                 async for output in outputs:

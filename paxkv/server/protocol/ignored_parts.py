@@ -20,10 +20,10 @@ _IndexedOutputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
 
 class IgnoredParts:
-    """What is ignored of one HTTP request.
+    """The ignored parts of one HTTP request.
 
     Attributes:
-        names: Of fields, tools and items.
+        names: Names of fields, tools and items.
         schema_keywords: Places of keywords in its JSON schemas that no grammar can enforce. They
             are known after the first output.
     """
@@ -42,21 +42,21 @@ class IgnoredParts:
 ignored_parts: ContextVar[IgnoredParts | None] = ContextVar("ignored_parts", default=None)
 
 
-def note_ignored(name: str) -> None:
-    """Notes that a part of the request that is being served is ignored.
+def record_ignored(name: str) -> None:
+    """Records that a part of the current request is ignored.
 
     Args:
         name: Such as "context_management", or "tools of type web_search_20250305".
     """
     ignored = ignored_parts.get()
-    # For a header; the client may have chosen any letters.
+    # The name is for a header, but a client may have chosen any characters.
     name = "".join(c if c.isascii() and c.isprintable() else "?" for c in name[:MAX_NAME_CHARS])
     if ignored is not None and name not in ignored.names and len(ignored.names) < MAX_NAMES:
         ignored.names.append(name)
 
 
-async def note_ignored_keywords(outputs: _IndexedOutputs) -> _IndexedOutputs:
-    """The same outputs, noting the schema keywords that their grammar leaves out."""
+async def record_ignored_keywords(outputs: _IndexedOutputs) -> _IndexedOutputs:
+    """Yields the same outputs, and records the schema keywords that their grammar ignores."""
     async with aclosing(outputs):
         async for prompt_idx, output in outputs:
             ignored = ignored_parts.get()
@@ -65,28 +65,28 @@ async def note_ignored_keywords(outputs: _IndexedOutputs) -> _IndexedOutputs:
             yield prompt_idx, output
 
 
-def note_ignored_fields(fields: Mapping[str, object], ignored: NeutralValues) -> None:
-    """Notes each field that asks for something.
+def record_ignored_fields(fields: Mapping[str, object], ignored: NeutralValues) -> None:
+    """Records each ignored field that asks for something.
 
     Args:
         ignored: The fields that are ignored, with the values that ask for nothing.
     """
     for name, neutral in ignored.items():
         if not asks_for_nothing(fields.get(name), neutral):
-            note_ignored(name)
+            record_ignored(name)
 
 
 def is_ignored_tool(tool: Mapping[str, object], *, own_types: tuple[str, ...], form: str) -> bool:
     """Whether a tool is ignored, because another server, or a client of another API, runs it.
 
-    {"type": "web_search"} is; {"type": "functoin", "parameters": {}} is a mistake.
+    {"type": "web_search"} is ignored, but {"type": "functoin", "parameters": {}} is a mistake.
 
     Args:
-        own_types: Types of tools that the route knows.
-        form: The field that these have.
+        own_types: Types of tools that the route supports.
+        form: A field that only these types have.
     """
     kind = tool.get("type")
     if not isinstance(kind, str) or kind in own_types or form in tool:
         return False
-    note_ignored(f"tools of type {kind}")
+    record_ignored(f"tools of type {kind}")
     return True

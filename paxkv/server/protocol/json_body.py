@@ -18,31 +18,29 @@ _ReadT = TypeVar("_ReadT")
 _StructT = TypeVar("_StructT", bound=msgspec.Struct)
 # msgspec says "Expected `int | null`, got `str` - at `$.max_tokens`".
 _MSGSPEC_PLACE = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>.*)`)?$", re.DOTALL)
-# Objects, arrays and keys of one body.
+# Limit on objects, arrays and keys of one body together.
 MAX_PARTS = 50_000
 MAX_STRINGS = 200_000
-# A thread costs as much as reading so many.
+# Handing a body to a thread takes as long as reading a body of this size.
 _SHORT_BODY_BYTES = 32 * 2**10
-# An oversized body is read on, and thrown away, up to this multiple of the limit: a client that
-# is cut off while it still sends sees a broken connection instead of the 413.
+# An oversized body is received and discarded up to this multiple of the limit. A client that is cut
+# off while it sends would see a broken connection instead of the 413.
 _DISCARD_FACTOR = 4
-# Some clients name the charset there, which says nothing about the bytes.
+# Some clients put the charset into the header Content-Encoding.
 _PLAIN_ENCODINGS = frozenset({"", "identity", "utf-8", "utf8"})
 
 
 async def read_body(
     request: Request, read: Callable[[dict[str, object]], _ReadT], *, max_body_bytes: int
 ) -> _ReadT:
-    """What `read` makes of the body of a request, which must be a JSON object.
+    """Receives the body of a request, which must be a JSON object, and converts it with `read`.
 
-    A long body is read in a thread: lists of a million token ids are gone through more than once.
-    The time that a body may take to come is not limited here: `deadline_protocol.py` ends the
-    connection.
+    A long body is read in a thread, because lists of a million token ids are iterated several
+    times. `deadline_protocol.py` limits the time in which a body must arrive.
 
     Raises:
         UnsupportedMediaTypeError: The content type is not JSON, or the body is compressed.
-            Browsers send other types to any address without asking it first, so this also keeps
-            web pages out.
+            Browsers let web pages send other types to any server, so this also keeps them out.
         BodyTooLargeError: The body is longer than `max_body_bytes`.
         InvalidRequestError: The body is not a JSON object, or `read` raised it.
     """
@@ -51,7 +49,7 @@ async def read_body(
         raise UnsupportedMediaTypeError(
             f"the body must be JSON, got {content_type=}; send 'Content-Type: application/json'."
         )
-    # One line or several.
+    # The header may occur several times.
     content_encoding = ", ".join(request.headers.getlist("content-encoding"))
     if not _PLAIN_ENCODINGS.issuperset(re.split(r"[\s,]+", content_encoding.lower())):
         raise UnsupportedMediaTypeError(
@@ -73,12 +71,12 @@ _DECODER_OF_LARGE_NUMBERS = msgspec.json.Decoder(float_hook=_nearest_float)
 
 
 def decode_object(body: bytes) -> dict[str, object]:
-    """The JSON object in `body`.
+    """Decodes the JSON object in `body`.
 
     Raises:
         InvalidRequestError: `body` is not JSON, or not an object, or has too many parts.
     """
-    # Some editors and shells begin a file with a mark, and clients send the file.
+    # Some editors and shells write a byte order mark into files, which clients then send.
     value = decode_json(body.removeprefix(codecs.BOM_UTF8), name="the body")
     if not isinstance(value, dict):
         raise InvalidRequestError(f"the body must be a JSON object, got {_json_type(value)}.")
@@ -86,15 +84,15 @@ def decode_object(body: bytes) -> dict[str, object]:
 
 
 def decode_json(text: bytes, *, name: str = "it", clips_numbers: bool = True) -> object:
-    """The value that a client's JSON describes.
+    """Decodes a client's JSON.
 
     Args:
-        name: What errors call it.
-        clips_numbers: A number that is too large for float64 becomes the largest one. Otherwise it
-            is an error.
+        name: The text's name in errors.
+        clips_numbers: Replace a number that is too large for float64 by the largest one. Otherwise
+            such a number is an error.
 
     Raises:
-        InvalidRequestError: It is not JSON, or has too many parts.
+        InvalidRequestError: The text is not JSON, or has too many parts.
     """
     _check_num_parts(text, name)
     try:
@@ -112,36 +110,36 @@ def decode_json(text: bytes, *, name: str = "it", clips_numbers: bool = True) ->
     except msgspec.MsgspecError as error:
         raise InvalidRequestError(
             f"{name} is not valid JSON: {error}. Numbers must be finite, and strings must not "
-            "hold half a surrogate pair."
+            "contain half a surrogate pair."
         ) from None
 
 
 def _check_num_parts(body: bytes, name: str) -> None:
-    """Bounds what the decoder, which nothing interrupts, has to make objects of.
+    """Limits the objects that the decoder makes, because it cannot be interrupted.
 
     A million empty lists would take half a second, most of it in the garbage collector. Numbers
-    need no bound: two million take 30 ms.
+    need no limit: two million take 30 ms.
     """
     if _num_parts(body) <= MAX_PARTS and body.count(b'"') <= 2 * MAX_STRINGS:
         return
-    # Text may have such signs as well: what stands in strings does not count.
+    # Without the contents of strings, which may contain the same signs.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     has_few_strings = plain.count(b'"') <= 2 * MAX_STRINGS
     if has_few_strings and _num_parts(b"".join(plain.split(b'"')[::2])) <= MAX_PARTS:
         return
     raise InvalidRequestError(
-        f"{name} has too many parts: its objects, arrays and keys may be {MAX_PARTS} together, its "
-        f"strings {MAX_STRINGS}."
+        f"{name} has too many parts; it may have {MAX_PARTS} objects, arrays and keys together, "
+        f"and {MAX_STRINGS} strings."
     )
 
 
 def _num_parts(text: bytes) -> int:
-    """Objects, arrays and keys of JSON, and such signs in its strings."""
+    """Counts objects, arrays and keys of JSON, and the same signs in its strings."""
     return text.count(b"{") + text.count(b"[") + text.count(b":")
 
 
 def convert_fields(fields: Mapping[str, object], struct_type: type[_StructT]) -> _StructT:
-    """The struct that `fields` describe; fields that it does not have are ignored.
+    """Converts `fields` to a struct; fields that the struct does not have are ignored.
 
     Raises:
         InvalidRequestError: A field is missing or has the wrong type; `param` names it.
@@ -162,7 +160,7 @@ def convert_fields(fields: Mapping[str, object], struct_type: type[_StructT]) ->
 
 
 def _whole(value: object) -> object:
-    """16.0 -> 16, as in vLLM: some clients' languages have floats only. Both fit a float field."""
+    """16.0 -> 16, as in vLLM, for clients that have only floats. A float field accepts both."""
     is_whole = type(value) is float and value.is_integer() and abs(value) < 2**53
     return int(value) if is_whole else value
 

@@ -1,4 +1,4 @@
-"""Bodies of /v1/completions and /v1/chat/completions: what is read, and the prompts in it."""
+"""Request bodies of /v1/completions and /v1/chat/completions, and the prompts in them."""
 
 import reprlib
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from paxkv.contracts.engine_start import ModelInfo
 from paxkv.errors import InvalidRequestError
 from paxkv.server.engine_protocol import Prompt
 from paxkv.server.protocol.error_response import UnknownModelError
-from paxkv.server.protocol.ignored_parts import note_ignored_fields
+from paxkv.server.protocol.ignored_parts import record_ignored_fields
 from paxkv.server.protocol.json_body import convert_fields
 from paxkv.server.protocol.request_names import MAX_REQUEST_ID_CHARS
 from paxkv.server.protocol.unsupported_fields import (
@@ -24,14 +24,14 @@ from paxkv.server.protocol.unsupported_fields import (
 )
 
 MAX_PROMPTS_PER_REQUEST = 256
-# OpenAI's; the chat template decides what they mean.
+# OpenAI's values; the chat template decides what they mean.
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# As `repr`, but never of a whole list of a million: nothing interrupts that.
+# Like `repr`, but shortens values: `repr` of a list of a million ids could not be interrupted.
 _SHORT_REPR = reprlib.Repr()
 _SHORT_REPR.maxlist = _SHORT_REPR.maxdict = 8
 _SHORT_REPR.maxlevel = 4
 _SHORT_REPR.maxstring = _SHORT_REPR.maxother = _SHORT_REPR.maxlong = 80
-# Prompts times n.
+# Limit on the number of prompts times n.
 MAX_CHOICES_PER_REQUEST = 1024
 
 
@@ -46,7 +46,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that both endpoints share; null means the default, as in OpenAI's clients."""
+    """Fields that both endpoints share. null means the default, as in OpenAI's API."""
 
     model: str | None = None
     stream: bool | None = False
@@ -78,7 +78,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: Annotated[str, Meta(max_length=MAX_REQUEST_ID_CHARS)] | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
-    # "auto" alone is a string that the engine takes.
+    # The only string that the engine accepts is "auto".
     truncate_prompt_tokens: int | str | None = None
     truncation_side: Literal["left", "right"] | None = None
     stream_interval: Annotated[int, Meta(ge=1)] | None = None
@@ -88,9 +88,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     response_format: dict[str, object] | None = None
     structured_outputs: dict[str, object] | None = None
-    # What OpenAI keeps or counts for its customers; they change no answer.
+    # OpenAI stores or counts these for its customers. They do not affect answers.
     user: str | None = None
-    # vLLM 0.32 hands it to KV connectors and events; it changes no answer there either.
+    # vLLM 0.32 passes it to KV connectors and events. It does not affect answers there either.
     session_id: str | None = None
     metadata: dict[str, object] | None = None
     store: bool | None = None
@@ -105,12 +105,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_choices(self) -> int:
-        """Choices of each prompt."""
+        """Choices per prompt."""
         return 1 if self.n is None else self.n
 
     @property
     def num_drawn(self) -> int:
-        """Completions of each prompt that the choices are chosen from."""
+        """Completions generated per prompt, from which the choices are selected."""
         return self.num_choices if self.best_of is None else self.best_of
 
 
@@ -118,7 +118,7 @@ _RequestT = TypeVar("_RequestT", bound=GenerationRequest)
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
-    """The body of POST /v1/completions. `prompt` has more forms than a struct can name."""
+    """The body of POST /v1/completions. `prompt` has more forms than a struct can express."""
 
     prompt: object
     logprobs: int | None = None
@@ -145,10 +145,10 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
 
 def parse_completion(fields: Mapping[str, object]) -> CompletionRequest:
-    """The request that a JSON object describes.
+    """Converts a JSON object to a request.
 
     Raises:
-        InvalidRequestError: A field is missing, has the wrong type, or cannot be honored.
+        InvalidRequestError: A field is missing, has the wrong type, or is not supported.
     """
     refuse_unsupported(fields, COMPLETION_FIELDS)
     _check_stream_options(fields)
@@ -161,7 +161,7 @@ def parse_completion(fields: Mapping[str, object]) -> CompletionRequest:
 def parse_chat(fields: Mapping[str, object]) -> ChatCompletionRequest:
     """Same as `parse_completion`, for a chat."""
     refuse_unsupported(fields, CHAT_FIELDS)
-    note_ignored_fields(fields, CHAT_IGNORED)
+    record_ignored_fields(fields, CHAT_IGNORED)
     _check_stream_options(fields)
     _check_beam_search(fields)
     request = convert_fields(fields, ChatCompletionRequest)
@@ -174,7 +174,7 @@ def parse_chat(fields: Mapping[str, object]) -> ChatCompletionRequest:
 
 
 def with_usage(request: _RequestT) -> _RequestT:
-    """The same request; a stream has token counts at its end, whatever its `stream_options` are."""
+    """The request; a stream always has token counts at its end, whatever `stream_options` say."""
     if not request.stream:
         return request
     options = request.stream_options or StreamOptions()
@@ -185,27 +185,27 @@ def with_usage(request: _RequestT) -> _RequestT:
 def check_generation_prompt(
     *, continue_final_message: bool | None, add_generation_prompt: bool | None
 ) -> None:
-    """A prompt either goes on with the last message or begins another.
+    """Checks that a prompt does not both continue the last message and begin a new one.
 
     Raises:
-        InvalidRequestError: The two fields want both.
+        InvalidRequestError: The two fields ask for both.
     """
     if continue_final_message and add_generation_prompt is not False:
         raise InvalidRequestError(
-            "continue_final_message goes on with the last message, add_generation_prompt begins "
-            "another; send add_generation_prompt false with it.",
+            "continue_final_message continues the last message, and add_generation_prompt begins a "
+            "new one; send add_generation_prompt false too.",
             param="continue_final_message",
         )
 
 
 def check_model(requested: str | None, info: ModelInfo) -> None:
-    """A request may leave the model out, or its name empty; else it must be the one served.
+    """Checks the model of a request. It may be left out or be an empty name.
 
     Args:
-        info: Of the model that is served, which may have several names.
+        info: Describes the served model, which may have several names.
 
     Raises:
-        UnknownModelError: It is not.
+        UnknownModelError: The model is another one.
     """
     if requested and requested not in info.model_names:
         raise UnknownModelError(
@@ -216,13 +216,13 @@ def check_model(requested: str | None, info: ModelInfo) -> None:
 
 
 def check_num_choices(num_prompts: int, num_drawn: int, *, param: str = "n") -> None:
-    """A request may ask for so many completions in all.
+    """Checks the number of completions of a request.
 
     Args:
-        param: What says how many of each prompt.
+        param: The field with the number of completions per prompt.
 
     Raises:
-        InvalidRequestError: It asks for more.
+        InvalidRequestError: The request asks for too many.
     """
     if num_prompts * num_drawn > MAX_CHOICES_PER_REQUEST:
         raise InvalidRequestError(
@@ -235,10 +235,10 @@ def check_num_choices(num_prompts: int, num_drawn: int, *, param: str = "n") -> 
 def prompt_with_options(
     prompt: str | list[int], request: GenerationRequest, *, add_special_tokens: bool
 ) -> Prompt:
-    """A prompt as the engine takes it, with the request's options for it.
+    """Combines a prompt with the request's options for it.
 
     Args:
-        add_special_tokens: Unless the request says otherwise.
+        add_special_tokens: Used if the request does not have this field.
     """
     if request.add_special_tokens is not None:
         add_special_tokens = request.add_special_tokens
@@ -258,14 +258,14 @@ def completion_prompts(prompt: object) -> list[str | list[int]]:
     "ab" -> ["ab"]; ["a", "b"] -> ["a", "b"]; [1, 2] -> [[1, 2]]; [[1], [2, 3]] -> itself.
 
     Raises:
-        InvalidRequestError: `prompt` is empty, is of another type, or holds too many prompts.
+        InvalidRequestError: `prompt` is empty, is of another type, or contains too many prompts.
     """
     prompts = prompt if isinstance(prompt, list) else [prompt]
     if isinstance(prompt, list) and prompt and _is_int(prompt[0]):
         prompts = [prompt]
     if len(prompts) > MAX_PROMPTS_PER_REQUEST:
         raise InvalidRequestError(
-            f"prompt holds {len(prompts)} prompts; at most {MAX_PROMPTS_PER_REQUEST} fit in one "
+            f"prompt contains {len(prompts)} prompts; at most {MAX_PROMPTS_PER_REQUEST} fit in one "
             "request.",
             param="prompt",
         )
@@ -274,7 +274,7 @@ def completion_prompts(prompt: object) -> list[str | list[int]]:
         if not (isinstance(one_prompt, str) or is_token_ids):
             raise InvalidRequestError(
                 "prompt must be a string, a list of token ids, or a list of strings or of lists "
-                f"of token ids; it holds {shorten(one_prompt)}.",
+                f"of token ids; it contains {shorten(one_prompt)}.",
                 param="prompt",
             )
     if not prompts or not all(prompts):
@@ -300,8 +300,8 @@ def _check_stream_options(fields: Mapping[str, object]) -> None:
 def _check_prompt_logprobs(request: GenerationRequest) -> None:
     if request.stream and request.prompt_logprobs is not None:
         raise InvalidRequestError(
-            "prompt_logprobs come with the whole answer only; leave out stream, or send echo with "
-            "logprobs to /v1/completions.",
+            "prompt_logprobs cannot be streamed; leave out stream, or send echo with logprobs to "
+            "/v1/completions.",
             param="prompt_logprobs",
         )
 
@@ -311,6 +311,6 @@ def _is_int(value: object) -> bool:
 
 
 def shorten(value: object) -> str:
-    """A value as an error message shows it: never the whole of a long prompt."""
+    """Formats a value for an error, in at most 80 characters."""
     text = _SHORT_REPR.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,4 +1,4 @@
-"""What bodies of both endpoints have in common: usage and log-probabilities; text completions."""
+"""Response bodies of /v1/completions; usage and log-probabilities of chats too."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     """Token counts of the prompts.
 
     Args:
-        truncated_tokens: Tokens that `truncate_prompt_tokens` removed, which are not among the
-            tokens of the prompts. Left out if no prompt was cut.
+        truncated_tokens: Tokens that `truncate_prompt_tokens` removed. They do not count as tokens
+            of the prompts. Left out if no prompt was cut.
     """
 
     cached_tokens: int
@@ -25,7 +25,7 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class ReasoningTokens(msgspec.Struct, frozen=True):
-    """Tokens of thoughts, with the one that ends them; they are among those of the answer."""
+    """Tokens of thoughts, including the one that ends them. The answer's tokens include these."""
 
     reasoning_tokens: int
 
@@ -39,7 +39,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Four lists that run in parallel, one entry a token."""
+    """Four lists with one entry per token."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -53,7 +53,7 @@ class PromptLogprob(msgspec.Struct, frozen=True):
     decoded_token: str
 
 
-# Token ids as strings, which is all that JSON has for keys.
+# The keys are token ids, as strings because JSON has no other keys.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
@@ -69,7 +69,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A completion, or one chunk of it: OpenAI gives both the same form."""
+    """A completion or one chunk of it, which have the same form in OpenAI's API."""
 
     id: str
     object: str = "text_completion"
@@ -99,19 +99,19 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(slots=True)
 class UsageCounter:
-    """Tokens of the prompts of one HTTP request; deltas add up as they pass.
+    """Counts the tokens of one HTTP request: prompts and completions.
 
     Args:
-        num_thought_tokens: Asked for those of thoughts, which are told of then.
+        num_thought_tokens: Returns the tokens of thoughts; None leaves them out of the usage.
     """
 
     num_thought_tokens: Callable[[], int] | None = None
     completion_tokens: int = 0
-    # Per prompt: its tokens, those of them that were cached, and those that were removed before.
+    # Index of a prompt -> its tokens, cached tokens and truncated tokens.
     _prompts: dict[int, tuple[int, int, int]] = dataclasses.field(default_factory=dict)
 
-    def note_prompt(self, prompt_idx: int, output: RequestOutput) -> None:
-        """Takes the counts of a prompt. If its outputs differ, those of the last one are right."""
+    def set_prompt(self, prompt_idx: int, output: RequestOutput) -> None:
+        """Sets the counts of a prompt. If they differ between outputs, the last ones are right."""
         self._prompts[prompt_idx] = (
             len(output.prompt_token_ids),
             output.num_cached_tokens,
@@ -148,15 +148,15 @@ class UsageCounter:
 
 
 def choice_index(prompt_idx: int, completion: CompletionOutput, num_choices: int) -> int:
-    """Two prompts with n=3 -> choices 0, 1, 2 of the first and 3, 4, 5 of the second."""
+    """With n=3, the first prompt has the choices 0, 1, 2 and the second one 3, 4, 5."""
     return prompt_idx * num_choices + completion.index
 
 
-def has_news(completion: CompletionOutput, *, shows_token_ids: bool) -> bool:
-    """False for half a character, or the start of what may be a stop string.
+def has_new_content(completion: CompletionOutput, *, shows_token_ids: bool) -> bool:
+    """Whether there is anything to send. A part of a character, or of a stop string, is nothing.
 
     Args:
-        shows_token_ids: The caller wants the ids of all tokens, those without text too.
+        shows_token_ids: Whether the client wants all token ids, also of tokens without text.
     """
     has_ids = shows_token_ids and bool(completion.token_ids)
     return bool(completion.text or completion.logprobs or completion.finished or has_ids)
@@ -173,14 +173,14 @@ def completion_logprobs(
 ) -> CompletionLogprobs:
     """Logprobs in the form of /v1/completions.
 
-    As in vLLM, the drawn token is among the `top_logprobs` of its position even when it is not one
-    of the `num_top` most likely.
+    As in vLLM, `top_logprobs` contains the sampled token even if it is not one of the `num_top`
+    most likely ones.
 
     Args:
-        positions: Of each token; None for the first of a prompt, which nothing comes before.
+        positions: Log-probabilities for each token; None for the first token of a prompt.
         text_offset: Characters of this choice's tokens that earlier chunks reported.
-        as_token_ids: Tokens are shown as "token_id:17" instead of as text.
-        decode: Text of a token that has no position.
+        as_token_ids: Show tokens as "token_id:17" instead of as text.
+        decode: Returns the text of a token whose position is None.
     """
     formatted = CompletionLogprobs([], [], [], [])
     for token_id, position in zip(token_ids, positions, strict=True):
@@ -197,7 +197,7 @@ def completion_logprobs(
             formatted.token_logprobs.append(_finite(drawn.logprob))
             tops: dict[str, float] = {}
             for i, p in shown.items():
-                # Several tokens may have the same text: halves of characters, most of all.
+                # Several tokens may have the same text, for example parts of characters.
                 tops.setdefault(_token(i, p, as_token_ids), _finite(p.logprob))
             formatted.top_logprobs.append(tops)
         formatted.text_offset.append(text_offset)
@@ -215,8 +215,8 @@ def chat_logprobs(
     """Logprobs in the form of /v1/chat/completions.
 
     Args:
-        token_bytes: Bytes of a token: its text would not do, as it may be a part of a character.
-        num_top: None when they were not asked for; a beam search has them all the same.
+        token_bytes: Returns the bytes of a token, which may be only a part of a character.
+        num_top: None if not requested. A beam search has log-probabilities even then.
     """
     if completion.logprobs is None or num_top is None:
         return None
@@ -238,7 +238,7 @@ def chat_logprobs(
 
 
 def prompt_logprobs(positions: Sequence[dict[int, Logprob] | None]) -> PromptLogprobs:
-    """Logprobs of a prompt, as vLLM has them in both endpoints."""
+    """Logprobs of a prompt in vLLM's form, which is the same for both endpoints."""
     return [
         None
         if position is None
@@ -252,7 +252,7 @@ def prompt_logprobs(positions: Sequence[dict[int, Logprob] | None]) -> PromptLog
 
 def _most_likely(position: dict[int, Logprob], num_top: int) -> list[tuple[int, Logprob]]:
     ranked = sorted(position.items(), key=lambda item: item[1].rank)
-    # The drawn token is in `position` too, and counts only when it is likely enough.
+    # `position` also contains the sampled token, which may not be likely enough.
     return ranked if num_top == -1 else ranked[:num_top]
 
 

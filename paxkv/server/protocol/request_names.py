@@ -1,4 +1,4 @@
-"""What clients call their requests, and what the engine does: names for the operator."""
+"""Clients' ids of requests, and the engine's ids that belong to them, for the operator."""
 
 import uuid
 from collections import deque
@@ -10,20 +10,20 @@ from starlette.types import Scope
 MAX_NAMES = 1024
 MAX_REQUEST_ID_CHARS = 128
 
-# Set by the outermost layer for the task that serves a request; every task that it starts, one a
-# prompt, inherits it. The alternative is one more argument through every route.
+# Set by a middleware for the task that serves a request, and inherited by the tasks that it starts,
+# one per prompt. The alternative is one more argument of every route.
 client_request_id: ContextVar[str] = ContextVar("client_request_id", default="")
 
 
 def new_request_id() -> str:
-    """An id for a request that brought none."""
+    """An id for a request that has none."""
     return uuid.uuid4().hex
 
 
 def request_id_of(scope: Scope) -> str:
-    """The request's id, which the first call decides: the client's if it is usable, or a new one.
+    """The request's id: the client's if it is usable, otherwise a new one.
 
-    It is kept in `request.state.request_id`.
+    The first call stores it in `request.state.request_id`.
     """
     state = scope.setdefault("state", {})
     if "request_id" not in state:
@@ -35,16 +35,16 @@ def request_id_of(scope: Scope) -> str:
 
 
 class RequestNames:
-    """The engine's ids of the latest requests, by the `X-Request-Id` that they came with."""
+    """The engine's ids of the latest requests, with the `X-Request-Id` of their calls."""
 
     def __init__(self) -> None:
-        # Bounded as a whole: a client may send the same name for ever.
+        # One limit for all names, because a client may send the same name in every call.
         self._latest: deque[tuple[str, str]] = deque(maxlen=MAX_NAMES)
 
-    def note(self, engine_request_id: str) -> None:
-        """Notes a request of the call that is being served."""
+    def record(self, engine_request_id: str) -> None:
+        """Records a request of the current call."""
         self._latest.append((client_request_id.get(), engine_request_id))
 
     def engine_ids(self, name: str) -> list[str]:
-        """In the order in which they were sent; none where the name is not known, or no more."""
+        """The engine's ids of a call, oldest first; none if the name is unknown or too old."""
         return [engine_id for known, engine_id in self._latest if known == name]

@@ -1,4 +1,4 @@
-"""`ResponseStore`: answers of /v1/responses that a client may come back to, within a bound."""
+"""`ResponseStore`: keeps responses of /v1/responses for later requests, in limited memory."""
 
 import dataclasses
 from collections import OrderedDict
@@ -11,19 +11,19 @@ from paxkv.server.protocol.error_response import OverloadedError, UnknownRespons
 from paxkv.server.protocol.responses_bodies import ResponseBody
 
 Items = list[dict[str, object]]
-# Statuses of an answer that is still being made, in the background.
+# Statuses of a response that is still being made in the background.
 RUNNING_STATUSES = ("queued", "in_progress")
 _ID_PREFIX = "resp_"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    """One answer, as JSON: Python's objects would take many times the memory.
+    """One response as JSON, because Python's objects would take many times the memory.
 
     Args:
-        body: Of the response.
-        items: The conversation that led to it, without the instructions.
-        output: What the answer adds to the conversation.
+        body: The response's body.
+        items: The conversation before the response, without instructions.
+        output: The items that the response adds to the conversation.
     """
 
     status: str
@@ -41,17 +41,17 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Keeps as many answers as fit; those that nobody asked for the longest are dropped first.
+    """Stores as many responses as fit, and drops the least recently used ones first.
 
-    One that is still being made is never dropped: its client has nothing else of it.
+    A response that is still being made is never dropped, because its client has no copy of it.
 
     Args:
-        max_bytes: Of all answers together; 0 stores none.
+        max_bytes: Limit on all responses together; 0 stores none.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        # The one that was asked for last stands last.
+        # The most recently used response is the last one.
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._num_bytes = 0
 
@@ -64,26 +64,25 @@ class ResponseStore:
         return self._num_bytes
 
     def check_enabled(self, param: str) -> None:
-        """Whether a request may bring a field that needs the store.
+        """Checks that a request may have a field that needs the store.
 
         Raises:
             InvalidRequestError: The server stores nothing.
         """
         if not self.is_enabled:
             raise InvalidRequestError(
-                f"{param} needs responses to be stored, which this server does not: it was started "
-                "with --response-store-bytes 0. Leave it out, and send the whole conversation as "
-                "input.",
+                f"{param} needs stored responses, but this server was started with "
+                "--response-store-bytes 0. Leave it out, and send the whole conversation as input.",
                 param=param,
             )
 
     def put(self, response: ResponseBody, items: Items) -> bool:
-        """Stores an answer, or what has become of it; False where it is too large for that."""
+        """Stores a response in place of its earlier state; False if it is too large."""
         entry = _entry(response, items)
         before = self._stored.get(response.id)
         room = self._max_bytes - sum(e.num_bytes for e in self._kept(response.id))
         if entry.num_bytes > room:
-            # Of one that was running, so that it does not stay so for ever.
+            # If the earlier state is "in_progress", it must not stay so.
             if before is not None:
                 self._drop(response.id)
             return False
@@ -95,18 +94,18 @@ class ResponseStore:
         return True
 
     def put_running(self, response: ResponseBody, items: Items) -> None:
-        """Stores one that is made in the background.
+        """Stores a response that is made in the background.
 
         Raises:
-            InvalidRequestError: It is larger than the whole store.
-            OverloadedError: There is no room beside the others that are being made.
+            InvalidRequestError: The response is larger than the whole store.
+            OverloadedError: Other responses in the background leave too little room.
         """
         num_bytes = _entry(response, items).num_bytes
         if num_bytes > self._max_bytes:
             raise InvalidRequestError(
-                f"a response in the background is stored, with its conversation; this one has "
-                f"{num_bytes} bytes, the store {self._max_bytes}. Leave background out, or start "
-                "the server with a larger --response-store-bytes.",
+                f"a response in the background is stored with its conversation; they have "
+                f"{num_bytes} bytes, but the store has only {self._max_bytes}. Leave background "
+                "out, or start the server with a larger --response-store-bytes.",
                 param="background",
             )
         if not self.put(response, items):
@@ -115,23 +114,15 @@ class ResponseStore:
                 "later."
             )
 
-    def body(self, response_id: str) -> bytes:
-        """A stored answer as JSON.
-
-        Raises:
-            UnknownResponseError: It is not there.
-        """
-        return self.get(response_id).body
-
     def get(self, response_id: str, *, param: str = "response_id") -> StoredResponse:
-        """A stored answer.
+        """Returns a stored response, which then counts as the most recently used one.
 
         Args:
-            param: The field that names it.
+            param: The field that contains the id.
 
         Raises:
-            InvalidRequestError: It has no name of a response.
-            UnknownResponseError: It is not there.
+            InvalidRequestError: `response_id` is not the id of a response.
+            UnknownResponseError: The response is not stored.
         """
         shown = response_id[:64]
         if not response_id.startswith(_ID_PREFIX):
@@ -141,10 +132,10 @@ class ResponseStore:
             )
         if response_id not in self._stored:
             why = (
-                "none is with --response-store-bytes 0"
+                "the server was started with --response-store-bytes 0"
                 if not self.is_enabled
-                else "it was deleted, or never stored, or later ones have taken its place "
-                "(--response-store-bytes), or the server was started again"
+                else "it was deleted, or never stored, or dropped for later ones "
+                "(--response-store-bytes), or the server was restarted"
             )
             raise UnknownResponseError(
                 f"the response {shown!r} is not stored: {why}. Send the whole conversation as "
@@ -155,27 +146,27 @@ class ResponseStore:
         return self._stored[response_id]
 
     def delete(self, response_id: str) -> None:
-        """Forgets an answer, if it is there."""
+        """Deletes a response if it is stored."""
         if response_id in self._stored:
             self._drop(response_id)
 
     def conversation(self, response_id: str) -> Items:
-        """What an answer was given to, and the answer itself, to go on with.
+        """The conversation up to a response and including it.
 
         Raises:
-            InvalidRequestError: It is not there, or has not ended well.
+            InvalidRequestError: The response is not stored, or is neither completed nor incomplete.
         """
         entry = self.get(response_id, param="previous_response_id")
         if entry.status not in ("completed", "incomplete"):
             raise InvalidRequestError(
-                f"the response {response_id!r} is {entry.status}; wanted one that is completed, or "
-                "incomplete.",
+                f"the response {response_id!r} is {entry.status}; send the id of one that is "
+                "completed or incomplete.",
                 param="previous_response_id",
             )
         return [*msgspec.json.decode(entry.items), *msgspec.json.decode(entry.output)]
 
     def _kept(self, new_id: str) -> Sequence[StoredResponse]:
-        """Those that may not be dropped for another."""
+        """The other responses that must not be dropped."""
         return [e for i, e in self._stored.items() if e.is_running and i != new_id]
 
     def _make_room(self, num_bytes: int) -> None:

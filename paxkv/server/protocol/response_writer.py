@@ -1,4 +1,4 @@
-"""`ResponseWriter`: parts of an answer become items and events of /v1/responses, in its order."""
+"""`ResponseWriter`: converts parts of an answer to items and events of /v1/responses."""
 
 import uuid
 
@@ -17,7 +17,7 @@ from paxkv.server.protocol.responses_bodies import (
 )
 
 _PART_TYPES = {MessageItem: TextPart, ReasoningItem: ThoughtPart}
-# What events about the text of an item are named after.
+# A part of the names of events about an item's text.
 _NAMES = {
     MessageItem: "output_text",
     ReasoningItem: "reasoning_text",
@@ -29,27 +29,27 @@ class ResponseWriter:
     """Writes one answer. An item ends when the next one begins.
 
     Attributes:
-        items: Those that have ended.
+        items: The items that have ended.
     """
 
     def __init__(self) -> None:
         self.items: list[OutputItem] = []
         self._num_events = 0
-        # The one that is being written, and its text so far.
+        # The current item, and its text so far.
         self._item: OutputItem | None = None
         self._text: list[str] = []
-        # Which call of the answer it is.
+        # The index of the current call among the calls of the answer.
         self._call_index: int | None = None
 
     def begin(self, response: ResponseBody) -> list[ResponseEvent]:
-        """What a stream begins with."""
+        """The first events of a stream."""
         return [
             self._event("response.created", response=response),
             self._event("response.in_progress", response=response),
         ]
 
     def write(self, part: AnswerPart) -> list[ResponseEvent]:
-        """What the next part of the answer brings."""
+        """The events of the next part of the answer."""
         events: list[ResponseEvent] = []
         if part.reasoning:
             events += self._write_text(ReasoningItem, part.reasoning)
@@ -61,14 +61,14 @@ class ResponseWriter:
         return events
 
     def end(self, *, is_complete: bool) -> list[ResponseEvent]:
-        """Ends the last item; an answer without any has an empty message."""
+        """Ends the last item. An answer without items gets an empty message."""
         events: list[ResponseEvent] = []
         if self._item is None and not self.items:
             events += self._begin_item(MessageItem(id=_new_id("msg"), status="", content=[]))
         return events + self._end_item("completed" if is_complete else "incomplete")
 
     def close(self, response: ResponseBody) -> ResponseEvent:
-        """What a stream ends with."""
+        """The last event of a stream."""
         return self._event(f"response.{response.status}", response=response)
 
     def _write_text(

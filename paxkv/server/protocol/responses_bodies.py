@@ -1,11 +1,11 @@
-"""Bodies and events that /v1/responses answers with."""
+"""Response bodies and events of /v1/responses."""
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from paxkv.server.protocol.openai_responses import PromptTokensDetails, ReasoningTokens
 
-# By this name inside structs too that have a field called `object`.
+# An alias, because in structs with a field called `object` the name means that field.
 _JsonObject = dict[str, object]
 
 
@@ -25,7 +25,7 @@ class ThoughtPart(OutputPart, frozen=True, kw_only=True, tag="reasoning_text"):
 
 
 class OutputItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """One thing that an answer consists of."""
+    """One item of a response, such as a message or a call."""
 
     id: str
     status: str
@@ -60,14 +60,14 @@ class IncompleteDetails(msgspec.Struct, frozen=True):
 
 
 class ResponseError(msgspec.Struct, frozen=True):
-    """Why an answer in the background has failed."""
+    """Why a response in the background failed."""
 
     code: str
     message: str
 
 
 class DeletedResponseBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A stored answer is there no more."""
+    """Confirms that a stored response was deleted."""
 
     id: str
     object: str = "response"
@@ -75,7 +75,7 @@ class DeletedResponseBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer, or as much as is known of it when its stream begins."""
+    """A response, or its state when its stream begins."""
 
     id: str
     object: str = "response"
@@ -104,7 +104,7 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of a stream; which fields it has depends on its type."""
+    """One event of a stream; its type decides which fields it has."""
 
     type: str
     sequence_number: int

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses, and the chat that it asks for."""
+"""The request body of POST /v1/responses, and its conversion to a chat."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +9,11 @@ import msgspec
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.protocol.chat_messages import ROLES, chat_message, tool_content
 from paxkv.server.protocol.field_names import FieldNames
-from paxkv.server.protocol.ignored_parts import is_ignored_tool, note_ignored, note_ignored_fields
+from paxkv.server.protocol.ignored_parts import (
+    is_ignored_tool,
+    record_ignored,
+    record_ignored_fields,
+)
 from paxkv.server.protocol.json_body import convert_fields
 from paxkv.server.protocol.openai_protocol import (
     ChatCompletionRequest,
@@ -25,7 +29,7 @@ from paxkv.server.protocol.unsupported_fields import (
     refuse_unsupported,
 )
 
-# Fields that a chat has under the same name, with the same meaning.
+# Fields that have the same name and meaning in a chat.
 _SAME_NAMES = (
     "model",
     "stream",
@@ -50,8 +54,8 @@ _SAME_NAMES = (
     "parallel_tool_calls",
     "structured_outputs",
 )
-# What `include` may ask for: thoughts, which come as text and may be sent back as they are, and
-# what belongs to tools and images, which no answer here has.
+# Values that `include` may have. Thoughts are always included, as text, and clients may send them
+# back. The other values are about tools and images, which no answer of this server contains.
 _INCLUDABLE = (
     "reasoning.encrypted_content",
     "code_interpreter_call.outputs",
@@ -80,14 +84,14 @@ _NAMES = FieldNames(
     tool_strict="strict",
     named_choice='{"type": "function", "name": "..."}',
 )
-# Types of items that are read.
+# Types of items that are supported.
 _ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 _EFFORTS = ReasoningEffort.__args__
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that are told again in the answer, or mean something here alone."""
+    """The fields that the response repeats, or that have a meaning only in this API."""
 
     input: str | list[dict[str, object]]
     instructions: str | None = None
@@ -107,44 +111,44 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     background: bool | None = False
     include: list[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    # What OpenAI sorts its customers' requests by; they change no answer.
+    # OpenAI groups its customers' requests by these. They do not affect answers.
     prompt_cache_key: str | None = None
     session_id: str | None = None
     service_tier: str | None = None
 
     @property
     def effort(self) -> object:
-        """How much the model is to think; None leaves it to the model."""
+        """How much the model should think; None leaves it to the model."""
         return (self.reasoning or {}).get("effort")
 
 
 def parse_responses(fields: Mapping[str, object]) -> ResponsesRequest:
-    """The request that a JSON object describes.
+    """Converts a JSON object to a request.
 
     Raises:
-        InvalidRequestError: A field is missing, has the wrong type, or cannot be honored.
+        InvalidRequestError: A field is missing, has the wrong type, or is not supported.
     """
     refuse_unsupported(fields, RESPONSES_FIELDS)
-    note_ignored_fields(fields, RESPONSES_IGNORED)
+    record_ignored_fields(fields, RESPONSES_IGNORED)
     request = convert_fields(fields, ResponsesRequest)
     _check_values(request)
     if request.background and request.stream:
         raise UnsupportedFeatureError(
-            "background and stream together are not supported; send one of them, and ask for what "
-            "runs in the background with GET /v1/responses/{response_id}.",
+            "background and stream together are not supported; send only one of them, and fetch "
+            "background responses with GET /v1/responses/{response_id}.",
             param="background",
         )
     if request.background and request.store is False:
         raise InvalidRequestError(
-            "a response in the background must be stored, or nobody could ask for it; leave store "
-            "out.",
+            "a response in the background must be stored, because clients fetch it later; leave "
+            "store out.",
             param="background",
         )
     return request
 
 
 def _check_values(request: ResponsesRequest) -> None:
-    """What a chat would check too, under the names that its own fields have."""
+    """Checks that a chat would make too, but with the names of its own fields in errors."""
     check_range("max_output_tokens", request.max_output_tokens, low=1, high=MAX_MAX_TOKENS)
     if request.effort not in (None, *_EFFORTS):
         raise InvalidRequestError(
@@ -161,10 +165,10 @@ def _check_values(request: ResponsesRequest) -> None:
 
 
 def input_items(request: ResponsesRequest) -> list[dict[str, object]]:
-    """What a request brings to its conversation, as items.
+    """The items that a request adds to its conversation.
 
     Raises:
-        InvalidRequestError: That is nothing.
+        InvalidRequestError: There are none.
     """
     if isinstance(request.input, str):
         return [{"type": "message", "role": "user", "content": request.input}]
@@ -178,25 +182,25 @@ def chat_of_responses(
     request: ResponsesRequest,
     earlier_items: Sequence[dict[str, object]] = (),
 ) -> ChatCompletionRequest:
-    """The chat that answers a request.
+    """Converts a request to the chat that answers it.
 
     Args:
-        fields: That `request` was read from.
-        earlier_items: What went before.
+        fields: The JSON object of the request.
+        earlier_items: The conversation before the request.
 
     Raises:
-        InvalidRequestError: An item or a field cannot be honored.
+        InvalidRequestError: An item or a field is not valid or not supported.
     """
     chat: dict[str, object] = {name: fields[name] for name in _SAME_NAMES if name in fields}
-    # A conversation that goes on has the instructions of its latest request alone.
+    # Instructions of earlier requests do not apply any more.
     system = [{"role": "system", "content": request.instructions}]
     chat["messages"] = system if request.instructions is not None else []
-    # Those of the request itself count from 0 on.
+    # In errors, the request's own items count from 0, and earlier ones are negative.
     items = enumerate([*earlier_items, *input_items(request)], start=-len(earlier_items))
     messages = _messages(items)
     if not messages:
         raise InvalidRequestError(
-            "input has no message, only parts that are left out, such as reasoning without a text; "
+            "input has no message, only items that are ignored, such as reasoning without a text; "
             "send a message too.",
             param="input",
         )
@@ -218,7 +222,7 @@ def chat_of_responses(
 
 
 def responses_names(request: ResponsesRequest) -> FieldNames:
-    """What a client calls the fields of the chat."""
+    """The client's names for the fields of the chat."""
     return _NAMES.with_tools(request.tools, _is_ignored_tool)
 
 
@@ -235,7 +239,7 @@ def _messages(items: Iterable[tuple[int, dict[str, object]]]) -> list[dict[str, 
             thoughts += _reasoning_texts(f"input[{k}]", item)
             continue
         if _is_ignored(kind):
-            note_ignored(f"items of type {kind}")
+            record_ignored(f"items of type {kind}")
             continue
         thought, thoughts = "\n".join(thoughts) or None, []
         is_assistants = kind == "message" and item.get("role") == "assistant"
@@ -272,13 +276,13 @@ def _is_ignored(kind: object) -> bool:
 def _add_thought(
     messages: list[dict[str, object]], thought: str, *, is_before_output: bool
 ) -> None:
-    """Adds what no answer of the assistant follows.
+    """Adds a thought that no item of the assistant follows.
 
-    Before the output of a call it belongs to the message with the call, as nothing may come between
-    them: [call, thought, output] -> [assistant(thought, call), tool]. Else it is an answer that was
-    cut off while the model thought.
+    Before the output of a call, it is added to the message with the call, because no message may
+    separate them: [call, thought, output] -> [assistant(thought, call), tool]. Otherwise it becomes
+    a message without content, because the answer was cut off while the model thought.
     """
-    # Several calls of one message have their outputs one behind the other.
+    # The outputs of several calls of one message follow each other.
     caller = next((m for m in reversed(messages) if m.get("role") != "tool"), {})
     if is_before_output and caller.get("tool_calls"):
         earlier = caller.get("reasoning")
@@ -288,8 +292,8 @@ def _add_thought(
 
 
 def _add_message(messages: list[dict[str, object]], message: dict[str, object]) -> None:
-    """Adds a message. The assistant's text after its call belongs to the message with the call, as
-    nothing may come between that message and the output of the call.
+    """Adds a message. Text of the assistant after its call is added to the message with the call,
+    because no message may separate it from the output of the call.
     """
     last = messages[-1] if messages else {}
     is_text_after_call = message["role"] == "assistant" and last.get("tool_calls")
@@ -308,7 +312,7 @@ def _parts(content: object) -> list[object]:
 def _add_call(
     path: str, messages: list[dict[str, object]], item: Mapping[str, object], thought: str | None
 ) -> None:
-    """Adds a call to the assistant's last message, or, behind thoughts, to a new one."""
+    """Adds a call to the last message. After thoughts, or another role, it gets a new message."""
     if not isinstance(item.get("name"), str):
         raise InvalidRequestError(
             f"{path}.name must be a string, got {shorten(item.get('name'))}.", param=f"{path}.name"
@@ -342,26 +346,26 @@ def _check_call_id(path: str, item: Mapping[str, object]) -> None:
 
 
 def _reasoning_texts(path: str, item: Mapping[str, object]) -> list[str]:
-    """The item's text, or else its summary, part by part; or nothing.
+    """The item's text, or the parts of its summary if it has no text.
 
     Raises:
-        InvalidRequestError: It is no list of texts.
-        UnsupportedFeatureError: All of it is encrypted.
+        InvalidRequestError: The text or summary is not a list of texts.
+        UnsupportedFeatureError: The text is encrypted.
     """
     content, summary = (_part_texts(path, item, name) for name in ("content", "summary"))
     if content:
         return ["".join(content)]
     if item.get("encrypted_content"):
         raise UnsupportedFeatureError(
-            f"{path}.encrypted_content cannot be read: thoughts come as text here, in content. "
-            "Leave out items of another server, or their encrypted_content.",
+            f"{path}.encrypted_content cannot be read: this server sends thoughts as text, in "
+            "content. Leave out items of another server, or their encrypted_content.",
             param=f"{path}.encrypted_content",
         )
     return summary
 
 
 def _part_texts(path: str, item: Mapping[str, object], name: str) -> list[str]:
-    """Those that are not empty; none of an item without the field."""
+    """The texts in a field that are not empty; none if the item does not have the field."""
     parts = [] if item.get(name) is None else item[name]
     if not isinstance(parts, list):
         raise _parts_error(f"{path}.{name}", name, parts)
@@ -388,7 +392,7 @@ def _chat_tool(k: int, tool: Mapping[str, object]) -> dict[str, object]:
     """{"type": "function", "name": "f", ...} -> {"type": "function", "function": {...}}"""
     if tool.get("type") != "function":
         raise UnsupportedFeatureError(
-            f"tools[{k}].type is {shorten(tool.get('type'))}; this server knows functions only.",
+            f"tools[{k}].type is {shorten(tool.get('type'))}; this server supports only functions.",
             param=f"tools[{k}].type",
         )
     name = tool.get("name")

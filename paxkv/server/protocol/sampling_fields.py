@@ -1,4 +1,4 @@
-"""What the fields of a body mean for sampling: SamplingParams or BeamSearchParams."""
+"""Converts the fields of a body to SamplingParams or BeamSearchParams."""
 
 from collections.abc import Mapping
 
@@ -21,10 +21,10 @@ from paxkv.server.protocol.openai_protocol import (
 from paxkv.server.protocol.structured_fields import structured_outputs_params
 from paxkv.server.protocol.tool_choice import ToolUse
 
-# The length of a completion when the request names none, as OpenAI has it; fewer where the model's
-# defaults say so. A chat goes on to their number instead, or to max_model_len.
+# The default length of a completion, as in OpenAI's API. The model's defaults may have a smaller
+# one. The default length of a chat's answer is that of the model, or what max_model_len allows.
 DEFAULT_COMPLETION_TOKENS = 16
-# OpenAI's bounds; as in vLLM, what lies beyond them counts as the bound.
+# OpenAI's limit. As in vLLM, larger biases are clipped to it.
 MAX_LOGIT_BIAS = 100.0
 MAX_MAX_TOKENS = 2**31 - 1
 # Fields that have the same name and meaning in SamplingParams.
@@ -54,10 +54,10 @@ _SAME_NAMES = (
 def completion_sampling_params(
     request: CompletionRequest, defaults: SamplingDefaults
 ) -> SamplingParams | BeamSearchParams:
-    """How to find a completion.
+    """The sampling parameters of a completion.
 
     Args:
-        defaults: Of the fields that the request leaves out, or sends as null.
+        defaults: Values of fields that the request leaves out or sends as null.
 
     Raises:
         InvalidRequestError: A value is out of range.
@@ -71,30 +71,30 @@ def completion_sampling_params(
 def completion_keywords(
     request: CompletionRequest, defaults: SamplingDefaults
 ) -> dict[str, object]:
-    """The arguments of SamplingParams that a completion asks for."""
+    """The arguments of SamplingParams for a completion."""
     max_tokens = _completion_max_tokens(request, defaults)
     _check_best_of(request, defaults)
     keywords = _shared_keywords(request, defaults)
-    # A prompt is scored by computing it, which samples a token that nobody asked for.
-    keywords["max_tokens"] = 1 if echoes_prompt_alone(request) else max_tokens
+    # Scoring a prompt also samples a token, although the client asked for none.
+    keywords["max_tokens"] = 1 if echoes_prompt_only(request) else max_tokens
     keywords["logprobs"] = request.logprobs
     if request.num_drawn != request.num_choices:
         keywords["n"] = request.num_drawn
-        # What they are ranked by.
+        # The completions are ranked by log-probability.
         keywords["logprobs"] = request.logprobs or 0
     if request.echo and request.logprobs is not None:
         keywords.setdefault("prompt_logprobs", request.logprobs)
     return keywords
 
 
-def echoes_prompt_alone(request: CompletionRequest) -> bool:
-    """Whether the answer is the prompt, and nothing after it."""
+def echoes_prompt_only(request: CompletionRequest) -> bool:
+    """Whether the answer is only the prompt."""
     return bool(request.echo) and request.max_tokens == 0
 
 
 def _completion_max_tokens(request: CompletionRequest, defaults: SamplingDefaults) -> int:
     if request.max_tokens is not None:
-        if not echoes_prompt_alone(request):
+        if not echoes_prompt_only(request):
             check_range("max_tokens", request.max_tokens, low=1, high=MAX_MAX_TOKENS)
         return _limited(request.max_tokens, defaults)
     default = defaults.generation_config.max_new_tokens
@@ -102,7 +102,7 @@ def _completion_max_tokens(request: CompletionRequest, defaults: SamplingDefault
 
 
 def _limited(max_tokens: int, defaults: SamplingDefaults) -> int:
-    """What is left of a length that is in range: a limit must not hide one that is not."""
+    """Applies the server's limit to a length whose range was checked, so that errors are found."""
     limit = defaults.max_tokens_limit
     return max_tokens if limit is None else min(max_tokens, limit)
 
@@ -113,26 +113,26 @@ def chat_sampling_params(
     tools: ToolUse | None = None,
     names: FieldNames = CHAT_NAMES,
 ) -> SamplingParams | BeamSearchParams:
-    """How to find an answer.
+    """The sampling parameters of a chat's answer.
 
-    Where neither `max_tokens` nor `max_completion_tokens` comes, it is left open: whoever knows how
-    long the prompt is puts in the default, or what is left of max_model_len.
+    Without `max_tokens` and `max_completion_tokens`, the length is left open. `InputProcessor`,
+    which knows the length of the prompt, sets it to the default or to the rest of max_model_len.
 
     Args:
         defaults: As in `completion_sampling_params`.
-        tools: Of the request; if tools must be called, they decide the form of the answer.
-        names: What the client calls the fields.
+        tools: How the request uses tools. If it requires calls, they determine the answer's form.
+        names: The client's names for the fields.
 
     Raises:
-        InvalidRequestError: A value is out of range, or `top_logprobs` comes without `logprobs`.
+        InvalidRequestError: A value is out of range, or `top_logprobs` is without `logprobs`.
     """
     keywords = chat_keywords(request, defaults, tools, names)
     if request.use_beam_search:
         max_tokens = keywords["max_tokens"]
-        # With a default it is left open, too; without one it would go on to max_model_len.
+        # Without a default of the model, a search would run to max_model_len.
         if max_tokens is None and defaults.generation_config.max_new_tokens is None:
             raise InvalidRequestError(
-                "use_beam_search needs max_tokens: a search goes on to that length.",
+                "use_beam_search needs max_tokens: a search runs to that length.",
                 param="max_tokens",
             )
         return _beam_search_params(request, max_tokens, "top_logprobs", keywords["logprobs"])
@@ -145,15 +145,15 @@ def chat_keywords(
     tools: ToolUse | None = None,
     names: FieldNames = CHAT_NAMES,
 ) -> dict[str, object]:
-    """The arguments of SamplingParams that a chat asks for."""
-    # 0 is vLLM's default, which clients that fill in every field send along.
+    """The arguments of SamplingParams for a chat."""
+    # Some clients fill in every field, and send 0, vLLM's default.
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequestError(
             "top_logprobs needs logprobs to be true; send it, or leave top_logprobs out.",
             param="top_logprobs",
         )
     _check_best_of_is_n(request)
-    # Under these names SamplingParams does not know them, so its message would name another field.
+    # SamplingParams has other names for these fields, which its errors would show.
     check_range("top_logprobs", request.top_logprobs, low=-1, high=2**31 - 1)
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = getattr(request, name)
@@ -162,10 +162,11 @@ def chat_keywords(
     keywords["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     keywords["max_tokens"] = None if max_tokens is None else _limited(max_tokens, defaults)
     if tools is not None and tools.schema is not None:
-        # A `response_format` is about content, which an answer of calls alone has none of.
+        # `response_format` may stay: it is about content, and an answer of only calls has none.
         if request.structured_outputs is not None:
             raise InvalidRequestError(
-                "tool_choice already says what form the answer has; leave structured_outputs out.",
+                "tool_choice already determines the form of the answer; leave structured_outputs "
+                "out.",
                 param="tool_choice",
             )
         keywords["structured_outputs"] = tools.form()
@@ -190,8 +191,8 @@ def _shared_keywords(
 
 
 def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
-    """{"17": 250.0} -> {17: 100.0}. JSON has no other keys than strings."""
-    # Before they are read one by one: a body has room for hundreds of thousands.
+    """{"17": 250.0} -> {17: 100.0}. Keys in JSON are always strings."""
+    # Checked before the loop, because a body may contain hundreds of thousands of biases.
     if len(biases) > MAX_LOGIT_BIASES:
         raise InvalidRequestError(
             f"logit_bias has {len(biases)} token ids; at most {MAX_LOGIT_BIASES} fit in one "
@@ -212,10 +213,10 @@ def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
 def _beam_search_params(
     request: GenerationRequest, max_tokens: int | None, logprobs_name: str, logprobs: int | None
 ) -> BeamSearchParams:
-    """The beam width is `n`, as in vLLM; the temperature is 0 unless told otherwise."""
+    """The beam width is `n`, as in vLLM. The default temperature is 0."""
     _check_best_of_is_n(request)
     check_range("n", request.n, low=1, high=MAX_BEAM_WIDTH)
-    # Those are the candidates that a search sees.
+    # A search sees 2 * n candidates.
     check_range(logprobs_name, logprobs, low=0, high=2 * request.num_choices)
     given = {
         name: getattr(request, name)
@@ -226,17 +227,17 @@ def _beam_search_params(
 
 
 def _check_best_of(request: CompletionRequest, defaults: SamplingDefaults) -> None:
-    """As OpenAI has it: `best_of` completions are drawn, the `n` most likely ones are returned."""
+    """Checks `best_of`: as in OpenAI's API, only the `n` most likely completions are returned."""
     if request.best_of in (None, request.num_choices):
         return
-    # SamplingParams sees how many are drawn, not how many of them are returned.
+    # The `n` of SamplingParams is `best_of`, so its errors would name another field.
     check_range("n", request.n, low=1, high=MAX_N)
     check_range("best_of", request.best_of, low=request.num_choices, high=MAX_N)
     if request.stream:
         raise InvalidRequestError(
-            f"best_of={request.best_of} with n={request.num_choices} cannot be streamed: which "
-            "completions are the best is known when all have ended. Leave stream out, or send "
-            "best_of equal to n.",
+            f"best_of={request.best_of} with n={request.num_choices} cannot be streamed: the best "
+            "completions are known only when all have ended. Leave stream out, or send best_of "
+            "equal to n.",
             param="best_of",
         )
     temperature = request.temperature
@@ -244,7 +245,7 @@ def _check_best_of(request: CompletionRequest, defaults: SamplingDefaults) -> No
         temperature = defaults.generation_config.temperature
     if temperature is not None and temperature < MIN_TEMPERATURE:
         raise InvalidRequestError(
-            f"best_of={request.best_of} greedy completions would all be the same one, got "
+            f"best_of={request.best_of} greedy completions would all be the same, got "
             f"temperature={temperature}. Send a temperature, or leave best_of out.",
             param="best_of",
         )
@@ -253,17 +254,17 @@ def _check_best_of(request: CompletionRequest, defaults: SamplingDefaults) -> No
 def _check_best_of_is_n(request: GenerationRequest) -> None:
     if request.best_of not in (None, request.num_choices):
         raise UnsupportedFeatureError(
-            f"best_of={request.best_of} with n={request.num_choices} is for /v1/completions "
-            "without use_beam_search; leave it out, or send it equal to n.",
+            f"best_of={request.best_of} with n={request.num_choices} is supported only by "
+            "/v1/completions without use_beam_search; leave it out, or send it equal to n.",
             param="best_of",
         )
 
 
 def check_range(name: str, value: int | None, *, low: int, high: int) -> None:
-    """Checks a number, where there is one.
+    """Checks a number unless it is None.
 
     Raises:
-        InvalidRequestError: It is not in `[low, high]`.
+        InvalidRequestError: The number is not in `[low, high]`.
     """
     if value is not None and not low <= value <= high:
         raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value}.", param=name)

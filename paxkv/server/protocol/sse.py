@@ -1,6 +1,6 @@
-"""Server-sent events: a stream of `data:` lines that ends in `[DONE]`, or in an error.
+"""Server-sent events: a stream of `data:` lines that ends with `[DONE]` or with an error.
 
-Events that have a `type` are named after it, as in OpenAI's Responses API; they end without more.
+If events have a `type`, as in OpenAI's Responses API, it is their name, and `[DONE]` is left out.
 """
 
 from collections.abc import AsyncGenerator
@@ -18,10 +18,10 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class EventStreamResponse(Response):
-    """Sends the events of a generator as they come, and always closes it.
+    """Sends the events of a generator as they arrive, and always closes the generator.
 
-    A handler that is cancelled because the client left closes it too, which is how the engine
-    hears of it.
+    When the client disconnects, the handler is cancelled. Then closing the generator aborts the
+    request in the engine.
     """
 
     media_type = "text/event-stream"
@@ -32,7 +32,7 @@ class EventStreamResponse(Response):
         rest: AsyncGenerator[msgspec.Struct, None],
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        # A stream has no length; Response.__init__ gave it that of its empty body.
+        # A stream has no length; Response.__init__ has set that of an empty body.
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
@@ -42,7 +42,7 @@ class EventStreamResponse(Response):
         cls,
         events: AsyncGenerator[msgspec.Struct, None],
     ) -> Self:
-        """Waits for the first event: what raises before it still gets an HTTP status of its own."""
+        """Waits for the first event. An error before it can still have its own HTTP status."""
         return cls(await anext(events), events)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,7 +62,7 @@ class EventStreamResponse(Response):
                     await turn.end_if_long()
                 last = b"" if hasattr(self._first, "type") else _DONE
             except Exception as error:
-                # The status line is gone already: the error can only travel as an event.
+                # The status has already been sent, so the error is sent as an event.
                 _, body = describe_error(error)
                 name = b"event: error\n" if hasattr(self._first, "type") else b""
                 last = name + b"data: " + body + b"\n\n"

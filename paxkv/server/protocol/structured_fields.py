@@ -1,4 +1,4 @@
-"""`response_format` and `structured_outputs` of a body: the grammar that they ask for."""
+"""Converts `response_format` and `structured_outputs` of a body to StructuredOutputsParams."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,16 +19,16 @@ from paxkv.server.protocol.field_names import CHAT_NAMES, FieldNames
 _ParamsT = TypeVar("_ParamsT", bound=SamplingParams | BeamSearchParams)
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-# They stand beside a kind, or beside a response_format.
+# Options of a kind, or of a response_format.
 _OPTIONS = ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties")
 _KNOWN_FIELDS = (*_KINDS, *_OPTIONS)
-# They choose among backends or loosen them; here there is one, which does not fall back.
+# Choices of vLLM's backends. paxkv has only one backend, without a fallback.
 _IGNORED_FIELDS = ("disable_fallback", "backend")
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
 
 def with_server_settings(params: _ParamsT, config: StructuredOutputsConfig) -> _ParamsT:
-    """Sampling parameters, with what the server says of all structured output."""
+    """Applies the server's settings for structured output to sampling parameters."""
     if isinstance(params, BeamSearchParams) or params.structured_outputs is None:
         return params
     return dataclasses.replace(params, structured_outputs=config.apply(params.structured_outputs))
@@ -37,13 +37,13 @@ def with_server_settings(params: _ParamsT, config: StructuredOutputsConfig) -> _
 def structured_outputs_params(
     response_format: object, structured_outputs: object, names: FieldNames = CHAT_NAMES
 ) -> StructuredOutputsParams | None:
-    """What the two fields of a body ask for together; None when that is nothing.
+    """Combines the two fields of a body; None if they ask for nothing.
 
     Args:
-        names: What the client calls `response_format`.
+        names: Has the client's name for `response_format`.
 
     Raises:
-        InvalidRequestError: One is malformed, or both ask for something.
+        InvalidRequestError: A field is malformed, or both ask for a form.
     """
     by_format = _from_response_format(response_format, names)
     if structured_outputs is None:
@@ -116,13 +116,13 @@ def _from_response_format(
 def with_strictness(
     path: str, schema: Mapping[str, object] | bool, strict: object
 ) -> Mapping[str, object] | bool:
-    """A schema with what a client says of it: strict ones are refused if a keyword is ignored.
+    """Marks a strict schema, which is then rejected if the grammar would ignore a keyword.
 
     Args:
-        path: Of the field `strict`, for the error.
+        path: Path of the field `strict`, for errors.
 
     Raises:
-        InvalidRequestError: `strict` is no boolean.
+        InvalidRequestError: `strict` is neither a boolean nor null.
     """
     if not isinstance(strict, bool) and strict is not None:
         raise InvalidRequestError(

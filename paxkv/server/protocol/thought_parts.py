@@ -1,32 +1,32 @@
-"""Thoughts of an earlier answer, in the forms in which clients send them back."""
+"""Reads the thoughts of earlier answers in all the forms in which clients send them back."""
 
 from collections.abc import Mapping
 
 from paxkv.errors import InvalidRequestError
 from paxkv.server.protocol.openai_protocol import shorten
 
-# Types of parts and blocks. The thoughts of the last one are encrypted.
+# Types of parts with thoughts. Those in the last type are encrypted.
 THOUGHT_TYPES = ("thinking", "reasoning", "reasoning_text", "summary_text", "redacted_thinking")
-# The first one that a part has holds its text, or further parts.
+# The first of these fields that a part has contains its text, or further parts.
 _FIELDS = ("thinking", "reasoning", "text", "content", "summary")
 
 
 def thought_text(path: str, value: object) -> str:
-    """The text of thoughts: of a string, of a part, or of a list of either.
+    """The text of thoughts, which are a string, a part, or a list of strings and parts.
 
-    {"type": "thinking", "thinking": "hm"} -> "hm"; a part without any text, such as an encrypted
-    one, and None -> "".
+    {"type": "thinking", "thinking": "hm"} -> "hm". A part without text, such as an encrypted one,
+    and None -> "".
 
     Args:
-        path: What errors call it.
+        path: The value's name in errors.
 
     Raises:
-        InvalidRequestError: It is something else.
+        InvalidRequestError: The value is something else.
     """
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, list):
-        # Parts are not nested any deeper than in the field of a part.
+        # A part may contain further parts in a field, but these may not.
         return "".join(_part_text(f"{path}[{k}]", part) for k, part in enumerate(value))
     return _part_text(path, value)
 

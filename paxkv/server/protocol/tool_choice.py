@@ -1,4 +1,4 @@
-"""`tools` and `tool_choice` of a chat: what the template shows, how calls are found or forced."""
+"""`tools` and `tool_choice` of a chat: which tools the template shows, how calls are found."""
 
 import dataclasses
 import re
@@ -21,28 +21,28 @@ from paxkv.text.tool_parsers.forced_call import CallListParser, NamedCallParser
 from paxkv.text.tool_parsers.registry import TOOL_PARSERS
 from paxkv.text.tool_parsers.tool_parser import ToolParser
 
-# Of the schema of a tool's parameters: the keywords that say which ones there may be.
+# Keywords in the schema of a tool's parameters that say which parameters there are.
 _PARAMETER_KEYWORDS = (
     *("properties", "patternProperties", "propertyNames", "required", "minProperties"),
     *("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "if", "not", "enum"),
     *("const", "dependentRequired", "dependentSchemas", "dependencies"),
 )
-# OpenAI's rule for the names of functions; dots are common all the same.
+# OpenAI's rule for the names of functions, and dots, which are common.
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """What a request wants with tools.
+    """How a request uses tools.
 
     Args:
-        tools: For the chat template; None when it is to show none.
-        make_parser: Of what finds calls in one answer; None when there are none to be found.
-        schema: JSON schema that the whole answer must have; None leaves it to the model.
-        schema_fields: Where the request has the schema; for a list of calls, "tools" and then the
-            field of each tool.
-        max_calls: Calls of one answer that are told of; None is all.
-        is_named: The request names the function, so that calling it is no news.
+        tools: The tools that the chat template shows; None shows none.
+        make_parser: Makes a parser of the calls in one answer; None does not look for calls.
+        schema: JSON schema that the whole answer must match; None leaves the form to the model.
+        schema_fields: The fields of the request that contain the schema. For a list of calls,
+            "tools" and then the field of each tool.
+        max_calls: Maximum number of reported calls per answer; None reports all.
+        is_named: Whether the request names the function that must be called.
     """
 
     tools: list[dict[str, object]] | None = None
@@ -53,7 +53,7 @@ class ToolUse:
     is_named: bool = False
 
     def form(self) -> StructuredOutputsParams:
-        """The form of an answer that must call tools.
+        """The structured output of an answer that must call tools.
 
         Raises:
             InvalidRequestError: The schema is too long.
@@ -64,14 +64,14 @@ class ToolUse:
 def tool_use(
     request: ChatCompletionRequest, config: ServerConfig, names: FieldNames = CHAT_NAMES
 ) -> ToolUse:
-    """What a request wants with tools.
+    """Determines how a request uses tools.
 
     Args:
-        names: What the client calls the fields.
+        names: The client's names for the fields.
 
     Raises:
-        InvalidRequestError: Tools or choice are malformed, do not fit each other, or the server
-            was not started to find calls.
+        InvalidRequestError: Tools or choice are malformed or do not fit each other, or the server
+            was started without a parser of tool calls.
     """
     choice = request.tool_choice
     shown = known_tools(request.tools or ())
@@ -84,7 +84,7 @@ def tool_use(
         )
     tools = checked_tools(request.tools, names)
     fields = _schema_fields(request.tools, names)
-    # The other APIs have it there; it is for the server, not for the model.
+    # The other routes put `strict` there. It is for the server, not for the model.
     shown = [{key: tool[key] for key in tool if key != "strict"} for tool in shown]
     max_calls = 1 if request.parallel_tool_calls is False else None
     if choice == "none":
@@ -94,8 +94,8 @@ def tool_use(
         if not config.enable_auto_tool_choice:
             raise InvalidRequestError(
                 f"tool_choice {names.automatic} needs a server that was started with "
-                "--enable-auto-tool-choice and --tool-call-parser; start it so, or send another "
-                "tool_choice.",
+                "--enable-auto-tool-choice and --tool-call-parser; add these flags, or send "
+                "another tool_choice.",
                 param="tool_choice",
             )
         return ToolUse(
@@ -126,20 +126,20 @@ def tool_use(
 
 
 def known_tools(tools: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-    """The tools without those that are ignored, which the model does not see either."""
+    """The tools that are not ignored. The model does not see ignored tools."""
     return [tool for tool in tools if not _is_ignored(tool)]
 
 
 def checked_tools(
     tools: list[dict[str, object]], names: FieldNames = CHAT_NAMES
 ) -> dict[str, Mapping[str, object]]:
-    """The functions' names, each with the JSON schema of its arguments, without ignored tools.
+    """Name of each function -> JSON schema of its arguments, without ignored tools.
 
     Args:
-        names: What the client calls the fields.
+        names: The client's names for the fields.
 
     Raises:
-        InvalidRequestError: One is malformed.
+        InvalidRequestError: A tool is malformed.
     """
     schemas: dict[str, Mapping[str, object]] = {}
     for k, tool in enumerate(tools):
@@ -170,7 +170,7 @@ def checked_tools(
 
 
 def _schema_fields(tools: list[dict[str, object]], names: FieldNames) -> dict[str, FormField]:
-    """The field with the schema of each function, by the function's name."""
+    """Name of each function -> the field with its schema."""
     return {
         name: FormField(name=f"{names.tool_path(k)}.{names.tool_schema}", tool=name)
         for k, tool in enumerate(tools)
@@ -186,7 +186,7 @@ def _is_ignored(tool: Mapping[str, object]) -> bool:
 def _arguments_schema(path: str, parameters: Mapping[str, object]) -> dict[str, object]:
     """The schema of a call's arguments, which are always an object.
 
-    A tool that says nothing of its parameters has none: its arguments are `{}`.
+    A tool that does not describe its parameters has none: its arguments are `{}`.
 
     Raises:
         InvalidRequestError: The parameters cannot be an object.
@@ -218,13 +218,13 @@ def _chosen_name(choice: object, names: FieldNames) -> str:
 
 
 def _call_list_schema(tools: Mapping[str, Mapping[str, object]], max_calls: int | None) -> str:
-    """[{"name": "f", "parameters": {...}}, ...], at least one."""
+    """The schema of a list of at least one call: [{"name": "f", "parameters": {...}}, ...]."""
     forms = [
         {
             "type": "object",
             "properties": {
                 "name": {"const": name},
-                # References begin at the root, which is another one here: "$id" makes it theirs.
+                # References start at the root of a schema. "$id" makes this object such a root.
                 "parameters": {**parameters, "$id": f"{TOOL_ID_PREFIX}{name}"},
             },
             "required": ["name", "parameters"],

@@ -1,6 +1,7 @@
-"""Fields of OpenAI's and vLLM's API that this version cannot honor: refused, or ignored.
+"""Fields of OpenAI's and vLLM's APIs that this version does not support.
 
-A field is ignored where the answer without it is still of use; `ignored_parts.py` tells of it.
+Most are rejected. A field is ignored if the answer is still useful without it; `ignored_parts.py`
+reports it to the client.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,10 +10,10 @@ import msgspec
 
 from paxkv.errors import UnsupportedFeatureError
 
-# Field -> the values that ask for nothing. null always does.
+# Field -> the values that ask for nothing. null always asks for nothing.
 NeutralValues = Mapping[str, tuple[object, ...]]
 
-# Why a field is refused, or what to use instead; half a sentence.
+# Field -> why it is rejected, or what to use instead, as half a sentence.
 REASONS: Mapping[str, str] = {
     **dict.fromkeys(
         ("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
@@ -27,7 +28,7 @@ REASONS: Mapping[str, str] = {
     ),
     "repetition_detection": "repeated tokens do not end an answer; use repetition_penalty",
     "logprob_token_ids": (
-        "log-probabilities are those of the most likely tokens; use logprobs or top_logprobs"
+        "answers have log-probabilities of the most likely tokens; use logprobs or top_logprobs"
     ),
     "return_token_offsets": (
         "character offsets are in answers of the render routes, which this server does not have"
@@ -86,7 +87,7 @@ RESPONSES_FIELDS: NeutralValues = {
     "prompt": (),
     "top_logprobs": (0,),
     "n": (1,),
-    # vLLM's, for models of one format.
+    # vLLM's fields for models of one particular format.
     "enable_response_messages": (False,),
     "previous_input_messages": (),
     "mm_processor_kwargs": ({},),
@@ -99,10 +100,10 @@ RESPONSES_FIELDS: NeutralValues = {
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
 }
-# A limit of calls of tools that the server runs. paxkv runs no tools.
+# Limits the calls of tools that the server runs. paxkv runs no tools.
 RESPONSES_IGNORED: NeutralValues = {"max_tool_calls": ()}
 TOKENIZE_FIELDS: NeutralValues = {"mm_processor_kwargs": ({},), "media_io_kwargs": ({},)}
-# A beam search ranks tokens by the model's own probabilities and ends at EOS or max_tokens alone.
+# A beam search ranks tokens by the model's own probabilities, and ends only at EOS or max_tokens.
 BEAM_SEARCH_FIELDS: NeutralValues = {
     "top_p": (1,),
     "top_k": (0, -1),
@@ -137,14 +138,14 @@ def refuse_unsupported(
     path: str = "",
     when: str = "by this version of paxkv",
 ) -> None:
-    """Checks that no field asks for what cannot be done.
+    """Checks that no unsupported field asks for anything.
 
     Args:
-        path: What the fields' names are shown behind.
-        when: Ends the sentence "x is not supported ...".
+        path: Prefix of the fields' names in errors.
+        when: The end of the sentence "x is not supported ...".
 
     Raises:
-        UnsupportedFeatureError: One does; `param` names it.
+        UnsupportedFeatureError: A field does; `param` names it.
     """
     for name, neutral in neutral_values.items():
         if asks_for_nothing(fields.get(name), neutral):

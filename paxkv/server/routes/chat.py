@@ -20,10 +20,10 @@ from paxkv.server.generation import Generator, IndexedOutputs
 from paxkv.server.loop_turn import LoopTurn
 from paxkv.server.protocol.chat_choices import ChatChoices
 from paxkv.server.protocol.chat_messages import content_text
-from paxkv.server.protocol.chat_prompt import check_may_bring_template, render_chat
+from paxkv.server.protocol.chat_prompt import check_template_allowed, render_chat
 from paxkv.server.protocol.chat_responses import ChatBody, ChatChoice
 from paxkv.server.protocol.field_names import CHAT_NAMES, FieldNames
-from paxkv.server.protocol.ignored_parts import note_ignored_keywords
+from paxkv.server.protocol.ignored_parts import record_ignored_keywords
 from paxkv.server.protocol.json_body import read_body
 from paxkv.server.protocol.openai_protocol import (
     ChatCompletionRequest,
@@ -94,7 +94,7 @@ class ChatRoutes:
             shown["prompt_text"] = chat.prompt_text
         async with aclosing(chat.outputs):
             async for prompt_idx, output in chat.outputs:
-                usage.note_prompt(prompt_idx, output)
+                usage.set_prompt(prompt_idx, output)
                 usage.add_tokens(output)
                 for completion in output.outputs:
                     choices.append(builder.whole(completion))
@@ -132,7 +132,7 @@ class ChatRoutes:
         firsts = builder.first_chunks()
         async with aclosing(chat.outputs):
             async for prompt_idx, output in chat.outputs:
-                usage.note_prompt(prompt_idx, output)
+                usage.set_prompt(prompt_idx, output)
                 while firsts:
                     so_far = {"usage": usage.usage()} if body.has_continuous_usage else {}
                     if body.return_token_ids:
@@ -201,7 +201,7 @@ async def _start_chat(
     config: ServerConfig,
     names: FieldNames,
 ) -> StartedChat:
-    check_may_bring_template(body.chat_template, config)
+    check_template_allowed(body.chat_template, config)
     info = engine.model_info
     # A check of the sampling parameters would name another field: `logprobs`.
     check_num_logprobs(
@@ -246,8 +246,8 @@ async def _start_chat(
     if body.stream:
         outputs = in_intervals(outputs, body.stream_interval or config.stream_interval)
     if is_bound:
-        outputs = note_ignored_keywords(outputs)
-    outputs = names.watch(outputs)
+        outputs = record_ignored_keywords(outputs)
+    outputs = names.in_errors_of(outputs)
     return StartedChat(
         outputs=outputs,
         prompt_text=text,

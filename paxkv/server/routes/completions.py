@@ -16,7 +16,7 @@ from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.generation import Generator, IndexedOutputs
 from paxkv.server.loop_turn import LoopTurn
 from paxkv.server.protocol.completion_choices import CompletionChoices
-from paxkv.server.protocol.ignored_parts import note_ignored_keywords
+from paxkv.server.protocol.ignored_parts import record_ignored_keywords
 from paxkv.server.protocol.json_body import read_body
 from paxkv.server.protocol.openai_protocol import (
     CompletionRequest,
@@ -63,7 +63,7 @@ class CompletionRoutes:
         )
         if body.stream:
             outputs = in_intervals(outputs, body.stream_interval or self._config.stream_interval)
-        outputs = note_ignored_keywords(outputs)
+        outputs = record_ignored_keywords(outputs)
         completion_id = f"cmpl-{body.request_id or request.state.request_id}"
         if body.stream:
             chunks = self._chunks(outputs, builder, body, completion_id)
@@ -95,10 +95,10 @@ class CompletionRoutes:
         turn = LoopTurn()
         async with aclosing(outputs):
             async for prompt_idx, output in outputs:
-                usage.note_prompt(prompt_idx, output)
+                usage.set_prompt(prompt_idx, output)
                 usage.completion_tokens += sum(map(builder.num_tokens, output.outputs))
                 for completion in builder.kept(output):
-                    choice = builder.take(prompt_idx, output, completion)
+                    choice = builder.make_choice(prompt_idx, output, completion)
                     if choice is not None:
                         choices.append(choice)
                     await turn.end_if_long()
@@ -127,10 +127,10 @@ class CompletionRoutes:
         )
         async with aclosing(outputs):
             async for prompt_idx, output in outputs:
-                usage.note_prompt(prompt_idx, output)
+                usage.set_prompt(prompt_idx, output)
                 for completion in output.outputs:
                     usage.completion_tokens += builder.num_tokens(completion)
-                    choice = builder.take(prompt_idx, output, completion)
+                    choice = builder.make_choice(prompt_idx, output, completion)
                     if choice is None:
                         continue
                     so_far = {"usage": usage.usage()} if body.has_continuous_usage else {}

@@ -147,11 +147,11 @@ class _Answer:
 
     def add_output(self, output: RequestOutput) -> list[MessageEvent]:
         """Adds an output to the message, and returns its events."""
-        self._counter.note_prompt(0, output)
+        self._counter.set_prompt(0, output)
         self._counter.add_tokens(output)
         events: list[MessageEvent] = []
         for completion in output.outputs:
-            self._reader.take_tokens(completion.token_ids)
+            self._reader.add_tokens(completion.token_ids)
             part = self._reader.read(completion.text, is_last=completion.finished)
             events += self._writer.write(part)
             if completion.finished:

@@ -245,12 +245,12 @@ class _Answer:
 
     def add_output(self, output: RequestOutput) -> list[ResponseEvent]:
         """Adds an output to the response, and returns its events."""
-        self._usage.note_prompt(0, output)
+        self._usage.set_prompt(0, output)
         self._usage.add_tokens(output)
         events: list[ResponseEvent] = []
         for completion in output.outputs:
             self._finish_reason = completion.finish_reason
-            self._reader.take_tokens(completion.token_ids)
+            self._reader.add_tokens(completion.token_ids)
             part = self._reader.read(completion.text, is_last=completion.finished)
             events += self.writer.write(part)
             if completion.finished:

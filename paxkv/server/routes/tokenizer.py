@@ -10,7 +10,7 @@ from starlette.routing import Route
 from paxkv.config.engine_config import ServerConfig
 from paxkv.errors import InvalidRequestError
 from paxkv.server.engine_protocol import EngineClient, Tokenizer
-from paxkv.server.protocol.chat_prompt import check_may_bring_template, render_chat
+from paxkv.server.protocol.chat_prompt import check_template_allowed, render_chat
 from paxkv.server.protocol.json_body import convert_fields, read_body
 from paxkv.server.protocol.openai_protocol import check_generation_prompt, check_model
 from paxkv.server.protocol.tool_choice import checked_tools, known_tools
@@ -82,7 +82,7 @@ class TokenizerRoutes:
                         f"{name} needs messages; leave it out, or send messages instead of prompt.",
                         param=name,
                     )
-        check_may_bring_template(body.chat_template, self._config)
+        check_template_allowed(body.chat_template, self._config)
         check_generation_prompt(
             continue_final_message=body.continue_final_message,
             add_generation_prompt=body.add_generation_prompt,

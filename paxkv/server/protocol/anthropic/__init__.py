@@ -1,1 +1,1 @@
-"""Anthropic's API: what `/v1/messages` reads and answers."""
+"""Anthropic's API: request and response bodies of `/v1/messages`."""

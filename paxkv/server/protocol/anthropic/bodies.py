@@ -3,8 +3,8 @@
 import msgspec
 from msgspec import UNSET, UnsetType
 
-# Anthropic signs thoughts and checks the signature when they come back. paxkv does neither, but
-# clients drop thoughts without a signature.
+# Anthropic signs thoughts, and checks the signature when clients send them back. paxkv does
+# neither, but clients drop thoughts without a signature.
 UNSIGNED = "unsigned"
 
 
@@ -58,7 +58,7 @@ class MessageBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenCountBody(msgspec.Struct, frozen=True):
-    """What `/v1/messages/count_tokens` answers."""
+    """The response body of `/v1/messages/count_tokens`."""
 
     input_tokens: int
 
@@ -96,7 +96,7 @@ class AnthropicErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnthropicErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """An error of the HTTP answer."""
+    """The body of an error."""
 
     type: str = "error"
     error: AnthropicErrorDetail

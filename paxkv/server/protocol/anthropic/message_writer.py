@@ -1,4 +1,4 @@
-"""`MessageWriter`: parts of an answer become content blocks and events of Anthropic's API."""
+"""`MessageWriter`: converts parts of an answer to blocks and events of Anthropic's API."""
 
 import uuid
 
@@ -26,15 +26,15 @@ class MessageWriter:
     """Writes the content of one answer. A block ends when the next one begins.
 
     Attributes:
-        blocks: Those that have ended.
+        blocks: The blocks that have ended.
     """
 
     def __init__(self) -> None:
         self.blocks: list[ContentBlock] = []
-        # The block that is being written, as it began, and its text so far.
+        # The current block as it began, and its text so far.
         self._block: ContentBlock | None = None
         self._text: list[str] = []
-        # The call that was written last.
+        # The index of the latest call among the calls of the answer.
         self._call_index: int | None = None
 
     def write(self, part: AnswerPart) -> list[MessageEvent]:
@@ -97,7 +97,7 @@ class MessageWriter:
 
 
 def _input(arguments: str) -> object:
-    """The input of a call; of one that was cut off inside its JSON, the members that are whole."""
+    """The input of a call; if its JSON was cut off, only its complete members."""
     try:
         found = msgspec.json.decode(arguments)
     except (msgspec.MsgspecError, RecursionError):

@@ -1,4 +1,4 @@
-"""Messages and content blocks of Anthropic's API as the messages of a chat."""
+"""Converts messages and content blocks of Anthropic's API to the messages of a chat."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +6,7 @@ import msgspec
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.protocol.chat_messages import MAX_CONTENT_PARTS, tool_content
-from paxkv.server.protocol.ignored_parts import note_ignored
+from paxkv.server.protocol.ignored_parts import record_ignored
 from paxkv.server.protocol.openai_protocol import shorten
 
 # Types of blocks by the role whose messages may contain them.
@@ -31,11 +31,11 @@ def chat_messages_of(
 ) -> list[dict[str, object]]:
     """The messages of the chat: the system prompt, then every message.
 
-    A user message with tool results becomes a message of the role "tool" for each result, and one
-    with the rest.
+    A user message with tool results becomes one message of the role "tool" per result, and one
+    message with the rest.
 
     Raises:
-        InvalidRequestError: A message or block cannot be used.
+        InvalidRequestError: A message or block is not valid.
     """
     if not messages:
         raise InvalidRequestError("messages must not be empty.")
@@ -69,7 +69,7 @@ def _chat_messages(path: str, message: Mapping[str, object]) -> list[dict[str, o
 
 
 def _calls_and_thoughts(blocks: list[tuple[str, Mapping[str, object]]]) -> dict[str, object]:
-    """Thoughts that Anthropic encrypted (`redacted_thinking`) are left out."""
+    """Without thoughts that Anthropic encrypted (`redacted_thinking`)."""
     found: dict[str, object] = {}
     calls = [_tool_call(where, block) for where, block in blocks if block["type"] == "tool_use"]
     thoughts = [_string(where, b, "thinking") for where, b in blocks if b["type"] == "thinking"]
@@ -86,8 +86,9 @@ def _tool_call(path: str, block: Mapping[str, object]) -> dict[str, object]:
 
 
 def _arguments(value: object) -> object:
-    """The input of a call: an object, unless the model wrote another value. A string is the JSON
-    text, which some clients keep of a stream.
+    """Converts the input of a call, which is an object unless the model wrote another value.
+
+    A string is JSON text, as some clients keep it from a stream.
     """
     if value is None or isinstance(value, (str, Mapping)):
         return value
@@ -105,9 +106,9 @@ def _tool_message(path: str, block: Mapping[str, object]) -> dict[str, object]:
 
 
 def _is_data(content: object) -> bool:
-    """Whether the result of a tool is a JSON value, which is shown as such, and no list of blocks.
+    """Whether the result of a tool is data, which is shown as JSON, and not a list of blocks.
 
-    A list is one of blocks if any of its members has a type.
+    A list consists of blocks if any of its members has a type.
     """
     if not isinstance(content, list):
         return not isinstance(content, str)
@@ -127,7 +128,7 @@ def _system_texts(path: str, content: object) -> list[str]:
 def _checked_blocks(
     path: str, content: object, types: Sequence[str]
 ) -> list[tuple[str, Mapping[str, object]]]:
-    """The blocks of a content that are not ignored, each after the name that errors call it."""
+    """The blocks of a content that are not ignored, each with its name in errors."""
     if not isinstance(content, list):
         raise InvalidRequestError(
             f"{path} must be a string or a list of content blocks, got {shorten(content)}."
@@ -154,7 +155,7 @@ def _is_ignored(block: object) -> bool:
         return False
     is_ignored = kind in _IGNORED_TYPES or kind.endswith(_SERVER_RESULT)
     if is_ignored:
-        note_ignored(f"blocks of type {kind}")
+        record_ignored(f"blocks of type {kind}")
     return is_ignored
 
 

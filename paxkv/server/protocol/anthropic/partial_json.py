@@ -1,4 +1,4 @@
-"""JSON that was cut off: what of it is complete."""
+"""Reads the complete part of JSON that was cut off."""
 
 import msgspec
 
@@ -12,7 +12,7 @@ def complete_part(text: str) -> object:
     same way.
 
     Returns:
-        None if not even the beginning of an object or list is there, or the text is no JSON.
+        None if the text does not begin an object or a list, or is not JSON.
     """
     for candidate in _candidates(text):
         try:
@@ -23,7 +23,7 @@ def complete_part(text: str) -> object:
 
 
 def _candidates(text: str) -> tuple[str, str]:
-    """The text with ends for all open objects and lists; the same up to its last certain value."""
+    """The text, and the text up to its last certain value, with all objects and lists closed."""
     open_ends: list[str] = []
     # Where the certain part ends. Nothing opens or closes after it.
     end = 0

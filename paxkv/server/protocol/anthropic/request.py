@@ -1,4 +1,4 @@
-"""The body of POST /v1/messages, and the chat that it asks for."""
+"""The request body of POST /v1/messages, and its conversion to a chat."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.protocol.anthropic.messages import chat_messages_of
 from paxkv.server.protocol.anthropic.tools import chat_tool_choice, chat_tools, is_ignored
 from paxkv.server.protocol.field_names import FieldNames
-from paxkv.server.protocol.ignored_parts import note_ignored_fields
+from paxkv.server.protocol.ignored_parts import record_ignored_fields
 from paxkv.server.protocol.json_body import convert_fields
 from paxkv.server.protocol.openai_protocol import ChatCompletionRequest, parse_chat, shorten
 from paxkv.server.protocol.sampling_fields import MAX_MAX_TOKENS, check_range
 from paxkv.server.protocol.unsupported_fields import NeutralValues, refuse_unsupported
 
-# Fields of Anthropic's API and of vLLM's that cannot be honored here.
+# Fields of Anthropic's and vLLM's APIs that are not supported.
 MESSAGES_FIELDS: NeutralValues = {
     "inference_geo": ("global",),
     # Of vLLM.
@@ -26,21 +26,21 @@ MESSAGES_FIELDS: NeutralValues = {
     "vllm_xargs": ({},),
     "watermarking": (False,),
 }
-# Fields that agents send with every request. An answer without them is still of use.
+# Fields that are ignored: agents send them with every request, and answers are useful without them.
 MESSAGES_IGNORED: NeutralValues = {
     "betas": ([],),
     "container": (),
     "context_management": (
         {},
         {"edits": []},
-        # Keeps everything, which is what happens here.
+        # Keeps everything, as this server does.
         {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     ),
     "diagnostics": ({},),
     "mcp_servers": ([],),
     "speed": ("standard",),
 }
-# Fields that a chat has under the same name, with the same meaning.
+# Fields that have the same name and meaning in a chat.
 _SAME_NAMES = (
     "model",
     "stream",
@@ -50,7 +50,7 @@ _SAME_NAMES = (
     "top_k",
     "cache_salt",
 )
-# Errors of this API have no `param`.
+# Without `params`, because errors of this API have no `param`.
 _NAMES = FieldNames(
     tool_schema="input_schema",
     tool_strict="strict",
@@ -90,7 +90,7 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     cache_salt: str | None = None
-    # What Anthropic keeps or sorts for its customers; they change no answer.
+    # Anthropic stores or groups its customers' requests by these. They do not affect answers.
     metadata: dict[str, object] | None = None
     service_tier: str | None = None
 
@@ -98,13 +98,13 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
 def parse_messages(
     fields: Mapping[str, object],
 ) -> tuple[MessagesRequest, ChatCompletionRequest]:
-    """The request that a JSON object describes, and the chat that answers it.
+    """Converts a JSON object to a request, and to the chat that answers it.
 
     Raises:
-        InvalidRequestError: A field is missing, has the wrong type, or cannot be honored.
+        InvalidRequestError: A field is missing, has the wrong type, or is not supported.
     """
     refuse_unsupported(fields, MESSAGES_FIELDS)
-    note_ignored_fields(fields, MESSAGES_IGNORED)
+    record_ignored_fields(fields, MESSAGES_IGNORED)
     request = convert_fields(fields, MessagesRequest)
     check_range("max_tokens", request.max_tokens, low=1, high=MAX_MAX_TOKENS)
     chat = _prompt_fields(request)
@@ -121,19 +121,19 @@ def parse_messages(
 def parse_count_tokens(
     fields: Mapping[str, object],
 ) -> tuple[CountTokensRequest, ChatCompletionRequest]:
-    """The request that a JSON object describes, and the chat whose prompt is counted.
+    """Converts a JSON object to a request, and to the chat whose prompt is counted.
 
     Raises:
-        InvalidRequestError: A field is missing, has the wrong type, or cannot be honored.
+        InvalidRequestError: A field is missing, has the wrong type, or is not supported.
     """
     refuse_unsupported(fields, MESSAGES_FIELDS)
-    note_ignored_fields(fields, MESSAGES_IGNORED)
+    record_ignored_fields(fields, MESSAGES_IGNORED)
     request = convert_fields(fields, CountTokensRequest)
     return request, parse_chat(_prompt_fields(request) | {"model": request.model})
 
 
 def messages_names(request: CountTokensRequest) -> FieldNames:
-    """What a client calls the fields of the chat."""
+    """The client's names for the fields of the chat."""
     name, _ = _form(request)
     names = dataclasses.replace(
         _NAMES, form=name, form_schema=f"{name}.schema", form_strict=f"{name}.strict"
@@ -142,10 +142,10 @@ def messages_names(request: CountTokensRequest) -> FieldNames:
 
 
 def _prompt_fields(request: CountTokensRequest) -> dict[str, object]:
-    """The fields of a chat that decide on its prompt."""
+    """The fields of a chat that determine its prompt."""
     messages = chat_messages_of(request.messages, request.system)
     chat: dict[str, object] = {"messages": messages}
-    # As in Anthropic's API, an answer goes on with the assistant's last message.
+    # As in Anthropic's API, the answer continues the assistant's last message.
     if messages[-1]["role"] == "assistant":
         if messages[-1].get("tool_calls"):
             raise InvalidRequestError(
@@ -179,7 +179,7 @@ def _check_thinking(thinking: Mapping[str, object]) -> None:
             f"thinking.display must be one of {', '.join(_THINKING_DISPLAYS)}, got "
             f"{shorten(display)}."
         )
-    # Advice to the model, in Anthropic's API too: `max_tokens` is the limit.
+    # Only advice to the model, as in Anthropic's API: `max_tokens` is the limit.
     budget = thinking.get("budget_tokens")
     if budget is not None and (type(budget) is not int or budget < 1):
         raise InvalidRequestError(
@@ -197,7 +197,7 @@ def _effort(output_config: Mapping[str, object] | None) -> object:
 
 
 def _form(request: CountTokensRequest) -> tuple[str, object]:
-    """The form that is asked for, after the field that it is in."""
+    """The field with the requested form, and the form."""
     form = (request.output_config or {}).get("format")
     if form is None and request.output_format is not None:
         return "output_format", request.output_format

@@ -1,9 +1,9 @@
-"""`tools` and `tool_choice` of Anthropic's API as a chat's."""
+"""Converts `tools` and `tool_choice` of Anthropic's API to those of a chat."""
 
 from collections.abc import Mapping, Sequence
 
 from paxkv.errors import InvalidRequestError
-from paxkv.server.protocol.ignored_parts import is_ignored_tool, note_ignored
+from paxkv.server.protocol.ignored_parts import is_ignored_tool, record_ignored
 from paxkv.server.protocol.openai_protocol import shorten
 from paxkv.server.protocol.tool_choice import TOOL_NAME
 from paxkv.server.protocol.unsupported_fields import NeutralValues, asks_for_nothing
@@ -18,7 +18,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_tools(tools: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """The tools as a chat's, without those that Anthropic's server or its clients know by type.
+    """Converts tools, without tools that Anthropic's server or its clients know by their type.
 
     Raises:
         InvalidRequestError: A tool is malformed.
@@ -35,7 +35,7 @@ def _chat_tool(k: int, tool: Mapping[str, object]) -> dict[str, object]:
     """{"name": "f", "input_schema": {...}} -> {"type": "function", "function": {...}}"""
     for name, neutral in TOOL_IGNORED.items():
         if not asks_for_nothing(tool.get(name), neutral):
-            note_ignored(f"{name} of tools")
+            record_ignored(f"{name} of tools")
     name, schema = tool.get("name"), tool.get("input_schema")
     description = tool.get("description")
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):

@@ -39,7 +39,7 @@ def _output(text, *, is_last=True, prompt="abc", scored=True, index=0):
 def _taken(made, output, prompt_idx=0):
     """The choice of the one completion of an output."""
     (completion,) = made.kept(output)
-    return made.take(prompt_idx, output, completion)
+    return made.make_choice(prompt_idx, output, completion)
 
 
 def _made(prompts=("abc",), **fields):

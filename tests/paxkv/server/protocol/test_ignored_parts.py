@@ -10,8 +10,8 @@ from paxkv.server.protocol.ignored_parts import (
     IgnoredParts,
     ignored_parts,
     is_ignored_tool,
-    note_ignored,
-    note_ignored_fields,
+    record_ignored,
+    record_ignored_fields,
 )
 
 
@@ -25,27 +25,27 @@ def noted():
 
 def test_fields_that_ask_for_nothing_are_not_noted(noted):
     ignored = {"a": (), "b": (1, []), "c": ()}
-    note_ignored_fields({"a": None, "b": [], "c": 0, "d": 5}, ignored)
+    record_ignored_fields({"a": None, "b": [], "c": 0, "d": 5}, ignored)
     assert noted == ["c"]
 
 
 def test_names_are_those_of_a_header(noted):
-    note_ignored("a\r\nb: ü")
-    note_ignored("a\r\nb: ü")
-    note_ignored("x" * 1000)
+    record_ignored("a\r\nb: ü")
+    record_ignored("a\r\nb: ü")
+    record_ignored("x" * 1000)
     assert noted == ["a??b: ?", "x" * MAX_NAME_CHARS]
     for k in range(100):
-        note_ignored(str(k))
+        record_ignored(str(k))
     assert len(noted) == MAX_NAMES
 
 
 def test_a_thread_of_the_request_notes_too(noted):
-    asyncio.run(asyncio.to_thread(note_ignored, "a"))
+    asyncio.run(asyncio.to_thread(record_ignored, "a"))
     assert noted == ["a"]
 
 
 def test_outside_of_a_request_nothing_is_noted():
-    note_ignored("a")
+    record_ignored("a")
     assert ignored_parts.get() is None
 
 

@@ -6,12 +6,12 @@ from paxkv.server.protocol.request_names import MAX_NAMES, RequestNames, client_
 def test_a_name_has_the_ids_of_all_its_prompts_and_the_oldest_is_forgotten():
     names = RequestNames()
     client_request_id.set("mine")
-    names.note("e1")
-    names.note("e2")
+    names.record("e1")
+    names.record("e2")
     assert names.engine_ids("mine") == ["e1", "e2"]
     for i in range(MAX_NAMES):
         client_request_id.set(f"other-{i}")
-        names.note("e")
+        names.record("e")
     assert names.engine_ids("mine") == []
     assert names.engine_ids(f"other-{MAX_NAMES - 1}") == ["e"]
 
@@ -20,5 +20,5 @@ def test_a_name_that_comes_for_ever_takes_no_memory_for_ever():
     names = RequestNames()
     client_request_id.set("same")
     for i in range(3 * MAX_NAMES):
-        names.note(f"e{i}")
+        names.record(f"e{i}")
     assert names.engine_ids("same") == [f"e{i}" for i in range(2 * MAX_NAMES, 3 * MAX_NAMES)]

@@ -60,7 +60,7 @@ def test_the_least_recently_used_is_dropped_within_the_bound():
     store.put(_response("d"), [ITEM])
     assert [name for name in "abcd" if _is_there(store, name)] == ["a", "c", "d"]
     assert store.num_bytes == 3 * SIZE
-    with pytest.raises(UnknownResponseError, match="later ones have taken its place"):
+    with pytest.raises(UnknownResponseError, match="dropped for later ones"):
         store.get("resp_b")
 
 

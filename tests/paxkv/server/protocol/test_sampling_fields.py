@@ -15,7 +15,7 @@ from paxkv.server.protocol.sampling_fields import (
     chat_sampling_params,
     completion_keywords,
     completion_sampling_params,
-    echoes_prompt_alone,
+    echoes_prompt_only,
 )
 from paxkv.server.protocol.structured_fields import with_server_settings
 from paxkv.server.protocol.tool_choice import ToolUse
@@ -129,8 +129,8 @@ def test_no_token_is_asked_for_only_where_the_prompt_is_echoed():
     with pytest.raises(InvalidRequestError, match="max_tokens must be"):
         _keywords(max_tokens=0)
     request = parse_completion({"prompt": "a", "echo": True, "max_tokens": 0})
-    assert echoes_prompt_alone(request)
-    assert not echoes_prompt_alone(parse_completion({"prompt": "a", "echo": True}))
+    assert echoes_prompt_only(request)
+    assert not echoes_prompt_only(parse_completion({"prompt": "a", "echo": True}))
 
 
 @pytest.mark.parametrize("form", [None, {"type": "json_object"}])
