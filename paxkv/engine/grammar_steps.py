@@ -49,7 +49,7 @@ def advance_grammars(
         return outputs
     awaited = {req_id for step in in_flight for req_id in step.num_scheduled_tokens}
     # The grammars of these requests allowed no token in this step, so their tokens are dropped.
-    ended = grammars.take_ended(awaited)
+    ended = grammars.drain_ended(awaited)
     num_kept = dict.fromkeys(ended, 0)
     for output in outputs:
         req_id, token_ids = output.request_id, output.new_token_ids
@@ -59,7 +59,7 @@ def advance_grammars(
             num_kept[req_id] = grammars.advance(req_id, token_ids)
         else:
             grammars.remove(req_id)
-    ended |= grammars.take_ended(awaited)
+    ended |= grammars.drain_ended(awaited)
     if not ended:
         return outputs
     by_id = {

@@ -1,1 +1,1 @@
-"""Grammars that bind the tokens of requests: compiled beside the steps, applied as bitmasks."""
+"""Grammars for the tokens of requests: compiled in threads, applied as bitmasks."""

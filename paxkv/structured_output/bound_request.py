@@ -1,4 +1,4 @@
-"""`BoundRequest`: what one request may draw next, by its thoughts, its grammar and its settings."""
+"""`BoundRequest`: the tokens that one request may get next, by its grammar and its settings."""
 
 import copy
 import dataclasses
@@ -18,24 +18,24 @@ from paxkv.structured_output.token_texts import TokenTexts
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarEnd:
-    """A request ends: with its form complete where `error` is None, else for this reason."""
+    """The end of a request: because its form is complete, or because of `error`."""
 
     error: str | None = None
 
 
 class BoundRequest:
-    """Takes exactly the output tokens that its request is known to have.
+    """Follows the output tokens of one request.
 
-    A form that is complete ends its request where nothing may follow: also with `ignore_eos`, and
+    If the form is complete and nothing may follow, the request ends, even with `ignore_eos` or
     below `min_tokens`.
 
     Args:
-        matcher: Its own, in front of its first token.
+        matcher: The request's own matcher, before its first token.
         form: What the request asked for, for errors.
-        token_texts: None where `limits` has none.
-        thoughts: What may come before the form; None is nothing.
-        digit_limit: Of a form that is JSON.
-        eos_token_ids: What may be drawn where a form is complete.
+        token_texts: None unless `limits.has_any`.
+        thoughts: The thoughts before the form; None allows none.
+        digit_limit: Only for forms that are JSON.
+        eos_token_ids: Tokens that end an answer whose form is complete.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class BoundRequest:
         self._eos_token_ids = eos_token_ids
 
     def copy(self) -> "BoundRequest":
-        """A copy that can take tokens which the request may never get."""
+        """A copy that can advance by drafts, which the request may never get."""
         copied = copy.copy(self)
         copied._matcher = self._matcher.deep_copy()
         copied._limits = self._limits.copy()
@@ -69,7 +69,7 @@ class BoundRequest:
 
     @property
     def mask_matcher(self) -> llguidance.LLMatcher | None:
-        """What the next mask is to be filled by; None within thoughts."""
+        """The matcher that fills the next mask; None within thoughts."""
         is_thinking = self._thoughts is not None and self._thoughts.is_open
         return None if is_thinking else self._matcher
 
@@ -77,7 +77,7 @@ class BoundRequest:
         self,
         mask_np: np.ndarray,  # i32[num_words]
     ) -> GrammarEnd | None:
-        """Makes of the matcher's mask, in place, what may be drawn; says so if that is nothing."""
+        """Restricts the matcher's mask, in place. Returns the request's end if no token is left."""
         if self._matcher.is_error():
             return self._failure(self._matcher.get_error())
         if self._thoughts is not None:
@@ -96,9 +96,9 @@ class BoundRequest:
     def _other_spellings(
         self, token_texts: TokenTexts, num_words: int
     ) -> np.ndarray:  # i32[num_words]
-        """Where the text that follows is settled llguidance allows its usual tokens alone.
+        """Further tokens, if only one text can follow: llguidance allows only its usual tokens.
 
-        Before "true" that is one token; the letter "t" is another one with which it can begin.
+        Before "true" it allows the token "true", but the token "t" can begin this text too.
         """
         text = self._matcher.compute_ff_bytes()
         ids = [
@@ -109,13 +109,13 @@ class BoundRequest:
         return token_bits(ids, num_words)
 
     def advance(self, token_ids: Sequence[int]) -> GrammarEnd | None:
-        """Takes new tokens; says so if the request ends with them."""
+        """Advances by new tokens. Returns the request's end if it ends with them."""
         self._limits.advance(token_ids)
         for token_id in token_ids:
             self._num_tokens += 1
             if self._thoughts is not None:
                 was_open = self._thoughts.is_open
-                if self._thoughts.take(token_id):
+                if self._thoughts.advance(token_id):
                     self._thoughts = None
                 if was_open or self._thoughts is not None:
                     continue
@@ -124,7 +124,7 @@ class BoundRequest:
             if self._digit_limit is not None:
                 self._digit_limit.advance(token_id)
             if not self._matcher.consume_token(token_id):
-                return self._failure(self._matcher.get_error() or "a token has no place in it")
+                return self._failure(self._matcher.get_error() or "the last token is not allowed")
         return None
 
     def _failure(self, reason: str) -> GrammarEnd:

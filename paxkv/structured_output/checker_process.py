@@ -1,11 +1,11 @@
-"""`CheckerProcess`: compiles grammars on trial in processes of their own, which can be ended.
+"""`CheckerProcess`: tries to compile each new grammar in a process that can be killed.
 
-The limits of llguidance do not hold everywhere: a schema with thirty patterns that all must fit
-takes for ever to be found impossible, and a thread that computes cannot be stopped. So nobody
-else compiles a grammar that has not been compiled here, in time and within a limit of memory.
+llguidance's own limits are not enough: for a schema with thirty patterns that must all match, it
+never finds out that no value fits, and a thread that computes cannot be stopped. So other processes
+compile a grammar only after it was compiled here, within limits on time and memory.
 
-One process reads the tokenizer and is then copied (`fork`) for each grammar, which takes
-milliseconds. So a trial that is ended costs nobody else anything.
+One process reads the tokenizer, and forks a copy of itself for each grammar, which takes
+milliseconds. Killing a copy does not affect other trials.
 """
 
 import contextlib
@@ -38,22 +38,22 @@ from paxkv.structured_output.grammar_compiler import GrammarCompiler, form_key
 
 logger = logging.getLogger(__name__)
 
-# Seconds of a processor. An ordinary schema takes milliseconds.
+# Processor time. An ordinary schema takes milliseconds.
 QUICK_COMPILE_S = 0.05
 MAX_COMPILE_S = 2.0
-# Seconds of a clock, for each of them: others may need the processor too.
+# Elapsed time per processor time, because other processes may need the processor too.
 MAX_SLOWDOWN = 10
 MAX_START_S = 60.0
-# A long trial gives way to the engine's steps, and to quick ones.
+# Long trials have a lower priority than the engine's steps and quick trials.
 LONG_TRIAL_NICENESS = 5
-# Of a process's address space, the interpreter and the tokenizer included.
+# Limit on a process's address space, including the interpreter and the tokenizer.
 MAX_BYTES = 4 * 2**30
 MAX_REMEMBERED = 1024
 MAX_LOGGED_KEYWORDS = 20
 
 
 class _Setup(msgspec.Struct, frozen=True):
-    """What the process is told first."""
+    """The first message to the process."""
 
     tokenizer_json: str
     vocab_size: int
@@ -62,7 +62,7 @@ class _Setup(msgspec.Struct, frozen=True):
 
 
 class _Trial(msgspec.Struct, frozen=True):
-    """A grammar, and the seconds of a processor that it may take."""
+    """A grammar, and the processor time that it may take."""
 
     params: StructuredOutputsParams
     compile_s: float
@@ -70,12 +70,13 @@ class _Trial(msgspec.Struct, frozen=True):
 
 
 class _Verdict(msgspec.Struct, frozen=True):
-    """The answer to either; `problem` is None where all is well. Took `compile_s` of a processor.
+    """The answer to a setup or trial.
 
-    `problem` and `tool` are those of a `FormError`. Requests with the same form share a verdict,
-    and may have sent the form in different fields, so the field's name is not part of it.
-
-    The grammar does not enforce the keywords of JSON schemas at `ignored_keywords`.
+    Args:
+        problem: As in `FormError`, like `tool`; None if the grammar was compiled. The name of the
+            request's field is not part of it, because requests share verdicts.
+        compile_s: Processor time of the trial.
+        ignored_keywords: Places of the keywords of JSON schemas that the grammar does not enforce.
     """
 
     problem: str | None
@@ -85,12 +86,12 @@ class _Verdict(msgspec.Struct, frozen=True):
 
 
 class CheckerProcess:
-    """A `GrammarChecker`, for any number of threads. The process starts when it is first needed.
+    """A `GrammarChecker` for any number of threads. The process starts when it is first needed.
 
     Args:
-        tokenizer_json: And what follows, as for `GrammarCompiler`.
-        quick_compile_s: What takes longer is left open by `check_quickly`.
-        max_compile_s: What takes longer is refused.
+        tokenizer_json: This and the next three arguments are those of `GrammarCompiler`.
+        quick_compile_s: `check_quickly` gives up after this processor time.
+        max_compile_s: `check` rejects a grammar after this processor time.
     """
 
     def __init__(
@@ -108,11 +109,11 @@ class CheckerProcess:
         self._lock = threading.Lock()
         self._start_lock = threading.Lock()
         self._is_closed = False
-        # None or one.
+        # Contains at most one process.
         self._running: list[_Forker] = []
-        # Also when nobody closes it, and at the interpreter's end.
+        # Ends the process even without a call of `close`, and when the interpreter ends.
         self._end_running = weakref.finalize(self, _end_all, self._running)
-        # By the digest of a grammar, which may be long itself; the most recent one last.
+        # Digest of a grammar, which itself may be long -> verdict, the latest one last.
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
 
     def is_remembered(self, params: StructuredOutputsParams) -> bool:
@@ -147,13 +148,13 @@ class CheckerProcess:
             raise FormError(params, problem)
 
     def close(self) -> None:
-        """Ends the process, and what is on trial."""
+        """Ends the process and all trials."""
         with self._start_lock:
             self._is_closed = True
             _end_all(self._running)
 
     def _check(self, params: StructuredOutputsParams, compile_s: float, *, is_long: bool) -> bool:
-        """Whether it was compiled in time, or is remembered."""
+        """Whether the grammar was compiled in time, now or before."""
         with self._lock:
             verdict = self._verdicts.get(_digest(params))
         if verdict is None:
@@ -178,14 +179,14 @@ class CheckerProcess:
                 self._verdicts.popitem(last=False)
 
     def _ask(self, trial: _Trial) -> _Verdict | None:
-        """None where a limit was reached."""
+        """Sends a trial to the process. Returns None if a limit was reached."""
         for _ in range(2):
             forker = self._forker()
-            # A bit longer than the trial has, which ends itself.
+            # Slightly longer than the trial may take, which ends itself.
             reply = forker.ask(trial, timeout_s=trial.compile_s * MAX_SLOWDOWN + 1)
             if reply is not None or not forker.ends_now():
                 return reply
-            # It was killed from outside, and whatever it was asked with it.
+            # The process was killed by others, together with the trial.
         raise PaxkvError("the process that compiles grammars ended twice; see stderr.")
 
     def _forker(self) -> "_Forker":
@@ -200,25 +201,25 @@ class CheckerProcess:
 
 
 class _Forker:
-    """The process that is copied, seen from outside. Starts with it.
+    """The process that forks a copy for each trial. Creating this object starts the process.
 
     Raises:
-        PaxkvError: It did not start.
+        PaxkvError: The process did not start.
     """
 
     def __init__(self, setup: _Setup) -> None:
         root = str(Path(paxkv.__file__).resolve().parents[1])
         search = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        # Each question is a connection of its own, whose other end is sent over this one.
+        # Each question has its own connection, whose other end is sent over this one.
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "paxkv.structured_output.checker_process"],
                 stdin=theirs,
                 stdout=subprocess.DEVNULL,
-                # Signals to the server's group end it by the end of its input, not in the middle.
+                # Signals to the server's group do not reach it; it ends when its input does.
                 start_new_session=True,
-                # Threads of NumPy's would be missing in a copy.
+                # A forked copy would not have NumPy's threads.
                 env=os.environ | {"PYTHONPATH": search, "OPENBLAS_NUM_THREADS": "1"},
             )
         if self.ask(setup, timeout_s=MAX_START_S) is None:
@@ -230,13 +231,13 @@ class _Forker:
         return self._process.poll() is None
 
     def ends_now(self) -> bool:
-        """Whether it has ended; its connections end a moment earlier."""
+        """Whether the process has ended. Its connections end a moment earlier."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0.05)
         return not self.is_alive
 
     def ask(self, question: _Setup | _Trial, *, timeout_s: float) -> _Verdict | None:
-        """None when there is no answer in time, or whoever was to answer has ended."""
+        """Returns None if no answer arrives in time, or if the process or its copy has ended."""
         ours, theirs = socket.socketpair()
         with ours, ours.makefile("rb") as replies:
             ours.settimeout(timeout_s)
@@ -245,7 +246,7 @@ class _Forker:
                     socket.send_fds(self._control, [b"?"], [theirs.fileno()])
                 ours.sendall(msgspec.json.encode(question) + b"\n")
                 line = replies.readline()
-            # Nobody listens any more, or took the question and ended, or takes too long.
+            # The process has ended, or its copy has ended or takes too long.
             except (BrokenPipeError, ConnectionResetError, TimeoutError):
                 return None
             except OSError as error:
@@ -255,7 +256,7 @@ class _Forker:
             return msgspec.json.decode(line, type=_Verdict) if line else None
 
     def end(self) -> None:
-        """Also what is on trial: its copies are in its session."""
+        """Kills the process and its copies, which are in the same process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -263,12 +264,12 @@ class _Forker:
 
 
 def _digest(params: StructuredOutputsParams) -> bytes:
-    """Of what a verdict depends on; the field that the form was sent in is not part of it."""
+    """Digest of what a verdict depends on: everything except the field that contained the form."""
     return hashlib.sha256(msgspec.json.encode((*form_key(params), params.thoughts))).digest()
 
 
 def _as_text(params: StructuredOutputsParams) -> StructuredOutputsParams:
-    """With a schema as text: the codec of trials would write NaN, which it may have, as null."""
+    """The same with a schema as text: msgspec would encode a NaN in the schema as null."""
     if not isinstance(params.json, dict):
         return params
     return dataclasses.replace(params, json=params.source_text)
@@ -280,8 +281,8 @@ def _end_all(running: list[_Forker]) -> None:
 
 
 def serve(control: socket.socket) -> None:
-    """What the process does: a copy of it for each question, until there are no more."""
-    # Copies that have ended leave nothing behind.
+    """The process's main loop: forks a copy for each question until `control` is closed."""
+    # Copies that have ended do not stay as zombies.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with _next_connection(control) as connection:
         setup = msgspec.json.decode(connection.readline(), type=_Setup)
@@ -291,9 +292,9 @@ def serve(control: socket.socket) -> None:
             eos_token_ids=setup.eos_token_ids,
             thought_token_ids=setup.thought_token_ids,
         )
-        # Now, so that no copy has to read the tokenizer.
+        # Reads the tokenizer, so that copies need not.
         _answer(connection, compiler, StructuredOutputsParams(json_object=True))
-    # What is there now is shared by all copies, and not looked at by their collectors.
+    # Excludes the objects that all copies share from their garbage collection.
     gc.freeze()
     while True:
         try:
@@ -307,9 +308,9 @@ def serve(control: socket.socket) -> None:
 
 
 def _run_copy(connection: BinaryIO, compiler: GrammarCompiler) -> NoReturn:
-    """Nothing of the copied process runs behind this, whatever happens."""
+    """Answers a trial in a copy, and then always ends the copy."""
     try:
-        # llguidance writes there, of each grammar that it gives up.
+        # Hides what llguidance writes to stderr about each grammar that it gives up.
         stderr_fd = os.dup(2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         answer_trial(connection, compiler)
@@ -321,9 +322,9 @@ def _run_copy(connection: BinaryIO, compiler: GrammarCompiler) -> NoReturn:
 
 
 def answer_trial(connection: BinaryIO, compiler: GrammarCompiler) -> None:
-    """What a copy does; reaching a limit ends it without an answer."""
+    """Answers a trial. If a limit is reached, the process ends without an answer."""
     trial = msgspec.json.decode(connection.readline(), type=_Trial)
-    # Their signals end it also while it computes.
+    # The signals of these timers end the process even while llguidance computes.
     signal.setitimer(signal.ITIMER_PROF, trial.compile_s)
     signal.setitimer(signal.ITIMER_REAL, trial.compile_s * MAX_SLOWDOWN)
     if trial.is_long:
@@ -343,14 +344,14 @@ def _answer(
     except InvalidRequestError as error:
         problem = f"cannot be compiled: {error}"
     verdict = _Verdict(problem, tool, time.process_time() - start_s, ignored_keywords)
-    # Whoever asked may have given up.
+    # The other process may no longer wait for the answer.
     with contextlib.suppress(BrokenPipeError):
         connection.write(msgspec.json.encode(verdict) + b"\n")
         connection.flush()
 
 
 def _next_connection(control: socket.socket) -> BinaryIO:
-    """Raises: EOFError: there will be none."""
+    """Waits for a connection. Raises EOFError if `control` is closed."""
     _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
     if not descriptors:
         raise EOFError
@@ -360,7 +361,7 @@ def _next_connection(control: socket.socket) -> BinaryIO:
 
 def _limit_memory() -> None:
     try:
-        import resource  # noqa: PLC0415  Not everywhere: elsewhere the time limit has to do.
+        import resource  # noqa: PLC0415  Missing on some systems, which only limit the time.
     except ImportError:
         return
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))

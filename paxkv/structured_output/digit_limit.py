@@ -1,7 +1,7 @@
-"""`DigitLimit`: bounds the digits of a number in JSON, which a schema without bounds leaves open.
+"""`DigitLimit`: limits the digits of a number in JSON, if the schema allows any number.
 
 A small model at temperature 0 may write digits until `max_tokens`. llguidance has no setting for
-the length of a number, so the mask of the next token leaves out tokens that begin with a digit.
+the length of a number. So after many digits, the mask leaves out tokens that begin with a digit.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from paxkv.structured_output.token_limits import token_bits
 from paxkv.structured_output.token_texts import TokenTexts
 
-# In a row: of the integer, of the fraction and of the exponent. An integer of 128 bits has 39.
+# Limit on digits in a row: in the integer, the fraction and the exponent. A 128-bit integer has 39.
 MAX_DIGITS = 40
 _DIGITS = b"0123456789"
 _QUOTE, _BACKSLASH = b'"\\'
@@ -19,7 +19,7 @@ class DigitLimit:
     """Reads the JSON of one answer, token by token.
 
     Args:
-        num_words: Of a mask.
+        num_words: Words of a mask.
     """
 
     def __init__(self, token_texts: TokenTexts, num_words: int) -> None:
@@ -42,7 +42,7 @@ class DigitLimit:
             mask_np[:] = others_np
 
     def advance(self, token_id: int) -> None:
-        """Takes a new token of the answer."""
+        """Reads a new token of the answer."""
         for byte in self._token_texts.by_id[token_id]:
             if self._is_escaped:
                 self._is_escaped = False

@@ -1,4 +1,4 @@
-"""Why a form cannot be compiled: the errors, before and after the client's field is known."""
+"""Errors of forms that cannot be compiled, without and with the name of the client's field."""
 
 from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.errors import InvalidRequestError
@@ -8,8 +8,8 @@ class SchemaError(ValueError):
     """A JSON schema cannot be used.
 
     Args:
-        reason: Names a place within the schema as a JSON pointer: "#/properties/a".
-        tool: Whose schema it is, in the schema of a list of calls; None is the whole form.
+        reason: Names places in the schema as JSON pointers, such as "#/properties/a".
+        tool: The tool that has the schema, in the schema of a list of calls; None otherwise.
     """
 
     def __init__(self, reason: str, *, tool: str | None = None) -> None:
@@ -18,11 +18,11 @@ class SchemaError(ValueError):
 
 
 class FormError(InvalidRequestError):
-    """A form that cannot be compiled. Names the field that the client sent it in.
+    """A form cannot be compiled. The message names the field in which the client sent the form.
 
     Args:
-        params: Of the request, which know the field.
-        problem: What follows the name of the field: "cannot be compiled: no text fits it."
+        params: The form, with the name of the field.
+        problem: The message after the name of the field: "cannot be compiled: no text fits it."
         tool: As in `SchemaError`.
     """
 

@@ -1,4 +1,4 @@
-"""`GrammarCompiler`: a form that was asked for becomes a matcher of llguidance, within limits."""
+"""`GrammarCompiler`: compiles the form of a request to a matcher of llguidance, within limits."""
 
 import dataclasses
 import json
@@ -25,17 +25,17 @@ from paxkv.structured_output.token_texts import TokenTexts
 
 # Some applications send the same few schemas with every request.
 MAX_CACHED_GRAMMARS = 64
-# Between the parts of JSON: a space, or the beginning of a line and its indentation. A small model
-# may never stop writing white space if it may write more.
+# White space between the parts of JSON: a space, or a new line with its indentation. If more were
+# allowed, a small model might never stop writing white space.
 _WHITESPACE = r"[ \t]|[ \t]?\r?\n[ \t]{0,20}"
-# Of a schema: what holds others under names that are the client's, and what holds answers.
+# Keywords of a schema that contain schemas under names of the client, or values.
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = ("const", "enum")
 _SHOWN_CHARS = 80
-# What a matcher is made from: kind, source and options.
+# The content of a form: kind, source and options.
 FormKey = tuple[str, str, bool, str | None, bool]
-# What one grammar may take, at most: about 0.1 s and 50 MB to build, and 0.05 s a step. Ordinary
-# schemas stay far below.
+# Limits on one grammar: about 0.1 s and 50 MB to build it, and 0.05 s per step. Ordinary schemas
+# need far less.
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=1000,
     initial_lexer_fuel=500_000,
@@ -49,21 +49,20 @@ LIMITS = llguidance.LLParserLimits(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Compiled:
-    """A matcher in front of its first token, and the keywords of schemas that it leaves out."""
+    """A matcher before its first token, and the keywords of schemas that it ignores."""
 
     matcher: llguidance.LLMatcher
     ignored_keywords: tuple[str, ...]
 
 
 class GrammarCompiler:
-    """Compiles for one model. Safe for threads, which run beside each other as it computes.
+    """Compiles for one model. Thread-safe; several threads can compile at the same time.
 
     Args:
-        tokenizer_json: Content of the model's tokenizer.json.
-        vocab_size: Of the model, which may have more tokens than the tokenizer.
-        eos_token_ids: At least one; what may be drawn where a grammar is complete.
-        thought_token_ids: `<think>` and `</think>`; None where it has no such tokens.
-
+        tokenizer_json: The content of the model's tokenizer.json.
+        vocab_size: Size of the model's vocabulary, which may exceed the tokenizer's.
+        eos_token_ids: At least one token that ends an answer.
+        thought_token_ids: The tokens `<think>` and `</think>`; None if the model has none.
     """
 
     def __init__(
@@ -78,33 +77,33 @@ class GrammarCompiler:
         self.eos_token_ids = frozenset(eos_token_ids)
         self._tokenizer_json = tokenizer_json
         self._eos_token_ids = list(eos_token_ids)
-        # Made for the first grammar: with a large vocabulary it takes a second or two.
+        # Made for the first grammar, because a large vocabulary takes a second or two.
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._thought_token_ids = thought_token_ids
         self._token_texts: TokenTexts | None = None
         self._thought_tokens: ThoughtTokens | None = None
         self._lock = threading.Lock()
-        # The most recently used one last. A copy of it starts anew.
+        # The most recently used one is last. Its matcher is copied for each request.
         self._compiled: OrderedDict[FormKey, _Compiled] = OrderedDict()
 
     @property
     def num_mask_words(self) -> int:
-        """Of 32 bits, in the mask of one request."""
+        """Words of 32 bits in the mask of one request."""
         return (self.vocab_size + 31) // 32
 
     def check(self, params: StructuredOutputsParams) -> tuple[str, ...]:
-        """The places of keywords in JSON schemas that the grammar does not enforce.
+        """Compiles a form. Returns the places of keywords of JSON schemas that the grammar ignores.
 
         Raises:
-            InvalidRequestError: As `compile`.
+            InvalidRequestError: As in `compile`.
         """
         return self._compile(params).ignored_keywords
 
     def compile(self, params: StructuredOutputsParams) -> llguidance.LLMatcher:
-        """A matcher in front of its first token.
+        """Returns a matcher before its first token.
 
         Raises:
-            InvalidRequestError: It cannot be compiled within the limits.
+            InvalidRequestError: The form cannot be compiled within the limits.
         """
         return self._compile(params).matcher.deep_copy()
 
@@ -138,15 +137,15 @@ class GrammarCompiler:
             return self._token_texts
 
     def thought_tokens(self) -> ThoughtTokens:
-        """What the model's thoughts are told apart by.
+        """The tokens that begin and end thoughts, with masks for the tokens between them.
 
         Raises:
-            UnsupportedFeatureError: It has no tokens for that.
+            UnsupportedFeatureError: The model has no such tokens.
         """
         if self._thought_token_ids is None:
             raise UnsupportedFeatureError(
-                "thoughts before a form need a model with <think> and </think> as tokens, which "
-                "this one has not.",
+                "thoughts before structured output need a model with the tokens <think> and "
+                "</think>, which this model does not have.",
                 param="structured_outputs",
             )
         token_bytes = self.token_texts().by_id
@@ -179,9 +178,9 @@ class GrammarCompiler:
             return self._tokenizer
 
     def _compile_new(self, params: StructuredOutputsParams) -> _Compiled:
-        """Compiles the schemas without the keywords that no grammar can enforce.
+        """Compiles a form, with its schemas without the keywords that no grammar can enforce.
 
-        If llguidance refuses them, a second pass removes the keywords that it cannot compile.
+        If llguidance refuses it, a second pass also removes keywords that it cannot compile.
         """
         probe = LlguidanceProbe(self._get_tokenizer(), LIMITS)
         first_refusal: FormError | None = None
@@ -212,8 +211,8 @@ class GrammarCompiler:
             error = matcher.get_error()
             is_own = params.kind == "grammar"
             raise _cannot_compile(params, error if is_own else without_excerpt(error))
-        # What a grammar costs shows at the first masks; a limit that the first one reaches is
-        # told of by the second.
+        # The cost of a grammar shows in the first masks. If the first mask reaches a limit, only
+        # the second one reports it.
         for _ in range(2):
             first = matcher.deep_copy()
             mask_np = np.frombuffer(first.compute_bitmask(), np.uint8)
@@ -233,7 +232,7 @@ class GrammarCompiler:
 
 
 def form_key(params: StructuredOutputsParams) -> FormKey:
-    """What the grammar is made from; equal keys have equal grammars."""
+    """Everything that the grammar depends on: equal keys have equal grammars."""
     return (
         *(params.kind, params.source_text, params.disable_any_whitespace),
         *(params.whitespace_pattern, params.disable_additional_properties),
@@ -241,13 +240,13 @@ def form_key(params: StructuredOutputsParams) -> FormKey:
 
 
 def _grammar(params: StructuredOutputsParams, cleaner: "SchemaCleaner | _SchemaCollector") -> str:
-    """The grammar in llguidance's own form.
+    """Converts a form to a grammar for llguidance.
 
     Args:
-        cleaner: Of the schemas in it.
+        cleaner: Cleans the schemas in the form.
 
     Raises:
-        ValueError: It is malformed. (What llguidance itself finds wrong, the matcher tells.)
+        ValueError: The form is malformed. (The matcher reports mistakes that llguidance finds.)
     """
     source = params.source_text
     options: dict[str, object] = {"whitespace_pattern": params.whitespace_pattern or _WHITESPACE}
@@ -289,7 +288,7 @@ def _json_grammar(schema: object, options: Mapping[str, object]) -> str:
 
 
 def _without_more_properties(schema: object) -> object:
-    """{"properties": {"a": {}}} -> the same with "additionalProperties": false, at any depth."""
+    """{"properties": {"a": {}}} -> the same and "additionalProperties": false, at any depth."""
     if isinstance(schema, list):
         return [_without_more_properties(part) for part in schema]
     if not isinstance(schema, dict):
@@ -306,7 +305,7 @@ def _without_more_properties(schema: object) -> object:
 
 
 def _choice_grammar(source: str) -> str:
-    """'["a", "b"]' -> one token of the grammar; as rules, each choice is an item of every row."""
+    """'["a", "b"]' -> one terminal. With rules, each row of the parser would have every choice."""
     choices = " | ".join(json.dumps(choice) for choice in json.loads(source))
     return f"start: CHOICE\nCHOICE: {choices}"
 
@@ -344,7 +343,7 @@ def _cannot_compile(
 
 
 class _SchemaCollector:
-    """Takes the place of a `SchemaCleaner`, and keeps the schemas of a form as they were sent."""
+    """Replaces a `SchemaCleaner`, and collects the schemas of a form as they were sent."""
 
     def __init__(self) -> None:
         self.schemas: list[object] = []
@@ -357,7 +356,7 @@ class _SchemaCollector:
 def _refusal_with_place(
     params: StructuredOutputsParams, probe: LlguidanceProbe
 ) -> FormError | None:
-    """The refusal of a form that has been refused, with the place of the mistake if it is found."""
+    """The error for a form that was refused, with the place of the mistake; None if not found."""
     pattern = params.whitespace_pattern
     if pattern is not None:
         error = llguidance.LLMatcher.validate_grammar(

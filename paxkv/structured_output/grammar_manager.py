@@ -1,4 +1,4 @@
-"""`GrammarManager`: the matchers of an engine's requests, from their compilation to their end."""
+"""`GrammarManager`: compiles and keeps the grammars of an engine's requests."""
 
 import concurrent.futures
 import itertools
@@ -22,19 +22,19 @@ from paxkv.structured_output.token_limits import TokenLimits
 
 logger = logging.getLogger(__name__)
 
-# Compiling takes no interpreter, but a processor that steps need too.
+# Compiling does not need the interpreter's lock, but it needs a processor, as steps do.
 _MAX_COMPILING = max(1, min(4, (os.cpu_count() or 2) // 2))
 _ANY_TOKEN = -1
 _NO_DRAFTS: Mapping[str, Sequence[int]] = MappingProxyType({})
-# Of `StructuredOutputsParams`: the whole form is JSON.
+# Kinds of `StructuredOutputsParams` whose whole output is JSON.
 _JSON_KINDS = ("json", "json_object")
 
 
 class GrammarManager:
-    """A `GrammarGate`. All its methods must be called from the engine's thread.
+    """A `GrammarGate`. All methods must be called from the engine's thread.
 
-    A request's matcher has taken exactly the output tokens that the host knows, also after a
-    preemption: the tokens of steps in flight are then dropped, and drawn again.
+    A request's matcher has advanced by exactly the output tokens that the host knows. This holds
+    after a preemption too, because the tokens of steps in flight are dropped and sampled again.
     """
 
     def __init__(self, compiler: GrammarCompiler) -> None:
@@ -45,7 +45,7 @@ class GrammarManager:
         self._heavy_pool = concurrent.futures.ThreadPoolExecutor(
             1, thread_name_prefix="paxkv-heavy-grammar"
         )
-        # Has threads of its own, so it is made when two requests have grammars.
+        # Has its own threads, so it is made only when two requests have grammars.
         self._executor: llguidance.LLExecutor | None = None
         self._compiling: dict[str, concurrent.futures.Future[BoundRequest]] = {}
         self._bound: dict[str, BoundRequest] = {}
@@ -57,7 +57,7 @@ class GrammarManager:
 
     @property
     def num_requests(self) -> int:
-        """Requests with a grammar, or with an end that `take_ended` has not returned yet."""
+        """Requests with a grammar, or with an end that `drain_ended` has not returned yet."""
         return len(self._compiling) + len(self._bound) + len(self._ended)
 
     @property
@@ -66,14 +66,14 @@ class GrammarManager:
         return len(self._compiling)
 
     def add(self, request: EngineRequest) -> None:
-        """Begins to compile a request's grammar."""
+        """Starts to compile a request's grammar."""
         params = request.sampling_params.structured_outputs
         is_long = request.has_heavy_grammar and not self._compiler.is_cached(params)
         pool = self._heavy_pool if is_long else self._pool
         self._compiling[request.request_id] = pool.submit(self._bind, request)
 
     def _bind(self, request: EngineRequest) -> BoundRequest:
-        """In a thread of the pool."""
+        """Compiles a request's grammar. Runs in a thread of a pool."""
         compiler, params = self._compiler, request.sampling_params.structured_outputs
         matcher = compiler.compile(params)
         thoughts = None
@@ -104,12 +104,12 @@ class GrammarManager:
         try:
             self._bound[request_id] = future.result()
         except InvalidRequestError as error:
-            # `InputProcessor` should have refused it.
+            # Unexpected, because `InputProcessor` rejects such grammars.
             self._end(request_id, GrammarEnd(error=str(error)))
             return False
         return True
 
-    def take_ended(self, awaited: Container[str] = ()) -> dict[str, GrammarEnd]:
+    def drain_ended(self, awaited: Container[str] = ()) -> dict[str, GrammarEnd]:
         """Returns the requests whose grammars have ended, each once, except those in `awaited`."""
         ended = {req_id: end for req_id, end in self._ended.items() if req_id not in awaited}
         for req_id in ended:
@@ -122,9 +122,9 @@ class GrammarManager:
         """Returns the tokens that the grammars of requests allow next.
 
         A request with drafts has a row for the next token, and a row for the token after each of
-        its drafts. A request that may draw no token gets a row that allows all tokens. It ends
-        (`take_ended`), because its form is complete, or its grammar grew over its limits, or its
-        own settings leave no token.
+        its drafts. If no token is allowed, the row allows all tokens, and the request ends
+        (`drain_ended`): its form is complete, or its grammar exceeded a limit, or its own settings
+        leave no token.
         """
         rows_of = [1 + len(drafts.get(request_id, ())) for request_id in request_ids]
         bitmask_np = np.full((sum(rows_of), self._compiler.num_mask_words), _ANY_TOKEN, np.int32)
@@ -199,7 +199,7 @@ class GrammarManager:
         return request_id in self._ends_after and num_tokens > self._ends_after[request_id][0]
 
     def advance(self, request_id: str, token_ids: Sequence[int]) -> int:
-        """Takes a request's new output tokens, with which its form may end: see `take_ended`.
+        """Advances by a request's new output tokens, which may end its form: see `drain_ended`.
 
         Returns:
             How many of the tokens belong to the answer: those before a token that the grammar
@@ -231,7 +231,7 @@ class GrammarManager:
         self._ends_after.pop(request_id, None)
 
     def close(self) -> None:
-        """Compiles nothing more."""
+        """Cancels the compilations that have not started."""
         for pool in (self._pool, self._heavy_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -1,36 +1,37 @@
-"""A grammar's text, in either syntax, becomes Lark's, which llguidance reads."""
+"""Converts grammars in GBNF to Lark's syntax, which llguidance reads."""
 
 import re
 import sys
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-# llguidance looks for the end of what is settled, and `start: A "x"` with `A: /x+/` has none: it
-# would look for ever, perhaps in a step, behind some tokens. Nested options do not count.
+# Without this option llguidance searches for the end of the text that must follow. With
+# `start: A "x"` and `A: /x+/` there is none, and the search would never end, maybe within a step.
+# llguidance ignores the option in nested grammars.
 NO_FORCING = '%llguidance {"no_forcing": true}'
 # root ::= "a" | other-rule
 _GBNF_RULE = re.compile(r"(?m)^[ \t]*[\w-]+[ \t]*::=")
-# What may hold escapes, and what looks like it in a comment.
+# Comments, literals and character classes, of which the latter two may contain escapes.
 _GBNF_TEXT = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]', re.DOTALL)
-# Punctuation by itself too: a class may have "\-" in it.
+# Includes escaped punctuation, because a class may contain "\-".
 _ESCAPE = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([^\w\s\"\\\[\]])|.)", re.DOTALL
 )
-# Lark's literals have no control characters; its classes do.
+# Lark allows control characters in classes, but not in literals.
 _ESCAPE_OR_CONTROL = re.compile(r"\\.|([\x00-\x1f\x7f])", re.DOTALL)
 
 
 def to_lark(source: str) -> str:
-    """A text with a rule of GBNF is that; any other is Lark's already.
+    """Converts a grammar to Lark. A text without a rule of GBNF is Lark already.
 
     Raises:
-        ValueError: It is malformed GBNF.
+        ValueError: The text is malformed GBNF.
     """
     if _GBNF_RULE.search(source) is None:
         return source
     try:
         return gbnf_to_lark(_GBNF_TEXT.sub(_with_known_escapes, source))
-    # The library has many: of its own, for an index, for depth.
+    # The converter raises many types of errors, such as its own, IndexError and RecursionError.
     except Exception as error:
         raise ValueError(f"as GBNF: {error}") from None
 
@@ -44,7 +45,7 @@ def _with_known_escapes(text: re.Match[str]) -> str:
         return _ESCAPE.sub(_in_class, whole)
     literal = _ESCAPE.sub(_in_literal, whole)
     pieces = _ESCAPE_OR_CONTROL.sub(_outside_of_literal, literal)
-    # What is repeated is all of it.
+    # In parentheses, because a repetition applies to the whole literal.
     return literal if pieces == literal else f"({pieces})"
 
 
@@ -67,17 +68,17 @@ def _outside_of_literal(char: re.Match[str]) -> str:
 
 
 def _character(escape: re.Match[str]) -> str | None:
-    """What an escape stands for; None of those that are known.
+    """The character of an escape; None for escapes that the converter knows.
 
     Raises:
-        ValueError: It is half a surrogate pair, or beyond Unicode.
+        ValueError: The escape is half a surrogate pair, or beyond Unicode.
     """
     *codes, punctuation = escape.groups()
     code = next(filter(None, codes), None)
     if code is None:
         return punctuation
     if 0xD800 <= int(code, 16) < 0xE000:
-        raise ValueError(f"U+{code.upper()} is half a character; write all of it.")
+        raise ValueError(f"U+{code.upper()} is half a character; write the whole character.")
     if int(code, 16) > sys.maxunicode:
-        raise ValueError(f"U+{code.upper()} is no character; the last one is U+{sys.maxunicode:X}.")
+        raise ValueError(f"U+{code.upper()} does not exist; the last one is U+{sys.maxunicode:X}.")
     return chr(int(code, 16))

@@ -1,4 +1,4 @@
-"""The tokenizer as llguidance needs it: the bytes of each token, and how a text is spelled.
+"""The tokenizer for llguidance: the bytes of each token, and the tokens of a text.
 
 A tokenizer may have more tokens than its model (Gemma 3 1B has one more, for images), and a model
 may have more rows than its tokenizer has tokens. Tokens past the model's vocabulary are removed:
@@ -19,10 +19,10 @@ _TEXT_STEPS = ("normalizer", "pre_tokenizer")
 def make_grammar_tokenizer(
     tokenizer_json: str, *, vocab_size: int, eos_token_ids: Sequence[int]
 ) -> llguidance.LLTokenizer:
-    """Takes a second or two with a large vocabulary.
+    """Makes the tokenizer, which takes a second or two with a large vocabulary.
 
     Args:
-        vocab_size: Tokens of the model. The tokenizer may have fewer or more.
+        vocab_size: The model's number of tokens. The tokenizer may have fewer or more.
         eos_token_ids: In `[0, vocab_size)`.
 
     Raises:
@@ -34,13 +34,13 @@ def make_grammar_tokenizer(
 
 
 class _Spelling:
-    """What llguidance asks of a tokenizer that it is handed; the names are its own.
+    """The interface that llguidance requires of a tokenizer, with llguidance's names.
 
-    By itself it has two things otherwise. To it no added token is text, be it special or not:
-    "<tool_call>" could only be written as "<", "tool" and so on. And it takes what the tokenizer
-    makes of a settled text as it comes: where that is other text (the normal form of "e" and an
-    accent is one character), or the token of another meaning ("</s>" as the end of an answer), the
-    request would end with an error.
+    It corrects two things in llguidance's own reading of tokenizer.json. First, there no added
+    token is text, even if it is not special: "<tool_call>" could only be written as "<", "tool" and
+    so on. Second, the tokens of a text that must follow are not checked. They may spell another
+    text ("e" and an accent are normalized to one character), or mean something else ("</s>" ends an
+    answer). Then the request would end with an error.
     """
 
     is_tokenizer_wrapper = True
@@ -53,7 +53,7 @@ class _Spelling:
         tokenizer_json = json.dumps(_without_tokens_from(vocab_size, content))
         self._plain = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, slices=[])
         self._backend = tokenizers.Tokenizer.from_str(tokenizer_json)
-        # Their names in a text are text.
+        # The names of special tokens in a text are only text.
         self._backend.encode_special_tokens = True
         added = self._backend.get_added_tokens_decoder()
         self.eos_token_id = eos_token_ids[0]
@@ -72,12 +72,12 @@ class _Spelling:
         return self._plain.greedy_tokenize(text)
 
     def _added_bytes(self, content: str) -> bytes:
-        # Behind another one, as some decoders drop the space that a text begins with.
+        # After another token, because some decoders drop a space at the beginning of a text.
         return self._backend.decoder.decode(["x", content])[1:].encode()
 
 
 def _without_prefix(content: dict[str, object]) -> dict[str, object]:
-    """The same tokenizer, which puts no space in front: what it spells goes on after other text."""
+    """The same tokenizer without a space before texts, because its texts follow other text."""
     steps = {name: _step_without_prefix(content.get(name)) for name in _TEXT_STEPS}
     return content | steps
 
@@ -87,7 +87,7 @@ def _without_tokens_from(num_tokens: int, content: dict[str, object]) -> dict[st
     added = [token for token in content.get("added_tokens") or () if token["id"] < num_tokens]
     model = content["model"]
     vocab = model.get("vocab")
-    if isinstance(vocab, list):  # Unigram: a token's id is its place
+    if isinstance(vocab, list):  # Unigram: a token's id is its index
         model = model | {"vocab": vocab[:num_tokens]}
     elif isinstance(vocab, dict) and any(token_id >= num_tokens for token_id in vocab.values()):
         kept = {name: token_id for name, token_id in vocab.items() if token_id < num_tokens}

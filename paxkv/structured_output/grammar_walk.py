@@ -1,4 +1,4 @@
-"""`find_dead_end`: generates the beginnings of some answers, to find out where a grammar fails."""
+"""`find_dead_end`: generates the beginnings of some answers, to find out if a grammar fails."""
 
 from collections.abc import Collection
 
@@ -9,8 +9,8 @@ import numpy as np
 _NUM_TRIED_TOKENS = 4
 _NUM_JSON_TOKENS = 48
 # Texts that a walk prefers, in order. The first walk closes objects and lists as early as
-# possible; the second adds members as long as possible.
-_JSON_WISHES = (('"', "}", "]", ","), ('"', ",", "}", "]"))
+# possible; the second one adds members for as long as possible.
+_PREFERRED_JSON = (('"', "}", "]", ","), ('"', ",", "}", "]"))
 _MAX_SHOWN_CHARS = 80
 
 
@@ -21,18 +21,18 @@ def find_dead_end(
     eos_token_ids: Collection[int],
     is_json: bool,
 ) -> str | None:
-    """Why an answer cannot go on somewhere, in llguidance's words and ours; None if all can.
+    """Why some answer cannot be continued, with llguidance's error; None if no walk fails.
 
     Args:
-        matcher: In front of its first token; it is copied.
-        eos_token_ids: What may be drawn where an answer is complete.
-        is_json: Whether the answers are JSON, whose schemas may have dead ends farther behind.
+        matcher: A matcher before its first token; it is copied.
+        eos_token_ids: Tokens that end a complete answer.
+        is_json: Whether the answers are JSON. Schemas may have dead ends after more tokens.
     """
     if not is_json:
         return _walk(matcher.deep_copy(), tokenizer, eos_token_ids, (), _NUM_TRIED_TOKENS)
-    for texts in _JSON_WISHES:
-        wishes = [token_ids[0] for token_ids in map(tokenizer.greedy_tokenize, texts)]
-        dead_end = _walk(matcher.deep_copy(), tokenizer, eos_token_ids, wishes, _NUM_JSON_TOKENS)
+    for texts in _PREFERRED_JSON:
+        preferred = [token_ids[0] for token_ids in map(tokenizer.greedy_tokenize, texts)]
+        dead_end = _walk(matcher.deep_copy(), tokenizer, eos_token_ids, preferred, _NUM_JSON_TOKENS)
         if dead_end is not None:
             return dead_end
     return None
@@ -42,7 +42,7 @@ def _walk(
     matcher: llguidance.LLMatcher,
     tokenizer: llguidance.LLTokenizer,
     eos_token_ids: Collection[int],
-    wishes: Collection[int],
+    preferred: Collection[int],
     num_tokens: int,
 ) -> str | None:
     token_ids: list[int] = []
@@ -51,7 +51,7 @@ def _walk(
         if matcher.is_error() or not mask_np.any():
             text = tokenizer.decode_str(token_ids)[-_MAX_SHOWN_CHARS:]
             return f"{matcher.get_error() or 'NoExtensionBias'} (after {text!r})"
-        token_id = _choose(mask_np, wishes, eos_token_ids)
+        token_id = _choose(mask_np, preferred, eos_token_ids)
         if token_id is None:
             return None
         matcher.consume_token(token_id)
@@ -61,13 +61,13 @@ def _walk(
 
 def _choose(
     mask_np: np.ndarray,  # u8[num_mask_words * 4]
-    wishes: Collection[int],
+    preferred: Collection[int],
     eos_token_ids: Collection[int],
 ) -> int | None:
-    """A token to go on with; None if the answer can only end."""
-    wanted = next((i for i in wishes if mask_np[i // 8] >> (i % 8) & 1), None)
-    if wanted is not None:
-        return wanted
+    """The next token of a walk; None if the answer can only end."""
+    best = next((i for i in preferred if mask_np[i // 8] >> (i % 8) & 1), None)
+    if best is not None:
+        return best
     for byte_idx in np.flatnonzero(mask_np):
         for token_id in range(8 * int(byte_idx), 8 * int(byte_idx) + 8):
             if mask_np[byte_idx] >> (token_id % 8) & 1 and token_id not in eos_token_ids:

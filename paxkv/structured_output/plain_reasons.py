@@ -1,4 +1,4 @@
-"""Errors of llguidance, in words for a client that does not know llguidance."""
+"""Rewrites errors of llguidance for clients that do not know llguidance."""
 
 import re
 
@@ -6,7 +6,7 @@ from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.contracts.engine_output import NO_TOKEN_LEFT
 from paxkv.structured_output.grammar_syntax import NO_FORCING
 
-# The client that sent the grammar gets the reason, which may quote the grammar.
+# The client gets the reason, which may quote its grammar.
 MAX_REASON_CHARS = 400
 _NO_VALUE_FITS = "nothing can follow the text so far: no value fits at this place"
 _TOO_LARGE = "it is too large, or repeats too much; send a simpler one"
@@ -26,7 +26,7 @@ _TOO_DEEP = re.compile(r"recursion limit exceeded at line \d+ column \d+")
 _EXCERPT = re.compile(r"\n +\d+ \| [^\n]*(?:\n *\^)?")
 _NO_FORCING_LINE = re.compile(rf"\n +\d+ \| {re.escape(NO_FORCING)}")
 _PLACE = re.compile(r"^(?:at )?\d+\(\d+\): ")
-# What a client can do about an answer that cannot go on; the first phrase that is found counts.
+# Phrase in a reason -> what a client can do. The first phrase that is found counts.
 _REMEDIES = {
     _NO_VALUE_FITS: "change the format so that every beginning of an answer can be completed",
     "doesn't satisfy the grammar": "this is a bug in paxkv: please report it with the format",
@@ -36,7 +36,7 @@ _REMEDIES = {
 
 
 def one_line(reason: str) -> str:
-    """A reason of llguidance's, as it is shown."""
+    """Rewrites a reason of llguidance as one line for clients."""
     for words, plain_words in _PLAIN_WORDS.items():
         reason = reason.replace(words, plain_words)
     reason = _NO_FORCING_LINE.sub("", reason)
@@ -45,7 +45,7 @@ def one_line(reason: str) -> str:
 
 
 def without_excerpt(reason: str) -> str:
-    """The reason without lines of the grammar, which the client has not written if it is not Lark.
+    """Removes lines of the grammar from a reason. Only clients that send Lark know these lines.
 
     'at 1(8): unknown name: "b"\n   1 | start: b\n              ^\n' -> 'unknown name: "b"'
     """
@@ -53,11 +53,11 @@ def without_excerpt(reason: str) -> str:
 
 
 def describe_failure(params: StructuredOutputsParams, reason: str, *, num_tokens: int) -> str:
-    """Why an answer cannot go on.
+    """The error for an answer that cannot be continued.
 
     Args:
-        reason: llguidance's words, or `NO_TOKEN_LEFT`.
-        num_tokens: Of the answer so far.
+        reason: llguidance's error, or `NO_TOKEN_LEFT`.
+        num_tokens: Tokens of the answer so far.
     """
     shown = reason if reason == NO_TOKEN_LEFT else one_line(reason)
     remedy = next((what for words, what in _REMEDIES.items() if words in shown), None)

@@ -1,7 +1,7 @@
-"""The `format` of a structural tag becomes a grammar: pieces of forms, put together.
+"""`StructuralFormat`: converts the `format` of a structural tag to a grammar.
 
-Source: the structural tags of XGrammar, whose names they have; text that may be of any length is
-matched up to the first place where something else may begin, as llguidance's lazy lexemes are.
+Source: the structural tags of XGrammar, with the same names. Free text ends at the first place
+where the next part may begin, like llguidance's lazy lexemes.
 """
 
 import json
@@ -13,7 +13,7 @@ from paxkv.structured_output.grammar_syntax import NO_FORCING, to_lark
 from paxkv.structured_output.json_schema.schema_cleaner import SchemaCleaner
 
 _ANY_TEXT = "/(?s:.*)/"
-# So deep that nobody writes it by hand, and no deeper than a recursion may go.
+# Deeper than any useful format, but within the limit on recursion.
 _MAX_DEPTH = 32
 _Format = Mapping[str, object]
 
@@ -22,8 +22,8 @@ class StructuralFormat:
     """Reads one format.
 
     Args:
-        schema_options: As llguidance has them beside a JSON schema.
-        cleaner: Of the schemas in it.
+        schema_options: llguidance's options for JSON schemas.
+        cleaner: Cleans the schemas in the format.
     """
 
     def __init__(self, schema_options: Mapping[str, object], cleaner: SchemaCleaner) -> None:
@@ -53,7 +53,7 @@ class StructuralFormat:
         return "\n".join([NO_FORCING, f"start: {start}", *self._rules])
 
     def _read(self, form: object, ends: Sequence[str], depth: int) -> str:
-        """An expression of `form` with one of `ends` behind it, if there are any."""
+        """The expression for `form`, followed by one of `ends` if there are any."""
         kind = form.get("type") if isinstance(form, Mapping) else None
         if not isinstance(kind, str) or kind not in self._readers:
             shown = json.dumps(kind, default=str)[:40]
@@ -61,7 +61,7 @@ class StructuralFormat:
                 f"a format's type must be one of {', '.join(self._readers)}, got {shown}"
             )
         if depth > _MAX_DEPTH:
-            raise ValueError(f"formats lie within each other at most {_MAX_DEPTH} deep")
+            raise ValueError(f"formats may be nested at most {_MAX_DEPTH} levels deep")
         return self._readers[kind](form, ends, depth)
 
     def _const_string(self, form: _Format, ends: Sequence[str], depth: int) -> str:
@@ -76,7 +76,7 @@ class StructuralFormat:
 
     def _regex(self, form: _Format, ends: Sequence[str], depth: int) -> str:
         pattern = f"/{llguidance.regex_to_lark(_text(form, 'pattern'))}/"
-        # One lexeme with its end: by itself it would take the end too, where it fits.
+        # One lexeme with its end. A separate lexeme would consume the end too if it matched it.
         return self._rule(_joined(pattern, _alternatives(ends)), is_terminal=True)
 
     def _grammar(self, form: _Format, ends: Sequence[str], depth: int) -> str:
@@ -103,7 +103,7 @@ class StructuralFormat:
         return _joined(_literal(begin), content, _alternatives(ends))
 
     def _triggered_tags(self, form: _Format, ends: Sequence[str], depth: int) -> str:
-        """Free text; where a trigger is written, one of its tags follows."""
+        """Free text. After each trigger in it, one of the trigger's tags follows."""
         triggers = _list(form, "triggers")
         if not all(isinstance(trigger, str) and trigger for trigger in triggers):
             raise ValueError('"triggers" must be non-empty strings')
@@ -143,7 +143,7 @@ class StructuralFormat:
         return _joined(tags, _alternatives(ends))
 
     def _tag_parts(self, tag: object, depth: int) -> tuple[str, str]:
-        """The beginning of a tag, and an expression of what follows, its end included."""
+        """The beginning of a tag, and the expression for the rest, including its end."""
         if not isinstance(tag, Mapping):
             raise ValueError('each tag must be an object with "begin", "content" and "end"')
         end = tag.get("end")
@@ -157,7 +157,7 @@ class StructuralFormat:
         return begin, self._read(tag.get("content"), ends, depth + 1)
 
     def _text_until(self, ends: Sequence[str]) -> str:
-        """Any text up to the first of `ends`, and that."""
+        """Any text up to the first of `ends`, including it."""
         return self._rule(_joined(_ANY_TEXT, _alternatives(ends)), is_lazy=True)
 
     def _rest(self) -> str:
@@ -165,14 +165,14 @@ class StructuralFormat:
         return self._rule(_ANY_TEXT, is_terminal=True)
 
     def _rule(self, body: str, *, is_terminal: bool = False, is_lazy: bool = False) -> str:
-        """The name of a rule of its own; the tokens of Lark's grammars have capital letters."""
+        """Adds a rule and returns its name. Lark's terminals have names in capital letters."""
         name = f"{'T' if is_terminal else 'r'}{len(self._rules)}"
         self._rules.append(f"{name}{'[lazy]' if is_lazy else ''}: {body}")
         return name
 
 
 def _is_unlimited(form: object) -> bool:
-    """Whether a format is text of any length, or ends in such."""
+    """Whether a format is text of any length, or ends with it."""
     kind = form.get("type") if isinstance(form, Mapping) else None
     elements = form.get("elements") if kind in ("sequence", "or") else None
     if isinstance(elements, list) and elements:
@@ -185,7 +185,7 @@ def _literal(text: str) -> str:
 
 
 def _joined(*parts: str) -> str:
-    """One behind the other; the empty text where there is nothing."""
+    """The parts in sequence; the empty text if there are none."""
     return " ".join(part for part in parts if part) or '""'
 
 
@@ -207,7 +207,7 @@ def _text(form: _Format, name: str, *, may_be_empty: bool = False) -> str:
 def _list(form: _Format, name: str) -> list[object]:
     value = form.get(name)
     if not isinstance(value, list) or not value:
-        raise ValueError(f'{form.get("type")}: "{name}" must be a list with something in it')
+        raise ValueError(f'{form.get("type")}: "{name}" must be a list that is not empty')
     return value
 
 

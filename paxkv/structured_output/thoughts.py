@@ -1,4 +1,4 @@
-"""Thoughts before a form: tokens between `<think>` and `</think>`, which no grammar binds."""
+"""Thoughts before a form: tokens between `<think>` and `</think>`, without a grammar."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ _CLOSE_BYTES = b"</think>"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ThoughtTokens:
-    """What a model's vocabulary has to do with thoughts.
+    """Tokens of a vocabulary that begin and end thoughts, and masks for thoughts.
 
     Args:
         open_id: The token `<think>`.
         close_id: The token `</think>`, after which the form begins.
-        kept_np: i32[8, num_words], masks of allowed tokens. Row 0 holds in any thought: it leaves
-            out tokens that end the answer, tokens without a text, and tokens with the tag in them
-            other than `close_id`. Row k holds after a thought that ends in the first k characters
-            of the tag: it leaves out tokens that begin with the rest of the tag. So the engine and
-            the readers of the text find the same end.
-        token_bytes: Of each token.
+        kept_np: i32[8, num_words], masks of allowed tokens. They allow the text `</think>` only as
+            the token `close_id`, so that the engine and readers of the text find the same end. Row
+            0 applies in every thought. It excludes tokens that end the answer, tokens without text,
+            and other tokens that contain the tag. Row k applies after a text that ends with the
+            first k characters of the tag. It excludes tokens that begin with the rest of the tag.
+        token_bytes: The bytes of each token.
     """
 
     open_id: int
@@ -39,27 +39,27 @@ def find_thought_tokens(
     eos_token_ids: Sequence[int],
     num_words: int,
 ) -> ThoughtTokens:
-    """Looks through the whole vocabulary."""
+    """Searches the whole vocabulary."""
     spelled = [i for i, text in enumerate(token_bytes) if _CLOSE_BYTES in text and i != close_id]
     without_text = [i for i, text in enumerate(token_bytes) if not text]
-    lost = [[*spelled, *eos_token_ids, *without_text]]
+    excluded = [[*spelled, *eos_token_ids, *without_text]]
     for num_chars in range(1, len(_CLOSE_BYTES)):
         rest = _CLOSE_BYTES[num_chars:]
-        lost.append([i for i, text in enumerate(token_bytes) if text.startswith(rest)])
+        excluded.append([i for i, text in enumerate(token_bytes) if text.startswith(rest)])
     return ThoughtTokens(
         open_id=open_id,
         close_id=close_id,
-        kept_np=np.stack([~token_bits(token_ids, num_words) for token_ids in lost]),
+        kept_np=np.stack([~token_bits(token_ids, num_words) for token_ids in excluded]),
         token_bytes=token_bytes,
     )
 
 
 class Thoughts:
-    """Where a request stands before its form begins.
+    """The state of a request before its form begins.
 
     Args:
-        is_begun: Its prompt ends in thoughts, or its model always begins with them. Else its first
-            token says whether there are any.
+        is_begun: Whether the answer begins within thoughts, because of the prompt or the model.
+            Otherwise its first token decides whether there are thoughts.
     """
 
     def __init__(self, tokens: ThoughtTokens, *, is_begun: bool) -> None:
@@ -69,14 +69,14 @@ class Thoughts:
 
     @property
     def is_open(self) -> bool:
-        """Whether thoughts are written; else they may begin, or the form does."""
+        """Whether the request is within thoughts. Otherwise thoughts or the form may begin."""
         return self._is_open
 
     def allow(
         self,
         mask_np: np.ndarray,  # i32[num_words]
     ) -> None:
-        """Makes of what the form allows as its beginning what may be drawn now, in place."""
+        """Changes a mask for the beginning of the form, in place, to the tokens allowed now."""
         if not self._is_open:
             mask_np |= token_bits([self._tokens.open_id], len(mask_np))
             return
@@ -86,8 +86,8 @@ class Thoughts:
             if self._tail.endswith(_CLOSE_BYTES[:num_chars]):
                 mask_np &= kept_np[num_chars]
 
-    def take(self, token_id: int) -> bool:
-        """Whether the form begins behind this token, or with it where thoughts are not open."""
+    def advance(self, token_id: int) -> bool:
+        """Advances by a token. True if the form begins after it, or with it if nothing is open."""
         if not self._is_open:
             self._is_open = token_id == self._tokens.open_id
             return not self._is_open

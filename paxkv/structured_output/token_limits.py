@@ -1,4 +1,4 @@
-"""`TokenLimits`: what a request's own settings leave of the tokens that its grammar allows."""
+"""`TokenLimits`: the tokens that a request's own settings exclude from its grammar's mask."""
 
 import copy
 from collections import deque
@@ -13,7 +13,7 @@ _BITS = 32
 
 
 def token_bits(token_ids: Iterable[int], num_words: int) -> np.ndarray:  # i32[num_words]
-    """A bit for each token, set for these: as in a `GrammarBitmask`."""
+    """A mask with the bits of these tokens set, as in a `GrammarBitmask`."""
     is_in_np = np.zeros(num_words * _BITS, np.uint8)
     is_in_np[list(token_ids)] = 1
     return np.packbits(is_in_np, bitorder="little").view("<i4")
@@ -22,17 +22,17 @@ def token_bits(token_ids: Iterable[int], num_words: int) -> np.ndarray:  # i32[n
 class TokenLimits:
     """`allowed_token_ids`, `bad_words` and `min_tokens` of one request, on the host.
 
-    The device heeds them too, without grammars as well. Here they show in time that together with
-    a grammar they leave no token.
+    The device applies these settings too. They are applied here to find out in time that, together
+    with a grammar, they leave no token.
 
     Args:
-        num_words: Of a mask.
+        num_words: Words of a mask.
     """
 
     def __init__(self, request: EngineRequest, num_words: int) -> None:
         params = request.sampling_params
         self._num_words = num_words
-        # None where there is nothing to take away.
+        # None if all tokens are allowed.
         self._kept_np: np.ndarray | None = None
         banned = [word[0] for word in request.bad_words_token_ids if len(word) == 1]
         if banned or params.allowed_token_ids is not None:
@@ -47,21 +47,21 @@ class TokenLimits:
         self._last_tokens: deque[int] = deque(maxlen=MAX_BAD_WORD_TOKENS - 1)
 
     def copy(self) -> "TokenLimits":
-        """A copy that takes tokens of its own."""
+        """A copy that can advance by other tokens."""
         copied = copy.copy(self)
         copied._last_tokens = self._last_tokens.copy()
         return copied
 
     @property
     def has_any(self) -> bool:
-        """Whether there is anything to take away, besides ends."""
+        """Whether any tokens are excluded, apart from ends below `min_tokens`."""
         return self._kept_np is not None or bool(self._bad_words)
 
     def narrow(
         self,
         mask_np: np.ndarray,  # i32[num_words]
     ) -> None:
-        """Takes from a mask, in place, what may not be drawn next."""
+        """Removes tokens that are not allowed next from a mask, in place."""
         if self._kept_np is not None:
             mask_np &= self._kept_np
         if self._num_early_tokens > 0:
@@ -76,7 +76,7 @@ class TokenLimits:
             mask_np &= ~token_bits(banned, self._num_words)
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Takes the request's new output tokens."""
+        """Advances by the request's new output tokens."""
         self._num_early_tokens -= len(token_ids)
         if self._bad_words:
             self._last_tokens.extend(token_ids)

@@ -1,1 +1,1 @@
-"""JSON schemas are made ready for llguidance: what it cannot enforce is left out and reported."""
+"""Prepares JSON schemas for llguidance: removes and reports keywords that it cannot enforce."""

@@ -1,7 +1,7 @@
 """`close_endless_schemas`: finds schemas that refer to themselves without end.
 
-{"$ref": "#"} allows no value that could ever be written down. llguidance compiles such a schema and
-fails when an answer reaches it, so it is replaced by `false` here.
+No finite value fits {"$ref": "#"}. llguidance compiles such a schema, but fails when an answer
+reaches it. So it is replaced here by a schema that no value fits.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from paxkv.structured_output.form_errors import SchemaError
 from paxkv.structured_output.json_schema.idle_keywords import types_of
 from paxkv.structured_output.json_schema.schema_parts import SchemaPart
 
-# That an error names.
+# Maximum number of places that an error names.
 _MAX_PLACES = 3
 
 
@@ -18,7 +18,7 @@ def close_endless_schemas(parts: list[SchemaPart]) -> None:
     """Makes endless schemas impossible, in place.
 
     Args:
-        parts: All of a schema, the whole one first.
+        parts: All parts of a schema, the whole schema first.
 
     Raises:
         SchemaError: The whole schema is endless.
@@ -53,7 +53,7 @@ def close_endless_schemas(parts: list[SchemaPart]) -> None:
 def _is_finite(
     schema: Mapping[str, object], targets: Mapping[int, object], finite: set[int]
 ) -> bool:
-    """Whether a finite value may fit a schema, as far as that is known."""
+    """Whether a finite value fits a schema, according to the schemas that are known as finite."""
 
     def is_known(inner: object) -> bool:
         return not isinstance(inner, dict) or id(inner) in finite

@@ -1,8 +1,8 @@
 """`drop_idle_keywords`: removes keywords of a JSON schema that exclude no value.
 
-llguidance refuses keywords that it does not implement, whatever their value is. It also refuses
-values that JSON Schema allows, such as `"maxLength": 100.0`, and bounds beyond 64 bits. Here such
-keywords are removed or rewritten, without a change to the values that fit the schema.
+llguidance refuses keywords that it does not implement, even if they exclude no value. It also
+refuses values that JSON Schema allows, such as `"maxLength": 100.0`, and bounds beyond 64 bits.
+Here such keywords are removed or rewritten. The same values fit the schema as before.
 """
 
 import math
@@ -33,7 +33,7 @@ _URI = re.compile(r"(?:[\w.~:/?#\[\]@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*", re.ASCII)
 
 
 def drop_idle_keywords(schema: dict[str, object]) -> None:
-    """Changes one schema in place, not those in it."""
+    """Changes one schema in place, without the schemas inside it."""
     for keyword in [k for k, value in schema.items() if value is None and k not in _VALUES]:
         del schema[keyword]
     _drop_unknown_names(schema)
@@ -86,13 +86,13 @@ def _correct_counts(schema: dict[str, object]) -> None:
             if type(count) is int and (
                 count >= _MAX_COUNT if keyword.startswith("max") else count == 0
             ):
-                # A schema with `contains` has 1 as the default.
+                # `minContains` stays, because its default is 1.
                 if keyword != "minContains":
                     del schema[keyword]
 
 
 def _correct_bounds(schema: dict[str, object]) -> None:
-    """Drops bounds that no ordinary number reaches. Those of 64 bits are kept for integers."""
+    """Drops bounds that no ordinary number reaches. For integers, keeps bounds of 64 bits."""
     is_integer = types_of(schema) & {"number", "integer"} == {"integer"}
     for keyword in _BOUNDS:
         bound = schema.get(keyword)
@@ -102,7 +102,7 @@ def _correct_bounds(schema: dict[str, object]) -> None:
         outwards = -bound if is_minimum else bound
         # A Python integer may be too large for a float.
         is_beyond = outwards >= _INT64_END
-        # 2**63 - 1, the largest integer of 64 bits, counts as 2**63 in a float64.
+        # 2**63 - 1, the largest integer of 64 bits, is rounded to 2**63 in a float64.
         if is_integer and is_beyond and outwards <= _INT64_END:
             schema[keyword] = -_LAST_INT64 if is_minimum else _LAST_INT64
         elif is_integer and _LAST_INT64 < outwards < _INT64_END:
@@ -138,7 +138,7 @@ def _simplify_conditions(schema: dict[str, object]) -> None:
 
 
 def _simplify_not(schema: dict[str, object]) -> None:
-    """Writes `not` of types with `type`: {"not": {"type": "null"}} names all the others."""
+    """Replaces `not` of types by `type`: {"not": {"type": "null"}} becomes all other types."""
     excluded = schema.get("not")
     if "not" not in schema or not isinstance(excluded, (dict, bool)):
         return
@@ -153,7 +153,7 @@ def _simplify_not(schema: dict[str, object]) -> None:
             left -= {"integer"}
         del schema["not"]
         if left:
-            # In an order that does not depend on hashes.
+            # In a fixed order, which does not depend on hashes.
             schema["type"] = [name for name in (*_TYPES, "integer") if name in left]
         else:
             _make_impossible(schema)
@@ -172,7 +172,7 @@ def _simplify_arrays(schema: dict[str, object]) -> None:
         for keyword in ("contains", "minContains", "maxContains"):
             schema.pop(keyword, None)
     rest = schema.get("unevaluatedItems")
-    # A draft that has the keyword knows no list of `items`.
+    # In drafts that have this keyword, `items` is not a list.
     if is_trivial(rest) or (rest is not None and "items" in schema):
         schema.pop("unevaluatedItems", None)
     elif rest is not None and not any(keyword in schema for keyword in (*_IN_PLACE, "contains")):
@@ -205,7 +205,7 @@ def _simplify_objects(schema: dict[str, object]) -> None:
 
 
 def _simplify_property_names(schema: dict[str, object]) -> None:
-    """Every name is a string. Names of a list or a pattern become `patternProperties`.
+    """Removes `propertyNames`. Names from a list or a pattern become `patternProperties`.
 
     {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": X} becomes
     {"patternProperties": {"^(?:a|b)$": X}, "additionalProperties": false}.
@@ -231,7 +231,7 @@ def _simplify_property_names(schema: dict[str, object]) -> None:
 
 
 def _pattern_of_names(limits: Mapping[str, object]) -> str | None:
-    """A regular expression for the strings that a schema of one keyword allows."""
+    """A regular expression for the strings that a schema with one of three keywords allows."""
     match limits:
         case {"pattern": str(pattern), **rest} if not rest:
             return pattern

@@ -1,4 +1,4 @@
-"""What the value of each keyword of a JSON schema must be, for errors that name what it is."""
+"""Finds keywords of a JSON schema whose values have the wrong form, and describes them."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _SCHEMA_LIST = "a list of schemas"
 _STRINGS = "a list of strings"
 _TYPES = "a string or a list of strings"
 _COUNT = "a whole number from 0 on"
-# Keywords that the grammar is made of. A schema is refused if the value of one has another form.
+# Keywords that the grammar is made from. A schema is refused if the value of one has another form.
 _FORMS = {
     "properties": _NAMED_SCHEMAS,
     "patternProperties": _NAMED_SCHEMAS,
@@ -36,13 +36,13 @@ _LIMIT_FORMS = {
     **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), "a number or a boolean"),
     **dict.fromkeys(("pattern", "format"), "a string"),
 }
-# Keywords whose value null does not stand for their absence.
+# For all other keywords, the value null means that the keyword is absent.
 _NULL_IS_A_VALUE = ("enum",)
 _SHOWN_CHARS = 100
 
 
 def wrong_form(part: SchemaPart) -> str | None:
-    """The first keyword of one schema that cannot be read, and what it must be; None without one.
+    """Describes the first keyword of one schema that has the wrong form; None if there is none.
 
     "#/properties/a/required is 5; it must be a list of strings"
     """
@@ -57,7 +57,7 @@ def wrong_form(part: SchemaPart) -> str | None:
 
 
 def wrong_limit(part: SchemaPart, keyword: str) -> str | None:
-    """The same for a keyword that only excludes values."""
+    """Like `wrong_form`, for one keyword that only excludes values."""
     form = _LIMIT_FORMS.get(keyword)
     if form is None or _has_form(form, part.schema[keyword]):
         return None
@@ -65,7 +65,7 @@ def wrong_limit(part: SchemaPart, keyword: str) -> str | None:
 
 
 def shown(value: object) -> str:
-    """A value as JSON, without its end if it is long."""
+    """A value as JSON, shortened if it is long."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
@@ -84,7 +84,7 @@ def _description(part: SchemaPart, steps: tuple[object, ...], form: str) -> str:
 
 
 def _wrong_steps(keyword: str, form: str, value: object) -> Iterator[tuple[object, ...]]:
-    """Paths below a keyword to what has the wrong form; () is the value of the keyword itself."""
+    """Paths below a keyword to values of the wrong form; () is the value of the keyword itself."""
     # Up to draft 2019-09, "items" may be a list of schemas.
     if form == _SCHEMA_LIST or (keyword == "items" and isinstance(value, list)):
         if not isinstance(value, list):

@@ -1,8 +1,8 @@
 """`SchemaCleaner`: removes the keywords of a JSON schema that llguidance cannot compile.
 
-Clients rarely write their schemas themselves: the schemas of tools come from servers of other
-people. So a keyword that no grammar can enforce, such as `uniqueItems`, is removed and reported
-instead of refused, unless the schema is strict.
+Clients rarely write their schemas themselves, because the schemas of tools come from other servers.
+So a keyword that no grammar can enforce, such as `uniqueItems`, is removed and reported. Only in a
+strict schema it is an error.
 """
 
 import json
@@ -41,7 +41,7 @@ _MAX_TRIED_ONE_OFS = 8
 
 
 class SchemaProbe(Protocol):
-    """Tries schemas: `LlguidanceProbe`."""
+    """Tries schemas. Implemented by `LlguidanceProbe`."""
 
     def compiles(self, schema: Mapping[str, object]) -> bool: ...
 
@@ -56,8 +56,8 @@ class SchemaCleaner:
     Args:
         probe: Tries parts of schemas.
         probes_values: Also removes keywords whose value llguidance cannot compile, such as a
-            `pattern` with a look-ahead. To find them takes a trial for each keyword, so the caller
-            asks for it only after the whole schema was refused.
+            `pattern` with a look-ahead. This tries each keyword, so the caller asks for it only
+            after the whole schema was refused.
 
     Attributes:
         num_schemas: Schemas that `clean` was called for.
@@ -77,7 +77,7 @@ class SchemaCleaner:
         return tuple(self._ignored)
 
     def clean(self, schema: object) -> object:
-        """The schema without the keywords that cannot be compiled; it may be changed in place.
+        """Returns the schema without keywords that cannot be compiled. May change it in place.
 
         Raises:
             SchemaError: A type or reference does not exist, or a strict schema has a keyword that
@@ -92,7 +92,7 @@ class SchemaCleaner:
         for part in find_schema_parts(schema):
             drop_idle_keywords(part.schema)
             _check_names(part)
-        # Strict parts first: what is ignored in another schema may also be theirs.
+        # Strict parts first, because a part of a strict schema may be in another schema too.
         for part in sorted(find_schema_parts(schema), key=lambda part: not part.is_strict):
             self._drop_never_enforced(part)
             if self._probes_values:
@@ -149,7 +149,7 @@ class SchemaCleaner:
     def _drop_limits(
         self, part: SchemaPart, kept: Mapping[str, object], keywords: tuple[str, ...]
     ) -> None:
-        """Keeps those of `keywords` that compile together with `kept`, the first ones first."""
+        """Drops `keywords` that do not compile together with `kept` and with earlier keywords."""
         if not any(keyword in part.schema for keyword in keywords):
             return
         tried = dict(kept)
@@ -163,10 +163,10 @@ class SchemaCleaner:
                 self._drop(part, keyword)
 
     def _drop_patterns(self, part: SchemaPart) -> None:
-        """Keeps the patterns of names that compile together, the first ones first.
+        """Drops patterns of names that do not compile together with earlier ones.
 
-        Without its pattern a name counts as an additional one, so `additionalProperties` is
-        removed too.
+        Names of a dropped pattern would count as additional properties, so `additionalProperties`
+        is dropped too.
         """
         patterns = part.schema.get("patternProperties")
         if not isinstance(patterns, dict):
@@ -184,8 +184,8 @@ class SchemaCleaner:
     def _move_last_names(self, part: SchemaPart) -> None:
         """Writes a pattern as properties if all its names are in `required` or `properties`.
 
-        After these names, llguidance would offer further names of the pattern, and fail as there
-        are none: of "^x$" if "x" is required.
+        After these names, llguidance would try to generate another name of the pattern, and fail.
+        For example, "^x$" has no other name if "x" is required.
         """
         patterns, required = part.schema.get("patternProperties"), part.schema.get("required")
         properties = part.schema.get("properties", {})
@@ -193,7 +193,7 @@ class SchemaCleaner:
             return
         names = [*properties, *(required if isinstance(required, list) else ())]
         names = list(dict.fromkeys(name for name in names if isinstance(name, str)))
-        # With additional properties there is always something to offer.
+        # If additional properties are allowed, there is always another name.
         if not names or is_trivial(part.schema.get("additionalProperties", True)):
             return
         for pattern in list(patterns):
@@ -237,10 +237,10 @@ def _strict_refusal(part: SchemaPart, steps: Sequence[str]) -> str:
 
 
 def _check_names(part: SchemaPart) -> None:
-    """Looks for types and references that do not exist; llguidance does not say where they are.
+    """Checks types and references, because llguidance's errors do not say where they are.
 
     Raises:
-        SchemaError: There is one.
+        SchemaError: A type or reference does not exist.
     """
     unknown = [name for name in types_of(part.schema) if name not in _TYPES]
     if unknown:
@@ -267,13 +267,13 @@ def _write_as_any_of(schema: dict[str, object]) -> None:
 
 
 def _replace(schema: dict[str, object], content: Mapping[str, object]) -> None:
-    """Gives a schema another content; it stays the same object."""
+    """Replaces the content of a schema, which stays the same object."""
     schema.clear()
     schema.update(content)
 
 
 def _without_values(schema: Mapping[str, object]) -> dict[str, object]:
-    """The names of an object's properties, with any values."""
+    """A schema with the names of an object's properties, but with any values."""
     kept: dict[str, object] = {"type": "object"}
     for keyword in ("properties", "patternProperties"):
         if isinstance(schema.get(keyword), dict):

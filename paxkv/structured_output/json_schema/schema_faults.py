@@ -1,7 +1,7 @@
-"""`find_fault`: where in a JSON schema that llguidance refuses the mistake is.
+"""`find_fault`: finds the mistake in a JSON schema that llguidance has refused.
 
 llguidance says "properties must be an object", but not where. These searches run only after it has
-refused a schema, so they cost nothing for the others, and refuse nothing by themselves.
+refused a schema, so they neither delay nor refuse other schemas.
 """
 
 import re
@@ -14,15 +14,15 @@ from paxkv.structured_output.json_schema.schema_parts import SchemaPart, find_sc
 from paxkv.structured_output.json_schema.schema_probe import LlguidanceProbe
 from paxkv.structured_output.json_schema.unwritable_values import find_unwritable
 
-# Of llguidance, which reads them in the whole schema.
+# The keyword for llguidance's options, which it reads only at the top of a schema.
 _OPTIONS = "x-guidance"
-# Schemas that are tried, to find the one that no value fits.
+# Maximum number of schemas that are tried to find the one that no value fits.
 _MAX_TRIED = 32
 _REFERENCED = re.compile(r"while processing (?:json-schema:///)?(\S+#\S*|#\S*)")
 
 
 def find_fault(schema: object, probe: LlguidanceProbe) -> SchemaError | None:
-    """The first mistake in a schema; None if it is not of a kind that is looked for.
+    """The first mistake in a schema; None if no search finds it.
 
     Args:
         schema: As it was sent; it may be changed in place.
@@ -53,7 +53,7 @@ def _unreachable(part: SchemaPart) -> str | None:
 
 
 def _wrong_options(schema: Mapping[str, object], probe: LlguidanceProbe) -> SchemaError | None:
-    """Options of llguidance's, which a whole schema may have, and which llguidance refuses."""
+    """An error if llguidance refuses the options at the top of the schema."""
     if _OPTIONS not in schema:
         return None
     error = probe.error_of({_OPTIONS: schema[_OPTIONS]})
@@ -65,8 +65,8 @@ def _wrong_options(schema: Mapping[str, object], probe: LlguidanceProbe) -> Sche
 def _find_impossible(
     schema: Mapping[str, object], parts: Sequence[SchemaPart], probe: LlguidanceProbe
 ) -> SchemaError | None:
-    """The innermost schema that no value fits, and that every value of the outer ones needs."""
-    # As they were sent, because what no grammar can enforce is removed before they are tried.
+    """Finds the innermost schema that no value fits, although every value must contain one."""
+    # The schemas as they were sent. Before the trials, keywords are removed from them.
     sent = {id(part.schema): shown(part.schema) for part in parts}
     SchemaCleaner(probe, probes_values=True).clean(schema)
     parts = find_schema_parts(schema)
@@ -88,7 +88,7 @@ def _find_impossible(
                 if name in roots[inner.tool]
             }
             if probe.is_about_values(probe.error_of(definitions | inner.schema)):
-                # What it needs is looked at next, and nothing beside it.
+                # From now on, only schemas that this one needs are tried.
                 found, waiting = inner, list(_needed(inner))
     return SchemaError(
         f"no value fits the schema at {found.place}, which is "
@@ -99,7 +99,7 @@ def _find_impossible(
 
 
 def _referenced(error: str, parts: Sequence[SchemaPart]) -> SchemaPart | None:
-    """The schema that llguidance was at when it failed; it names those alone that a `$ref` names.
+    """The schema in which llguidance failed. Its error names only schemas that a `$ref` names.
 
     "... while processing json-schema:///#/$defs/d" -> the part at "#/$defs/d".
     """
@@ -108,7 +108,7 @@ def _referenced(error: str, parts: Sequence[SchemaPart]) -> SchemaPart | None:
 
 
 def _needed(part: SchemaPart) -> Iterator[object]:
-    """The schemas right below a schema that something must fit, whatever the value is."""
+    """The schemas directly inside a schema that every value, or a part of it, must fit."""
     schema = part.schema
     if part.target is not None:
         yield part.target

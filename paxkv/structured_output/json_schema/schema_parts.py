@@ -1,7 +1,7 @@
 """`find_schema_parts`: the subschemas of a JSON schema that a grammar is made from.
 
-Definitions that no `$ref` reaches are not among them, and neither are the subschemas of keywords
-that no grammar can enforce (`not`, `if`, `contains` and so on).
+Definitions that no `$ref` reaches are left out, and so are the subschemas of keywords that no
+grammar can enforce (`not`, `if`, `contains` and so on).
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class SchemaPart:
 
     @property
     def tool(self) -> str | None:
-        """The tool that it belongs to, in a list of calls."""
+        """The tool that the schema belongs to, in the schema of a list of calls."""
         resource = self.pointer.partition("#")[0]
         return resource.removeprefix(TOOL_ID_PREFIX) if resource else None
 
@@ -46,17 +46,17 @@ class SchemaPart:
         return self.place_of()
 
     def place_of(self, *steps: object) -> str:
-        """As `pointer_to`, without the name of the tool."""
+        """Like `pointer_to`, but without the name of the tool."""
         return f"#{self.pointer_to(*steps).partition('#')[2]}"
 
     def pointer_to(self, *steps: object) -> str:
-        """The place of a keyword, or of what is in it: ("enum", 0) -> "#/properties/a/enum/0"."""
+        """The place of a keyword, or of a value in it: ("enum", 0) -> "#/properties/a/enum/0"."""
         return self.pointer + "".join(f"/{escape_step(str(step))}" for step in steps)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Resource:
-    """What the references within a schema count from: the schema with the nearest `$id`."""
+    """The schema with the nearest `$id`, in which references begin."""
 
     root: object
     pointer: str
@@ -70,7 +70,7 @@ def find_schema_parts(root: object) -> list[SchemaPart]:
     """
     found: list[SchemaPart] = []
     seen: set[tuple[int, bool]] = set()
-    # (schema, its resource, its pointer, whether what it is in is strict)
+    # (schema, its resource, its pointer, whether it is inside a strict schema)
     waiting = [(root, _Resource(root, "#"), "#", False)]
     while waiting:
         schema, resource, pointer, is_strict = waiting.pop()
@@ -97,7 +97,7 @@ def find_schema_parts(root: object) -> list[SchemaPart]:
 
 
 def _subschemas(schema: Mapping[str, object]) -> Iterator[tuple[object, ...]]:
-    """The schemas right below a schema, behind their places: ("properties", "a", {...})."""
+    """The schemas directly inside a schema, with their places: ("properties", "a", {...})."""
     for keyword, value in schema.items():
         if keyword in _SCHEMAS_BY_NAME and isinstance(value, dict):
             yield from ((keyword, name, inner) for name, inner in value.items())
@@ -110,7 +110,7 @@ def _subschemas(schema: Mapping[str, object]) -> Iterator[tuple[object, ...]]:
 def _enter(
     schema: Mapping[str, object], resource: _Resource, pointer: str
 ) -> tuple[_Resource, str]:
-    """The resource that a schema is in, and its pointer: `$id` begins a resource."""
+    """The resource and the pointer of a schema. A schema with an `$id` is a new resource."""
     schema_id = schema.get("$id")
     if not isinstance(schema_id, str) or schema_id.startswith("#"):
         return resource, pointer
@@ -129,7 +129,7 @@ def _replace_dynamic_refs(schema: dict[str, object]) -> None:
 
 
 def _resolve(ref: object, resource: _Resource) -> tuple[object, _Resource, str] | None:
-    """The schema that a reference names, its resource and its pointer; None of another document."""
+    """The schema that a reference names, its resource and its pointer; None if not found."""
     if not isinstance(ref, str) or not ref.startswith("#"):
         return None
     if ref != "#" and not ref.startswith("#/"):

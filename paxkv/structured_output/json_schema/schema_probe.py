@@ -7,7 +7,7 @@ import llguidance
 import numpy as np
 
 _TIGHT = {"whitespace_flexible": False}
-# The beginning of what llguidance says of a schema that it understands, and that no value fits.
+# The beginning of llguidance's error for a schema that it understands, but that no value fits.
 _NO_VALUE = "Unsatisfiable schema"
 
 
@@ -15,8 +15,8 @@ class LlguidanceProbe:
     """A `SchemaProbe`.
 
     Args:
-        tokenizer: Of the model.
-        limits: What one grammar may take.
+        tokenizer: The model's tokenizer.
+        limits: Limits on one grammar.
     """
 
     def __init__(
@@ -31,15 +31,15 @@ class LlguidanceProbe:
         return not error or self.is_about_values(error)
 
     def error_of(self, schema: Mapping[str, object]) -> str:
-        """What llguidance finds wrong with a schema; empty if that is nothing."""
+        """llguidance's error for a schema; empty if there is none."""
         return _error_of(schema)
 
     def is_about_values(self, error: str) -> bool:
-        """Whether llguidance understands the schema, and no value fits it."""
+        """Whether the error says that llguidance understands the schema, but no value fits it."""
         return _NO_VALUE in error
 
     def matches(self, pattern: str, text: str) -> bool:
-        """Whether a pattern of JSON Schema is found in a text."""
+        """Whether a pattern of JSON Schema matches anywhere in a text."""
         return not _error_of({"type": "string", "pattern": pattern, "enum": [text]})
 
     def has_more_names(self, pattern: str, names: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""`find_unwritable`: numbers and texts that Python reads from JSON, and that JSON does not have."""
+"""`find_unwritable`: finds values that Python reads from JSON, but that JSON cannot express."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from paxkv.structured_output.json_schema.schema_parts import escape_step
 
 
 def find_unwritable(schema: object) -> str | None:
-    """The first such value of a schema, with its place; None without one.
+    """Describes the first such value of a schema, with its place; None if there is none.
 
     `{"const": NaN}` -> "#/const is NaN, ...". JSON text such as 1e400 is read as infinity, and
     "\\ud800" as half a character.
@@ -16,7 +16,7 @@ def find_unwritable(schema: object) -> str | None:
     while waiting:
         value, place = waiting.pop()
         if isinstance(value, float) and not math.isfinite(value):
-            return f"{place} is {json.dumps(value)}, which is no number of JSON; send a finite one"
+            return f"{place} is {json.dumps(value)}, which is not a JSON number; send a finite one"
         if isinstance(value, str) and _has_half_character(value):
             return _half_character(place, value)
         inner = value if isinstance(value, dict) else {}

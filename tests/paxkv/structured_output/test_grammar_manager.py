@@ -52,7 +52,7 @@ def _request(request_id, *, bad_words=(), sampling=None, is_heavy=False, **field
 def add_request(manager, request_id, **fields):
     manager.add(_request(request_id, **fields))
     deadline_s = time.monotonic() + 60
-    while not manager.is_ready(request_id) and not manager.take_ended():
+    while not manager.is_ready(request_id) and not manager.drain_ended():
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
 
@@ -80,7 +80,7 @@ def test_masks_follow_the_tokens_of_each_request(manager):
     # The first is complete, the second may be.
     assert allowed_ids(bitmask, 0) == [EOS]
     assert EOS in allowed_ids(bitmask, 1) and len(allowed_ids(bitmask, 1)) > 9
-    assert manager.take_ended() == {}
+    assert manager.drain_ended() == {}
 
 
 def test_one_mask_is_that_of_several_together(manager):
@@ -96,19 +96,19 @@ def test_a_token_without_a_place_ends_the_request_with_the_reason(manager):
     add_request(manager, "a", **form)
     manager.advance("a", _ids("y"))
     manager.advance("a", _ids("8"))
-    ended = manager.take_ended()
+    ended = manager.drain_ended()
     assert list(ended) == ["a"]
     start = "the grammar of response_format cannot go on after 2 tokens: "
     assert ended["a"].error.startswith(start)
-    assert manager.take_ended() == {} and manager.num_requests == 0
+    assert manager.drain_ended() == {} and manager.num_requests == 0
 
 
 def test_a_complete_form_is_an_end_also_where_eos_is_none(manager):
     add_request(manager, "a", regex="[0-9]+", sampling={"ignore_eos": True})
     manager.advance("a", _ids("7"))
-    assert manager.take_ended() == {}
+    assert manager.drain_ended() == {}
     manager.advance("a", [EOS])
-    assert manager.take_ended() == {"a": GrammarEnd()}
+    assert manager.drain_ended() == {"a": GrammarEnd()}
 
 
 def test_a_form_that_ends_within_the_drafts_ends_there(manager):
@@ -120,10 +120,10 @@ def test_a_form_that_ends_within_the_drafts_ends_there(manager):
     assert {EOS, eight} <= after_seven < set(range(VOCAB_SIZE)) == after_eos == after_eight
     # Drafts that are not accepted change nothing.
     assert not manager.ends_within("a", 2) and manager.advance("a", [seven, eight]) == 2
-    assert manager.take_ended() == {}
+    assert manager.drain_ended() == {}
     manager.make_bitmask(["a"], {"a": [EOS, eight]})
     assert manager.ends_within("a", 2) and manager.advance("a", [EOS, eight]) == 1
-    assert manager.take_ended() == {"a": GrammarEnd()}
+    assert manager.drain_ended() == {"a": GrammarEnd()}
 
 
 def test_an_error_within_the_drafts_counts_the_tokens_before_it(manager):
@@ -132,7 +132,7 @@ def test_an_error_within_the_drafts_counts_the_tokens_before_it(manager):
     manager.advance("a", ab[:1])
     manager.make_bitmask(["a"], {"a": [ab[1]]})
     assert manager.advance("a", [ab[1], 5]) == 1
-    assert "cannot go on after 2 tokens" in manager.take_ended()["a"].error
+    assert "cannot go on after 2 tokens" in manager.drain_ended()["a"].error
 
 
 def test_settings_of_the_request_narrow_what_its_grammar_allows(manager):
@@ -149,7 +149,7 @@ def test_settings_of_the_request_narrow_what_its_grammar_allows(manager):
     assert _allowed_text(manager, "b") == {"6"}
     manager.advance("b", _ids("6"))
     assert _allowed_text(manager, "b") == {"6", "<|im_end|>"}
-    assert manager.take_ended() == {}
+    assert manager.drain_ended() == {}
 
 
 @pytest.mark.parametrize(
@@ -172,11 +172,11 @@ def test_where_nothing_is_left_a_complete_form_ends_and_another_fails(
         manager.advance("a", [token_id])
     bitmask = manager.make_bitmask(["a"])
     if is_complete is None:
-        assert manager.take_ended() == {}
+        assert manager.drain_ended() == {}
         return
     # Its row of the step under way draws something, which nobody gets.
     assert len(allowed_ids(bitmask)) > 700
-    (end,) = manager.take_ended().values()
+    (end,) = manager.drain_ended().values()
     assert end == GrammarEnd() if is_complete else "allowed_token_ids, bad_words" in end.error
     assert manager.num_requests == 0
 
@@ -188,7 +188,7 @@ def test_a_grammar_that_cannot_be_compiled_after_all_is_told_of(manager):
     while not failed:
         assert time.monotonic() < deadline_s
         assert not manager.is_ready("a")
-        failed = manager.take_ended()
+        failed = manager.drain_ended()
     assert "unclosed group" in failed["a"].error
 
 
@@ -220,7 +220,7 @@ def test_a_form_is_spelled_with_the_tokens_that_are_left(manager, seed):
             text.append(draws.choice(allowed_ids(manager.make_bitmask([request_id]))))
             if text[-1] != EOS:
                 manager.advance(request_id, text[-1:])
-            assert manager.take_ended() == {}, TOKENIZER.decode(text)
+            assert manager.drain_ended() == {}, TOKENIZER.decode(text)
         if request_id == "a":
             assert json.loads(TOKENIZER.decode(text)) in schema["enum"]
             assert set(text) <= set(allowed)
@@ -249,7 +249,7 @@ def test_a_form_begins_behind_the_thoughts():
         assert set(allowed_ids(manager.make_bitmask([request_id]))) == form
         manager.advance(request_id, _ids("yes"))
         assert allowed_ids(manager.make_bitmask([request_id])) == [EOS]
-    assert manager.take_ended() == {}
+    assert manager.drain_ended() == {}
     manager.close()
 
 
@@ -260,8 +260,8 @@ def test_thoughts_without_their_tokens_are_refused(manager):
     while not ended:
         assert time.monotonic() < deadline_s
         manager.is_ready("a")
-        ended = manager.take_ended()
-    assert "<think> and </think> as tokens" in ended["a"].error
+        ended = manager.drain_ended()
+    assert "the tokens <think> and </think>" in ended["a"].error
 
 
 def test_a_small_grammar_waits_for_no_heavy_one():

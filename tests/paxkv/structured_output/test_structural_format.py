@@ -156,7 +156,7 @@ MALFORMED = {
     "trigger": (triggered(triggers=["<f"]), "no trigger begins"),
     "flag": (triggered(at_least_one=1), "true or false"),
     "excludes": ({"type": "any_text", "excludes": ["a"]}, "excludes is not supported"),
-    "empty": ({"type": "or", "elements": []}, "list with something in it"),
+    "empty": ({"type": "or", "elements": []}, "list that is not empty"),
     "value": ({"type": "const_string"}, "must be a string"),
     "regex": ({"type": "regex", "pattern": "(a"}, "."),
     "grammar": ({"type": "grammar", "grammar": "start: foo"}, "unknown name"),
@@ -177,5 +177,5 @@ def test_formats_lie_within_each_other_so_deep_and_no_deeper():
         form = sequence(form)
     cleaner = SchemaCleaner(LlguidanceProbe(None, None), probes_values=False)
     assert StructuralFormat({}, cleaner).grammar(form)
-    with pytest.raises(ValueError, match="at most 32 deep"):
+    with pytest.raises(ValueError, match="at most 32 levels deep"):
         StructuralFormat({}, cleaner).grammar(sequence(form))

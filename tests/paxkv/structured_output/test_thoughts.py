@@ -33,7 +33,7 @@ def _allowed(thoughts, words=None):
 def _write(thoughts, text):
     for token_id in THINKER.encode(text, add_special_tokens=False):
         assert token_id in _allowed(thoughts)
-        assert not thoughts.take(token_id)
+        assert not thoughts.advance(token_id)
 
 
 def test_thoughts_may_hold_all_but_what_ends_the_answer(tokens):
@@ -41,7 +41,7 @@ def test_thoughts_may_hold_all_but_what_ends_the_answer(tokens):
     assert _allowed(thoughts) == WITH_TEXT - {EOS}
     _write(thoughts, "well, {</b> < /think")
     assert _allowed(thoughts) == WITH_TEXT - {EOS}
-    assert thoughts.take(CLOSE)
+    assert thoughts.advance(CLOSE)
 
 
 def test_the_tag_cannot_be_spelled_in_thoughts(tokens):
@@ -76,7 +76,7 @@ def test_whatever_is_drawn_readers_of_text_find_the_same_end(tokens):
             wanted = [i for i in likely if i in allowed and (i != CLOSE or rng.random() < 0.1)]
             pool = wanted if wanted and rng.random() < 0.9 else sorted(allowed - {CLOSE})
             drawn.append(int(rng.choice(pool)))
-            is_closed = thoughts.take(drawn[-1])
+            is_closed = thoughts.advance(drawn[-1])
             if is_closed:
                 break
         shown = [i for i in drawn if THINKER.has_text(i, skip_special_tokens=True)]
@@ -89,7 +89,7 @@ def test_without_thoughts_the_first_token_is_the_forms(tokens):
     form_np[0] = 0b1000
     thoughts = Thoughts(tokens, is_begun=False)
     assert _allowed(thoughts, form_np.copy()) == {3, OPEN}
-    assert thoughts.take(3)
+    assert thoughts.advance(3)
     thoughts = Thoughts(tokens, is_begun=False)
-    assert not thoughts.is_open and not thoughts.take(OPEN)
-    assert thoughts.is_open and CLOSE in _allowed(thoughts) and thoughts.take(CLOSE)
+    assert not thoughts.is_open and not thoughts.advance(OPEN)
+    assert thoughts.is_open and CLOSE in _allowed(thoughts) and thoughts.advance(CLOSE)

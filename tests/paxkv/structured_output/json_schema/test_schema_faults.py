@@ -29,8 +29,8 @@ WRONG = [
     ({"type": ["string", 5]}, '#/properties/x/type is ["string", 5]; it must be'),
     ({"$ref": 5}, "#/properties/x/$ref is 5; it must be a string"),
     ({"items": [{}], "additionalItems": 5}, "#/properties/x/additionalItems is 5; it must be an"),
-    ({"enum": [{"a": float("nan")}]}, "#/properties/x/enum/0/a is NaN, which is no number of"),
-    ({"const": float("-inf")}, "#/properties/x/const is -Infinity, which is no number of JSON"),
+    ({"enum": [{"a": float("nan")}]}, "#/properties/x/enum/0/a is NaN, which is not a JSON number"),
+    ({"const": float("-inf")}, "#/properties/x/const is -Infinity, which is not a JSON number"),
     ({"$ref": "http://x/y"}, '"$ref" at #/properties/x is "http://x/y", which is another document'),
 ]
 IMPOSSIBLE = [
@@ -145,8 +145,8 @@ def test_a_schema_that_is_false_is_named_as_that():
     ("text", "words"),
     [
         ("5", "a schema is an object or a boolean, got 5."),
-        ("NaN", "# is NaN, which is no number of JSON; send a finite one."),
-        ('{"const": 1e400}', "#/const is Infinity, which is no number of JSON"),
+        ("NaN", "# is NaN, which is not a JSON number; send a finite one."),
+        ('{"const": 1e400}', "#/const is Infinity, which is not a JSON number"),
         ('{"enum": ["\\ud800"]}', '#/enum/0 is "\\ud800", which has half a character'),
         ('{"properties": {"\\udc00": {}}}', 'a name in #/properties is "\\udc00", which'),
         ('{"type": "string",}', "it is not JSON (Expecting property name enclosed in double"),
