@@ -43,7 +43,7 @@ async def _merged_outputs(outputs: IndexedOutputs, interval: int) -> IndexedOutp
 
 
 def _merged(earlier: CompletionOutput | None, delta: CompletionOutput) -> CompletionOutput:
-    """Joins the tokens of two deltas; all other fields are those of the later one."""
+    """Joins the tokens of two deltas; all other fields come from the later one."""
     if earlier is None:
         return delta
     logprobs = delta.logprobs

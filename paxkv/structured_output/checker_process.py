@@ -89,7 +89,7 @@ class CheckerProcess:
     """A `GrammarChecker` for any number of threads. The process starts when it is first needed.
 
     Args:
-        tokenizer_json: This and the next three arguments are those of `GrammarCompiler`.
+        tokenizer_json: For this and the next three arguments, see `GrammarCompiler`.
         quick_compile_s: `check_quickly` gives up after this processor time.
         max_compile_s: `check` rejects a grammar after this processor time.
     """

@@ -33,7 +33,7 @@ class EngineTotals:
         self._latest = keep_expert_tokens(stats, self._latest)
 
     def update(self, stats: SchedulerStats) -> SchedulerStats:
-        """Returns `stats` with the latest recorded counters, plus those of earlier engines."""
+        """Returns `stats` with the latest counters, plus the counters of earlier engines."""
         self.record(stats)
         return add_counters(_with_counters(stats, self._latest), self._ended)
 

@@ -19,7 +19,7 @@ _CHAT_PARAMS = {"prompt": "messages"}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FieldNames:
-    """Names of fields in errors. The defaults are those of /v1/chat/completions.
+    """Names of fields in errors. The defaults are the names of /v1/chat/completions.
 
     Args:
         params: A field of a chat -> the field of the route, for the `param` of errors.

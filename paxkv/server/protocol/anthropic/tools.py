@@ -1,4 +1,4 @@
-"""Converts `tools` and `tool_choice` of Anthropic's API to those of a chat."""
+"""Converts `tools` and `tool_choice` of Anthropic's API to the fields of a chat."""
 
 from collections.abc import Mapping, Sequence
 
