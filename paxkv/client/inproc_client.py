@@ -39,7 +39,7 @@ class InprocClient:
         prompt: str | None = None,
         output_kind: OutputKind = "final_only",
     ) -> None:
-        """Sends a request that `InputProcessor` made to the engine."""
+        """Sends the engine a request, which `InputProcessor` made."""
         self._owner.check()
         children = self._output_processor.add_request(
             request, prompt=prompt, output_kind=output_kind

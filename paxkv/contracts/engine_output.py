@@ -136,7 +136,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_waste_ratio(self) -> float:
-        """Share of the token positions in held blocks without a token; 0 if no block is held."""
+        """Share of token positions in held blocks that hold no token; 0 if no block is held."""
         if self.num_allocated_slots == 0:
             return 0.0
         return 1.0 - self.num_used_slots / self.num_allocated_slots

@@ -61,7 +61,7 @@ class StepHandle(Protocol):
 
 
 class Executor(Protocol):
-    """Computes steps: one device today, a mesh or another host later."""
+    """Computes steps. `ModelRunner` computes them on one device."""
 
     @property
     def kv_cache_config(self) -> KVCacheConfig: ...

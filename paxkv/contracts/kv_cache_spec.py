@@ -149,7 +149,7 @@ class MambaSpec(KVCacheSpec):
     Args:
         shapes: Shapes of the state's arrays (for example convolution and recurrence).
         dtypes: Dtypes of the same arrays.
-        page_size_padded: Padded size of a page in bytes, so that it equals that of attention.
+        page_size_padded: Padded size of a page in bytes, equal to the pages of attention layers.
         num_speculative_blocks: Further states that a request needs for draft tokens.
     """
 

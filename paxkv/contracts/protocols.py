@@ -111,16 +111,15 @@ class KVConnector(Protocol):
         """Finds tokens after `num_computed_tokens` that the connector can load.
 
         Returns:
-            Their number, or None if it is not known yet and the scheduler should ask again; and
-            whether the load is asynchronous. A synchronous load is done by the first step that
-            schedules the request.
+            Their number (None if the scheduler must ask again later), and whether the load is
+            asynchronous. A synchronous load happens in the first step that schedules the request.
         """
         ...
 
     def update_state_after_alloc(
         self, request: CacheRequest, block_ids: tuple[list[int], ...], num_external_tokens: int
     ) -> None:
-        """Reports that the request holds these blocks, for `num_external_tokens` to be loaded."""
+        """Reports the request's blocks, into which `num_external_tokens` tokens will be loaded."""
         ...
 
     def build_connector_meta(
@@ -134,7 +133,7 @@ class KVConnector(Protocol):
         ...
 
     def request_finished(self, request: CacheRequest, block_ids: tuple[list[int], ...]) -> bool:
-        """Reports that a request ended. True keeps its blocks until `finished_sending` has it."""
+        """Reports a request's end. True keeps its blocks until `finished_sending` has its id."""
         ...
 
 
@@ -206,7 +205,7 @@ class Scheduler(Protocol):
         ...
 
     def is_waiting_for_outside(self) -> bool:
-        """Whether the last step may be empty because requests wait for something outside."""
+        """Whether the last step may be empty, because requests wait for another component."""
         ...
 
     def schedule(self, max_decode_steps: int = 1) -> SchedulerOutput:

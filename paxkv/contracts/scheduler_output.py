@@ -103,9 +103,9 @@ class SchedulerOutput:
         num_scheduled_tokens: Request id -> number of tokens to compute now, at least 1.
         total_num_scheduled_tokens: Their sum; at most `max_num_batched_tokens`, except in a burst.
         num_decode_steps: Above 1 for a burst: this many decode steps, computed by one program.
-            Every request starts with one token, which the host knows or the device holds, and
-            computes it and the tokens that the burst samples. These are `num_scheduled_tokens`
-            tokens, at most one per step. A request stops early if a sampled token ends it.
+            Every request computes at most one token per step, `num_scheduled_tokens` in all: its
+            newest token, then the tokens that the burst samples. A request stops early if a sampled
+            token ends it.
         preempted_req_ids: Requests that lost their blocks in this step.
         finished_req_ids: Requests that ended since the last step. The runner drops their rows.
         scheduled_spec_decode_tokens: Request id -> draft tokens to verify. They follow the
@@ -117,7 +117,7 @@ class SchedulerOutput:
         block_copies: Copies to make before the step's writes.
         new_block_ids_to_zero: Blocks allocated since the last step, whose bytes must be set to zero
             before the step's writes. Needed only if a model has Mamba and attention groups: they
-            read the same memory as different dtypes, and old bytes must not be read even masked.
+            read the same memory as different dtypes, and attention reads even masked positions.
         kv_connector_metadata: Transfers for the connector's worker half.
     """
 

@@ -36,7 +36,7 @@ class StepCounter:
 
     @property
     def count(self) -> int:
-        """The number; even while the engine sleeps and waits for its clients."""
+        """The current number. It is even while the engine sleeps until a message arrives."""
         return self._count[0]
 
     def count_wake(self) -> None:

@@ -18,7 +18,7 @@ _DECIDING_MARGIN = 2.0
 # it does when all requests end. More checks would cost time: on a processor that also computes the
 # burst, the engine wakes with cold caches, which takes 0.1 ms.
 _MIN_CHECK_S = 0.005
-# The longest time that the engine waits before it checks again, so that it ends soon if it must.
+# The longest time that the engine waits before it checks whether it must end.
 _MAX_CHECK_S = 0.1
 # ZeroMQ waits whole milliseconds, so a shorter wait would return immediately, again and again.
 _MIN_SPARE_S = 0.001
@@ -28,7 +28,7 @@ class BurstPacer:
     """Measures decode steps, and derives from them the length and the timing of bursts.
 
     Args:
-        max_decode_burst: Most decode steps of a burst.
+        max_decode_burst: Largest number of decode steps in a burst.
     """
 
     def __init__(self, max_decode_burst: int) -> None:
@@ -53,11 +53,11 @@ class BurstPacer:
         self._last_fetch_s = now_s
 
     def next_length(self, is_streamed: Callable[[], bool]) -> int:
-        """Returns the most decode steps of the burst that is decided now.
+        """Returns the largest number of decode steps that the next burst may have.
 
         Args:
-            is_streamed: Returns whether a client reads tokens as they come. Called only if bursts
-                are allowed.
+            is_streamed: Returns whether a client reads tokens as they are sampled. Called only if
+                bursts are allowed.
         """
         if self._max_decode_burst == 1:
             return 1

@@ -1,4 +1,4 @@
-"""Runs an engine core in its own process, which a client talks to through ZeroMQ sockets.
+"""Runs an engine core in its own process, with ZeroMQ sockets for its client's messages.
 
 The client's process starts this process, and writes an order with the settings as one line to its
 standard input. The client keeps this pipe open. When the client's process ends, for any reason, the
@@ -82,9 +82,9 @@ class ZmqChannel:
             self._outputs.curve_serverkey = keys.output_public.encode()
         self._inputs.bind(order.input_endpoint)
         self._outputs.connect(order.output_endpoint)
-        self.say(EngineHello(input_endpoint=self._inputs.getsockopt_string(zmq.LAST_ENDPOINT)))
+        self.post(EngineHello(input_endpoint=self._inputs.getsockopt_string(zmq.LAST_ENDPOINT)))
 
-    def say(self, message: EngineOutput | EngineStartOutput) -> None:
+    def post(self, message: EngineOutput | EngineStartOutput) -> None:
         """Encodes and queues a message. Never waits."""
         self.send(wire.encode(message))
 
@@ -154,8 +154,8 @@ def leave_signals_to_parent() -> None:
 
 
 def _read_order() -> EngineOrder | None:
-    # `_end_with_parent` reads past this buffer. The buffer is empty after the line, because the
-    # client writes nothing else.
+    # `_end_with_parent` reads the descriptor instead of this buffer. The buffer is empty after the
+    # line, because the client writes nothing else.
     line = sys.stdin.buffer.readline()
     return msgspec.json.decode(line, type=EngineOrder) if line.endswith(b"\n") else None
 
@@ -204,19 +204,19 @@ def _build_and_run(build: BuildCore, order: EngineOrder, channel: ZmqChannel) ->
             core, ready = build(
                 order.config,
                 show_progress=order.show_progress,
-                on_model_found=lambda folder: channel.say(ModelFound(folder=str(folder))),
+                on_model_found=lambda folder: channel.post(ModelFound(folder=str(folder))),
             )
     except ConfigError as error:
-        channel.say(EngineStartFailed(message=str(error), is_mistake=True))
+        channel.post(EngineStartFailed(message=str(error), is_mistake=True))
         return 1
     except Exception as error:
         logger.exception("the engine could not be built")
         message = f"the engine could not be built: {type(error).__name__}: {error}"
-        channel.say(EngineStartFailed(message=message, is_mistake=False))
+        channel.post(EngineStartFailed(message=message, is_mistake=False))
         return 1
-    channel.say(ready)
+    channel.post(ready)
     try:
-        channel.say(run_core(core, channel))
+        channel.post(run_core(core, channel))
     finally:
         core.close()
     return 0

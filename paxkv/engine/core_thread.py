@@ -110,7 +110,7 @@ class CoreThread:
             return
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            logger.warning("the engine's last step takes over %g s; not waiting.", CLOSE_TIMEOUT_S)
+            logger.warning("the engine's last step is still running after %g s.", CLOSE_TIMEOUT_S)
 
 
 class _QueueChannel:

@@ -67,7 +67,7 @@ class _UngroupedEvents:
         self._groups: dict[WireHash, int] = {}
 
     def convert(self, event: KVCacheEvent) -> WireEvent | None:
-        """Returns None if another group had, or still has, all hashes of the event."""
+        """Returns None if the event changes nothing, because other groups have all its hashes."""
         if isinstance(event, AllBlocksCleared):
             self._groups.clear()
             return ["AllBlocksCleared"]

@@ -60,7 +60,7 @@ class KVEventPublisher:
         self.endpoint = sender.endpoint
         self.replay_endpoint = sender.replay_endpoint
         self._wake_fd = sender.wake_fd
-        # With port 0 in the settings, only this line of the log has the port.
+        # If the settings have port 0, only this log line shows the port that was chosen.
         replay = self.replay_endpoint or "nowhere"
         logger.info("KV cache events: published at %s, replayed at %s", self.endpoint, replay)
         # From here on, only the thread uses the sockets.
@@ -196,7 +196,7 @@ class _Sender:
                 if sequence_number >= start:
                     router.send_multipart((*envelope, sequence_number, payload))
         else:
-            logger.warning("a replay was asked for with %d bytes instead of 8.", len(start))
+            logger.warning("a replay request has %d bytes; a sequence number has 8.", len(start))
         router.send_multipart((*envelope, END_OF_REPLAY, b""))
 
     def _bind(self, socket_type: int, name: str, endpoint: str, hwm: int) -> zmq.Socket:

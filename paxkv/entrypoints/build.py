@@ -58,7 +58,7 @@ from paxkv.trace.header import TraceHeader
 from paxkv.trace.recorder import TraceRecorder
 from paxkv.trace.trace_file import check_trace_file
 
-# Check before the imports below. With a foreign `models` package they would fail without a reason.
+# Before the imports below, which fail without an explanation if another package is named `models`.
 check_package_origin()
 
 from models import LoadedModel, load_model, read_model_config  # noqa: E402
@@ -103,7 +103,7 @@ class BuiltEngine:
 def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltEngine:
     """Loads the model, compiles all programs, and starts the engine in a thread of this process.
 
-    Several engines run in processes of their own, because threads of one process would take turns.
+    Several engines run in one process each, because threads of one process would take turns.
 
     Args:
         show_progress: Draw a progress bar on stderr while programs compile.
@@ -198,7 +198,7 @@ def compile_programs(config: EngineConfig, path: Path, *, show_progress: bool = 
     """
     store = NewCompiledPrograms(path)  # first, because it fails immediately
     folder = _model_folder(config)
-    # Programs do not depend on them, but an engine with these flags could not start without them.
+    # Programs do not need sampling defaults, but an engine with invalid defaults could not start.
     _find_sampling_defaults(config, folder)
     tokenizer = load_tokenizer(_text_folder(config.model, folder))
     model = _load_model(config, folder, tokenizer)
@@ -359,10 +359,10 @@ def _make_runner(
     on_host = host_memory is not None
     cache_config = _cache_config(config.cache, store, on_host=on_host)
 
-    asked, limit = config.model.max_model_len, find_max_model_len(None, model.config)
-    is_given = asked not in (None, FIT_MEMORY)
+    setting, limit = config.model.max_model_len, find_max_model_len(None, model.config)
+    is_given = setting not in (None, FIT_MEMORY)
     compiled = store.max_model_len if isinstance(store, CompiledPrograms) else None
-    most = find_max_model_len(asked, model.config) if is_given else min(compiled or limit, limit)
+    most = find_max_model_len(setting, model.config) if is_given else min(compiled or limit, limit)
     runner = ModelRunner(
         model,
         cache_config=cache_config,
@@ -382,7 +382,7 @@ def _make_runner(
             store,
             limit=limit,
             memory_flag=_memory_flag(cache_config, on_host=on_host),
-            level=logging.WARNING if asked is None else logging.INFO,
+            level=logging.WARNING if setting is None else logging.INFO,
         )
     if on_host and plan.pool_bytes > host_memory.free_bytes:
         logger.warning(
@@ -444,7 +444,7 @@ def _memory_flag(config: CacheConfig, *, on_host: bool) -> str:
 
 
 def _cache_config(config: CacheConfig, store: ProgramStore | None, *, on_host: bool) -> CacheConfig:
-    """Sets the number of blocks to that of compiled programs, if memory would be measured.
+    """Sets the number of blocks to that of compiled programs, if it would otherwise be measured.
 
     A measurement may give a different number at every start, and on accelerators it compiles the
     largest programs.

@@ -36,7 +36,7 @@ class TextParts:
 
 
 def load_text_parts(config: ModelConfig, folder: Path) -> TextParts:
-    """Loads the text parts from a model's folder, or as the settings say."""
+    """Loads the text parts from a model's folder, or the chat template from its setting."""
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
         logger.warning(
@@ -138,8 +138,7 @@ def start_engines(
     """Starts `ParallelConfig.data_parallel_size` engine processes and waits until all are ready.
 
     Args:
-        max_step_s: As in `EngineSupervisor`, like `max_idle_start_s`, `stall_s` and
-            `show_progress`.
+        max_step_s: This and the following arguments are described in `EngineSupervisor`.
 
     Raises:
         ConfigError: The settings do not fit the model or the machine, or the model cannot be
@@ -171,8 +170,8 @@ def start_engines(
             lambda folder: found.append(load_text_parts(config.model, folder))
         )
         if replicas_share_memory(environments):
-            # The first engine has allocated its share of the memory, so the others must not measure
-            # the rest.
+            # The first engine has allocated its share of the memory, so the others must not derive
+            # their size from the rest.
             configs = [same_sized_config(each, first_ready) for each in configs]
         # Start the others only now, so that they find the programs that the first has compiled.
         for idx in range(1, len(environments)):

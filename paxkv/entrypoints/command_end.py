@@ -48,7 +48,7 @@ def run_command(main: Callable[[], int | None]) -> int:
         if is_main and signal.getsignal(signal.SIGINT) is _end:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         code = main()
-        # Errors of Python's own flush at exit could not be handled.
+        # Flush here, because errors of Python's own flush at exit cannot be handled.
         if sys.stdout is not None:
             sys.stdout.flush()
     except KeyboardInterrupt:

@@ -19,7 +19,7 @@ _SERVER_FLAGS = (
     VllmFlag(("--stream-interval",), "LLM returns whole answers", neutral=(1,)),
     VllmFlag(
         ("--reasoning-parser",),
-        "LLM returns the text of an answer as one, with its thoughts",
+        "LLM returns thoughts and answer as one text",
         is_refused=True,
         neutral=("",),
     ),

@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1
 # Control calls that only the first replica answers: the inspector shows one engine.
 _FIRST_REPLICA_METHODS = ("inspect", "inspect_block")
-# A replica that knows the beginning of a prompt may be busier than the least busy replica. Number
-# of requests there -> limit here: 0 -> 0, 1 -> 2, 2 -> 4, 8 -> 10, 12 -> 15.
+# A replica that knows the beginning of a prompt may have more requests than the least busy replica.
+# Requests of the least busy replica -> limit: 0 -> 0, 1 -> 2, 2 -> 4, 8 -> 10, 12 -> 15.
 _MAX_EXTRA_REQUESTS = 2
 _REQUESTS_PER_EXTRA = 4
 
@@ -78,7 +78,7 @@ class _Replica:
         self.stats = add_counters(nothing, self.stats)
 
     def record_successor(self, stats: SchedulerStats) -> None:
-        """Continues the counters with a restarted engine's."""
+        """Stores a restarted engine's statistics; its counters continue those of dead engines."""
         before = add_counters(SchedulerStats(), self.stats)
         self.counted_before = msgspec.structs.replace(
             before, num_replaced_engines=before.num_replaced_engines + 1
@@ -322,7 +322,7 @@ class DataParallelTransport:
     def _handle_step(self, idx: int, step: StepOutputs) -> None:
         replica = self._replicas[idx]
         replica.update_stats(step.stats)
-        # Before requests are removed: if the client fails, its `EngineDead` must list all of them.
+        # Before requests are removed. If the client fails, `EngineDead` must list all of them.
         self._on_message(dataclasses.replace(step, stats=self._merged_stats(), engine_idx=idx))
         for output in step.outputs:
             if output.finish_reason is not None:
@@ -349,7 +349,7 @@ class DataParallelTransport:
             return
         del self._calls[call_id]
         if not call.replies:
-            reply = UtilityReply(call_id=call_id, error="the engine that was asked has ended.")
+            reply = UtilityReply(call_id=call_id, error="the called engine has ended.")
         elif call.method == "get_stats":
             stats_json = msgspec.json.encode(self._merged_stats()).decode()
             reply = UtilityReply(call_id=call_id, result_json=stats_json)
@@ -396,7 +396,8 @@ class DataParallelTransport:
         self._calls.clear()
         waits = [replica.ended.retry_after_s for replica in self._replicas]
         retry_after_s = min((wait for wait in waits if wait is not None), default=None)
-        # If all replicas were dead before, the client knows, unless the last restart has failed.
+        # If all replicas were dead before, the client already has an `EngineDead`. It receives a
+        # final one when no replica will be restarted.
         if retry_after_s is None or not was_dead:
             self._on_message(EngineDead(reason=reason, retry_after_s=retry_after_s))
 

@@ -267,7 +267,7 @@ class EngineProcess:
             return
 
     def _connect_inputs(self, endpoint: str) -> None:
-        """Connects to the engine's socket. It is bound, because ZeroMQ repeats attempts slowly."""
+        """Connects to the engine's bound socket. ZeroMQ would retry earlier attempts too slowly."""
         socket = self._context.socket(zmq.PUSH)
         socket.set_hwm(0)
         if self._curve_keys is not None:

@@ -35,7 +35,7 @@ class RestartPolicy:
     """How often the supervisor restarts an engine that died.
 
     Args:
-        max_restarts: Maximum of consecutive restarts; 0 never restarts.
+        max_restarts: Maximum number of consecutive restarts; 0 disables restarts.
         window_s: An engine that has served for this long resets the count of restarts.
     """
 
@@ -299,8 +299,8 @@ class EngineSupervisor:
         # A starting engine computes no steps.
         if self._is_dead.is_set():
             return
-        look = (self._process.step_count, self._process.num_sent, time.monotonic())
-        is_hanging, is_stalled = [watch.is_too_long(*look) for watch in watches]
+        observed = (self._process.step_count, self._process.num_sent, time.monotonic())
+        is_hanging, is_stalled = [watch.is_too_long(*observed) for watch in watches]
         if is_stalled != self._is_stalled:
             self._is_stalled = is_stalled
             if is_stalled:

@@ -60,8 +60,8 @@ def add_counters(stats: SchedulerStats, more: SchedulerStats) -> SchedulerStats:
 def keep_expert_tokens(stats: SchedulerStats, before: SchedulerStats) -> SchedulerStats:
     """Returns `stats` with the expert tokens of `before`, if its own are missing or older.
 
-    Older ones occur because an idle engine also counts tokens for a `get_stats` call: its reply can
-    be handled before the statistics of the last step. Applies to each of `stats.engines` too.
+    They can be older, because an idle engine also counts tokens for a `get_stats` call. The client
+    may handle this reply before the statistics of the last step. Does the same for `stats.engines`.
 
     Args:
         before: The last known statistics. Ignored if they are of another engine.

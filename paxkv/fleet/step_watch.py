@@ -7,15 +7,15 @@ class StepWatch:
     An engine has work if its count is odd, or if a message was sent to it since the count last
     changed. The second case covers an engine that does not wake up.
 
-    The watch adds up the time between checks, at most `MAX_BETWEEN_LOOKS` periods for each. So the
-    time in which the machine or the container was suspended hardly counts.
+    Each check adds the time since the previous check, but at most `MAX_PERIODS_PER_CHECK` periods.
+    So time in which the machine or the container was suspended hardly counts.
 
     Args:
         limit_s: Seconds for a step, or for waking up; 0 is no limit.
     """
 
     # Above 1, because the loop that checks may be late.
-    MAX_BETWEEN_LOOKS = 2.0
+    MAX_PERIODS_PER_CHECK = 2.0
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -24,7 +24,7 @@ class StepWatch:
         self._count = 0
         # Messages that had been sent when the count last changed.
         self._num_sent = 0
-        self._last_look_s = 0.0
+        self._last_check_s = 0.0
         self._age_s = 0.0
 
     def is_too_long(self, count: int, num_sent: int, now_s: float) -> bool:
@@ -34,8 +34,8 @@ class StepWatch:
             count: `StepCounter.count`.
             num_sent: Number of messages that were sent to the engine.
         """
-        between_s = min(now_s - self._last_look_s, self.MAX_BETWEEN_LOOKS * self.period_s)
-        self._last_look_s = now_s
+        between_s = min(now_s - self._last_check_s, self.MAX_PERIODS_PER_CHECK * self.period_s)
+        self._last_check_s = now_s
         if count != self._count:
             self._count, self._num_sent, self._age_s = count, num_sent, 0.0
             return False

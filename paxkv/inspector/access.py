@@ -18,10 +18,10 @@ def check_access(request: Request, config: ServerConfig) -> None:
     """Rejects requests that the operator's settings do not allow.
 
     Raises:
-        InspectorOffError: The inspector is off, or the page of another site sent the request (its
-            links are allowed). Or the inspector is on for this machine only, and the `Host` header
-            has another name. This protects against DNS rebinding: another site's name may point to
-            this machine.
+        InspectorOffError: The inspector is off, or a page of another site sent the request (opening
+            a link from there is allowed). Or the inspector is on for this machine only, and the
+            `Host` header names another one. This protects against DNS rebinding: another site's
+            name may point to this machine.
     """
     if config.enable_inspector is False:
         raise InspectorOffError("the inspector is off: the server runs with --no-enable-inspector.")

@@ -171,7 +171,7 @@ class InspectorFeed:
     async def _poll_once(self, now_s: float) -> float:
         """Sends one answer to all pages; returns the seconds of engine time that it cost.
 
-        Returns 0 if the answer has a snapshot: `SNAPSHOT_PERIOD_S` limits their cost.
+        Returns 0 if the answer has a snapshot, because `SNAPSHOT_PERIOD_S` limits that cost.
         """
         wants_snapshot = (
             any(page.needs_snapshot for page in self._pages)

@@ -25,7 +25,7 @@ from paxkv.scheduler.request import Request
 
 MAX_WAITING_ROWS = 200
 NUM_EVICTION_HEAD = 64
-# Limits the work per frame when the first page opens: requests may hold the whole pool then.
+# Blocks per frame whose old content is looked up. Requests may hold the whole pool at the start.
 MAX_LEARNED_PER_FRAME = 1000
 
 
@@ -52,10 +52,10 @@ class FrameMaker:
         self._tables = tuple(SentTables(group) for group in self._managers)
         # Request id -> key. Ids may be reused; keys are not.
         self._keys: dict[str, int] = {}
-        # Key -> id and request; None for a request of which only kept blocks remain.
+        # Key -> id and request; None if only the kept blocks of the request remain.
         self._seen: dict[int, tuple[str, Request | None]] = {}
         self._num_keys = 0
-        # Keys of requests whose id another request has now.
+        # Keys of requests whose id a newer request has.
         self._old_keys: list[int] = []
         self._new_requests: list[RequestInfo] = []
         # (key, group) -> index of the first block in the table whose content may be unknown to the
@@ -109,12 +109,12 @@ class FrameMaker:
         tables = TableChangeLists()
         for sent in self._tables:
             sent.collect_changes(self._key_of_holder, log.replaced_req_ids, tables)
-        # A table that grew only by newly allocated blocks has no content unknown to the log.
+        # If no block was shared, tables grew only by new blocks, whose content the log knows.
         if is_snapshot or log.has_shared:
             for key, group_id, _, num_kept, _ in zip(*[iter(tables.rows)] * 5, strict=True):
                 table = (key, group_id)
                 self._to_learn[table] = min(num_kept, self._to_learn.get(table, sys.maxsize))
-        if not is_snapshot:  # a delta sends what is learned to all pages
+        if not is_snapshot:  # only deltas reach all pages
             self._learn_contents()
         changed_np = log.drain_changed(tables.new_blocks)
         running = self._running_rows()
@@ -191,7 +191,7 @@ class FrameMaker:
         return gone
 
     def _learn_contents(self) -> None:
-        """Reports blocks of requests that were cached before the recording started to the log."""
+        """Reports to the log what blocks contain that were cached before the recording started."""
         num_left = MAX_LEARNED_PER_FRAME
         while self._to_learn and num_left > 0:
             (key, group_id), first_block_idx = self._to_learn.popitem()

@@ -5,7 +5,7 @@ from operator import attrgetter
 
 from paxkv.contracts.engine_output import EngineCoreOutput
 
-# Times to first token per frame; the page's curve needs no more.
+# Maximum number of times to first token per frame; the page's curve needs no more.
 MAX_TTFTS = 64
 _new_token_ids = attrgetter("new_token_ids")
 

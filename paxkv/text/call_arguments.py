@@ -111,16 +111,16 @@ def dump_json(
 ) -> str:
     """Encodes a value as JSON; every `CallText` in it becomes its text, unchanged."""
     # A random placeholder for the texts, which clients cannot guess.
-    mark = ""
+    placeholder = ""
     texts: list[str] = []
 
-    def hold_place(value: object) -> str:
-        nonlocal mark
+    def make_placeholder(value: object) -> str:
+        nonlocal placeholder
         if not isinstance(value, CallText):
             raise TypeError(f"{type(value).__name__} is not a JSON value")
-        mark = mark or uuid.uuid4().hex
+        placeholder = placeholder or uuid.uuid4().hex
         texts.append(str(value))
-        return mark
+        return placeholder
 
     dumped = json.dumps(
         value,
@@ -128,10 +128,10 @@ def dump_json(
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
-        default=hold_place,
+        default=make_placeholder,
     )
     if not texts:
         return dumped
-    # `json.dumps` calls `hold_place` in the order in which the marks appear in the JSON.
-    first, *others = dumped.split(f'"{mark}"')
+    # The order of `texts` is that of the placeholders in the JSON.
+    first, *others = dumped.split(f'"{placeholder}"')
     return first + "".join(text + other for text, other in zip(texts, others, strict=True))

@@ -58,7 +58,7 @@ class ChatTemplate:
         self._environment = _make_environment()
         # Compiled on first use: a checkpoint with a broken template can still complete prompts.
         self._compiled: dict[str, jinja2.Template] = {}
-        self._takes_parts: dict[str, bool] = {}
+        self._expects_parts: dict[str, bool] = {}
 
     @property
     def source(self) -> str | None:
@@ -110,7 +110,7 @@ class ChatTemplate:
         Raises:
             ConfigError: It is neither, or cannot be compiled.
         """
-        # File names hardly contain these braces, and every useful template does.
+        # File names rarely contain these braces; every useful template contains them.
         if "{{" in setting or "{%" in setting:
             source = setting.replace("\\n", "\n")
         else:
@@ -177,7 +177,7 @@ class ChatTemplate:
         checked = check_messages(messages)
         if needs_short_ids(self._sources[name]):
             checked = [with_short_ids(message) for message in checked]
-        if self._takes_parts[name]:
+        if self._expects_parts[name]:
             checked = [_with_parts(*both) for both in zip(checked, messages, strict=True)]
         variables = {
             **self._special_tokens,
@@ -209,13 +209,13 @@ class ChatTemplate:
             source = self._sources[name]
             try:
                 is_auto = self._content_format == "auto"
-                self._takes_parts[name] = (
-                    _goes_through_contents(self._environment.parse(source))
+                self._expects_parts[name] = (
+                    _loops_over_contents(self._environment.parse(source))
                     if is_auto
                     else self._content_format == "openai"
                 )
                 self._compiled[name] = self._environment.from_string(source)
-            # Besides jinja's own errors, the template may be nested too deeply for Python.
+            # Python raises the other three errors if the template is nested too deeply.
             except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:
                 raise self._compile_error(name, error) from error
         return self._compiled[name]
@@ -343,7 +343,7 @@ class _GenerationBlock(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=lineno)
 
 
-def _goes_through_contents(tree: jinja2.nodes.Template) -> bool:
+def _loops_over_contents(tree: jinja2.nodes.Template) -> bool:
     """Whether a template has a loop over the content of a message, so it expects parts."""
     names = {
         node.target.name
@@ -372,8 +372,8 @@ def _is_content(node: jinja2.nodes.Node) -> bool:
 
 def _with_parts(checked: dict[str, object], message: Message) -> dict[str, object]:
     """A message with its original parts as content, or with its text as the only part."""
-    came = message.get("content")
-    parts = [{"type": "text", "text": came}] if isinstance(came, str) else came
+    content = message.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     return {**checked, "content": parts or []}
 
 

@@ -127,8 +127,8 @@ class _TextStream:
         self._last_is_added = False
         self._context, self._pending = self._split_prompt_end(prompt_token_ids)
         self._context_text = self._decode(self._context)
-        # The text that the prompt shows for a pending half of a character. New tokens may complete
-        # the character.
+        # The replacement text of an incomplete character at the prompt's end, which new tokens may
+        # complete.
         self._half_text = ""
         if self._pending:
             self._half_text = self._new_part(self._decode(self._context + self._pending))
@@ -158,10 +158,10 @@ class _TextStream:
                 return self.flush() + self._show_as_written(token_id)
         self._pending.append(token_id)
         text = self._decode(self._context + self._pending)
-        # If the text did not grow, the token is held too: as a context without text, it would lose
-        # the space that SentencePiece decoders strip from the start.
+        # Hold the token too if it added no text. If a context has no text, SentencePiece decoders
+        # strip the space before the next word.
         if text.endswith(REPLACEMENT_CHAR) or len(text) <= len(self._context_text):
-            return self._give_up_on_part(text)
+            return self._flush_invalid_run(text)
         return self._show_pending(text)
 
     def flush(self) -> str:
@@ -195,7 +195,7 @@ class _TextStream:
     def _is_added(self, token_id: int) -> bool:
         return token_id in self._tokenizer.added_token_texts
 
-    def _give_up_on_part(self, text: str) -> str:
+    def _flush_invalid_run(self, text: str) -> str:
         """Shows the start of a long run of invalid UTF-8, up to a token at which it can be cut."""
         if len(self._pending) <= MAX_PENDING_TOKENS:
             return ""

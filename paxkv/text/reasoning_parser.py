@@ -27,12 +27,12 @@ class ReasoningParser:
             `<think>` has no thoughts.
 
     Attributes:
-        had_thoughts: Whether the answer had thoughts, which have ended.
+        had_thoughts: Whether the answer had thoughts that have ended.
     """
 
     def __init__(self, *, starts_thinking: bool) -> None:
         self._starts_thinking = starts_thinking
-        self._is_begun = False
+        self._has_begun = False
         self._is_thinking = False
         self.had_thoughts = False
         # Text that may be the start of a tag.
@@ -41,14 +41,14 @@ class ReasoningParser:
     @property
     def stage(self) -> Literal["unknown", "thoughts", "answer"]:
         """The part in which the text so far ends; unknown while thoughts may still begin."""
-        if self._is_begun:
+        if self._has_begun:
             return "thoughts" if self._is_thinking else "answer"
         return "thoughts" if self._starts_thinking else "unknown"
 
     def feed(self, text: str) -> ReasoningSplit:
         """Reads the next piece of text; returns the pieces that are now certain."""
         self._held += text
-        if not self._is_begun and not self._begin():
+        if not self._has_begun and not self._begin():
             return ReasoningSplit()
         if not self._is_thinking:
             return ReasoningSplit(content=self._pop(len(self._held)))
@@ -61,7 +61,7 @@ class ReasoningParser:
 
     def finish(self) -> ReasoningSplit:
         """Ends the answer; returns the text that was held."""
-        is_thinking = self._is_thinking or (not self._is_begun and self._starts_thinking)
+        is_thinking = self._is_thinking or (not self._has_begun and self._starts_thinking)
         held = self._pop(len(self._held))
         return ReasoningSplit(held) if is_thinking else ReasoningSplit(content=held)
 
@@ -74,7 +74,7 @@ class ReasoningParser:
             return False
         else:
             self._is_thinking = self._starts_thinking
-        self._is_begun = True
+        self._has_begun = True
         return True
 
     def _pop(self, num_chars: int) -> str:
@@ -85,7 +85,7 @@ class ReasoningParser:
 def thought_token_ids(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, int] | None:
     """Ids of `<think>` and `</think>`.
 
-    None unless both are single tokens that the model can sample and that appear in texts.
+    None unless both are single tokens that the model can sample and that are not special tokens.
     """
     ids = tokenizer.token_to_id(_OPEN), tokenizer.token_to_id(THOUGHTS_END)
     if None in ids or max(ids) >= vocab_size or tokenizer.special_token_ids.intersection(ids):

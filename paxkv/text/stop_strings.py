@@ -28,7 +28,7 @@ class StopStringFinder:
         # Longest first, so that the first match at a character is the longest.
         self._stop_strings = sorted(dict.fromkeys(stop_strings), key=len, reverse=True)
         self._borders = [_border_lengths(stop) for stop in self._stop_strings]
-        # Per stop string, the number of its leading characters with which the text ends now.
+        # Per stop string: how many of its leading characters match the end of the text so far.
         self._num_matched = [0] * len(self._stop_strings)
         self._num_chars = 0
 

@@ -50,7 +50,7 @@ class ThoughtCounter:
         end_id = self._tokenizer.token_to_id(THOUGHTS_END)
         if end_id in token_ids:
             num_tokens = token_ids.index(end_id) + 1
-            # The model may have written `</think>` in several tokens before, which also counts.
+            # The thoughts end earlier if the model has spelled `</think>` with other tokens before.
             if not self._has_end(token_ids[: num_tokens - 1]):
                 return num_tokens
         return bisect.bisect_left(

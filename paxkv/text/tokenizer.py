@@ -265,7 +265,7 @@ def _mark_special(
     named: Collection[tokenizers.AddedToken],
     extra: Collection[tokenizers.AddedToken],
 ) -> None:
-    """Marks tokens as special, like transformers: words of the vocabulary, and named added tokens.
+    """Marks tokens as special, as in transformers: vocabulary tokens, and named added tokens.
 
     Tokens without an id are ignored, because the model has no embedding for them.
     """

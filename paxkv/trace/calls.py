@@ -1,6 +1,6 @@
 """The calls of a scheduler and their results, in the form that a trace file stores.
 
-A scheduler is a function of its calls, and of the answers of the KV connector and the grammar gate.
+A scheduler depends only on its calls, and on the answers of the KV connector and the grammar gate.
 So a trace is a list of calls. Each has the arguments, the questions and answers during the call,
 the result, and the movements of blocks.
 """
@@ -216,7 +216,7 @@ class UpdateCall(_Call, tag="update", forbid_unknown_fields=True, frozen=True):
 
     Args:
         step: Number of the step.
-        pooled: Requests that the step ended with a `pooler_output`, which is not kept.
+        pooled: Requests that the step ended with a `pooler_output`, which is not stored.
     """
 
     step: int

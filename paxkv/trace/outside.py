@@ -130,11 +130,11 @@ class RecordedAnswers:
     def is_ready(self, request_id: str) -> bool:
         return self._answer(Question("is_ready", request_id))
 
-    def _answer(self, asked: Question) -> Answer:
+    def _answer(self, question: Question) -> Answer:
         recorded = self._recorded.popleft() if self._recorded else None
-        if recorded is None or msgspec.structs.replace(recorded, answer=None) != asked:
+        if recorded is None or msgspec.structs.replace(recorded, answer=None) != question:
             raise InvariantError(
-                f"the scheduler asked {asked}, but the trace recorded {recorded} here."
+                f"the scheduler asked {question}, but the trace recorded {recorded} here."
             )
         return recorded.answer
 

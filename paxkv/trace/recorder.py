@@ -98,7 +98,7 @@ class TraceRecorder:
         self._block_pool.add_observer(self._movement_log)
         self._start_s = time.perf_counter()
         self._num_steps = 0
-        # By number: scheduled steps whose tokens have not arrived.
+        # Step number -> output of a step whose tokens have not arrived.
         self._steps_in_flight: dict[int, SchedulerOutput] = {}
 
     def __getattr__(self, name: str) -> object:
@@ -168,7 +168,7 @@ class TraceRecorder:
         )
 
     def close(self) -> None:
-        """Ends the scheduler and the trace; nothing may be called afterwards. May be repeated."""
+        """Closes the scheduler and the trace. Only `close` may be called afterwards."""
         self._scheduler.close()
         if self._on_close is not None:
             self._on_close()

@@ -97,7 +97,7 @@ class TracePlayer:
             raise TraceFileError(
                 f"no scheduler can be built from line 1, the header: {error}"
             ) from error
-        # By number: scheduled steps whose tokens have not arrived.
+        # Step number -> output of a step whose tokens have not arrived.
         self._steps_in_flight: dict[int, SchedulerOutput] = {}
 
     @property

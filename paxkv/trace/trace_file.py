@@ -49,7 +49,7 @@ class TraceWriter:
 
     def __init__(self, file: Path, header: TraceHeader) -> None:
         self._out = _open(file, "wb")
-        # Calls are encoded at once, because their objects may change before the line is written.
+        # Encoded immediately, because a call may change before its line is written.
         self._calls: list[bytes] = []
         # Without a call of `close`, only the calls since the last complete step are lost.
         self._close_file = weakref.finalize(self, self._out.close)

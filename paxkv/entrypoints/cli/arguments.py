@@ -80,7 +80,7 @@ def _parse(
         parser.error(
             "; ".join(_unknown_flag(parser, flag) for flag in flags)
             if flags
-            else f"{len(unknown)} words more than the command takes. --help lists all arguments."
+            else f"unexpected arguments: {len(unknown)}. --help lists all arguments."
         )
     return namespace
 
@@ -107,7 +107,7 @@ def _unknown_flag(parser: argparse.ArgumentParser, flag: str) -> str:
     # Common words are not enough: `--max-num-active-seqs` is not `--max-num-seqs`.
     is_typo = _num_edits(word, nearest) <= min(_MAX_EDITS, len(nearest) // 4)
     is_meant = is_typo or (nearest.startswith(word) and len(word) >= _MIN_PREFIX)
-    hint = f"did you mean {nearest}?" if is_meant else "--help lists what there is."
+    hint = f"did you mean {nearest}?" if is_meant else "--help lists all flags."
     return f"unknown flag {flag}: {hint}"
 
 

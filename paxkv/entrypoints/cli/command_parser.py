@@ -5,7 +5,7 @@ from typing import NoReturn
 
 
 class CommandParser(argparse.ArgumentParser):
-    """For commands whose usage is longer than a screen."""
+    """Parses commands whose usage is longer than a screen."""
 
     def error(self, message: str) -> NoReturn:
         """Prints the error and a hint to --help, and ends the program."""

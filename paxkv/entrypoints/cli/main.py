@@ -18,7 +18,7 @@ _COMMANDS = {
     ),
     "chat": ("paxkv.entrypoints.cli.chat", "talk to a running server"),
     "bench": ("paxkv.entrypoints.cli.bench", "run a benchmark, in a source checkout"),
-    "compile": ("paxkv.compile", "compile an engine's programs ahead of its starts"),
+    "compile": ("paxkv.compile", "compile an engine's programs before it starts"),
     "replay": ("paxkv.replay", "repeat the scheduling of a recorded trace, and compare"),
     "collect-env": (
         "paxkv.entrypoints.cli.collect_env",

@@ -77,7 +77,7 @@ class CallObject:
         if not self.has_started:
             self._chars.append(char)
         events = self._read(char)
-        # `CallStart` has been emitted, so the text cannot become content any more: read on.
+        # `CallStart` has been emitted, so the text must remain a call. Continue with the next key.
         if self.is_malformed and self.has_started:
             self._state = _State.BEFORE_KEY
         return events
@@ -144,7 +144,7 @@ class CallObject:
         if self._state is _State.BARE and (char in _SPACE or char in ",}"):
             events = self._end_value()
             return events + ([] if self.is_malformed else self._read_between(char))
-        self._follow(char)
+        self._track_nesting(char)
         events: list[ToolEvent] = []
         if self._streams_arguments():
             events.append(ArgumentsPart(self._index, char))
@@ -155,7 +155,7 @@ class CallObject:
             events += self._end_value()
         return events
 
-    def _follow(self, char: str) -> None:
+    def _track_nesting(self, char: str) -> None:
         """Updates the depth of brackets outside strings."""
         if self._is_in_string:
             if self._is_escaped:

@@ -33,12 +33,12 @@ class HermesToolParser:
         held, self._held = self._held, ""
         if call is not None and not call.has_started:
             return [ContentPart(_OPEN + call.raw)]
-        is_nothing = not held or (self._num_calls and not held.strip())
-        return [] if is_nothing else [ContentPart(held)]
+        is_blank = not held or (self._num_calls and not held.strip())
+        return [] if is_blank else [ContentPart(held)]
 
     def _read_in_object(self, char: str) -> list[ToolEvent]:
         call = self._object
-        # JSON has no "<" outside strings, so the closing tag begins before the object's end.
+        # JSON has no "<" outside strings, so this is the closing tag of an incomplete object.
         if char == "<" and call.has_started and not call.is_in_string:
             self._end_call()
             self._held = char
@@ -62,8 +62,8 @@ class HermesToolParser:
             self._held, self._is_after_object = "", False
             self._object = CallObject(self._num_calls, needs_arguments=False)
             text = held[: -len(_OPEN)]
-            is_nothing = not text or (self._num_calls and not text.strip())
-            return [] if is_nothing else [ContentPart(text)]
+            is_blank = not text or (self._num_calls and not text.strip())
+            return [] if is_blank else [ContentPart(text)]
         if self._is_after_object and held.endswith(_CLOSE):
             self._held, self._is_after_object = "", False
             return []

@@ -31,8 +31,8 @@ class Llama3JsonToolParser:
         held, self._held = self._held, ""
         if call is not None:
             return [] if call.has_started else [ContentPart(held + call.raw)]
-        is_nothing = not held or (self._num_calls and not held.strip(_BETWEEN))
-        return [] if is_nothing else [ContentPart(held)]
+        is_blank = not held or (self._num_calls and not held.strip(_BETWEEN))
+        return [] if is_blank else [ContentPart(held)]
 
     def _read(self, char: str) -> list[ToolEvent]:
         call = self._object

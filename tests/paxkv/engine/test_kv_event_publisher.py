@@ -209,7 +209,7 @@ def test_nonsense_on_the_replay_socket_is_answered_by_the_end_alone(caplog):
             socket.send(nonsense)
             assert socket.recv_multipart() == [END_OF_REPLAY, b""]
         assert len(replay(publisher, context, 0)) == 1
-    assert "instead of 8" in caplog.text
+    assert "a sequence number has 8" in caplog.text
 
 
 def test_without_a_replay_endpoint_events_are_published_all_the_same():

@@ -67,7 +67,7 @@ def test_ignored_arguments_make_one_warning_with_their_reasons():
     [
         ("tensor_parallel_size", 2, "one device.* Pass 1, or leave it out"),
         ("quantization", "fp8", "quantized weights"),
-        ("reasoning_parser", "qwen3", "with its thoughts. Pass '', or leave it out"),
+        ("reasoning_parser", "qwen3", "as one text. Pass '', or leave it out"),
         ("enable_lora", True, "LoRA.* Pass False"),
         ("spec_method", "ngram", "use speculative_config"),
         ("hf_overrides", {"rope_theta": 1.0}, "follows the checkpoint"),

@@ -382,7 +382,7 @@ def test_a_call_is_answered_though_whom_it_goes_to_has_just_ended() -> None:
     replicas.engines[0].is_dead = True
     replicas.transport.send(UtilityCall(call_id=4, method="inspect"))
     (reply,) = replicas.heard
-    assert (reply.call_id, reply.error) == (4, "the engine that was asked has ended.")
+    assert (reply.call_id, reply.error) == (4, "the called engine has ended.")
 
 
 def test_client_hears_of_the_end_when_no_replica_will_come_back() -> None:
