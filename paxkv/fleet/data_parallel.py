@@ -27,8 +27,10 @@ from paxkv.contracts.engine_request import (
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.contracts.wire import LoopTransport
 from paxkv.errors import EngineDeadError, InvariantError
-from paxkv.fleet.replica_prefixes import ReplicaPrefixes, prompt_chain
-from paxkv.fleet.stats_sum import add_counters, keep_expert_tokens, sum_stats
+from paxkv.fleet.replica import Replica
+from paxkv.fleet.replica_choice import choose_replica
+from paxkv.fleet.replica_prefixes import prompt_chain
+from paxkv.fleet.stats_sum import sum_stats
 
 logger = logging.getLogger(__name__)
 
@@ -36,54 +38,6 @@ logger = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1
 # Control calls that only the first replica answers: the inspector shows one engine.
 _FIRST_REPLICA_METHODS = ("inspect", "inspect_block")
-# A replica that knows the beginning of a prompt may have more requests than the least busy replica.
-# Requests of the least busy replica -> limit: 0 -> 0, 1 -> 2, 2 -> 4, 8 -> 10, 12 -> 15.
-_MAX_EXTRA_REQUESTS = 2
-_REQUESTS_PER_EXTRA = 4
-
-
-@dataclasses.dataclass(slots=True)
-class _Replica:
-    """The state of one engine replica, derived from its messages.
-
-    Args:
-        stats: `own_stats` plus `counted_before`.
-        own_stats: The last statistics that the current engine reported.
-        counted_before: Counters of the engines that died in this replica.
-        ended: The `EngineDead` of the last engine; None while an engine runs.
-        prefixes: Prompts that were sent to this replica.
-        is_unreachable: A send failed. The engine's `EngineDead` follows or was received.
-        requests: Unfinished request id -> whether it keeps its blocks after its end.
-        kept_ids: Finished requests that keep their blocks for forks.
-    """
-
-    transport: LoopTransport
-    stats: SchedulerStats
-    prefixes: ReplicaPrefixes
-    own_stats: SchedulerStats = SchedulerStats()
-    counted_before: SchedulerStats = SchedulerStats()
-    ended: EngineDead | None = None
-    is_unreachable: bool = False
-    requests: dict[str, bool] = dataclasses.field(default_factory=dict)
-    kept_ids: set[str] = dataclasses.field(default_factory=set)
-
-    def update_stats(self, stats: SchedulerStats) -> None:
-        """Stores statistics that the engine reported."""
-        self.own_stats = keep_expert_tokens(stats, self.own_stats)
-        self.stats = add_counters(self.own_stats, self.counted_before)
-
-    def record_end(self) -> None:
-        """Resets the gauges after the engine's death; the counters stay."""
-        nothing = SchedulerStats(engine_start_time=self.stats.engine_start_time)
-        self.stats = add_counters(nothing, self.stats)
-
-    def record_successor(self, stats: SchedulerStats) -> None:
-        """Stores a restarted engine's statistics; its counters continue those of dead engines."""
-        before = add_counters(SchedulerStats(), self.stats)
-        self.counted_before = msgspec.structs.replace(
-            before, num_replaced_engines=before.num_replaced_engines + 1
-        )
-        self.update_stats(stats)
 
 
 @dataclasses.dataclass(slots=True)
@@ -98,9 +52,8 @@ class _PendingCall:
 class DataParallelTransport:
     """The `LoopTransport` of several replicas: engines with the same model, each with a KV cache.
 
-    An idle replica gets the next request. If none is idle, the request goes to the replica that
-    knows the longest part of its prompt, among replicas that are not much busier than the least
-    busy one. A fork goes to the replica that has its blocks. Control calls go to all replicas.
+    `choose_replica` chooses the replica of a request. A fork goes to the replica that has its
+    blocks. Control calls go to all replicas.
 
     When a replica dies, the client receives an `EngineDead` with the ids of its requests, and other
     requests continue. After the last replica's death, it receives an `EngineDead` without ids.
@@ -120,15 +73,7 @@ class DataParallelTransport:
         *,
         have_prefix_caches: bool = True,
     ) -> None:
-        self._replicas = [
-            _Replica(
-                transport,
-                ready.stats,
-                ReplicaPrefixes(ready.model_info.max_fitting_tokens),
-                own_stats=ready.stats,
-            )
-            for transport, ready in replicas
-        ]
+        self._replicas = [Replica.from_ready(transport, ready) for transport, ready in replicas]
         self._have_prefix_caches = have_prefix_caches
         self._calls: dict[int, _PendingCall] = {}
         self._is_closing = False
@@ -136,14 +81,14 @@ class DataParallelTransport:
         self._sender_idx: int | None = None
         self._start_time = min(ready.stats.engine_start_time for _, ready in replicas)
         self._on_message: Callable[[EngineOutput | EngineReady], None] | None = None
-        self._readies = [ready for _, ready in replicas]
         # The client's thread and the loop's thread use it. Reentrant: `on_message` may call `send`.
         self._lock = threading.RLock()
 
     @property
     def ready(self) -> EngineReady:
         """Describes all replicas as one engine."""
-        infos = [ready.model_info for ready in self._readies]
+        readies = [replica.ready for replica in self._replicas]
+        infos = [ready.model_info for ready in readies]
         shortest = min(infos, key=lambda info: info.max_model_len)
         model_info = dataclasses.replace(
             infos[0],
@@ -152,9 +97,7 @@ class DataParallelTransport:
             feature_uses=shortest.feature_uses,
             max_fitting_tokens=min(info.max_fitting_tokens for info in infos),
         )
-        return dataclasses.replace(
-            self._readies[0], model_info=model_info, stats=self._merged_stats()
-        )
+        return dataclasses.replace(readies[0], model_info=model_info, stats=self._merged_stats())
 
     def send(self, message: EngineInput) -> None:
         """See `EngineTransport.send`. Ignores aborts of requests that ended with their replica."""
@@ -169,8 +112,8 @@ class DataParallelTransport:
                 case Shutdown():
                     self._is_closing = True
                     # Also to dead replicas, so that their supervisors stop restarting engines.
-                    for idx in range(len(self._replicas)):
-                        self._send_to(idx, message)
+                    for replica in self._replicas:
+                        replica.send(message)
 
     def deliver_on(
         self,
@@ -185,7 +128,8 @@ class DataParallelTransport:
     @property
     def stall(self) -> str | None:
         """See `LoopTransport.stall`. None while at least one living replica makes progress."""
-        stalls = [(idx, self._replicas[idx].transport.stall) for idx in self._alive()]
+        replicas = enumerate(self._replicas)
+        stalls = [(idx, replica.transport.stall) for idx, replica in replicas if replica.is_alive]
         if not stalls or any(stall is None for _, stall in stalls):
             return None
         return " ".join(f"replica {idx}: {stall}" for idx, stall in stalls)
@@ -205,95 +149,56 @@ class DataParallelTransport:
         for replica in self._replicas:
             replica.transport.close()
 
-    def _alive(self) -> list[int]:
-        return [idx for idx, replica in enumerate(self._replicas) if replica.ended is None]
-
-    def _reachable(self) -> list[int]:
-        return [idx for idx in self._alive() if not self._replicas[idx].is_unreachable]
+    @property
+    def _is_alive(self) -> bool:
+        return any(replica.is_alive for replica in self._replicas)
 
     def _add(self, request: EngineRequest) -> None:
         message = AddRequest(request=request)
-        idx = self._find(request.fork_from)
+        replica = self._find(request.fork_from)
         # Hash the prompt only if a replica must be chosen: beam search sends a fork for each token.
-        if idx is None or not self._send_to(idx, message):
+        if replica is None or not replica.send(message):
             chain = prompt_chain(request) if self._have_prefix_caches else []
             params = request.sampling_params
             # Prompt log-probabilities need every prompt token computed, so no cached block is read.
             # The computed blocks are cached for other requests.
             reads_none = params.skip_reading_prefix_cache or params.prompt_logprobs is not None
             readable_chain = [] if reads_none else chain
-            idx = self._choose(readable_chain)
-            while not self._send_to(idx, message):
-                idx = self._choose(readable_chain)
-            self._replicas[idx].prefixes.record(chain)
-        self._replicas[idx].requests[request.request_id] = request.keep_blocks
+            replica = choose_replica(self._replicas, readable_chain)
+            while not replica.send(message):
+                replica = choose_replica(self._replicas, readable_chain)
+            replica.prefixes.record(chain)
+        replica.requests[request.request_id] = request.keep_blocks
 
-    def _find(self, request_id: str | None) -> int | None:
+    def _find(self, request_id: str | None) -> Replica | None:
         """The reachable replica that runs a request or keeps its blocks, if any."""
-        for idx in self._reachable():
-            replica = self._replicas[idx]
-            if request_id in replica.requests or request_id in replica.kept_ids:
-                return idx
+        for replica in self._replicas:
+            if replica.is_reachable and replica.holds_blocks_of(request_id):
+                return replica
         return None
 
-    def _choose(self, chain: Sequence[int]) -> int:
-        """Chooses the replica for a prompt.
-
-        Args:
-            chain: Result of `prompt_chain`, empty if the request reads no cached blocks.
-        """
-        reachable = self._reachable()
-        if not reachable:
-            raise EngineDeadError("all engines have ended.")
-        # A stalled replica gets requests only if all reachable replicas are stalled.
-        progressing = [idx for idx in reachable if self._replicas[idx].transport.stall is None]
-        num_requests = {idx: len(self._replicas[idx].requests) for idx in progressing or reachable}
-        fewest = min(num_requests.values())
-        # If a replica is idle, `most` is 0. Otherwise a system prompt that all requests share would
-        # keep a light load on one replica, and the others would never cache it.
-        most = fewest + max(min(_MAX_EXTRA_REQUESTS, fewest), fewest // _REQUESTS_PER_EXTRA)
-        # Ties go to the first replica. So a client that sends one request at a time always reaches
-        # the same prefix cache, also with prompts too short for a chain.
-        return max(
-            (idx for idx, number in num_requests.items() if number <= most),
-            key=lambda idx: (self._replicas[idx].prefixes.num_known(chain), -num_requests[idx]),
-        )
-
     def _abort(self, request_ids: Sequence[str]) -> None:
-        for idx in self._alive():
-            replica = self._replicas[idx]
-            own_ids = [i for i in request_ids if i in replica.requests or i in replica.kept_ids]
-            if not own_ids:
-                continue
-            for request_id in own_ids:
-                replica.requests.pop(request_id, None)
-                replica.kept_ids.discard(request_id)
-            self._send_to(idx, AbortRequests(request_ids=own_ids))
+        for replica in self._replicas:
+            own_ids = replica.remove(request_ids) if replica.is_alive else []
+            if own_ids:
+                replica.send(AbortRequests(request_ids=own_ids))
 
     def _call(self, call: UtilityCall) -> None:
-        reachable = self._reachable()
-        asked = reachable[:1] if call.method in _FIRST_REPLICA_METHODS else reachable
-        if not asked:
+        called = [idx for idx, replica in enumerate(self._replicas) if replica.is_reachable]
+        if call.method in _FIRST_REPLICA_METHODS:
+            called = called[:1]
+        if not called:
             raise EngineDeadError("all engines have ended.")
         # Before the sends, because a reply may arrive during them.
-        pending = self._calls[call.call_id] = _PendingCall(call.method, set(asked))
-        for idx in asked:
+        pending = self._calls[call.call_id] = _PendingCall(call.method, set(called))
+        for idx in called:
             arguments = call.arguments
             if call.method == "start_profile":
                 # A folder per replica, because all replicas use the same file names.
                 arguments = (f"{arguments[0]}/replica-{idx}",)
-            if not self._send_to(idx, dataclasses.replace(call, arguments=arguments)):
+            if not self._replicas[idx].send(dataclasses.replace(call, arguments=arguments)):
                 pending.awaited.discard(idx)
         self._answer_if_complete(call.call_id)
-
-    def _send_to(self, idx: int, message: EngineInput) -> bool:
-        """Sends a message to one replica; False if its engine has ended."""
-        try:
-            self._replicas[idx].transport.send(message)
-        except EngineDeadError:
-            self._replicas[idx].is_unreachable = True
-            return False
-        return True
 
     def _on_replica_message(self, idx: int, message: EngineOutput | EngineReady) -> None:
         """Handles a message of a replica, on the loop."""
@@ -324,10 +229,7 @@ class DataParallelTransport:
         replica.update_stats(step.stats)
         # Before requests are removed. If the client fails, `EngineDead` must list all of them.
         self._on_message(dataclasses.replace(step, stats=self._merged_stats(), engine_idx=idx))
-        for output in step.outputs:
-            if output.finish_reason is not None:
-                if replica.requests.pop(output.request_id, False):
-                    replica.kept_ids.add(output.request_id)
+        replica.record_finished(step)
 
     def _handle_reply(self, idx: int, reply: UtilityReply) -> None:
         call = self._calls.get(reply.call_id)
@@ -358,31 +260,22 @@ class DataParallelTransport:
         self._on_message(reply)
 
     def _handle_ready(self, idx: int, ready: EngineReady) -> None:
-        was_dead = not self._alive()
+        was_dead = not self._is_alive
         replica = self._replicas[idx]
-        replica.record_successor(ready.stats)
-        replica.ended, replica.is_unreachable = None, False
-        replica.prefixes = ReplicaPrefixes(ready.model_info.max_fitting_tokens)
-        self._readies[idx] = ready
+        replica.record_successor(ready)
         if self._is_closing:
-            self._send_to(idx, Shutdown())
+            replica.send(Shutdown())
         if was_dead:
             self._on_message(self.ready)
 
     def _handle_dead(self, idx: int, dead: EngineDead) -> None:
-        replica = self._replicas[idx]
-        was_dead = not self._alive()
+        was_dead = not self._is_alive
         if not self._is_closing:
             next_state = "will be restarted" if dead.retry_after_s else "will not be restarted"
             logger.error("replica %d has ended and %s: %s", idx, next_state, dead.reason)
-        request_ids = tuple(replica.requests)
-        replica.ended = dead
-        replica.record_end()
-        replica.requests.clear()
-        replica.kept_ids.clear()
-        replica.prefixes.clear()
+        request_ids = self._replicas[idx].record_end(dead)
         reason = f"replica {idx}: {dead.reason}"
-        if self._alive():
+        if self._is_alive:
             for call_id, call in list(self._calls.items()):
                 call.awaited.discard(idx)
                 self._answer_if_complete(call_id)
