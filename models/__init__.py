@@ -14,7 +14,7 @@ from models.errors import (
     UnsupportedModelError,
     WeightMismatchError,
 )
-from models.forward.forward_batch import ForwardBatch, GroupInputs
+from models.forward.forward_batch import ForwardBatch, GroupInputs, StateInputs
 from models.forward.kernel_settings import KernelSettings
 from models.forward.layer_context import CachePlace, LayerContext, LayerPlaces
 from models.forward.report import Report
@@ -39,6 +39,7 @@ __all__ = [
     "DecoderSpec",
     "ForwardBatch",
     "GroupInputs",
+    "StateInputs",
     "KernelSettings",
     "LayerContext",
     "LayerPlaces",

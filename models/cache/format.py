@@ -16,7 +16,7 @@ Pages = jax.Array
 #   chunk   the tokens of the current chunk
 #   latent  all tokens; a page stores one vector per token, which all heads share
 #   index   all tokens; a page stores the entries of an index over the tokens
-#   state   a single block, whatever the number of tokens
+#   state   none; the request has a slot of blocks, whatever its number of tokens
 #   cross   the tokens of the encoder
 Kind = Literal["full", "window", "chunk", "latent", "index", "state", "cross"]
 # The kinds of `AttentionFormat`.
@@ -38,7 +38,10 @@ class CacheFormat(Protocol):
         """Of the numbers in a page. The array that holds them may have another."""
 
     def page_bytes(self, block_size: int, num_shards: int = 1) -> int:
-        """Bytes of a page: of a block of `block_size` tokens, on one of `num_shards` devices."""
+        """Bytes of a page: of a block of `block_size` tokens, on one of `num_shards` devices.
+
+        For a state: of the page that would hold it alone.
+        """
 
     def content_bytes(self, block_size: int) -> int:
         """Bytes of a page on one device that layers fill; the rest is padding."""

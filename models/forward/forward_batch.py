@@ -13,6 +13,7 @@ Every `dtype[dims]` comment of the code uses these names of dimensions, and no s
                         has row j); elsewhere, the rows of an array, such as one per token
     num_blocks          blocks in the pool, the null block (0) included
     block_size          token positions in a block of one group
+    blocks_per_state    blocks of the pool that hold one layer's state of a request
     num_q_heads         query heads
     num_kv_heads        key and value heads
     head_dim            width of a head
@@ -44,6 +45,43 @@ class GroupInputs:
     seq_lens: jax.Array  # i32[num_reqs]
     block_size: int = field(metadata={"static": True})
 
+    @property
+    def num_groups(self) -> int:
+        return self.block_tables.shape[0]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class StateInputs:
+    """The inputs of KV cache groups that keep states (`StateFormat`).
+
+    Row r owns tokens `query_start_loc[r]:query_start_loc[r + 1]` of the step, in order. These rows
+    may differ from those of the `ForwardBatch`: a batch-invariant step makes each token a request
+    of its own, but states need all tokens of a request in one row.
+    """
+
+    # Blocks that hold the state before the step, and blocks that get the state after it. No block
+    # is written for two rows.
+    read_slots: jax.Array  # i32[num_groups, num_reqs, blocks_per_state]
+    write_slots: jax.Array  # i32[num_groups, num_reqs, blocks_per_state]
+    # The state before the step is zero, and the blocks of `read_slots` hold anything.
+    starts_from_zero: jax.Array  # bool[num_reqs]
+    # Rows that are not alive write nothing. A burst computes the last token of an ended request
+    # again, and a state would advance once more.
+    is_alive: jax.Array  # bool[num_reqs]
+    query_start_loc: jax.Array  # i32[num_reqs + 1], not decreasing, first entry 0
+    # Static. True: row r has token r, or no token.
+    has_one_token_each: bool = field(metadata={"static": True})
+
+    @property
+    def num_groups(self) -> int:
+        return self.read_slots.shape[0]
+
+    @property
+    def is_written(self) -> jax.Array:  # bool[num_reqs]
+        """Whether the row's state changes in this step."""
+        return self.is_alive & (self.query_start_loc[1:] > self.query_start_loc[:-1])
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +104,7 @@ class ForwardBatch:
     token_ids: jax.Array  # i32[num_tokens], in [0, vocab)
     positions: jax.Array  # i32[num_tokens], place of the token in its request, from 0
     query_start_loc: jax.Array  # i32[num_reqs + 1], not decreasing, first entry 0
-    groups: tuple[GroupInputs, ...]
+    groups: tuple[GroupInputs | StateInputs, ...]
     logits_indices: jax.Array  # i32[num_logits], tokens whose logits are wanted
     # Static: an upper bound of the query tokens of one request. None: there is no bound. With 1,
     # attention compiles no code for prompts.

@@ -11,7 +11,7 @@ import numpy as np
 from models.cache.format import CacheFormat, Pages
 from models.config.rope_config import RopeConfig
 from models.errors import ModelError
-from models.forward.forward_batch import ForwardBatch
+from models.forward.forward_batch import ForwardBatch, StateInputs
 from models.forward.kernel_settings import KernelSettings
 from models.forward.row_widths import Width
 from models.layers.rotary import rotary_cos_sin
@@ -53,6 +53,20 @@ class LayerCache:
     slots: jax.Array  # i32[num_tokens], where each token is written; padding past the pages' end
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerState:
+    """One cache of states of a layer in this step. See `StateInputs` for the arrays."""
+
+    format: CacheFormat
+    row: int | jax.Array  # of the pages
+    read_slots: jax.Array  # i32[num_reqs, blocks_per_state]
+    write_slots: jax.Array  # i32[num_reqs, blocks_per_state]
+    starts_from_zero: jax.Array  # bool[num_reqs]
+    is_written: jax.Array  # bool[num_reqs]
+    query_start_loc: jax.Array  # i32[num_reqs + 1]
+    has_one_token_each: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Says to which tokens the rows of an array belong: by default to all tokens of the step."""
@@ -85,8 +99,9 @@ class LayerContext:
 
     batch: ForwardBatch
     kernels: KernelSettings
-    # For each of `batch.groups`, i32[num_groups, num_tokens]: see `LayerCache.slots`.
-    slots: tuple[jax.Array, ...]
+    # For each of `batch.groups`, i32[num_groups, num_tokens]: see `LayerCache.slots`. None for
+    # groups of states.
+    slots: tuple[jax.Array | None, ...]
     # For each `AttentionConfig.rotary`: cosine and sine, f32[num_tokens, rotary_dim // 2].
     cos_sin: Mapping[tuple[RopeConfig, int], tuple[jax.Array, jax.Array]]
     places: LayerPlaces = ()
@@ -116,17 +131,40 @@ class LayerContext:
         Raises:
             ModelError: The layer has no cache of this name.
         """
+        place = self._place(name)
+        inputs = self.batch.groups[place.inputs_idx]
+        return LayerCache(
+            format=place.format,
+            row=place.row,
+            block_size=inputs.block_size,
+            block_tables=inputs.block_tables[place.group_idx],
+            seq_lens=inputs.seq_lens,
+            slots=self.slots[place.inputs_idx][place.group_idx],
+        )
+
+    def state(self, name: str) -> LayerState:
+        """The layer's cache of states of that local name.
+
+        Raises:
+            ModelError: The layer has no cache of this name.
+        """
+        place = self._place(name)
+        inputs = self.batch.groups[place.inputs_idx]
+        return LayerState(
+            format=place.format,
+            row=place.row,
+            read_slots=inputs.read_slots[place.group_idx],
+            write_slots=inputs.write_slots[place.group_idx],
+            starts_from_zero=inputs.starts_from_zero,
+            is_written=inputs.is_written,
+            query_start_loc=inputs.query_start_loc,
+            has_one_token_each=inputs.has_one_token_each,
+        )
+
+    def _place(self, name: str) -> CachePlace:
         for other, place in self.places:
             if other == name:
-                inputs = self.batch.groups[place.inputs_idx]
-                return LayerCache(
-                    format=place.format,
-                    row=place.row,
-                    block_size=inputs.block_size,
-                    block_tables=inputs.block_tables[place.group_idx],
-                    seq_lens=inputs.seq_lens,
-                    slots=self.slots[place.inputs_idx][place.group_idx],
-                )
+                return place
         raise ModelError(
             f"the layer asks for its cache {name!r} and has {[other for other, _ in self.places]}. "
             "The model's `DecoderSpec` must list every cache that a layer uses."
@@ -354,7 +392,9 @@ def make_context(
     """
     num_rows, num_blocks = pages.shape[:2]
     slots = tuple(
-        kernels.slot_mapping(
+        None
+        if isinstance(inputs, StateInputs)
+        else kernels.slot_mapping(
             jnp.broadcast_to(
                 batch.positions, (inputs.block_tables.shape[0], *batch.positions.shape)
             ),

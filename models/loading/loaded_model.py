@@ -172,7 +172,7 @@ class LoadedModel:
 
     def _check_places(self, batch: ForwardBatch, *, num_rows: int) -> None:
         """JAX would take the last group or row in place of one that is not there."""
-        num_groups = [inputs.block_tables.shape[0] for inputs in batch.groups]
+        num_groups = [inputs.num_groups for inputs in batch.groups]
         for name, place in (cache for places in self.places for cache in places):
             has_inputs = place.inputs_idx < len(num_groups)
             has_group = has_inputs and place.group_idx < num_groups[place.inputs_idx]

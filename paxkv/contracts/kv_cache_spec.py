@@ -143,56 +143,54 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MambaSpec(KVCacheSpec):
-    """A state of fixed size. A block holds the state after its last token.
+class StateSpec(KVCacheSpec):
+    """States of fixed size. A request keeps them in a slot of blocks, whatever its length.
+
+    A slot has `num_parts` parts of `blocks_per_state` blocks each. The state of the group's layer i
+    is in the blocks of part `i % num_parts`, in row `i // num_parts`. So one block table serves all
+    layers of the group, even if a block has fewer rows than the group has layers.
+
+    Example: 5 layers, 2 parts, 3 blocks per state -> slots of 6 blocks. Layers 0, 2 and 4 are in
+    rows 0 to 2 of the first 3 blocks, and layers 1 and 3 in rows 0 and 1 of the last 3.
 
     Args:
-        shapes: Shapes of the state's arrays (for example convolution and recurrence).
-        dtypes: Dtypes of the same arrays.
-        page_size_padded: Padded size of a page in bytes, equal to the pages of attention layers.
-        num_speculative_blocks: Further states that a request needs for draft tokens.
+        block_size: Tokens between two positions at which a prefix hit may end. The blocks of a slot
+            hold no token positions.
+        page_bytes: Bytes of one block of one layer.
+        state_bytes: Bytes that a layer's state fills in its pages; the rest is padding.
     """
 
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-    page_size_padded: int | None = None
-    num_speculative_blocks: int = 0
+    page_bytes: int
+    state_bytes: int
+    blocks_per_state: int
+    num_parts: int = 1
 
     def __post_init__(self) -> None:
-        if len(self.shapes) != len(self.dtypes) or not set(self.dtypes) <= set(DTYPE_BYTES):
+        if self.num_parts < 1 or self.blocks_per_state < 1:
             raise ConfigError(
-                f"a state needs a dtype of {sorted(DTYPE_BYTES)} for each of its arrays, got "
-                f"{self.shapes=} and {self.dtypes=}."
+                f"a slot must have at least one block, got num_parts={self.num_parts} and "
+                f"blocks_per_state={self.blocks_per_state}."
             )
-        if self.page_size_padded is not None and self.page_size_padded < self.real_page_size_bytes:
+        if self.state_bytes > self.blocks_per_state * self.page_bytes:
             raise ConfigError(
-                f"page_size_padded={self.page_size_padded} must be at least the "
-                f"{self.real_page_size_bytes} bytes that a state needs."
+                f"a state of {self.state_bytes} bytes does not fit into {self.blocks_per_state} "
+                f"pages of {self.page_bytes} bytes."
             )
 
     @property
-    def real_page_size_bytes(self) -> int:
-        """Bytes of one state, without padding."""
-        return sum(
-            math.prod(shape) * DTYPE_BYTES[dtype]
-            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-        )
+    def num_slot_blocks(self) -> int:
+        """Blocks that a request holds."""
+        return self.num_parts * self.blocks_per_state
 
     @property
     def page_size_bytes(self) -> int:
-        if self.page_size_padded is not None:
-            return self.page_size_padded
-        return self.real_page_size_bytes
+        return self.page_bytes
 
     def max_blocks_per_req(self, max_model_len: int) -> int:
-        return cdiv(max_model_len, self.block_size) + self.num_speculative_blocks
+        return self.num_slot_blocks
 
     def max_held_blocks(self, *, max_model_len: int, max_num_batched_tokens: int) -> int:
-        # The last state, the states at the block boundaries that a step passes, and speculative
-        # states.
-        num_passed = cdiv(min(max_num_batched_tokens, max_model_len), self.block_size)
-        num_blocks = num_passed + 1 + self.num_speculative_blocks
-        return min(num_blocks, self.max_blocks_per_req(max_model_len))
+        return self.num_slot_blocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,13 +225,20 @@ class KVCacheGroupSpec:
     layer_names: tuple[str, ...]
     kv_cache_spec: KVCacheSpec
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the cache arrays that the layers use."""
+        spec = self.kv_cache_spec
+        num_parts = spec.num_parts if isinstance(spec, StateSpec) else 1
+        return cdiv(len(self.layer_names), num_parts)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheConfig:
     """The whole KV cache: one pool of `num_blocks` blocks (block 0 is the null block).
 
-    Layer j of every group uses row j of the cache arrays. So a block of the pool consists of
-    `num_rows` pages, one per layer of the largest group.
+    Layer j of every group uses row j of the cache arrays; for groups of states, see `StateSpec`. So
+    a block of the pool consists of `num_rows` pages, one per row of the largest group.
 
     Args:
         kv_sharing_targets: Pairs (layer, earlier layer): the layer reads the earlier layer's keys
@@ -262,7 +267,7 @@ class KVCacheConfig:
 
     @property
     def num_rows(self) -> int:
-        return max(len(group.layer_names) for group in self.kv_cache_groups)
+        return max(group.num_rows for group in self.kv_cache_groups)
 
     @property
     def resolved_hash_block_size(self) -> int:
@@ -272,5 +277,16 @@ class KVCacheConfig:
         return math.gcd(*(group.kv_cache_spec.block_size for group in self.kv_cache_groups))
 
     @property
-    def has_mamba_layers(self) -> bool:
-        return any(isinstance(group.kv_cache_spec, MambaSpec) for group in self.kv_cache_groups)
+    def has_states(self) -> bool:
+        return any(isinstance(group.kv_cache_spec, StateSpec) for group in self.kv_cache_groups)
+
+    @property
+    def can_share_prefixes(self) -> bool:
+        """Whether requests can find each other's blocks by the hashes of their tokens.
+
+        Not with cross-attention: the decoder's keys and values depend on the encoder's input, which
+        block hashes do not cover. Not with states: a slot has only the state after a request's last
+        token, which no other request can continue from.
+        """
+        specs = [group.kv_cache_spec for group in self.kv_cache_groups]
+        return not any(isinstance(spec, (CrossAttentionSpec, StateSpec)) for spec in specs)

@@ -115,9 +115,6 @@ class SchedulerOutput:
         num_common_prefix_blocks: Per KV cache group, the number of leading blocks that all running
             requests hold.
         block_copies: Copies to make before the step's writes.
-        new_block_ids_to_zero: Blocks allocated since the last step, whose bytes must be set to zero
-            before the step's writes. Needed only if a model has Mamba and attention groups: they
-            read the same memory as different dtypes, and attention reads even masked positions.
         kv_connector_metadata: Transfers for the connector's worker half.
     """
 
@@ -133,7 +130,6 @@ class SchedulerOutput:
     free_encoder_mm_hashes: list[str] = dataclasses.field(default_factory=list)
     num_common_prefix_blocks: list[int] = dataclasses.field(default_factory=list)
     block_copies: list[BlockCopy] = dataclasses.field(default_factory=list)
-    new_block_ids_to_zero: list[int] = dataclasses.field(default_factory=list)
     kv_connector_metadata: KVConnectorMetadata | None = None
 
 

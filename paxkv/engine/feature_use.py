@@ -50,6 +50,8 @@ def _prefix_cache(
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if any(isinstance(spec, CrossAttentionSpec) for spec in specs):
         return False, "the model has cross-attention, and block hashes do not name encoder inputs."
+    if kv_cache_config.has_states:
+        return False, "the model has layers with states, which are not kept for other requests yet."
     # A hit consists of whole blocks in every group, before the last token of the prompt. A prompt
     # leaves room for one output token.
     num_tokens = math.lcm(*(spec.block_size for spec in specs))
@@ -67,8 +69,6 @@ def _bursts(config: EngineConfig, kv_cache_config: KVCacheConfig) -> tuple[bool,
         return False, "--batch-invariant computes one decode step at a time."
     if config.scheduler.max_decode_burst == 1:
         return False, "--max-decode-burst is 1."
-    if kv_cache_config.has_mamba_layers:
-        return False, "the model has layers with states, which bursts cannot rewind."
     return True, (
         f"up to {config.scheduler.max_decode_burst} decode steps, as many as the device computes "
         f"in {MAX_BURST_S:g} s, or in {MAX_STREAMED_BURST_S:g} s while a client streams."

@@ -27,7 +27,7 @@ from paxkv.config.engine_config import (
 from paxkv.config.generation_config import find_sampling_defaults, generation_config_folder
 from paxkv.config.sampling_defaults import SamplingDefaults
 from paxkv.contracts.engine_start import EngineReady, ModelInfo
-from paxkv.contracts.kv_cache_spec import KVCacheConfig, MambaSpec
+from paxkv.contracts.kv_cache_spec import KVCacheConfig
 from paxkv.contracts.protocols import GrammarGate
 from paxkv.contracts.wire import EngineTransport
 from paxkv.engine.core_thread import CoreThread
@@ -490,8 +490,7 @@ def _find_num_lookahead_tokens(config: RunnerConfig, runner: ModelRunner) -> int
             f"the settings allow {num_drafts} drafts, but the runner's step features propose up to "
             f"{runner.max_drafts}."
         )
-    specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
-    if num_drafts > 0 and any(isinstance(spec, MambaSpec) for spec in specs):
+    if num_drafts > 0 and runner.kv_cache_config.has_states:
         raise ConfigError(
             "speculative_config does not work with this model yet: its recurrent layers cannot go "
             "back after a rejected draft. Leave it out."

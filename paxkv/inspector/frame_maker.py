@@ -221,6 +221,8 @@ class FrameMaker:
         for manager in self._managers if request is not None else ():
             table = manager.get_blocks(request.request_id)
             if block in table:
+                if not manager.holds_tokens:
+                    return None, None
                 start = table.index(block) * manager.block_size
                 return start, request.all_token_ids[start : start + manager.block_size]
         if depth == 0 or block.block_hash is None:

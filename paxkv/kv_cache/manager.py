@@ -118,7 +118,7 @@ class KVCacheManager:
 
         Returns:
             None if the source lacks a needed block: a token is not computed or has left the
-            window, a state has advanced, or the source holds no blocks.
+            window, there are states, or the source holds no blocks.
         """
         if not 0 < num_tokens <= source.num_computed_tokens:
             return None
@@ -259,16 +259,7 @@ class KVCacheManager:
         No two copies have the same target. Call it when a step is decided; later changes belong to
         the next step.
         """
-        self.coordinator.new_step_starts()
         return self.coordinator.device_block_work.drain_copies()
-
-    def take_new_block_ids(self) -> list[int]:
-        """New blocks of attention groups since the last call, except targets of copies.
-
-        The runner clears their bytes after the step's copies. They are recorded only if there are
-        Mamba groups: attention must not read old Mamba states as K and V.
-        """
-        return self.coordinator.device_block_work.drain_new_block_ids()
 
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
         """Adds the blocks that the request's first `num_tokens` tokens fill to the prefix cache."""
@@ -323,14 +314,15 @@ class KVCacheManager:
     def count_slots(self, requests: Iterable[CacheRequest]) -> tuple[int, int]:
         """Number of slots in held blocks, and number of slots that hold a computed token.
 
-        A shared block counts once; slots of sinks do not count. The cost is O(requests): a request
+        A shared block counts once; slots of sinks and blocks of states do not count. The cost is
+        O(requests): a request
         writes only into blocks that no other request holds, so unused slots are at the end of one
         request's table.
 
         Args:
             requests: All requests that hold blocks.
         """
-        managers = self.coordinator.single_type_managers
+        managers = [m for m in self.coordinator.single_type_managers if m.holds_tokens]
         num_allocated = sum(manager.num_held_blocks * manager.block_size for manager in managers)
         num_unused = sum(
             manager.get_num_unused_slots(request.request_id, request.num_computed_tokens)

@@ -286,7 +286,8 @@ class ModelRunner:
 
     def _copy_blocks(self, scheduler_output: SchedulerOutput) -> None:
         num_blocks = self.kv_cache_config.num_blocks
-        for copies_np in build_block_copies(scheduler_output, self._buckets, num_blocks=num_blocks):
+        copies_np = build_block_copies(scheduler_output, self._buckets, num_blocks=num_blocks)
+        if copies_np is not None:
             program = self._programs.get(CopyShape(num_copies=copies_np.shape[1]), self._kv_cache)
             copies = jax.device_put(copies_np, self._sharding)
             self._kv_cache = program(self._kv_cache, copies)

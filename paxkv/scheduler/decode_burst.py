@@ -1,6 +1,5 @@
 """Decode bursts: several decode steps of the same requests, computed by one program."""
 
-from paxkv.contracts.kv_cache_spec import MambaSpec
 from paxkv.contracts.protocols import KVConnector
 from paxkv.errors import InvariantError
 from paxkv.kv_cache.manager import KVCacheBlocks, KVCacheManager
@@ -19,9 +18,7 @@ class DecodeBursts:
             version 2 did not.
 
     Attributes:
-        are_possible: False with a drafter, a connector or Mamba layers. A state advances with each
-            token. If a burst ends early, the scheduler does not know how far the state went, and no
-            fork could use it.
+        are_possible: False with a drafter or a connector.
     """
 
     def __init__(
@@ -34,11 +31,7 @@ class DecodeBursts:
     ) -> None:
         self._manager = manager
         self._may_change_logits = may_change_logits
-        has_states = any(
-            isinstance(group_manager.kv_cache_spec, MambaSpec)
-            for group_manager in manager.coordinator.single_type_managers
-        )
-        self.are_possible = num_lookahead_tokens == 0 and connector is None and not has_states
+        self.are_possible = num_lookahead_tokens == 0 and connector is None
 
     def extend(self, plan: StepPlan, waiting: RequestQueue, max_decode_steps: int) -> None:
         """Turns the step into a burst, if every request decodes one token and no request waits.

@@ -92,6 +92,10 @@ def check_blocks(
             if not group_manager.is_written_by_decoder:
                 continue
             num_blocks = len(group_manager.get_blocks(request.request_id))
+            if not group_manager.holds_tokens:
+                if num_blocks == 0:
+                    raise InvariantError(f"{request!r} has no slot for its state.")
+                continue
             if num_blocks * group_manager.block_size < request.num_computed_tokens:
                 raise InvariantError(
                     f"{request!r} has only {num_blocks} blocks of {group_manager.block_size} slots."

@@ -279,7 +279,7 @@ def make_block_hasher(
     cache_config: CacheConfig, kv_cache_config: KVCacheConfig
 ) -> BlockHasher | None:
     """Builds the hasher for the blocks of an engine's requests; None without prefix caching."""
-    if not cache_config.enable_prefix_caching:
+    if not (cache_config.enable_prefix_caching and kv_cache_config.can_share_prefixes):
         return None
     return BlockHasher(
         block_size=kv_cache_config.resolved_hash_block_size,

@@ -105,6 +105,13 @@ class Scheduler:
                 "an encoder-decoder model cannot use a KV connector: the connector does not know "
                 "the blocks of cross-attention layers. Start the engine without a connector."
             )
+        if kv_cache_config.has_states and (connector is not None or num_lookahead_tokens > 0):
+            raise ConfigError(
+                "a model with states cannot use a KV connector or drafts: nothing loads the state "
+                "after loaded tokens, and a state cannot go back to before rejected drafts. Start "
+                "the engine without them."
+            )
+        self._can_fork = not kv_cache_config.has_states
         self._block_hasher = make_block_hasher(cache_config, kv_cache_config)
         # Unfinished requests; each is in `running` or in `waiting`.
         self.requests: dict[str, Request] = {}
@@ -200,7 +207,7 @@ class Scheduler:
             max_num_tokens=self.limits.max_num_tokens(request),
             block_hasher=self._block_hasher,
         )
-        if request.fork_from is not None:
+        if request.fork_from is not None and self._can_fork:
             added.fork_source = self.requests.get(request.fork_from) or self.kept_requests.get(
                 request.fork_from
             )
@@ -511,7 +518,8 @@ class Scheduler:
         request.num_computed_tokens = self.steps_in_flight.num_sure_tokens(request)
         is_delayed = self.remote_kv is not None and self.remote_kv.must_delay_free(request)
         if not is_delayed:
-            if request.keep_blocks and request.finish_reason in ("stop", "length"):
+            is_kept = request.keep_blocks and self._can_fork
+            if is_kept and request.finish_reason in ("stop", "length"):
                 self.kept_requests.add(request)
             else:
                 self.kv_cache_manager.free(request)

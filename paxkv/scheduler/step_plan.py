@@ -147,7 +147,6 @@ class StepPlan:
             free_encoder_mm_hashes=encoder_inputs.cache_manager.drain_freed_identifiers(),
             num_common_prefix_blocks=num_common_prefix_blocks,
             block_copies=manager.drain_block_copies(),
-            new_block_ids_to_zero=manager.take_new_block_ids(),
             kv_connector_metadata=(
                 None
                 if remote_kv is None

@@ -70,7 +70,6 @@ class Decision(msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_f
     free_encoder_mm_hashes: list[str] = []
     num_common_prefix_blocks: list[int] = []
     block_copies: list[tuple[int, int]] = []
-    new_block_ids_to_zero: list[int] = []
 
     @classmethod
     def from_output(cls, output: SchedulerOutput) -> "Decision":
@@ -108,7 +107,6 @@ class Decision(msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_f
             free_encoder_mm_hashes=output.free_encoder_mm_hashes,
             num_common_prefix_blocks=output.num_common_prefix_blocks,
             block_copies=[(c.source_block_id, c.target_block_id) for c in output.block_copies],
-            new_block_ids_to_zero=output.new_block_ids_to_zero,
         )
 
 

@@ -10,15 +10,20 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One KV cache group's kind: "full", "window", "chunk", "mamba", "cross" or "sink".
+    """One KV cache group's kind: "full", "window", "chunk", "state", "cross" or "sink".
 
     Args:
-        size: Window, chunk, or number of sink positions; unused by the others.
+        size: Window, chunk, number of sink positions, or blocks of a slot; unused by the others.
     """
 
     name: str
     block_size: int
     size: int = 0
+
+    @property
+    def holds_tokens(self):
+        """Whether block i of a table holds the decoder's tokens from `i * block_size` on."""
+        return self.name not in ("state", "cross")
 
 
 def first_visible(kind, position):
@@ -27,8 +32,6 @@ def first_visible(kind, position):
         return max(0, position - kind.size + 1)
     if kind.name == "chunk":
         return position // kind.size * kind.size
-    if kind.name == "mamba":
-        return max(0, position - 1)
     return 0
 
 
@@ -57,10 +60,8 @@ def is_hit(kind, length, is_cached):
 def is_eagle_hit(kind, length, is_cached):
     """The same where the drafter needs the last block's tokens computed once more.
 
-    The block behind the prefix was hit too, and dropped. Of a state nothing is left to see.
+    The block behind the prefix was hit too, and dropped.
     """
-    if kind.name == "mamba":
-        return is_hit(kind, length, is_cached)
     return is_hit(kind, length, is_cached) and is_cached(length // kind.block_size)
 
 

@@ -19,7 +19,7 @@ def chain(token_ids, scope):
 
 
 class KVMemory:
-    """Slots by (block id, offset). A state is one slot per block, written over and over."""
+    """Slots by (block id, offset). A state fills all blocks of its table, written over and over."""
 
     def __init__(self, kinds):
         self.kinds = kinds
@@ -42,32 +42,38 @@ class KVMemory:
 
     def slot(self, group, table, position):
         kind = self.kinds[group]
-        block_id = table[position // kind.block_size]
-        offset = 0 if kind.name == "mamba" else position % kind.block_size
-        return block_id, offset
+        return table[position // kind.block_size], position % kind.block_size
+
+    def written_slots(self, group, table, position):
+        """Slots that the token at `position` writes."""
+        if self.kinds[group].name == "state":
+            return [(block_id, 0) for block_id in table]
+        return [self.slot(group, table, position)]
 
     def write(self, tables, contents, start, end, written):
         """Writes positions `start` to `end` of one request.
 
         Args:
-            written: Slots written in this step so far; no two tokens may meet in one.
+            written: Slots written in this step or burst so far, and the tables of their requests.
+                No two tokens may meet in a slot. A state is written over, by its own request.
         """
         for group, (kind, table) in enumerate(zip(self.kinds, tables, strict=True)):
             if kind.name == "cross":
                 continue
-            mine = set()
+            mine = {}
             for position in range(start, end):
-                slot = self.slot(group, table, position)
-                assert slot[0] != 0, "a write to the null block"
-                assert slot not in written, "two requests write one slot"
-                mine.add(slot)
-                self.slots[slot] = (group, contents[position])
+                for slot in self.written_slots(group, table, position):
+                    assert slot[0] != 0, "a write to the null block"
+                    is_own_state = kind.name == "state" and written.get(slot) is tables
+                    assert slot not in written or is_own_state, "two requests write one slot"
+                    mine[slot] = tables
+                    self.slots[slot] = (group, contents[position])
             written |= mine
 
     def load(self, tables, contents, start, end):
         """Fills positions from outside, but for those that no token reads: their block is null."""
         for group, (kind, table) in enumerate(zip(self.kinds, tables, strict=True)):
-            if kind.name == "cross":  # its blocks hold the encoder's tokens, which nothing loads
+            if not kind.holds_tokens:
                 continue
             for position in range(start, end):
                 slot = self.slot(group, table, position)
@@ -79,7 +85,7 @@ class KVMemory:
     def read(self, tables, contents, start, end):
         """Reads all that the tokens `start` to `end` see, themselves included."""
         for group, (kind, table) in enumerate(zip(self.kinds, tables, strict=True)):
-            if kind.name in ("cross", "mamba"):
+            if not kind.holds_tokens:
                 continue
             seen = {
                 seen
@@ -96,20 +102,22 @@ class KVMemory:
     def read_states(self, tables, contents, start):
         """Reads the state before `start`, before the step's own writes."""
         for group, (kind, table) in enumerate(zip(self.kinds, tables, strict=True)):
-            if kind.name == "mamba" and start > 0:
-                slot = self.slot(group, table, start - 1)
-                found = self.slots.get(slot)
+            if kind.name != "state":
+                continue
+            assert len(table) == kind.size, f"group {group}: {table} is not a whole slot"
+            for block_id in table if start > 0 else ():
+                found = self.slots.get((block_id, 0))
                 assert found == (group, contents[start - 1]), (
-                    f"group {group}: {slot=} holds {found}, not the state after {start} tokens"
+                    f"group {group}: block {block_id} holds {found}, not the state after {start} "
+                    "tokens"
                 )
 
     def holds(self, group, block_id, contents, block_idx):
         """Whether a block holds what `contents` puts into block `block_idx` of a sequence."""
         kind = self.kinds[group]
         end = (block_idx + 1) * kind.block_size
-        first = end - 1 if kind.name == "mamba" else end - kind.block_size
         return all(
             self.slots.get(self.slot(group, [block_id] * (block_idx + 1), position))
             == (group, contents[position])
-            for position in range(first, end)
+            for position in range(end - kind.block_size, end)
         )

@@ -80,7 +80,8 @@ class ManagerMachine(RuleBasedStateMachine):
 
     KINDS = ((full(2),),)
     CACHING = (True,)
-    # A state cannot be taken back, so these groups get no drafts.
+    # A state cannot be taken back, and nothing loads one: with states, there are no drafts and no
+    # external tokens.
     MAX_DRAFTS = 2
 
     @initialize(
@@ -93,9 +94,14 @@ class ManagerMachine(RuleBasedStateMachine):
         self.kinds = data.draw(st.sampled_from(self.KINDS))
         # Block hashes do not name what the encoder saw.
         has_encoder = any(kind.name == "cross" for kind in self.kinds)
-        self.caching = data.draw(st.sampled_from(self.CACHING)) and not has_encoder
+        self.has_states = any(kind.name == "state" for kind in self.kinds)
+        self.caching = data.draw(st.sampled_from(self.CACHING))
+        self.caching = self.caching and not has_encoder and not self.has_states
         self.use_eagle = use_eagle
-        num_blocks = 1 + sum(-(-num_tokens // kind.block_size) for kind in self.kinds)
+        num_blocks = 1 + sum(
+            3 * kind.size if kind.name == "state" else -(-num_tokens // kind.block_size)
+            for kind in self.kinds
+        )
         config = make_config(self.kinds, num_blocks, hash_block_size=hash_block_size)
         self.event_recorder = KVEventRecorder()
         self.real = KVCacheManager(
@@ -174,7 +180,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert num_found == num_hit
         if num_hit:
             assert list(found.get_block_ids()) == hits
-        external = draw.choice([0, 0, 0, draw.randint(0, 4)])
+        external = 0 if self.has_states else draw.choice([0, 0, 0, draw.randint(0, 4)])
         external = min(external, len(request.tokens) - 1 - num_hit)
         num_new = len(request.tokens) - num_hit - external
         if chunked:
@@ -290,7 +296,6 @@ class ManagerMachine(RuleBasedStateMachine):
         copies = [(c.source_block_id, c.target_block_id) for c in self.real.drain_block_copies()]
         assert copies == self.slow.copies
         self.slow.copies = []
-        self.slow.start_step()
         self.memory.copy(copies)
 
     def execute_loads(self):
@@ -305,9 +310,6 @@ class ManagerMachine(RuleBasedStateMachine):
     def execute(self, seed):
         draw = random.Random(seed)
         self.execute_copies()
-        new_ids = self.real.take_new_block_ids()
-        assert len(set(new_ids)) == len(new_ids)
-        self.memory.zero(new_ids)
         self.execute_loads()
         work = []
         for req_id, step in self.pending.items():
@@ -316,7 +318,7 @@ class ManagerMachine(RuleBasedStateMachine):
             work.append((self.slow.tables[req_id], chain(tokens, request.scope), step))
         for tables, contents, step in work:
             self.memory.read_states(tables, contents, step.start)
-        written = set()
+        written = {}
         for tables, contents, step in work:
             self.memory.write(tables, contents, step.start, step.end, written)
         for tables, contents, step in work:
@@ -421,7 +423,7 @@ class ManagerMachine(RuleBasedStateMachine):
         for req_id in sorted(self.requests):
             request = self.requests[req_id]
             for table, kind in zip(self.slow.tables[req_id], self.kinds, strict=True):
-                if kind.name == "cross":
+                if not kind.holds_tokens:
                     continue
                 left = num_blocks_left_behind(kind, request.num_computed)
                 assert all(table[left : request.num_computed // kind.block_size])

@@ -57,11 +57,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching = draw.random() < 0.75
         self.is_quiet = draw.random() < self.QUIET_SHARE
         num_pool_tokens = draw.randint(20, 90 if self.is_quiet else 60)
-        num_blocks = 1 + sum(-(-num_pool_tokens // kind.block_size) for kind in self.kinds)
+        num_blocks = 1 + sum(
+            draw.randint(1, 4) * kind.size
+            if kind.name == "state"
+            else -(-num_pool_tokens // kind.block_size)
+            for kind in self.kinds
+        )
         self.max_num_seqs = draw.randint(2, 5)
         # Often so small that a prompt takes several steps, and one request leaves little to others.
         self.budget = draw.choice([draw.randint(self.max_num_seqs, 8), draw.randint(6, 40)])
-        has_states = any(kind.name == "mamba" for kind in self.kinds)
+        has_states = any(kind.name == "state" for kind in self.kinds)
         self.num_drafts = 0 if has_states or self.is_quiet else draw.choice([0, 0, 2])
         is_async = self.NUM_STEPS_IN_FLIGHT > 1
         samples_one = self.num_drafts or is_async or self.is_quiet
@@ -74,7 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         threshold = draw.choice([0, 0, 3, 8])
         chunked = draw.random() < 0.7
         must_fit = draw.random() < 0.6
-        has_connector = draw.random() < 0.4 and not self.is_quiet
+        has_connector = draw.random() < 0.4 and not self.is_quiet and not has_states
         self.connector = SlowConnector() if has_connector else None
         self.real = self.SCHEDULER(
             scheduler_config=SchedulerConfig(
@@ -169,7 +174,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         params = request.sampling_params
         num_prompt = len(request.prompt_token_ids)
         num_slots = min(num_prompt + params.max_tokens, MAX_MODEL_LEN) - 1 + self.num_drafts
-        most_blocks = sum(-(-num_slots // kind.block_size) + 1 for kind in self.kinds)
+        most_blocks = sum(
+            kind.size if kind.name == "state" else -(-num_slots // kind.block_size) + 1
+            for kind in self.kinds
+        )
         plan = self.make_plan(request)
         if self.connector is not None:
             self.connector.plans[request.request_id] = plan
@@ -371,7 +379,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for tables in kv.tables.values()
             for kind, table in zip(self.kinds, tables, strict=True)
             for block_id in table
-            if block_id != 0
+            if block_id != 0 and kind.name != "state"
         }
         assert stats.num_allocated_slots == sum(block_size for _, block_size in held)
         assert 0 <= stats.num_used_slots <= stats.num_allocated_slots

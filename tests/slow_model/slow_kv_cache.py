@@ -16,8 +16,8 @@ def most_blocks_at_once(kind, num_tokens, num_new):
 
     What it reads before a step's tokens, and these, may begin anywhere in a block.
     """
-    if kind.name == "mamba":
-        return 1 + blocks_for(num_new, kind.block_size)
+    if kind.name == "state":
+        return kind.size
     if kind.name not in ("window", "chunk"):
         return blocks_for(num_tokens, kind.block_size)
     num_before = kind.size - 1 if kind.name == "window" else kind.size
@@ -41,7 +41,7 @@ class SlowKVCache:
             self.pool.get_new(kind.size // kind.block_size) for kind in kinds if kind.name == "sink"
         ]
         self.max_model_len = max_model_len
-        self.caching = caching
+        self.caching = caching and not any(kind.name == "state" for kind in kinds)
         self.use_eagle = use_eagle
         self.tables = {}
         # Per request and group: leading blocks that were made findable, or were found.
@@ -49,9 +49,6 @@ class SlowKVCache:
         # Tokens that were there when it was admitted, in hits or in another's blocks.
         self.num_found = {}
         self.copies = []
-        # States that the step being decided writes. Layers read states before they write any, so
-        # nobody can go on from these before the next step.
-        self.fresh_states = set()
 
     def key(self, request, group, block_idx):
         end = (block_idx + 1) * self.kinds[group].block_size
@@ -84,6 +81,9 @@ class SlowKVCache:
         tables = self.tables.get(source_id)
         if tables is None or num_tokens > num_computed:
             return None
+        # A state is that of the last token computed, and of none that another could go on from.
+        if any(kind.name == "state" for kind in self.kinds):
+            return None
         blocks = []
         for kind, table in zip(self.kinds, tables, strict=True):
             if kind.name == "cross":
@@ -92,10 +92,6 @@ class SlowKVCache:
             part = table[: blocks_for(num_tokens, kind.block_size)]
             left = num_blocks_left_behind(kind, num_tokens)
             if any(block_id == NULL for block_id in part[left:]):
-                return None
-            # A state is that of the last token computed, and of no earlier one in its block.
-            in_its_block = num_tokens % kind.block_size != 0
-            if kind.name == "mamba" and in_its_block and num_tokens != num_computed:
                 return None
             blocks.append([NULL] * left + part[left:])
         return blocks
@@ -119,6 +115,9 @@ class SlowKVCache:
                 # The encoder's tokens are all there from the start, and nobody writes them again.
                 held = old or hits[group]
                 planned.append(held + [NEW] * (blocks_for(encoder, kind.block_size) - len(held)))
+                continue
+            if kind.name == "state":
+                planned.append(list(old) or [NEW] * kind.size)
                 continue
             left = num_blocks_left_behind(kind, computed)
             table = []
@@ -153,7 +152,7 @@ class SlowKVCache:
         """Gives up what no later token reads: the newest first, group by group."""
         for kind, table in zip(self.kinds, self.tables.get(request.request_id, ()), strict=False):
             left = min(num_blocks_left_behind(kind, computed), len(table))
-            if kind.name == "cross":
+            if not kind.holds_tokens:
                 continue
             self.pool.give_back([table[i] for i in reversed(range(left))])
             for i in range(left):
@@ -177,8 +176,6 @@ class SlowKVCache:
         computed = request.num_computed + num_hit + external
         end = min(computed + num_new + lookahead, self.max_model_len)
         self.leave_behind(request, computed)
-        if any(blocks and blocks[-1] in self.fresh_states for blocks in hits):
-            return False
         planned = self.planned_tables(request, computed, end, hits, encoder)
         if sum(map(self.cost, planned)) > len(self.pool.free):
             return False
@@ -186,7 +183,7 @@ class SlowKVCache:
             return False
         self.execute(request, planned, computed - external)
         if self.caching and not delay:
-            self.register(request, min(computed + num_new, len(request.tokens)), written_now=True)
+            self.register(request, min(computed + num_new, len(request.tokens)))
         return True
 
     def extend(self, requests, ends):
@@ -196,7 +193,7 @@ class SlowKVCache:
         """
         missing = [
             [
-                max(0, blocks_for(end, kind.block_size) - len(table))
+                max(0, blocks_for(end, kind.block_size) - len(table)) if kind.holds_tokens else 0
                 for kind, table in zip(self.kinds, self.tables[request.request_id], strict=True)
             ]
             for request, end in zip(requests, ends, strict=True)
@@ -229,7 +226,7 @@ class SlowKVCache:
             self.tables[request.request_id] = [[] for _ in self.kinds]
             self.num_found[request.request_id] = num_found
             self.num_registered[request.request_id] = [
-                0 if kind.name == "cross" else num_found // kind.block_size for kind in self.kinds
+                num_found // kind.block_size if kind.holds_tokens else 0 for kind in self.kinds
             ]
         tables = self.tables[request.request_id]
         # Hits of all groups come first: a new block must not be one of them.
@@ -250,14 +247,10 @@ class SlowKVCache:
             self.pool.give_back(dropped)
             tables[group] = table
 
-    def register(self, request, num_tokens, *, written_now=False):
-        """Makes findable what the first `num_tokens` tokens fill.
-
-        Args:
-            written_now: By the step being decided; else it is there already.
-        """
+    def register(self, request, num_tokens):
+        """Makes findable what the first `num_tokens` tokens fill."""
         for group, kind in enumerate(self.kinds):
-            if kind.name == "cross":
+            if not kind.holds_tokens:
                 continue
             done = self.num_registered[request.request_id][group]
             num_full = num_tokens // kind.block_size
@@ -265,12 +258,7 @@ class SlowKVCache:
                 block_id = self.tables[request.request_id][group][i]
                 if block_id != NULL:
                     self.pool.cache(block_id, self.key(request, group, i))
-                    if kind.name == "mamba" and written_now:
-                        self.fresh_states.add(block_id)
             self.num_registered[request.request_id][group] = max(done, num_full)
-
-    def start_step(self):
-        self.fresh_states = set()
 
     def free(self, request):
         """Gives all up, the last block first; what was never computed cannot be found any more."""

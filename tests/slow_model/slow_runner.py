@@ -66,12 +66,11 @@ class SlowRunner:
         """
         self.update_rows(output)
         self.memory.copy([(c.source_block_id, c.target_block_id) for c in output.block_copies])
-        self.memory.zero(output.new_block_ids_to_zero)
         connector_output = self.load(output, load_done)
         if output.num_decode_steps > 1:
             sampled = self.decode(output, draw)
             return self.answer(sampled, {}, connector_output)
-        work, written = [], set()
+        work, written = [], {}
         for req_id, num_tokens in output.num_scheduled_tokens.items():
             row = self.rows[req_id]
             drafts = output.scheduled_spec_decode_tokens.get(req_id, [])
@@ -104,7 +103,7 @@ class SlowRunner:
         """
         sampled = {req_id: [] for req_id in output.num_scheduled_tokens}
         knows_end = {req_id: draw.random() < 0.8 for req_id in sampled}
-        written = set()
+        written = {}
         for i in range(output.num_decode_steps):
             work = []
             for req_id, num_tokens in output.num_scheduled_tokens.items():
@@ -116,6 +115,8 @@ class SlowRunner:
                 assert row.num_computed == len(row.token_ids) - 1, "not the last token"
                 assert row.num_computed < self.max_model_len - 1
                 work.append((req_id, row, row.contents))
+            for _req_id, row, contents in work:
+                self.memory.read_states(row.tables, contents, row.num_computed)
             for _req_id, row, contents in work:
                 start = row.num_computed
                 self.memory.write(row.tables, contents, start, start + 1, written)

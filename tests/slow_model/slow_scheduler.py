@@ -38,10 +38,9 @@ class SlowScheduler:
         self.lookahead = lookahead
         # Whether a step may be decided before the tokens of the one before it are known.
         self.is_async = is_async
-        # Who drafts, or saves what each step wrote, sees every step; and a state that went on
-        # after the end that nobody knew of cannot be taken back.
-        has_states = any(kind.name == "mamba" for kind in kinds)
-        self.may_burst = not (lookahead or has_connector or has_states)
+        # Who drafts, or saves what each step wrote, sees every step.
+        self.may_burst = not (lookahead or has_connector)
+        self.can_fork = not any(kind.name == "state" for kind in kinds)
         self.in_flight = []
         self.running = []
         self.waiting = []
@@ -52,7 +51,7 @@ class SlowScheduler:
         self.taken_by_reset = []
 
     def add(self, request):
-        if request.fork_from is not None:
+        if request.fork_from is not None and self.can_fork:
             request.source = self.find(request.fork_from)
         self.waiting.append(request)
         self.sort_waiting()
@@ -64,7 +63,6 @@ class SlowScheduler:
     def schedule(self, max_decode_steps=1):
         self.budget = self.max_budget
         self.step = Prediction({}, {}, {}, [], [], [])
-        self.kv.start_step()
         self.schedule_running()
         # Who has just lost blocks goes first: nobody new is let in.
         if not self.step.preempted:
@@ -408,7 +406,7 @@ class SlowScheduler:
         request.status = "finished"
         if is_loading:
             self.loading_for_nobody[request.request_id] = request
-        elif request.keep_blocks:
+        elif request.keep_blocks and self.can_fork:
             # A step may have been sent off for drafts past its end.
             request.num_computed = min(request.num_computed, len(request.tokens))
             self.kept[request.request_id] = request

@@ -6,9 +6,9 @@ from paxkv.contracts.kv_cache_spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    MambaSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
+    StateSpec,
 )
 from tests.slow_model.attention_kinds import Kind
 
@@ -28,8 +28,8 @@ def chunk(size, block_size):
     return Kind("chunk", block_size, size)
 
 
-def mamba(block_size):
-    return Kind("mamba", block_size)
+def state(num_slot_blocks, block_size):
+    return Kind("state", block_size, num_slot_blocks)
 
 
 def cross(block_size):
@@ -42,12 +42,13 @@ def sink(size, block_size):
 
 def make_spec(kind):
     """Block sizes differ, so numbers of heads do: every page has the same bytes."""
-    if kind.name == "mamba":
-        return MambaSpec(
+    if kind.name == "state":
+        return StateSpec(
             block_size=kind.block_size,
-            shapes=((4,),),
-            dtypes=("float32",),
-            page_size_padded=_PAGE_BYTES,
+            page_bytes=_PAGE_BYTES,
+            state_bytes=_PAGE_BYTES,
+            blocks_per_state=1,
+            num_parts=kind.size,
         )
     shape = {
         "block_size": kind.block_size,

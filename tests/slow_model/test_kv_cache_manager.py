@@ -3,7 +3,7 @@
 import pytest
 
 from tests.slow_model.manager_machine import ManagerMachine
-from tests.slow_model.specs import chunk, cross, full, mamba, sink, window
+from tests.slow_model.specs import chunk, cross, full, sink, state, window
 from tests.slow_model.state_machine_settings import long, quick
 
 
@@ -21,8 +21,8 @@ class ChunkMachine(ManagerMachine):
     KINDS = tuple((chunk(size, 2),) for size in (2, 4, 6, 8))
 
 
-class MambaMachine(ManagerMachine):
-    KINDS = ((mamba(2),), (mamba(4),), (full(2), mamba(2)), (full(2), mamba(4)))
+class StateMachine(ManagerMachine):
+    KINDS = ((state(1, 2),), (full(2), state(3, 2)), (full(2), window(4, 2), state(2, 4)))
     MAX_DRAFTS = 0
 
 
@@ -59,7 +59,7 @@ class TestChunk(ChunkMachine.TestCase):
     settings = quick(15)
 
 
-class TestMamba(MambaMachine.TestCase):
+class TestState(StateMachine.TestCase):
     settings = quick(15)
 
 
@@ -87,7 +87,7 @@ class TestChunkForLong(ChunkMachine.TestCase):
 
 
 @pytest.mark.slow
-class TestMambaForLong(MambaMachine.TestCase):
+class TestStateForLong(StateMachine.TestCase):
     settings = long(1000)
 
 

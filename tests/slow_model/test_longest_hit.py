@@ -13,7 +13,7 @@ from paxkv.kv_cache.manager import KVCacheManager
 from tests.slow_model.attention_kinds import Kind, longest_hit, num_blocks_left_behind
 from tests.slow_model.manager_machine import RealRequest
 from tests.slow_model.slow_request import SlowRequest
-from tests.slow_model.specs import chunk, full, make_config, mamba, window
+from tests.slow_model.specs import chunk, full, make_config, window
 from tests.slow_model.state_machine_settings import long, quick
 
 MAX_TOKENS = 26
@@ -30,7 +30,6 @@ ONE_KIND = [
     chunk(4, 2),
     chunk(6, 2),
     chunk(8, 4),
-    mamba(2),
 ]
 SEVERAL_KINDS = [
     (full(2), window(3, 2)),
@@ -44,9 +43,7 @@ SEVERAL_KINDS = [
     (window(4, 2), window(6, 4)),
     (full(2), chunk(4, 2)),
     (full(2), chunk(6, 2)),
-    (full(2), mamba(2)),
-    (full(2), mamba(4)),
-    (full(2), chunk(4, 2), window(4, 2), mamba(4)),
+    (full(2), chunk(4, 2), window(4, 2)),
     (full(2), full(4)),
     (full(2), full(2)),
 ]

@@ -4,7 +4,7 @@ import pytest
 
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 from tests.slow_model.scheduler_machine import SchedulerMachine
-from tests.slow_model.specs import chunk, full, mamba, window
+from tests.slow_model.specs import chunk, full, state, window
 from tests.slow_model.state_machine_settings import long, quick
 
 
@@ -18,7 +18,7 @@ class HybridMachine(SchedulerMachine):
         (full(2), window(3, 2), window(3, 2)),
         (full(4), window(4, 2)),
         (full(2), window(7, 4)),
-        (full(2), mamba(4)),
+        (full(2), state(3, 2)),
         (full(2), chunk(4, 2)),
         (window(5, 2),),
     )

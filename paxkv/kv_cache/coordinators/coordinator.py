@@ -7,7 +7,6 @@ from paxkv.contracts.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from paxkv.contracts.protocols import CacheRequest
 from paxkv.kv_cache.hashing.block_hash import BlockHash, with_block_size
 from paxkv.kv_cache.managers.device_block_work import DeviceBlockWork
-from paxkv.kv_cache.managers.mamba import MambaManager
 from paxkv.kv_cache.managers.single_type_manager import SingleTypeKVCacheManager
 from paxkv.kv_cache.managers.spec_manager_map import get_manager_class
 from paxkv.kv_cache.managers.windowed_manager import WindowedManager
@@ -51,9 +50,7 @@ class KVCacheCoordinator(ABC):
             hash_block_size=self.hash_block_size,
             observers=observers,
         )
-        self.device_block_work = DeviceBlockWork(
-            records_new_blocks=kv_cache_config.has_mamba_layers
-        )
+        self.device_block_work = DeviceBlockWork()
         self.single_type_managers = tuple(
             get_manager_class(group.kv_cache_spec)(
                 kv_cache_spec=group.kv_cache_spec,
@@ -212,12 +209,6 @@ class KVCacheCoordinator(ABC):
             manager.get_num_common_prefix_blocks(running_request_id)
             for manager in self.single_type_managers
         ]
-
-    def new_step_starts(self) -> None:
-        """Ends the current step: later calls belong to the next step."""
-        for manager in self._windowed_managers:
-            if isinstance(manager, MambaManager):
-                manager.new_step_starts()
 
     @abstractmethod
     def find_longest_cache_hit(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from paxkv.contracts.kv_cache_spec import CrossAttentionSpec, KVCacheConfig
+from paxkv.contracts.kv_cache_spec import KVCacheConfig
 from paxkv.errors import ConfigError
 from paxkv.kv_cache.coordinators.coordinator import (
     KVCacheCoordinator,
@@ -24,8 +24,8 @@ def get_kv_cache_coordinator(
 ) -> KVCacheCoordinator:
     """Builds the coordinator for the groups; see `KVCacheCoordinator` for the arguments.
 
-    Cross-attention turns prefix caching off: the decoder's K and V depend on the encoder's input,
-    which block hashes do not cover.
+    There is no prefix caching if the groups cannot share prefixes
+    (`KVCacheConfig.can_share_prefixes`).
 
     Raises:
         ConfigError: There is no group, or `hash_block_size` does not divide every block size.
@@ -40,8 +40,7 @@ def get_kv_cache_coordinator(
             f"{hash_block_size=} must divide the block size of every KV cache group, got "
             f"{block_sizes}."
         )
-    if any(isinstance(group.kv_cache_spec, CrossAttentionSpec) for group in groups):
-        enable_caching = False
+    enable_caching = enable_caching and kv_cache_config.can_share_prefixes
     coordinator_class: type[KVCacheCoordinator] = KVCacheCoordinatorNoPrefixCache
     if enable_caching:
         coordinator_class = (

@@ -1,22 +1,13 @@
-"""DeviceBlockWork: collects blocks that the device must copy or clear before a step's writes."""
-
-from collections.abc import Iterable
+"""DeviceBlockWork: collects blocks that the device must copy before a step's writes."""
 
 from paxkv.contracts.scheduler_output import BlockCopy
 from paxkv.kv_cache.pool.block import KVCacheBlock
 
 
 class DeviceBlockWork:
-    """Collects block copies and new blocks while a step is decided.
+    """Collects block copies while a step is decided."""
 
-    Args:
-        records_new_blocks: Also collect new blocks, whose old bytes must be cleared if groups
-            read the same memory as different dtypes.
-    """
-
-    def __init__(self, *, records_new_blocks: bool = False) -> None:
-        self._records_new_blocks = records_new_blocks
-        self._new_blocks: dict[int, KVCacheBlock] = {}
+    def __init__(self) -> None:
         # Target id -> (source, target). The source's content is as before the step.
         self._copies: dict[int, tuple[KVCacheBlock, KVCacheBlock]] = {}
 
@@ -27,13 +18,6 @@ class DeviceBlockWork:
         if source.block_id in self._copies:
             source = self._copies[source.block_id][0]
         self._copies[target.block_id] = (source, target)
-        # A copy overwrites the whole block, so the block needs no clearing.
-        self._new_blocks.pop(target.block_id, None)
-
-    def record_new_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Records newly allocated blocks that are not targets of copies."""
-        if self._records_new_blocks:
-            self._new_blocks.update((block.block_id, block) for block in blocks)
 
     def forget_freed_targets(self) -> None:
         """Drops copies into blocks that have lost their holder: other requests may get them."""
@@ -53,11 +37,3 @@ class DeviceBlockWork:
         ]
         self._copies = {}
         return copies
-
-    def drain_new_block_ids(self) -> list[int]:
-        """New blocks since the last call. Their old bytes must be cleared after the copies."""
-        if not self._new_blocks:
-            return []
-        block_ids = list(self._new_blocks)
-        self._new_blocks = {}
-        return block_ids

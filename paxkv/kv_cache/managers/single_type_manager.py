@@ -17,7 +17,7 @@ class SingleTypeKVCacheManager(ABC):
     """The block tables of all requests in one group, with one subclass per kind of attention.
 
     Args:
-        device_block_work: Receives copies and new blocks; shared by all groups.
+        device_block_work: Receives copies; shared by all groups.
         dcp_world_size: Ranks that share a sequence's blocks in decode. A block then holds
             `block_size` tokens on each rank.
         pcp_world_size: Ranks that share a sequence's blocks in prefill.
@@ -34,6 +34,8 @@ class SingleTypeKVCacheManager(ABC):
     supports_context_parallel: ClassVar[bool] = False
     # Whether the blocks hold the decoder's tokens (and not the encoder's).
     is_written_by_decoder: ClassVar[bool] = True
+    # Whether block i of a table holds the tokens from `i * block_size` on.
+    holds_tokens: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -190,8 +192,6 @@ class SingleTypeKVCacheManager(ABC):
             self.num_held_blocks += 1
             if block_idx * self.block_size < num_computed_tokens:
                 self.device_block_work.record_copy(block, new_block)
-            else:
-                self._record_new_blocks((new_block,))
             blocks[block_idx] = new_block
             self._free_blocks((block,))
             self.block_pool.report_replaced(request_id)
@@ -214,7 +214,6 @@ class SingleTypeKVCacheManager(ABC):
             return ()
         new_blocks = self.block_pool.get_new_blocks(num_new_blocks)
         self.num_held_blocks += num_new_blocks
-        self._record_new_blocks(new_blocks)
         if blocks is None:
             self.req_to_blocks[request_id] = list(new_blocks)
         else:
@@ -392,9 +391,6 @@ class SingleTypeKVCacheManager(ABC):
         counted |= self.num_found_blocks.keys()
         if not counted <= self.req_to_blocks.keys():
             raise InvariantError(f"{counted=} names requests that hold no blocks.")
-
-    def _record_new_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
-        self.device_block_work.record_new_blocks(blocks)
 
     def _touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         num_free_blocks = self.block_pool.get_num_free_blocks()

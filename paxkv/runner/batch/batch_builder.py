@@ -194,8 +194,14 @@ class BatchBuilder:
         num_reqs, num_tokens = len(rows.req_ids), len(positions_np)
         views["positions"][:num_tokens] = positions_np
         group_tables = iter(self._rows.block_tables.tables)
-        for inputs_idx in range(len(self._buckets.tables)):
-            for group_np in views[table_field(inputs_idx)]:
+        for inputs_idx, table in enumerate(self._buckets.tables):
+            tables_np = views[table_field(inputs_idx)]
+            if table.is_state:
+                slots_np = next(group_tables).block_ids_np[rows.rows_np]
+                slots_np = slots_np.reshape(num_reqs, table.num_groups, table.max_blocks_per_req)
+                tables_np[:, :num_reqs] = slots_np.swapaxes(0, 1)
+                continue
+            for group_np in tables_np:
                 group_np[:num_reqs] = next(group_tables).block_ids_np[rows.rows_np]
         token_source_np = views["token_source"]
         token_source_np[:] = self._host_token
@@ -241,7 +247,10 @@ class BatchBuilder:
         tables = self._rows.block_tables.tables
         seq_lens_np = rows.num_computed_np + num_scheduled_np
         for table, block_size in zip(tables, self._block_sizes, strict=True):
-            is_bad_np |= seq_lens_np > table.num_blocks_np[rows_np] * block_size
+            if block_size is None:
+                is_bad_np |= table.num_blocks_np[rows_np] < table.block_ids_np.shape[1]
+            else:
+                is_bad_np |= seq_lens_np > table.num_blocks_np[rows_np] * block_size
         if is_bad_np.any():
             bad = int(is_bad_np.argmax())
             num_blocks = [int(table.num_blocks_np[rows_np[bad]]) for table in tables]
@@ -249,7 +258,7 @@ class BatchBuilder:
                 f"request {rows.req_ids[bad]!r} cannot compute {num_scheduled_np[bad]} tokens up "
                 f"to position {seq_lens_np[bad]}: it has {num_tokens_np[bad]} tokens on the host, "
                 f"{num_available_np[bad]} in all and {num_blocks} blocks of "
-                f"{list(self._block_sizes)} tokens per group."
+                f"{list(self._block_sizes)} tokens per group (None: a slot of states)."
             )
 
     def _check_written_blocks(self, rows: ScheduledRows) -> None:
@@ -263,6 +272,8 @@ class BatchBuilder:
         for group_idx, (table, block_size) in enumerate(
             zip(tables, self._block_sizes, strict=True)
         ):
+            if block_size is None:  # `_check` has found whole slots
+                continue
             block_ids_np = table.block_ids_np[rows.row_of_token_np, rows.positions_np // block_size]
             if not block_ids_np.all():
                 bad = int((block_ids_np == 0).argmax())

@@ -74,6 +74,8 @@ class MultiGroupBlockTable:
         """Appends blocks to several different rows: for each row, one list per group."""
         for group_idx, table in enumerate(self.tables):
             of_group = [groups[group_idx] for groups in block_ids]
+            if not any(of_group):
+                continue
             # The usual case: a decoding request needs one block at a time.
             if all(len(row_block_ids) == 1 for row_block_ids in of_group):
                 table.append_one_each(rows, [row_block_ids[0] for row_block_ids in of_group])

@@ -1,6 +1,7 @@
 """`BurstRepeater`: in steady decode a burst is the one before it, moved on."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,6 +26,14 @@ class BurstRepeater:
         self._last = built
         self._spans = PackedLayout(built.shape).spans()
         self._places_np = np.arange(len(built.rows_np), dtype=np.int32)
+        kv_cache_groups = itertools.chain.from_iterable(
+            [shape] * shape.num_kv_cache_groups for shape in built.shape.tables
+        )
+        self._token_tables = [
+            table
+            for table, shape in zip(input_batch.block_tables.tables, kv_cache_groups, strict=True)
+            if not shape.is_state
+        ]
         self._place_of_row = {row: place for place, row in enumerate(built.rows_np.tolist())}
         # Positions of the tokens that the next burst computes first: i32[num_reqs].
         self._positions_np = self._view(built.packed_np, "positions")[: len(built.rows_np)].copy()
@@ -65,10 +74,14 @@ class BurstRepeater:
         return packed_np[words].reshape(dims)
 
     def _views_of_groups(self, packed_np: np.ndarray) -> list[tuple[np.ndarray, int]]:
-        """The block tables i32[num_reqs, max_blocks_per_req] of each group, and its block size."""
+        """The block tables i32[num_reqs, max_blocks_per_req] of each group, and its block size.
+
+        Without groups of states: the slot of a request stays the same while it runs.
+        """
         return [
             (group_np, table.block_size)
             for inputs_idx, table in enumerate(self._last.shape.tables)
+            if not table.is_state
             for group_np in self._view(packed_np, table_field(inputs_idx))
         ]
 
@@ -82,7 +95,7 @@ class BurstRepeater:
         if not rows:
             return
         places = [self._place_of_row[row_idx] for row_idx in rows]
-        for group_np, table in zip(groups_np, self._rows.block_tables.tables, strict=True):
+        for group_np, table in zip(groups_np, self._token_tables, strict=True):
             group_np[places] = table.block_ids_np[rows]
 
     def _have_blocks(

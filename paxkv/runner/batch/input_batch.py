@@ -122,11 +122,13 @@ class InputBatch:
         group_tables = [
             BlockTable(
                 max_num_seqs=max_num_seqs,
-                max_blocks_per_req=table.max_blocks_per_req,
+                max_blocks_per_req=(
+                    table.num_groups // table.num_kv_cache_groups * table.max_blocks_per_req
+                ),
                 num_blocks=num_blocks,
             )
             for table in tables
-            for _ in range(table.num_groups)
+            for _ in range(table.num_kv_cache_groups)
         ]
         return cls(
             max_num_seqs=max_num_seqs,

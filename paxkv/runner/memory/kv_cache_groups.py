@@ -2,7 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Mapping
+import math
+from collections.abc import Hashable, Mapping, Sequence
 
 from models import AttentionFormat, CacheFormat, CachePlace, DecoderSpec, LayerPlaces
 from paxkv.contracts.kv_cache_spec import (
@@ -14,9 +15,9 @@ from paxkv.contracts.kv_cache_spec import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
-    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    StateSpec,
 )
 from paxkv.errors import ConfigError, InvariantError
 from paxkv.runner.shapes.program_shapes import TableShape
@@ -33,7 +34,7 @@ class KVCacheGroups:
     Args:
         formats: Full name of each cache -> its format, in pages of the common size. Empty if
             the groups were made from specs alone.
-        padded_shares: Full name -> share of a page that is padding, for caches with padding.
+        padded_shares: Full name -> share of its pages that is padding, for caches with padding.
     """
 
     kv_cache_groups: tuple[KVCacheGroupSpec, ...]
@@ -43,14 +44,7 @@ class KVCacheGroups:
 
     def tables(self, max_model_len: int) -> tuple[TableShape, ...]:
         """Returns the block tables of a step. Neighboring groups share an array if they can."""
-        return tuple(
-            TableShape(
-                num_groups=len(specs),
-                max_blocks_per_req=max(spec.max_blocks_per_req(max_model_len) for spec in specs),
-                block_size=specs[0].block_size,
-            )
-            for specs in self._specs_by_inputs()
-        )
+        return tuple(_table_shape(specs, max_model_len) for specs in self._specs_by_inputs())
 
     def places(self, spec: DecoderSpec) -> tuple[LayerPlaces, ...]:
         """Returns the places of the caches of each layer. A shared cache has its owner's place.
@@ -81,12 +75,14 @@ class KVCacheGroups:
         found = {}
         groups = iter(self.kv_cache_groups)
         for inputs_idx, specs in enumerate(self._specs_by_inputs()):
-            for group_idx, _ in enumerate(specs):
-                for row, name in enumerate(next(groups).layer_names):
+            for group_idx, spec in enumerate(specs):
+                num_parts = spec.num_parts if isinstance(spec, StateSpec) else 1
+                for layer_idx, name in enumerate(next(groups).layer_names):
+                    row, part = divmod(layer_idx, num_parts)
                     found[name] = CachePlace(
                         format=self.formats[name],
                         inputs_idx=inputs_idx,
-                        group_idx=group_idx,
+                        group_idx=group_idx + part,
                         row=row,
                     )
         return found
@@ -98,8 +94,25 @@ class KVCacheGroups:
 
 def _inputs_kind(spec: KVCacheSpec) -> Hashable:
     """Returns equal values for groups whose block tables can share an array."""
-    own_meaning = type(spec) if isinstance(spec, (MambaSpec, CrossAttentionSpec)) else None
-    return spec.block_size, own_meaning
+    if isinstance(spec, StateSpec):
+        return spec
+    return spec.block_size, isinstance(spec, CrossAttentionSpec)
+
+
+def _table_shape(specs: Sequence[KVCacheSpec], max_model_len: int) -> TableShape:
+    first = specs[0]
+    if isinstance(first, StateSpec):
+        return TableShape(
+            num_groups=first.num_parts,
+            max_blocks_per_req=first.blocks_per_state,
+            block_size=first.block_size,
+            is_state=True,
+        )
+    return TableShape(
+        num_groups=len(specs),
+        max_blocks_per_req=max(spec.max_blocks_per_req(max_model_len) for spec in specs),
+        block_size=first.block_size,
+    )
 
 
 def groups_of_spec(spec: DecoderSpec, *, block_size: int, head_dim_step: int = 1) -> KVCacheGroups:
@@ -134,11 +147,11 @@ def groups_of_spec(spec: DecoderSpec, *, block_size: int, head_dim_step: int = 1
         },
         kv_sharing_targets=spec.owners,
     )
-    padded_shares = {
-        name: 1 - own[name].content_bytes(size) / page_bytes
-        for name, (_, size, page_bytes) in agreed.items()
-        if own[name].content_bytes(size) < page_bytes
-    }
+    padded_shares = {}
+    for name, (_, size, page_bytes) in agreed.items():
+        num_pages = own[name].num_pages(page_bytes) if _is_state(own[name]) else 1
+        if (share := own[name].content_bytes(size) / (num_pages * page_bytes)) < 1:
+            padded_shares[name] = 1 - share
     return dataclasses.replace(
         groups,
         formats={name: cache for name, (cache, _, _) in agreed.items()},
@@ -153,7 +166,8 @@ def agree_on_pages(
 
     The cache of tokens with the largest pages sets the size. A cache with smaller pages gets blocks
     that are larger by a power of two. If its content still does not fill a page, the rest is
-    padding.
+    padding. A state takes as many pages as it needs. If a model has only states, the largest of
+    them sets the size.
 
     Example: pages of 64 KiB, 16 KiB and 24 KiB at block size 16 -> block sizes 16, 64 and 32. A
     quarter of the third cache's pages is padding.
@@ -165,18 +179,16 @@ def agree_on_pages(
         ConfigError: A cache cannot have pages of this size.
     """
     own_bytes = {name: cache.page_bytes(block_size) for name, cache in formats.items()}
-    of_tokens = [own_bytes[name] for name, cache in formats.items() if not _is_state(cache)]
-    page_bytes = max(of_tokens or own_bytes.values(), default=0)
+    of_tokens = [name for name, cache in formats.items() if not _is_state(cache)]
+    page_bytes = max((own_bytes[name] for name in of_tokens or formats), default=0)
+    sizes = {
+        name: block_size << ((page_bytes // own_bytes[name]).bit_length() - 1) for name in of_tokens
+    }
+    # A prefix hit must end at the end of a block in every group, and so does a state for it.
+    state_size = math.lcm(block_size, *sizes.values())
     agreed = {}
     for name, cache in formats.items():
-        if own_bytes[name] > page_bytes:
-            raise ConfigError(
-                f"cache {name!r} has a state of {own_bytes[name]} bytes, and a page has "
-                f"{page_bytes} bytes. States that take several blocks are not supported yet. Set a "
-                "larger block_size."
-            )
-        num_fitting = 1 if _is_state(cache) else page_bytes // own_bytes[name]
-        size = block_size << (num_fitting.bit_length() - 1)
+        size = sizes.get(name, state_size)
         wide = cache.with_page_bytes(page_bytes, size)
         if wide is None:
             raise ConfigError(
@@ -212,11 +224,11 @@ def cache_spec(cache: CacheFormat, block_size: int, page_bytes: int) -> KVCacheS
             page_size_padded=padded_bytes,
         )
     if _is_state(cache):
-        return MambaSpec(
+        return StateSpec(
             block_size=block_size,
-            shapes=((own_bytes,),),
-            dtypes=("int8",),
-            page_size_padded=padded_bytes,
+            page_bytes=page_bytes,
+            state_bytes=cache.content_bytes(block_size),
+            blocks_per_state=cache.num_pages(page_bytes),
         )
     raise ConfigError(f"caches of the kind {cache.kind!r} are not supported yet: got {cache}.")
 
@@ -297,8 +309,9 @@ def make_kv_cache_groups(
     if len(sizes) != 1:
         raise InvariantError(f"pages must have one size, got {sorted(sizes)} bytes.")
     groups = [
-        KVCacheGroupSpec(layer_names=names, kv_cache_spec=specs[names[0]])
-        for names in group_layers(specs)
+        group
+        for spec, layers in itertools.groupby(group_layers(specs), lambda names: specs[names[0]])
+        for group in _groups_of_kind(spec, list(layers))
     ]
     # Groups become neighbors if their block tables can share an array. Otherwise the order stays.
     first_idx = {}
@@ -309,3 +322,16 @@ def make_kv_cache_groups(
         kv_cache_groups=tuple(groups),
         kv_sharing_targets=tuple(targets.items()),
     )
+
+
+def _groups_of_kind(spec: KVCacheSpec, layers: Sequence[tuple[str, ...]]) -> list[KVCacheGroupSpec]:
+    """Makes the groups of one kind. States are one group, whose slots have a part for each.
+
+    Args:
+        layers: Results of `group_layers`: group i has every n-th layer, from layer i on.
+    """
+    if isinstance(spec, StateSpec):
+        in_order = [name for names in itertools.zip_longest(*layers) for name in names if name]
+        spec = dataclasses.replace(spec, num_parts=len(layers))
+        return [KVCacheGroupSpec(layer_names=tuple(in_order), kv_cache_spec=spec)]
+    return [KVCacheGroupSpec(layer_names=names, kv_cache_spec=spec) for names in layers]

@@ -11,7 +11,7 @@ import jax
 
 from models import Platform
 from paxkv.config.engine_config import CacheConfig
-from paxkv.contracts.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheSpec
+from paxkv.contracts.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheSpec, StateSpec
 from paxkv.errors import ConfigError, InvariantError, KVCacheTooSmallError
 from paxkv.runner.memory.kv_cache_groups import KVCacheGroups
 
@@ -92,10 +92,17 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that fit at once in sequences so short that each group holds all their tokens."""
-        unit = math.lcm(*(spec.block_size for spec in self._specs))
-        blocks_per_unit = sum(unit // spec.block_size for spec in self._specs)
-        return self._num_usable_blocks * unit // blocks_per_unit
+        """Tokens that fit at once in sequences so short that each group holds all their tokens.
+
+        With states: in one sequence, which has a slot. Without other caches: in as many sequences
+        of `max_model_len` as there are slots.
+        """
+        if not self._token_specs:
+            return self.num_longest_reqs * self.max_model_len
+        unit = math.lcm(*(spec.block_size for spec in self._token_specs))
+        blocks_per_unit = sum(unit // spec.block_size for spec in self._token_specs)
+        num_blocks = max(0, self._num_usable_blocks - self._num_slot_blocks)
+        return num_blocks * unit // blocks_per_unit
 
     def num_blocks_of_req(self, num_tokens: int) -> int:
         """Most blocks that a request of `num_tokens` tokens holds at once, in all groups."""
@@ -115,7 +122,12 @@ class MemoryPlan:
     @property
     def token_bytes(self) -> float:
         """Bytes of a token in all groups."""
-        return sum(self.block_bytes / spec.block_size for spec in self._specs)
+        return sum(self.block_bytes / spec.block_size for spec in self._token_specs)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the states of a running request, whatever its length."""
+        return self._num_slot_blocks * self.block_bytes
 
     @property
     def late_token_bytes(self) -> float:
@@ -125,26 +137,28 @@ class MemoryPlan:
         """
         return sum(
             self.block_bytes / spec.block_size
-            for spec in self._specs
+            for spec in self._token_specs
             if self._num_held(spec, 2 * _FAR) > self._num_held(spec, _FAR)
         )
 
     def report(self) -> str:
         """Describes the plan in one line, for the log."""
-        block_sizes = sorted({spec.block_size for spec in self._specs})
+        sizes = sorted({spec.block_size for spec in self._token_specs})
+        of_tokens = f" of {' or '.join(map(str, sizes))} tokens" if sizes else ""
         num_groups = len(self._specs)
         in_groups = f" in {num_groups} groups" if num_groups > 1 else ""
         dtypes = dict.fromkeys(
             spec.dtype if isinstance(spec, AttentionSpec) else "state" for spec in self._specs
         )
-        late = ""
+        needs = [f"{self.token_bytes:.0f} bytes a token"] if sizes else []
         if self.late_token_bytes != self.token_bytes:
-            late = f", {self.late_token_bytes:.0f} past the window of a long sequence"
+            needs.append(f"{self.late_token_bytes:.0f} past the window of a long sequence")
+        if self.slot_bytes:
+            needs.append(f"{_mib(self.slot_bytes)} of states per running request")
         return (
-            f"KV cache: {self.kv_cache_config.num_blocks} blocks of "
-            f"{' or '.join(map(str, block_sizes))} tokens{in_groups} ({', '.join(dtypes)}, "
-            f"{self.token_bytes:.0f} bytes a token{late}, {_mib(self.pool_bytes)} in all; "
-            f"{self.reason}): {self.num_tokens} tokens, or {self.num_longest_reqs} requests of "
+            f"KV cache: {self.kv_cache_config.num_blocks} blocks{of_tokens}{in_groups} "
+            f"({', '.join([*dtypes, *needs])}, {_mib(self.pool_bytes)} in all; {self.reason}): "
+            f"{self.num_tokens} tokens, or {self.num_longest_reqs} requests of "
             f"{self.max_model_len}{self._padding()}"
         )
 
@@ -162,6 +176,14 @@ class MemoryPlan:
     @property
     def _specs(self) -> list[KVCacheSpec]:
         return [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+
+    @property
+    def _token_specs(self) -> list[KVCacheSpec]:
+        return [spec for spec in self._specs if not isinstance(spec, StateSpec)]
+
+    @property
+    def _num_slot_blocks(self) -> int:
+        return sum(spec.num_slot_blocks for spec in self._specs if isinstance(spec, StateSpec))
 
     @property
     def _num_usable_blocks(self) -> int:

@@ -41,7 +41,7 @@ class DecodeState:
     """The state between two decode steps.
 
     A row that has ended computes its last token again, at the same position, so it writes the keys
-    and values that are there already.
+    and values that are there already. It writes no state.
     """
 
     step_idx: jax.Array  # i32[]
@@ -132,6 +132,7 @@ def _decode_batch(rows: DecodeRows, state: DecodeState) -> ForwardBatch:
         block_tables=rows.block_tables,
         table_shapes=rows.table_shapes,
         widths=rows.widths,
+        is_alive=state.is_alive,
     )
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from models import ForwardBatch, LoadedModel, Pages
 from paxkv.runner.features.traced_features import FeatureValues, TracedFeatures
-from paxkv.runner.programs.make_batch import make_decode_batch, tables_of
+from paxkv.runner.programs.make_batch import StateRows, make_decode_batch, tables_of
 from paxkv.runner.programs.step import Params, StepFunction, unpack_fields
 from paxkv.runner.sampling.sampling_columns import join_step_rows
 from paxkv.runner.shapes.packed_layout import PackedLayout
@@ -24,7 +24,8 @@ def make_invariant_step(model: LoadedModel, shape: StepShape) -> StepFunction:
     The step computes its tokens tile by tile, in order. In a tile, each token is a request of its
     own with one token. Therefore, products and sums have the same shape in every step, and the
     numbers of a token depend only on the keys and values before it. A tile writes the keys and
-    values of all its tokens before any of them attends.
+    values of all its tokens before any of them attends. States have a row for each request, because
+    a token needs the state after the token before it.
     """
     layout = PackedLayout(shape)
     tile_tokens = shape.tile_tokens
@@ -101,6 +102,27 @@ def _batch_of_tile(
         token_ids=of_tile("token_ids"),
         positions=of_tile("positions"),
         num_used=jnp.clip(starts[-1] - start, 0, shape.tile_tokens),
-        block_tables=[tables[:, req_idx] for tables in tables_of(fields, shape)],
+        block_tables=[
+            tables if table_shape.is_state else tables[:, req_idx]
+            for tables, table_shape in zip(tables_of(fields, shape), shape.tables, strict=True)
+        ],
         table_shapes=shape.tables,
+        state_rows=_state_rows_of_tile(fields, start, shape),
+    )
+
+
+def _state_rows_of_tile(
+    fields: dict[str, jax.Array],
+    start: jax.Array,  # i32[], the tile's first token
+    shape: StepShape,
+) -> StateRows:
+    """A row for each request of the step, with its tokens in the tile."""
+    starts = fields["query_start_loc"]
+    num_before_step = fields["seq_lens"] - (starts[1:] - starts[:-1])
+    num_before_tile = jnp.maximum(start - starts[:-1], 0)
+    return StateRows(
+        num_computed=num_before_step + num_before_tile,
+        query_start_loc=jnp.clip(starts - start, 0, shape.tile_tokens),
+        is_alive=jnp.ones(shape.num_reqs, bool),
+        has_one_token_each=False,
     )

@@ -1,11 +1,12 @@
 """Functions that make a `ForwardBatch`. No other module of the runner makes one."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from models import ForwardBatch, GroupInputs, Wants
+from models import ForwardBatch, GroupInputs, StateInputs, Wants
 from paxkv.runner.shapes.packed_layout import table_field
 from paxkv.runner.shapes.program_shapes import BurstShape, StepShape, TableShape
 
@@ -15,6 +16,25 @@ def tables_of(
 ) -> tuple[jax.Array, ...]:  # i32[num_groups, num_reqs, max_blocks_per_req] each
     """Returns the block tables in a step's buffer, one array for each of `shape.tables`."""
     return tuple(fields[table_field(i)] for i in range(len(shape.tables)))
+
+
+class StateRows(NamedTuple):
+    """The rows of `StateInputs`."""
+
+    num_computed: jax.Array  # i32[num_reqs], tokens of the request before this step
+    query_start_loc: jax.Array  # i32[num_reqs + 1]
+    is_alive: jax.Array  # bool[num_reqs]
+    has_one_token_each: bool
+
+    def inputs(self, slots: jax.Array) -> StateInputs:
+        return StateInputs(
+            read_slots=slots,
+            write_slots=slots,
+            starts_from_zero=self.num_computed == 0,
+            is_alive=self.is_alive,
+            query_start_loc=self.query_start_loc,
+            has_one_token_each=self.has_one_token_each,
+        )
 
 
 def make_batch(
@@ -29,10 +49,23 @@ def make_batch(
     wants: Wants,
     max_query_len: int | None = None,
     widths: tuple[int, ...] = (),
+    state_rows: StateRows | None = None,
 ) -> ForwardBatch:
-    """Makes a batch of requests with any number of tokens. See `ForwardBatch` for the arguments."""
+    """Makes a batch of requests with any number of tokens. See `ForwardBatch` for the arguments.
+
+    Args:
+        state_rows: The rows of states. None: those of the batch, which are all alive.
+    """
+    state_rows = state_rows or StateRows(
+        num_computed=seq_lens - (query_start_loc[1:] - query_start_loc[:-1]),
+        query_start_loc=query_start_loc,
+        is_alive=jnp.ones(seq_lens.shape, bool),
+        has_one_token_each=False,
+    )
     groups = tuple(
-        GroupInputs(block_tables=tables, seq_lens=seq_lens, block_size=shape.block_size)
+        state_rows.inputs(tables)
+        if shape.is_state
+        else GroupInputs(block_tables=tables, seq_lens=seq_lens, block_size=shape.block_size)
         for tables, shape in zip(block_tables, table_shapes, strict=True)
     )
     return ForwardBatch(
@@ -55,13 +88,27 @@ def make_decode_batch(
     block_tables: Sequence[jax.Array],  # i32[num_groups, num_reqs, max_blocks_per_req] each
     table_shapes: Sequence[TableShape],
     widths: tuple[int, ...] = (),
+    is_alive: jax.Array | None = None,  # bool[num_reqs]; None: all rows with a request
+    state_rows: StateRows | None = None,
 ) -> ForwardBatch:
-    """Makes a batch of one token per request. The model returns the logits of all requests."""
+    """Makes a batch of one token per request. The model returns the logits of all requests.
+
+    Args:
+        is_alive: See `StateInputs`.
+        state_rows: The rows of states. None: those of the batch.
+    """
     row_idx = jnp.arange(token_ids.shape[0] + 1, dtype=jnp.int32)
+    query_start_loc = jnp.minimum(row_idx, num_used)
+    state_rows = state_rows or StateRows(
+        num_computed=positions,
+        query_start_loc=query_start_loc,
+        is_alive=jnp.ones(positions.shape, bool) if is_alive is None else is_alive,
+        has_one_token_each=True,
+    )
     return make_batch(
         token_ids=token_ids,
         positions=positions,
-        query_start_loc=jnp.minimum(row_idx, num_used),
+        query_start_loc=query_start_loc,
         seq_lens=jnp.where(row_idx[:-1] < num_used, positions + 1, 0),
         block_tables=block_tables,
         table_shapes=table_shapes,
@@ -69,4 +116,5 @@ def make_decode_batch(
         wants=Wants(logits="last"),
         max_query_len=1,
         widths=widths,
+        state_rows=state_rows,
     )

@@ -11,11 +11,21 @@ from paxkv.runner.shapes.step_variant import StepVariant, add_wants
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TableShape:
-    """The block tables of those KV cache groups that share an array of a step (`GroupInputs`)."""
+    """The block tables of those KV cache groups that share an array of a step (`GroupInputs`).
+
+    Args:
+        is_state: The columns are the blocks of a state, and not of token positions (`StateInputs`).
+            The groups are then the parts of the slots of one KV cache group (`StateSpec`).
+    """
 
     num_groups: int
     max_blocks_per_req: int
     block_size: int
+    is_state: bool = False
+
+    @property
+    def num_kv_cache_groups(self) -> int:
+        return 1 if self.is_state else self.num_groups
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ class StepBuckets:
     - A step in which every request has one token is a burst of one step or more. Bursts have
       buckets of their number of requests. There are no bursts if requests can have drafts.
     - Block copies have buckets of their number. A request copies at most one block in each KV cache
-      group, the one that is partly filled.
+      group of tokens, the one that is partly filled. States are never copied.
 
     Args:
         max_decode_burst: Most steps of a burst.
@@ -131,7 +131,8 @@ class StepBuckets:
             for features in combinations
             if all(variant.is_in_bursts or variant in everywhere for variant in features)
         }
-        self._num_copies = copy_buckets(max_num_seqs * sum(table.num_groups for table in tables))
+        num_copied = max(1, sum(table.num_groups for table in tables if not table.is_state))
+        self._num_copies = copy_buckets(max_num_seqs * num_copied)
         self.copy_shapes = tuple(CopyShape(num_copies=count) for count in self._num_copies)
         num_rows = self.step_shapes[-1].num_logits
         self.sampler_shape = SamplerShape(
@@ -172,9 +173,13 @@ class StepBuckets:
         )
 
     @property
-    def block_sizes(self) -> tuple[int, ...]:
-        """Tokens in a block, for every KV cache group."""
-        return tuple(table.block_size for table in self.tables for _ in range(table.num_groups))
+    def block_sizes(self) -> tuple[int | None, ...]:
+        """Tokens in a block, for every KV cache group; None for a group of states."""
+        return tuple(
+            None if table.is_state else table.block_size
+            for table in self.tables
+            for _ in range(table.num_kv_cache_groups)
+        )
 
     @property
     def is_batch_invariant(self) -> bool:

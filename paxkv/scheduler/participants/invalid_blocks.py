@@ -44,11 +44,12 @@ def can_go_on_from(manager: KVCacheManager, request: Request, num_tokens: int) -
 
 
 def _tables(manager: KVCacheManager, request: Request) -> list[tuple[Sequence[KVCacheBlock], int]]:
-    """The request's own blocks in each group, and the group's block size."""
+    """The request's own blocks in each group that holds tokens, and the group's block size."""
     return [
         (
             group_manager.get_blocks(request.request_id),
             group_manager.block_size,
         )
         for group_manager in manager.coordinator.single_type_managers
+        if group_manager.holds_tokens
     ]

@@ -10,6 +10,7 @@ from flax import nnx
 import pallas_kernels
 from models.cache import rules
 from models.cache.attention_format import AttentionFormat
+from models.cache.state_format import StateFormat
 from models.config.attention_config import SELF_ATTENTION, AttentionConfig
 from models.config.rope_config import RopeConfig
 from models.decoder_spec import CacheRef, DecoderSpec, LayerSpec
@@ -30,40 +31,9 @@ DECAY = 0.5
 ROPE = RopeConfig()
 
 
-@dataclasses.dataclass(frozen=True)
-class SumFormat:
-    """The sum of a request's tokens, f32[width], at the start of a page."""
-
-    width: int = HIDDEN
-    kind: str = "state"
-    dtype: str = "float32"
-
-    def page_bytes(self, block_size, num_shards=1):
-        return self.width * 4 // num_shards
-
-    def content_bytes(self, block_size):
-        return self.page_bytes(block_size)
-
-    def with_width_step(self, step):
-        return self
-
-    def self_tests(self, attention, block_size):
-        return ()
-
-    def with_page_bytes(self, page_bytes, block_size):
-        return self if page_bytes >= self.page_bytes(block_size) else None
-
-    def read(self, pages, cache: LayerCache, num_computed) -> jax.Array:  # f32[num_reqs, width]
-        """After the tokens computed before; zero where there are none."""
-        num_words = self.width * 4 // pages.dtype.itemsize
-        block_ids = _block_at(cache, num_computed - 1)
-        words = rules.read_prefix(pages, cache.row, block_ids, num_words)
-        sums = rules.from_words(words, jnp.float32)
-        return jnp.where(num_computed[:, None] > 0, sums, 0.0)
-
-    def write(self, pages, cache: LayerCache, has_tokens, sums):
-        block_ids = jnp.where(has_tokens, _block_at(cache, cache.seq_lens - 1), pages.shape[1])
-        return rules.write_prefix(pages, cache.row, block_ids, rules.as_words(sums, pages))
+def sum_format(num_copies: int) -> StateFormat:
+    """The sum of a request's tokens, and copies of it."""
+    return StateFormat(shapes=((HIDDEN,), (num_copies, HIDDEN)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,11 +80,6 @@ class IndexFormat:
         return rules.from_words(read, self.dtype).reshape(num_reqs, -1, self.width)
 
 
-def _block_at(cache: LayerCache, position) -> jax.Array:
-    column = jnp.maximum(position, 0) // cache.block_size
-    return jnp.take_along_axis(cache.block_tables, column[:, None], axis=1)[:, 0]
-
-
 def _requests_of_tokens(batch: ForwardBatch) -> jax.Array:  # i32[num_tokens]
     token = jnp.arange(batch.token_ids.shape[0])
     req = jnp.searchsorted(batch.query_start_loc[1:], token, side="right")
@@ -153,16 +118,23 @@ class AttentionLayer(nnx.Module):
 
 
 class AttentionAndSumLayer(AttentionLayer):
-    """Attention and a state side by side: both see the layer's input, and both are added."""
+    """Attention and a state side by side: both see the layer's input, and both are added.
+
+    The state is half the sum, and half its last copy.
+    """
+
+    def __init__(self, seed: int, *, num_copies: int = 1) -> None:
+        super().__init__(seed)
+        self.num_copies = num_copies
 
     def __call__(self, carry, pages, context):
         hidden, batch = carry.hidden, context.batch
         attended, pages = self.self_attn(hidden, pages, context, norm=lambda x: x)
-        cache = context.cache("sum")
-        num_new = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
-        # Reads and writes follow attention's read: the state alone would not.
-        entering = rules.after(cache.seq_lens - num_new, attended)
-        sums = cache.format.read(pages, cache, entering)
+        state = context.state("sum")
+        sums, copies = state.format.read(pages, state)
+        sums = (sums + copies[:, -1]) / 2
+        # The write follows attention's read: the state alone would not.
+        sums = rules.after(sums, attended)
         req = _requests_of_tokens(batch)
         is_real = jnp.arange(hidden.shape[0]) < batch.query_start_loc[-1]
         running = jnp.cumsum(jnp.where(is_real[:, None], hidden, 0.0), axis=0)
@@ -170,7 +142,8 @@ class AttentionAndSumLayer(AttentionLayer):
         before = jnp.where(starts[:, None] > 0, running[jnp.maximum(starts - 1, 0)], 0.0)
         of_token = sums[req] + running - before[req]
         last = of_token[jnp.maximum(batch.query_start_loc[1:] - 1, 0)]
-        pages = cache.format.write(pages, cache, num_new > 0, last)
+        copies = jnp.repeat(last[:, None], self.num_copies, axis=1)
+        pages = state.format.write(pages, state, (last, copies))
         return Carry(
             hidden=hidden
             + self.self_attn.project_out(attended, context.of_kept())
@@ -205,7 +178,7 @@ def spec_of(layers, *, kv_dtype: str) -> DecoderSpec:
         )
         caches = [(SELF_ATTENTION, CacheRef(format=attention))]
         if isinstance(layer, AttentionAndSumLayer):
-            caches.append(("sum", CacheRef(format=SumFormat())))
+            caches.append(("sum", CacheRef(format=sum_format(layer.num_copies))))
         if isinstance(layer, AttentionAndIndexLayer):
             index = IndexFormat(width=HIDDEN // 2, dtype=kv_dtype)
             caches.append(("index", CacheRef(format=index)))

@@ -9,10 +9,10 @@ from paxkv.contracts.kv_cache_spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
+    StateSpec,
 )
 from paxkv.errors import ConfigError
 
@@ -23,10 +23,9 @@ def spec(dtype: str = "float32", **fields: object) -> FullAttentionSpec:
     return FullAttentionSpec(**(FIELDS | fields), dtype=dtype)
 
 
-def mamba(**fields: object) -> MambaSpec:
-    # A convolution of 4 x 6 in bf16 and a recurrence of 4 x 8 in f32: 48 + 128 bytes.
-    shapes = {"shapes": ((4, 6), (4, 8)), "dtypes": ("bfloat16", "float32")}
-    return MambaSpec(**({"block_size": 64} | shapes | fields))
+def states(**fields: object) -> StateSpec:
+    sizes = {"page_bytes": 64, "state_bytes": 150, "blocks_per_state": 3}
+    return StateSpec(**({"block_size": 64} | sizes | fields))
 
 
 @pytest.mark.parametrize(
@@ -54,15 +53,18 @@ def test_latent_attention_stores_no_v() -> None:
     assert latent.page_size_bytes == 16 * 576 * 2
 
 
-def test_a_state_is_all_its_arrays() -> None:
-    assert mamba().page_size_bytes == 48 + 128
-
-
-@pytest.mark.parametrize("make", [lambda **pad: spec("bfloat16", **pad), mamba])
-def test_a_page_may_be_filled_up_but_never_cut(make) -> None:
-    assert make(page_size_padded=8192).page_size_bytes == 8192
+def test_a_page_may_be_filled_up_but_never_cut() -> None:
+    assert spec("bfloat16", page_size_padded=8192).page_size_bytes == 8192
     with pytest.raises(ConfigError, match="page_size_padded=100 must be at least"):
-        make(page_size_padded=100)
+        spec("bfloat16", page_size_padded=100)
+
+
+def test_a_state_needs_pages_that_hold_it() -> None:
+    assert states(state_bytes=192).page_size_bytes == 64
+    with pytest.raises(ConfigError, match="193 bytes does not fit into 3 pages of 64 bytes"):
+        states(state_bytes=193)
+    with pytest.raises(ConfigError, match="num_parts=0 and blocks_per_state=3"):
+        states(num_parts=0)
 
 
 def test_last_block_of_a_request_may_be_partly_filled() -> None:
@@ -92,11 +94,11 @@ def test_a_request_holds_what_its_kind_needs_at_once(
     assert made.max_held_blocks(max_model_len=1000, max_num_batched_tokens=100) == expected
 
 
-def test_a_state_layer_holds_the_last_state_and_those_of_the_step() -> None:
-    # A step of 100 tokens passes 2 boundaries of 64; one state to go on from; 3 not accepted yet.
-    made = mamba(num_speculative_blocks=3)
-    assert made.max_held_blocks(max_model_len=1000, max_num_batched_tokens=100) == 2 + 1 + 3
-    assert made.max_blocks_per_req(1000) == 16 + 3
+def test_a_request_holds_one_slot_whatever_its_length() -> None:
+    made = states(num_parts=4)
+    assert made.max_held_blocks(max_model_len=1, max_num_batched_tokens=1) == 12
+    assert made.max_held_blocks(max_model_len=1000, max_num_batched_tokens=100) == 12
+    assert made.max_blocks_per_req(1000) == 12
 
 
 def group(*names: str, **fields: object) -> KVCacheGroupSpec:
@@ -106,6 +108,14 @@ def group(*names: str, **fields: object) -> KVCacheGroupSpec:
 def test_rows_are_the_layers_of_the_largest_group() -> None:
     config = KVCacheConfig(num_blocks=10, kv_cache_groups=(group("a", "b", "c"), group("d")))
     assert config.num_rows == 3
+
+
+def test_parts_of_a_slot_share_rows() -> None:
+    # Layers a, c and e are in the rows of the first part; b and d in those of the second.
+    of_states = KVCacheGroupSpec(layer_names=tuple("abcde"), kv_cache_spec=states(num_parts=2))
+    assert of_states.num_rows == 3
+    config = KVCacheConfig(num_blocks=10, kv_cache_groups=(group("f", "g"), of_states))
+    assert (config.num_rows, config.has_states, config.can_share_prefixes) == (3, True, False)
 
 
 def test_hashes_are_as_fine_as_every_group_needs() -> None:
@@ -125,8 +135,6 @@ def test_hash_of_no_token_is_refused() -> None:
 def test_unknown_dtypes_are_refused(dtype: str) -> None:
     with pytest.raises(ConfigError, match=f"must be one of .*'int8'.*, got '{dtype}'"):
         spec(dtype)
-    with pytest.raises(ConfigError, match=f"needs a dtype of .*{dtype}"):
-        mamba(dtypes=(dtype, "float32"))
 
 
 def test_a_layer_has_a_window_or_chunks() -> None:

@@ -11,7 +11,7 @@ from paxkv.config.engine_config import (
     SchedulerConfig,
 )
 from paxkv.engine.feature_use import find_feature_uses
-from tests.paxkv.kv_cache.cache_fakes import cross, full, make_config, mamba, window
+from tests.paxkv.kv_cache.cache_fakes import cross, full, make_config, states, window
 
 
 def uses(*specs, config=None, max_model_len=64, num_positions=64, why=None, ops=()):
@@ -41,6 +41,7 @@ def test_all_but_batch_invariance_is_used_by_default():
         ((full(16),), 18, True, "multiples of 16 tokens"),
         ((full(16),), 17, False, "no prompt is longer than that with max_model_len=17"),
         ((full(), cross()), 64, False, "cross-attention"),
+        ((full(), states()), 64, False, "layers with states"),
     ],
 )
 def test_prefixes_are_shared_in_blocks_that_end_in_all_groups(specs, max_model_len, is_used, words):
@@ -61,8 +62,6 @@ def test_bursts_name_what_turns_them_off():
     )
     single = EngineConfig(scheduler=SchedulerConfig(max_decode_burst=1))
     assert uses(config=single)["bursts"] == (False, "--max-decode-burst is 1.")
-    is_used, detail = uses(full(), mamba())["bursts"]
-    assert not is_used and "states" in detail
     found = uses(config=EngineConfig(runner=RunnerConfig(batch_invariant=True)))
     assert not found["bursts"][0] and "--batch-invariant" in found["bursts"][1]
     assert found["batch_invariance"][0]

@@ -6,9 +6,9 @@ from paxkv.contracts.kv_cache_spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    MambaSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
+    StateSpec,
 )
 from paxkv.kv_cache.hashing.block_hash import BlockHasher
 from paxkv.kv_cache.hashing.extra_keys import ExtraKeySources
@@ -33,12 +33,14 @@ def chunked(chunk_size, block_size=BLOCK_SIZE):
     )
 
 
-def mamba(block_size=BLOCK_SIZE, num_speculative_blocks=0):
-    return MambaSpec(
-        block_size=block_size,
-        shapes=((8,),),
-        dtypes=("float32",),
-        num_speculative_blocks=num_speculative_blocks,
+def states(num_parts=1, blocks_per_state=3):
+    page_bytes = full().page_size_bytes
+    return StateSpec(
+        block_size=BLOCK_SIZE,
+        page_bytes=page_bytes,
+        state_bytes=blocks_per_state * page_bytes - 4,
+        blocks_per_state=blocks_per_state,
+        num_parts=num_parts,
     )
 
 
@@ -183,6 +185,8 @@ def count_slots_block_by_block(manager, requests):
     """The same from every block and position: O(tokens)."""
     num_allocated = num_used = 0
     for group, group_manager in enumerate(manager.coordinator.single_type_managers):
+        if not group_manager.holds_tokens:
+            continue
         block_size = group_manager.block_size
         used = {}
         for request in requests:

@@ -18,9 +18,9 @@ from tests.paxkv.kv_cache.cache_fakes import (
     fork,
     full,
     make_manager,
-    mamba,
     run_alone,
     state,
+    states,
     table,
     window,
 )
@@ -312,7 +312,7 @@ def test_events_are_recorded_where_they_are_asked_for():
 
 @given(
     specs=st.sampled_from(
-        [(full(),), (full(4), window(6, 8)), (window(5), window(9), window(5)), (full(8), mamba(4))]
+        [(full(),), (full(4), window(6, 8)), (window(5), window(9), window(5)), (full(8), states())]
     ),
     enable_caching=st.booleans(),
     data=st.data(),

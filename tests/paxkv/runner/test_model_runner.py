@@ -371,9 +371,8 @@ def read_pages(runner: ModelRunner) -> np.ndarray:  # [num_rows, num_blocks, num
 
 
 @on_every_runner
-def test_blocks_are_zeroed_from_the_null_block_that_nobody_writes(runner):
+def test_no_step_writes_to_the_null_block(runner):
     driver = RunnerDriver(runner)
-    num_blocks = runner.kv_cache_config.num_blocks
     for i in range(6):
         driver.add(f"req-{i}", prompt(i, 20), SamplingParams(temperature=1.0))
         driver.run_alone(f"req-{i}", 10, MAX_NUM_BATCHED_TOKENS)
@@ -381,10 +380,6 @@ def test_blocks_are_zeroed_from_the_null_block_that_nobody_writes(runner):
     pages_np = read_pages(runner)
     assert pages_np[:, 1:].any(axis=(0, 2)).sum() > 10  # many blocks hold something
     assert not pages_np[:, 0].any()
-    scheduler_output = driver.schedule({})
-    scheduler_output.new_block_ids_to_zero.extend(range(1, num_blocks))
-    runner.execute_model(scheduler_output)
-    assert not read_pages(runner).any()
     assert runner.num_compiles_after_ready == 0
     driver.finish_all()
 

@@ -9,7 +9,6 @@ from paxkv.contracts.kv_cache_spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    MambaSpec,
     SlidingWindowSpec,
 )
 from paxkv.contracts.scheduler_output import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
@@ -438,20 +437,6 @@ def test_common_prefix_blocks_are_counted_where_asked_for():
         outputs = [step(scheduler), step(scheduler)]
         assert [output.num_common_prefix_blocks for output in outputs] == expected
         assert scheduler.schedule().num_common_prefix_blocks == expected[0]
-
-
-def test_blocks_to_be_cleared_are_named_where_groups_read_one_memory_differently():
-    state = MambaSpec(block_size=64, shapes=((64,),), dtypes=("float32",))
-    scheduler = make_scheduler(more_specs=(state,))
-    add(scheduler, "a", 6)
-    first, second = step(scheduler), step(scheduler)
-    # Two blocks of attention; the state's own is written whole.
-    attention_blocks, _ = first.scheduled_new_reqs[0].block_ids
-    assert first.new_block_ids_to_zero == attention_blocks
-    assert second.new_block_ids_to_zero == []
-    scheduler = make_scheduler()
-    add(scheduler, "a", 6)
-    assert step(scheduler).new_block_ids_to_zero == []
 
 
 def test_events_are_taken_once():

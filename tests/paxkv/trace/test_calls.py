@@ -101,7 +101,6 @@ def test_decision_says_everything_that_a_scheduler_output_says() -> None:
         free_encoder_mm_hashes=["image"],
         num_common_prefix_blocks=[1, 0],
         block_copies=[BlockCopy(source_block_id=6, target_block_id=7)],
-        new_block_ids_to_zero=[2],
     )
     assert Decision.from_output(output) == Decision(
         num_decode_steps=4,
@@ -116,7 +115,6 @@ def test_decision_says_everything_that_a_scheduler_output_says() -> None:
         free_encoder_mm_hashes=["image"],
         num_common_prefix_blocks=[1, 0],
         block_copies=[(6, 7)],
-        new_block_ids_to_zero=[2],
     )
     # What this test does not fill in: the connector's transfers, and nothing else.
     empty = {field.name for field in dataclasses.fields(output) if not getattr(output, field.name)}

@@ -25,7 +25,13 @@ ARGUMENTS = {
     "MLAAttentionSpec": ATTENTION,
     "SlidingWindowSpec": ATTENTION | {"sliding_window": 40},
     "ChunkedLocalAttentionSpec": ATTENTION | {"attention_chunk_size": 64},
-    "MambaSpec": {"block_size": 16, "shapes": ((2, 3), (4,)), "dtypes": ("float32", "int8")},
+    "StateSpec": {
+        "block_size": 16,
+        "page_bytes": 64,
+        "state_bytes": 100,
+        "blocks_per_state": 2,
+        "num_parts": 3,
+    },
     "CrossAttentionSpec": ATTENTION | {"max_encoder_tokens": 100},
     "SinkFullAttentionSpec": ATTENTION | {"sink_len": 16},
 }
@@ -146,6 +152,6 @@ def test_value_that_no_setting_may_have_is_refused() -> None:
 
 
 def test_unknown_spec_is_refused() -> None:
-    line = encode_header(make_header()).replace(b"MambaSpec", b"OtherSpec")
+    line = encode_header(make_header()).replace(b"StateSpec", b"OtherSpec")
     with pytest.raises(TraceFileError, match="'OtherSpec'; known specs are FullAttentionSpec"):
         decode_header(line)

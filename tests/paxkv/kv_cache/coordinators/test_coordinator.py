@@ -18,8 +18,8 @@ from tests.paxkv.kv_cache.cache_fakes import (
     ids,
     make_config,
     make_manager,
-    mamba,
     state,
+    states,
     window,
 )
 
@@ -75,8 +75,8 @@ def test_blocks_are_freed_in_reverse_group_by_group():
 
 
 def test_groups_may_have_blocks_of_different_sizes():
-    coordinator = plain(full(4), window(100, block_size=8), mamba(16))
-    assert num_to_allocate(coordinator, 17) == 5 + 3 + 2
+    coordinator = plain(full(4), window(100, block_size=8), states(2))
+    assert num_to_allocate(coordinator, 17) == 5 + 3 + 6
     coordinator = plain(full(4), full(8))
     assert group_ids(new_blocks(coordinator, 9)) == ([1, 2, 3], [4, 5])
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from paxkv.kv_cache.coordinators.hybrid_coordinator import HybridKVCacheCoordinator
 from paxkv.kv_cache.hashing.block_hash import make_block_hash_with_group_id
-from tests.paxkv.kv_cache.cache_fakes import chunked, full, ids, make_config, mamba, window
+from tests.paxkv.kv_cache.cache_fakes import chunked, full, ids, make_config, window
 
 NUM_TOKENS = 48
 HASHES = [bytes([65 + i]) for i in range(NUM_TOKENS // 2)]  # of 2 tokens each
@@ -88,11 +88,6 @@ def test_hits_end_where_blocks_of_all_sizes_end():
     assert find(coordinator, 31) == ([[1, 2, 3, 4], [0, 102]], 16)
 
 
-def test_a_state_decides_where_attention_ends():
-    coordinator = make(full(4), mamba(8), cached=[range(9), (0, 2)])
-    assert find(coordinator) == ([[1, 2, 3, 4, 5, 6], [0, 0, 103]], 24)
-
-
 def test_with_eagle_one_block_is_dropped_and_not_one_for_each_kind():
     coordinator = make(full(), window(5), cached=[range(5), range(5)], use_eagle=True)
     assert find(coordinator) == ([[1, 2, 3, 4], [0, 0, 0, 104]], 16)
@@ -114,8 +109,6 @@ def test_with_eagle_the_dropped_block_must_be_there_in_every_group():
 
 def first_seen(spec, position):
     """First position that the token at `position` reads in a layer of this kind."""
-    if hasattr(spec, "shapes"):
-        return max(position - 1, 0)
     if chunk_size := getattr(spec, "attention_chunk_size", None):
         return position - position % chunk_size
     if sliding_window := getattr(spec, "sliding_window", None):
@@ -125,7 +118,7 @@ def first_seen(spec, position):
 
 SPECS = st.sampled_from(
     [full(2), full(4), full(6), window(3, 2), window(8, 4), window(1, 2), window(100, 4)]
-    + [chunked(4, 2), chunked(12, 4), mamba(2), mamba(8)]
+    + [chunked(4, 2), chunked(12, 4)]
 )
 
 

@@ -49,23 +49,3 @@ def test_a_block_that_gets_its_own_content_back_is_not_copied():
     work.record_copy(b[1], b[2])
     work.record_copy(b[2], b[1])
     assert taken(work) == [(1, 2)]
-
-
-def test_new_blocks_are_recorded_only_where_they_are_to_be_cleared():
-    b = blocks(4)
-    silent = DeviceBlockWork()
-    silent.record_new_blocks(b)
-    assert silent.drain_new_block_ids() == []
-    work = DeviceBlockWork(records_new_blocks=True)
-    work.record_new_blocks(b[2:])
-    work.record_new_blocks(b[1:3])
-    assert work.drain_new_block_ids() == [2, 3, 1]
-    assert work.drain_new_block_ids() == []
-
-
-def test_a_block_that_is_copied_over_is_not_cleared():
-    b = blocks(4)
-    work = DeviceBlockWork(records_new_blocks=True)
-    work.record_new_blocks(b[1:])
-    work.record_copy(b[1], b[2])
-    assert work.drain_new_block_ids() == [1, 3]

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from paxkv.kv_cache.hashing.block_hash import make_block_hash_with_group_id
 from paxkv.kv_cache.managers.chunked_local import ChunkedLocalAttentionManager
-from paxkv.kv_cache.managers.mamba import MambaManager
 from paxkv.kv_cache.managers.sliding_window import SlidingWindowManager
 from paxkv.kv_cache.managers.windowed_manager import WindowedManager
 from paxkv.kv_cache.pool.block_pool import BlockPool
@@ -19,7 +18,6 @@ from tests.paxkv.kv_cache.cache_fakes import (
     ids,
     make_group,
     make_manager,
-    mamba,
     run_alone,
     table,
     window,
@@ -30,17 +28,15 @@ HASHES = [bytes([65 + i]) for i in range(NUM_BLOCKS)]
 
 
 def first_token_seen(kind, size, position):
-    """First position whose K and V (or state) the token at `position` reads."""
+    """First position whose K and V the token at `position` reads."""
     if kind == "window":
         return max(position - size + 1, 0)
-    if kind == "chunk":
-        return position - position % size
-    return max(position - 1, 0)
+    return position - position % size
 
 
 @settings(max_examples=400)
 @given(
-    kind=st.sampled_from(["window", "chunk", "mamba"]),
+    kind=st.sampled_from(["window", "chunk"]),
     size=st.integers(1, 14),
     block_size=st.integers(1, 4),
     alignment=st.integers(1, 3),
@@ -54,7 +50,6 @@ def test_the_hit_is_the_longest_that_has_all_its_next_token_reads(
     manager_class, spec = {
         "window": (SlidingWindowManager, window(size, block_size)),
         "chunk": (ChunkedLocalAttentionManager, chunked(size, block_size)),
-        "mamba": (MambaManager, mamba(block_size)),
     }[kind]
     assert issubclass(manager_class, WindowedManager)
     # A request has a hash for each full block, so a hit never reaches past the last hash.
@@ -77,8 +72,8 @@ def test_the_hit_is_the_longest_that_has_all_its_next_token_reads(
         end = num_blocks * block_size
         seen = range(first_token_seen(kind, size, end), end)
         idxs = {position // block_size for position in seen}
-        # With EAGLE the block behind must have been there too; a state needs no other.
-        return idxs | ({num_blocks} if use_eagle and kind != "mamba" else set())
+        # With EAGLE the block behind must have been there too.
+        return idxs | ({num_blocks} if use_eagle else set())
 
     most = min(max_length // block_size, NUM_BLOCKS) - (1 if use_eagle else 0)
     expected = max(

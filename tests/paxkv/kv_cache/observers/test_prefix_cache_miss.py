@@ -16,7 +16,6 @@ from tests.paxkv.kv_cache.cache_fakes import (
     chunked,
     full,
     make_manager,
-    mamba,
     run_alone,
     window,
 )
@@ -288,7 +287,6 @@ def test_salts_are_compared_although_a_window_lost_the_first_block():
 GROUPS = [
     (full(), full(8)),
     (window(8), full()),
-    (mamba(8), full()),
     (chunked(8), window(6), full(8)),
     (window(8), window(5)),
 ]

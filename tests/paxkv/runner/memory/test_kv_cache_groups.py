@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import AttentionFormat, CacheRef, DecoderSpec, LayerSpec
+from models.cache.state_format import StateFormat
 from paxkv.contracts.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
-    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    StateSpec,
 )
 from paxkv.errors import ConfigError, InvariantError
 from paxkv.runner.memory.kv_cache_groups import (
@@ -23,7 +24,7 @@ from paxkv.runner.memory.kv_cache_groups import (
     make_kv_cache_groups,
 )
 from paxkv.runner.shapes.program_shapes import TableShape
-from tests.models.cache.formats_of_tests import IndexFormat, SumFormat
+from tests.models.cache.formats_of_tests import IndexFormat
 
 
 def full(num_kv_heads=2, *, block_size=16, dtype="bfloat16", **fields):
@@ -42,8 +43,8 @@ def sliding(window, num_kv_heads=2):
     )
 
 
-def state(num_bytes, **fields):
-    return MambaSpec(block_size=64, shapes=((num_bytes,),), dtypes=("int8",), **fields)
+def state(*widths):
+    return StateFormat(shapes=tuple((width,) for width in widths))
 
 
 def attention(num_kv_heads=2, head_dim=32, *, dtype="bfloat16", **fields):
@@ -122,7 +123,7 @@ def test_a_model_without_caches_is_refused():
         st.one_of(
             st.builds(attention, st.sampled_from([1, 2, 4, 8])),
             st.builds(window, st.sampled_from([32, 64]), num_kv_heads=st.sampled_from([1, 2, 4])),
-            st.builds(SumFormat, width=st.integers(1, 512)),
+            st.builds(state, st.integers(1, 5000)),
         ),
         min_size=1,
         max_size=12,
@@ -136,8 +137,12 @@ def test_any_mixture_is_grouped_whole_with_equal_pages(formats):
     for group in groups.kv_cache_groups:
         spec = group.kv_cache_spec
         for name in group.layer_names:
+            assert isinstance(spec, StateSpec) == (own[name].kind == "state")
+            if own[name].kind == "state":
+                num_bytes = own[name].content_bytes(spec.block_size)
+                assert spec.blocks_per_state == -(-num_bytes // spec.page_size_bytes)
+                continue
             assert spec.page_size_bytes >= own[name].page_bytes(spec.block_size)
-            assert isinstance(spec, MambaSpec) == (own[name].kind == "state")
             if own[name].kind == "window":
                 assert spec.sliding_window == own[name].sliding_window
 
@@ -228,17 +233,51 @@ def test_a_state_has_block_tables_apart_from_those_of_tokens():
     """An entry of its table is a state, and not the tokens of a block."""
     both = (
         ("kv", CacheRef(format=attention())),
-        ("sum", CacheRef(format=SumFormat(width=64))),
+        ("sum", CacheRef(format=state(64))),
     )
     spec = DecoderSpec(layers=tuple(LayerSpec(name=str(i), caches=both) for i in range(2)))
     groups = groups_of_spec(spec, block_size=16)
     assert names(groups) == [("0.kv", "1.kv"), ("0.sum", "1.sum")]
-    assert [table.num_groups for table in groups.tables(100)] == [1, 1]
+    assert groups.tables(100) == (
+        TableShape(num_groups=1, max_blocks_per_req=7, block_size=16),
+        TableShape(num_groups=1, max_blocks_per_req=1, block_size=16, is_state=True),
+    )
     of_layer = dict(groups.places(spec)[1])
     assert {name: (p.inputs_idx, p.row) for name, p in of_layer.items()} == {
         "kv": (0, 1),
         "sum": (1, 1),
     }
+
+
+def test_states_are_one_group_with_slots_of_several_parts():
+    # 7 layers with states to 2 with attention: rows for 2, so a slot has 4 parts. An array of 9,000
+    # bytes takes 3 pages of 4,096, and one of 400 bytes takes another.
+    kinds = "SSSASSASS"
+    caches = {"S": state(2250, 100), "A": attention()}
+    layers = tuple(layer(str(i), caches[kind]) for i, kind in enumerate(kinds))
+    groups = groups_of(*layers)
+    assert names(groups) == [tuple(f"{i}.kv" for i in (0, 1, 2, 4, 5, 7, 8)), ("3.kv", "6.kv")]
+    spec = groups.kv_cache_groups[0].kv_cache_spec
+    assert spec == StateSpec(
+        block_size=16, page_bytes=4096, state_bytes=9400, blocks_per_state=4, num_parts=4
+    )
+    assert groups.config(2).num_rows == 2
+    assert groups.tables(100)[0] == TableShape(
+        num_groups=4, max_blocks_per_req=4, block_size=16, is_state=True
+    )
+    places = groups.places(DecoderSpec(layers=layers))
+    found = [(p.inputs_idx, p.group_idx, p.row) for ((_, p),) in places]
+    assert found == [
+        (0, 0, 0), (0, 1, 0), (0, 2, 0), (1, 0, 0), (0, 3, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1),
+        (0, 2, 1),
+    ]  # fmt: skip
+    assert groups.padded_shares["0.kv"] == 1 - 9400 / (4 * 4096)
+
+
+def test_states_end_where_blocks_of_all_sizes_end():
+    layers = (layer("0", attention(2)), layer("1", attention(1)), layer("2", state(8)))
+    specs = [group.kv_cache_spec for group in groups_of(*layers).kv_cache_groups]
+    assert [spec.block_size for spec in specs] == [16, 32, 32]
 
 
 KIB = 2**10
@@ -264,7 +303,7 @@ def test_smaller_pages_get_blocks_longer_by_a_power_of_two():
 
 
 def test_a_state_is_padded_to_a_page_and_its_block_size_is_that_of_the_largest():
-    formats = {"kv": attention(2, 32), "sum": SumFormat(width=300)}
+    formats = {"kv": attention(2, 32), "sum": state(300)}
     agreed = agree_on_pages(formats, 16)
     assert agreed["kv"] == (formats["kv"], 16, 4 * KIB)
     assert agreed["sum"] == (formats["sum"], 16, 4 * KIB)
@@ -275,8 +314,10 @@ def test_a_state_is_padded_to_a_page_and_its_block_size_is_that_of_the_largest()
 
 
 def test_states_alone_take_pages_of_the_largest():
-    agreed = agree_on_pages({"a": SumFormat(width=10), "b": SumFormat(width=30)}, 16)
-    assert [page_bytes for _, _, page_bytes in agreed.values()] == [120, 120]
+    # In steps of 512 bytes.
+    agreed = agree_on_pages({"a": state(10), "b": state(130)}, 16)
+    assert [page_bytes for _, _, page_bytes in agreed.values()] == [1024, 1024]
+    assert groups_of(layer("a", state(128))).padded_shares == {}
 
 
 def test_one_cache_lies_as_it_is():
@@ -309,10 +350,6 @@ def test_heads_that_would_fill_a_page_at_a_width_the_platform_cannot_store_are_r
 @pytest.mark.parametrize(
     ("formats", "message"),
     [
-        (
-            {"kv": attention(2, 32), "sum": SumFormat(width=1025)},
-            "'sum' has a state of 4100 bytes, and a page has 4096 bytes.*block_size",
-        ),
         # 3 heads of 128 in a page of 4: 170.67 numbers each.
         (
             {"four": attention(4, 128), "three": attention(3, 128)},
@@ -339,7 +376,7 @@ def test_caches_that_fit_no_common_page_are_refused_by_name(formats, message):
                 dtype=st.sampled_from(["bfloat16", "float32"]),
             ),
             st.builds(IndexFormat, width=st.integers(1, 600), dtype=st.sampled_from(["bfloat16"])),
-            st.builds(SumFormat, width=st.integers(1, 5000)),
+            st.builds(state, st.integers(1, 5000)),
         ),
         min_size=1,
         max_size=6,
@@ -360,9 +397,10 @@ def test_any_caches_agree_on_pages_or_one_of_them_fits_none(formats, block_size)
     assert agreed.keys() == by_name.keys()
     for name, (wide, size, agreed_bytes) in agreed.items():
         own = by_name[name]
-        assert agreed_bytes == page_bytes >= own.page_bytes(size)
+        assert agreed_bytes == page_bytes
         if own.kind == "state":
-            assert (wide, size) == (own, block_size)
+            assert wide == own
+            assert all(size % other == 0 for _, other, _ in agreed.values())
             continue
         assert wide.page_bytes(size) == page_bytes
         # A power of two times the block size, and no larger one would do.
@@ -376,8 +414,6 @@ def test_any_caches_agree_on_pages_or_one_of_them_fits_none(formats, block_size)
 
 def fits(cache, page_bytes, block_size):
     """Whether some width, tried one after the other, makes pages of these bytes."""
-    if cache.kind == "state":
-        return cache.width * 4 <= page_bytes
     size = block_size
     while cache.page_bytes(2 * size) <= page_bytes:
         size *= 2
@@ -404,8 +440,9 @@ def test_each_kind_of_cache_is_planned_as_what_holds_its_blocks():
         assert isinstance(spec, MLAAttentionSpec) and spec.block_size == 16
         assert (spec.head_size, spec.dtype) == (96, "bfloat16")
         assert (spec.real_page_size_bytes, spec.page_size_bytes) == (96 * 2 * 16, 4096)
-    assert cache_spec(SumFormat(width=75), 64, 300) == state(300)
-    assert cache_spec(SumFormat(width=75), 64, 512) == state(300, page_size_padded=512)
+    assert cache_spec(state(75), 64, 512) == StateSpec(
+        block_size=64, page_bytes=512, state_bytes=300, blocks_per_state=1
+    )
     cross = IndexFormat(width=96, dtype="bfloat16", kind="cross")
     with pytest.raises(ConfigError, match="kind 'cross' are not supported yet"):
         cache_spec(cross, 16, 4096)

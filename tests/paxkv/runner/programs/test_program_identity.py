@@ -16,7 +16,7 @@ from paxkv.runner.programs.program_identity import (
     program_identity,
 )
 from paxkv.runner.shapes.step_variant import StepVariant
-from tests.models.cache.formats_of_tests import SumFormat
+from tests.models.cache.formats_of_tests import IndexFormat
 from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, TinyModel
 
 PLACES = "places in the KV cache"
@@ -130,7 +130,7 @@ def test_the_source_of_a_step_feature_from_another_package_counts():
 
 
 def test_the_source_of_a_cache_format_from_another_package_counts():
-    foreign = make_identity(model=moved(TinyModel(), format=SumFormat()))
+    foreign = make_identity(model=moved(TinyModel(), format=IndexFormat(width=8, dtype="float32")))
     differences = identity_differences(make_identity(), foreign)
     assert {text.partition(":")[0] for text in differences} == {PLACES, "paxkv"}
 
