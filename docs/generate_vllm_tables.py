@@ -26,14 +26,14 @@ from paxkv.config.vllm_flags import VLLM_FLAGS, VllmFlag, accepted_values
 from paxkv.entrypoints.llm_arguments import llm_flag
 from paxkv.llm import LLM
 from paxkv.server.app import create_app
-from paxkv.server.protocol import responses_protocol
 from paxkv.server.protocol.anthropic.request import (
     MESSAGES_FIELDS,
     MESSAGES_IGNORED,
     MessagesRequest,
 )
 from paxkv.server.protocol.openai_protocol import ChatCompletionRequest, CompletionRequest
-from paxkv.server.protocol.responses_protocol import ResponsesRequest
+from paxkv.server.protocol.responses import request as responses_request
+from paxkv.server.protocol.responses.request import ResponsesRequest
 from paxkv.server.protocol.unsupported_fields import (
     CHAT_FIELDS,
     CHAT_IGNORED,
@@ -82,7 +82,7 @@ ENDPOINTS = (
     Endpoint(
         path="/v1/responses",
         vllm_class="ResponsesRequest",
-        read=frozenset({*ResponsesRequest.__struct_fields__, *responses_protocol._SAME_NAMES}),
+        read=frozenset({*ResponsesRequest.__struct_fields__, *responses_request._SAME_NAMES}),
         refused=RESPONSES_FIELDS,
         ignored=RESPONSES_IGNORED,
     ),

@@ -8,14 +8,14 @@ from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from paxkv.contracts.request_output import CompletionOutput
-from paxkv.server.protocol.answer_reader import AnswerReader
 from paxkv.server.protocol.anthropic.message_writer import MessageWriter
 from paxkv.server.protocol.anthropic.request import parse_messages
-from paxkv.server.protocol.chat_choices import ChatChoices
-from paxkv.server.protocol.chat_messages import chat_messages
+from paxkv.server.protocol.chat.answer_reader import AnswerReader
+from paxkv.server.protocol.chat.chat_choices import ChatChoices
+from paxkv.server.protocol.chat.chat_messages import chat_messages
 from paxkv.server.protocol.openai_protocol import parse_chat
-from paxkv.server.protocol.response_writer import ResponseWriter
-from paxkv.server.protocol.responses_protocol import chat_of_responses, parse_responses
+from paxkv.server.protocol.responses.request import chat_of_responses, parse_responses
+from paxkv.server.protocol.responses.response_writer import ResponseWriter
 from paxkv.server.protocol.tool_choice import ToolUse
 from paxkv.text.call_arguments import CallText
 from paxkv.text.chat_template import ChatTemplate

@@ -18,10 +18,10 @@ from paxkv.config.sampling_params import BeamSearchParams, SamplingParams, check
 from paxkv.server.engine_protocol import EngineClient, Tokenizer
 from paxkv.server.generation import Generator, IndexedOutputs
 from paxkv.server.loop_turn import LoopTurn
-from paxkv.server.protocol.chat_choices import ChatChoices
-from paxkv.server.protocol.chat_messages import content_text
-from paxkv.server.protocol.chat_prompt import check_template_allowed, render_chat
-from paxkv.server.protocol.chat_responses import ChatBody, ChatChoice
+from paxkv.server.protocol.chat.chat_choices import ChatChoices
+from paxkv.server.protocol.chat.chat_messages import content_text
+from paxkv.server.protocol.chat.chat_prompt import check_template_allowed, render_chat
+from paxkv.server.protocol.chat.chat_responses import ChatBody, ChatChoice
 from paxkv.server.protocol.field_names import CHAT_NAMES, FieldNames
 from paxkv.server.protocol.ignored_parts import record_ignored_keywords
 from paxkv.server.protocol.json_body import read_body

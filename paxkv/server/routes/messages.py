@@ -14,7 +14,6 @@ from paxkv.contracts.request_output import CompletionOutput, RequestOutput
 from paxkv.errors import InvalidRequestError
 from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.generation import Generator
-from paxkv.server.protocol.answer_reader import AnswerReader
 from paxkv.server.protocol.anthropic.bodies import (
     MessageBody,
     MessageDelta,
@@ -30,6 +29,7 @@ from paxkv.server.protocol.anthropic.request import (
     parse_count_tokens,
     parse_messages,
 )
+from paxkv.server.protocol.chat.answer_reader import AnswerReader
 from paxkv.server.protocol.error_response import describe_error
 from paxkv.server.protocol.json_body import read_body
 from paxkv.server.protocol.openai_protocol import check_model

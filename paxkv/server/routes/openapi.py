@@ -15,12 +15,12 @@ from paxkv.server.protocol.anthropic.bodies import (
 )
 from paxkv.server.protocol.anthropic.errors import OVERLOADED_STATUS
 from paxkv.server.protocol.anthropic.request import CountTokensRequest, MessagesRequest
-from paxkv.server.protocol.chat_responses import ChatBody
+from paxkv.server.protocol.chat.chat_responses import ChatBody
 from paxkv.server.protocol.error_response import ErrorBody
 from paxkv.server.protocol.openai_protocol import ChatCompletionRequest, CompletionRequest
 from paxkv.server.protocol.openai_responses import CompletionBody
-from paxkv.server.protocol.responses_bodies import DeletedResponseBody, ResponseBody
-from paxkv.server.protocol.responses_protocol import ResponsesRequest
+from paxkv.server.protocol.responses.bodies import DeletedResponseBody, ResponseBody
+from paxkv.server.protocol.responses.request import ResponsesRequest
 from paxkv.server.routes.info import ModelCard, ModelList
 from paxkv.server.routes.messages import MESSAGES_PATH
 from paxkv.server.routes.route_path import is_below

@@ -18,14 +18,12 @@ from paxkv.contracts.request_output import RequestOutput
 from paxkv.errors import EngineDeadError, InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.generation import Generator
-from paxkv.server.protocol.answer_reader import AnswerReader
+from paxkv.server.protocol.chat.answer_reader import AnswerReader
 from paxkv.server.protocol.error_response import ErrorBody, describe_error, error_body
 from paxkv.server.protocol.json_body import read_body
 from paxkv.server.protocol.openai_protocol import check_model
 from paxkv.server.protocol.openai_responses import ReasoningTokens, UsageCounter
-from paxkv.server.protocol.response_store import ResponseStore
-from paxkv.server.protocol.response_writer import ResponseWriter
-from paxkv.server.protocol.responses_bodies import (
+from paxkv.server.protocol.responses.bodies import (
     DeletedResponseBody,
     IncompleteDetails,
     ResponseBody,
@@ -33,13 +31,15 @@ from paxkv.server.protocol.responses_bodies import (
     ResponseEvent,
     ResponseUsage,
 )
-from paxkv.server.protocol.responses_protocol import (
+from paxkv.server.protocol.responses.request import (
     ResponsesRequest,
     chat_of_responses,
     input_items,
     parse_responses,
     responses_names,
 )
+from paxkv.server.protocol.responses.response_store import ResponseStore
+from paxkv.server.protocol.responses.response_writer import ResponseWriter
 from paxkv.server.protocol.sse import EventStreamResponse
 from paxkv.server.routes.chat import StartedChat, start_chat
 

@@ -10,7 +10,7 @@ from starlette.routing import Route
 from paxkv.config.engine_config import ServerConfig
 from paxkv.errors import InvalidRequestError
 from paxkv.server.engine_protocol import EngineClient, Tokenizer
-from paxkv.server.protocol.chat_prompt import check_template_allowed, render_chat
+from paxkv.server.protocol.chat.chat_prompt import check_template_allowed, render_chat
 from paxkv.server.protocol.json_body import convert_fields, read_body
 from paxkv.server.protocol.openai_protocol import check_generation_prompt, check_model
 from paxkv.server.protocol.tool_choice import checked_tools, known_tools

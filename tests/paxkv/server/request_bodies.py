@@ -9,7 +9,7 @@ from paxkv.server.protocol.anthropic.request import (
     MessagesRequest,
 )
 from paxkv.server.protocol.openai_protocol import ChatCompletionRequest, CompletionRequest
-from paxkv.server.protocol.responses_protocol import ResponsesRequest
+from paxkv.server.protocol.responses.request import ResponsesRequest
 from paxkv.server.protocol.unsupported_fields import (
     CHAT_FIELDS,
     CHAT_IGNORED,

@@ -4,7 +4,6 @@ import uuid
 
 import msgspec
 
-from paxkv.server.protocol.answer_reader import AnswerPart, CallPart
 from paxkv.server.protocol.anthropic.bodies import (
     UNSIGNED,
     BlockDelta,
@@ -19,6 +18,7 @@ from paxkv.server.protocol.anthropic.bodies import (
     ToolUseBlock,
 )
 from paxkv.server.protocol.anthropic.partial_json import complete_part
+from paxkv.server.protocol.chat.answer_reader import AnswerPart, CallPart
 from paxkv.text.call_arguments import is_deep
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
-from paxkv.server.protocol.chat_messages import MAX_CONTENT_PARTS, tool_content
+from paxkv.server.protocol.chat.chat_messages import MAX_CONTENT_PARTS, tool_content
 from paxkv.server.protocol.ignored_parts import record_ignored
 from paxkv.server.protocol.openai_protocol import shorten
 

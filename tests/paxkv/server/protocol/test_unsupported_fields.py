@@ -10,7 +10,7 @@ from paxkv.server.protocol.anthropic.request import (
 )
 from paxkv.server.protocol.ignored_parts import IgnoredParts, ignored_parts
 from paxkv.server.protocol.openai_protocol import parse_chat, parse_completion
-from paxkv.server.protocol.responses_protocol import parse_responses
+from paxkv.server.protocol.responses.request import parse_responses
 from paxkv.server.protocol.unsupported_fields import (
     CHAT_FIELDS,
     CHAT_IGNORED,

@@ -10,7 +10,7 @@ import pytest
 
 from paxkv.config.engine_config import ServerConfig
 from paxkv.errors import UnsupportedFeatureError
-from paxkv.server.protocol.responses_protocol import chat_of_responses, parse_responses
+from paxkv.server.protocol.responses.request import chat_of_responses, parse_responses
 from paxkv.server.routes.responses import ResponsesRoutes
 from tests.paxkv.server.conftest import PATIENCE_S, run_server
 from tests.paxkv.server.fake_engine import (

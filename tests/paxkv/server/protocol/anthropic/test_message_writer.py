@@ -7,9 +7,9 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paxkv.server.protocol.answer_reader import AnswerReader
 from paxkv.server.protocol.anthropic.bodies import UNSIGNED
 from paxkv.server.protocol.anthropic.message_writer import MessageWriter
+from paxkv.server.protocol.chat.answer_reader import AnswerReader
 from paxkv.server.protocol.tool_choice import ToolUse
 from paxkv.text.tool_parsers.hermes import HermesToolParser
 from paxkv.text.tool_parsers.llama3_json import Llama3JsonToolParser

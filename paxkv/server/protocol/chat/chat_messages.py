@@ -4,9 +4,9 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from paxkv.errors import InvalidRequestError
+from paxkv.server.protocol.chat.thought_parts import THOUGHT_TYPES, thought_text
 from paxkv.server.protocol.json_body import decode_json
 from paxkv.server.protocol.openai_protocol import shorten
-from paxkv.server.protocol.thought_parts import THOUGHT_TYPES, thought_text
 from paxkv.server.protocol.unsupported_fields import MESSAGE_FIELDS, refuse_unsupported
 from paxkv.text.call_arguments import check_depth, dump_json, template_arguments
 

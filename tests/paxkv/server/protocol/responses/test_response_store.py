@@ -5,8 +5,8 @@ import pytest
 
 from paxkv.errors import InvalidRequestError
 from paxkv.server.protocol.error_response import OverloadedError, UnknownResponseError
-from paxkv.server.protocol.response_store import ResponseStore
-from paxkv.server.protocol.responses_bodies import MessageItem, ResponseBody, TextPart
+from paxkv.server.protocol.responses.bodies import MessageItem, ResponseBody, TextPart
+from paxkv.server.protocol.responses.response_store import ResponseStore
 
 
 def _response(name, *, status="completed", text="hi"):

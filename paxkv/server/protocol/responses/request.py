@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
-from paxkv.server.protocol.chat_messages import ROLES, chat_message, tool_content
+from paxkv.server.protocol.chat.chat_messages import ROLES, chat_message, tool_content
 from paxkv.server.protocol.field_names import FieldNames
 from paxkv.server.protocol.ignored_parts import (
     is_ignored_tool,

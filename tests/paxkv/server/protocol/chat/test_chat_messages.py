@@ -3,7 +3,7 @@
 import pytest
 
 from paxkv.errors import InvalidRequestError
-from paxkv.server.protocol.chat_messages import MAX_CONTENT_PARTS, chat_messages, content_text
+from paxkv.server.protocol.chat.chat_messages import MAX_CONTENT_PARTS, chat_messages, content_text
 from paxkv.server.protocol.json_body import MAX_PARTS
 from paxkv.text.call_arguments import MAX_DEPTH, CallText
 

@@ -1,8 +1,8 @@
 """Items of /v1/responses have the order of the text, whatever one piece of it contains."""
 
-from paxkv.server.protocol.answer_reader import AnswerReader
-from paxkv.server.protocol.response_writer import ResponseWriter
-from paxkv.server.protocol.responses_bodies import FunctionCallItem, MessageItem
+from paxkv.server.protocol.chat.answer_reader import AnswerReader
+from paxkv.server.protocol.responses.bodies import FunctionCallItem, MessageItem
+from paxkv.server.protocol.responses.response_writer import ResponseWriter
 from paxkv.server.protocol.tool_choice import ToolUse
 from paxkv.text.tool_parsers.hermes import HermesToolParser
 

@@ -5,7 +5,7 @@ import types
 import pytest
 
 from paxkv.errors import InvalidRequestError
-from paxkv.server.protocol.chat_prompt import render_chat
+from paxkv.server.protocol.chat.chat_prompt import render_chat
 from paxkv.text.chat_template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]

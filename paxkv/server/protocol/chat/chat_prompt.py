@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from paxkv.config.engine_config import ServerConfig
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.engine_protocol import ChatTemplate, EngineClient
-from paxkv.server.protocol.chat_messages import chat_messages
+from paxkv.server.protocol.chat.chat_messages import chat_messages
 from paxkv.text.chat_template import ChatTemplate as RequestTemplate
 
 # Variables of templates that the server sets itself, so a request must not set them.

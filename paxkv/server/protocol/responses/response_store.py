@@ -8,7 +8,7 @@ import msgspec
 
 from paxkv.errors import InvalidRequestError
 from paxkv.server.protocol.error_response import OverloadedError, UnknownResponseError
-from paxkv.server.protocol.responses_bodies import ResponseBody
+from paxkv.server.protocol.responses.bodies import ResponseBody
 
 Items = list[dict[str, object]]
 # Statuses of a response that is still being made in the background.

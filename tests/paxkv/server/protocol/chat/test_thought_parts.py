@@ -3,7 +3,7 @@
 import pytest
 
 from paxkv.errors import InvalidRequestError
-from paxkv.server.protocol.thought_parts import thought_text
+from paxkv.server.protocol.chat.thought_parts import thought_text
 
 
 @pytest.mark.parametrize(

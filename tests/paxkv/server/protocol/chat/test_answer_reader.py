@@ -2,7 +2,7 @@
 
 import pytest
 
-from paxkv.server.protocol.answer_reader import AnswerReader
+from paxkv.server.protocol.chat.answer_reader import AnswerReader
 from paxkv.server.protocol.tool_choice import ToolUse
 from paxkv.text.tool_parsers.hermes import HermesToolParser
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from msgspec import UNSET
 
 from paxkv.contracts.request_output import CompletionOutput
-from paxkv.server.protocol.answer_reader import AnswerPart, AnswerReader, CallPart
-from paxkv.server.protocol.chat_responses import (
+from paxkv.server.protocol.chat.answer_reader import AnswerPart, AnswerReader, CallPart
+from paxkv.server.protocol.chat.chat_responses import (
     ChatChoice,
     ChatDelta,
     ChatMessage,

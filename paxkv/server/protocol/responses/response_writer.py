@@ -4,8 +4,8 @@ import uuid
 
 import msgspec
 
-from paxkv.server.protocol.answer_reader import AnswerPart, CallPart
-from paxkv.server.protocol.responses_bodies import (
+from paxkv.server.protocol.chat.answer_reader import AnswerPart, CallPart
+from paxkv.server.protocol.responses.bodies import (
     FunctionCallItem,
     MessageItem,
     OutputItem,
