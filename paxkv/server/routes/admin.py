@@ -3,7 +3,6 @@
 from collections.abc import Awaitable
 from typing import TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -12,6 +11,7 @@ from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError
 from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.protocol.error_response import ConflictError
 from paxkv.server.protocol.request_names import MAX_NAMES, RequestNames
+from paxkv.server.routes.json_response import json_response
 
 _AnswerT = TypeVar("_AnswerT")
 _RESET, _EXPLAIN = "/reset_prefix_cache", "/explain_prefix_cache_miss"
@@ -50,7 +50,7 @@ class AdminRoutes:
                 "the prefix cache was not reset: requests hold blocks of it. Wait until they have "
                 "ended, or add ?reset_running_requests=true, which preempts them."
             )
-        return _json({"success": True})
+        return json_response({"success": True})
 
     async def explain_prefix_cache_miss(self, request: Request) -> Response:
         """Explains why the prompts of the call `?request_id=` did not find more cached blocks."""
@@ -63,7 +63,7 @@ class AdminRoutes:
                 param="request_id",
             )
         misses = [await _ask(self._engine.explain_prefix_cache_miss(i)) for i in engine_ids]
-        return _json({"request_id": name, "prompts": misses})
+        return json_response({"request_id": name, "prompts": misses})
 
     async def start_profile(self, _request: Request) -> Response:
         """Starts recording with JAX's profiler in the engine."""
@@ -71,13 +71,13 @@ class AdminRoutes:
             raise InvalidRequestError("start the server with --profile-dir to record profiles.")
         if not await _ask(self._engine.start_profile(self._profile_dir)):
             raise ConflictError("a profile is being recorded already; stop it first.")
-        return _json({"profile_dir": self._profile_dir})
+        return json_response({"profile_dir": self._profile_dir})
 
     async def stop_profile(self, _request: Request) -> Response:
         """Ends and writes the recording. The engine computes nothing in the meantime."""
         if not await _ask(self._engine.stop_profile()):
             raise ConflictError("no profile is being recorded.")
-        return _json({"profile_dir": self._profile_dir})
+        return json_response({"profile_dir": self._profile_dir})
 
 
 async def _ask(answer: Awaitable[_AnswerT]) -> _AnswerT:
@@ -95,7 +95,3 @@ def _flag(request: Request, name: str) -> bool:
     if value not in ("true", "false", "1", "0"):
         raise InvalidRequestError(f"{name} must be true or false, got {value!r}.", param=name)
     return value in ("true", "1")
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

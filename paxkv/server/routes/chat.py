@@ -37,6 +37,7 @@ from paxkv.server.protocol.sampling_fields import chat_sampling_params
 from paxkv.server.protocol.sse import EventStreamResponse
 from paxkv.server.protocol.structured_fields import with_server_settings
 from paxkv.server.protocol.tool_choice import ToolUse, tool_use
+from paxkv.server.routes.json_response import json_response
 from paxkv.server.stream_interval import in_intervals
 from paxkv.text.reasoning_parser import REASONING_PARSERS, thought_token_ids
 from paxkv.text.thought_counter import ThoughtCounter
@@ -72,7 +73,7 @@ class ChatRoutes:
         if body.stream:
             return await EventStreamResponse.start(self._chunks(chat, choices, body, chat_id))
         whole = await self._whole(chat, choices, body, chat_id)
-        return Response(msgspec.json.encode(whole), media_type="application/json")
+        return json_response(whole)
 
     def _usage_counter(self, builder: ChatChoices) -> UsageCounter:
         # Without a reasoning parser thoughts are not counted, so the usage must not report 0.

@@ -35,6 +35,7 @@ from paxkv.server.protocol.openai_responses import (
 from paxkv.server.protocol.sampling_fields import completion_sampling_params
 from paxkv.server.protocol.sse import EventStreamResponse
 from paxkv.server.protocol.structured_fields import with_server_settings
+from paxkv.server.routes.json_response import json_response
 from paxkv.server.stream_interval import in_intervals
 
 
@@ -69,7 +70,7 @@ class CompletionRoutes:
             chunks = self._chunks(outputs, builder, body, completion_id)
             return await EventStreamResponse.start(chunks)
         whole = await self._whole(outputs, builder, completion_id)
-        return Response(msgspec.json.encode(whole), media_type="application/json")
+        return json_response(whole)
 
     def _read(
         self, fields: dict[str, object]

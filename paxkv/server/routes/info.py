@@ -15,6 +15,7 @@ from paxkv.server.metrics.metrics_format import choose_format
 from paxkv.server.metrics.server_metrics import ServerMetrics
 from paxkv.server.middleware.admission import Admission
 from paxkv.server.protocol.openai_protocol import check_model
+from paxkv.server.routes.json_response import json_response
 
 # If the engine is too busy to answer, a scrape shows the latest counts that are known.
 _STATS_TIMEOUT_S = 1.0
@@ -64,7 +65,7 @@ class InfoRoutes:
 
     async def list_models(self, _request: Request) -> Response:
         names = self._engine.model_info.model_names
-        return _json(ModelList(data=[self._model_card(name) for name in names]))
+        return json_response(ModelList(data=[self._model_card(name) for name in names]))
 
     async def get_model(self, request: Request) -> Response:
         name = request.path_params["model"]
@@ -72,7 +73,7 @@ class InfoRoutes:
             # A surplus slash; names of models may end with one.
             name = name.rstrip("/")
         check_model(name, self._engine.model_info)
-        return _json(self._model_card(name))
+        return json_response(self._model_card(name))
 
     async def health(self, _request: Request) -> Response:
         """Answers 200 while the engine can answer requests, otherwise 503 with the reason."""
@@ -83,7 +84,7 @@ class InfoRoutes:
 
     async def load(self, _request: Request) -> Response:
         """The number of calls of clients that run or wait in the engine."""
-        return _json({"server_load": self._admission.num_calls})
+        return json_response({"server_load": self._admission.num_calls})
 
     async def metrics(self, request: Request) -> Response:
         """The metrics, in Prometheus' text format or, if the client accepts it, OpenMetrics'."""
@@ -93,7 +94,7 @@ class InfoRoutes:
         return Response(body, headers={"Content-Type": content_type})
 
     async def version(self, _request: Request) -> Response:
-        return _json({"version": paxkv.__version__})
+        return json_response({"version": paxkv.__version__})
 
     async def _stats(self) -> SchedulerStats:
         if not self._engine.is_alive:
@@ -115,7 +116,3 @@ class InfoRoutes:
                 for use in info.feature_uses
             },
         )
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -36,6 +36,7 @@ from paxkv.server.protocol.openai_protocol import check_model
 from paxkv.server.protocol.openai_responses import UsageCounter
 from paxkv.server.protocol.sse import EventStreamResponse
 from paxkv.server.routes.chat import StartedChat, start_chat
+from paxkv.server.routes.json_response import json_response
 
 MESSAGES_PATH = "/v1/messages"
 
@@ -78,7 +79,7 @@ class MessagesRoutes:
         )
         if body.stream:
             return await EventStreamResponse.start(_events(answer, request_id))
-        return _json(await answer.whole())
+        return json_response(await answer.whole())
 
     async def count_tokens(self, request: Request) -> Response:
         """Counts the tokens of the prompt in the body."""
@@ -97,7 +98,7 @@ class MessagesRoutes:
         token_ids = await asyncio.to_thread(
             tokenizer.encode, chat.prompt_text, add_special_tokens=False
         )
-        return _json(TokenCountBody(len(token_ids)))
+        return json_response(TokenCountBody(len(token_ids)))
 
 
 class _Answer:
@@ -221,7 +222,3 @@ def _error_event(error: Exception, request_id: str) -> MessageEvent:
     assert found is not None
     body = found[1]
     return MessageEvent(type="error", error=body.error, request_id=body.request_id)
-
-
-def _json(body: MessageBody | TokenCountBody) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")

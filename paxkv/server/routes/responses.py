@@ -42,6 +42,7 @@ from paxkv.server.protocol.responses.response_store import ResponseStore
 from paxkv.server.protocol.responses.response_writer import ResponseWriter
 from paxkv.server.protocol.sse import EventStreamResponse
 from paxkv.server.routes.chat import StartedChat, start_chat
+from paxkv.server.routes.json_response import json_response
 
 _UNSAFE_IN_PATH = re.compile(r"[^A-Za-z0-9_.-]")
 
@@ -107,10 +108,10 @@ class ResponsesRoutes:
             self._generator.check_room(1)
             self._store.put_running(begun, answer.items)
             self._start_in_background(answer)
-            return _json(begun)
+            return json_response(begun)
         if body.stream:
             return await EventStreamResponse.start(self._events(answer))
-        return _json(self._stored(await answer.whole(), answer))
+        return json_response(self._stored(await answer.whole(), answer))
 
     async def retrieve_or_delete(self, request: Request) -> Response:
         """Calls `retrieve` or `delete`."""
@@ -148,7 +149,7 @@ class ResponsesRoutes:
         if task is not None:
             await _cancel(task)
         self._store.delete(response_id)
-        return _json(DeletedResponseBody(id=response_id))
+        return json_response(DeletedResponseBody(id=response_id))
 
     def _start_in_background(self, answer: "_Answer") -> None:
         response_id = answer.begun.id
@@ -295,7 +296,3 @@ def _failed(begun: ResponseBody, error_json: bytes) -> ResponseBody:
     detail = msgspec.json.decode(error_json, type=ErrorBody).error
     error = ResponseError(code=detail.code or detail.type, message=detail.message)
     return msgspec.structs.replace(begun, status="failed", error=error)
-
-
-def _json(response: ResponseBody | DeletedResponseBody) -> Response:
-    return Response(msgspec.json.encode(response), media_type="application/json")

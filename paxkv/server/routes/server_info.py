@@ -6,7 +6,6 @@ import functools
 import os
 import platform
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -16,6 +15,7 @@ from paxkv.config.engine_config import EngineConfig
 from paxkv.config.environment_facts import PACKAGES, package_version, shown_variables
 from paxkv.contracts.engine_start import ModelInfo
 from paxkv.errors import InvalidRequestError
+from paxkv.server.routes.json_response import json_response
 
 SERVER_INFO_PATH = "/server_info"
 _FORMATS = ("text", "json")
@@ -50,7 +50,7 @@ class ServerInfoRoutes:
             "vllm_env": {},
             "system_env": await asyncio.to_thread(_system_env),
         }
-        return Response(msgspec.json.encode(info), media_type="application/json")
+        return json_response(info)
 
 
 def engine_settings(

@@ -15,6 +15,7 @@ from paxkv.server.protocol.json_body import convert_fields, read_body
 from paxkv.server.protocol.openai_protocol import check_generation_prompt, check_model
 from paxkv.server.protocol.tool_choice import checked_tools, known_tools
 from paxkv.server.protocol.unsupported_fields import TOKENIZE_FIELDS, refuse_unsupported
+from paxkv.server.routes.json_response import json_response
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +91,7 @@ class TokenizerRoutes:
         checked_tools(body.tools or [])
         # In a thread, because a body may contain millions of tokens.
         token_ids, names = await asyncio.to_thread(self._tokens, body)
-        return _json(
+        return json_response(
             TokenizeBody(
                 count=len(token_ids),
                 max_model_len=self._engine.model_info.max_model_len,
@@ -107,7 +108,7 @@ class TokenizerRoutes:
         text = await asyncio.to_thread(
             self._tokenizer().decode, body.tokens, skip_special_tokens=False
         )
-        return _json(DetokenizeBody(prompt=text))
+        return json_response(DetokenizeBody(prompt=text))
 
     def _read_detokenize(self, fields: dict[str, object]) -> DetokenizeRequest:
         body = convert_fields(fields, DetokenizeRequest)
@@ -157,7 +158,3 @@ class TokenizerRoutes:
 def _read_tokenize(fields: dict[str, object]) -> TokenizeRequest:
     refuse_unsupported(fields, TOKENIZE_FIELDS)
     return convert_fields(fields, TokenizeRequest)
-
-
-def _json(value: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

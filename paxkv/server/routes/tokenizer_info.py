@@ -5,13 +5,13 @@ lm-eval's `tokenizer_backend=remote` reads the special tokens and the chat templ
 
 from collections.abc import Mapping
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from paxkv.errors import InvalidRequestError
 from paxkv.server.engine_protocol import EngineClient
+from paxkv.server.routes.json_response import json_response
 
 # Paths on the machine that wrote the checkpoint.
 _FILE_FIELDS = ("vocab_file", "merges_file")
@@ -37,7 +37,7 @@ class TokenizerInfoRoutes:
         source = None if chat_template is None else chat_template.source
         if source is not None:
             fields["chat_template"] = source
-        return Response(msgspec.json.encode(fields), media_type="application/json")
+        return json_response(fields)
 
 
 def _with_plain_tokens(value: object) -> object:
