@@ -5,17 +5,19 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 
 import msgspec
 
 from paxkv.client.beam_search import BeamSearch, prompt_params
+from paxkv.client.engine_calls import EngineCalls
 from paxkv.client.grammar_threads import GrammarThreads
 from paxkv.client.input_processor import InputProcessor, Prompt, text_of_prompt
 from paxkv.client.long_text import process_in_thread_if_long
 from paxkv.client.output_processor import OutputKind, OutputProcessor
-from paxkv.client.output_stream import MAX_WAITING_BYTES, OutputStream
-from paxkv.client.waiting_budget import DEFAULT_MAX_WAITING_BYTES, WaitingBudget
+from paxkv.client.output_stream import OutputStream
+from paxkv.client.request_streams import RequestStreams
+from paxkv.client.waiting_budget import DEFAULT_MAX_WAITING_BYTES
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.contracts.engine_output import (
     EngineDead,
@@ -29,7 +31,6 @@ from paxkv.contracts.engine_request import (
     AddRequest,
     EngineRequest,
     Shutdown,
-    UtilityCall,
 )
 from paxkv.contracts.engine_start import EngineReady, ModelInfo
 from paxkv.contracts.observation import BlockDetails, PrefixCacheMiss
@@ -41,7 +42,6 @@ from paxkv.errors import (
     EngineStalledError,
     InvalidRequestError,
     PaxkvError,
-    SlowReaderError,
 )
 from paxkv.fleet.stats_sum import keep_expert_tokens, stop_running
 from paxkv.text.chat_template import ChatTemplate
@@ -54,7 +54,6 @@ logger = logging.getLogger(__name__)
 LAST_MESSAGE_S = 5.0
 # Number of latest requests for which `explain_prefix_cache_miss` works.
 MAX_LATEST_REQUESTS = 1024
-_READ_FASTER = "Read the stream faster, ask for fewer completions or logprobs"
 
 
 class AsyncEngineClient:
@@ -93,17 +92,15 @@ class AsyncEngineClient:
         # Set when the engine has ended and will not be restarted.
         self._has_ended = asyncio.Event()
         self._is_closing = False
-        # By the caller's request id.
-        self._streams: dict[str, OutputStream] = {}
-        # By request id in the output processor; a beam search has several.
-        self._streams_by_engine_id: dict[str, OutputStream] = {}
+        self._streams = RequestStreams(
+            output_processor,
+            abort_in_engine=self._abort_in_engine,
+            max_waiting_bytes=max_waiting_bytes,
+        )
         # Caller's request id -> id of the engine's request that computed the prompt, oldest first.
         self._latest_engine_ids: dict[str, str] = {}
-        self._waiting_budget = WaitingBudget(max_waiting_bytes)
-        self._num_requests = 0
         self._grammar_threads = GrammarThreads()
-        self._calls: dict[int, asyncio.Future[str]] = {}
-        self._num_calls = 0
+        self._calls = EngineCalls(transport)
         self._latest_stats = SchedulerStats()
 
     @property
@@ -227,7 +224,7 @@ class AsyncEngineClient:
                 if output.finished:
                     return
         finally:
-            self._close_stream(outputs)
+            self._streams.close(outputs)
 
     async def beam_search(
         self, prompt: Prompt, params: BeamSearchParams, *, request_id: str, priority: int = 0
@@ -267,7 +264,7 @@ class AsyncEngineClient:
                 num_truncated_tokens=request.num_truncated_tokens,
             )
         finally:
-            self._close_stream(stream)
+            self._streams.close(stream)
             self._abort_in_engine([] if search is None else search.request_ids)
 
     async def check(self, prompt: Prompt, params: SamplingParams | BeamSearchParams) -> None:
@@ -293,13 +290,7 @@ class AsyncEngineClient:
 
         Ignores unknown and finished ids.
         """
-        stream = self._streams.get(request_id)
-        if stream is not None:
-            stream.is_aborted = True
-            processed = self._output_processor.abort(stream.unfinished_ids)
-            self._deliver(processed.request_outputs)
-            self._end_failed(processed.errors)
-            self._abort_in_engine(processed.request_ids_to_abort)
+        self._streams.abort(request_id)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Clears the prefix cache. While blocks are in use, changes nothing and returns False.
@@ -357,21 +348,7 @@ class AsyncEngineClient:
 
     def _open_stream(self, request_id: str) -> OutputStream:
         self._check_alive()
-        if request_id in self._streams:
-            raise InvalidRequestError(
-                f"request_id {request_id!r} is in use by an unfinished request.",
-                param="request_id",
-            )
-        # Engine ids are never reused: tokens of an aborted request may still arrive after the
-        # caller has sent another request with the same id.
-        stream = OutputStream(
-            request_id,
-            engine_request_id=f"{request_id}-{self._num_requests}",
-            budget=self._waiting_budget,
-        )
-        self._num_requests += 1
-        self._streams[request_id] = stream
-        return stream
+        return self._streams.open(request_id)
 
     def _send_request(
         self,
@@ -382,11 +359,7 @@ class AsyncEngineClient:
     ) -> str:
         """Sends a request to the engine; returns the id of the child that computes its prompt."""
         self._check_alive()
-        children = self._output_processor.add_request(
-            request, prompt=prompt, output_kind=output_kind
-        )
-        stream.unfinished_ids.append(request.request_id)
-        self._streams_by_engine_id[request.request_id] = stream
+        children = self._streams.add_request(stream, request, prompt, output_kind)
         for child in children:
             self._transport.send(AddRequest(request=child))
         return children[0].request_id
@@ -431,15 +404,6 @@ class AsyncEngineClient:
         self._abort_in_engine(search.released_ids)
         search.clear_released_ids()
 
-    def _close_stream(self, stream: OutputStream) -> None:
-        """Removes a stream and aborts its unfinished requests in the engine."""
-        stream.free()
-        self._streams.pop(stream.request_id, None)
-        for engine_id in stream.unfinished_ids:
-            self._streams_by_engine_id.pop(engine_id, None)
-        processed = self._output_processor.abort(stream.unfinished_ids)
-        self._abort_in_engine(processed.request_ids_to_abort)
-
     def _abort_in_engine(self, engine_request_ids: list[str]) -> None:
         if not engine_request_ids:
             return
@@ -454,14 +418,7 @@ class AsyncEngineClient:
             raise _dead_error(self._dead)
         if self._loop is None:
             raise EngineDeadError("the engine was not started.")
-        call_id, self._num_calls = self._num_calls, self._num_calls + 1
-        future = self._loop.create_future()
-        self._calls[call_id] = future
-        try:
-            self._transport.send(UtilityCall(call_id=call_id, method=method, arguments=arguments))
-            return await future
-        finally:
-            del self._calls[call_id]
+        return await self._calls.call(method, *arguments)
 
     def _on_message(self, message: EngineOutput | EngineReady) -> None:
         try:
@@ -479,71 +436,19 @@ class AsyncEngineClient:
             self._latest_stats = keep_expert_tokens(message.stats, self._latest_stats)
             processed = self._output_processor.process(message)
             self._abort_in_engine(processed.request_ids_to_abort)
-            self._deliver(processed.request_outputs)
-            self._end_failed(processed.errors)
+            self._streams.deliver(processed.request_outputs)
+            self._streams.end_failed(processed.errors)
         elif isinstance(message, UtilityReply):
-            self._on_reply(message)
+            self._calls.on_reply(message)
         elif isinstance(message, EngineReady):
             self._dead = None
             self._latest_stats = message.stats
         elif message.request_ids is not None:
             processed = self._output_processor.end_with_engine(message)
             self._abort_in_engine(processed.request_ids_to_abort)
-            self._end_failed(processed.errors)
+            self._streams.end_failed(processed.errors)
         else:
             self._on_dead(message)
-
-    def _deliver(self, request_outputs: list[RequestOutput]) -> None:
-        for output in request_outputs:
-            stream = self._streams_by_engine_id.get(output.request_id)
-            if stream is None:
-                continue
-            if output.finished:
-                stream.unfinished_ids.remove(output.request_id)
-                del self._streams_by_engine_id[output.request_id]
-            stream.put(output)
-            if stream.is_over_limit:
-                self._end_slow(
-                    stream,
-                    f"more than {MAX_WAITING_BYTES // 2**20} MiB of the answer waited for the "
-                    f"client to read. {_READ_FASTER}.",
-                )
-        budget = self._waiting_budget
-        while budget.is_exceeded:
-            self._end_slow(
-                max(self._streams.values(), key=lambda stream: stream.num_waiting_bytes),
-                f"more than {budget.max_bytes} bytes of all answers waited for clients to read, "
-                f"and this answer had the most. {_READ_FASTER}, or start the server with a larger "
-                "--max-unread-bytes.",
-            )
-
-    def _end_slow(self, stream: OutputStream, reason: str) -> None:
-        """Ends a request whose reader is too slow, in the client and in the engine."""
-        logger.warning("request %s is ended: %s", stream.request_id, reason)
-        stream.drop(SlowReaderError(reason))
-        processed = self._output_processor.abort(stream.unfinished_ids)
-        self._abort_in_engine(processed.request_ids_to_abort)
-        for engine_id in stream.unfinished_ids:
-            del self._streams_by_engine_id[engine_id]
-        stream.unfinished_ids.clear()
-
-    def _end_failed(self, errors: Mapping[str, PaxkvError]) -> None:
-        """Ends each request in `errors` with its error; other requests continue."""
-        for engine_id, error in errors.items():
-            stream = self._streams_by_engine_id.pop(engine_id, None)
-            if stream is not None:
-                stream.unfinished_ids.remove(engine_id)
-                stream.fail(error)
-
-    def _on_reply(self, reply: UtilityReply) -> None:
-        future = self._calls.get(reply.call_id)
-        # None or done if the caller was cancelled.
-        if future is None or future.done():
-            return
-        if reply.error is not None:
-            future.set_exception(PaxkvError(f"the engine answered: {reply.error}"))
-        else:
-            future.set_result(reply.result_json)
 
     def _on_dead(self, message: EngineDead) -> None:
         self._dead = message
@@ -554,11 +459,9 @@ class AsyncEngineClient:
         self._latest_stats = stop_running(self._latest_stats)
         # The next engine knows none of these requests.
         self._latest_engine_ids.clear()
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(_dead_error(message))
-        for stream in set(self._streams_by_engine_id.values()):
-            stream.fail(_dead_error(message))
+        make_error = functools.partial(_dead_error, message)
+        self._calls.fail_all(make_error)
+        self._streams.fail_all(make_error)
 
 
 def _dead_error(message: EngineDead) -> EngineDeadError:

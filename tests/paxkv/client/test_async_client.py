@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 
 import pytest
 
-from paxkv.client import async_client, output_stream
+from paxkv.client import output_stream, request_streams
 from paxkv.client.async_client import AsyncEngineClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
@@ -302,7 +302,7 @@ async def test_unreadable_message_ends_every_request() -> None:
 async def test_a_reader_too_slow_is_ended_and_frees_the_engine() -> None:
     async with running() as client:
         with pytest.MonkeyPatch.context() as patch:
-            for module in (async_client, output_stream):
+            for module in (request_streams, output_stream):
                 patch.setattr(module, "MAX_WAITING_BYTES", 400)
             patch.setattr(output_stream, "_MAX_PIECE_BYTES", 100)
             slow = client.generate("abc", LONG, request_id="slow", stream=True)
@@ -319,25 +319,25 @@ async def test_a_reader_too_slow_is_ended_and_frees_the_engine() -> None:
 @in_loop
 async def test_of_all_slow_readers_the_one_with_most_waiting_is_ended() -> None:
     async with running(max_num_seqs=4) as client:
-        client._waiting_budget.max_bytes = 4000
+        client._streams.waiting_budget.max_bytes = 4000
         slow = client.generate("abc", LONG, request_id="slow", stream=True)
         few = SamplingParams(max_tokens=8, ignore_eos=True)
         behind = client.generate("abcd", few, request_id="behind", stream=True)
         for reader in (behind, slow):
             await anext(reader)
         await until_idle(client)
-        assert 0 < client._waiting_budget.num_bytes <= 4000
+        assert 0 < client._streams.waiting_budget.num_bytes <= 4000
         # Alone it has less than the limit; with another one it has more.
         other = client.generate("abcde", LONG, request_id="other", stream=True)
         await anext(other)
         await until_idle(client)
-        assert 0 < client._waiting_budget.num_bytes <= 4000
+        assert 0 < client._streams.waiting_budget.num_bytes <= 4000
         with pytest.raises(SlowReaderError, match="larger --max-unread-bytes"):
             async for _ in slow:
                 pass
         for reader in (behind, other):
             assert [output async for output in reader][-1].finished
-        assert client._waiting_budget.num_bytes == 0
+        assert client._streams.waiting_budget.num_bytes == 0
 
 
 @in_loop
@@ -346,9 +346,9 @@ async def test_what_a_caller_leaves_unread_is_not_counted_after_it_left() -> Non
         left = client.generate("abc", LONG, request_id="left", stream=True)
         await anext(left)
         await until_idle(client)
-        assert client._waiting_budget.num_bytes > 0
+        assert client._streams.waiting_budget.num_bytes > 0
         await left.aclose()
-        assert client._waiting_budget.num_bytes == 0
+        assert client._streams.waiting_budget.num_bytes == 0
 
 
 @in_loop

@@ -302,7 +302,7 @@ async def test_beam_search_given_up_at_any_moment_leaves_nothing() -> None:
                 assert {c.finish_reason for c in output.outputs} == {"abort"}
             await until_idle(client)
         assert client.num_unfinished_requests == 0
-        assert not client._streams_by_engine_id
+        assert not client._streams._by_engine_id
 
 
 @in_loop
