@@ -71,7 +71,7 @@ class RequestStreams:
         prompt: str | None,
         output_kind: OutputKind,
     ) -> Sequence[EngineRequest]:
-        """Adds a request to a stream; returns its requests to the engine."""
+        """Adds a request to a stream. Returns the engine requests that it consists of."""
         children = self._output_processor.add_request(
             request, prompt=prompt, output_kind=output_kind
         )

@@ -131,8 +131,8 @@ def _middleware(config: ServerConfig, metrics: ServerMetrics) -> list[Middleware
         )
     )
     if config.allowed_origins:
-        # Outside the key check: a browser's preflight request has no key, and its scripts can read
-        # a 401 only if the answer has CORS headers.
+        # Outside the key check: a browser's preflight request has no key, and scripts can read a
+        # 401 only if it has CORS headers.
         layers.append(
             Middleware(
                 CORSMiddleware,

@@ -54,14 +54,14 @@ class Generator:
         priority: int,
         stream: bool,
     ) -> IndexedOutputs:
-        """Yields outputs of all prompts. Closing it, or an error of one prompt, aborts all prompts.
+        """Yields outputs of all prompts. If one fails or the iterator is closed, all are aborted.
 
         Args:
             stream: Has no effect on a beam search, which yields one output at the end.
 
         Raises:
-            OverloadedError: Too many requests run or wait. Raised before the first output. Errors
-                in the request are raised instead, except those in its grammar: it is not compiled.
+            OverloadedError: Too many requests run or wait. Raised before the first output. If the
+                request itself is not valid, that error is raised instead.
         """
         num_requests = num_engine_requests(len(prompts), sampling_params)
         if not self._admission.has_room(num_requests):
@@ -134,7 +134,7 @@ def _error(
     completion: CompletionOutput,
     sampling_params: SamplingParams | BeamSearchParams,
 ) -> PaxkvError:
-    """The error of a failed completion. A reason from the engine is a fault of the request."""
+    """The error of a failed completion. The request is at fault if the engine gives a reason."""
     if isinstance(completion.stop_reason, str):
         form = None
         if isinstance(sampling_params, SamplingParams):

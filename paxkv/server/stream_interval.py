@@ -12,8 +12,8 @@ IndexedOutputs = AsyncGenerator[tuple[int, RequestOutput], None]
 def in_intervals(outputs: IndexedOutputs, interval: int) -> IndexedOutputs:
     """Yields the same deltas in fewer outputs.
 
-    As in vLLM, the first and the last tokens of a completion are not delayed. In between, an output
-    has at least `interval` tokens of each completion in it.
+    As in vLLM, the first and the last tokens of a completion are not delayed. Other outputs have at
+    least `interval` tokens per completion.
 
     Args:
         outputs: The deltas of one HTTP request.

@@ -73,8 +73,9 @@ class _Verdict(msgspec.Struct, frozen=True):
     """The answer to a setup or trial.
 
     Args:
-        problem: As in `FormError`, like `tool`; None if the grammar was compiled. The name of the
-            request's field is not part of it, because requests share verdicts.
+        problem: As in `FormError`; None if the grammar was compiled. It does not name the request's
+            field, because requests with the same form share a verdict.
+        tool: As in `FormError`.
         compile_s: Processor time of the trial.
         ignored_keywords: Places of the keywords of JSON schemas that the grammar does not enforce.
     """
@@ -182,7 +183,7 @@ class CheckerProcess:
         """Sends a trial to the process. Returns None if a limit was reached."""
         for _ in range(2):
             forker = self._forker()
-            # Slightly longer than the trial may take, which ends itself.
+            # Slightly longer than the trial's own limit.
             reply = forker.ask(trial, timeout_s=trial.compile_s * MAX_SLOWDOWN + 1)
             if reply is not None or not forker.ends_now():
                 return reply
@@ -361,7 +362,7 @@ def _next_connection(control: socket.socket) -> BinaryIO:
 
 def _limit_memory() -> None:
     try:
-        import resource  # noqa: PLC0415  Missing on some systems, which only limit the time.
+        import resource  # noqa: PLC0415  Missing on some systems; there, only time is limited.
     except ImportError:
         return
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))

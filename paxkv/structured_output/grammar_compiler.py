@@ -178,7 +178,7 @@ class GrammarCompiler:
             return self._tokenizer
 
     def _compile_new(self, params: StructuredOutputsParams) -> _Compiled:
-        """Compiles a form, with its schemas without the keywords that no grammar can enforce.
+        """Compiles a form after removing keywords of its schemas that no grammar can enforce.
 
         If llguidance refuses it, a second pass also removes keywords that it cannot compile.
         """
@@ -305,7 +305,7 @@ def _without_more_properties(schema: object) -> object:
 
 
 def _choice_grammar(source: str) -> str:
-    """'["a", "b"]' -> one terminal. With rules, each row of the parser would have every choice."""
+    """'["a", "b"]' -> one terminal. With a rule per choice, each parser row would have them all."""
     choices = " | ".join(json.dumps(choice) for choice in json.loads(source))
     return f"start: CHOICE\nCHOICE: {choices}"
 

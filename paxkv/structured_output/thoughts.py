@@ -87,7 +87,7 @@ class Thoughts:
                 mask_np &= kept_np[num_chars]
 
     def advance(self, token_id: int) -> bool:
-        """Advances by a token. True if the form begins after it, or with it if nothing is open."""
+        """Advances by a token. Returns whether it closes thoughts, or begins a form without any."""
         if not self._is_open:
             self._is_open = token_id == self._tokens.open_id
             return not self._is_open

@@ -11,7 +11,7 @@ def text_of_token(tokenizer: llguidance.LLTokenizer, token_id: int) -> bytes:
 
 
 class TokenTexts:
-    """The texts of a whole vocabulary. To make it takes 0.1 s for a large vocabulary."""
+    """The texts of a vocabulary. Creating this takes 0.1 s for a large vocabulary."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer) -> None:
         # Empty for ids that the tokenizer does not have.

@@ -18,7 +18,7 @@ from paxkv.server.metrics.engine_totals import EngineTotals
 
 # Labels of every metric. An engine's label is its number, by which vLLM's dashboards filter.
 LABELS = ("model_name", "engine")
-# The label of metrics that are not known for each engine.
+# The engine label of metrics that are not counted per engine.
 FIRST_ENGINE = "0"
 Labels = tuple[str, str]
 _T = TypeVar("_T")
@@ -109,7 +109,7 @@ class EngineCollector(Collector):
         self._engines: tuple[SchedulerStats, ...] = (SchedulerStats(),)
 
     def record(self, stats: SchedulerStats) -> None:
-        """Records counts of an engine, in case that it ends before the next `update`."""
+        """Records the counts of an engine, which may end before the next `update`."""
         self._totals.record(stats)
 
     def update(self, stats: SchedulerStats) -> None:
@@ -131,7 +131,7 @@ class EngineCollector(Collector):
             "paxkv:engine_restarts", "engines that ended and were replaced", None, LABELS
         )
         for labels, stats in engines:
-            # The first number counts for a single engine, the second for one of several.
+            # `_totals` counts restarts of a single engine, `stats` those among several engines.
             num_restarts = self._totals.num_restarts + stats.num_replaced_engines
             restarts.add_metric(labels, num_restarts)
         yield restarts

@@ -63,7 +63,7 @@ class RouterCollector(Collector):
     def _cached_by_source(self) -> Metric:
         cached = CounterMetricFamily(
             "vllm:prompt_tokens_cached_by_source",
-            "prompt tokens from the prefix cache, by the place of the cache",
+            "prompt tokens from the prefix cache, by the location of the cache",
             labels=(*LABELS, "source"),
         )
         for labels, totals in label_engines(self._model_name, self._totals):

@@ -237,8 +237,8 @@ class RequestTimer:
     """Measures the times of one prompt, as a context that lasts as long as the prompt runs.
 
     In a stream, the time of the first token is measured when it arrives. An answer in one piece
-    contains this time. If the context ends before the prompt does, the request counts as aborted,
-    or, after an error that is not the caller's, as failed.
+    reports this time. If the context ends before the prompt does, the request counts as aborted.
+    After an error that is not the caller's, it counts as failed.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ async def read_body(
 
     Raises:
         UnsupportedMediaTypeError: The content type is not JSON, or the body is compressed.
-            Browsers let web pages send other types to any server, so this also keeps them out.
+            A web page may send other types to any server, so this also blocks web pages.
         BodyTooLargeError: The body is longer than `max_body_bytes`.
         InvalidRequestError: The body is not a JSON object, or `read` raised it.
     """

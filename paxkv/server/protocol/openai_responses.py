@@ -8,7 +8,7 @@ from msgspec import UNSET, UnsetType
 
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
 
-# JSON has no -Infinity; OpenAI and vLLM send this for a token that cannot be drawn.
+# JSON has no -Infinity. OpenAI and vLLM send this for a token that cannot be sampled.
 MIN_LOGPROB = -9999.0
 
 
@@ -53,7 +53,7 @@ class PromptLogprob(msgspec.Struct, frozen=True):
     decoded_token: str
 
 
-# The keys are token ids, as strings because JSON has no other keys.
+# Keys are token ids as strings, because JSON has no other keys.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
@@ -153,7 +153,7 @@ def choice_index(prompt_idx: int, completion: CompletionOutput, num_choices: int
 
 
 def has_new_content(completion: CompletionOutput, *, shows_token_ids: bool) -> bool:
-    """Whether there is anything to send. A part of a character, or of a stop string, is nothing.
+    """Whether an output has anything to send; not while a character or stop string is incomplete.
 
     Args:
         shows_token_ids: Whether the client wants all token ids, also of tokens without text.
@@ -216,7 +216,7 @@ def chat_logprobs(
 
     Args:
         token_bytes: Returns the bytes of a token, which may be only a part of a character.
-        num_top: None if not requested. A beam search has log-probabilities even then.
+        num_top: Number of most likely tokens; None if no log-probabilities were requested.
     """
     if completion.logprobs is None or num_top is None:
         return None

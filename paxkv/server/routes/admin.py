@@ -81,7 +81,7 @@ class AdminRoutes:
 
 
 async def _ask(answer: Awaitable[_AnswerT]) -> _AnswerT:
-    """The engine's answer. Errors of the engine become 409s with its message, for the operator."""
+    """The engine's answer. An error of the engine becomes a 409 with the error's message."""
     try:
         return await answer
     except (InvalidRequestError, EngineDeadError):

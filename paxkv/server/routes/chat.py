@@ -204,7 +204,7 @@ async def _start_chat(
 ) -> StartedChat:
     check_template_allowed(body.chat_template, config)
     info = engine.model_info
-    # A check of the sampling parameters would name another field: `logprobs`.
+    # Checked here because later checks would call the field `logprobs` in their errors.
     check_num_logprobs(
         "top_logprobs",
         body.top_logprobs,

@@ -70,7 +70,7 @@ class InfoRoutes:
     async def get_model(self, request: Request) -> Response:
         name = request.path_params["model"]
         if name not in self._engine.model_info.model_names:
-            # A surplus slash; names of models may end with one.
+            # Removes surplus slashes, unless a model's name ends with them.
             name = name.rstrip("/")
         check_model(name, self._engine.model_info)
         return json_response(self._model_card(name))

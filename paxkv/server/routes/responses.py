@@ -179,7 +179,7 @@ class ResponsesRoutes:
         yield answer.writer.close(self._stored(answer.finished(), answer))
 
     def _stored(self, response: ResponseBody, answer: "_Answer") -> ResponseBody:
-        """Stores the response if it asks for it; `store` of the result says if that worked."""
+        """Stores the response if requested. `store` of the result says whether it was stored."""
         if response.store and not self._store.put(response, answer.items):
             return msgspec.structs.replace(response, store=False)
         return response

@@ -56,7 +56,7 @@ def types_of(schema: Mapping[str, object]) -> frozenset[object]:
 
 
 def is_trivial(schema: object) -> bool:
-    """Whether every value fits a schema, as far as its keywords alone say so."""
+    """Whether every value fits a schema, because it is true or has only annotations."""
     return schema is True or (isinstance(schema, dict) and schema.keys() <= _ANNOTATIONS)
 
 
@@ -205,7 +205,7 @@ def _simplify_objects(schema: dict[str, object]) -> None:
 
 
 def _simplify_property_names(schema: dict[str, object]) -> None:
-    """Removes `propertyNames`. Names from a list or a pattern become `patternProperties`.
+    """Drops `propertyNames` that allow all strings, and rewrites lists and patterns of names.
 
     {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": X} becomes
     {"patternProperties": {"^(?:a|b)$": X}, "additionalProperties": false}.
@@ -231,7 +231,7 @@ def _simplify_property_names(schema: dict[str, object]) -> None:
 
 
 def _pattern_of_names(limits: Mapping[str, object]) -> str | None:
-    """A regular expression for the strings that a schema with one of three keywords allows."""
+    """A regular expression for the names that `pattern`, `const` or `enum` allows."""
     match limits:
         case {"pattern": str(pattern), **rest} if not rest:
             return pattern

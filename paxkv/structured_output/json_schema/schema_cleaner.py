@@ -92,7 +92,7 @@ class SchemaCleaner:
         for part in find_schema_parts(schema):
             drop_idle_keywords(part.schema)
             _check_names(part)
-        # Strict parts first, because a part of a strict schema may be in another schema too.
+        # Strict parts first: a part that a strict and another schema share must be an error.
         for part in sorted(find_schema_parts(schema), key=lambda part: not part.is_strict):
             self._drop_never_enforced(part)
             if self._probes_values:

@@ -69,7 +69,7 @@ def _chat_messages(path: str, message: Mapping[str, object]) -> list[dict[str, o
 
 
 def _calls_and_thoughts(blocks: list[tuple[str, Mapping[str, object]]]) -> dict[str, object]:
-    """Without thoughts that Anthropic encrypted (`redacted_thinking`)."""
+    """The tool calls and thoughts in blocks, without thoughts that Anthropic encrypted."""
     found: dict[str, object] = {}
     calls = [_tool_call(where, block) for where, block in blocks if block["type"] == "tool_use"]
     thoughts = [_string(where, b, "thinking") for where, b in blocks if b["type"] == "thinking"]
@@ -88,7 +88,7 @@ def _tool_call(path: str, block: Mapping[str, object]) -> dict[str, object]:
 def _arguments(value: object) -> object:
     """Converts the input of a call, which is an object unless the model wrote another value.
 
-    A string is JSON text, as some clients keep it from a stream.
+    Some clients send the JSON text that they received in a stream, as a string.
     """
     if value is None or isinstance(value, (str, Mapping)):
         return value

@@ -75,7 +75,7 @@ class DeletedResponseBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A response, or its state when its stream begins."""
+    """A response. When its stream begins, it has no output yet."""
 
     id: str
     object: str = "response"
