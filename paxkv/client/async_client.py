@@ -315,7 +315,7 @@ class AsyncEngineClient:
         engine_id = self._latest_engine_ids.get(request_id)
         if engine_id is None:
             raise InvalidRequestError(
-                f"request_id {request_id!r} is none of the last {MAX_LATEST_REQUESTS} requests. "
+                f"request_id {request_id!r} is not among the last {MAX_LATEST_REQUESTS} requests. "
                 "Send the id of a recent request.",
                 param="request_id",
             )

@@ -157,7 +157,7 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Like uvicorn's method, but does not raise the signal again after the drain.
 
-        The second signal would kill the process, which should return 0.
+        uvicorn does, which would kill the process instead of letting it return 0.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

@@ -7,7 +7,7 @@ _MAX_TURN_S = 0.01
 
 
 class LoopTurn:
-    """One request's turn on the loop. `await` does not end it if the result is already there."""
+    """One request's turn on the loop. An `await` does not end it if the result is ready."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()

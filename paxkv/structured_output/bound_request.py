@@ -32,7 +32,7 @@ class BoundRequest:
     Args:
         matcher: The request's own matcher, before its first token.
         form: What the request asked for, for errors.
-        token_texts: None unless `limits.has_any`.
+        token_texts: Only needed if `limits.has_any`; otherwise None.
         thoughts: The thoughts before the form; None allows none.
         digit_limit: Only for forms that are JSON.
         eos_token_ids: Tokens that end an answer whose form is complete.
@@ -96,9 +96,9 @@ class BoundRequest:
     def _other_spellings(
         self, token_texts: TokenTexts, num_words: int
     ) -> np.ndarray:  # i32[num_words]
-        """Further tokens, if only one text can follow: llguidance allows only its usual tokens.
+        """All tokens with which the text that must follow can begin.
 
-        Before "true" it allows the token "true", but the token "t" can begin this text too.
+        llguidance allows only its usual tokens: before "true" the token "true", but not "t".
         """
         text = self._matcher.compute_ff_bytes()
         ids = [

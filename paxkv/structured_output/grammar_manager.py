@@ -202,8 +202,8 @@ class GrammarManager:
         """Advances by a request's new output tokens, which may end its form: see `drain_ended`.
 
         Returns:
-            How many of the tokens belong to the answer: those before a token that the grammar
-            rejects, or before which the request ends.
+            The number of tokens that belong to the answer, which may end before the last one. A
+            token that the grammar rejects does not belong to it.
         """
         bound = self._bound.get(request_id)
         num_kept, end = len(token_ids), None

@@ -76,7 +76,7 @@ class StructuralFormat:
 
     def _regex(self, form: _Format, ends: Sequence[str], depth: int) -> str:
         pattern = f"/{llguidance.regex_to_lark(_text(form, 'pattern'))}/"
-        # One lexeme with its end. A separate lexeme would consume the end too if it matched it.
+        # One lexeme with its end: a pattern by itself may match, and so consume, the end too.
         return self._rule(_joined(pattern, _alternatives(ends)), is_terminal=True)
 
     def _grammar(self, form: _Format, ends: Sequence[str], depth: int) -> str:

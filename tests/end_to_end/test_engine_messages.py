@@ -191,7 +191,7 @@ async def test_misses_of_this_engines_latest_requests_are_explained() -> None:
                 engine.say(step(engine_id))
                 await task
             # "a" came again after "b".
-            with pytest.raises(InvalidRequestError, match="'b' is none of the last 2"):
+            with pytest.raises(InvalidRequestError, match="'b' is not among the last 2"):
                 await client.explain_prefix_cache_miss("b")
             asking = asyncio.create_task(client.explain_prefix_cache_miss("a"))
             call = await answer(engine, None, "it knows no more")

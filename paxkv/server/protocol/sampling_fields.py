@@ -102,7 +102,7 @@ def _completion_max_tokens(request: CompletionRequest, defaults: SamplingDefault
 
 
 def _limited(max_tokens: int, defaults: SamplingDefaults) -> int:
-    """Applies the server's limit to a length whose range was checked, so that errors are found."""
+    """Applies the server's limit. Callers check the range first, so that no error is hidden."""
     limit = defaults.max_tokens_limit
     return max_tokens if limit is None else min(max_tokens, limit)
 

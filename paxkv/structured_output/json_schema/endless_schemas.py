@@ -53,7 +53,7 @@ def close_endless_schemas(parts: list[SchemaPart]) -> None:
 def _is_finite(
     schema: Mapping[str, object], targets: Mapping[int, object], finite: set[int]
 ) -> bool:
-    """Whether a finite value fits a schema, according to the schemas that are known as finite."""
+    """Whether a finite value fits a schema, given the schemas that are known to be finite."""
 
     def is_known(inner: object) -> bool:
         return not isinstance(inner, dict) or id(inner) in finite

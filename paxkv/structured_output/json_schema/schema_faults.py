@@ -65,7 +65,7 @@ def _wrong_options(schema: Mapping[str, object], probe: LlguidanceProbe) -> Sche
 def _find_impossible(
     schema: Mapping[str, object], parts: Sequence[SchemaPart], probe: LlguidanceProbe
 ) -> SchemaError | None:
-    """Finds the innermost schema that no value fits, although every value must contain one."""
+    """Finds the innermost required schema that no value fits."""
     # The schemas as they were sent. Before the trials, keywords are removed from them.
     sent = {id(part.schema): shown(part.schema) for part in parts}
     SchemaCleaner(probe, probes_values=True).clean(schema)

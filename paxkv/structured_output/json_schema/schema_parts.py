@@ -56,7 +56,7 @@ class SchemaPart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Resource:
-    """The schema with the nearest `$id`, in which references begin."""
+    """The schema with the nearest `$id`. References within it start at this schema."""
 
     root: object
     pointer: str

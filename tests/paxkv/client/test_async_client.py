@@ -440,7 +440,7 @@ async def test_miss_is_explained_under_the_callers_id() -> None:
             miss = await client.explain_prefix_cache_miss("r")
             assert (miss.request_id, miss.num_tokens) == ("r", 24)
             await generated.aclose()
-        with pytest.raises(InvalidRequestError, match="none of the last"):
+        with pytest.raises(InvalidRequestError, match="not among the last"):
             await client.explain_prefix_cache_miss("unknown")
 
 

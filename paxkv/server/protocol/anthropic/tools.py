@@ -18,7 +18,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_tools(tools: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Converts tools, without tools that Anthropic's server or its clients know by their type.
+    """Converts tools. Leaves out tools that Anthropic's server or its clients know by type.
 
     Raises:
         InvalidRequestError: A tool is malformed.

@@ -15,7 +15,7 @@ class CallPart:
     """New text of a tool call.
 
     Args:
-        id: The call's id, and `name` the function's name, in the first part of a call; then None.
+        id: The call's id. Like `name`, only the first part of a call has it.
     """
 
     index: int

@@ -26,7 +26,7 @@ def thought_text(path: str, value: object) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, list):
-        # A part may contain further parts in a field, but these may not.
+        # A part may contain further parts in a field, but these must not contain more.
         return "".join(_part_text(f"{path}[{k}]", part) for k, part in enumerate(value))
     return _part_text(path, value)
 

@@ -148,7 +148,7 @@ def parse_responses(fields: Mapping[str, object]) -> ResponsesRequest:
 
 
 def _check_values(request: ResponsesRequest) -> None:
-    """Checks that a chat would make too, but with the names of its own fields in errors."""
+    """Checks values here, because errors of the chat would name the chat's fields."""
     check_range("max_output_tokens", request.max_output_tokens, low=1, high=MAX_MAX_TOKENS)
     if request.effort not in (None, *_EFFORTS):
         raise InvalidRequestError(
