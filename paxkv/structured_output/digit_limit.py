@@ -16,11 +16,7 @@ _QUOTE, _BACKSLASH = b'"\\'
 
 
 class DigitLimit:
-    """Reads the JSON of one answer, token by token.
-
-    Args:
-        num_words: Words of a mask.
-    """
+    """Reads the JSON of one answer, token by token."""
 
     def __init__(self, token_texts: TokenTexts, num_words: int) -> None:
         self._token_texts = token_texts

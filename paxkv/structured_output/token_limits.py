@@ -24,9 +24,6 @@ class TokenLimits:
 
     The device applies these settings too. They are applied here to find out in time that, together
     with a grammar, they leave no token.
-
-    Args:
-        num_words: Words of a mask.
     """
 
     def __init__(self, request: EngineRequest, num_words: int) -> None:
