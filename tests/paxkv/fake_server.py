@@ -15,15 +15,15 @@ from paxkv import serve
 from paxkv.entrypoints import build_client
 from paxkv.fleet.engine_supervisor import EngineSupervisor
 from tests.paxkv.engine.fake_engine_process import COMMAND
-from tests.paxkv.forked_servers import (
+from tests.paxkv.forked_processes import (
     ForkedProcess,
-    ForkedServers,
-    forked_servers,
+    ForkedProcesses,
+    forked_processes,
     serve_forks,
 )
 
 END_TIMEOUT_S = 120
-_servers: list[ForkedServers] = []
+_servers: list[ForkedProcesses] = []
 
 
 class FakeServer:
@@ -60,7 +60,7 @@ def only_child(pid: int) -> int:
 @contextlib.contextmanager
 def fake_servers() -> Iterator[None]:
     """Inside, servers can be started."""
-    with forked_servers("tests.paxkv.fake_server") as servers:
+    with forked_processes("tests.paxkv.fake_server") as servers:
         _servers.append(servers)
         try:
             yield
@@ -74,7 +74,7 @@ def start_process(*flags: str, **settings: object) -> ForkedProcess:
     It has a process group of its own, so that a test can send a signal to all of it, as a terminal
     does.
     """
-    return _servers[-1].start(["--port", "0", *flags, "--model", json.dumps(settings)])
+    return _servers[-1].start_server(["--port", "0", *flags, "--model", json.dumps(settings)])
 
 
 @contextlib.contextmanager

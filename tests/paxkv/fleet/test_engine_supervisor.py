@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,10 +20,17 @@ from paxkv.fleet import engine_process
 from paxkv.fleet.engine_supervisor import EngineSupervisor, RestartPolicy
 from tests.paxkv.client.test_async_client import LONG, collect, in_loop, until_idle
 from tests.paxkv.engine.fake_engine_process import COMMAND, VOCAB_SIZE, fake_config
+from tests.paxkv.engine.forked_engines import forked_engines
 from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
 
 # Seconds that no test waits for unless it fails, however busy the machine is.
 PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engines() -> Iterator[None]:
+    with forked_engines():
+        yield
 
 
 @contextlib.asynccontextmanager
@@ -293,7 +300,7 @@ async def test_engine_whose_messages_cannot_be_used_is_replaced_as_one_that_died
 @in_loop
 async def test_slow_starts_idle_engines_and_many_steps_are_no_hang() -> None:
     # `test_step_watch.py` has what is taken for a hang; here is what the watch is told.
-    async with running(start_s=0.5, step_s=0.1, max_step_s=PATIENCE_S) as client:
+    async with running(start_s=0.5, step_s=0.04, max_step_s=PATIENCE_S) as client:
         watch, looks = client._transport._step_watch, []
         watch.period_s = 0.02
         is_too_long = watch.is_too_long

@@ -1,9 +1,11 @@
-"""Server processes that are forked from one process, which has imported everything before.
+"""Processes that are forked from one process, which has imported everything before.
 
-Importing a server takes half of what starting and ending one costs.
+Importing a server takes half of what starting and ending one costs; importing an engine without a
+device takes most of it.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -12,21 +14,27 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
 _MAX_MESSAGE_BYTES = 2**17
+# Files that a fork is sent first get numbers from here on, so that none takes another's place.
+_FIRST_SPARE_FILE = 200
+_MAX_FILES = 8
 
 
 class ForkedProcess:
     """As much of `subprocess.Popen` as tests use, for a process that is not a child of theirs."""
 
-    def __init__(self, status: socket.socket, outputs: Sequence[int]) -> None:
+    def __init__(self, status: socket.socket) -> None:
         self._status = status.makefile("r")
         status.close()
         self.pid = int(self._status.readline())
-        self.stdout, self.stderr = (os.fdopen(file, encoding="utf-8") for file in outputs)
+        self.stdin: IO[bytes] | None = None
+        self.stdout: IO[str] | None = None
+        self.stderr: IO[str] | None = None
         self.returncode: int | None = None
         self._ended = threading.Event()
         threading.Thread(target=self._wait, daemon=True).start()
@@ -39,6 +47,9 @@ class ForkedProcess:
     def wait(self, timeout: float | None = None) -> int:
         if not self._ended.wait(timeout):
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        return self.returncode
+
+    def poll(self) -> int | None:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -74,8 +85,8 @@ class ForkedProcess:
         self.stderr.close()
 
 
-class ForkedServers:
-    """Starts servers.
+class ForkedProcesses:
+    """Starts processes.
 
     Args:
         module: Calls `serve_forks`.
@@ -89,17 +100,41 @@ class ForkedServers:
                 [sys.executable, "-m", module], cwd=ROOT, stdin=theirs, start_new_session=True
             )
 
-    def start(self, arguments: Sequence[str]) -> ForkedProcess:
+    def start_server(self, arguments: Sequence[str]) -> ForkedProcess:
         """A process in a session of its own, with this process's environment of now."""
-        message = json.dumps([[*arguments], dict(os.environ)]).encode()
-        ours, theirs = socket.socketpair()
         (out, their_out), (err, their_err) = os.pipe(), os.pipe()
+        no_input = os.open(os.devnull, os.O_RDONLY)
+        try:
+            process = self._start(arguments, os.environ, {0: no_input, 1: their_out, 2: their_err})
+        finally:
+            for file in (no_input, their_out, their_err):
+                os.close(file)
+        process.stdout, process.stderr = (os.fdopen(file, encoding="utf-8") for file in (out, err))
+        return process
+
+    def spawn_engine(
+        self, command: Sequence[str], environment: Mapping[str, str], file: int
+    ) -> ForkedProcess:
+        """As `_spawn` of `paxkv.fleet.engine_process`, with another way to run the command."""
+        their_in, our_in = os.pipe()
+        try:
+            process = self._start(
+                (), os.environ | environment, {0: their_in, 1: 1, 2: 2, file: file}
+            )
+        finally:
+            os.close(their_in)
+        process.stdin = os.fdopen(our_in, "wb", buffering=0)
+        return process
+
+    def _start(
+        self, arguments: Sequence[str], environment: Mapping[str, str], files: Mapping[int, int]
+    ) -> ForkedProcess:
+        """Forks a process that has the files of this one under the numbers of the mapping."""
+        message = json.dumps([[*arguments], dict(environment), [*files]]).encode()
+        ours, theirs = socket.socketpair()
         with theirs:
-            files = [theirs.fileno(), their_out, their_err]
-            socket.send_fds(self._control, [message], files)
-            os.close(their_out)
-            os.close(their_err)
-        return ForkedProcess(ours, (out, err))
+            socket.send_fds(self._control, [message], [theirs.fileno(), *files.values()])
+        return ForkedProcess(ours)
 
     def close(self) -> None:
         self._control.close()
@@ -107,25 +142,27 @@ class ForkedServers:
 
 
 @contextlib.contextmanager
-def forked_servers(module: str) -> Iterator[ForkedServers]:
-    servers = ForkedServers(module)
+def forked_processes(module: str) -> Iterator[ForkedProcesses]:
+    processes = ForkedProcesses(module)
     try:
-        yield servers
+        yield processes
     finally:
-        servers.close()
+        processes.close()
 
 
 def serve_forks(main: Callable[[Sequence[str]], int]) -> int:
     """Forks a process for each message; returns in it with what `main` returns, and at the end."""
     with socket.socket(fileno=os.dup(0)) as control:
         while True:
-            message, files, *_ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 3)
+            message, files, *_ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, _MAX_FILES)
             if not message:
                 break
             if os.fork() == 0:
                 control.close()
-                if _is_server(*files):
-                    return _run(main, *json.loads(message))
+                arguments, environment, numbers = json.loads(message)
+                status, *others = files
+                if _is_forked(status, dict(zip(numbers, others, strict=True))):
+                    return _run(main, arguments, environment)
                 os._exit(0)
             for file in files:
                 os.close(file)
@@ -136,21 +173,28 @@ def serve_forks(main: Callable[[Sequence[str]], int]) -> int:
     return 0
 
 
-def _is_server(status: int, out: int, err: int) -> bool:
-    """Forks the server; the process in between tells how it ends, and returns False."""
+def _is_forked(status: int, files: Mapping[int, int]) -> bool:
+    """Forks the process; the one in between tells how it ends, and returns False.
+
+    Args:
+        files: Number that the process is to have a file under -> the number here.
+    """
     pid = os.fork()
     if pid:
         os.write(status, f"{pid}\n".encode())
-        for file in (0, out, err):
+        for file in (0, *files.values()):
             os.close(file)
         _, code = os.waitpid(pid, 0)
         os.write(status, f"{os.waitstatus_to_exitcode(code)}\n".encode())
         return False
     os.setsid()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(out, 1)
-    os.dup2(err, 2)
-    for file in (status, out, err):
+    os.close(status)
+    spare = {}
+    for number, file in files.items():
+        spare[number] = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _FIRST_SPARE_FILE)
+        os.close(file)
+    for number, file in spare.items():
+        os.dup2(file, number)
         os.close(file)
     return True
 
