@@ -1,6 +1,7 @@
 """A crash or a hang costs its own unit; every unit has a result."""
 
 import math
+import re
 import time
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def test_crash_and_hang_cost_their_own_unit(tmp_path) -> None:
     assert results["name"].measured.details["platform"] == "cpu"
     assert "illegal address" in results["kills"].reason
     assert results["raises"].reason == "ValueError: wrong length"
-    assert "silent for 5 of 5 s" in results["hangs"].reason
+    assert re.search(r"silent for \d+ of 1 s", results["hangs"].reason)
     # Inputs differ between units and are equal for an equal seed of the run.
     drawn = {results[case].measured.details["drawn"] for case in ("first", "nan")}
     assert drawn == {results["first"].unit.seed(1), results["nan"].unit.seed(1)} and len(drawn) == 2

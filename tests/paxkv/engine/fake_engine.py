@@ -3,6 +3,7 @@
 import ctypes
 import sys
 import time
+from pathlib import Path
 
 from paxkv.config.engine_config import CacheConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
@@ -44,6 +45,7 @@ class FakeExecutor:
         device_step_s: How long the device computes each step of a burst, beside the host.
         fails_at_step: This step raises; None is never.
         hangs_at_step: This one never ends, and no other thread of the process has a turn.
+        slow_file: Steps take `step_s` only while this file exists.
     """
 
     num_padded_tokens = 7
@@ -58,6 +60,7 @@ class FakeExecutor:
         device_step_s: float = 0.0,
         fails_at_step: int | None,
         hangs_at_step: int | None = None,
+        slow_file: str | None = None,
     ) -> None:
         self.kv_cache_config = kv_cache_config
         self.rows: dict[str, EngineRequest] = {}
@@ -71,6 +74,7 @@ class FakeExecutor:
         self._device_is_free_at_s = 0.0
         self._fails_at_step = fails_at_step
         self._hangs_at_step = hangs_at_step
+        self._slow_file = slow_file
 
     def feature_stats(self, *, only_new: bool) -> dict[str, object]:
         return {} if only_new else self.stats_of_features
@@ -92,7 +96,8 @@ class FakeExecutor:
             ctypes.PyDLL(None).sleep(3600)  # with the interpreter's lock
         self.num_steps += 1
         self.num_decode_steps.append(scheduler_output.num_decode_steps)
-        time.sleep(self._step_s)
+        if self._slow_file is None or Path(self._slow_file).exists():
+            time.sleep(self._step_s)
         for req_id in scheduler_output.finished_req_ids:
             self.rows.pop(req_id, None)
         cached = scheduler_output.scheduled_cached_reqs
@@ -171,6 +176,7 @@ def make_engine_core(
     device_step_s: float = 0.0,
     fails_at_step: int | None = None,
     hangs_at_step: int | None = None,
+    slow_file: str | None = None,
     max_steps_in_flight: int = 1,
     max_decode_burst: int = 1,
 ) -> EngineCore:
@@ -193,6 +199,7 @@ def make_engine_core(
             device_step_s=device_step_s,
             fails_at_step=fails_at_step,
             hangs_at_step=hangs_at_step,
+            slow_file=slow_file,
         ),
         max_steps_in_flight=max_steps_in_flight,
         max_decode_burst=max_decode_burst,

@@ -163,13 +163,13 @@ def test_killed_engine_is_a_clear_error_then_503_then_service_again() -> None:
 
 
 def test_engine_that_hangs_is_503_and_another_serves() -> None:
-    flags = ("--execute-model-timeout-s", "3")
+    flags = ("--execute-model-timeout-s", "2")
     with running_fake_server(*flags, hangs_at_step=2) as server:
         engine_pid = server.engine_pid
         refused = server.complete([97], 9)
         assert refused.status_code == 503 and int(refused.headers["Retry-After"]) >= 1
         error = refused.json()["error"]
-        assert error["code"] == "engine_dead" and "3 seconds" in error["message"]
+        assert error["code"] == "engine_dead" and "2 seconds" in error["message"]
         wait_for_health(server, 200)
         assert server.complete([97, 98], 2).status_code == 200
         assert server.engine_pid != engine_pid
@@ -179,18 +179,18 @@ def test_engine_that_hangs_is_503_and_another_serves() -> None:
 
 def test_health_fails_while_a_step_hangs_and_holds_during_a_long_prompt() -> None:
     flags = ("--max-step-seconds", "2", "--execute-model-timeout-s", "0")
-    # Six steps of 0.6 s: four for a prompt of 240 tokens, and two more tokens.
+    # A prompt of 240 tokens takes four steps of 0.6 s. The next request hangs.
     with (
-        running_fake_server(*flags, step_s=0.6, hangs_at_step=8) as server,
+        running_fake_server(*flags, step_s=0.6, hangs_at_step=5) as server,
         ThreadPoolExecutor(2) as pool,
     ):
         began_s = time.monotonic()
-        answer = pool.submit(server.complete, [97] * 240, 3)
+        answer = pool.submit(server.complete, [97] * 240, 1)
         while not answer.done():
             assert server.health() == 200
             time.sleep(0.1)
         assert answer.result().status_code == 200
-        assert time.monotonic() - began_s > 3.0
+        assert time.monotonic() - began_s > 2.0
         pool.submit(server.complete, [97], 9)
         wait_for_health(server, 503)
         error = httpx.get(f"{server.url}/health", timeout=TIMEOUT_S).json()["error"]
@@ -208,7 +208,7 @@ def test_several_engines_are_healthy_until_all_hang() -> None:
     flags = ("--max-step-seconds", "1", "--data-parallel-size", "2")
     with running_fake_server(*flags, hangs_at_step=1) as server, ThreadPoolExecutor(2) as pool:
         pool.submit(server.complete, [97], 9)
-        time.sleep(2.5)
+        time.sleep(1.5)
         assert server.health() == 200
         pool.submit(server.complete, [97], 9)
         wait_for_health(server, 503)
@@ -241,12 +241,19 @@ def test_server_whose_engine_cannot_be_started_again_ends(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_to_all_processes_lets_requests_finish(number: signal.Signals) -> None:
-    with running_fake_server(step_s=0.05) as server, ThreadPoolExecutor(4) as pool:
+def test_signal_to_all_processes_lets_requests_finish(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    slow_file = tmp_path / "slow"
+    slow_file.touch()
+    settings = {"step_s": 0.1, "slow_file": str(slow_file)}
+    with running_fake_server(**settings) as server, ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(server.complete, [97], 120) for _ in range(4)]
         wait_for_requests(server, 4)
         engine_pid = server.engine_pid
         os.killpg(server.process.pid, number)
+        wait_for_closed_port(server)
+        slow_file.unlink()
         assert server.wait()[0] == 0
         for answer in answers:
             assert answer.result().json()["usage"]["completion_tokens"] == 120
