@@ -1,4 +1,4 @@
-"""Checks of shapes, dtypes and numbers that the public ops share; errors say got and wanted."""
+"""Checks of shapes, dtypes and numbers that the public ops share."""
 
 import math
 import numbers
@@ -13,7 +13,7 @@ def require_shape(
     """Checks a shape against sizes (int) and free dimensions (their names).
 
     Raises:
-        ValueError: The rank or a size differs, or it is no array.
+        ValueError: The rank or a size differs, or the argument is not an array.
     """
     _require_array(op_name, arg_name, array)
     fits = len(array.shape) == len(wanted) and all(
@@ -30,7 +30,7 @@ def require_int32(op_name: str, **arrays: jax.Array) -> None:
     """Checks that arrays of indices are int32.
 
     Raises:
-        ValueError: One is not.
+        ValueError: An array has another dtype.
     """
     for arg_name, array in arrays.items():
         if array.dtype != jnp.int32:
@@ -43,7 +43,7 @@ def require_float(op_name: str, **arrays: jax.Array) -> None:
     """Checks that arrays of values are of a float dtype of 16 bits or more.
 
     Raises:
-        ValueError: One is not.
+        ValueError: An array has another dtype.
     """
     for arg_name, array in arrays.items():
         if not is_wide_float(array.dtype):
@@ -54,12 +54,12 @@ def require_float(op_name: str, **arrays: jax.Array) -> None:
 
 
 def is_wide_float(dtype: jnp.dtype) -> bool:
-    """Whether it is a float of 16 bits or more; JAX promotes no narrower one."""
+    """Whether a dtype is a float of 16 bits or more. JAX does not promote narrower floats."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
 
 
 def require_scalar(op_name: str, arg_name: str, array: jax.Array) -> None:
-    """Checks that an array is one integer, `i32[]`; a narrower one would overflow in an offset.
+    """Checks that an array is one int32, `i32[]`; offsets of a narrower integer would overflow.
 
     Raises:
         ValueError: It is not.
@@ -94,7 +94,7 @@ def require_at_least(op_name: str, arg_name: str, value: int, minimum: int) -> N
 
 
 def require_finite(op_name: str, arg_name: str, value: float) -> None:
-    """Checks that a static number is one, neither infinite nor NaN.
+    """Checks that a static number is neither infinite nor NaN.
 
     Raises:
         ValueError: It is not.

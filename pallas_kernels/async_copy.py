@@ -1,4 +1,4 @@
-"""The type of a TPU kernel's copy that runs beside it."""
+"""The type of an asynchronous copy in a TPU kernel."""
 
 from typing import Protocol
 

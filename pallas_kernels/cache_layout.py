@@ -2,10 +2,10 @@
 
 A cache is one array, `f[num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]`. The keys of
 block b are at index 2 * b of its second axis, its values at 2 * b + 1, so that a page (one block of
-one row) is `[K half | V half]`. V is as wide as K: callers pad a narrower one. Where a token has
-one vector for both (a latent of MLA), a block has one part and the second axis is `num_blocks`.
-A row serves one layer of every KV cache group; block ids are unique across groups.
-A token's slot is `block_id * block_size + position % block_size`, counted inside one row.
+one row) is `[K half | V half]`. V is as wide as K; callers pad a narrower V. If a token has one
+vector for both (a latent of MLA), a block has one part and the second axis is `num_blocks`. A row
+serves one layer of every KV cache group; block ids are unique across groups. A token's slot is
+`block_id * block_size + position % block_size`, counted inside one row.
 """
 
 import jax

@@ -162,7 +162,7 @@ def preferred_body(
     if reason is None:
         return name
     message = f"{op_name} runs as plain XLA, not as {name}: {reason}."
-    _say_once(message)
+    _log_once(message)
     _misfits.get({}).setdefault(message)
     return "xla"
 
@@ -210,5 +210,5 @@ def _old_jax_misfit(name: str) -> str | None:
 
 
 @functools.cache
-def _say_once(message: str) -> None:
+def _log_once(message: str) -> None:
     _logger.warning(message)

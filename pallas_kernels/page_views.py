@@ -1,4 +1,4 @@
-"""Views of the raw KV cache as pages of attention, which cost no copy where they are compiled.
+"""Views of the raw KV cache as pages of attention, which need no copy in a compiled program.
 
 The cache is one raw array. A page (one block in one row) holds `num_parts` parts, one after the
 other: K and V, or one part where a token has a single vector for all heads (MLA latents). The ops

@@ -1,8 +1,8 @@
-"""What the numbers of a KV cache mean, and 16-bit floats that are stored as uint16.
+"""The dtypes of KV caches, and 16-bit floats that are stored as uint16.
 
-XLA on the CPU copies a whole bfloat16 cache at each write, but not one of uint16. `kv_dtype` says
-which float the bits of such a cache are. Only the values that an op writes or reads are converted:
-a bitcast of the whole array would be another copy.
+XLA on the CPU copies a whole bfloat16 cache at each write, but not one of uint16. `kv_dtype` names
+the float whose bits such a cache holds. Only the values that an op writes or reads are converted: a
+bitcast of the whole array would be another copy.
 """
 
 import jax
@@ -48,7 +48,7 @@ def as_stored(
 ) -> jax.Array:  # cache_dtype[num_tokens, num_kv_heads, head_dim]
     """Converts new values to the numbers, or the bits, that the cache holds for them.
 
-    Numbers beyond those of a narrower dtype become its largest: infinite ones would be NaN in sums.
+    Numbers too large for a narrower dtype become its largest: infinities become NaN in sums.
     """
     value_dtype = cache_dtype if kv_dtype is None else kv_dtype
     largest = float(jnp.finfo(value_dtype).max)

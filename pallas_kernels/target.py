@@ -1,4 +1,4 @@
-"""The kind of device a program is compiled for: what the choice of a body depends on."""
+"""The kind of device that a program is compiled for, by which the body of an op is chosen."""
 
 import functools
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Target:
 
 
 def target_of(device: jax.Device) -> Target:
-    """The target of a device; it may be one that is only described (ahead-of-time compiling)."""
+    """The target of a device, which may be only a description (for ahead-of-time compiling)."""
     # A described CUDA device calls its platform "cuda", an attached one "gpu".
     platform = "gpu" if device.platform in ("gpu", "cuda", "rocm") else device.platform
     capability = getattr(device, "compute_capability", None)
@@ -29,5 +29,5 @@ def target_of(device: jax.Device) -> Target:
 
 @functools.cache
 def default_target() -> Target:
-    """The target of the device that JAX uses when nothing else is said."""
+    """The target of JAX's default device."""
     return target_of(jax.devices()[0])

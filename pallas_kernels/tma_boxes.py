@@ -19,7 +19,7 @@ WARPGROUP_THREADS = 128
 # A CTA's tiles in shared memory: six CTAs of this size share an SM, so that one's stores overlap
 # another's loads. A guess, not measured.
 CTA_TILE_BYTES = 32 * 1024
-# Of an SM's 228 KiB one CTA may have 227; the rest of these 4 KiB are for barriers.
+# One CTA may have 227 of an SM's 228 KiB; 3 KiB of them are left for barriers.
 MAX_CTA_BYTES = 224 * 1024
 # CUDA's limit of a grid's second and third axis.
 MAX_GRID_YZ = 65_535
@@ -34,8 +34,8 @@ class BlockChunks:
     """How the blocks of an array of pages are cut into chunks.
 
     A block of one row is contiguous, so a chunk is a run of its elements, and the pages are seen as
-    `[num_rows * num_blocks * num_chunks, *box]`. A chunk is a multiple of 128 elements: one for
-    each thread, and in shared memory the next one is aligned.
+    `[num_rows * num_blocks * num_chunks, *box]`. A chunk is a multiple of 128 elements, one for
+    each thread, so that the next one is aligned in shared memory.
     """
 
     num_chunks: int
@@ -52,7 +52,7 @@ def dtype_misfit(dtype: jnp.dtype) -> str | None:
 def widest_minor(size: int, itemsize: int) -> int | None:
     """The largest last axis of a box that divides `size` elements; None if there is none.
 
-    Example: 576 elements of bfloat16 are 3 times 192; 20 elements are 40 bytes, not in 16s.
+    Example: 576 elements of bfloat16 are 3 times 192; 20 elements are 40 bytes, not n * 16.
     """
     for minor in range(min(size, MAX_BOX_DIM), 0, -1):
         if size % minor == 0 and minor * itemsize % MINOR_BYTES == 0:
@@ -90,8 +90,7 @@ def cut_blocks(
     """Cuts blocks into the fewest chunks that keep to a limit of bytes.
 
     Args:
-        max_bytes: The limits, the wanted one first; a later one counts where no cut keeps to those
-            before it.
+        max_bytes: The limits, best first. A limit is used if no cut keeps to an earlier one.
 
     Returns:
         None if no cut keeps to the last limit.
@@ -107,7 +106,7 @@ def cut_blocks(
 
 
 def _box_of_chunk(block_size: int, itemsize: int, num_chunks: int) -> tuple[int, int] | None:
-    """One chunk of blocks of `block_size` elements as a box; None if none can hold it."""
+    """One chunk of blocks of `block_size` elements as a box; None if no box can hold it."""
     chunk_size, rest = divmod(block_size, num_chunks)
     if rest or chunk_size % WARPGROUP_THREADS:
         return None

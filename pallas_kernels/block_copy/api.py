@@ -24,19 +24,19 @@ def block_copy(
     implementation: str | None = None,
     target: Target | None = None,
 ) -> jax.Array:  # the pages
-    """Copies whole blocks over others, in every row, all of them at once.
+    """Copies whole blocks over other blocks, in every row.
 
     Every source is read as it was before the call: copies (A -> B) and (B -> C) leave the old B in
-    C. In place when the caller donates the pages and rebinds them (on the CPU in float32, float16,
-    int8 or uint16, see `kv_scatter`); what is read waits in a buffer of at most `num_copies` blocks
-    of one row. Values are copied as they are, of any dtype.
+    C. The copy is in place if the caller donates the pages and rebinds them; on the CPU only for
+    float32, float16, int8 and uint16 (see `kv_scatter`). A temporary buffer holds at most
+    `num_copies` blocks of one row. Values of any dtype keep their bits.
 
     Args:
-        pages: What blocks hold, with at least one axis after `num_blocks`: raw words, or a cache of
-            latents. A `kv_cache` of keys and values has two entries per block; reshape it.
-        source_block_ids: Blocks to copy, in `[0, num_blocks)`; one may be copied several times.
-        target_block_ids: Blocks to copy over, in `[0, num_blocks)`, no two alike. An entry from
-            `num_blocks` on is padding and copies nothing, whatever its source is.
+        pages: The contents of blocks, with at least one axis after `num_blocks`: raw words, or a
+            cache of latents. A `kv_cache` of keys and values has two entries per block; reshape it.
+        source_block_ids: Blocks to copy, in `[0, num_blocks)`; a block may be copied several times.
+        target_block_ids: Blocks to overwrite, in `[0, num_blocks)`, all different. An entry of
+            `num_blocks` or more is padding: its source may be anything and is not copied.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.
 

@@ -1,8 +1,8 @@
-"""Mosaic GPU body of `block_copy`: a CTA takes one chunk of all blocks, reads it, then writes it.
+"""Mosaic GPU body of `block_copy`: a CTA reads one chunk of all source blocks, then writes.
 
-Every block is cut into the same chunks, and a CTA does all the copies of one chunk of one row. What
-one CTA writes no other reads, so waiting for its own reads is all it takes to read before writing:
-no second kernel, and no buffer but shared memory.
+Every block is cut into the same chunks. A CTA makes all copies of one chunk of one row. No CTA
+reads what another one writes, so each only has to finish its own reads before it writes. A second
+kernel or a buffer in device memory is not needed.
 """
 
 import jax
@@ -18,7 +18,7 @@ from pallas_kernels.tma_boxes import (
     cut_blocks,
 )
 
-# A chunk below which a copy has too little to do. A guess, not measured.
+# Copies of smaller chunks would be inefficient. A guess, not measured.
 _SMALL_CHUNK_BYTES = 2048
 
 
@@ -64,11 +64,11 @@ def block_copy_mosaic_gpu(
 
             @pl.when(jnp.logical_not(is_real(i)))
             def _() -> None:
-                plgpu.barrier_arrive(has_arrived)  # it counts the copies of padding too
+                plgpu.barrier_arrive(has_arrived)  # the barrier counts padding too
 
         plgpu.barrier_wait(has_arrived)
-        # All reads are over. The race detector of interpret mode takes a TMA store as ordered after
-        # a TMA load of the same global memory only with this fence between; it costs little.
+        # All reads have finished. The race detector of interpret mode requires this fence between a
+        # TMA load and a TMA store of the same global memory. It costs little.
         plgpu.commit_smem()
 
         @pl.loop(0, num_copies)
@@ -78,7 +78,7 @@ def block_copy_mosaic_gpu(
                 target = (first_block + targets_ref[i]) * num_chunks + chunk
                 plgpu.copy_smem_to_gmem(in_smem.at[i], pages_ref.at[target])
 
-        # Shared memory must outlive the copies that read it; the kernel's end waits for the rest.
+        # The copies must have read shared memory here; the kernel's end waits for their writes.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     pages_ref = jax.new_ref(pages.reshape(-1, *chunks.box))
@@ -100,10 +100,10 @@ def block_copy_mosaic_gpu(
 
 
 def _chunk_bytes(num_copies: int) -> tuple[int, ...]:
-    """Limits for a chunk, of which a CTA holds `num_copies`.
+    """Size limits of a chunk, best first; a CTA holds `num_copies` chunks.
 
-    The wanted one first, then its doubles, up to what fits a CTA. Example: 40 copies are wanted in
-    2 KiB each, else 4 KiB, else 5,734 bytes.
+    Each limit doubles the one before it, up to what fits in a CTA. Example for 40 copies: 2 KiB,
+    then 4 KiB, then 5,734 bytes.
     """
     most = MAX_CTA_BYTES // max(num_copies, 1)
     wanted = max(CTA_TILE_BYTES // max(num_copies, 1), _SMALL_CHUNK_BYTES)

@@ -1,4 +1,4 @@
-"""Reference body of `block_copy`: one copy after the other, all of them out of the old pages."""
+"""Reference body of `block_copy`: one copy after another, all of them from the old pages."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ def block_copy_reference(
     target_block_ids: jax.Array,  # i32[num_copies]
 ) -> jax.Array:
     """See `api.block_copy`."""
-    if not source_block_ids.size:  # the loop is traced, even for no turn
+    if not source_block_ids.size:  # the loop's body is traced even if it never runs
         return pages
     num_blocks = pages.shape[1]
 

@@ -17,9 +17,9 @@ def block_copy_xla(
     targets = jnp.where(is_real, target_block_ids, num_blocks)  # past the end: dropped
 
     def copy_row(row: jax.Array, pages: jax.Array) -> jax.Array:
-        # Row by row: the buffer between reading and writing is one row's, not the whole model's.
-        # Row and block are two indices; with the axes merged, XLA on the CPU copies a cache of one
-        # KV head, which has another layout when the axes are parted again.
+        # Row by row, so that the buffer between reading and writing holds one row, not the whole
+        # cache. Row and block are two indices: with the axes merged, XLA on the CPU copies a cache
+        # of one KV head, because its layout differs after the axes are split again.
         return pages.at[row, targets].set(pages[row, sources], mode="drop")
 
     return lax.fori_loop(0, num_rows, copy_row, pages)

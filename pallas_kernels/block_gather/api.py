@@ -23,15 +23,16 @@ def block_gather(
     implementation: str | None = None,
     target: Target | None = None,
 ) -> jax.Array:  # [num_rows, num_ids, ...]
-    """Copies whole blocks, of every row, out of the cache: to swap them out or to send them away.
+    """Copies whole blocks of every row out of the cache, to swap them out or to send them.
 
-    Values are copied bit by bit, of any dtype, a block's unwritten part too; only a NaN may become
-    another NaN. `block_scatter` is the way back.
+    Values of any dtype keep their bits, except that a NaN may become another NaN. The unwritten
+    part of a block is copied too. `block_scatter` writes the blocks back.
 
     Args:
-        pages: What blocks hold, with at least one axis after `num_blocks`, as in `block_copy`.
-        block_ids: Blocks to copy, in `[0, num_blocks)`; one may be copied several times. An entry
-            from `num_blocks` on is padding: its place in the result is all zeros.
+        pages: The contents of blocks, with at least one axis after `num_blocks`, as in
+            `block_copy`.
+        block_ids: Blocks to copy, in `[0, num_blocks)`; a block may be copied several times. An
+            entry of `num_blocks` or more is padding: its place in the result is all zeros.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.
 

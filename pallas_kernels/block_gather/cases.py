@@ -12,7 +12,7 @@ class BlockGatherCase:
     """Sizes of one example; padding is spread among the real blocks.
 
     Args:
-        num_ids: Blocks to draw, no two alike.
+        num_ids: Number of blocks to draw, all different.
     """
 
     name: str
@@ -26,7 +26,7 @@ class BlockGatherCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGatherInputs:
-    """Arguments of `block_gather`, and what `block_scatter` takes beside them."""
+    """Arguments of `block_gather`, and the values for `block_scatter`."""
 
     pages: jax.Array  # [num_rows, num_blocks, *block_dims]
     block_ids: jax.Array  # i32[num_ids]
@@ -49,7 +49,7 @@ CASES: tuple[BlockGatherCase, ...] = (
 )
 
 
-# Of the numbers that are drawn; between -1 and 1 for other dtypes.
+# Ranges of drawn numbers; for other dtypes, they are between -1 and 1.
 _RANGES = {"uint16": (0, 2**16), "int8": (-127, 127), "float8_e4m3fn": (-448, 448)}
 
 

@@ -1,4 +1,4 @@
-"""Mosaic GPU body of `block_gather`: a CTA a chunk of a block, through shared memory by TMA."""
+"""Mosaic GPU body of `block_gather`: each CTA copies one chunk of a block by TMA."""
 
 import math
 
@@ -58,7 +58,7 @@ def block_gather_mosaic_gpu(
 
         target = row * (num_ids * num_chunks) + id_and_chunk
         plgpu.copy_smem_to_gmem(in_smem, values_ref.at[target])
-        # Shared memory must outlive the copies that read it; the kernel's end waits for the rest.
+        # The copies must have read shared memory here; the kernel's end waits for their writes.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     values = plgpu.kernel(
@@ -76,7 +76,7 @@ def block_gather_mosaic_gpu(
 
 
 def _zeros(box: tuple[int, int], dtype: jnp.dtype) -> jax.Array:
-    """Zeros in registers, in a layout that suits every box: JAX 0.11.2 infers one that may not.
+    """Zeros in registers, in a layout that fits every box. JAX 0.11.2 may infer one that does not.
 
     Example: a box [4, 160] gives each of 128 threads 5 elements, stored one by one; the inferred
     layout would store 4 at a time.

@@ -1,4 +1,4 @@
-"""Reference body of `block_gather`: one block after the other."""
+"""Reference body of `block_gather`: one block after another."""
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,9 @@ def block_gather_reference(
     """See `api.block_gather`."""
     num_blocks = pages.shape[1]
 
-    def take_one(block_id: jax.Array) -> jax.Array:
+    def copy_one(block_id: jax.Array) -> jax.Array:
         is_real = (block_id >= 0) & (block_id < num_blocks)
         block = pages[:, jnp.where(is_real, block_id, 0)]
         return jnp.where(is_real, block, jnp.zeros_like(block))
 
-    return jnp.moveaxis(lax.map(take_one, block_ids), 0, 1)
+    return jnp.moveaxis(lax.map(copy_one, block_ids), 0, 1)

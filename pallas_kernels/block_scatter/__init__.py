@@ -1,1 +1,1 @@
-"""The op `block_scatter`: writes blocks that `block_gather` took out back into the cache."""
+"""The op `block_scatter`: writes blocks from `block_gather` back into the cache."""

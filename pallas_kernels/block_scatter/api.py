@@ -24,16 +24,18 @@ def block_scatter(
     implementation: str | None = None,
     target: Target | None = None,
 ) -> jax.Array:  # the pages
-    """Writes whole blocks, of every row, into the cache: to swap them in or to receive them.
+    """Writes whole blocks of every row into the cache, to swap them in or to receive them.
 
-    The way back of `block_gather`, into the same blocks or others; values are copied likewise. In
-    place when the caller donates the pages and rebinds them (on the CPU see `kv_scatter`).
+    The inverse of `block_gather`, into the same blocks or others. Values keep their bits as there.
+    The write is in place if the caller donates the pages and rebinds them (on the CPU, see
+    `kv_scatter`).
 
     Args:
-        pages: What blocks hold, with at least one axis after `num_blocks`, as in `block_copy`.
+        pages: The contents of blocks, with at least one axis after `num_blocks`, as in
+            `block_copy`.
         values: What `block_gather` returned.
-        block_ids: Where each block goes, in `[0, num_blocks)`, no two alike. An entry from
-            `num_blocks` on is padding and written nowhere.
+        block_ids: The block to write each one to, in `[0, num_blocks)`, all different. An entry of
+            `num_blocks` or more is padding and not written.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.
 

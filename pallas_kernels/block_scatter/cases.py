@@ -1,4 +1,4 @@
-"""Named example inputs of `block_scatter`: those of `block_gather`, the way back."""
+"""Named example inputs of `block_scatter`, the same as for `block_gather`."""
 
 from pallas_kernels.block_gather.cases import (
     CASES,

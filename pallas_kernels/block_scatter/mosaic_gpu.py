@@ -1,4 +1,4 @@
-"""Mosaic GPU body of `block_scatter`: a CTA a chunk of a block, through shared memory by TMA."""
+"""Mosaic GPU body of `block_scatter`: each CTA copies one chunk of a block by TMA."""
 
 import jax
 import jax.experimental.pallas as pl
@@ -46,8 +46,7 @@ def block_scatter_mosaic_gpu(
             first = (row * num_blocks + block_id) * num_chunks
             target = first + lax.rem(id_and_chunk, jnp.int32(num_chunks))
             plgpu.copy_smem_to_gmem(in_smem, pages_ref.at[target])
-            # Shared memory must outlive the copies that read it; the kernel's end waits for the
-            # rest.
+            # The copies must have read shared memory here; the kernel's end waits for their writes.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     pages_ref = jax.new_ref(pages.reshape(-1, *chunks.box))

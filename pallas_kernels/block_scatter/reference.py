@@ -1,4 +1,4 @@
-"""Reference body of `block_scatter`: one block after the other, padding left out by a select."""
+"""Reference body of `block_scatter`: one block after another; a select skips padding."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ def block_scatter_reference(
     block_ids: jax.Array,  # i32[num_ids]
 ) -> jax.Array:
     """See `api.block_scatter`."""
-    if not block_ids.size:  # the loop is traced, even for no turn
+    if not block_ids.size:  # the loop's body is traced even if it never runs
         return pages
     num_blocks = pages.shape[1]
 

@@ -11,14 +11,14 @@ def block_scatter_xla(
 ) -> jax.Array:
     """See `api.block_scatter`."""
     num_rows, num_blocks = pages.shape[:2]
-    # Past the end of all rows before a row is added: past the end of one row is the next.
+    # Past the end of all rows, because a block past the end of one row is in the next row.
     past_the_end = num_rows * num_blocks
     is_real = (block_ids >= 0) & (block_ids < num_blocks)
     first_block = jnp.arange(num_rows, dtype=jnp.int32)[:, None] * num_blocks
     flat_ids = jnp.where(is_real, first_block + block_ids, past_the_end).reshape(-1)
     values = values.reshape(flat_ids.shape[0], *pages.shape[2:])
     if flat_ids.shape[0] == 1:
-        # As in `kv_scatter`: a second index, dropped, keeps XLA:CPU from copying the cache.
+        # As in `kv_scatter`, a second, dropped index keeps XLA:CPU from copying the cache.
         flat_ids = jnp.append(flat_ids, past_the_end)
         values = jnp.concatenate([values, values])
     # Row and block as two indices of one scatter, as in `kv_scatter`: with the two axes merged, XLA

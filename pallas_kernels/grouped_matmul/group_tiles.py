@@ -17,7 +17,7 @@ _ALONE_UP_TO = {"cpu": 16}
 
 
 class GroupTiles(NamedTuple):
-    """The place of each row in tiles by group.
+    """The place of each row in the tiles of its group.
 
     Place p is row `p % tile_rows` of tile `p // tile_rows`. Tiles with rows come first, in the
     order of their groups. The last tile of a group may have empty places.
@@ -88,7 +88,7 @@ def choose_tile_rows(num_rows: int, num_groups: int, target: Target) -> int:
     CPU's limits were measured with 8 to 128 groups of 512 x 1,024, JAX 0.10.2, one core with AVX2.
 
     The limits for other devices are guesses. A tile of few rows leaves most of a GPU's product
-    empty. This costs time only where products, and not memory, are the limit.
+    empty. This costs time only if products, and not memory, limit the speed.
     """
     if target.platform in _ALONE_UP_TO and num_rows <= _ALONE_UP_TO[target.platform]:
         return 1

@@ -34,24 +34,25 @@ def kv_scatter(
 
     The keys of block b are at index 2 * b of the cache's second axis, its values at 2 * b + 1
     (`cache_layout.py`). `k` and `v` are cast to the cache's dtype; numbers too large for it become
-    its largest. In place when the caller donates the cache and rebinds it, with two things to know:
+    its largest number. The write is in place if the caller donates the cache and rebinds it, on two
+    conditions:
 
-    - `k` or `v` must depend by value on the last read of the cache, as a layer's do on the layer
-      before it. If nothing orders a write after a read, XLA copies the whole cache to keep both.
-    - On the CPU keep the cache in float32, float16 or uint16: XLA:CPU copies a whole bfloat16
-      cache at each write (JAX 0.10.2 always, 0.12 when the same program reads the cache). With
-      uint16, `kv_dtype` says which float the bits are.
+    - The values of `k` or `v` must depend on the last read of the cache, as a layer depends on the
+      layer before it. If nothing orders a write after a read, XLA copies the whole cache.
+    - On the CPU, the cache must be float32, float16 or uint16. XLA:CPU copies a whole bfloat16
+      cache at each write (JAX 0.10.2 always, 0.12 if the same program reads the cache). With
+      uint16, `kv_dtype` names the float whose bits are stored.
 
     Args:
         kv_cache: Of a float dtype of 16 bits or more, or uint16 with `kv_dtype`.
-        v: `None` where a token has one vector for all uses (`latent_attention`): then
-            the cache is `[num_rows, num_blocks, num_kv_heads, block_size, head_dim]` and holds `k`.
-            As wide as `k`: pad a narrower one.
-        slots: Slot inside one row, in `[0, num_blocks * block_size)`, no two alike; or any value
-            from `pad_slot(num_rows, num_blocks, block_size)` on, which is not written.
+        v: As wide as `k`; pad a narrower one. `None` if a token has one vector for all uses
+            (`latent_attention`). The cache then holds `k` and is `[num_rows, num_blocks,
+            num_kv_heads, block_size, head_dim]`.
+        slots: Slot inside one row, in `[0, num_blocks * block_size)`, all different. A token whose
+            slot is `pad_slot(num_rows, num_blocks, block_size)` or more is not written.
         row: Which row of the cache (the layer's index in its group), in `[0, num_rows)`.
-        kv_dtype: float16 or bfloat16, which float the bits of a uint16 cache are; `None` for a
-            cache of any other dtype. The bodies in plain XLA and the reference take it.
+        kv_dtype: The float whose bits a uint16 cache holds, float16 or bfloat16; `None` for any
+            other cache. Only the bodies in plain XLA and the reference support it.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.
 

@@ -46,7 +46,7 @@ class KVScatterInputs:
 
     @property
     def body_arguments(self) -> tuple[jax.Array | int | None, ...]:
-        """What the op hands to a body: new tokens as the cache stores them."""
+        """Arguments of a body by position: new tokens are as the cache stores them."""
         jitted = jax.jit(as_stored, static_argnums=(1, 2))
         dtypes = (self.kv_cache.dtype, self.kv_dtype)
         k = jitted(self.k, *dtypes)
@@ -67,7 +67,7 @@ CASES: tuple[KVScatterCase, ...] = (
     KVScatterCase(name="bfloat16", dtype="bfloat16"),
 )
 
-# The bodies in plain XLA and the reference take them.
+# Only the bodies in plain XLA and the reference support these.
 UINT16_CASES: tuple[KVScatterCase, ...] = (
     KVScatterCase(name="float16_as_uint16", dtype="float16", is_uint16=True),
     KVScatterCase(name="bfloat16_as_uint16", dtype="bfloat16", is_uint16=True),

@@ -1,8 +1,8 @@
-"""Mosaic GPU body of `kv_scatter`: a CTA reads a tile of tokens at once, then writes each away.
+"""Mosaic GPU body of `kv_scatter`: a CTA reads a tile of tokens at once and writes each token.
 
-New keys and values lie one token behind the other, so that one TMA copy brings a tile of them into
-shared memory. A token's place among the keys (or values) of its block is a box with gaps, one row
-of `head_dim` in each head: one TMA copy as well. All copies of a tile are under way together.
+New keys and values are contiguous, so one TMA copy brings a tile of them into shared memory. In the
+cache, the keys (or values) of a token are a box with gaps: one row of `head_dim` in each head. One
+TMA copy writes it. All copies of a tile run at the same time.
 """
 
 import math
@@ -26,7 +26,7 @@ from pallas_kernels.tma_boxes import (
 
 # The stores of a tile are unrolled, so it stays small. A guess, not measured.
 _MAX_TILE_TOKENS = 16
-# A short batch is dealt out to all SMs of an H200 before one gets a second token.
+# Each SM of an H200 gets one token of a short batch before an SM gets a second one.
 _NUM_SMS = 132
 
 
@@ -92,7 +92,8 @@ def kv_scatter_mosaic_gpu(
     """See `api.kv_scatter`.
 
     Args:
-        tile_tokens: Tokens a CTA, at most `num_tokens`; `None` is what `_tile_tokens` says.
+        tile_tokens: Tokens per CTA, at most `num_tokens`; `None` means the result of
+            `_tile_tokens`.
     """
     parts = (k,) if v is None else (k, v)
     num_parts = len(parts)
@@ -114,8 +115,9 @@ def kv_scatter_mosaic_gpu(
         has_arrived: jax.Ref,  # barrier
     ) -> None:
         first_own = lax.axis_index("tile") * tile_tokens
-        # The last tile reads from further up, to end with the last token, and leaves what the tile
-        # before it writes: 10 tokens in tiles of 4 are tokens 0..3, 4..7 and (6, 7,) 8, 9.
+        # The last tile starts earlier, so that it ends with the last token. It does not write the
+        # tokens that the tile before it writes: 10 tokens in tiles of 4 are 0..3, 4..7 and (6, 7,)
+        # 8, 9.
         first = jnp.minimum(first_own, num_tokens - tile_tokens)
         for part_ref, tile in zip(part_refs, tiles, strict=True):
             if not is_padded:
@@ -124,7 +126,7 @@ def kv_scatter_mosaic_gpu(
             for i in range(tile_tokens):
                 in_smem = tile.at[i, pl.ds(0, num_kv_heads)]
                 plgpu.copy_gmem_to_smem(part_ref.at[first + i], in_smem, has_arrived)
-        # Read before the wait, while the copies are under way.
+        # Read before the wait, while the copies run.
         first_block = row_ref[0] * num_blocks
         tile_slots = [slots_ref[first + i] for i in range(tile_tokens)]
         plgpu.barrier_wait(has_arrived)
@@ -140,7 +142,7 @@ def kv_scatter_mosaic_gpu(
                     in_cache = cache_ref.at[num_parts * block + part_idx, :, offset]
                     plgpu.copy_smem_to_gmem(in_smem, in_cache)
 
-        # Shared memory must outlive the copies that read it; the kernel's end waits for the rest.
+        # The copies must have read shared memory here; the kernel's end waits for their writes.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     # Rows and blocks are merged, because a box has at most 5 axes. All these views are free.
@@ -171,7 +173,7 @@ def _token_box(kv_cache: jax.Array) -> _TokenBox:
     _, _, num_kv_heads, _, head_dim = kv_cache.shape
     piece_dim = widest_minor(head_dim, kv_cache.dtype.itemsize)
     head_bytes = head_dim * kv_cache.dtype.itemsize
-    # One head of 160 bytes: 4 of them are the first multiple of 128, so a token takes up 4.
+    # 4 heads of 160 bytes are the first multiple of 128 bytes, so a token has room for 4.
     heads_a_step = SMEM_ALIGNMENT // math.gcd(SMEM_ALIGNMENT, head_bytes)
     padded_heads = pl.cdiv(num_kv_heads, heads_a_step) * heads_a_step
     return _TokenBox(
@@ -184,6 +186,6 @@ def _token_box(kv_cache: jax.Array) -> _TokenBox:
 
 
 def _tile_tokens(num_tokens: int, token_bytes: int) -> int:
-    """Tokens a CTA: as its memory allows, but fewer where some SMs would have none."""
+    """Tokens per CTA: as many as fit in its memory, but fewer if some SMs would get none."""
     fitting = min(_MAX_TILE_TOKENS, CTA_TILE_BYTES // token_bytes)
     return min(fitting, pl.cdiv(num_tokens, _NUM_SMS))

@@ -1,12 +1,12 @@
 """Mosaic TPU body of `kv_scatter`: reads tiles of the cache, merges the new rows, writes them back.
 
-HBM is tiled on a TPU: 8 rows (token positions) of a head lie interleaved, so one row cannot be
-written alone. What is read and written is a strip: `strip_rows` rows of one block, of every head.
+HBM is tiled on a TPU: 8 rows (token positions) of a head are interleaved, so one row cannot be
+written alone. The kernel reads and writes strips: `strip_rows` rows of one block, of every head.
 
-XLA lists the segments before the launch: tokens beside each other in the batch whose slots are
-beside each other in one strip. With strips of 8 rows, slots [5, 6, 7, 8, 30, 31] are the segments
-5:8, 8:9 and 30:32. They are sorted by slot, so that segments of one strip follow each other: they
-share its buffer, and a strip is read once and written once, whatever the order of the tokens.
+XLA lists the segments before the launch. A segment is a run of tokens with consecutive slots in one
+strip. With strips of 8 rows, slots [5, 6, 7, 8, 30, 31] are the segments 5:8, 8:9 and 30:32.
+Segments are sorted by slot. So the segments of a strip follow each other and share its buffer, and
+a strip is read once and written once in any order of tokens.
 
 The parts of a block (K and V) are neighbours in memory, so the kernel sees them as more heads of
 one cache: with 8 KV heads, heads 0 to 7 of a block are its keys and 8 to 15 its values.
@@ -25,10 +25,10 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.async_copy import AsyncCopy
 
 LANES = 128
-ROW_TILE = 8  # rows that lie interleaved in HBM
+ROW_TILE = 8  # rows that are interleaved in HBM
 
-# Guesses, measured on nothing. Short strips read and write less beside a decode token; long ones
-# need fewer copies for a prompt.
+# Guesses, not measured. With short strips, less is read and written for a decode token; with long
+# ones, a prompt needs fewer copies.
 MAX_STRIP_ROWS = 64
 NUM_TOKENS_FOR_LONG_STRIPS = 512
 MAX_STRIPS_UNDER_WAY = 8
@@ -36,12 +36,12 @@ BUFFER_BYTES = 16 * 2**20
 
 MAX_BUFFER_BYTES = 48 * 2**20
 VMEM_LIMIT_BYTES = 96 * 2**20
-# Segments are scalars in SMEM, which is 1 MiB on v5e and v6e: three numbers a token, half of it.
+# Segments are three scalars per token in SMEM. They may take half of its 1 MiB (v5e, v6e).
 MAX_TOKENS = 2**19 // (3 * 4)
 
 
 class _Refs(NamedTuple):
-    """The refs of one launch, in the order in which Pallas hands them over."""
+    """The refs of one launch, in the order in which Pallas passes them."""
 
     # Scalars, in SMEM. Segments that do not exist come last.
     row: jax.Ref  # i32[1]
@@ -49,14 +49,14 @@ class _Refs(NamedTuple):
     first_slots: jax.Ref  # i32[num_tokens]
     first_tokens: jax.Ref  # i32[num_tokens]
     counts: jax.Ref  # i32[num_tokens]
-    # In HBM; the cache that comes in is the one that goes out. Its heads are those of all parts.
+    # In HBM. `cache_in` and `cache` are the same memory. The heads of all parts count together.
     new: jax.Ref  # [num_heads, num_tokens, head_dim]
     cache_in: jax.Ref
     cache: jax.Ref  # [num_rows, num_blocks, num_heads, block_size, head_dim]
     # Rings of buffers in VMEM.
     strips: jax.Ref  # [ring, num_heads, strip_rows, head_dim]
     news: jax.Ref  # [ring, num_heads, strip_rows + ROW_TILE, head_dim]
-    read_sems: jax.Ref  # one DMA semaphore a buffer
+    read_sems: jax.Ref  # one DMA semaphore per buffer
     write_sems: jax.Ref
     new_sems: jax.Ref
 
@@ -179,7 +179,7 @@ def _list_segments(
     is_real = (slots >= 0) & (slots < num_slots)
     goes_on = (slots[1:] == slots[:-1] + 1) & (slots[1:] % strip_rows != 0)
     goes_on = jnp.pad(goes_on & is_real[1:] & is_real[:-1], (1, 0))
-    # Where the segment that a token begins would end: at the next token that does not go on.
+    # Where a segment that begins with this token ends: at the next token that begins another one.
     next_end = lax.cummin(jnp.where(goes_on, num_tokens, token_idx), reverse=True)
     next_end = jnp.append(next_end[1:], jnp.int32(num_tokens))
 
@@ -190,10 +190,10 @@ def _list_segments(
 
 
 def _scatter_segments(*refs: jax.Ref, strip_rows: int, ring: int) -> None:
-    """Body: one loop over the segments, reading ahead by all buffers but the one being merged.
+    """Loops over the segments, and reads ahead into all buffers except the one being merged.
 
-    The n-th strip uses buffer n % ring, so before it is read the strip `ring` before it must have
-    been written. New rows have a ring of their own, by segment.
+    Strip n uses buffer n % ring, so strip n - ring must be written before strip n is read. New rows
+    have their own ring of buffers, with one entry per segment.
     """
     refs = _Refs(*refs)
     num_segments = refs.num_segments[0]
@@ -207,7 +207,7 @@ def _scatter_segments(*refs: jax.Ref, strip_rows: int, ring: int) -> None:
         return (segment == 0) | (strip_of(segment) != before)
 
     def is_read(segment: jax.Array) -> jax.Array:
-        """A segment that fills its strip needs nothing of what is there."""
+        """Whether it reads its strip: if it is the first one there and does not fill it."""
         return is_new_strip(segment) & (refs.counts[segment] < strip_rows)
 
     def strip_copy(segment: jax.Array, strip_idx: jax.Array, is_write: bool) -> AsyncCopy:
@@ -221,7 +221,7 @@ def _scatter_segments(*refs: jax.Ref, strip_rows: int, ring: int) -> None:
         return pltpu.make_async_copy(place, strip, refs.read_sems.at[buffer])
 
     def new_start(segment: jax.Array) -> jax.Array:
-        """First row, on a whole row tile, of the new rows to fetch."""
+        """The first new row to fetch, at a whole row tile."""
         last_start = refs.new.shape[1] - refs.news.shape[2]
         start = jnp.minimum(refs.first_tokens[segment] // ROW_TILE * ROW_TILE, last_start)
         return pl.multiple_of(start, ROW_TILE)
@@ -286,7 +286,7 @@ def _scatter_segments(*refs: jax.Ref, strip_rows: int, ring: int) -> None:
         _, num_strips = lax.fori_loop(0, num_segments, merge, (begun, jnp.int32(0)))
 
         def wait_for_write(strip_idx: jax.Array, _: None) -> None:
-            # All strips have the same number of bytes, which is all that a wait looks at.
+            # A wait only depends on the number of bytes, which is the same for all strips.
             strip_copy(0, strip_idx, is_write=True).wait()
 
         lax.fori_loop(jnp.maximum(num_strips - ring, 0), num_strips, wait_for_write, None)
@@ -302,7 +302,7 @@ def _merge_rows(
 ) -> None:
     """Puts `count` rows of `new` into `strip` from `first_row` on, moved down by `shift` rows."""
     strip_rows, num_new_rows = strip.shape[1], new.shape[1]
-    # Rows move in 32 bits; every number of a narrower float survives the way there and back.
+    # Rows are moved as float32. A narrower float does not change on the way there and back.
     shift = jnp.where(shift < 0, shift + num_new_rows, shift)
 
     def merge_head(head: jax.Array, _: None) -> None:

@@ -1,4 +1,4 @@
-"""Reference body of `kv_scatter`: one token after the other, padding left out by a select."""
+"""Reference body of `kv_scatter`: one token after another; a select skips padding."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ def kv_scatter_reference(
     row: jax.Array | int,  # i32[]
 ) -> jax.Array:
     """See `api.kv_scatter`."""
-    if not slots.size:  # the loop is traced, even for no turn
+    if not slots.size:  # the loop's body is traced even if it never runs
         return kv_cache
     parts = (k,) if v is None else (k, v)
     num_blocks, block_size = kv_cache.shape[1] // len(parts), kv_cache.shape[3]

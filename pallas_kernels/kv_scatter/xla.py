@@ -17,15 +17,15 @@ def kv_scatter_xla(
     num_blocks = num_entries // len(parts)
     is_real = (slots >= 0) & (slots < num_blocks * block_size)
     # A row past the end drops the token, whatever its block. Row and block are two indices of one
-    # scatter: with the two axes merged, XLA on the CPU copies a cache of one KV head, since back in
-    # five axes it has another layout. Slicing the row out is a copy too.
+    # scatter: with the axes merged, XLA on the CPU copies a cache of one KV head, because its
+    # layout differs after the axes are split again. Slicing the row out is a copy too.
     row_idx = jnp.where(is_real, row, num_rows)
-    # Unsigned, since division of numbers with a sign is two kernels more to compile.
+    # Unsigned, because signed division takes two more kernels to compile.
     place = slots.astype(jnp.uint32)
     block, offset = ((x.astype(jnp.int32)) for x in (place // block_size, place % block_size))
     if slots.shape[0] == 1:
-        # XLA on the CPU turns a scatter of one index into a select between the old cache and a
-        # new one, a copy of all of it; a second index that is dropped keeps it a scatter.
+        # XLA on the CPU turns a scatter of one index into a select between the old cache and a new
+        # one, which copies all of it. A second index, which is dropped, avoids this.
         row_idx = jnp.append(row_idx, num_rows)
         block, offset, *parts = (jnp.concatenate([x, x]) for x in (block, offset, *parts))
     for part_idx, part in enumerate(parts):

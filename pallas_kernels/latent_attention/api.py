@@ -27,7 +27,7 @@ _BODIES: dict[str, Body] = {
     "xla": latent_attention_xla,
     **mosaic_bodies("pallas_kernels.latent_attention", _OP, "gpu"),
 }
-# The bits of a token must not depend on the batch: one body, for every device.
+# One body for all devices, because the bits of a token must not depend on the batch.
 _BATCH_INVARIANT_BODIES: dict[str, Body] = {"xla": latent_attention_batch_invariant}
 
 
@@ -76,12 +76,12 @@ def latent_attention(
         query_start_loc: Starts at 0, non-decreasing; request r owns tokens
             `[query_start_loc[r], query_start_loc[r + 1])`, at most `seq_lens[r]` of them. Tokens
             from the last entry on are padding.
-        scale: Factor of the logits. It is that of the plain form: in DeepSeek
-            `(128 + 64) ** -0.5`, times the factor of its YaRN scaling.
-        kv_dtype: float16 or bfloat16, which float the bits of a uint16 cache are; `None` for a
-            cache of any other dtype. The bodies in plain XLA and the reference take it.
+        scale: Factor of the logits, as in the plain form: in DeepSeek `(128 + 64) ** -0.5`, times
+            the factor of its YaRN scaling.
+        kv_dtype: The float whose bits a uint16 cache holds, float16 or bfloat16; `None` for any
+            other cache. Only the bodies in plain XLA and the reference support it.
         max_query_len: A promise that no request has more query tokens, so that a body may leave out
-            the part for longer ones; with 1 this is decode attention. `None` promises nothing.
+            the part for longer requests. 1 means decode attention, `None` promises nothing.
         return_lse: Whether to return the second result too.
         batch_invariant: As in `paged_attention`.
         implementation: `None` picks the fastest body on `target`.

@@ -1,7 +1,7 @@
 """Named example inputs of `latent_attention`, for tests and benchmarks.
 
-All memory that a sequence does not own is NaN, and table entries that nothing may follow hold
-garbage, so a body that reads where it must not shows it.
+All memory that no sequence owns is NaN, and block table entries that must not be used hold garbage,
+so a body that reads them gives wrong results.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """Mosaic GPU body of `latent_attention`, for Hopper: decode rows by kernels, prompts by plain XLA.
 
-The tiles of all requests stand in one line (`decode_schedule.py`), cut into as many equal shares as
-there are SMs, whoever's tiles they are: so 64 requests keep 132 SMs equally busy. The attention
-kernel computes one share a CTA. A request inside one share is finished there; of a request that a
-share's end cuts, each share leaves a partial result, and the second kernel joins these.
+The tiles of all requests form one line (`decode_schedule.py`), which is cut into as many equal
+shares as there are SMs. So 64 requests keep 132 SMs equally busy. In the attention kernel, one CTA
+computes one share. A request inside one share is finished there. If the end of a share cuts a
+request, each of its shares writes a partial result, and the second kernel joins these.
 """
 
 import jax
@@ -91,7 +91,7 @@ def latent_attention_mosaic_gpu(
         lse = jnp.full(q_latent.shape[:2], -jnp.inf, jnp.float32)
     else:
         out, lse = (x[:, 0] for x in attend_prefill_rows(problem))
-    # Rows of a product with 64 rows: those past the last head are computed and dropped.
+    # A product has 64 rows; rows past the last head are computed and dropped.
     num_unused = num_head_tiles * TILE - num_q_heads
     unused_heads = ((0, 0), (0, num_unused), (0, 0))
 
@@ -108,7 +108,7 @@ def latent_attention_mosaic_gpu(
         ),
         min_share=config.min_share,
     )
-    # The kernels write the rows of requests with one query token. All others stay as they are here.
+    # The kernels write the rows of requests with one query token. Other rows stay unchanged.
     out_ref = jax.new_ref(jnp.pad(out.astype(q_latent.dtype), unused_heads))
     lse_ref = jax.new_ref(jnp.pad(lse, unused_heads[:2]))
     partial_out, partial_lse = attend(

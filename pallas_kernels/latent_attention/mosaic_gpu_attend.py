@@ -8,9 +8,9 @@ Four warpgroups pass tiles on to each other:
 
 A cache tile is 64 tokens with all their columns, 512 + 64 in DeepSeek, and arrives once: all of it
 is K, and its first 512 columns are V. The 64 x 512 sums of O are 256 registers a thread, more than
-a thread can have, so two warpgroups share them. P takes the place of the tile's rotary columns,
-which S needs and V does not: 64 x 64, just what P is. While the value warpgroups work on one tile,
-the scores of the next are under way.
+a thread can have, so two warpgroups share them. P overwrites the tile's rotary columns, which S
+needs and V does not; they have P's size, 64 x 64. While the value warpgroups work on one tile, the
+scores of the next are computed.
 
 Shared memory in bytes, at 512 + 64 columns of 16 bits: Q 73,728, the ring 147,456, statistics
 1,024.
@@ -43,12 +43,13 @@ MASKED_LOGIT = -1e30  # finite: -inf minus -inf is NaN
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
-# Registers of a thread of each warpgroup: 104 + 2 * 184 + 40 = 512, which is all an SM has. A value
-# warpgroup's sums are 128 of its own.
+# Registers per thread of each warpgroup: 104 + 2 * 184 + 40 = 512, all that an SM has. The sums of
+# a value warpgroup take 128 of its 184.
 SCORES_REGISTERS, VALUES_REGISTERS, MEMORY_REGISTERS = 104, 184, 40
 
-# Most columns of one sum, of one wgmma. With 512 threads a kernel starts at 128 registers a thread,
-# and ptxas refuses an instruction that needs more: wgmma with 256 columns, 128 for the sum alone.
+# The most columns of one sum, and so of one wgmma. A kernel of 512 threads starts with 128
+# registers per thread, and ptxas refuses instructions that need more. The sum of a wgmma with 256
+# columns alone would take 128.
 SUM_COLUMNS = 128
 
 RESCALE, DENOMINATOR = range(2)  # the statistics of a tile
@@ -56,7 +57,7 @@ _SWIZZLED = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
 
 
 class Refs(NamedTuple):
-    """What the kernel works on; the first eleven are in GMEM, the next three in SMEM."""
+    """The kernel's arrays and barriers; the first eleven are in GMEM, the next three in SMEM."""
 
     q: jax.Ref  # f[num_tokens, num_heads, cache_dim]
     blocks: jax.Ref  # f[num_rows * num_blocks, block_size, cache_dim]
@@ -81,7 +82,7 @@ class Refs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """The tiles of one request in one share; each field but `heads` is i32[] or bool[]."""
+    """The tiles of one request in one share; all fields except `heads` are i32[] or bool[]."""
 
     req: jax.Array
     token: jax.Array  # the request's query token
@@ -90,7 +91,7 @@ class Segment:
     first_tile: jax.Array  # counted from position 0
     num_tiles: jax.Array  # at least 1
     is_whole: jax.Array  # whether these are all the tiles of the request
-    partial_slot: jax.Array  # where its partial result goes if not
+    partial_slot: jax.Array  # where its partial result goes otherwise
     first_in_share: jax.Array  # tiles of the share before it
     num_in_share: jax.Array  # tiles of the share
 
@@ -132,7 +133,7 @@ def attend(
     scale: float,
     interpret: bool | plgpu.InterpretGPUParams,
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes the results of whole requests; returns partial results of those that shares cut.
+    """Writes the results of whole requests; returns partial results of requests that shares cut.
 
     A share has at most two cut requests: one that began in an earlier share, whose part goes to
     slot `2 * share`, and one that begins in it, whose part goes to `2 * share + 1`. Other slots are
@@ -179,7 +180,7 @@ def attend(
 
 
 def _kernel_body(*operands: jax.Ref, latent_dim: int, scale: float, is_interpreted: bool) -> None:
-    """What each warpgroup does with each request of this CTA's share."""
+    """Runs the part of each warpgroup on each request of this CTA's share."""
     refs = Refs(*operands)
     warpgroup = lax.axis_index("warpgroup")
     visit_segments = functools.partial(_visit_segments, refs)
@@ -193,7 +194,7 @@ def _kernel_body(*operands: jax.Ref, latent_dim: int, scale: float, is_interpret
         visit_segments(weigh)
 
     for half in range(2):
-        # Halves apart, because a tile's columns must be known to the compiler.
+        # One branch per half, because the columns must be known when the kernel is compiled.
         add_up = functools.partial(
             _add_up, refs, _sum_columns(half, latent_dim // 2), is_interpreted=is_interpreted
         )
@@ -217,7 +218,7 @@ def _load(refs: Refs, segment: Segment) -> None:
     def load_tile(i: jax.Array, _: None) -> None:
         slot = segment.slot(i)
         pieces = _pieces_of_tile(segment, i, block_size)
-        # Ids are read before the wait: it hides the way to device memory and back.
+        # Block ids are read before the wait, which hides the latency of device memory.
         ids = [first_block + refs.block_tables[segment.req, piece.block] for piece in pieces]
 
         @pl.when(segment.first_in_share + i >= NUM_STAGES)
@@ -229,7 +230,7 @@ def _load(refs: Refs, segment: Segment) -> None:
             target = refs.ring.at[slot, pl.ds(piece.start, piece.size)]
             plgpu.copy_gmem_to_smem(source, target, refs.tile_arrived.at[slot])
 
-        # Q after its first tile: room for Q comes later than room for a tile.
+        # Q comes after its first tile, because room for Q becomes free later than room for a tile.
         @pl.when(i == 0)
         def _() -> None:
             @pl.when(segment.first_in_share > 0)
@@ -247,8 +248,8 @@ def _weigh(
 ) -> None:
     """The scores warpgroup: S and P of each tile, and the segment's logarithm of the denominator.
 
-    P goes to the tile's rotary columns. Before a store to shared memory Mosaic lets the warps of a
-    warpgroup wait for each other, so none of them is still reading these columns for S.
+    P goes to the tile's rotary columns. Before a store to shared memory, Mosaic makes the warps of
+    a warpgroup wait for each other, so no warp still reads these columns for S.
     """
     plgpu.barrier_wait(refs.q_arrived)
 
@@ -256,19 +257,19 @@ def _weigh(
         largest, denominator = carry
         slot = segment.slot(i)
         plgpu.barrier_wait(refs.tile_arrived.at[slot])
-        # Always 0, but the compiler cannot know: it would keep 36 descriptors of Q in registers
-        # over the loop, and JAX 0.11.2 would spill them.
+        # Always 0, but the compiler does not know it. With a constant, it would keep 36 descriptors
+        # of Q in registers during the loop, and JAX 0.11.2 would spill them.
         only_q = (i > segment.num_in_share).astype(jnp.int32)
         q_tile, tile = refs.q_tile.at[only_q], refs.ring.at[slot]
         logits = _scores_of_tile(q_tile, tile, is_interpreted)
         is_last = i == segment.num_tiles - 1
 
-        # After the share's last tile nobody waits for room for another Q.
+        # After the share's last tile, no other Q is loaded.
         @pl.when(is_last & (segment.num_after(i) > 0))
         def _() -> None:
             plgpu.barrier_arrive(refs.q_is_free)
 
-        # Logits of positions that are not seen may be NaN, as K there may be.
+        # Logits of unseen positions may be NaN, because K may be NaN there.
         position = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=plgpu.Layout.WGMMA)
         is_seen = position < segment.num_seen(i)
         logits = jnp.where(is_seen, logits * (scale * LOG2_E), MASKED_LOGIT)
@@ -307,7 +308,7 @@ def _add_up(refs: Refs, columns: list[pl.Slice], segment: Segment, *, is_interpr
     last = segment.num_tiles - 1
 
     def release(i: jax.Array) -> None:
-        # The last tiles of a share are followed by no others: nobody waits for their room.
+        # After the last tiles of a share, no other tile needs their room.
         @pl.when(segment.num_after(i) >= NUM_STAGES)
         def _() -> None:
             plgpu.barrier_arrive(refs.tile_is_free.at[segment.slot(i)])
@@ -334,13 +335,13 @@ def _add_up(refs: Refs, columns: list[pl.Slice], segment: Segment, *, is_interpr
 
     @pl.when(segment.is_whole)
     def _() -> None:
-        # Through the last tile: these columns of it are nobody else's any more.
+        # Stored through the last tile's memory: no other warpgroup uses these columns any more.
         staged = refs.ring.at[segment.slot(last)]
         for x, c in zip(sums, columns, strict=True):
             staged[:, c] = x.astype(staged.dtype)
         plgpu.commit_smem()
         half = pl.ds(columns[0].start, sum(c.size for c in columns))
-        # TMA takes what lies in one piece: of some columns of a swizzled tile, 8 rows do.
+        # TMA copies contiguous memory: of some columns of a swizzled tile, 8 rows are contiguous.
         for row in range(0, TILE, 8):
             heads = pl.ds(segment.heads.start + row, 8)
             target = refs.out.at[segment.token, heads, half]
@@ -358,7 +359,7 @@ def _add_up(refs: Refs, columns: list[pl.Slice], segment: Segment, *, is_interpr
 def _visit_segments(refs: Refs, visit: Callable[[Segment], None]) -> None:
     """Calls `visit` for each request in this CTA's share.
 
-    Each warpgroup reads the share for itself: what is read before the warpgroups part is spilled.
+    Each warpgroup reads the share itself: values read before they branch would be spilled.
     """
     share = lax.axis_index("share")
     start_unit, end_unit = refs.shares[share, START_UNIT], refs.shares[share, END_UNIT]
@@ -395,7 +396,7 @@ def _pieces_of_tile(segment: Segment, i: jax.Array, block_size: int) -> list[Pie
     if block_size >= TILE:
         offset = lax.rem(first_position, jnp.int32(block_size))
         return [Piece(block=first_block, offset=offset, start=0, size=TILE)]
-    # The table past the end of the sequence holds anything: the last block once more.
+    # Past the end of the sequence, the table may hold anything; the last block is read again.
     last_block = lax.div(segment.seq_len - 1, jnp.int32(block_size))
     return [
         Piece(
@@ -437,7 +438,7 @@ def _zero_unseen_rows(tile: jax.Ref, columns: list[pl.Slice], num_seen: jax.Arra
 
     @pl.when(num_seen < TILE)
     def _() -> None:
-        # A piece at a time: all at once would not fit the registers beside the output.
+        # Piece by piece: all columns at once would not fit in the registers next to the output.
         for start in range(columns[0].start, columns[-1].start + columns[-1].size, TILE):
             piece = tile.at[:, pl.ds(start, TILE)]
             values = plgpu.layout_cast(piece[...], plgpu.Layout.WGMMA)
@@ -465,7 +466,7 @@ def _add_products(
 
 
 def _plain_product(a: jax.Array, b: jax.Array) -> jax.Array:  # f32
-    """A product in interpret mode: it cannot carry sums of wgmma, nor see races with its reads."""
+    """A product in interpret mode, which cannot carry sums of wgmma or see races with its reads."""
     product = jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
     # The reads come before what TMA writes there next.
     plgpu.commit_smem()

@@ -1,7 +1,8 @@
 """The second kernel of decode rows on Hopper: joins the partial results of requests cut by shares.
 
-One CTA for one request, 64 heads and some columns. Requests that no share cuts are already written;
-their CTAs end at once. Partial results are some megabytes just written, so most are still in L2.
+One CTA computes one request, 64 heads and some columns. Requests that no share cuts are already
+written; their CTAs end at once. Partial results are a few megabytes that were just written, so most
+of them are still in the L2 cache.
 """
 
 import functools
@@ -20,7 +21,7 @@ _COLUMN = plgpu.Layout.WGMMA.reduce(1)
 
 
 class Refs(NamedTuple):
-    """What the kernel works on; the last is in SMEM, all others in GMEM."""
+    """The kernel's arrays; the last is in SMEM, all others are in GMEM."""
 
     partial_out: jax.Ref  # f32[2 * num_shares, num_heads, latent_dim]
     partial_lse: jax.Ref  # f32[2 * num_shares, num_heads]
@@ -53,11 +54,11 @@ def merge_partials(
     batch_size: int,
     interpret: bool | plgpu.InterpretGPUParams,
 ) -> None:
-    """Writes the results of cut requests, and of no others; the slots are those of `attend`.
+    """Writes the results of cut requests only. Slots are numbered as in `attend`.
 
     Args:
         num_columns: Columns that a CTA computes.
-        batch_size: Parts of a request that it reads together.
+        batch_size: Parts of a request that a CTA reads together.
     """
     _, num_heads, latent_dim = partial_out.shape
     merge = plgpu.kernel(
@@ -95,7 +96,7 @@ def _kernel_body(*operands: jax.Ref, num_columns: int, batch_size: int) -> None:
     last_share = lax.div(first_unit + num_tiles - 1, refs.share_len[0])
 
     def add_shares(shares: list[jax.Array], joined: Sum) -> Sum:
-        # Every read is under way before one is waited for.
+        # All reads start before the first wait.
         slots = [2 * share + (share == first_share).astype(jnp.int32) for share in shares]
         parts = [_read_part(refs, slot, heads, columns) for slot in slots]
         for lse, values in parts:
@@ -132,7 +133,7 @@ def _kernel_body(*operands: jax.Ref, num_columns: int, batch_size: int) -> None:
 def _read_part(
     refs: Refs, slot: jax.Array, heads: pl.Slice, columns: pl.Slice
 ) -> tuple[jax.Array, jax.Array]:  # f32[64] to base 2, f32[64, num_columns]
-    # In JAX 0.11 no read from GMEM is an optimized one.
+    # JAX 0.11 has no optimized read from GMEM.
     lse = plgpu.load(refs.partial_lse.at[slot, heads], layout=_COLUMN, optimized=False)
     values = plgpu.load(
         refs.partial_out.at[slot, heads, columns], layout=plgpu.Layout.WGMMA, optimized=False

@@ -1,4 +1,4 @@
-"""How the GPU kernel of decode rows cuts its work; all numbers are guesses, none is measured."""
+"""How the GPU kernel of decode rows cuts its work. All numbers are guesses, not measured."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ class LatentDecodeConfig:
 
     Args:
         num_sms: CTAs that can run at once; one takes a whole SM, because of its shared memory.
-        min_share: Fewest tiles of 64 tokens in a share. A share more costs a query tile read (72
-            KiB), a partial result written and read again (128 KiB each); a tile is 72 KiB.
+        min_share: The fewest tiles of 64 tokens in a share. Each share costs a query tile (72 KiB)
+            to read, and a partial result (128 KiB) to write and to read again. A tile is 72 KiB.
         merge_columns: Columns that one CTA of the merge computes: 16, 32 or 64.
-        merge_batch: Partial results that it reads together. A long request alone on the GPU has one
-            a share, 132; to wait for each in turn could take longer than attention.
+        merge_batch: Partial results that one CTA reads together. A long request alone on the GPU
+            has one per share, 132. Waiting for each in turn could take longer than attention.
     """
 
     num_sms: int
@@ -22,19 +22,20 @@ class LatentDecodeConfig:
     merge_batch: int
 
 
-# An H100 or H200 in SXM form has 132 SMs. With fewer there is a second wave: slower, not wrong.
+# An H100 or H200 in SXM form has 132 SMs. With fewer SMs there is a second wave, which is slower
+# but correct.
 DEFAULT_CONFIG = LatentDecodeConfig(num_sms=132, min_share=2, merge_columns=32, merge_batch=8)
 
 
 def num_shares(config: LatentDecodeConfig, num_head_tiles: int, max_units: int) -> int:
-    """Shares that the list of tiles is cut into: the rule of the split, on static shapes alone.
+    """The number of shares that the list of tiles is cut into, from static shapes alone.
 
-    One CTA computes one share for 64 heads, so that all CTAs together fill the SMs once; but no
-    more shares than there can be tiles for.
+    One CTA computes one share for 64 heads. All CTAs together fill the SMs once, but there are
+    never more shares than tiles.
 
     Args:
         num_head_tiles: Groups of 64 query heads, each of which reads the whole cache.
-        max_units: Most tiles of 64 tokens that the batch can have.
+        max_units: The most tiles of 64 tokens that the batch can have.
     """
     filling = config.num_sms // num_head_tiles
     return max(1, min(filling, -(-max_units // config.min_share)))

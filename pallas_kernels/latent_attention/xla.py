@@ -1,4 +1,4 @@
-"""Plain-JAX bodies of `latent_attention`: those of `paged_attention`, reading one vector per token.
+"""Plain-JAX bodies of `latent_attention`: `paged_attention` with one cached vector per token.
 
 All query heads read one KV head. Its keys are the cached vectors, its values their first columns.
 Temporary memory: the output in float32, and tiles. It does not depend on the length of the context.

@@ -1,1 +1,1 @@
-"""The op `merge_attention_states`: attention over two sets of keys into one over both."""
+"""The op `merge_attention_states`: joins attention over two sets of keys."""

@@ -29,12 +29,13 @@ def merge_attention_states(
 
     An lse is the logarithm of a softmax's denominator, so the two outputs are weighted by
     `exp(lse)`: with lse [ln 1, ln 3] and outputs [4, 8] the result is (1 * 4 + 3 * 8) / 4 = 7 and
-    ln 4. Associative and commutative up to rounding, with the state of no keys (-inf) as its zero.
+    ln 4. Up to rounding, the op is associative and commutative. Merging with a state without keys
+    (lse -inf) changes nothing.
 
     Args:
-        out_a: Output of attention over one set of keys, of any value where its lse is -inf.
-        lse_a: As `paged_attention(..., return_lse=True)` gives it, below +inf. A sink must be
-            counted in one of the two only.
+        out_a: Output of attention over one set of keys. It may hold anything where its lse is -inf.
+        lse_a: As `paged_attention(..., return_lse=True)` gives it, below +inf. Only one of the two
+            may include a sink.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.
 

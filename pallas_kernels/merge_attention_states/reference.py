@@ -16,7 +16,7 @@ def merge_attention_states_reference(
     is_empty = jnp.isneginf(lse)
     both_empty = jnp.all(is_empty, axis=0)
     weights = jax.nn.softmax(jnp.where(both_empty, 0.0, lse), axis=0)
-    # What an empty state holds may be anything, and 0 * NaN is NaN.
+    # An empty state may hold anything, and 0 * NaN is NaN.
     parts = jnp.where(is_empty[..., None], 0.0, weights[..., None] * out)
     merged_lse = jax.nn.logsumexp(jnp.where(both_empty, 0.0, lse), axis=0)
     return parts.sum(axis=0).astype(out_a.dtype), jnp.where(both_empty, -jnp.inf, merged_lse)

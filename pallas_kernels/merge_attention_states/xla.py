@@ -28,5 +28,5 @@ def _weighted(
     weight: jax.Array,  # f32[num_tokens, num_q_heads]
 ) -> jax.Array:  # f32[num_tokens, num_q_heads, v_head_dim]
     weight = weight[..., None]
-    # What a state without keys holds may be anything, and 0 * NaN is NaN.
+    # A state without keys may hold anything, and 0 * NaN is NaN.
     return jnp.where(weight > 0, weight * out.astype(jnp.float32), 0.0)

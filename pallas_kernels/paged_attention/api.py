@@ -24,7 +24,7 @@ _BODIES: dict[str, Body] = {
     "xla": paged_attention_xla,
     **mosaic_bodies("pallas_kernels.paged_attention", "paged_attention", "gpu", "tpu"),
 }
-# Where a token's bits must not depend on the batch there is one body, for every device.
+# One body for all devices, because the bits of a token must not depend on the batch.
 _BATCH_INVARIANT_BODIES: dict[str, Body] = {"xla": paged_attention_batch_invariant}
 
 
@@ -54,9 +54,9 @@ def paged_attention(
 
     The batch is ragged: prompts, chunks of prompts, single decode tokens and empty requests in
     any order. A request's query tokens are the last positions of its sequence: with seq_len 10 and
-    3 query tokens they stand at positions 7, 8, 9. A token at position p reads positions j <= p,
-    with a window w only j > p - w, with chunks of c only those of its own chunk, j // c == p // c.
-    Query head h reads KV head `h // (num_q_heads // num_kv_heads)`.
+    3 query tokens they stand at positions 7, 8, 9. A token at position p reads positions j <= p;
+    with a window w, only j > p - w; with chunks of c, only its own chunk (j // c == p // c). Query
+    head h reads KV head `h // (num_q_heads // num_kv_heads)`.
 
     Args:
         kv_cache: The keys of block b at index 2 * b of the second axis, its values at 2 * b + 1
@@ -71,24 +71,24 @@ def paged_attention(
             `[query_start_loc[r], query_start_loc[r + 1])`, where causal at most `seq_lens[r]` of
             them. Tokens from the last entry on are padding.
         scale: Factor of the logits, usually `head_dim ** -0.5`.
-        is_causal: If not, every token of a request reads all its `seq_lens[r]` positions, and there
-            is neither window nor chunk.
-        sliding_window: Positions a token sees, itself included; `None` is all.
+        is_causal: If false, every token of a request reads all its `seq_lens[r]` positions, and
+            `sliding_window` and `chunk_size` must be None.
+        sliding_window: Positions that a token sees, its own included; `None` means all.
         chunk_size: Length of the chunks of chunked local attention, counted from position 0; `None`
-            is no chunks. At most one of the two.
+            means no chunks. Must be None with a window.
         soft_cap: `logits = soft_cap * tanh(logits / soft_cap)`, after the scale, before the mask.
-        sinks: One more logit a head in the softmax's denominator, with no value.
+        sinks: One more logit per head, which is in the softmax's denominator and has no value.
         alibi_slopes: Each head's factor of the distance that is added to its logits, after the
             soft cap: `slope * (j - p)` for a key at position j. Only the bodies in plain XLA and
             the reference take it. `None` adds nothing.
-        kv_dtype: float16 or bfloat16, which float the bits of a uint16 cache are; `None` for a
-            cache of any other dtype. The bodies in plain XLA and the reference take it.
+        kv_dtype: The float whose bits a uint16 cache holds, float16 or bfloat16; `None` for any
+            other cache. Only the bodies in plain XLA and the reference support it.
         max_query_len: A promise that no request has more query tokens, so that a body may leave out
-            the part for longer ones; with 1 this is decode attention. `None` promises nothing.
+            the part for longer requests. 1 means decode attention, `None` promises nothing.
         return_lse: Whether to return the second result too.
-        batch_invariant: A promise to the caller: a token's result has the same bits whatever other
-            tokens and requests are in the call, wherever its blocks lie, and however its request's
-            tokens are split over calls of the same shapes. Slower.
+        batch_invariant: Whether a token's result must have the same bits for all other tokens and
+            requests in the call, all places of its blocks, and all splits of its request's tokens
+            over calls of the same shapes. Slower.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.
 
@@ -137,7 +137,7 @@ def paged_attention(
 
 
 def _empty_result(q: jax.Array, return_lse: bool) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """What tokens get where there are no tokens, no requests, or no blocks: nothing is seen."""
+    """The result without tokens, requests or blocks, when no token sees anything."""
     out = jnp.zeros(q.shape, q.dtype)
     return (out, jnp.full(q.shape[:2], -jnp.inf, jnp.float32)) if return_lse else out
 

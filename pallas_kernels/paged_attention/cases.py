@@ -1,7 +1,7 @@
 """Named example inputs of `paged_attention`, for tests and benchmarks.
 
-All memory that a sequence does not own is NaN, and table entries that nothing may follow hold
-garbage, so a body that reads where it must not shows it.
+All memory that no sequence owns is NaN, and block table entries that must not be used hold garbage,
+so a body that reads them gives wrong results.
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class PagedAttentionInputs:
         str, float | int | bool | jnp.dtype | None
     ]  # the static keyword arguments of a body
     sinks: jax.Array | None  # f32[num_q_heads]
-    # What is stored of each request.
+    # The stored keys and values of each request.
     keys_np: tuple[np.ndarray, ...]  # f32[seq_len, num_kv_heads, head_dim]
     values_np: tuple[np.ndarray, ...]  # f32[seq_len, num_kv_heads, head_dim]
 
@@ -180,7 +180,7 @@ CASES: tuple[PagedAttentionCase, ...] = (
     ),
 )
 
-# Queries of more bits than the cache, which the bodies in plain XLA and the reference take.
+# Queries of more bits than the cache, for the bodies in plain XLA and the reference only.
 NARROW_CACHE_CASES: tuple[PagedAttentionCase, ...] = (
     PagedAttentionCase(name="mixed_float16_cache", requests=_MIXED, cache_dtype="float16"),
     PagedAttentionCase(
@@ -198,7 +198,7 @@ NARROW_CACHE_CASES: tuple[PagedAttentionCase, ...] = (
     ),
 )
 
-# 16-bit floats whose bits the cache holds, which the same bodies take.
+# A uint16 cache with the bits of 16-bit floats, for the same bodies only.
 UINT16_CASES: tuple[PagedAttentionCase, ...] = (
     PagedAttentionCase(
         name="bfloat16_as_uint16", requests=_MIXED, dtype="bfloat16", is_uint16=True, num_rows=3
@@ -228,7 +228,7 @@ UINT16_CASES: tuple[PagedAttentionCase, ...] = (
     ),
 )
 
-# The greatest length, cut into few blocks and into many. Heads are few and small, because the
+# The largest length, cut into few blocks and into many. Heads are few and small, because the
 # reference gives each token its own copy of its keys.
 LONG_CASES: tuple[PagedAttentionCase, ...] = (
     PagedAttentionCase(
@@ -277,7 +277,7 @@ def build_inputs(case: PagedAttentionCase, seed: int = 0) -> PagedAttentionInput
         for logical_block in range(first_seen // case.block_size, int(num_needed_np[req_idx])):
             block_id = free_blocks.pop()
             block_tables_np[req_idx, logical_block] = block_id
-            # The first block keeps its poison left of what is seen.
+            # The first block stays NaN left of the first seen position.
             start = max(first_seen, logical_block * case.block_size)
             end = min(seq_len, (logical_block + 1) * case.block_size)
             offsets = slice(start % case.block_size, (end - 1) % case.block_size + 1)

@@ -1,15 +1,15 @@
-"""How the decode kernel's work is divided: a line of units is cut into shares; and the merge.
+"""Divides the decode kernel's work into shares, and merges the partial results.
 
-The line. A unit is one KV tile of one KV head of one request. Units lie request after request, head
-after head, tile after tile; requests with nothing to do have none. Three requests of 2, 0 and 3
-tiles and 2 KV heads:
+A unit is one KV tile of one KV head of one request. The line contains all units, ordered by
+request, head and tile. Requests with nothing to do have no units. Example: three requests of 2, 0
+and 3 tiles, and 2 KV heads:
 
     request        0        0        2           2
     head           0        1        0           1
     unit         0   1    2   3    4   5   6    7   8   9
 
-A share is what one program of the kernel's grid computes: a contiguous range of units. A segment is
-what lies in one share of one (request, head). The kernel writes one partial result per segment.
+A share is the contiguous range of units that one program of the kernel's grid computes. A segment
+is the part of one (request, head) in one share. The kernel writes one partial result per segment.
 """
 
 from typing import NamedTuple
@@ -26,15 +26,15 @@ START_UNIT, END_UNIT, START_REQUEST = range(3)
 class DecodeSchedule(NamedTuple):
     """The cut line, as the kernel reads it from device memory.
 
-    `requests`, one line a request: its first unit; its tiles a head, 0 where there is nothing to
-    do; the first of them, counted from position 0; the first position seen; the end of the
-    sequence; the next request that has tiles.
-    `shares`, one line a share: its first unit, the unit after its last, the request of the first.
+    `requests` has one row per request: its first unit; its number of tiles per head, 0 if there is
+    nothing to do; its first tile, counted from position 0; the first position seen; the end of the
+    sequence; the next request that has tiles. `shares` has one row per share: its first unit, the
+    unit after its last one, and the request of its first unit.
     """
 
     requests: jax.Array  # i32[num_reqs, 6]
     shares: jax.Array  # i32[num_shares, 3]
-    # i32[]: a cut segment is possible only where shares are this many units; None: nothing is cut.
+    # i32[], the units of a share; None if no (request, head) is cut.
     share_len: jax.Array | None
 
 
@@ -45,7 +45,7 @@ def schedule_requests(
     num_kv_heads: int,
     kv_tile: int,
 ) -> jax.Array:  # i32[num_reqs, 6]
-    """Lays the requests on the line. Tiles wholly left of the first position seen are not on it."""
+    """Puts the requests on the line, without tiles wholly left of the first position seen."""
     first_tile = first_seen // kv_tile
     num_tiles = jnp.maximum((seq_lens + kv_tile - 1) // kv_tile - first_tile, 0)
     end_unit = jnp.cumsum(num_tiles, dtype=jnp.int32) * num_kv_heads
@@ -74,10 +74,10 @@ def one_share_per_head(requests: jax.Array, num_kv_heads: int) -> DecodeSchedule
 def equal_shares(
     requests: jax.Array, num_kv_heads: int, *, num_shares: int, min_share: int
 ) -> DecodeSchedule:
-    """Split-KV: the line cut into equal shares, whoever's units they are.
+    """Split-KV: cuts the line into equal shares, which may hold units of several requests.
 
-    The last shares are shorter or empty. With `min_share` units at least in each, a short line does
-    not fall to crumbs.
+    The last shares are shorter or empty. `min_share` keeps a short line from being cut into tiny
+    shares.
     """
     end_unit = requests[:, FIRST_UNIT] + requests[:, NUM_TILES] * num_kv_heads
     num_units = end_unit[-1]
@@ -92,10 +92,10 @@ def equal_shares(
 
 
 def num_partials(num_reqs: int, num_kv_heads: int, num_shares: int | None) -> int:
-    """How many partial results there can be; `num_shares` is None for a single pass.
+    """The most partial results that there can be; `num_shares` is None for a single pass.
 
-    A segment of share c and of (request, head) number g writes to slot c + g: from one segment to
-    the next along the line c grows, or g, or both, so no two segments share a slot.
+    A segment of share c and of (request, head) number g writes to slot c + g. From one segment of
+    the line to the next, c or g or both grow, so no two segments share a slot.
     """
     num_rows = num_reqs * num_kv_heads
     return num_rows if num_shares is None else num_rows + num_shares - 1
@@ -109,8 +109,8 @@ def merge_partials(
 ) -> tuple[jax.Array, jax.Array]:
     """Joins the partial results of each (request, head) by their logarithms of the denominator.
 
-    Slots that no segment wrote hold anything. (Requests without tiles have no segments; theirs may
-    be anything here too, the caller masks them.)
+    Slots that no segment wrote may hold anything. Requests without tiles have no segments. Their
+    results may be anything too; the caller masks them.
 
     Returns:
         f32[num_reqs * num_kv_heads, head_dim, rows] and f32[num_reqs * num_kv_heads, rows].
@@ -141,5 +141,5 @@ def merge_partials(
 
 
 def _count_at_most(sorted_values: jax.Array, limits: jax.Array) -> jax.Array:
-    """For each limit, how many values do not exceed it: a search in one comparison of all pairs."""
+    """Counts, for each limit, the values that do not exceed it, by comparing all pairs."""
     return jnp.sum(sorted_values[None, :] <= limits[:, None], axis=1, dtype=jnp.int32)

@@ -1,23 +1,23 @@
-"""Single pass or split-KV: how many shares the decode kernel's work is cut into.
+"""Chooses single pass or split-KV, and the number of shares, for the decode kernel.
 
 Single pass: one program for each (request, KV head), which writes the final result. Split-KV: as
 many programs as the device runs at once, each with an equal share of all the KV tiles, and then a
-merge of the partial results in plain JAX, a handful of small kernels more.
+merge of the partial results in plain JAX, which takes a few small kernels.
 
 The rule looks at shapes only, since what it chooses is compiled in:
 
-1. Sequences of at most 8 tiles (512 tokens): single pass. The longest program is over before a
-   merge would be.
+1. Sequences of at most 8 tiles (512 tokens): single pass. The longest program ends before a merge
+   would.
 2. At least 4 times as many (request, KV head) pairs as programs that run at once, and sequences of
    at most 64 tiles (4,096 tokens): single pass. The last round of programs leaves less than a
    quarter of the time unused even if it is nearly empty, and no single program lasts long.
 3. Anything else is split: few requests, which would leave SMs idle, and long block tables, where
    one long sequence among short ones would keep one program busy long after all others.
 
-Since a share is a share of the sequences that are there, a block table that is wide enough for
-131,072 tokens costs nothing while sequences are short; no program is launched for its empty end.
+Shares divide the real lengths of sequences. So a block table that is wide enough for 131,072 tokens
+costs nothing while sequences are short: no program is launched for its empty end.
 
-The three numbers are guesses: nothing was measured. On an H200 with two programs an SM (264):
+The three numbers are guesses: nothing was measured. On an H200 with two programs per SM (264):
 
     64 requests x 8,192 tokens, 8 KV heads     512 pairs, 128 tiles    split
     8 x 32,768                                  64 pairs, 512 tiles    split
@@ -33,11 +33,11 @@ LONG_TILES = 64
 def choose_num_shares(
     *, num_reqs: int, num_kv_heads: int, max_tiles: int, num_programs: int
 ) -> int | None:
-    """Into how many shares the work is cut; None is a single pass.
+    """The number of shares that the work is cut into, or None for a single pass.
 
     Args:
-        max_tiles: KV tiles of the longest sequence that the block table has room for, those wholly
-            left of a window or chunk not counted.
+        max_tiles: KV tiles of the longest sequence that the block table has room for, without tiles
+            that lie wholly left of a window or chunk.
         num_programs: Programs that the device runs at once.
     """
     num_pairs = num_reqs * num_kv_heads

@@ -1,8 +1,8 @@
-"""Body of `paged_attention` on Hopper GPUs: two Mosaic GPU kernels, and what joins them.
+"""Body of `paged_attention` on Hopper GPUs: two Mosaic GPU kernels whose results are joined.
 
-Requests with one query token go through the decode kernel, which reads the cache at the speed of
-the memory; longer ones through the ragged kernel, which fills the matrix units. Each leaves the
-other's tokens alone, so the two results are put together by a select.
+The decode kernel computes requests with one query token; it is built to read memory at full speed.
+The ragged kernel computes longer requests; it is built to fill the matrix units. Each kernel writes
+only its own tokens, so a select joins the two results.
 """
 
 import jax
@@ -76,7 +76,7 @@ def paged_attention_mosaic_gpu(
         "sliding_window": sliding_window,
         "chunk_size": chunk_size,
         "soft_cap": soft_cap,
-        # True would be the interpreter of another backend.
+        # True would mean the interpreter of another backend.
         "interpret": plgpu.InterpretGPUParams() if interpret is True else interpret,
     }
 
@@ -89,7 +89,7 @@ def paged_attention_mosaic_gpu(
     is_padding = req_idx == num_reqs
     req_idx = jnp.minimum(req_idx, num_reqs - 1)
 
-    # One query token stands at the last position, so what is causal and what is not are one thing.
+    # A single query token stands at the last position, so being causal makes no difference.
     out, lse = decode_rows_mosaic_gpu(
         q[jnp.clip(query_start_loc[:-1], 0, num_tokens - 1)],
         *(kv_cache, row, block_tables),
@@ -110,7 +110,7 @@ def paged_attention_mosaic_gpu(
 
     if sinks is not None:
         out, lse = _add_sinks(out, lse, sinks.astype(jnp.float32))
-    # Selected last: what no kernel wrote may be anything, NaN included.
+    # Selected last: rows that no kernel wrote may hold anything, NaN included.
     sees_any = ~is_padding & (seq_lens[req_idx] > 0)  # bool[num_tokens]
     out = jnp.where(sees_any[:, None, None], out, 0.0).astype(q.dtype)
     return out, jnp.where(sees_any[:, None], lse, -jnp.inf)
@@ -121,6 +121,6 @@ def _add_sinks(
     lse: jax.Array,  # f32[num_tokens, num_q_heads]
     sinks: jax.Array,  # f32[num_q_heads]
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds one more term, exp(sink), to each softmax's denominator, and nothing to its sum."""
+    """Adds exp(sink) to each softmax's denominator, and nothing to its sum of values."""
     lse_with_sink = jnp.logaddexp(lse, sinks)
     return out * jnp.exp(lse - lse_with_sink)[..., None], lse_with_sink

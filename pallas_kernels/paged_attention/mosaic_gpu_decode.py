@@ -1,8 +1,7 @@
-"""Decode attention on Hopper: what is computed around the kernel, in plain JAX.
+"""Decode attention on Hopper: the plain JAX before and after the kernel.
 
-Before it, the schedule: which tiles of which request go to which program. After it, the merge of
-partial results, where the work was cut. How the kernel works is told in
-`mosaic_gpu_decode_kernel.py`.
+Before the kernel, the schedule assigns tiles of requests to programs. After it, partial results are
+merged if the work was cut. `mosaic_gpu_decode_kernel.py` explains the kernel.
 """
 
 from typing import Literal
@@ -26,7 +25,8 @@ from pallas_kernels.paged_attention.tuned_blocks import (
     padded_rows,
 )
 
-# Up to the first width wgmma's tiles may be padded; up to the second, tiles without padding fit.
+# Heads up to the first width may be padded to wgmma's tiles; wider heads, up to the second width,
+# must fill them.
 _MAX_PADDED_HEAD_DIM, MAX_HEAD_DIM = 256, 512
 _DTYPES = ("bfloat16", "float16")
 
@@ -72,8 +72,8 @@ def decode_rows_mosaic_gpu(
 
     Args:
         config: Sizes of tiles; None is the tuned ones.
-        num_shares: Into how many shares the work is cut; None is a single pass; "auto" leaves it
-            to `decode_splits.py`.
+        num_shares: The number of shares that the work is cut into; None is a single pass, and with
+            "auto" `decode_splits.py` chooses.
         interpret: False or `plgpu.InterpretGPUParams`.
 
     Returns:
@@ -139,10 +139,10 @@ def decode_rows_mosaic_gpu(
 def _max_tiles(
     max_len: int, kv_tile: int, sliding_window: int | None, chunk_size: int | None
 ) -> int:
-    """The most KV tiles that a sequence of up to `max_len` tokens has in sight.
+    """The most KV tiles that the last token of a sequence of up to `max_len` tokens sees.
 
-    Of tiles of 64, a window of 65 may touch 2 and one of 66 may touch 3: the last key of a tile,
-    all of the next, the first of the third.
+    With tiles of 64, a window of 65 touches up to 2 tiles, and a window of 66 up to 3: the last key
+    of one, all keys of the next, and the first key of the third.
     """
     num_tiles = -(-max_len // kv_tile)
     num_seen = sliding_window if sliding_window is not None else chunk_size

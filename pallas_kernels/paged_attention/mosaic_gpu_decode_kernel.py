@@ -1,10 +1,10 @@
-"""The Mosaic GPU kernel of decode attention on Hopper (sm_90a): one query token a request.
+"""The Mosaic GPU kernel of decode attention on Hopper (sm_90a): one query token per request.
 
-How a KV tile travels (bf16, head_dim 128, 4 query heads a KV head; 64 keys are one tile):
+The way of a KV tile (bf16, head_dim 128, 4 query heads per KV head; 64 keys are one tile):
 
     cache, in device memory: blocks 7, 2, 9, 4 of a request, 16 keys each
       |                                                       |
-      | memory warpgroup: a TMA copy a block, all four land   | the same for V
+      | memory warpgroup: a TMA copy per block, all four land | the same for V
       | in one swizzled tile and arrive on one barrier        |
       v                                                       v
     K tile bf16[64, 128], in shared memory                  V tile bf16[64, 128]
@@ -21,28 +21,29 @@ How a KV tile travels (bf16, head_dim 128, 4 query heads a KV head; 64 keys are 
                           out^T f32[128, 8], in registers, added up over the tiles of a segment,
                           then stored to device memory: one partial result
 
-Keys, not queries, are the 64 rows that wgmma wants: a request has `group_size` query rows a KV head
-(often 4, padded to 8), and 64-row tiles of them would be nearly all padding. So logits take 4
-registers a thread, the output 8, and the work between two tiles stays short.
+The 64 rows of a wgmma are keys, not queries. A request has `group_size` query rows per KV head
+(often 4, padded to 8), so tiles of 64 query rows would be nearly all padding. Logits then take 4
+registers per thread, the output takes 8, and the work between two tiles stays short.
 
-Each warpgroup walks along rings of tiles, one for K and one for V. Heads wider than 384 have too
-large tiles for two rings of two tiles each; there K and V take turns in one ring of three tiles:
+Each warpgroup goes through two rings of tiles, one for K and one for V. For heads wider than 384,
+two rings of two tiles each are too large. There, K and V take turns in one ring of three tiles:
 K 0, V 0, K 1, then V 1 in the place of K 0, and so on.
 
-Reading the cache is what costs. Every byte is read once and used for a handful of multiplications,
-so the kernel only has to keep enough copies in flight and to let no SM idle:
-- In flight. An H200's 4.8 TB/s (data sheet) times 1 microsecond (assumed) is 36 KB an SM. Two CTAs
-  an SM with 3 stages of 32 KB each have up to 192 KB under way, and while one CTA is between two
-  requests the other reads.
-- The chain of a tile (wait, wgmma, maximum over four warps, exponentials, wgmma) is a few hundred
-  instructions deep. At full speed an SM is due a 32 KB tile every 0.9 microseconds, each of its two
-  CTAs every 1.8 (reckoned, not measured): many times the chain.
-- Balance. `decode_splits.py` chooses between one program a (request, KV head) and equal shares.
+Most of the time goes into reading the cache. Every byte is read once and used for a few
+multiplications, so the kernel only has to keep enough copies in flight and all SMs busy:
+- In flight. An H200's 4.8 TB/s (data sheet) times 1 microsecond (assumed) is 36 KB per SM. Two CTAs
+  per SM with 3 stages of 32 KB each have up to 192 KB in flight, and while one CTA is between two
+  requests, the other reads.
+- Latency. The operations on one tile (wait, wgmma, maximum over four warps, exponentials, wgmma)
+  are a chain of a few hundred instructions. At full speed, an SM gets a 32 KB tile every 0.9
+  microseconds, and each of its two CTAs every 1.8 (calculated, not measured), many times the length
+  of the chain.
+- Balance. `decode_splits.py` chooses between one program per (request, KV head) and equal shares.
 
 Memory past a sequence's end may hold NaN, and 0 * NaN is NaN in wgmma. Logits are masked by a
 select. Rows of V that are not seen are set to zero in shared memory, in the first and the last tile
-of a request only. Blocks wholly outside are not followed: the tile's nearest seen block is read
-again in their place.
+of a request only. Blocks that lie wholly outside are not read: the tile's nearest seen block is
+read again instead.
 """
 
 import functools
@@ -96,7 +97,7 @@ class _Gmem(NamedTuple):
 
 
 class _Smem(NamedTuple):
-    """What a CTA has in shared memory: tiles, and the barriers that hand them over.
+    """The shared memory of a CTA: tiles, and the barriers that hand them over.
 
     If K and V share a ring, their entries are the same refs.
     """
@@ -105,10 +106,10 @@ class _Smem(NamedTuple):
     weights: object  # f[group_rows, kv_tile]
     k: object  # f[num_stages, kv_tile, head_dim]
     v: object  # f[num_stages, kv_tile, v_width]
-    q_landed: object  # the compute warpgroup's own copy of Q is there
-    k_landed: object  # [num_stages], all copies of a K tile are there
+    q_landed: object  # the copy of Q has arrived
+    k_landed: object  # [num_stages], all copies of a K tile have arrived
     v_landed: object  # [num_stages]
-    k_free: object  # [num_stages], the compute warpgroup needs a K tile no longer
+    k_free: object  # [num_stages], the compute warpgroup has finished with a K tile
     v_free: object  # [num_stages]
 
 
@@ -140,7 +141,7 @@ class DecodeKernel:
 
     @property
     def v_width(self) -> int:
-        """Columns of a V tile: wgmma makes 64 rows of out^T at a time, the last may be padding."""
+        """Columns of a V tile. wgmma computes 64 rows of out^T at once; the last may be padding."""
         return v_tile_width(self.head_dim)
 
     @property
@@ -150,7 +151,7 @@ class DecodeKernel:
 
     @property
     def v_copy_rows(self) -> int:
-        """The same for V. A copy fills contiguous memory: with padding columns, 8 rows at most."""
+        """The same for V. A copy fills contiguous memory, with padding columns at most 8 rows."""
         return self.copy_rows if self.v_width == self.head_dim else 8
 
     def launch(
@@ -164,7 +165,7 @@ class DecodeKernel:
         num_slots: int,
         interpret: object,
     ) -> tuple[jax.Array, jax.Array]:  # see `_Gmem.out`, `_Gmem.lse`
-        """Runs the kernel, one program a share."""
+        """Runs the kernel, one program per share."""
         scratch = self._scratch(q.dtype)
 
         def body(*gmem_refs: object) -> None:
@@ -194,7 +195,7 @@ class DecodeKernel:
             interpret=interpret or None,
         )(
             q,
-            # Flat, because a TMA descriptor has 5 dimensions and two of them go to the swizzle.
+            # Flat, because a TMA descriptor has 5 dimensions and the swizzle takes two of them.
             kv_cache.reshape(-1, self.block_size, self.head_dim),
             row.reshape(1),
             block_tables,
@@ -203,7 +204,7 @@ class DecodeKernel:
         )
 
     def _scratch(self, dtype: jnp.dtype) -> dict[str, object]:
-        """Types of the refs of `_Smem`; those of V are left out if K's are V's too."""
+        """Types of the refs of `_Smem`, without V's if K and V share a ring."""
         kv_tile, num_stages = self.config.kv_tile, self.config.num_stages
 
         # 128-byte swizzle is 64 numbers wide; head_dim 96 takes 64-byte, 80 takes 32-byte.
@@ -234,7 +235,7 @@ class DecodeKernel:
         return scratch
 
     def _turns(self, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """How many tiles were in a ring before the K tile of a step, and before its V tile."""
+        """The numbers of tiles that precede the K tile and the V tile of a step in their rings."""
         return (2 * step, 2 * step + 1) if self.config.has_one_ring else (step, step)
 
     def _stages(self, step: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -253,7 +254,7 @@ class DecodeKernel:
         pl.when(role == _MEMORY)(functools.partial(self._memory_role, gmem, smem))
 
     def _for_each_segment(self, gmem: _Gmem, visit: Callable[[_Segment], None]) -> None:
-        """Walks along this program's share; both warpgroups do, and meet at the barriers."""
+        """Visits the segments of this program's share. Both warpgroups do, and meet at barriers."""
         share = lax.axis_index("share")
         start_unit = gmem.shares[share, START_UNIT]
         num_steps = gmem.shares[share, END_UNIT] - start_unit
@@ -293,11 +294,11 @@ class DecodeKernel:
                 # Block ids are read before waiting, so that their latency is hidden.
                 logical_blocks, first_row = self._blocks_of_tile(tile)
                 blocks = [
-                    # Entries outside may be garbage. What is read again in their place is masked.
+                    # Entries outside may be garbage. Blocks that are read again are masked.
                     gmem.block_tables[segment.req, jnp.clip(logical_block, *seen_blocks)]
                     for logical_block in logical_blocks
                 ]
-                # Of the flat cache: all heads' keys of a block lie before all heads' values.
+                # In the flat cache, the keys of all heads of a block come before the values.
                 keys = [(row_start + b) * (2 * self.num_kv_heads) + segment.head for b in blocks]
                 values = [block + self.num_kv_heads for block in keys]
                 for turn, stage, blocks, tiles, box_rows, landed, free in zip(
@@ -334,15 +335,15 @@ class DecodeKernel:
             for free in rings:
                 plgpu.barrier_wait(free.at[lax.rem(turn, num_stages)])
 
-        # Every arrival is waited for once: the compute warpgroup need not know which is the last.
+        # Each arrival is waited for once, so the last tile is no special case for computing.
         num_turns, _ = self._turns(num_steps)
         lax.fori_loop(jnp.maximum(num_turns - num_stages, 0), num_turns, drain, None)
 
     def _blocks_of_tile(self, tile: jax.Array) -> tuple[list[jax.Array], jax.Array | int]:
-        """The logical block that each copy of a tile reads, and from which row of it on.
+        """The logical block that each copy of a tile reads, and the first row that is read.
 
-        Blocks of 16 tokens: tile 2 is logical blocks 8, 9, 10, 11, from row 0. Blocks of 128: it is
-        block 1, from row 0; tile 3 is block 1, from row 64.
+        Tiles of 64 keys: with blocks of 16, tile 2 is logical blocks 8 to 11, from row 0. With
+        blocks of 128, tile 2 is block 1 from row 0, and tile 3 is block 1 from row 64.
         """
         kv_tile, block_size = self.config.kv_tile, self.block_size
         if block_size <= kv_tile:
@@ -352,13 +353,13 @@ class DecodeKernel:
         return [lax.div(tile, tiles_of_block)], lax.rem(tile, tiles_of_block) * kv_tile
 
     def _compute_role(self, gmem: _Gmem, smem: _Smem) -> None:
-        """Multiplies the tiles as they land, and stores one partial result a segment."""
+        """Multiplies the tiles as they arrive, and stores one partial result per segment."""
         kv_tile, rows = self.config.kv_tile, self.group_rows
 
         def attend_segment(segment: _Segment) -> None:
             head_of_req = segment.req * self.num_kv_heads + segment.head
             plgpu.copy_gmem_to_smem(gmem.q.at[head_of_req], smem.q, smem.q_landed)
-            # Positions counted from where step 0 would be.
+            # Positions are counted from where step 0 would begin.
             shift = (segment.start_tile - segment.start_step) * kv_tile
             seen_start = gmem.requests[segment.req, FIRST_SEEN] - shift
             seen_end = gmem.requests[segment.req, SEQ_LEN] - shift
@@ -367,7 +368,7 @@ class DecodeKernel:
             def add_tile(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 out, largest, denominators = state
                 k_stage, v_stage = self._stages(step)
-                # The tile's seen keys are [start, end); outside of [0, kv_tile) for inner tiles.
+                # The tile's seen keys are [start, end), for inner tiles more than [0, kv_tile).
                 start, end = seen_start - step * kv_tile, seen_end - step * kv_tile
 
                 plgpu.barrier_wait(smem.k_landed.at[k_stage])
@@ -378,7 +379,7 @@ class DecodeKernel:
                 new_largest = jnp.maximum(largest, logits.max(axis=0))
                 rescale = jnp.exp2(largest - new_largest)
                 weights = jnp.exp2(logits - _down_columns(new_largest, kv_tile))
-                # Added up over the keys of a tile only once, at the end of the segment.
+                # Summed over the keys of a tile only once, at the end of the segment.
                 denominators = denominators * _down_columns(rescale, kv_tile) + weights
                 self._store_weights(smem, weights)
 
@@ -389,7 +390,7 @@ class DecodeKernel:
                 def _clear_unseen() -> None:
                     self._clear_rows_outside(v_tile, start, end)
 
-                # What was stored to shared memory is to be seen by wgmma.
+                # Makes the stores to shared memory visible to wgmma.
                 plgpu.commit_smem()
                 product = self._product(v_tile.transpose((1, 0)), smem.weights.transpose((1, 0)))
                 plgpu.barrier_arrive(smem.v_free.at[v_stage])
@@ -429,9 +430,9 @@ class DecodeKernel:
     def _store_weights(self, smem: _Smem, weights: jax.Array) -> None:
         """Puts the weights, f32[kv_tile, group_rows], where wgmma can read them.
 
-        wgmma takes its second operand from shared memory only. The keys are made its contiguous
-        axis, as 8 query rows would not fill the narrowest swizzle, 16 numbers: so the weights are
-        stored as their transpose.
+        wgmma reads its second operand from shared memory only. The weights are stored transposed,
+        with the keys contiguous, because 8 query rows would not fill the narrowest swizzle, 16
+        numbers.
         """
         weights = weights.astype(smem.weights.dtype)
         weights = plgpu.layout_cast(weights, plgpu.Layout.WGMMA_TRANSPOSED)
@@ -450,11 +451,11 @@ class DecodeKernel:
     def _product(self, a: object, b: object) -> jax.Array:
         """a x b of two tiles in shared memory, f32.
 
-        Into an accumulator of its own: results are small, and adding one to what is there takes no
-        more instructions than scaling that alone.
+        The product has its own accumulator. It is small, and adding it to the output takes no more
+        instructions than rescaling the output alone.
         """
         if self.is_interpreted:
-            # The interpreter looks for races of plain reads, not of wgmma's.
+            # The interpreter looks for races of plain reads, but not of wgmma's reads.
             a, b = a[...], b[...]
             plgpu.commit_smem()  # before the next copy into the tile: wgmma's reads need no fence
             return jnp.dot(a, b, preferred_element_type=jnp.float32)
@@ -467,7 +468,7 @@ class DecodeKernel:
 
 
 def _smem(refs: dict[str, object]) -> _Smem:
-    """The refs by their names; V has K's where it has none of its own."""
+    """The refs by name; V has K's refs if they share a ring."""
     shared = {f"v{name[1:]}": ref for name, ref in refs.items() if name[:1] == "k"}
     return _Smem(**{**shared, **refs})
 
@@ -484,7 +485,7 @@ def _down_columns(row: jax.Array, num_rows: int) -> jax.Array:
 def _store_short_rows(ref: object, value: jax.Array) -> None:
     """Stores registers to device memory in rows shorter than a cache line (8 numbers, mostly).
 
-    TODO: drop when JAX >= 0.12: before, there is no `plgpu.store`, and no such store is refused.
+    TODO: drop when JAX >= 0.12. Older versions have no `plgpu.store` and do not refuse such stores.
     """
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)

@@ -1,6 +1,6 @@
 """Ragged attention for Hopper (sm_90a) in Mosaic GPU: prompts and chunks of prompts, paged K and V.
 
-The batch is cut into tiles (`ragged_tiles`), a CTA each (`mosaic_gpu_ragged_kernel`).
+The batch is cut into tiles (`ragged_tiles`). One CTA (`mosaic_gpu_ragged_kernel`) computes each.
 """
 
 import jax
@@ -62,7 +62,7 @@ def ragged_rows_mosaic_gpu(
     config: RaggedConfig | None = None,
     interpret: object = False,
 ) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, head_dim], f32[num_tokens, ...]
-    """Attention of the query tokens of all requests that have more than one, or of all requests.
+    """Computes attention for requests with more than one query token, or for all requests.
 
     Args:
         skip_single: Whether requests with one query token are left out.

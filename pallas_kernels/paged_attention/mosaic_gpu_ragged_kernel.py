@@ -7,8 +7,8 @@ of one KV head (see `ragged_tiles`). Its three warpgroups, of 128 threads each, 
     compute 0   rows 0..63:   S = Q K^T, softmax, O += P V, for one KV tile after the other
     compute 1   rows 64..127: the same, half a step later
 
-The two swap turns (`turn`, a barrier at which both meet) so that the tensor core multiplies for one
-while the other exponentiates:
+The two take turns (`turn` is a barrier at which both meet): the tensor core multiplies for one
+while the other computes exponentials:
 
     compute 0   | S 0 | softmax 0    | PV 0, S 1 | softmax 1    | PV 1, S 2 | ...
     compute 1   |     | S 0          | softmax 0 | PV 0, S 1    | softmax 1 | ...
@@ -18,8 +18,9 @@ Where heads are wider than 256 columns, the output of 64 rows does not fit a war
 The tile is then computed by two CTAs, each with half the columns of V and of the output. Both
 compute the same scores from the whole of Q and K.
 
-A tile of K (and so of V) goes around: the memory warpgroup waits for `k_free`, starts the copies,
-which arrive at `k_landed`; both compute warpgroups wait there, multiply, and arrive at `k_free`.
+The cycle of a K tile, and likewise of a V tile: the memory warpgroup waits for `k_free` and starts
+the copies, which arrive at `k_landed`. Both compute warpgroups wait there, multiply, and arrive at
+`k_free`.
 """
 
 import functools
@@ -42,7 +43,7 @@ from pallas_kernels.paged_attention.ragged_tiles import (
 )
 
 _MEMORY_WARPGROUP = NUM_COMPUTE_WARPGROUPS
-# A row's largest logit before it has seen any. Finite: -inf minus -inf is NaN.
+# The largest logit of a row that has seen no key yet. Finite: -inf minus -inf is NaN.
 _NOTHING_SEEN = -1e30
 
 
@@ -97,10 +98,10 @@ class RaggedKernel:
     ) -> tuple[jax.Array, jax.Array]:
         """Runs a CTA for each tile, group of heads and part of V's columns.
 
-        Heads are side by side, to share K and V in L2.
+        Heads are neighbors in the grid, so that they share K and V in the L2 cache.
 
-        CTAs start in the order of the plan, the longest first, and one an SM at a time: which CTA
-        runs where is left to the hardware, which balances better than a fixed (persistent) split.
+        CTAs start in the order of the plan, the longest first, one per SM at a time. The hardware
+        chooses their SMs, which balances better than a fixed (persistent) split.
         """
         num_tiles = plan.shape[0]
         lse_shape = (num_tiles, self.num_head_groups, NUM_COMPUTE_WARPGROUPS, ROWS_PER_WARPGROUP)
@@ -126,8 +127,8 @@ class RaggedKernel:
 
     def _scratch(self) -> dict[str, object]:
         config, dtype = self.config, jnp.dtype(self.dtype)
-        # wgmma reads operands in groups of 8 rows x swizzle: 128 bytes where head_dim is a multiple
-        # of 64, 64 for 96, 32 for 80.
+        # wgmma reads operands in groups of 8 rows x swizzle: 128 bytes if head_dim is a multiple of
+        # 64, 64 bytes for 96, 32 bytes for 80.
         tiled = _tiled(plgpu.find_swizzle(self.head_dim * dtype.itemsize * 8), dtype)
         v_tiled = _tiled(_v_swizzle(config.kv_tile, self.v_width, dtype), dtype)
         ring = (config.num_stages, config.kv_tile)
@@ -154,7 +155,7 @@ class RaggedKernel:
         warpgroup = lax.axis_index("warpgroup")
 
         def plan(field):  # noqa: ANN001, ANN202
-            """Reads a column of the plan, each time anew: registers are scarcer than reads."""
+            """Reads a column of the plan at each use, because registers are scarcer than reads."""
             return plan_ref[tile, int(field)]
 
         has_work = plan(PlanField.NUM_TOKENS) > 0
@@ -171,9 +172,9 @@ class RaggedKernel:
             self._copy_keys_and_values(plan, kv_ref, row_ref, tables_ref, smem)
 
     def _kv_tile_at(self, plan, step):  # noqa: ANN001, ANN202
-        """The KV tile of a step: first those that need no mask, then the left edge, then the right.
+        """The KV tile of a step: first tiles without a mask, then the left, then the right edge.
 
-        The edges come last: what they cost beside multiplying then delays no copy.
+        The edges come last, so that their extra work delays no copy.
         """
         if not self.seen.has_left_edge:
             return step  # the full ones begin at 0, and the right edge follows them
@@ -185,14 +186,14 @@ class RaggedKernel:
         return jnp.where(edge < 0, plan(PlanField.FULL_START) + step, edge_tile)
 
     def _registers(self) -> tuple[int, int]:
-        """Registers a thread of the compute and of the memory warpgroups, so that neither spills.
+        """Registers per thread of the compute and of the memory warpgroups, so that neither spills.
 
-        Of an SM's 65,536 the CTA takes 2 x 128 x the first + 128 x the second.
+        The CTA takes 2 x 128 x the first + 128 x the second of an SM's 65,536 registers.
         """
         if self.head_dim > 192:
             return 240, 24  # its tiles have half the keys, so fewer block ids to hold
         if self.seen.has_left_edge and self.copies_per_tile > 8:
-            return 224, 56  # 16 block ids, and where each tile begins to be seen
+            return 224, 56  # 16 block ids, and the first seen key of each tile
         return 232, 40
 
     def _compute(self, plan, q_ref, out_ref, lse_ref, smem):  # noqa: ANN001, ANN202
@@ -206,7 +207,7 @@ class RaggedKernel:
         tokens = config.tokens_per_warpgroup
 
         def swap_turns():  # noqa: ANN202
-            """Both warpgroups meet: who used the tensor core hands it over."""
+            """Both warpgroups meet, and the tensor core passes from one to the other."""
             plgpu.barrier_arrive(smem["turn"])
             plgpu.barrier_wait(smem["turn"])
 
@@ -214,7 +215,7 @@ class RaggedKernel:
             return lax.rem(step, jnp.int32(config.num_stages))
 
         def v_clean_of(step):  # noqa: ANN001, ANN202
-            # Of even and of odd steps: the first warpgroup may be a step ahead of the second.
+            # One barrier for even and one for odd steps: the first warpgroup may be a step ahead.
             return smem["v_clean"].at[lax.rem(step, 2)]
 
         def scores(step):  # noqa: ANN001, ANN202
@@ -273,7 +274,7 @@ class RaggedKernel:
             out *= lax.broadcast_in_dim(shrink, out.shape, [0])
             denominator = denominator * shrink + weights.sum(axis=1)
             weights = weights.astype(self.dtype)
-            # The softmax must be over before the turn is handed on, not be moved after it.
+            # The softmax must end before the turn passes; the compiler must not move it after that.
             out, new_largest, denominator, weights = lax.optimization_barrier(
                 (out, new_largest, denominator, weights)
             )
@@ -307,8 +308,8 @@ class RaggedKernel:
             filled(_NOTHING_SEEN, rows, layout=per_row),
             filled(0.0, rows, layout=per_row),
         )
-        # The second warpgroup starts by giving the turn away, the first ends so: as many meetings
-        # for both, and half a step between them.
+        # The second warpgroup swaps turns once more at the start, and the first one at the end. So
+        # both meet equally often, half a step apart.
         pl.when(warpgroup == 1)(swap_turns)
         carry = lax.fori_loop(0, num_full, functools.partial(attend, is_edge=False), carry)
         carry = lax.fori_loop(num_full, num_steps, functools.partial(attend, is_edge=True), carry)
@@ -323,7 +324,7 @@ class RaggedKernel:
         last_key = plan(PlanField.SEQ_LEN) - 1
         if not self.seen.is_causal:
             return jnp.where(key <= last_key, logits, -jnp.inf)
-        # Rows go by head, then token: with 16 tokens, row 35 is head 2, token 3.
+        # Rows are ordered by head, then token: with 16 tokens, row 35 is head 2, token 3.
         row = plgpu.broadcasted_iota(
             jnp.int32, (ROWS_PER_WARPGROUP,), 0, layout=plgpu.Layout.WGMMA.reduce(1)
         )
@@ -366,12 +367,12 @@ class RaggedKernel:
         first_v_column = 0 if self.num_v_parts == 1 else lax.axis_index("v_part") * self.v_width
 
         def boxes_of(kv_tile_idx):  # noqa: ANN001, ANN202
-            """The pieces of the cache that make a K tile, as indices of (block, half, KV head)."""
+            """The pieces of the cache that form a K tile, as indices of (block, half, KV head)."""
             boxes = []
             for copy in range(self.copies_per_tile):
                 first_key = kv_tile_idx * config.kv_tile + copy * keys_per_copy
                 block_idx = lax.div(first_key, jnp.int32(self.block_size))
-                # Past the sequence's end and left of what is seen a table holds garbage.
+                # Past the sequence's end and left of the first seen key, a table holds garbage.
                 block_idx = jnp.minimum(block_idx, self.max_blocks_per_req - 1)
                 block_id = tables_ref[plan(PlanField.REQ_IDX), block_idx]
                 block_id = jnp.minimum(jnp.maximum(block_id, 0), self.num_blocks - 1)
@@ -379,8 +380,8 @@ class RaggedKernel:
             return boxes
 
         def copy_tile(boxes, columns, kv_tile_idx, tile_ref, barrier):  # noqa: ANN001, ANN202
-            # Where a block is longer than a tile: of blocks of 256 and tiles of 128, the second
-            # half for odd tiles.
+            # If a block is longer than a tile, the part to read: with blocks of 256 and tiles of
+            # 128, odd tiles are the second half.
             tile_of_block = lax.rem(
                 kv_tile_idx, jnp.int32(max(1, self.block_size // config.kv_tile))
             )
@@ -411,7 +412,7 @@ class RaggedKernel:
             def _wait_for_free_v():  # noqa: ANN202
                 plgpu.barrier_wait(smem["v_free"].at[stage])
 
-            # All heads' keys of a block lie before all heads' values.
+            # In a block, the keys of all heads come before the values.
             boxes = [box + self.num_kv_heads for box in boxes]
             copy_tile(
                 *(boxes, pl.ds(first_v_column, self.v_width), kv_tile_idx),
@@ -432,7 +433,7 @@ def _tiled(swizzle: int, dtype: jnp.dtype) -> tuple[object, ...]:
 
 
 def _v_swizzle(kv_tile: int, v_width: int, dtype: jnp.dtype) -> int:
-    """Bytes of the swizzle of a V tile: wgmma adds up keys in groups as long as it is wide."""
+    """Bytes of the swizzle of a V tile: wgmma sums keys in groups of its width."""
     widest = plgpu.find_swizzle(v_width * dtype.itemsize * 8)
     return min(widest, kv_tile * dtype.itemsize)
 
@@ -440,8 +441,8 @@ def _v_swizzle(kv_tile: int, v_width: int, dtype: jnp.dtype) -> int:
 def _tanh(x: jax.Array) -> jax.Array:  # f32[...], both
     """tanh(x) = 1 - 2 / (exp(2 x) + 1), by the hardware's exponential and inverse square root.
 
-    Its own tanh has 11 correct bits, which a cap of 50 turns into errors of 0.02. A division would
-    be exact, in many instructions.
+    The hardware's tanh has 11 correct bits, which a cap of 50 turns into errors of 0.02. A division
+    would be exact, but takes many instructions.
     """
     root = lax.rsqrt(jnp.exp2(x * (2 * LOG2_E)) + 1)
     return 1 - 2 * root * root

@@ -1,9 +1,9 @@
-"""How the 64 rows of a compute warpgroup of the ragged kernel come in (Q) and go out.
+"""Loads (Q) and stores (output) the 64 rows of a compute warpgroup of the ragged kernel.
 
-A row is a query token of one head: with 4 heads a tile, rows 0..15 are 16 tokens of the first head,
-rows 16..31 the same tokens of the second. Tokens begin anywhere in the batch. TMA could copy to the
-tiles that wgmma reads, of 8 rows, only from every 8th token, so Q lands in chunks of 64 columns,
-untiled, and the threads lay it out. The output goes the same way back.
+A row is a query token of one head: with 4 heads per tile, rows 0..15 are 16 tokens of the first
+head, and rows 16..31 the same tokens of the second. The tokens may begin anywhere in the batch. TMA
+could copy into the 8-row tiles that wgmma reads only from every 8th token. So Q arrives untiled, in
+chunks of 64 columns, and the threads rearrange it. The output goes the same way back.
 """
 
 import math
@@ -60,18 +60,18 @@ class RowTransfer:
 
         Args:
             tiled: The transforms of what wgmma reads.
-            is_interpreted: Whether for interpret mode, which thinks that two warpgroups race if
-                they use different members of a union, though each keeps to its own part.
+            is_interpreted: Whether this is for interpret mode. It reports a race if two warpgroups
+                use different members of a union, even if each uses only its own part.
 
         Returns:
-            Two of a kind: f[NUM_COMPUTE_WARPGROUPS, 64, head_dim], f[.., num_chunks, 64, CHUNK].
+            Two refs: f[NUM_COMPUTE_WARPGROUPS, 64, head_dim], f[.., num_chunks, 64, CHUNK].
         """
         dtype = jnp.dtype(self.dtype)
         num, rows = NUM_COMPUTE_WARPGROUPS, ROWS_PER_WARPGROUP
         swizzled = (plgpu.SwizzleTransform(CHUNK * dtype.itemsize),)
         q_tiles = plgpu.SMEM((num, rows, self.head_dim), dtype, transforms=tiled)
         chunks = plgpu.SMEM((num, self.num_chunks, rows, CHUNK), dtype, transforms=swizzled)
-        # One memory for both, if a warpgroup's part begins at the same place in both.
+        # Both share memory if a warpgroup's part begins at the same place in both.
         if self.head_dim % CHUNK == 0 and not is_interpreted:
             return plgpu.RefUnion(q_tiles, chunks)
         return q_tiles, chunks
@@ -111,7 +111,7 @@ class RowTransfer:
         boxes = {"num_tokens": self.config.tokens_per_warpgroup, "num_chunks": self.num_chunks}
         self._for_each_box(copy, q_ref, chunks, first_token=first_token, **boxes)
         plgpu.barrier_wait(landed)
-        # Maybe the same memory in another order: all is read before the first is written.
+        # The two may share memory in different orders, so all is read before anything is written.
         values = [
             plgpu.load(chunks.at[chunk], layout=plgpu.Layout.WGMMA)
             for chunk in range(self.num_chunks)
@@ -175,7 +175,7 @@ class RowTransfer:
             _store_to_gmem(own_lse, lse)
 
         if has_parts:
-            pl.when(part == 0)(_store_lse)  # which is the same for all
+            pl.when(part == 0)(_store_lse)  # all parts have the same lse
         else:
             _store_lse()
         plgpu.wait_smem_to_gmem(0)
@@ -184,7 +184,7 @@ class RowTransfer:
 def _store_to_gmem(ref, value):  # noqa: ANN001, ANN202
     """Stores registers straight to global memory.
 
-    TODO: drop when JAX >= 0.12; before, a plain store does this and there is no `plgpu.store`.
+    TODO: drop when JAX >= 0.12. Older versions do it by a plain store and have no `plgpu.store`.
     """
     if jax.__version_info__ < (0, 12):
         ref[...] = value

@@ -1,4 +1,4 @@
-"""Mosaic TPU body of `paged_attention`: arrangement of the arguments, launch, and what fits it.
+"""Mosaic TPU body of `paged_attention`: arranges the arguments and launches the kernel.
 
 `mosaic_tpu_plan.py` says how the batch is cut into tiles and passes, `mosaic_tpu_kernel.py` what
 one pass does.
@@ -84,7 +84,7 @@ def paged_attention_mosaic_tpu(
     lse = lse.reshape(-1, plan.num_kv_heads, plan.tile_tokens, plan.group_size)
     lse = lse.transpose(0, 2, 1, 3).reshape(-1, num_q_heads)[:num_tokens]
 
-    # Padding is in no pass: nothing wrote its rows.
+    # No pass contains padding, so its rows were never written.
     is_real = jnp.arange(num_tokens) < query_start_loc[-1]
     out = jnp.where(is_real[:, None, None], out, 0)
     lse = jnp.where(is_real[:, None], lse, -jnp.inf)
@@ -179,13 +179,13 @@ def _launch(
 
 
 def _whole_lanes(block_tables: jax.Array) -> jax.Array:  # i32[num_reqs, 1, max_blocks_per_req]
-    """One line a request, that a copy can take alone, of whole lanes."""
+    """One row of whole lanes per request, so that it can be copied alone."""
     padding = round_up(block_tables.shape[1], LANES) - block_tables.shape[1]
     return jnp.pad(block_tables, ((0, 0), (0, padding)))[:, None]
 
 
 def _rows_by_kv_head(q: jax.Array, plan: TilePlan) -> jax.Array:
-    """f[num_kv_heads, num_tiles * tile_rows, head_dim], the rows of a token beside each other."""
+    """f[num_kv_heads, num_tiles * tile_rows, head_dim], the rows of a token next to each other."""
     num_tokens, _, head_dim = q.shape
     padding = round_up(num_tokens, plan.tile_tokens) - num_tokens
     q = jnp.pad(q, ((0, padding), (0, 0), (0, 0)))
@@ -205,7 +205,7 @@ def _add_sinks(
     lse: jax.Array,  # f32[num_tokens, num_q_heads]
     sinks: jax.Array,  # f32[num_q_heads]
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds one more logit a head to softmaxes that are already finished."""
+    """Adds one more logit per head to softmaxes that are already finished."""
     with_sink = jnp.logaddexp(lse, sinks.astype(jnp.float32))
     sees_any = lse > -jnp.inf
     share = jnp.where(sees_any, jnp.exp(lse - with_sink), 0.0)

@@ -1,10 +1,9 @@
 """Kernel body of ragged paged attention on a TPU: what one pass does.
 
-One grid step is one pass (see `mosaic_tpu_plan.py`): its tokens' rows of Q, for all KV heads, meet
-the request's keys a KV tile at a time. A KV tile is a few blocks, each one copy out of HBM of the
-keys and values of all its heads. There are two buffers: while one tile is multiplied, the copies of
-the next are under way, and the next tile of a pass's last tile is the first tile of the pass after
-it.
+One grid step is one pass (see `mosaic_tpu_plan.py`). It multiplies its tokens' rows of Q, for all
+KV heads, with the request's keys, one KV tile at a time. A KV tile is a few blocks. One copy from
+HBM brings the keys and values of all heads of a block. There are two buffers: while one tile is
+multiplied, the next is copied. After the last tile of a pass comes the first of the next pass.
 """
 
 import functools
@@ -40,7 +39,7 @@ class AttentionRules:
 
 
 class KernelRefs(NamedTuple):
-    """The refs of one launch, in the order in which Pallas hands them over."""
+    """The refs of one launch, in the order in which Pallas passes them."""
 
     # Scalars, in SMEM.
     row: jax.Ref  # i32[1]
@@ -58,16 +57,16 @@ class KernelRefs(NamedTuple):
     tables: jax.Ref  # i32[2, 1, max_blocks_per_req] in SMEM
     slot: jax.Ref  # i32[1] in SMEM, which of the two KV tiles comes next
     weighted_values: jax.Ref  # f32[num_kv_heads, tile_rows, head_dim]
-    # A number a row, the same in every lane.
+    # One number per row, the same in every lane.
     largest: jax.Ref  # f32[num_kv_heads, tile_rows, 128]
     denominator: jax.Ref  # f32[num_kv_heads, tile_rows, 128]
     lse_column: jax.Ref  # f32[num_kv_heads, tile_rows, 128]
-    kv_sems: jax.Ref  # one DMA semaphore a KV tile
-    table_sems: jax.Ref  # one a table
+    kv_sems: jax.Ref  # one DMA semaphore per KV tile
+    table_sems: jax.Ref  # one per table
 
 
 def attend_pass(*refs: jax.Ref, plan: TilePlan, rules: AttentionRules) -> None:
-    """Body of the grid: one pass, and the first copies of the next."""
+    """One grid step: computes one pass, and starts the first copies of the next."""
     refs = KernelRefs(*refs)
     copies = _Copies(refs, plan)
     pass_idx = pl.program_id(0)
@@ -118,7 +117,7 @@ def attend_pass(*refs: jax.Ref, plan: TilePlan, rules: AttentionRules) -> None:
         @pl.when(is_last_pass | (tile != after))
         def _write_lse() -> None:
             def write_head(head: jax.Array, _: None) -> None:
-                # Every lane of a row is alike, so any line of the transpose is the column.
+                # All lanes of a row are equal, so every row of the transpose is the column.
                 refs.lse[0, head] = refs.lse_column[head].T[:1]
 
             lax.fori_loop(0, plan.num_kv_heads, write_head, None)
@@ -152,7 +151,7 @@ class _Copies:
     def start_tile(
         self, pass_idx: jax.Array | int, kv_tile: jax.Array, slot: jax.Array | int
     ) -> None:
-        """Starts one copy a block; the pass's table must be here."""
+        """Starts one copy per block. The pass's block table must have arrived."""
 
         def start(block: jax.Array, _: None) -> None:
             block_id = self._refs.tables[pass_idx % 2, 0, block]
@@ -162,13 +161,13 @@ class _Copies:
 
     def wait_tile(self, pass_idx: jax.Array, kv_tile: jax.Array, slot: jax.Array) -> None:
         def wait(block: jax.Array, _: None) -> None:
-            # All blocks have the same number of bytes, which is all that a wait looks at.
+            # A wait only depends on the number of bytes, which is the same for all blocks.
             self._block(0, block, kv_tile, slot).wait()
 
         lax.fori_loop(*self._blocks(pass_idx, kv_tile), wait, None)
 
     def _blocks(self, pass_idx: jax.Array | int, kv_tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The logical blocks of a tile that hold a key some token sees; others are not followed."""
+        """The logical blocks of a tile with a key that some token sees. Others are not read."""
         plan, passes = self._plan, self._refs.passes
         first = passes[PassField.FIRST_KEY, pass_idx] // plan.block_size
         end = pl.cdiv(passes[PassField.END_KEY, pass_idx], plan.block_size)
@@ -192,7 +191,7 @@ class _Copies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Window:
-    """The rows of the query tile that a pass works on; some may be of other requests."""
+    """The rows of the query tile that a pass computes; some may belong to other requests."""
 
     refs: KernelRefs
     plan: TilePlan
@@ -209,7 +208,7 @@ class _Window:
         return self.refs.passes[field, self.pass_idx]
 
     def token_of_pass(self) -> jax.Array:  # i32[num_rows, 1]
-        """Which token of the pass each row is of; below 0 or past the last: of another request."""
+        """Each row's token of the pass; below 0 or past the last for rows of other requests."""
         row = self.start + lax.broadcasted_iota(jnp.int32, (self.num_rows, 1), 0)
         return row // self.plan.group_size - self.field(PassField.FIRST_TOKEN)
 
@@ -312,7 +311,7 @@ def _add_kv_tile(window: _Window, kv_tile: jax.Array, slot: jax.Array) -> None:
 
         largest = jnp.maximum(refs.largest[rows], logits.max(axis=1, keepdims=True))
         rescale = jnp.exp(refs.largest[rows] - largest)
-        # Selected, because a row may see no key of this tile: then all its logits are alike.
+        # A row that has seen no key yet has equal logits, and exp alone would give 1.
         weights = jnp.where(is_seen, jnp.exp(logits - largest[:, :1]), 0.0)
         refs.largest[rows] = largest
         refs.denominator[rows] = refs.denominator[rows] * rescale + weights.sum(
@@ -340,7 +339,7 @@ def _is_seen(window: _Window, first_key: jax.Array, shape: tuple[int, int]) -> j
 
 
 def _product_dtype(refs: KernelRefs) -> jnp.dtype:
-    """What K, V and Q are cast to: a float of at least Q's precision."""
+    """The dtype that K, V and Q are cast to: a float of at least Q's precision."""
     return jnp.result_type(refs.q.dtype, refs.kv_cache.dtype)
 
 
@@ -356,9 +355,9 @@ def _product(lhs: jax.Array, rhs: jax.Array, contract: tuple[int, int]) -> jax.A
 
 
 def _merge_into_output(window: _Window) -> None:
-    """Divides by the denominators, and writes the rows of this request, and no others.
+    """Divides by the denominators, and writes only the rows of this request.
 
-    Rows of padding are written by no pass, and hold anything; the launch's caller clears them.
+    No pass writes the rows of padding. The caller of the launch clears them.
     """
     refs = window.refs
     token = window.token_of_pass()

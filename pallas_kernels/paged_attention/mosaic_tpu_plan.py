@@ -1,9 +1,9 @@
 """Static sizes of the TPU kernel, and the list of its passes, made by XLA before the launch.
 
-A query tile is `tile_tokens` consecutive tokens of the flat batch, whoever they belong to, so tiles
-are always aligned. A pass is one request's share of one tile; the kernel's grid is over passes.
-With tiles of 4 tokens, query_start_loc [0, 1, 7, 8] gives the passes
-(tile 0, request 0, tokens 0:1), (0, 1, 1:4), (1, 1, 4:7), (1, 2, 7:8).
+A query tile is `tile_tokens` consecutive tokens of the flat batch, of one or several requests, so
+tiles are always aligned. A pass is one request's share of one tile; the kernel's grid is over
+passes. With tiles of 4 tokens, query_start_loc [0, 1, 7, 8] gives the passes (tile 0, request 0,
+tokens 0:1), (0, 1, 1:4), (1, 1, 4:7), (1, 2, 7:8).
 """
 
 import enum
@@ -14,19 +14,19 @@ import jax
 import jax.numpy as jnp
 
 LANES = 128
-# Rows that lie interleaved in VMEM: 8 of float32, 16 of bfloat16. Slices of Q begin on one.
+# Rows that are interleaved in VMEM: 8 of float32, 16 of bfloat16. Slices of Q are aligned to it.
 ROW_TILE = 16
-# Rows that lie interleaved in HBM, of every dtype: a block must be whole ones to be copied.
+# Rows that are interleaved in HBM, for every dtype. A block must be a multiple to be copied.
 HBM_ROW_TILE = 8
 
-# Guesses, measured on nothing: rows of Q of one KV head (a matrix unit is 128 or 256 high), rows of
-# all KV heads together (they and their accumulator stay in VMEM), keys of a KV tile, and how much
-# VMEM the KV tiles may take before they are made shorter.
+# Guesses, not measured: rows of Q of one KV head (a matrix unit is 128 or 256 high), rows of all KV
+# heads together (they and their accumulator stay in VMEM), keys of a KV tile, and how much VMEM the
+# KV tiles may take before they are made shorter.
 MAX_TILE_ROWS = 256
 MAX_TILE_ROWS_OF_ALL_HEADS = 2048
 MAX_KV_TILE_TOKENS = 512
 KV_TILES_BYTES = 8 * 2**20
-# v5e and v6e have 128 MiB of VMEM a core; XLA needs some beside the kernel, and so do its products.
+# v5e and v6e have 128 MiB of VMEM per core. XLA and the kernel's products need some of it too.
 MAX_SCRATCH_BYTES = 48 * 2**20
 VMEM_LIMIT_BYTES = 96 * 2**20
 # SMEM is 1 MiB on v5e and v6e.
@@ -38,7 +38,7 @@ class TilePlan:
     """Sizes of the kernel's tiles. A row is one token of one query head."""
 
     num_kv_heads: int
-    group_size: int  # query heads of one KV head; their rows of a token lie beside each other
+    group_size: int  # query heads of one KV head; their rows of a token are next to each other
     tile_tokens: int
     # Rows that a pass of one token works on: an aligned window that holds the token's rows.
     window_rows: int
@@ -66,11 +66,11 @@ def make_plan(q: jax.Array, kv_cache: jax.Array) -> TilePlan:
     while 2 * tile_tokens * group_size <= max_rows and tile_tokens < num_tokens:
         tile_tokens *= 2
     # Token t's rows begin at t * group_size, up to ROW_TILE - gcd rows into an aligned window: with
-    # 3 rows a token, those of token 5 are 15:18, in the window 0:32.
+    # 3 rows per token, token 5 has rows 15:18, in the window 0:32.
     reach = ROW_TILE - math.gcd(group_size, ROW_TILE) + group_size
     window_rows = min(round_up(reach, ROW_TILE), tile_tokens * group_size)
 
-    # A KV tile is whole blocks, and whole lanes where it is the minor axis of the logits.
+    # A KV tile is whole blocks, and whole lanes, because it is the minor axis of the logits.
     step_blocks = LANES // math.gcd(block_size, LANES)
     fitting = min(MAX_KV_TILE_TOKENS // block_size, KV_TILES_BYTES // (2 * _block_bytes(kv_cache)))
     return TilePlan(
@@ -122,7 +122,7 @@ class PassField(enum.IntEnum):
 
 
 def max_passes(num_tokens: int, num_reqs: int, tile_tokens: int) -> int:
-    """How many passes there can be: a request begins one, and so does a tile."""
+    """The most passes that there can be: each request begins one, and so does each tile."""
     return -(-num_tokens // tile_tokens) + num_reqs
 
 
@@ -139,8 +139,8 @@ def make_passes(
     """Lists the passes in the order of their tokens.
 
     Returns:
-        i32[num_fields, max_passes], where passes that do not exist repeat the tile of the last one
-        that does (so that nothing is fetched or written for them), and i32[1], how many exist.
+        i32[num_fields, max_passes], and i32[1], the number of passes. Unused entries repeat the
+        tile of the last pass, so that nothing is fetched or written for them.
     """
     num_reqs = seq_lens.shape[0]
     starts, ends = query_start_loc[:-1], query_start_loc[1:]

@@ -16,7 +16,7 @@ ROWS_PER_WARPGROUP = 64
 NUM_COMPUTE_WARPGROUPS = 2
 # Columns of Q and of the output that one TMA box holds: 128 bytes, the widest swizzle.
 CHUNK = 64
-# What a CTA may have on an H100 or H200 (227 KiB), less what barriers and alignment take.
+# A CTA's shared memory on an H100 or H200 (227 KiB); the part for barriers and alignment.
 SMEM_BYTES = 232_448
 _SMEM_RESERVE_BYTES = 2_048
 _MAX_STAGES = 4
@@ -58,7 +58,7 @@ class RaggedConfig:
     def smem_bytes(self, head_dim: int, itemsize: int) -> int:
         """Bytes of the Q (and output) tile and of all stages of K and V."""
         chunk_columns = -(-head_dim // CHUNK) * CHUNK
-        # The tile that wgmma reads and the chunks are one memory only where they are alike.
+        # The tile that wgmma reads and the chunks share memory only if they have one shape.
         q_columns = head_dim if chunk_columns == head_dim else head_dim + chunk_columns
         q_elements = NUM_COMPUTE_WARPGROUPS * ROWS_PER_WARPGROUP * q_columns
         kv_columns = head_dim + v_part_width(head_dim)
@@ -75,15 +75,15 @@ def v_part_width(head_dim: int) -> int:
 
 
 def default_ragged_config(*, head_dim: int, group_size: int, itemsize: int) -> RaggedConfig:
-    """The sizes that are used where nobody measured better ones. All of them are guesses.
+    """The sizes that are used until better ones are measured. All of them are guesses.
 
-    - heads_per_tile: a power of two that divides the group, so that no row is padding. Packing
-      heads makes a tile short in tokens: less of it is cut off by the causal diagonal and by the
-      ends of requests. But Q comes in boxes of a head and 64 columns, and the compiler keeps their
-      addresses for the output, in registers: with more than 8, head_dim 256 spills.
-    - kv_tile: 128 keys make long wgmma chains and few barriers; with more than 128 columns a head,
-      64, because scores, weights and output together must fit 232 registers a thread; with 512, 32,
-      because two stages of more do not fit shared memory.
+    - heads_per_tile: a power of two that divides the group, so that no row is padding. With more
+      heads, a tile has fewer tokens, so the causal diagonal and the ends of requests cut off less
+      of it. But Q is copied in boxes of one head and 64 columns, and the compiler keeps the
+      addresses of the boxes in registers. With more than 8 boxes, head_dim 256 spills.
+    - kv_tile: 128 keys make long wgmma chains and few barriers. Heads of more than 128 columns have
+      64 keys, because scores, weights and output together must fit in 232 registers per thread.
+      Heads of 512 have 32, because two larger stages do not fit in shared memory.
     - num_stages: as many as shared memory holds, at most 4.
     """
     boxes_per_head = -(-head_dim // CHUNK)
@@ -108,7 +108,7 @@ def default_ragged_config(*, head_dim: int, group_size: int, itemsize: int) -> R
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenKeys:
-    """Which keys a query token reads: in every case the positions of one interval."""
+    """Which keys a query token reads: always one interval of positions."""
 
     is_causal: bool
     sliding_window: int | None
@@ -139,8 +139,8 @@ class SeenKeys:
 class PlanField(IntEnum):
     """Columns of a plan: what a CTA must know about its tile.
 
-    The KV tiles that a tile reads are [KV_START, KV_END). Those in [FULL_START, FULL_END) are seen
-    whole by every token of the tile and need no mask; the others, at either edge, do.
+    The KV tiles that a tile reads are [KV_START, KV_END). Every token of the tile sees all keys in
+    [FULL_START, FULL_END), so these need no mask. The others, at either edge, need one.
     """
 
     TILE_IDX = 0  # place of the tile in the order of the batch
@@ -157,10 +157,10 @@ class PlanField(IntEnum):
 
 
 def max_num_tiles(num_tokens: int, num_reqs: int, tokens_per_tile: int, skip_single: bool) -> int:
-    """The most tiles that any batch of these sizes has.
+    """The most tiles that a batch of these sizes can have.
 
     Every request may end with a tile of one token: 2 requests that share 10 tokens have at most 3
-    tiles of 8 (9 and 1). Requests that have tiles have at least one token, or two.
+    tiles of 8 (9 and 1). Requests with tiles have at least one token, or two with `skip_single`.
     """
     num_reqs = min(num_reqs, num_tokens // (2 if skip_single else 1))
     return max(1, (num_tokens + num_reqs * (tokens_per_tile - 1)) // tokens_per_tile)
@@ -178,13 +178,12 @@ def plan_tiles(
     """Cuts a batch into tiles.
 
     Returns:
-        The plan, a row for each CTA, the longest work first: when a CTA ends, the SM takes the
-        next, so what is left at the end is short. And for each token its row if all tiles stood
-        one after the other, unsorted: tile * tokens_per_tile + token of the tile. Tokens that are
-        in no tile get any row.
+        The plan, with one row per CTA, the longest first, so that the last CTAs to start are short.
+        And each token's row if all tiles followed each other, unsorted: tile * tokens_per_tile +
+        token of the tile. Tokens that are in no tile get any row.
 
-    Everything is compared with everything instead of searched, as XLA turns a binary search into a
-    while loop, which on a GPU costs more than these small tables and stays out of CUDA graphs.
+    All pairs are compared instead of searched: XLA turns a binary search into a while loop. On a
+    GPU, it costs more than these small tables and cannot be in a CUDA graph.
     """
     tokens_per_tile = config.tokens_per_tile
     num_reqs = seq_lens.shape[0]
@@ -207,7 +206,7 @@ def plan_tiles(
     seq_len = seq_lens[req_idx]
     position = seq_len - num_query[req_idx] + token_of_req
 
-    # Interval ends grow with the position, so the first and the last token say what all see.
+    # The ends of intervals grow with the position, so the first and last token bound them all.
     last_position = position + tile_tokens - 1
     seen_start = seen.start(position)
     kv_tile = config.kv_tile

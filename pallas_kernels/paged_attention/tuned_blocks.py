@@ -1,8 +1,8 @@
-"""Sizes of the Mosaic GPU decode kernel: a table of chosen ones, and a rule for everything else.
+"""Sizes of the Mosaic GPU decode kernel: a table, and a rule for all other cases.
 
-Nothing here was measured: every number is a guess from what fits (registers, shared memory) and
-from the reckoning in `mosaic_gpu_decode_kernel.py`. Once a number is measured, the device, the JAX
-version and the command belong beside it.
+Nothing here was measured. Every number is a guess from registers, shared memory and the calculation
+in `mosaic_gpu_decode_kernel.py`. A measured number needs its device, JAX version and command next
+to it.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from pallas_kernels.target import default_target
 # registers, so that two CTAs fit an SM. Found by compiling for sm_90a with JAX 0.11.2 and 0.12.0.
 _MAX_GROUP_SIZE = {64: 64, 128: 64, 192: 40, 256: 32, 320: 24, 384: 16, 448: 16, 512: 16}
 _GROUP_OF_TWO_CTAS = {64: 24, 128: 16, 192: 16, 256: 8}
-# Source: CUDA C++ Programming Guide, compute capability 9.0: shared memory of an SM and of a CTA,
-# of which the system takes 1 KiB a CTA.
+# Source: CUDA C++ Programming Guide, compute capability 9.0: shared memory of an SM and of a CTA.
+# The system takes 1 KiB per CTA.
 _SMEM_PER_SM, _SMEM_PER_CTA, _SMEM_RESERVED = 233_472, 232_448, 1_024
 # Barriers, and rounding up to what a swizzled tile is aligned to.
 _SMEM_SLACK = 2_048
@@ -30,8 +30,8 @@ class DecodeConfig:
     """Sizes of the decode kernel."""
 
     kv_tile: int  # keys of a tile, a multiple of 64
-    num_stages: int  # tiles of a ring: of K and of V, that are loaded ahead
-    ctas_per_sm: int  # that the sizes above let an SM hold; what is launched counts on it
+    num_stages: int  # tiles of a ring, which are loaded ahead
+    ctas_per_sm: int  # that fit in an SM with the sizes above
     num_sms: int  # of the device
     min_share: int  # tiles that a share of a split has at least
     # K and V tiles take turns in one ring, which can have an odd number of tiles: for wide heads.
@@ -65,12 +65,12 @@ def padded_rows(group_size: int) -> int:
 
 
 def v_tile_width(head_dim: int) -> int:
-    """Columns of a V tile in shared memory: they are rows of wgmma's result, which has 64 each."""
+    """Columns of a V tile in shared memory: they are rows of wgmma's results of 64 rows."""
     return -(-head_dim // 64) * 64
 
 
 def swizzle_width(head_dim: int) -> int:
-    """Columns of the widest swizzle (128, 64 or 32 bytes of 2-byte numbers) that fills head_dim."""
+    """Columns of the widest swizzle (128, 64 or 32 bytes of 2-byte numbers) to divide head_dim."""
     return next(width for width in (64, 32, 16) if head_dim % width == 0)
 
 
@@ -99,11 +99,11 @@ def decode_config(
     group_size: int,
     device_kind: str | None = None,
 ) -> DecodeConfig:
-    """The sizes for a call: tuned ones where there are any, otherwise as many stages as fit.
+    """The sizes for a call: from the table if it has them, otherwise as many stages as fit.
 
     Args:
-        device_kind: As JAX names it; `None` is JAX's default device. One without an entry (a CPU
-            that compiles for a GPU, say) has the H200's.
+        device_kind: As JAX names it; `None` is JAX's default device. A kind without an entry, such
+            as a CPU that compiles for a GPU, has the H200's.
     """
     if device_kind is None:
         device_kind = default_target().device_kind
@@ -116,7 +116,7 @@ def decode_config(
     if tuned is not None and itemsize == 2 and has_room_for_two:
         candidates = [(*tuned, False)]
     else:
-        # Two CTAs an SM if they have two stages each; in any case the most stages that fit.
+        # Two CTAs per SM if each can have two stages, and always the most stages that fit.
         candidates = [(n, 2, False) for n in stages if has_room_for_two]
         candidates += [(n, 1, False) for n in stages]
         if v_tile_width(head_dim) == head_dim:

@@ -69,7 +69,7 @@ def attend_all_rows(
         lse = jnp.full(problem.out_shape[:-1], -jnp.inf, jnp.float32)
     else:
         out, lse = attend_prefill_rows(problem)
-    # Beside prompts there is little to gain: their products take most of the time.
+    # In a step with prompts there is little to gain: their products take most of the time.
     decode_out, decode_lse, is_decode = attend_decode_rows(
         problem, looks_for_shared_prefix=max_query_len == 1
     )

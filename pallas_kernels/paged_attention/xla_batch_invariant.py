@@ -1,11 +1,11 @@
 """Plain-JAX body of `paged_attention` whose result for a token never depends on the other tokens.
 
-Rounding depends on the order of sums and on the shape of products. So every token attends alone, to
-its own keys in the order of their positions, in tiles that begin at multiples of a fixed number of
-positions; and every product has the same shape, whatever the batch. A tile of which a token sees
-nothing changes none of its bits: it adds zeros and multiplies by one.
+Rounding depends on the order of sums and on the shape of products. So every token attends alone to
+its own keys, in the order of positions, in tiles that begin at multiples of a fixed number of
+positions. Every product has the same shape in every batch. A tile of which a token sees no key does
+not change its bits: it adds zeros and multiplies by one.
 
-The cost: the tokens of a prompt do not share what they read.
+The cost is that the tokens of a prompt do not share the keys that they read.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from pallas_kernels.paged_attention.xla_problem import (
 )
 from pallas_kernels.row_reductions import sum_of_rows
 
-# Tokens that attend beside each other, and positions of keys that they read at a time. Guesses.
+# Tokens that attend together, and positions of keys that they read at a time. Guesses.
 QUERY_TILE = 32
 MIN_KEY_TILE = 64
 
@@ -44,7 +44,7 @@ def paged_attention_batch_invariant(
     kv_dtype: jnp.dtype | None,
     max_query_len: int | None,
 ) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, head_dim], f32[num_tokens, ...]
-    """See `api.paged_attention`; here `max_query_len` promises nothing that could be used."""
+    """See `api.paged_attention`; `max_query_len` is ignored."""
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[2]
     heads = (num_kv_heads, num_q_heads // num_kv_heads)
@@ -69,7 +69,7 @@ def paged_attention_batch_invariant(
 
 
 def attend_rows_alike(problem: AttentionProblem) -> tuple[jax.Array, jax.Array]:
-    """Attends all query tokens, each by the same instructions.
+    """Attends all query tokens, each one by the same instructions.
 
     Returns:
         Output f32[num_tokens, num_kv_heads, group_size, value_dim] and lse f32[num_tokens,
@@ -154,7 +154,7 @@ def _add_keys(
     logits = problem.logits(products, seen_of_heads, distance_of_heads, head_axis=1)
     largest = jnp.maximum(softmax.largest, logits.max(axis=-1))
     rescale = jnp.exp(softmax.largest - largest)
-    # Where nothing has been seen yet `largest` is no logit, and these would be ones.
+    # A token that has seen no key yet has no largest logit, and exp alone would give 1.
     weights = jnp.where(is_seen[:, None, None, :], jnp.exp(logits - largest[..., None]), 0.0)
     return RunningSoftmax(
         largest,

@@ -8,20 +8,16 @@ from jax import lax
 
 from pallas_kernels.paged_attention.xla_problem import rows_at
 
-# Up to this many table entries the list is sorted. One EPYC core, JAX 0.10.2, f32, 8/4 heads of 64,
-# blocks anywhere in a pool of which four fifths are read: 64 requests of 512 tokens took 13.7 ms
-# unsorted and 8.4 sorted with blocks of 16, 7.9 and 6.8 with blocks of 64. The sort itself took
-# 0.02 ms for 512 entries, 0.05 for 2,048, 0.25 for 8,192, 1.2 for 32,768; layers of a group share
-# one sort.
+# The list is sorted if it has at most this many entries (docs/design/cpu.md).
 MAX_SORTED_ENTRIES = 8192
 
 
 class BlockList(NamedTuple):
     """Entries of the block tables that the decode loop reads.
 
-    `codes` orders them by physical block, then come the entries that nobody reads. Reading memory
-    from one end to the other is faster than reading it in any order, even a block at a time. If
-    there are too many entries to sort, `codes` is None, and the order is that of the tables.
+    `codes` has the entries to read in the order of physical blocks, and then all others. Reading
+    memory from one end to the other is faster than reading it in any order, even a block at a time.
+    If there are too many entries to sort, `codes` is None, and the order is that of the tables.
     """
 
     num_entries: jax.Array  # i32[], how many there are
@@ -34,7 +30,7 @@ class BlockList(NamedTuple):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Entries [start, start + num): i32[num] request, i32[num] logical block, bool[num] real.
 
-        An entry past the end is not real; its request and its logical block can be read.
+        An entry past the end is not real; its request and its logical block are valid indices.
         """
         entry = start + jnp.arange(num, dtype=jnp.int32)
         is_real = entry < self.num_entries
@@ -57,8 +53,7 @@ def list_blocks(
 ) -> BlockList:
     """Lists `num_needed` blocks of each request from `first_needed` on.
 
-    Blocks of each request [2, 0, 3] -> ends [2, 2, 5] -> request of entries 0..5: [0, 0, 2, 2, 2],
-    then nobody's.
+    Blocks of each request [2, 0, 3] -> ends [2, 2, 5] -> request of entries 0..4: [0, 0, 2, 2, 2].
     """
     entry_ends = jnp.cumsum(num_needed, dtype=jnp.int32)
     num_reqs, max_blocks_per_req = block_tables.shape
@@ -68,7 +63,7 @@ def list_blocks(
         is_needed = logical_block >= first_needed[:, None]
         is_needed &= logical_block < (first_needed + num_needed)[:, None]
         codes = _order_by_block(block_tables.reshape(-1), is_needed.reshape(-1), num_blocks)
-    # Not the last of `entry_ends`, which nobody computes where the list is sorted.
+    # Not `entry_ends[-1]`, so that a program with a sorted list need not compute `entry_ends`.
     num_entries = num_needed.sum(dtype=jnp.int32)
     return BlockList(num_entries, first_needed, entry_ends, codes)
 
@@ -81,7 +76,7 @@ def _order_by_block(
     """Indices of all entries: the needed ones by block id, then the others.
 
     Block and index are packed into one number, because sorting pairs takes five times as long. If
-    they do not fit, blocks that are neighbours count as one: the order need not be exact.
+    they do not fit, neighboring blocks count as one: the order need not be exact.
     """
     (num_entries,) = block_ids.shape
     room = 2**32 // num_entries - 1  # block places 0 to room - 1, then that of unneeded entries

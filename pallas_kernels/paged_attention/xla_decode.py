@@ -18,21 +18,14 @@ from pallas_kernels.paged_attention.xla_shared_prefix import (
 )
 
 # Numbers of K, and as many of V, that one step of the loop reads: few enough to stay in a core's
-# cache until they are multiplied. AVX-512, 2 MiB of level 2, JAX 0.10.2, float32, block_size 64:
-#
-#     tokens a chunk                                              128    256    512  1,024
-#     64 mixed requests, 4 heads of 64, one core: tokens/CPU-s    467    480    490    462
-#     the same, two cores: tokens/s                                 -    570    641    609
-#     64 requests of 256, 8 heads of 128, one core: ms a layer   16.7   20.7   22.3   23.9
-#     the same, two cores                                        17.3   16.4   15.4   18.9
+# cache until they are multiplied (docs/design/cpu.md).
 CHUNK_NUMBERS = 2**17
-# Each chunk has a cost of its own, and with few heads more tokens gain nothing.
+# Each chunk has a fixed cost, and with few heads larger chunks gain nothing.
 MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 128, 1024
-# Up to this many query heads of a KV head have a product each: XLA:CPU runs these in half the time
-# of one stacked product. With 16 heads of 576 and 4 or 16 blocks of 64 tokens, stacked ones take
-# 1.0 and 0.8 of the time (one EPYC core, JAX 0.10.2), and compile in a tenth.
+# Up to this many query heads of a KV head have a product each, which XLA:CPU runs in half the time
+# of one stacked product. With more heads, a stacked product is as fast (docs/design/cpu.md).
 MAX_SEPARATE_HEADS = 8
-# How rows past the end are written: not at all. None is before the first (`rows_at`).
+# Writes past the last row are dropped. No index is negative (`rows_at`).
 _DROPPED = {"mode": "drop", "wrap_negative_indices": False}
 
 
@@ -43,7 +36,7 @@ def attend_decode_rows(
 
     Args:
         looks_for_shared_prefix: Whether leading blocks that many requests hold are read once for
-            all of them. Part of every program that does so, and so it takes time to compile.
+            all of them. The code for it takes time to compile.
 
     Returns:
         Output f32[num_reqs, num_kv_heads, group_size, head_dim] and lse f32[num_reqs,
@@ -105,7 +98,7 @@ def _add_blocks(
 ) -> RunningSoftmax:
     """Adds each block to the running softmax of its request."""
     k, v = problem.gather_blocks(block_ids, is_real)
-    # What is not real reads as somebody's, and its sums are dropped.
+    # Entries that are not real read some request's query, and their sums are dropped.
     written_req = jnp.where(is_real, req_idx, problem.seq_lens.shape[0])
     # Unwritten memory may hold NaN, and a weight of 0 times NaN is NaN.
     v = jnp.where(is_seen[:, None, :, None], v, 0)

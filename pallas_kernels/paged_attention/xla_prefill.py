@@ -12,10 +12,7 @@ from pallas_kernels.paged_attention.xla_problem import (
     running_totals,
 )
 
-# Query tokens and keys that one step of the inner loop multiplies. Measured on one busy CPU core,
-# JAX 0.10.2, block_size 64, a whole step (hidden 512, 8 layers) of 16 requests of 32 new tokens
-# behind 512 / of 4 prompts of 128 / of one of 512, ms: 32 x 128 169 / 122 / 133, 64 x 128
-# 217 / 120 / 132, 32 x 256 185 / 121 / 141, 64 x 256 243 / 121 / 138.
+# Query tokens and keys that one step of the inner loop multiplies (measured: docs/design/cpu.md).
 QUERY_TILE_TOKENS = 32
 KV_TILE_TOKENS = 128
 
@@ -81,7 +78,7 @@ def _attend_tile(
     query_tile = token_idx.shape[0]
 
     q = rows_at(problem.q, jnp.minimum(token_idx, num_tokens - 1))
-    # The query heads of a KV head lie beside each other as rows of one product.
+    # The query heads of a KV head are rows of one product.
     q = q.transpose(1, 2, 0, 3).reshape(num_kv_heads, group_size * query_tile, head_dim)
 
     def add_tile(tile_idx: jax.Array, softmax: RunningSoftmax) -> RunningSoftmax:
@@ -116,7 +113,7 @@ def add_kv_tile(
     k: jax.Array,  # f[tile_blocks, num_kv_heads, block_size, head_dim]
     v: jax.Array,  # f[tile_blocks, num_kv_heads, block_size, head_dim]
     is_written: jax.Array,  # bool[kv_tile], keys that may be read
-    is_seen: jax.Array,  # bool[query_tile, kv_tile], no others among them
+    is_seen: jax.Array,  # bool[query_tile, kv_tile], only keys that may be read
     distance: jax.Array,  # i32[query_tile, kv_tile], positions of keys minus those of queries
 ) -> RunningSoftmax:
     """Adds one tile of keys to the running softmax of one tile of query tokens."""
@@ -133,7 +130,7 @@ def add_kv_tile(
 
     largest = jnp.maximum(softmax.largest, logits.max(axis=-1))
     rescale = jnp.exp(softmax.largest - largest)
-    # Selected, because a query token may see no key of this tile: then all its logits are alike.
+    # A query token that has seen no key yet has equal logits, and exp alone would give 1.
     weights = jnp.where(is_seen, jnp.exp(logits - largest[..., None]), 0)
     rows = problem.as_weights(weights).reshape(num_kv_heads, -1, kv_tile)
     sums = product_f32("hqk,hkd->hqd", rows, v).reshape(*shape, -1)

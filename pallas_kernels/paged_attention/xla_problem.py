@@ -1,4 +1,4 @@
-"""What the two loops of the plain-JAX body share: operands, masking, running softmax."""
+"""Operands, masking and running softmax, which the loops of the plain-JAX body share."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -86,11 +86,11 @@ class AttentionProblem:
     ) -> tuple[jax.Array, jax.Array]:
         """Reads the keys and the values of blocks of the row.
 
-        An id that is not real may be anything, and reads block 0. K and V are two gathers: one of
-        whole pages, cut afterwards, takes 1.4 times as long on the CPU.
-        Row and block are two indices of one gather: slicing the row out first would copy the row,
-        and with the two axes merged, XLA on the CPU copies a cache of one KV head that the same
-        program writes. Bits become floats after the gather.
+        An id that is not real may be anything; block 0 is read instead. K and V are two gathers:
+        one gather of whole pages, split afterwards, is slower on the CPU. Row and block are two
+        indices of one gather: slicing the row out first would copy the row, and with the two axes
+        merged, XLA on the CPU copies a cache of one KV head that the same program writes. Bits
+        become floats after the gather.
         """
         readable_ids = jnp.where(is_real, block_ids, 0)
         stored = (rows_at(self.kv_cache, self.row, 2 * readable_ids + part) for part in (0, 1))
@@ -98,9 +98,10 @@ class AttentionProblem:
         return k, v
 
     def as_weights(self, weights: jax.Array) -> jax.Array:
-        """Weights as values are multiplied with them: in the wider of q's dtype and the cache's.
+        """Casts weights for the product with values, to the wider one of q's dtype and the cache's.
 
-        So a 16-bit model multiplies 16 bits, and float32 queries lose none to a narrower cache.
+        So a 16-bit model multiplies 16 bits, and float32 queries stay float32 with a narrower
+        cache.
         """
         return weights.astype(jnp.promote_types(self.q.dtype, self.kv_dtype or self.kv_cache.dtype))
 
@@ -125,7 +126,7 @@ class AttentionProblem:
     def empty_softmax(self, leading: tuple[int, ...], trailing: tuple[int, ...]) -> RunningSoftmax:
         """A softmax f32[*leading, num_kv_heads, group_size, *trailing] that has seen no key yet.
 
-        With sinks it has seen one logit a head, whose weight is 1 and whose value is zero.
+        With sinks it has seen one logit per head, whose weight is 1 and whose value is zero.
         """
         *heads, value_dim = self.out_shape[1:]
         shape = (*leading, *heads, *trailing)
@@ -139,9 +140,9 @@ class AttentionProblem:
 
 
 def rows_at(array: jax.Array, *indices: jax.Array) -> jax.Array:
-    """`array[indices]` for indices in bounds, which must not be negative.
+    """`array[indices]` for indices that are in bounds and not negative.
 
-    With `[]` the compiler gets the code for negative ones too, in kernels of their own.
+    `[]` would add code for negative indices, in separate kernels.
     """
     return array.at[indices].get(mode="promise_in_bounds", wrap_negative_indices=False)
 

@@ -9,13 +9,10 @@ from jax import lax
 from pallas_kernels.paged_attention.xla_prefill import add_kv_tile
 from pallas_kernels.paged_attention.xla_problem import AttentionProblem, RunningSoftmax, rows_at
 
-# Fewer rows save less than what it costs to look for a prefix. Measured on one busy CPU core, JAX
-# 0.10.2, hidden 512, 8 layers, a whole decode step of requests of 561 tokens that share 512, with
-# and without the prefix apart, ms: 64 requests 33 and 50, 16 13 and 17, 8 10.6 and 11.7, 2 9.2 and
-# 9.0; 64 requests of 161 tokens that share nothing 32.2 and 32.8.
+# With fewer rows, looking for a prefix costs more than it saves (docs/design/cpu.md).
 MIN_ROWS = 8
-# A block is worth a product with the query tokens of all rows if at least one row in so many holds
-# it. KV_TILE_TOKENS are the keys of one product.
+# A block is multiplied with the query tokens of all rows if at least one row in ROWS_PER_HOLDER
+# holds it. KV_TILE_TOKENS is the number of keys in one product.
 ROWS_PER_HOLDER = 4
 KV_TILE_TOKENS = 256
 
@@ -32,7 +29,7 @@ def find_shared_prefix(
     block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
     num_full: jax.Array,  # i32[num_reqs], leading blocks that the query token sees all of
 ) -> SharedPrefix:
-    """Finds the blocks that the request whose first block most others have shares with them.
+    """Finds the first block that most requests share, and the blocks that they share after it.
 
     Blocks are compared by their place in memory, so it does not matter why they are shared: by the
     prefix cache, by beams, or by the samples of one prompt. Other requests are left out, and so are
@@ -45,18 +42,18 @@ def find_shared_prefix(
     req_idx = jnp.arange(num_reqs, dtype=jnp.int32)
     first = jnp.where(num_full > 0, block_tables[:, 0], -1 - req_idx)
     votes = (first[:, None] == first[None, :]).sum(axis=1, dtype=jnp.int32)
-    # The one of them with the most blocks, found by plain reductions: they compile sooner.
+    # Of these, the request with the most blocks, found by plain reductions, which compile faster.
     leader = jnp.where(votes == votes.max(), num_full * num_reqs + req_idx, 0).max()
     leader = lax.rem(leader, num_reqs)
     column = jnp.arange(max_blocks_per_req, dtype=jnp.int32)
     block_ids = rows_at(block_tables, leader)
     is_same = block_tables == block_ids
-    # i32[num_reqs], leading blocks that are the leader's.
+    # i32[num_reqs], the number of leading blocks that are the same as the leader's.
     num_same = jnp.where(is_same, max_blocks_per_req, column).min(axis=1)
     num_same = jnp.minimum(num_same, jnp.minimum(num_full, rows_at(num_full, leader)))
     num_holders = (num_same[:, None] > column).sum(axis=0, dtype=jnp.int32)
     wanted = max(2, -(-num_reqs // ROWS_PER_HOLDER))
-    num_blocks = (num_holders >= wanted).sum(dtype=jnp.int32)  # the holders never grow in number
+    num_blocks = (num_holders >= wanted).sum(dtype=jnp.int32)  # the number of holders never grows
     is_member = (num_same >= num_blocks) & (num_blocks > 0)
     return SharedPrefix(num_blocks, is_member, block_ids)
 
@@ -66,12 +63,12 @@ def attend_shared_prefix(
     prefix: SharedPrefix,
     q: jax.Array,  # f[num_reqs, num_kv_heads, group_size, head_dim]
 ) -> RunningSoftmax:  # f32[num_reqs, num_kv_heads, group_size]
-    """The softmax of every member over the shared blocks; the others' has seen no key."""
+    """The softmax of every member over the shared blocks. For others, it has seen no key."""
     num_reqs, num_kv_heads, group_size, head_dim = q.shape
     (max_blocks_per_req,) = prefix.block_ids.shape
     block_size = problem.block_size
     tile_blocks = min(max(1, KV_TILE_TOKENS // block_size), max_blocks_per_req)
-    # The query heads of a KV head lie beside each other as rows of one product.
+    # The query heads of a KV head are rows of one product.
     rows = q.transpose(1, 2, 0, 3).reshape(num_kv_heads, group_size * num_reqs, head_dim)
 
     def add_tile(tile_idx: jax.Array, softmax: RunningSoftmax) -> RunningSoftmax:

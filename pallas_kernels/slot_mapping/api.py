@@ -34,9 +34,10 @@ def slot_mapping(
     Example: `block_size` 4, one request with block table [7, 3], two tokens at positions [4, 5]
     and one of padding, `query_start_loc` [0, 2] -> slots [12, 13, pad_slot].
 
-    Under context parallelism a request's tokens are dealt out to ranks, `cp_interleave` positions
-    to each in turn, so that a logical block covers `block_size * cp_world_size` positions, of which
-    every rank holds `block_size`. Tokens of other ranks get `pad_slot`: they are not written here.
+    Under context parallelism, the tokens of a request are distributed over ranks, `cp_interleave`
+    positions to each in turn. A logical block then covers `block_size * cp_world_size` positions,
+    and every rank holds `block_size` of them. Tokens of other ranks get `pad_slot` and are not
+    written.
 
     Example: `block_size` 4, 2 ranks, interleave 2, block table [7]: positions 0..7 are written by
     rank 0 into slots [28, 29, -, -, 30, 31, -, -], by rank 1 into [-, -, 28, 29, -, -, 30, 31].
@@ -50,8 +51,8 @@ def slot_mapping(
             `[query_start_loc[r], query_start_loc[r + 1])`. Tokens from the last entry on are
             padding.
         pad_slot: The slot of padding tokens, from `pallas_kernels.pad_slot`.
-        cp_world_size: Ranks that a request's tokens are dealt out to; 1 is no context parallelism.
-        cp_rank: Whose slots to find, in `[0, cp_world_size)`.
+        cp_world_size: The number of ranks; 1 means no context parallelism.
+        cp_rank: The rank whose slots to find, in `[0, cp_world_size)`.
         cp_interleave: Neighboring positions that a rank holds; it divides `block_size`.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.

@@ -1,11 +1,11 @@
-"""Mosaic GPU body of `slot_mapping`: a thread a token, search and look-up in one kernel.
+"""Mosaic GPU body of `slot_mapping`: one thread per token, search and look-up in one kernel.
 
-In each step of the search every thread needs an array element of its own. Pallas loads boxes, not
-elements here and there, so these loads, and the store, are written a level below (`inline_mgpu`).
+In each step of the search, every thread reads a different array element. Pallas loads boxes, not
+single elements, so these loads and the store are written one level below (`inline_mgpu`).
 
-Plain XLA makes three kernels of the op on a GPU, one kernel of this body (read in the code compiled
-for an H200: the unrolled search is too long for one fusion). So this body is preferred, for its two
-launches less; neither was measured.
+Compiled for an H200, the op is three kernels in plain XLA, because the unrolled search is too long
+for one fusion, and one kernel here. This body is preferred because it saves two launches; neither
+was measured.
 """
 
 import jax
@@ -67,14 +67,14 @@ def slot_mapping_mosaic_gpu(
         thread_idx = plgpu.broadcasted_iota(
             jnp.int32, (WARPGROUP_THREADS,), 0, layout=_ONE_A_THREAD
         )
-        # Threads past the end do the last token once more, and write the same slot to its place.
+        # Threads past the end repeat the last token, and write the same slot to its place.
         token_idx = jnp.minimum(tile_idx * WARPGROUP_THREADS + thread_idx, num_tokens - 1)
         place = group_idx * num_tokens + token_idx
-        # Padding holds anything: kept from indexing below 0.
+        # Padding may hold anything; a negative position must not become an index.
         position = jnp.maximum(load_each(positions_ref, place), 0)
 
-        # How many requests end at or before the token, from the highest bit of the answer down:
-        # with 5 requests the steps are 4, 2, 1. num_reqs for padding.
+        # A binary search for the number of requests that end at or before the token, num_reqs for
+        # padding. It sets the highest bit first: with 5 requests the steps are 4, 2, 1.
         # Cast, because a constant has no layout of its own and `inline_mgpu` does not give it one.
         req_idx = plgpu.layout_cast(jnp.zeros_like(token_idx), _ONE_A_THREAD)
         for step in (1 << bit for bit in reversed(range(num_reqs.bit_length()))):
@@ -148,7 +148,7 @@ def _store_each(
     values.foreach(lambda value, _: memref.store(value, ref, [next(rest)]))
 
 
-# Interpret mode runs no `inline_mgpu`; the same two accesses in its terms.
+# Interpret mode cannot run `inline_mgpu`. These make the same two accesses for it.
 def _load_each_simulated(ref: jax.Ref, idx: jax.Array) -> jax.Array:
     return ref[...][idx]
 

@@ -19,15 +19,15 @@ def slot_mapping_reference(
     num_tokens = positions.shape[1]
     _, num_reqs, max_blocks_per_req = block_tables.shape
     token_idx = jnp.arange(num_tokens, dtype=jnp.int32)  # i32[num_tokens]
-    # A token belongs to the request after all those that end at or before it:
-    # query_start_loc [0, 2, 2, 5] -> request of each token [0, 0, 2, 2, 2], then 3 (padding).
+    # A token belongs to the first request that ends after it: query_start_loc [0, 2, 2, 5] ->
+    # request of each token [0, 0, 2, 2, 2], then 3 (padding).
     has_ended = query_start_loc[None, 1:] <= token_idx[:, None]  # bool[num_tokens, num_reqs]
     req_idx = jnp.sum(has_ended, axis=1, dtype=jnp.int32)  # i32[num_tokens]
     is_padding = req_idx == num_reqs  # bool[num_tokens]
 
     readable_req = jnp.where(is_padding, 0, req_idx)
-    # A stripe is `cp_interleave` positions: stripe i is rank (i % cp_world_size)'s, which writes
-    # its own stripes one behind the other.
+    # A stripe is `cp_interleave` positions. Stripe i belongs to rank i % cp_world_size, which
+    # writes its own stripes one after another.
     stripe_idx = positions // cp_interleave
     own_stripe_idx = stripe_idx // cp_world_size
     own_position = own_stripe_idx * cp_interleave + positions % cp_interleave

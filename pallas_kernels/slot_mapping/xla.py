@@ -19,15 +19,15 @@ def slot_mapping_xla(
     num_groups, num_tokens = positions.shape
     _, num_reqs, max_blocks_per_req = block_tables.shape
     token_idx = jnp.arange(num_tokens, dtype=jnp.int32)
-    # One fused sum. A binary search is about log2(num_reqs) gathers one after the other, each of
-    # them a kernel to compile: a twentieth of a CPU's program.
+    # One fused sum. A binary search would be about log2(num_reqs) gathers in sequence, and each of
+    # them a kernel to compile.
     req_idx = jnp.searchsorted(
         query_start_loc[1:], token_idx, side="right", method="compare_all"
     ).astype(jnp.int32)  # i32[num_tokens], num_reqs for padding
     is_padding = req_idx == num_reqs
 
     # Divisions by constants; with one rank the offset is the position's place in its block.
-    # Unsigned, because no token's position is negative, and a sign is kernels more to compile.
+    # Unsigned, because no token's position is negative, and signs take more kernels to compile.
     virtual_block_size = block_size * cp_world_size
     place = positions.astype(jnp.uint32)
     virtual_offset = place % virtual_block_size
@@ -35,7 +35,7 @@ def slot_mapping_xla(
     offset += virtual_offset % cp_interleave
     is_here = virtual_offset // cp_interleave % cp_world_size == cp_rank
 
-    # One flat gather. Clipped, because padding holds anything.
+    # One flat gather. Clipped, because padding may hold anything.
     logical_block = jnp.minimum(place // virtual_block_size, max_blocks_per_req - 1)
     table_row = jnp.arange(num_groups, dtype=jnp.int32)[:, None] * num_reqs + jnp.minimum(
         req_idx, num_reqs - 1
