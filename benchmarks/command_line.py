@@ -18,7 +18,7 @@ def run_benchmark(main: Callable[[], int | None], *refusals: type[Exception]) ->
     """Runs a benchmark's `main`; returns the exit code of the process.
 
     Args:
-        refusals: Further errors that are printed in one line, as those of benchmarks and paxkv are.
+        refusals: Further errors to print in one line, like errors of benchmarks and paxkv.
     """
 
     def run() -> int | None:
@@ -79,7 +79,7 @@ def _number(text: str) -> float:
 def output_file(text: str) -> Path:
     """A type for `add_argument`: a file that can be appended to. Its folder is created.
 
-    Tried at once, so that the error does not come after the measurement.
+    Checked immediately, so that the error does not come after the measurement.
     """
     _try_to_append(Path(text), named=text)
     return Path(text)

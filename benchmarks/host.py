@@ -2,12 +2,12 @@
 
     python -m benchmarks.host
 
-measures, of steps of steady decode, the scheduler alone (`decode_step_us`: `schedule` and
+measures steps in which all requests decode: the scheduler alone (`decode_step_us`: `schedule` and
 `update_from_output`), and the scheduler with the runner's host half (`host_step_us`: it also
-updates the rows, builds the step's buffer and writes down the tokens). A third case is the
-admission of a prompt whose blocks are all cached. The scheduler has one full-attention group, block
-size 16 and prefix caching. Sampled tokens are invented and not in the time. Requests are spread
-over all positions of a block, so one in 16 of them needs a new block in each step.
+updates the rows, builds the step's buffer and records the tokens). A third case is the admission of
+a prompt whose blocks are all cached. The scheduler has one full-attention group, block size 16 and
+prefix caching. Sampled tokens are invented, which is not timed. Requests are spread over all
+positions of a block, so one in 16 of them needs a new block in each step.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def run_host_step(scheduler: Scheduler, batch: HostBatch) -> int:
     """CPU nanoseconds of the whole host: the scheduler, and the runner without its device."""
     start = time.thread_time_ns()
     output = scheduler.schedule()
-    scheduler.update_from_output(output, batch.take(batch.start(output)))
+    scheduler.update_from_output(output, batch.finish(batch.start(output)))
     return time.thread_time_ns() - start
 
 

@@ -1,4 +1,4 @@
-"""The host's half of `ModelRunner`: it builds steps, and takes invented tokens from them."""
+"""The host's half of `ModelRunner`: it builds steps, and their results are invented tokens."""
 
 import numpy as np
 
@@ -61,6 +61,6 @@ class HostBatch:
         step.result = self._result_np
         return step
 
-    def take(self, step: DeviceStep) -> ModelRunnerOutput:
+    def finish(self, step: DeviceStep) -> ModelRunnerOutput:
         """Returns the tokens of a step."""
         return step.sample_tokens()

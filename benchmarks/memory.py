@@ -171,8 +171,8 @@ def measure(
 ) -> dict[str, float]:
     """Waste in percent of paging ("paged") and of each scheme in `RESERVATIONS`.
 
-    Also "memory", which is paging's in percent of the first scheme's, and "requests at once", the
-    mean number of running requests.
+    Also "memory", the memory of paging in percent of the first scheme's, and "requests at once",
+    the mean number of running requests.
     """
     scheduler = make_scheduler(block_size, pool_tokens, max_num_seqs=MAX_NUM_SEQS)
     reserved_of = {

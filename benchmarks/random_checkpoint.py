@@ -67,7 +67,7 @@ MODEL_SHAPES = {
         intermediate_size=1536,
         vocab_size=16_384,
     ),
-    # As many weights meet a token as in "small".
+    # A token is multiplied with as many weights as in "small".
     "small-moe": ModelShape(
         hidden_size=512,
         num_layers=8,
@@ -130,7 +130,7 @@ def write_checkpoint(
             "norm_topk_prob": True,
         }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    # The numbers of RandomState never change; those of default_rng may change with NumPy.
+    # RandomState always draws the same numbers; default_rng may change with NumPy.
     rng = np.random.RandomState(seed)
     weights = {
         name: _draw(rng, name, weight_shape).astype(NUMPY_DTYPES[dtype])

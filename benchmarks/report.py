@@ -39,7 +39,7 @@ OURS = "paxkv"
 OUR_COLOR, OTHER_COLOR, LINE_COLOR = "#0072b2", "#b8c4ce", "#333333"
 # Cases that differ in these fields get plots of their own.
 FIGURE_FIELDS = ("model", "threads", "dtype", "num_requests")
-MAX_PLOTS_A_ROW = 3
+MAX_PLOTS_PER_ROW = 3
 BAR_INCHES = 0.38
 # A longer case is drawn on two lines.
 MAX_LABEL_CHARS = 60
@@ -108,7 +108,7 @@ def _has_no_figure(fields: dict[str, object]) -> bool:
 
 
 def _row_of(fields: object) -> Row:
-    """Raises ValueError if the fields are not those of a result row."""
+    """Raises ValueError if these are not the fields of a result row."""
     if not isinstance(fields, dict):
         raise ValueError(f"got a {type(fields).__name__}, wanted a JSON object")
     missing = [name for name in _FIELD_TYPES if name not in fields]
@@ -205,7 +205,7 @@ def _panels(
     num_panels: int, num_bars: int, label_inches: float, *, sharey: bool = False
 ) -> tuple[Figure, list[Axes]]:
     """A figure with axes for `num_panels` sets of bars."""
-    num_columns = min(num_panels, MAX_PLOTS_A_ROW)
+    num_columns = min(num_panels, MAX_PLOTS_PER_ROW)
     num_rows = -(-num_panels // num_columns)
     size = (label_inches + 4.2 * num_columns, 0.5 + num_rows * (0.9 + BAR_INCHES * num_bars))
     figure = Figure(figsize=size, layout="constrained")

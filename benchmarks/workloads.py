@@ -73,7 +73,7 @@ def make_workload(name: str, *, vocab_size: int, seed: int = 0) -> Workload:
     Raises:
         KeyError: No workload has that name; `WORKLOADS` lists them.
     """
-    # The numbers of RandomState never change; those of default_rng may change with NumPy.
+    # RandomState always draws the same numbers; default_rng may change with NumPy.
     rng = np.random.RandomState(seed)
     return Workload(name=name, requests=WORKLOADS[name](rng, vocab_size))
 

@@ -31,9 +31,9 @@ from benchmarks.compare_torch.compare_tokens import LogitGap, differences
 from benchmarks.engine.measure import (
     Contender,
     ratios,
-    restless,
     run_in_turn,
     speed_rows,
+    unfair_engines,
 )
 from benchmarks.engine.offline_engine import EngineRun, Setting
 from benchmarks.engine.options import (
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.out is not None and not problems:
         append_rows(_rows(arguments, runs), arguments.out)
     print(_table(runs))
-    for line in (*restless(runs), *problems):
+    for line in (*unfair_engines(runs), *problems):
         print(line)
     if problems:
         print("No row is written, because a wrong answer has no speed.")
@@ -156,7 +156,7 @@ def _token_problems(
     runs: dict[str, list[EngineRun]],
     judge: LogitGap | None,
 ) -> list[str]:
-    """One line per engine whose tokens differ from those of paxkv's first run."""
+    """One line per engine whose tokens differ from the tokens of paxkv's first run."""
     if rounded := rounded_dtype(arguments, paxkv_settings(arguments)):
         print(f"tokens are not compared: rounding to {rounded} may choose other tokens.")
         return []

@@ -33,9 +33,9 @@ from benchmarks.command_line import run_benchmark
 from benchmarks.engine.measure import (
     Contender,
     ratios,
-    restless,
     run_in_turn,
     speed_rows,
+    unfair_engines,
 )
 from benchmarks.engine.offline_engine import EngineRun, Setting
 from benchmarks.engine.options import (
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.out is not None:
         append_rows(rows, arguments.out)
     print(_table(rows))
-    for line in restless(runs):
+    for line in unfair_engines(runs):
         print(line)
     return 0
 
@@ -147,7 +147,7 @@ def _ratio_rows(
 
 
 def _token_problem(runs: dict[str, list[EngineRun]]) -> str | None:
-    """Names a run whose greedy tokens differ from those of the first; None if none differs."""
+    """Names a run whose greedy tokens differ from the first run's; None if none differs."""
     first = next(iter(runs.values()))[0].token_ids
     for mode, of_mode in runs.items():
         for repetition, run in enumerate(of_mode):

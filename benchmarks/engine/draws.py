@@ -1,12 +1,12 @@
-"""Milliseconds of a decode step by what happens to the logits, beside a greedy step.
+"""Milliseconds of a decode step with several kinds of sampling, compared with a greedy step.
 
     python -m benchmarks.engine.draws
     python -m benchmarks.engine.draws --requests 1 --repetitions 3 --out FILE
 
 The model has random weights in the shape of Qwen3-0.6B: 28 layers and a vocabulary of 151,936. One
 engine in this process answers a number of equal prompts in each case, in turn. A repetition
-generates a short and a long answer; the difference of both times is that of decode steps alone.
-Printed, and with --out written as rows:
+generates a short and a long answer; the difference of the two times is the time of decode steps
+alone. Printed, and with --out written as rows:
 
     step_ms        wall time of a step
     times_greedy   the same, divided by that of the greedy case in the same repetition

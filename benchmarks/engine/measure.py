@@ -41,7 +41,7 @@ def run_in_turn(
     return runs
 
 
-def restless(runs: Mapping[str, Sequence[EngineRun]]) -> list[str]:
+def unfair_engines(runs: Mapping[str, Sequence[EngineRun]]) -> list[str]:
     """One line per engine that used the processor while others ran."""
     lines = []
     for label, of_label in runs.items():

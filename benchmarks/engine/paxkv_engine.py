@@ -56,7 +56,7 @@ def kv_cache_bytes(spec: EngineSpec, workload: Workload, settings: Mapping[str, 
     most_at_once = SchedulerConfig(**parts["scheduler"]).max_num_seqs
     num_engines = ParallelConfig(**parts["parallel"]).data_parallel_size
     if num_engines > 1:
-        # One engine may get a quarter of the requests, or three, more than another.
+        # One engine may get more requests than its share: up to a quarter and three more.
         most_at_once = min(most_at_once, 5 * len(workload.requests) // (4 * num_engines) + 3)
     longest = sorted((r.num_tokens for r in workload.requests), reverse=True)[:most_at_once]
     num_tokens = sum(longest) + SPARE_TOKENS_PER_REQUEST * len(longest)
@@ -119,7 +119,7 @@ class PaxkvEngine:
 
 
 def check_engines(stats: SchedulerStats) -> None:
-    """Checks that all engines run, because the others would do an ended one's work.
+    """Checks that all engines run. If one had ended, the others would do its work.
 
     Raises:
         RuntimeError: An engine has ended.
@@ -152,11 +152,11 @@ class OutputTap:
 
     @property
     def stats(self) -> SchedulerStats:
-        """Those of the last step."""
+        """The statistics of the last step."""
         return self._stats
 
     def figures(self) -> dict[str, float]:
-        """Of the run since `start`."""
+        """Figures of the run since `start`."""
         waits_ms = [1000 * (s - self._start_s) for s in self._first_token_s.values()]
         figures = {
             "ttft_p50_ms": statistics.median(waits_ms),

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(rows: Sequence[Mapping[str, Any]], device: str) -> str:
-    """Markdown: that of the ops, then a table per model."""
+    """Markdown: the report of the ops, then a table per model."""
     return "\n\n".join([gpu_report.report(rows, device), *model_sections(rows)])
 
 

@@ -1,7 +1,7 @@
 """Checks the demo model end to end: the engine must answer on the GPU as it does on the CPU.
 
 On the CPU, the model gives the right answer to every question below. The check therefore compares
-the GPU's tokens with those of the right answers, and needs no engine on the CPU.
+the GPU's tokens with the tokens of the right answers, and needs no engine on the CPU.
 """
 
 import dataclasses

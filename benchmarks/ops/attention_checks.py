@@ -83,7 +83,7 @@ _BATCHES = (
     _case("padding only", ((0, 0),) * 8, num_padding_tokens=64, max_blocks_per_req=4),
     _case("one token", ((1, 21),), num_padding_tokens=0),
 )
-# Small batches with every feature also in float32, which Mosaic bodies do not take.
+# Small batches with every feature also in float32, which Mosaic bodies do not support.
 _FLOAT32 = tuple(case for case in CASES if case.dtype == "float32")
 CHECKED = (
     # The first case is small: rehearsals run it.
@@ -111,7 +111,7 @@ def check_problem(case: PagedAttentionCase, seed: int) -> Problem:
 
 
 def seen_rule(case: PagedAttentionCase) -> SeenRule:
-    """The rules of a case without those of its batch."""
+    """The rules of a case that do not depend on its batch."""
     rules = {field.name: getattr(case, field.name) for field in dataclasses.fields(SeenRule)}
     return SeenRule(**rules | {"scale": case.scale or case.head_dim**-0.5})
 

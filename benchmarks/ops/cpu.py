@@ -166,7 +166,7 @@ def _measure_experts(sizes: CpuSizes, failures: list[str]) -> list[ResultRow]:
             calls[name] = call
     if not calls:
         return []
-    # One product is short: its samples are many, each of a few calls.
+    # One product is short, so there are many samples of a few calls each.
     seconds = sample_in_turn(calls, num_data_sets=4, num_samples=4 * sizes.num_samples)
     return _compare(seconds, "experts", unit="ms", per_s=1e3, metric="times_fewest_experts")
 
@@ -195,7 +195,7 @@ def _measure_scatter(sizes: CpuSizes, failures: list[str]) -> list[ResultRow]:
 def _compare(
     seconds: dict[str, list[float]], what: str, *, unit: str, per_s: float, metric: str
 ) -> list[ResultRow]:
-    """Prints samples and their ratios to those of the first call; `metric` names the ratios."""
+    """Prints samples and their ratios to the first call's samples; `metric` names the ratios."""
     first = next(iter(seconds.values()))
     rows = []
     print(f"{what:<78} {unit:>7} {'/ first':>10}")

@@ -28,8 +28,8 @@ GUESSED_BYTES_PER_S, GUESSED_FLOPS_PER_S = 4e12, 6e14
 # A program with shorter calls repeats them for this long, which hides the cost of launching it.
 PROGRAM_S = 2e-4
 MAX_CALLS_PER_PROGRAM = 64
-# Freed before each unit: the allocator gives this memory to the unit's outputs, so a place that a
-# body never writes holds NaN.
+# Buffers of NaN, which are freed before each unit. The allocator gives their memory to the unit's
+# outputs, so a place that a body never writes holds NaN.
 NUM_POISON_BUFFERS, POISON_BYTES = 8, 2**26
 
 
@@ -141,7 +141,7 @@ def _measure(
         jax.block_until_ready(holder[0])
 
     return Measured(
-        figures={"call_ms": [1e3 * seconds / num_calls for seconds in take_samples(run)]},
+        figures={"call_ms": [1e3 * seconds / num_calls for seconds in sample_seconds(run)]},
         findings=findings,
         details={**dataclasses.asdict(work), "method": f"{num_calls} calls per program"},
     )
@@ -161,7 +161,7 @@ def _repeat(
 
 
 def _depending_on(outputs: Any, arrays: Any) -> Any:
-    """The arrays, of which the smallest has a zero added that comes from `outputs`.
+    """The arrays, with a zero that comes from `outputs` added to the smallest one.
 
     The compiler does not know that it is zero. Equal calls without a dependency would be moved out
     of the loop, or fused into one.
@@ -174,7 +174,7 @@ def _depending_on(outputs: Any, arrays: Any) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
-def take_samples(run: Callable[[int], None], budget_s: float = BUDGET_S) -> list[float]:
+def sample_seconds(run: Callable[[int], None], budget_s: float = BUDGET_S) -> list[float]:
     """Seconds of one `run`, once per sample.
 
     Args:

@@ -17,7 +17,7 @@ from benchmarks.ops.device_calls import (
     MeasuredOp,
     Work,
     draw_normal,
-    take_samples,
+    sample_seconds,
 )
 from benchmarks.ops.gpu_report import report
 from benchmarks.ops.other_ops import OTHER_OPS
@@ -34,12 +34,12 @@ _PAGED_ATTENTION = MeasuredOp(
 )
 
 
-# Of a rehearsal, whose rates mean nothing: two calls per program.
+# The work of a rehearsal, whose rates mean nothing: two calls per program.
 _REHEARSED_WORK = Work(num_bytes=round(PROGRAM_S * GUESSED_BYTES_PER_S / 2))
 
 
 def all_units(*, is_rehearsal: bool) -> list[Unit]:
-    """In the order of their worth."""
+    """All units, the most important first."""
     return [
         *machine_units(is_rehearsal=is_rehearsal),
         *first_checks(is_rehearsal=is_rehearsal),
@@ -51,7 +51,7 @@ def all_units(*, is_rehearsal: bool) -> list[Unit]:
 
 def first_checks(*, is_rehearsal: bool) -> list[Unit]:
     """The first case of every op with its Mosaic body, and with the body that the op chooses."""
-    # One case shows that it can choose.
+    # One case is enough to show that the op can choose.
     bodies = (kernel_body(is_rehearsal=is_rehearsal), "default")
     ops = _measured_ops(is_rehearsal=is_rehearsal)
     return [op.check_unit(op.cases[0], body) for body in bodies for op in ops]
@@ -92,7 +92,7 @@ def _measured_ops(*, is_rehearsal: bool) -> list[MeasuredOp]:
 
 
 def run_gpu(arguments: argparse.Namespace) -> int:
-    """Runs what there is time for; returns an exit code, see `UnitRun`."""
+    """Runs units until the time limit; returns an exit code, see `UnitRun`."""
     run = UnitRun(
         arguments,
         benchmark="benchmarks.ops",
@@ -103,7 +103,7 @@ def run_gpu(arguments: argparse.Namespace) -> int:
 
 
 def process_key(unit: Unit) -> object:
-    """Units share a process where it gives the same value: a fault of a kernel ends its process."""
+    """Units with the same value share a process, which a fault of a kernel would end."""
     return unit.body.startswith("mosaic")
 
 
@@ -143,7 +143,7 @@ def _measure_matmul(matrix_dim: int, seed: int) -> Measured:
 
 
 def _chained(step: Callable[[jax.Array], jax.Array], state: jax.Array) -> list[float]:
-    """Seconds of one call, of calls queued one after another."""
+    """Seconds per call of calls that are queued one after another."""
     holder = [state]
 
     def run(num_calls: int) -> None:
@@ -151,4 +151,4 @@ def _chained(step: Callable[[jax.Array], jax.Array], state: jax.Array) -> list[f
             holder[0] = step(holder[0])
         jax.block_until_ready(holder[0])
 
-    return take_samples(run)
+    return sample_seconds(run)

@@ -6,8 +6,8 @@ from typing import Any
 
 from benchmarks.tables import markdown_table
 
-# Reading is somewhat faster than copying, nothing is much faster: more means that less was done
-# than was counted. Small inputs may come from a cache.
+# Reading is somewhat faster than copying. A body that is even faster did less work than was
+# counted, except that small inputs may come from a cache.
 MAX_SHARE_OF_COPY = 1.3
 MIN_BYTES_OF_MEMORY = 2**28
 _MAX_REASON_CHARS = 260
@@ -17,7 +17,7 @@ def report(rows: Sequence[Mapping[str, Any]], device: str) -> str:
     """Markdown.
 
     Args:
-        rows: Of all units, those of earlier runs included.
+        rows: Rows of all units, including earlier runs.
         device: For the title.
     """
     ceilings = device_rates(rows)

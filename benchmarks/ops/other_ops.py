@@ -1,7 +1,7 @@
 """Checks and timings of the other ops on a GPU, over the cases of `pallas_kernels`.
 
-Every result is checked before it is timed: what is computed against float64 in NumPy,
-ops that only move data against their reference body.
+Every result is checked before it is timed: computed results against float64 in NumPy, and ops that
+only move data against their reference body.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ def _latent_attention(case: latent_cases.LatentAttentionCase, seed: int) -> Prob
 
 
 def _kv_scatter(case: kv_scatter_cases.KVScatterCase, _: int) -> Problem:
-    drawn = kv_scatter_cases.build_inputs(case)  # from a seed of its own, as the ops below
+    drawn = kv_scatter_cases.build_inputs(case)  # with the case's own seed, like the ops below
     *arrays, row = drawn.arguments
     arrays.append(jnp.asarray(row, jnp.int32))
     return _same_as_reference("kv_scatter", *arrays, updates_first=True)
@@ -218,7 +218,7 @@ def _large_experts(
 
 
 _HALF_BLOCKS = _with_half_precision(block_gather_cases.CASES)
-# Op -> how it is measured, the cases that are checked, and those that are timed with their work.
+# Op -> the function that makes a call, cases to check, and cases to time with their work.
 _OPS: dict[str, tuple[Callable[..., Problem], Sequence[Any], Sequence[tuple[Any, Work]]]] = {
     "latent_attention": (
         _latent_attention,

@@ -18,7 +18,7 @@ The prompts:
 
     --dataset random         random token ids of length --random-input-len, outputs of length
                              --random-output-len; with --random-range-ratio 0.5, lengths from 0.5 to
-                             1.5 times those
+                             1.5 times these
     --dataset shared-prefix  random prompts after --shared-prefix-len tokens that all requests share
                              (with --num-prefixes: that groups of requests share)
     --dataset sharegpt       first questions of the conversations in --dataset-path, a JSON file in
@@ -36,7 +36,7 @@ Reported in milliseconds, as mean, p50, p90 and p99 over the answered requests:
 
 Output tokens are counted from the server's `usage`. If the server sends none, pieces are counted,
 and the report says so. Goodput is the rate of requests that keep all bounds of --goodput. Failed
-requests are counted and shown, and are part of no latency. The exit code is 1 if no request was
+requests are counted and shown, but their latencies are not. The exit code is 1 if no request was
 answered. The first key in PAXKV_API_KEY, VLLM_API_KEY or OPENAI_API_KEY is sent, if there is one.
 """
 
@@ -67,7 +67,7 @@ from benchmarks.serve.request_record import RequestRecord
 from benchmarks.serve.summary import LoadSummary, summarize
 from paxkv.config.environment import API_KEY_VARIABLES, words_from_environment
 
-# Of the server under test, then the one that clients of OpenAI's API use.
+# The variables of the server under test, then the one of OpenAI's clients.
 _KEY_VARIABLES = (*API_KEY_VARIABLES, "OPENAI_API_KEY")
 
 
@@ -131,7 +131,7 @@ async def _run_load(
 
 
 def make_inputs(arguments: argparse.Namespace, seed: int) -> list[RequestInput]:
-    """Requests for the warm-up, then those of the load.
+    """Requests for the warm-up, then requests for the load.
 
     Raises:
         InputError: The requests cannot be made.

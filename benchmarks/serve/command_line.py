@@ -126,7 +126,7 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=0.0,
         metavar="R",
-        help="lengths vary from (1 - R) to (1 + R) times those; in [0, 1)",
+        help="lengths vary from (1 - R) to (1 + R) times these; in [0, 1)",
     )
     group.add_argument(
         "--token-ids",

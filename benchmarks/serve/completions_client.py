@@ -50,7 +50,7 @@ class AnswerStream:
         self.is_complete = False
         self._decoder = msgspec.json.Decoder(_Chunk)
 
-    def take(self, data: bytes, now: float) -> None:
+    def add_event(self, data: bytes, now: float) -> None:
         if data == b"[DONE]":
             self.is_complete = True
             return
@@ -173,7 +173,7 @@ class CompletionsClient:
                     f"HTTP {response.status_code}: {_shorten(await response.aread())}"
                 )
             async for data, now in _events(response):
-                stream.take(data, now)
+                stream.add_event(data, now)
         if not stream.is_complete:
             raise ServerError("the stream ended before the answer did.")
         if not stream.chunk_times:

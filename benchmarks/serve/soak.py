@@ -10,12 +10,12 @@ for --duration-s. In the second part, --burst-size requests are sent at once, ag
 
 Counted over both parts: failed requests, and answers that differ from the offline ones. During the
 first part, the memory of the server's and the engine's process is measured once per second. Its
-growth is from the first to the last fifth of the part's second half, between the medians of both.
-The number of requests in the server is read as often; if it is far below --num-streams, this
-program limits the load. Latencies are measured in this program, so they include the delay that it
-adds itself; `streams_client_lag_ms_p99` is that delay. At the end, an idle server must hold no
-request and no block. The exit code is 1 if a request failed, an answer differs, something is still
-held, or memory grew by 2 % or more.
+growth is measured in the second half of this part, from the median of the first fifth to the median
+of the last fifth. The number of requests in the server is read equally often; if it is far below
+--num-streams, this program limits the load. Latencies are measured in this program, so they include
+its own delay, `streams_client_lag_ms_p99`. At the end, an idle server must hold no request and no
+block. The exit code is 1 if a request failed, an answer differs, something is still held, or memory
+grew by 2 % or more.
 
 Answers are drawn from seeds, so rounding may decide one in about 100,000 tokens, and rounding
 depends on the other requests of a step. --batch-invariant applies to both sides and removes that
@@ -88,7 +88,7 @@ class SoakResult:
         """Failures in words; empty if the soak test passed."""
         broken = [f"{count} x {error}" for error, count in self.errors.items()]
         if self.differing:
-            broken.append(f"{len(self.differing)} answers are not those of LLM.generate")
+            broken.append(f"{len(self.differing)} answers differ from LLM.generate")
         broken += [f"{name} is {value:g} at the end" for name, value in self.held.items() if value]
         broken += [
             f"{name} is {value:.2f}, wanted less than {MAX_GROWTH_PERCENT:g}"

@@ -23,7 +23,7 @@ After the first token, on Linux, the costs of the server and its engine processe
     CPU s          user and system time
     peak RSS       each process's own peak of resident memory, summed
     RSS            resident memory now; weights that were read from a mapped file may count too
-    anonymous      the part of it that is no file
+    anonymous      the part of RSS that is not a file
 
 A process imports everything before the first measurement, so that the files are in memory in every
 measured start. The cache folder is a fresh XDG_CACHE_HOME, and JAX_COMPILATION_CACHE_DIR is removed
@@ -122,9 +122,9 @@ def _read_milestones(
 ) -> tuple[dict[str, float], str]:
     """Waits until the server is ready; returns the figures so far and its address."""
     figures: dict[str, float] = {}
-    said: list[str] = []
+    printed: list[str] = []
     for line, now in _timed_lines(process.stdout):
-        said.append(line)
+        printed.append(line)
         for name, pattern in _LINES.items():
             if name in figures or (found := pattern.search(line)) is None:
                 continue
@@ -132,9 +132,9 @@ def _read_milestones(
             if name == "programs":
                 figures["num_loaded"], figures["num_compiled"] = map(int, found.groups())
             if name == "ready":
-                return _all_of(figures, said), found.group(1)
+                return _with_all_milestones(figures, printed), found.group(1)
     raise StartError(
-        f"the server ended with code {process.wait()} before it was ready. {_last_of(said)}"
+        f"the server ended with code {process.wait()} before it was ready. {_last_lines(printed)}"
     )
 
 
@@ -148,17 +148,18 @@ def _timed_lines(pipe: IO[bytes]) -> Iterator[tuple[str, float]]:
             yield line.decode("utf-8", errors="replace"), now
 
 
-def _all_of(figures: dict[str, float], said: Sequence[str]) -> dict[str, float]:
+def _with_all_milestones(figures: dict[str, float], printed: Sequence[str]) -> dict[str, float]:
     missing = [name for name in _LINES if name not in figures]
     if missing:
         raise StartError(
-            f"the server is ready, but printed no line of {', '.join(missing)}. {_last_of(said)}"
+            f"the server is ready, but printed no line of {', '.join(missing)}. "
+            f"{_last_lines(printed)}"
         )
     return figures
 
 
-def _last_of(said: Sequence[str]) -> str:
-    lines = [line for line in said if line.strip()]
+def _last_lines(printed: Sequence[str]) -> str:
+    lines = [line for line in printed if line.strip()]
     return "\n    ".join(["Its last lines:", *lines[-_NUM_SHOWN_LINES:]])
 
 
@@ -196,7 +197,7 @@ def _import_everything() -> None:
     command = [sys.executable, "-c", _IMPORT]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise StartError(f"paxkv cannot be imported. {_last_of(done.stderr.splitlines())}")
+        raise StartError(f"paxkv cannot be imported. {_last_lines(done.stderr.splitlines())}")
 
 
 def measure_starts(

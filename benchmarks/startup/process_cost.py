@@ -14,7 +14,7 @@ def process_cost(root_pid: int, proc: Path = _PROC) -> dict[str, float]:
     Returns:
         "cpu_s" of user and system time, including children that have ended; "peak_rss_mib", each
         process's own peak of resident memory, summed; "rss_mib" and "anonymous_mib", the resident
-        memory now, and the part of it that is no file. Empty on a system without /proc.
+        memory now, and the part of it that is not a file. Empty on a system without /proc.
     """
     if not (proc / str(os.getpid())).is_dir():
         return {}

@@ -38,10 +38,10 @@ NO_GPU_EXIT, UNFINISHED_EXIT = 2, 3
 MAX_CHECKING_AT_ONCE = 6
 MAX_UNITS_PER_GROUP = 12
 _CHECKOUT = RESULTS_FOLDER.parents[1]
-# Git ignores it. Nowhere else in the checkout are rows of rehearsals.
+# Git ignores it. Rows of rehearsals may be nowhere else in the checkout.
 REHEARSALS_FOLDER = _CHECKOUT / "build" / "rehearsals"
 
-# Rows of all units (those of earlier runs included), title of the device -> Markdown.
+# Rows of all units (including earlier runs), title of the device -> Markdown.
 Report = Callable[[Sequence[Mapping[str, Any]], str], str]
 
 
@@ -112,7 +112,7 @@ class UnitRun:
             f"{self._out.stem}.{benchmark.rpartition('.')[2]}.md"
         )
         self._device: Mapping[str, Any] = {}
-        self._device_reason = ""  # why there is none
+        self._device_reason = ""  # why there is no device
         self._rows: list[Mapping[str, Any]] = []
         self._ended_keys: set[str] = set()
         self._units = [
@@ -129,7 +129,7 @@ class UnitRun:
             list_units=list_units,
             run_seed=self._seed,
             is_rehearsal=arguments.rehearse,
-            on_result=self._take,
+            on_result=self._add_result,
         )
 
     def run(self, report: Report) -> int:
@@ -138,9 +138,9 @@ class UnitRun:
         Ctrl-C and SIGTERM end the run early. The report of the finished units is still written.
 
         Returns:
-            The exit code: 0 if every unit ran, 1 if something of ours was wrong, failed or died,
-            in this run or in the last run of a unit that counts, 2 without a GPU, 3 if units are
-            left for the next run.
+            The exit code: 0 if every unit ran, 1 if paxkv's code was wrong, failed or died in this
+            run or in the last run of a unit that counts, 2 without a GPU, 3 if units are left for
+            the next run.
 
         Raises:
             BenchmarkError: JAX's device is not known.
@@ -178,7 +178,7 @@ class UnitRun:
         num_checking = min(MAX_CHECKING_AT_ONCE, num_usable_processors())
         try:
             for kind, of_stage in itertools.groupby(units, key=lambda unit: unit.kind):
-                # The first deaths end a group. If the same units died first in every run, the units
+                # A few deaths end a group. If the same units died first in every run, the units
                 # after them would never run.
                 stage = sorted(of_stage, key=lambda unit: num_deaths[unit.key])
                 self._runner.run_groups(
@@ -229,7 +229,7 @@ class UnitRun:
             and row.get("unit") in known
         ]
 
-    def _take(self, result: Result) -> None:
+    def _add_result(self, result: Result) -> None:
         if result.unit.key == DEVICE_UNIT.key:
             if result.measured is None:
                 self._device_reason = result.reason
@@ -303,7 +303,7 @@ def is_our_fault(row: Mapping[str, Any]) -> bool:
 
 
 def left_section(units: Sequence[Unit], note: str) -> str:
-    """Markdown: the units that have not run, those of one op and body in one line."""
+    """Markdown: the units that have not run, one line per op and body."""
     families: dict[str, list[str]] = {}
     for unit in units:
         families.setdefault(f"{unit.kind}|{unit.op}|*|{unit.body}", []).append(unit.case)

@@ -163,7 +163,7 @@ class UnitRunner:
                 self._finish_all(remaining, "died", reason)
 
     def _run_process(self, remaining: dict[str, Unit], deadline: float) -> tuple[str | None, str]:
-        """Runs units in one process and takes those with a result out of `remaining`.
+        """Runs units in one process, and removes units with a result from `remaining`.
 
         Returns:
             The key of the unit in which the process ended, if any, and how it ended.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.ops import device_calls
-from benchmarks.ops.device_calls import Work, take_samples
+from benchmarks.ops.device_calls import Work, sample_seconds
 
 
 @pytest.mark.parametrize(
@@ -22,11 +22,11 @@ def test_short_calls_are_repeated_within_a_sample(monkeypatch, call_s, num_calls
         asked.append(num_calls)
         clock.now_s += num_calls * call_s
 
-    samples = take_samples(run, 0.0)
+    samples = sample_seconds(run, 0.0)
     # One call compiles, one shows how long it takes, one sample is not counted.
     assert asked == [1, 1] + [num_calls] * (1 + 3)
     assert samples == pytest.approx([call_s] * 3, rel=1e-3)
-    assert len(take_samples(run, 1e9)) == device_calls.NUM_SAMPLES
+    assert len(sample_seconds(run, 1e9)) == device_calls.NUM_SAMPLES
 
 
 def test_calls_per_program_hide_the_launch_of_short_calls_only() -> None:
