@@ -8,9 +8,9 @@ from typing import NamedTuple
 # Endings of the names of one architecture: with a vocabulary head; without (the base class, which
 # `save_pretrained` writes for a model that AutoModel loaded); and of `model_type`.
 _ENDINGS = re.compile(r"((Text)?ForCausalLM|LMHeadModel|(Text)?Model|_text)$")
-# What a class of an architecture computes, where it is not the next token.
+# The end of a class's name if the class computes something other than the next token.
 _HEADS = re.compile(r"For[A-Z]\w*$")
-# Of two names in lower case; below it, similar letters say nothing about similar models.
+# The least similarity of two names; below it, similar letters do not mean similar models.
 _MIN_SIMILARITY, _MAX_NEAREST = 0.6, 3
 # Names that training frameworks write for any architecture; `model_type` says which one it is.
 _WRAPPERS = ("AutoModelForCausalLM", "PeftModelForCausalLM", "PeftModel")

@@ -65,7 +65,7 @@ class DecoderSpec:
 def spec_of_attention(
     attention: Sequence[AttentionConfig | None], *, kv_dtype: str, has_unified_kv: bool = False
 ) -> DecoderSpec:
-    """The spec of layers whose caches are those of their attention.
+    """The spec of layers whose only caches are the caches of their attention.
 
     Args:
         attention: The attention of each layer. None: the layer has no attention.

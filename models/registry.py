@@ -166,7 +166,7 @@ def read_config(hf_config: Mapping[str, object], *, model_impl: str = AUTO) -> M
 def family_class(
     architecture: str, *, model_impl: str = AUTO, model_type: object = None
 ) -> "type[Decoder]":
-    """Returns the class of an architecture. Classes of paxkv win over those of other packages.
+    """Returns the class of an architecture. Classes of paxkv win over other packages.
 
     Args:
         model_impl: As in `read_config`.

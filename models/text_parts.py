@@ -31,7 +31,7 @@ WHOLES = (
     "Step3p7ForConditionalGeneration",
     "VoxtralForConditionalGeneration",
 )
-# `model_type` of a language model that has no class of its own -> that of its family.
+# `model_type` of a language model that has no class of its own -> its family's.
 _MODEL_TYPES = {
     "qwen2_vl": "qwen2",
     "qwen2_vl_text": "qwen2",
@@ -44,8 +44,8 @@ _QWEN2_VL_DEFAULTS = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 1_000_000.0,
 }
-# `model_type` of a language model -> defaults of fields that its config.json may leave out, where
-# its family has others or none. transformers leaves out fields of a part that have the default:
+# `model_type` of a language model -> defaults of fields that its config.json may leave out, if its
+# family has other defaults or none. transformers leaves out fields of a part that have the default:
 # Gemma 3 4B was published without its vocabulary and its numbers of heads, and LLaVA 1.5 without
 # its hidden size.
 _DEFAULTS: dict[str, Mapping[str, object]] = {
@@ -90,7 +90,7 @@ _DEFAULTS: dict[str, Mapping[str, object]] = {
     "qwen3_vl_text": {"rope_theta": 500_000.0},
     "qwen3_vl_moe_text": {"rope_theta": 500_000.0},
 }
-# Fields of the whole that win over those of its text part.
+# Fields of the whole that win over fields of its text part.
 _SHARED_FIELDS = (
     "bos_token_id",
     "dtype",
@@ -98,7 +98,7 @@ _SHARED_FIELDS = (
     "tie_word_embeddings",
     "torch_dtype",
 )
-# Modules of checkpoints that see, hear, or feed the language model with what is seen and heard.
+# Modules for images and audio, and modules that pass their outputs to the language model.
 _OTHER_MODULES = re.compile(
     r"(^|\.)(audio_tower|connector|embed_audio|embed_vision|image_newline|multi_modal_projector"
     r"|vision_adapter|vision_model|vision_projection|vision_tower|visual|vit_large_projector)(\.|$)"

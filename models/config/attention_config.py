@@ -13,7 +13,7 @@ SELF_ATTENTION = "self_attn"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """Grouped-query attention of one layer. Layers of one model may differ in any of it."""
+    """Grouped-query attention of one layer. Layers of one model may differ in any field."""
 
     hidden_size: int
     num_q_heads: int
@@ -28,8 +28,8 @@ class AttentionConfig:
     has_positions: bool = True
     # A token sees itself and the `sliding_window - 1` tokens before it; None is all of them.
     sliding_window: int | None = None
-    # A token at position p sees itself and what is before it in its chunk, from
-    # `p // chunk_size * chunk_size` on; None is all. At most one of the two.
+    # A token at position p sees the positions of its chunk up to its own, from `p // chunk_size *
+    # chunk_size` on; None is all. At most one of window and chunk is set.
     chunk_size: int | None = None
     # The earlier layer whose keys and values this one reads; None: it has its own.
     kv_layer_idx: int | None = None
@@ -100,7 +100,7 @@ class AttentionConfig:
     def formats(self, kv_dtype: str) -> dict[str, CacheFormat]:
         """Local name -> format of every cache that the layer uses.
 
-        If `kv_layer_idx` is set, the cache `SELF_ATTENTION` is that of the earlier layer.
+        If `kv_layer_idx` is set, the cache `SELF_ATTENTION` belongs to the earlier layer.
         """
         return {SELF_ATTENTION: self.format(kv_dtype)}
 
@@ -108,7 +108,7 @@ class AttentionConfig:
         """What the cache `SELF_ATTENTION` holds. The narrower of keys and values are padded.
 
         Args:
-            kv_dtype: Of keys and values.
+            kv_dtype: The dtype of keys and values.
         """
         kind = "full"
         if self.sliding_window is not None:

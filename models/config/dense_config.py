@@ -51,8 +51,8 @@ def read_dense_fields(
 ) -> dict[str, object]:
     """The fields of `DenseConfig` except `attention`.
 
-    Defaults are those of Hugging Face's configuration class, so that a config.json which leaves a
-    field out means the same model here. Raises as `read_model_fields`.
+    Defaults equal Hugging Face's configuration class, so that a config.json which leaves a field
+    out means the same model here. Raises as `read_model_fields`.
     """
     fields = read_model_fields(hf_config, default_tie_word_embeddings=default_tie_word_embeddings)
     return fields | {
@@ -90,7 +90,7 @@ def read_head_fields(
     """The sizes and the scale of an `AttentionConfig`.
 
     Args:
-        default_num_kv_heads: Where config.json leaves it out; None is as many as query heads.
+        default_num_kv_heads: Used if config.json leaves it out; None is as many as query heads.
         default_head_dim: Likewise; None is the hidden size over the query heads.
     """
     hidden_size = read_count(hf_config, "hidden_size")

@@ -14,7 +14,7 @@ def _as_integer(value: object) -> object:
 
 
 def _is_integer(value: object) -> bool:
-    """Whether a value is an integer. Unlike in Python, a boolean is none."""
+    """Whether a value is an integer. Unlike in Python, a boolean is not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

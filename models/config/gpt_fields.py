@@ -16,7 +16,7 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.ma
 
 
 def with_later_names(hf_config: Mapping[str, object]) -> dict[str, object]:
-    """The config.json with the names of later families beside those of GPT-2.
+    """The config.json with the names of later families in addition to GPT-2's.
 
     A missing inner width of the MLP is four times the hidden size.
     """

@@ -20,8 +20,8 @@ def read_kv_owners(
 ) -> list[int | None]:
     """For each layer, the earlier layer whose keys and values it reads; None: it has its own.
 
-    The last `num_kv_shared_layers` layers read those of the last layer before them with the same
-    type.
+    Each of the last `num_kv_shared_layers` layers reads the keys and values of the last layer of
+    its type before them.
 
     Raises:
         ModelConfigError: There is no layer of the same type before the shared ones.
@@ -40,7 +40,7 @@ def read_kv_owners(
 
 
 def is_of_shared_kv(name: str, attention: Sequence[AttentionConfig]) -> bool:
-    """Whether a checkpoint's tensor makes keys or values of a layer that reads those of another.
+    """Whether a tensor makes keys or values for a layer that reads them from another layer.
 
     Args:
         attention: Of each layer.

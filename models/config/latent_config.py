@@ -48,8 +48,8 @@ def read_latent_attention(
     """Reads the latent attention of DeepSeek and its followers, which all layers share.
 
     Args:
-        default_q_latent_dim: If config.json has no `q_lora_rank`. If it has null, queries have no
-            latent.
+        default_q_latent_dim: Used if config.json has no `q_lora_rank`. If it has null, queries have
+            no latent.
 
     Raises:
         UnsupportedModelError: `num_key_value_heads` is not the number of query heads.

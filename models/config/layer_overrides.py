@@ -1,4 +1,4 @@
-"""Reads `per_layer_config`: for single layers, the fields that replace those of all layers."""
+"""Reads `per_layer_config`: fields of single layers that replace the common ones."""
 
 from collections.abc import Collection, Mapping
 
@@ -22,7 +22,7 @@ def read_layer_overrides(
         transformers writes since version 5.24.
 
     Raises:
-        ModelConfigError: It is no object of layers.
+        ModelConfigError: `per_layer_config` is not an object of layers.
         UnsupportedModelError: A layer has another field.
     """
     by_layer = hf_config.get(_FIELD)

@@ -22,11 +22,11 @@ def read_sliding_window(hf_config: Mapping[str, object], default: int | None) ->
 def read_layer_types(
     hf_config: Mapping[str, object], is_sliding: Iterable[bool], *, sliding_window: int | None
 ) -> tuple[LayerType, ...]:
-    """The type of each layer, in order: as `layer_types` says, where it is written.
+    """The type of each layer, in order: from `layer_types`, if config.json has it.
 
     Args:
-        is_sliding: By the family's own rule, of each layer.
-        sliding_window: None where the model has none, or has it switched off.
+        is_sliding: For each layer, by the family's own rule.
+        sliding_window: None if the model has no window, or has it switched off.
 
     Raises:
         ModelConfigError: `layer_types` has the wrong length, or contradicts the window.
@@ -59,7 +59,7 @@ def read_layer_types(
 def with_window(
     attention: AttentionConfig, window: int | None, max_position_embeddings: int
 ) -> AttentionConfig:
-    """The attention with that window, or as it is where no position of the model would feel it."""
+    """The attention with that window, or unchanged if it holds all positions of the model."""
     rope: RopeConfig = attention.rope
     if window is None or window >= max_scaled_positions(rope, max_position_embeddings):
         return attention
@@ -79,9 +79,9 @@ def attention_by_type(
 
     Args:
         is_sliding: For each layer, by the family's own rule.
-        full: Of full layers.
-        sliding: Of sliding layers, without the window.
-        window: None where the model has none, or has it switched off.
+        full: The attention of full layers.
+        sliding: The attention of sliding layers, without the window.
+        window: None if the model has no window, or has it switched off.
 
     Raises: As `read_layer_types`.
     """

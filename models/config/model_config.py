@@ -1,4 +1,4 @@
-"""`ModelConfig`: what the engine needs to know of a model, read from its config.json."""
+"""`ModelConfig`: what the engine needs to know about a model, read from its config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -61,9 +61,9 @@ class ModelConfig:
 
     @property
     def max_scaled_positions(self) -> int:
-        """Most positions that the model can take, once its rotary embedding is scaled.
+        """The largest number of positions that the model supports with its scaled rotary embedding.
 
-        It goes as far as the least scaled of its layers: Gemma 3 as far as config.json states.
+        The least scaled layer decides: for Gemma 3, it is the number in config.json.
         """
         ropes = {layer.rope for layer in self.attention_layers}
         limits = [max_scaled_positions(rope, self.max_position_embeddings) for rope in ropes]
@@ -86,7 +86,7 @@ class ModelConfig:
         """What the layers keep in the KV cache; a family with other caches overrides it.
 
         Args:
-            kv_dtype: Of keys and values.
+            kv_dtype: The dtype of keys and values.
         """
         return spec_of_attention(
             self.attention, kv_dtype=kv_dtype, has_unified_kv=self.has_unified_kv
@@ -96,11 +96,11 @@ class ModelConfig:
 def read_model_fields(
     hf_config: Mapping[str, object], *, default_tie_word_embeddings: bool = False
 ) -> dict[str, object]:
-    """The fields of `ModelConfig` except `attention`; all families write them alike.
+    """The fields of `ModelConfig` except `attention`, which are the same for all families.
 
     Raises:
         ModelConfigError: A field is missing, or of the wrong type.
-        UnsupportedModelError: The model needs something that is not built.
+        UnsupportedModelError: The model needs a feature that paxkv does not have.
     """
     _refuse_bidirectional(hf_config)
     _refuse_layer_overrides(hf_config)

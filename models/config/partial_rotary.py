@@ -1,4 +1,4 @@
-"""Reads which share of each head is turned, where it may be less than all of it."""
+"""Reads which share of each head is turned, if it may be less than the whole head."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -107,7 +107,7 @@ def without_rotary_factor(hf_config: Mapping[str, object]) -> dict[str, object]:
 
 
 def _without_factors(fields: object) -> object:
-    """Rope parameters without the factor; those of each layer type too."""
+    """Rope parameters without the factor, also in the object of each layer type."""
     if not isinstance(fields, Mapping):
         return fields
     return {name: _without_factors(value) for name, value in fields.items() if name != _FACTOR}

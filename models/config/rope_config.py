@@ -15,20 +15,20 @@ RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope",
 _OLDER_KINDS = {"su": "longrope", "mrope": "default"}
 
 DEFAULT_ROPE_THETA = 10_000.0
-# Of full-attention layers where sliding ones have an embedding of their own.
+# The default theta of full layers, if sliding layers have an embedding of their own.
 DEFAULT_GLOBAL_ROPE_THETA = 1_000_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Parameters of a rotary embedding; those that a kind does not use keep their defaults.
+    """Parameters of a rotary embedding. Parameters that its kind does not use keep their defaults.
 
     `models/layers/rotary.py` says what each kind computes.
     """
 
     kind: RopeKind = "default"
     theta: float = DEFAULT_ROPE_THETA
-    factor: float = 1.0  # all kinds but default and longrope
+    factor: float = 1.0  # all kinds except default and longrope
     # Length the model was trained at before scaling: dynamic, llama3, yarn, longrope.
     original_max_position_embeddings: int = 0
     low_freq_factor: float = 1.0  # llama3
@@ -53,7 +53,7 @@ def parse_rope_config(hf_config: Mapping[str, object], max_position_embeddings: 
 
     The length before scaling is found as transformers does: for "dynamic" it is always
     `max_position_embeddings`; for "llama3", "yarn" and "longrope" a top-level
-    `original_max_position_embeddings` wins, then the one beside the factor, then
+    `original_max_position_embeddings` wins, then the one next to the factor, then
     `max_position_embeddings`.
 
     Raises:
@@ -133,12 +133,12 @@ def rope_for_length(rope: RopeConfig, max_model_len: int) -> RopeConfig:
 
 
 def max_scaled_positions(rope: RopeConfig, max_position_embeddings: int) -> int:
-    """Positions that an embedding is made for once it is scaled.
+    """The number of positions for which a scaled embedding is made.
 
-    For "yarn" they count from the length before scaling, whether config.json states that one
-    (Qwen2.5: 32,768 and a factor of 4 are 131,072) or the one after it (DeepSeek). For the
-    other kinds with a factor they are as many times what config.json states; for "llama3" it is
-    stated already.
+    For "yarn", it is the factor times the length before scaling. `max_position_embeddings` may be
+    the length before scaling (Qwen2.5: 32,768 and a factor of 4 are 131,072) or after (DeepSeek).
+    For the other kinds with a factor, it is the factor times `max_position_embeddings`. For
+    "llama3", config.json states it already.
 
     Source: vllm/config/model.py, `_get_and_verify_max_len`.
     """
@@ -148,7 +148,7 @@ def max_scaled_positions(rope: RopeConfig, max_position_embeddings: int) -> int:
         scaled = max_position_embeddings * rope.factor
     else:
         return max_position_embeddings
-    # A factor that is the ratio of two lengths brings the longer one back, or a bit less.
+    # If the factor is the ratio of two lengths, `scaled` is the longer one, or slightly less.
     return int(math.nextafter(scaled, math.inf))
 
 

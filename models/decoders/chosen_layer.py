@@ -46,8 +46,8 @@ def choose_layer(
     states = [dict(nnx.to_flat_state(nnx.state(layer))) for layer in layers]
     if any(state.keys() != states[0].keys() for state in states):
         raise ModelError(
-            "layers of one loop have other parameters than each other; wanted layers that "
-            "`kind_of` calls equal."
+            "layers of one loop have different parameters; expected layers that `kind_of` calls "
+            "equal."
         )
     if names := [".".join(map(str, path)) for path in _copied_matrices(layers[0])]:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""`Decoder`: what all families have around their layers."""
+"""`Decoder`: the parts around the layers, which all families have."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,8 +25,8 @@ from models.weight_rule import WeightRule, rules_of_layers
 class Decoder(nnx.Module):
     """Token embedding, decoder layers, final norm and vocabulary head.
 
-    Families derive from it (`models/families/`). Attribute names are those of Hugging Face
-    checkpoints, or the family says how they are called there (`weight_rules`).
+    Families derive from it (`models/families/`). Attributes are named as in Hugging Face
+    checkpoints, or the family maps their names (`weight_rules`).
     """
 
     @classmethod
@@ -34,7 +34,7 @@ class Decoder(nnx.Module):
         """Reads the family's config.json. Raises as `models.registry.read_config`."""
         raise UnsupportedModelError(
             f"the model class {cls.__module__}.{cls.__name__} cannot read a config.json; it has to "
-            "define `read_config`. Tell whoever wrote it."
+            "define `read_config`. Report this to its author."
         )
 
     def __init__(
@@ -55,7 +55,7 @@ class Decoder(nnx.Module):
             layers: `config.num_layers` of them. A module that is in the list several times runs
                 at each of these places, with a cache of its own at each. Its weights exist once,
                 under the name of its first place.
-            norm: Of the last layer's hidden states.
+            norm: The norm of the last layer's hidden states.
             has_head_kernel: Whether the vocabulary head has an array of its own. Without tied
                 embeddings it must; with them it may, as a transposed copy.
             embedding_scale: Factor of token embeddings on their way in.
@@ -76,7 +76,7 @@ class Decoder(nnx.Module):
         """The weight rule of every parameter; a family overrides rules that do not fit it."""
         rules = rules_of_layers(self, prefix="model.")
         if self.lm_head is not None:
-            # A checkpoint with tied embeddings has no head, and this one is a turned copy.
+            # A checkpoint with tied embeddings has no head, and this one is a transposed copy.
             name = "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head"
             head_rules = self.lm_head.weight_rules(name)
             rules |= {f"lm_head.{leaf}": rule for leaf, rule in head_rules.items()}
@@ -105,8 +105,8 @@ class Decoder(nnx.Module):
         """Runs one step's tokens through all layers; returns what `batch.wants` asks for.
 
         Args:
-            places: Of the caches of each layer.
-            change_context: As of `LoadedModel.forward`.
+            places: The places of the caches of each layer.
+            change_context: As in `LoadedModel.forward`.
         """
         batch.wants.check_taps(len(self.layers))
         rotaries = dict.fromkeys(layer.rotary for layer in self.config.attention_layers)
@@ -131,7 +131,7 @@ class Decoder(nnx.Module):
         return replace(outputs, reports=context.reported), pages
 
     def embed(self, context: LayerContext) -> Carry:
-        """What the first layer gets."""
+        """The input of the first layer."""
         hidden = self.embed_tokens(context.batch.token_ids)
         if context.embeddings is not None:
             hidden = context.embeddings.replace_in(hidden)

@@ -16,7 +16,7 @@ from models.layers.self_attention import SelfAttention
 
 
 class DenseDecoder(Decoder):
-    """Layers of attention and an MLP; the last norm is of the same kind as those of the layers."""
+    """Layers of attention and an MLP; the last norm is of the same kind as the layers' norms."""
 
     def __init__(
         self,

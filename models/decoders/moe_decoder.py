@@ -17,7 +17,7 @@ from models.layers.self_attention import SelfAttention
 
 
 class MoEDecoder(Decoder):
-    """Layers of attention and an MLP or experts. The last norm is of the kind of the others."""
+    """Layers of attention and an MLP or experts. All norms are of one kind."""
 
     def __init__(
         self,

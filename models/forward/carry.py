@@ -1,4 +1,4 @@
-"""`Carry`: what one layer hands to the next."""
+"""`Carry`: what one layer passes to the next."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ import jax
 class Carry:
     """The residual stream alone. A family whose layers share more derives a class of its own.
 
-    Only a family's own code opens it. Every layer takes and returns the same structure, dtypes and
-    shapes; only the last one may return fewer tokens.
+    Only the family's own code reads it. Every layer takes and returns the same structure, dtypes
+    and shapes; only the last one may return fewer tokens.
     """
 
     hidden: jax.Array  # f[num_tokens, hidden]

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSettings:
-    """What dispatch looks at, and the mesh that heads are split over. Hashable, so static.
+    """The arguments of dispatch, and the mesh over which heads are split. Hashable, so static.
 
     Args:
         implementation: The body of every op; `None` means the fastest one for `target`.
@@ -65,7 +65,7 @@ class KernelSettings:
         """Checks that every device gets the same number of KV heads.
 
         Raises:
-            ModelError: It would not.
+            ModelError: The heads cannot be split evenly.
         """
         if num_kv_heads % self.num_shards:
             raise ModelError(
@@ -84,8 +84,8 @@ class KernelSettings:
 
         Arrays of one argument are split alike.
 
-        A kernel is opaque to the compiler: left to itself it would gather the whole cache on every
-        device first.
+        A kernel is opaque to the compiler, which would otherwise gather the whole cache on every
+        device.
         """
         if self.num_shards == 1:
             return function(*args)
@@ -104,7 +104,7 @@ class KernelSettings:
         num_rows: int,
         num_blocks: int,
     ) -> jax.Array:  # i32[num_groups, num_tokens]
-        """The slot of every token in groups of one block size; alike on all devices."""
+        """The slot of every token in groups of one block size, the same on all devices."""
         find_slots = functools.partial(
             pallas_kernels.slot_mapping,
             block_size=block_size,
@@ -134,8 +134,9 @@ class KernelSettings:
         """As `pallas_kernels.grouped_matmul`; weights of uint16 are the bits of x's dtype.
 
         Args:
-            split: Which features of the matrices are split over the devices. With "out", those of
-                the result are, too; with "in", those of x, and the devices' results are added.
+            split: Which features of the matrices are split over the devices. With "out", the
+                features of the result are split too. With "in", the features of x are, and the
+                results of the devices are added.
         """
 
         def multiply(x: jax.Array, weights: jax.Array, *tiles: jax.Array) -> jax.Array:

@@ -84,7 +84,7 @@ LinearChange = Callable[[str, jax.Array, jax.Array, "LayerContext"], jax.Array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplacedEmbeddings:
-    """Rows that stand for the embeddings of some tokens, such as those of an image."""
+    """Rows that replace the embeddings of some tokens, such as the tokens of an image."""
 
     rows: jax.Array  # f[num_tokens, hidden]
     is_replaced: jax.Array  # bool[num_tokens]
@@ -197,8 +197,8 @@ class LayerContext:
         """The rows of the tokens that go on from this layer: all rows, except in the last layer.
 
         Raises:
-            ModelError: The rows of this context are not those of all tokens, for example because
-                the last layer has dropped rows already.
+            ModelError: This context does not have a row for every token, for example because the
+                last layer has dropped rows already.
         """
         if not self.drops_rows:
             return x
@@ -235,7 +235,8 @@ class LayerContext:
 
         The function must compute each token from its own rows alone. It may be called with fewer
         rows than the arrays have, and with a context for these rows. Padding rows that were left
-        out are zero in the result. Reports of the function are added to those of this context.
+        out are zero in the result. Reports of the function are added to the reports of this
+        context.
 
         Args:
             function: Takes arrays, and returns an array or a tuple of arrays. The first axis of all

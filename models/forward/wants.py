@@ -1,4 +1,4 @@
-"""What the caller of a model wants back from a step, and the answer: `Wants` and `Outputs`."""
+"""`Wants`, the choice of what a step of the model returns, and `Outputs`, what it returned."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,11 +16,11 @@ class Wants:
 
     Args:
         logits: For which tokens the caller computes logits: for none, for the last token of each
-            request, or for those in `ForwardBatch.logits_indices`.
+            request, or for the tokens in `ForwardBatch.logits_indices`.
         hidden: Tokens whose hidden states after the last norm are returned.
-        taps: Layers, rising from 0, whose own hidden states of all tokens are wanted: what a
-            drafter reads.
-        reports: Numbers of the layers; no two of the same name.
+        taps: Numbers of layers in rising order. Their hidden states of all tokens are returned, for
+            a drafter to read.
+        reports: Numbers of the layers; all have different names.
     """
 
     logits: Literal["none", "last", "indices"] = "indices"
@@ -37,7 +37,7 @@ class Wants:
         """Checks that `taps` are layers of a model with `num_layers`.
 
         Raises:
-            ModelError: They are not, or do not rise.
+            ModelError: A number is of no layer, or the numbers do not rise.
         """
         if list(self.taps) != sorted({tap for tap in self.taps if 0 <= tap < num_layers}):
             raise ModelError(

@@ -12,12 +12,12 @@ __all__ = ["CPU", "GPU", "TPU", "Platform", "default_platform", "platform_of"]
 
 
 def platform_of(device: jax.Device) -> Platform:
-    """What depends on that device, and on this machine's processor where it is one."""
+    """The platform of a device; if it is a CPU, of this machine's processor."""
     kinds = {"cpu": CPU.of_this_machine, "gpu": GPU, "tpu": TPU}
     return kinds.get(pallas_kernels.target_of(device).platform, Platform)()
 
 
 def default_platform() -> Platform:
-    """That of the device where JAX puts new arrays: a caller may have set `jax.default_device`."""
+    """The platform of the device where JAX puts new arrays, which `jax.default_device` may set."""
     (device,) = jax.device_put(0).devices()
     return platform_of(device)

@@ -22,7 +22,7 @@ from models.platforms.put_weight import cast_on_device, cast_on_host
 # Lowering takes about a quarter of a program's time, and programs are lowered one after the other.
 # More threads would mostly wait for the next lowered program.
 _MAX_COMPILE_THREADS = 8
-# Numbers of a weight that the host casts and transposes itself.
+# The largest weight, in numbers, that the host casts and transposes.
 _MAX_HOST_CAST = 2**20
 
 
@@ -49,8 +49,8 @@ class Platform:
     # Whether one program serves several numbers of tokens (`ForwardBatch.widths`), so that fewer
     # programs are compiled.
     shares_programs: ClassVar[bool] = False
-    # Whether tokens of a few rows are drawn at a time. An accelerator takes all rows at once
-    # faster: its host would wait for a loop's condition.
+    # Whether the sampler draws tokens of a few rows at a time. On accelerators, all rows at once
+    # are faster, because the host would wait for a loop's condition.
     samples_in_chunks: ClassVar[bool] = False
     # Host memory that compiling one program may take: several times what was measured
     # (`docs/design/runner-and-programs.md`).
@@ -60,7 +60,7 @@ class Platform:
         """The default dtype of loaded weights.
 
         Args:
-            own: What the checkpoint says of itself.
+            own: The dtype that the checkpoint states.
         """
         return own
 
@@ -68,7 +68,7 @@ class Platform:
         """Dtypes that keys and values may be stored in; the first is the default.
 
         Args:
-            model_dtype: Of the model's weights.
+            model_dtype: The dtype of the model's weights.
         """
         return (model_dtype,)
 
@@ -88,9 +88,9 @@ class Platform:
         """How an embedding that is also the vocabulary head is stored.
 
         Args:
-            dtype: Of the embedding.
-            changes_kernels: Kernels of `Linear` have fewer bits than the embedding, or lie in
-                panels.
+            dtype: The dtype of the embedding.
+            changes_kernels: Whether kernels of `Linear` have fewer bits than the embedding, or are
+                stored in panels.
         """
         return "rows"
 
@@ -100,8 +100,8 @@ class Platform:
         """Names and values of XLA's options.
 
         Args:
-            dtypes: Of the model's weights.
-            batch_invariant: A row's products must not depend on its place among the others.
+            dtypes: The dtypes of the model's weights.
+            batch_invariant: Whether a row's products must not depend on its place among the rows.
         """
         return {}
 
@@ -111,7 +111,7 @@ class Platform:
         return max(1, min(num_cores(), num_fitting, _MAX_COMPILE_THREADS))
 
     def column_panel_width(self, *, batch_invariant: bool = False) -> int | None:
-        """Columns of the panels that float32 matrices are to lie in; None leaves them whole."""
+        """Columns of panels in which float32 matrices are stored; None stores whole matrices."""
         return None
 
     def run_layers(
@@ -121,7 +121,7 @@ class Platform:
         pages: Pages,
         context: LayerContext,
     ) -> tuple[Carry, Pages]:
-        """Runs layers one after the other; the last one may go on with fewer tokens."""
+        """Runs layers one after another; the last one may return fewer tokens."""
         return run_in_turn(layers, carry, pages, context)
 
     def put_weight(
@@ -148,14 +148,14 @@ class Platform:
         return jnp.zeros(shape, dtype, device=sharding)
 
     def free_host_bytes(self) -> int | None:
-        """Memory of the host that the KV cache shares with everything else there.
+        """Free memory of the host, which the KV cache shares with everything else on the host.
 
-        None if the KV cache lies in memory of a device.
+        None if the KV cache is in the memory of a device.
         """
         return None
 
     def total_memory_bytes(self, limit_bytes: int) -> int:
-        """Memory of the device, where JAX may take `limit_bytes` of it."""
+        """Memory of the device, of which JAX may take `limit_bytes`."""
         return limit_bytes
 
     def identity(self) -> dict[str, str]:

@@ -28,7 +28,7 @@ from models.platforms.processor import (
 )
 from models.platforms.put_weight import cast_on_host
 
-# What YNNPACK does; XLA's default is more than that. Reductions by it compile in less time.
+# The work of YNNPACK; XLA's default is more than these two. Its reductions compile faster.
 _YNNPACK_DOES = "xla_cpu_experimental_ynn_fusion_type"
 _NOTHING, _REDUCTIONS = "", "LIBRARY_FUSION_TYPE_REDUCE"
 
@@ -38,7 +38,7 @@ class CPU(Platform):
     """Few programs with loops over layers, because compiling them takes most of a start.
 
     Args:
-        num_threads: As many as XLA computes with.
+        num_threads: The number of threads that XLA computes with.
         instruction_sets: As Linux names them, like "avx2".
     """
 
@@ -58,23 +58,22 @@ class CPU(Platform):
         return cls(num_threads=num_threads(), instruction_sets=instruction_sets())
 
     def weight_dtype(self, own: ModelDtype) -> ModelDtype:
-        """float32: XLA here is slow in 16 bits."""
+        """float32, because XLA:CPU is slow in 16 bits."""
         return "float32"
 
     def kv_cache_dtypes(self, model_dtype: str) -> tuple[str, ...]:
-        """float32 whatever the model's, or 16 bits."""
+        """float32 for every dtype of the model, or 16 bits."""
         return ("float32", "float16", "bfloat16")
 
     def page_dtype(self, kv_dtype: str) -> str:
         """Integers in place of 16-bit floats.
 
-        XLA here rewrites a scatter of bfloat16 through float32 and copies the whole cache for it,
-        seconds a step for 1 GiB.
+        XLA:CPU computes a scatter of bfloat16 in float32, and copies the whole cache for it.
         """
         return "uint16" if kv_dtype in ("float16", "bfloat16") else kv_dtype
 
     def expert_dtype(self, dtype: str) -> str:
-        """Integers in place of 16-bit floats: XLA here converts all experts to use one of them."""
+        """Integers for 16-bit floats, of which XLA:CPU would convert all experts to use one."""
         return self.page_dtype(dtype)
 
     def compiler_options(
@@ -82,11 +81,11 @@ class CPU(Platform):
     ) -> dict[str, str]:
         """As `Platform.compiler_options`.
 
-        XLA's own products sum some rows in another order than others; YNNPACK does not. So
-        batch-invariant programs keep it.
+        XLA's own products sum some rows in another order than others, so batch-invariant programs
+        keep YNNPACK, which does not.
         """
-        # XLA's default level is 2. At level 1, a start takes 0.95 of the CPU time, and steps take
-        # as long; at level 0, steps take 2.6 times as long (hidden 512, JAX 0.10.2).
+        # XLA's default level is 2. Level 1 compiles faster, and steps take as long
+        # (docs/design/cpu.md).
         options = {"xla_backend_optimization_level": "1"}
         if set(dtypes) == {"float32"} and not batch_invariant:
             options |= _float32_products(self.num_threads, self.instruction_sets)
@@ -104,9 +103,9 @@ class CPU(Platform):
         return "rows" if uses_ynnpack and "avx512f" in self.instruction_sets else "columns"
 
     def column_panel_width(self, *, batch_invariant: bool = False) -> int | None:
-        """Columns of the panels that float32 kernels are to lie in (`split_columns`).
+        """Columns of the panels in which float32 kernels are stored (`split_columns`).
 
-        None leaves kernels whole, in three cases: several cores share the columns of each kernel;
+        None keeps kernels whole, in three cases: several cores share the columns of each kernel;
         YNNPACK multiplies, which is slow with panels; or panels gain nothing, as with AVX-512 and
         without avx512_fp16. `docs/design/cpu.md` has the gain with AVX2.
         """
@@ -146,21 +145,15 @@ class CPU(Platform):
     def identity(self) -> dict[str, str]:
         return {
             "processor": processor_identity(),
-            # XLA splits loops over as many threads as there were when it compiled.
+            # XLA splits loops over the number of threads that there were when it compiled.
             "processor cores": f"{num_cores()}, NPROC {os.environ.get('NPROC', 'not set')}",
         }
 
 
 def _float32_products(num_threads: int, instruction_sets: Collection[str]) -> dict[str, str]:
-    """Leaves out products by YNNPACK where XLA's own take less time.
+    """The options without products by YNNPACK, if XLA's own products take less time.
 
-    Time by YNNPACK over that by XLA's own, with JAX 0.10.2 and 0.12.0.1. Where a core does more
-    than AVX2 can (160 GFLOP/s), and hidden 512: on one core 1.3 to 1.5 with 64 rows and 1.1 to 1.3
-    with 256; on two 0.7 to 0.8 with 256, about the same with fewer. With AVX2 and hidden 512 or
-    1,024, all of a model's products in turn, on two cores: 1.1 to 1.5 with 8 to 48, 0.94 to 1.15
-    with more. On one core with AVX2 wide kernels lie in panels, which YNNPACK is slow with
-    (`column_panel_width`); the others would take 0.5 to 0.9 of the time with it from 64 rows on.
-    Processors with neither were not measured.
+    `docs/design/cpu.md` has the figures. Processors without AVX2 were not measured.
     """
     if "avx512f" in instruction_sets:
         return {_YNNPACK_DOES: _NOTHING} if num_threads == 1 else {}

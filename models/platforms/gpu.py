@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from models.platforms.base import Platform
 
-# Read by JAX when it first touches a GPU: the share of its memory that it takes.
+# JAX reads this when it first uses a GPU: the share of the GPU's memory that it takes.
 SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 DEFAULT_SHARE = 0.75
 
@@ -22,15 +22,15 @@ class GPU(Platform):
         self, dtypes: Collection[str], *, batch_invariant: bool = False
     ) -> dict[str, str]:
         return {
-            # What XLA puts into CUDA graphs by itself, and loops: so that the host launches a burst
-            # once, and does not wait for the loop's condition.
+            # XLA's defaults for CUDA graphs, and WHILE: the host then launches a burst once, and
+            # does not wait for the condition of its loop.
             "xla_gpu_enable_command_buffer": "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
             "DYNAMIC_SLICE_FUSION,FUSION,WHILE",
-            # By default XLA makes one product of several with the same left operand, and copies
-            # their weights (q, k and v; gate and up) into one array in every step.
+            # By default, XLA joins products with the same left operand, and copies their weights
+            # (q, k and v; gate and up) into one array in every step.
             "xla_gpu_dot_merger_threshold_mb": "0",
         }
 
     def total_memory_bytes(self, limit_bytes: int) -> int:
-        # The limit is a share of the memory that JAX is told before it starts.
+        # The limit is a share of the memory, which is set before JAX starts.
         return int(limit_bytes / float(os.environ.get(SHARE_VARIABLE, DEFAULT_SHARE)))

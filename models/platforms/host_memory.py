@@ -12,9 +12,9 @@ class _ControlGroup(NamedTuple):
     """Where a version of Linux' control groups has its files.
 
     Args:
-        controllers: As lines of /proc/self/cgroup name them; the path of the process follows.
+        controllers: The name in /proc/self/cgroup, which the path of the process follows.
         limits: Files that each may hold a limit.
-        stat_prefix: Of the lines of memory.stat that count the groups below it too.
+        stat_prefix: The prefix of lines of memory.stat that include the groups below it.
     """
 
     folder: Path
@@ -39,7 +39,7 @@ _CONTROL_GROUPS = (
 def available_memory_bytes() -> int:
     """Free memory of the machine, or of the container if its limit leaves less.
 
-    Half of the machine's memory where Linux does not say what is free.
+    Half of the machine's memory if Linux does not say what is free.
     """
     meminfo = _numbers(_MEMINFO)
     if "MemAvailable:" not in meminfo:
@@ -65,13 +65,13 @@ def _folders(group: _ControlGroup) -> list[Path]:
 
 
 def _available_in(group: _ControlGroup, folder: Path, of_machine: int) -> int:
-    """What a control group may still take; all if it is not there, or has no limit."""
+    """Memory that a control group may still take; all if it does not exist or has no limit."""
     usage = _word(folder / group.usage)
     limits = [_word(folder / name) for name in group.limits]
     found = [int(limit) for limit in limits if limit.isdecimal()]
     if not found or not usage.isdecimal():
         return of_machine
-    # Cached files, such as weights just read, count as used but give way.
+    # Cached files, such as weights just read, count as used, but Linux drops them if needed.
     stat = _numbers(folder / "memory.stat")
     cached = sum(stat.get(f"{group.stat_prefix}{kind}_file", 0) for kind in ("inactive", "active"))
     return max(0, min(found) - int(usage) + cached)

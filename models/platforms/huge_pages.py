@@ -1,8 +1,8 @@
 """Asks Linux to keep large arrays of a CPU in pages of 2 MiB instead of 4 KiB.
 
-A step reads all weights and blocks all over the KV cache, so with small pages the processor looks
-up addresses all the time. Where the system gives huge pages only to who asks (its default on many
-distributions), nobody asks for JAX's arrays.
+A step reads all weights, and blocks all over the KV cache. With small pages, the processor looks up
+addresses all the time. Many distributions give huge pages only to programs that ask for them, and
+JAX does not ask.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 HUGE_PAGE_BYTES = 2 * 2**20
-# <linux/mman.h>. The first lets pages be huge, the second makes those huge that are there already.
+# <linux/mman.h>. The first lets new pages be huge, the second makes existing pages huge.
 MADV_HUGEPAGE = 14
 _MADV_COLLAPSE = 25
 
@@ -41,11 +41,10 @@ def empty_in_huge_pages(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
 
 
 def use_huge_pages(arrays: Iterable[jax.Array]) -> int:
-    """Asks for the arrays of a CPU; others, and those smaller than a page, are left alone.
+    """Asks for huge pages for the arrays of a CPU that are larger than such a page.
 
-    Arrays that lie one behind the other, as the panels of a kernel do, count as one. What an array
-    holds does not change. A system that has no huge pages, or none left, refuses, and nothing else
-    happens.
+    Arrays that follow each other in memory, such as the panels of a kernel, count as one. The
+    values of arrays do not change. If the system has no huge pages, or none left, nothing happens.
 
     Returns:
         Bytes that the system has put into huge pages.

@@ -20,7 +20,7 @@ def processor_identity() -> str:
 
 
 def instruction_sets() -> frozenset[str]:
-    """As Linux names them, like "avx2"; none where it does not say."""
+    """As Linux names them, such as "avx2"; empty if Linux does not name any."""
     # x86 calls them "flags", ARM "Features".
     fields = _first_processor()
     return frozenset((fields.get("flags") or fields.get("Features") or "").split())
@@ -34,7 +34,7 @@ def num_cores() -> int:
 
 
 def num_threads() -> int:
-    """Threads that XLA computes with on the CPU: NPROC says so where there are to be fewer."""
+    """Threads that XLA computes with on the CPU: one per core, or fewer if NPROC says so."""
     wanted = os.environ.get("NPROC", "")
     return min(num_cores(), int(wanted)) if wanted.isdecimal() and int(wanted) else num_cores()
 

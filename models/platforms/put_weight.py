@@ -18,7 +18,7 @@ _MIN_FOR_THREADS = 2**20
 
 
 def cast_on_host(weight_np: np.ndarray, dtype: jnp.dtype, *, is_transposed: bool) -> jax.Array:
-    """Casts on the host with all cores, into memory of the array's own.
+    """Casts on the host with all cores, into new memory.
 
     Args:
         is_transposed: Whether the last two axes are swapped.

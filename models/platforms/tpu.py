@@ -10,9 +10,9 @@ _LANES = 128
 
 @dataclass(frozen=True, slots=True)
 class TPU(Platform):
-    """Pages are lines of 128 numbers, because memory here is tiled in them.
+    """Pages are lines of 128 numbers, because TPUs store arrays in tiles of such lines.
 
-    An array whose last axis is something else would be copied whole to be seen in another shape.
+    With another last axis, XLA would copy the whole array to change its shape.
     """
 
     name: ClassVar[str] = "tpu"
