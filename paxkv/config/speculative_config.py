@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from paxkv.config.setting import at_least, one_of
+from paxkv.config.setting import at_least, one_of, true_or_false
 from paxkv.errors import ConfigError
 
 METHODS = ("ngram",)
@@ -30,6 +30,9 @@ class SpeculativeConfig:
         prompt_lookup_max: The largest number of tokens to find. The drafter tries this number
             first, and then smaller ones.
 
+        adapts_drafts: A step verifies as many drafts as measured times and acceptance make
+            worthwhile, often none. False: it verifies all drafts. vLLM has no such field.
+
     Raises:
         ConfigError: A value is invalid, or the method has no drafter.
     """
@@ -38,6 +41,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    adapts_drafts: bool = True
 
     def __post_init__(self) -> None:
         if self.method in _METHODS_WITHOUT_DRAFTER:
@@ -51,6 +55,7 @@ class SpeculativeConfig:
                 "num_speculative_tokens must be an integer in "
                 f"[1, {MAX_SPECULATIVE_TOKENS}], got {num_drafts!r}."
             )
+        true_or_false("adapts_drafts", self.adapts_drafts)
         at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
         at_least("prompt_lookup_max", self.prompt_lookup_max, 1)
         shortest, longest = self.lookup_lengths

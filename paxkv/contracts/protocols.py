@@ -208,6 +208,11 @@ class Scheduler(Protocol):
         """Whether the last step may be empty, because requests wait for another component."""
         ...
 
+    @property
+    def is_waiting_for_drafts(self) -> bool:
+        """Whether the next step should be decided only when no step is in flight."""
+        ...
+
     def schedule(self, max_decode_steps: int = 1) -> SchedulerOutput:
         """Decides one step, or a burst of up to `max_decode_steps` decode steps."""
         ...

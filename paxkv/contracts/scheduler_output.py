@@ -176,7 +176,9 @@ class ModelRunnerOutput:
         logprobs: Per request of `req_ids`, one entry per sampled token; None if not requested.
         prompt_logprobs: Request id -> one entry per prompt token except the first. For requests
             that asked for them, in the step of their first token.
-        draft_token_ids: Request id -> draft tokens that its next step verifies.
+        draft_token_ids: Request id -> draft tokens that its next step verifies. While a step names
+            a request here, also one without drafts, the scheduler waits for the tokens of each step
+            before it decides the next one.
         pooler_output: Request id -> result of a pooled request whose prompt is now computed.
         kv_connector_output: None without a connector.
     """

@@ -200,7 +200,9 @@ class EngineCore:
 
     def _start_step(self) -> bool:
         """Decides a step and gives it to the executor; False if it has nothing to compute."""
-        if self._in_flight and not self._scheduler.has_unfinished_requests():
+        scheduler = self._scheduler
+        is_waiting = scheduler.is_waiting_for_drafts or not scheduler.has_unfinished_requests()
+        if self._in_flight and is_waiting:
             return False
         max_decode_steps = self._pacer.next_length(
             lambda: any(request.is_streamed for request in self._scheduler.running)

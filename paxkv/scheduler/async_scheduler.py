@@ -21,8 +21,8 @@ class AsyncScheduler(Scheduler):
     A burst returns one token for each that it computes, or fewer if the request ends.
 
     A step that verifies drafts returns an unknown number of tokens, and a step that draws a token
-    also returns the drafts for the next step. With a drafter, the scheduler therefore schedules a
-    request again only after its last draw has returned.
+    also returns the drafts for the next step. While there are drafts, the scheduler therefore
+    schedules a request again only after its last draw has returned.
 
     Source: vLLM `v1/core/sched/async_scheduler.py`.
     """
@@ -33,7 +33,7 @@ class AsyncScheduler(Scheduler):
             for req_id, num_tokens in output.num_scheduled_tokens.items():
                 requests[req_id].num_output_placeholders += num_tokens
             return
-        if self.num_lookahead_tokens > 0:
+        if self.is_waiting_for_drafts:
             return
         for request in requests.values():
             num_placeholders = request.num_output_placeholders

@@ -12,26 +12,24 @@ class DecodeBursts:
     """Turns steps in which every request decodes into bursts.
 
     Args:
-        num_lookahead_tokens: Above 0 there is a drafter, which must run after every step.
-        connector: The connector must run after every step too, to save what the step has written.
+        connector: The connector must run after every step, to save what the step has written.
         may_change_logits: Whether the runner changes logits within a burst. Runners up to trace
             version 2 did not.
 
     Attributes:
-        are_possible: False with a drafter or a connector.
+        are_possible: False with a connector.
     """
 
     def __init__(
         self,
         manager: KVCacheManager,
-        num_lookahead_tokens: int,
         connector: KVConnector | None,
         *,
         may_change_logits: bool = True,
     ) -> None:
         self._manager = manager
         self._may_change_logits = may_change_logits
-        self.are_possible = num_lookahead_tokens == 0 and connector is None
+        self.are_possible = connector is None
 
     def extend(self, plan: StepPlan, waiting: RequestQueue, max_decode_steps: int) -> None:
         """Turns the step into a burst, if every request decodes one token and no request waits.

@@ -49,8 +49,8 @@ class Scheduler:
             store.
         grammar_gate: Reports which grammars are compiled. Without it, requests with a grammar are
             rejected.
-        num_lookahead_tokens: Slots that a running request gets beyond its tokens, for drafts that
-            the step itself makes.
+        num_lookahead_tokens: Most drafts of a request; above 0, there is a drafter. A running
+            request gets this many slots beyond its tokens.
         use_eagle: Compute the last block of a prefix hit again, because the drafter needs its
             hidden states.
         count_common_prefix_blocks: Fill `SchedulerOutput.num_common_prefix_blocks`. Attention that
@@ -77,6 +77,8 @@ class Scheduler:
         self.scheduler_config = scheduler_config
         self.max_model_len = max_model_len
         self.num_lookahead_tokens = num_lookahead_tokens
+        # Whether the last step with tokens returned drafts, or expects to have some soon.
+        self.is_waiting_for_drafts = num_lookahead_tokens > 0
         self._count_common_prefix_blocks = count_common_prefix_blocks
         observers: list[BlockPoolObserver] = []
         self.metrics_collector = make_metrics_collector(cache_config.kv_cache_metrics_sample)
@@ -129,7 +131,6 @@ class Scheduler:
         )
         self._decode_bursts = DecodeBursts(
             self.kv_cache_manager,
-            num_lookahead_tokens,
             connector,
             may_change_logits=bursts_change_logits,
         )
@@ -234,7 +235,8 @@ class Scheduler:
         if not plan.preempted_req_ids:
             self._step_scheduler.schedule_waiting(plan)
         self._has_asked_later = plan.has_asked_later
-        self._decode_bursts.extend(plan, self.waiting, max_decode_steps)
+        if not self.is_waiting_for_drafts:
+            self._decode_bursts.extend(plan, self.waiting, max_decode_steps)
         requests = plan.requests()
         output = self._build_output(plan, requests)
         self._advance(output, requests)
@@ -261,6 +263,8 @@ class Scheduler:
         outputs, finished = self._append_step_tokens(requests, scheduler_output, runner_output)
         self.steps_in_flight.remove(scheduler_output)
         self._end_requests(finished)
+        if self.num_lookahead_tokens > 0 and outputs:
+            self.is_waiting_for_drafts = bool(runner_output.draft_token_ids)
         if runner_output.draft_token_ids:
             keep_drafts(self.requests, runner_output.draft_token_ids, outputs)
         if transfers is not None and self.remote_kv is not None:
@@ -476,6 +480,10 @@ class Scheduler:
                 continue
             # A burst samples tokens for every request. `finish_burst` raises if there are none.
             if request is None or (not token_ids and not is_burst):
+                if request is not None and req_id in drafts:
+                    # No token was drawn after its last one, which counts as computed.
+                    self._step_scheduler.preempt_running(request)
+                    self._reset_req_ids.add(req_id)
                 continue
             if drafts:
                 num_rejected = num_rejected_tokens(drafts.get(req_id), token_ids)

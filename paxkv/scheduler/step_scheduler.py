@@ -191,6 +191,11 @@ class StepScheduler:
         self.num_preemptions += 1
         self._waiting.prepend_request(victim)
 
+    def preempt_running(self, victim: Request) -> None:
+        """Preempts one running request between two steps."""
+        self.running.remove(victim)
+        self.preempt(victim)
+
     def preempt_all(self) -> list[Request]:
         """Preempts every running request; returns them.
 

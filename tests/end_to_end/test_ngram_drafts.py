@@ -5,7 +5,11 @@ import random
 import pytest
 
 from paxkv.config.engine_config import RunnerConfig
-from paxkv.config.speculative_config import SpeculativeConfig
+from paxkv.runner import model_runner
+from paxkv.runner.drafters.draft_pacer import DraftChoice, DraftPacer
+from paxkv.runner.drafters.ngram import NgramDrafter
+from paxkv.runner.features.drafts import Drafts
+from paxkv.runner.features.feature_list import make_features
 from tests.end_to_end.engine_runs import run
 from tests.end_to_end.test_drafts import REQUESTS, check_equal, make_request
 from tests.end_to_end.test_drafts import compiler as compiler
@@ -13,9 +17,6 @@ from tests.paxkv.runner.shared_runners import make_warm_runner
 from tests.paxkv.runner.tiny_model import TinyModel
 
 MAX_DRAFTS = 3
-SPECULATIVE = SpeculativeConfig(
-    method="ngram", num_speculative_tokens=MAX_DRAFTS, prompt_lookup_min=1, prompt_lookup_max=3
-)
 ALL_REQUESTS = [
     *REQUESTS,
     # Answers that repeat themselves, so that drafts are accepted.
@@ -25,18 +26,52 @@ ALL_REQUESTS = [
 ]
 
 
+class RandomPacer(DraftPacer):
+    """Changes between drafts, waiting and running ahead, at random.
+
+    Attributes:
+        draft_share, ahead_share: Of the decisions; the others wait.
+        num_chosen: Drafts that it has chosen.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.rng = random.Random(0)
+        self.draft_share, self.ahead_share, self.num_chosen = 1.0, 0.0, 0
+
+    def choose(self, num_reqs, proposals, rates):
+        kind = self.rng.random()
+        if kind >= self.draft_share:
+            return DraftChoice(drafts={}, is_ahead=kind < self.draft_share + self.ahead_share)
+        drafts = {
+            req_id: token_ids[: self.rng.randint(1, MAX_DRAFTS)]
+            for req_id, token_ids in proposals.items()
+        }
+        self.num_chosen += sum(map(len, drafts.values()))
+        return DraftChoice(drafts=drafts, is_ahead=not drafts)
+
+
+@pytest.fixture(scope="module")
+def pacer():
+    return RandomPacer()
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["steps", "batch_invariant"])
-def runners(request, tmp_path_factory):
-    """A runner without drafts and one with them; both have the same weights."""
+def runners(request, tmp_path_factory, pacer):
+    """A runner without drafts and one with the same weights and drafts; steps of a burst."""
+    config = RunnerConfig(batch_invariant=request.param, max_logprobs=-1)
+    drafter = NgramDrafter(shortest=1, longest=3)
+    drafts = Drafts(drafter, max_drafts=MAX_DRAFTS, pacer=pacer)
     found = []
-    for speculative in (None, SPECULATIVE):
-        config = RunnerConfig(
-            batch_invariant=request.param, max_logprobs=-1, speculative_config=speculative
-        )
-        name = f"ngram_{request.param}_{speculative is not None}"
-        folder = tmp_path_factory.mktemp("programs") / name
-        found.append(make_warm_runner(folder, TinyModel(seed=2), config).runner)
-    return found
+    for added in ((), (drafts,)):
+        folder = tmp_path_factory.mktemp("programs") / f"ngram_{request.param}_{len(added)}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                model_runner, "make_features", lambda *args, a=added: (*make_features(*args), *a)
+            )
+            found.append(make_warm_runner(folder, TinyModel(seed=2), config).runner)
+    # There are no bursts with batch_invariant.
+    return *found, 1 if request.param else 8
 
 
 @pytest.fixture(scope="module")
@@ -48,33 +83,38 @@ def truth(runners, compiler):
     }
 
 
-def check_random_run(runners, compiler, truth, seed):
+def check_random_run(runners, pacer, compiler, truth, seed):
     """Prefix hits, few blocks, chunked prompts, arrivals, async scheduling and bursts."""
-    rng = random.Random(seed)
+    pacer.rng = rng = random.Random(seed)
+    pacer.draft_share = rng.choice((1.0, 0.7, 0.3))
+    pacer.ahead_share = rng.random() * (1 - pacer.draft_share)
     requests = rng.sample(ALL_REQUESTS, rng.randint(1, len(ALL_REQUESTS)))
     num_arrivals = rng.randint(0, len(requests) - 1)
+    _, runner, max_decode_burst = runners
     answers, _ = run(
-        runners[1],
+        runner,
         requests,
         compiler=compiler,
         max_drafts=MAX_DRAFTS,
         is_async=rng.random() < 0.5,
         num_blocks=rng.choice([None, 8]),
         caching=rng.random() < 0.5,
-        max_decode_burst=rng.choice([1, 8]),
+        max_decode_burst=rng.choice([1, max_decode_burst]),
         arrivals=sorted(rng.choices(range(30), k=num_arrivals)),
     )
     for req_id, answer in answers.items():
         check_equal(answer, truth[req_id])
-    assert runners[1].num_compiles_after_ready == 0
+    assert runner.num_compiles_after_ready == 0
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_drafts_change_no_answer(runners, compiler, truth, seed):
-    check_random_run(runners, compiler, truth, seed)
+def test_drafts_change_no_answer(runners, pacer, compiler, truth, seed):
+    pacer.num_chosen = 0
+    check_random_run(runners, pacer, compiler, truth, seed)
+    assert pacer.num_chosen > 0
 
 
 @pytest.mark.slow
-def test_drafts_change_no_answer_in_300_runs(runners, compiler, truth):
+def test_drafts_change_no_answer_in_300_runs(runners, pacer, compiler, truth):
     for seed in range(1000, 1300):
-        check_random_run(runners, compiler, truth, seed)
+        check_random_run(runners, pacer, compiler, truth, seed)

@@ -89,9 +89,12 @@ class SlowRunner:
         for _req_id, row, start, end, _drafts, contents in work:
             self.memory.read(row.tables, contents, start, end)
         sampled, proposals = dict.fromkeys(output.num_scheduled_tokens, []), {}
+        proposes = num_drafts > 0 and draw.random() < 0.7
         for req_id, row, _start, end, drafts, _contents in work:
+            if drafts and draw.random() < 0.1:
+                continue  # an answer without tokens
             sampled[req_id] = self.sample(row, end, drafts, tokens_per_sample)
-            if num_drafts and sampled[req_id]:
+            if proposes and sampled[req_id]:
                 proposals[req_id] = self.propose(row, draw, num_drafts)
         return self.answer(sampled, proposals, connector_output)
 

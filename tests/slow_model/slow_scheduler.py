@@ -38,8 +38,10 @@ class SlowScheduler:
         self.lookahead = lookahead
         # Whether a step may be decided before the tokens of the one before it are known.
         self.is_async = is_async
-        # Who drafts, or saves what each step wrote, sees every step.
-        self.may_burst = not (lookahead or has_connector)
+        # While the last step proposed something, nothing is decided before its tokens are known.
+        self.waits_for_drafts = lookahead > 0
+        # Who saves what each step wrote sees every step.
+        self.may_burst = not has_connector
         self.can_fork = not any(kind.name == "state" for kind in kinds)
         self.in_flight = []
         self.running = []
@@ -79,8 +81,9 @@ class SlowScheduler:
                 num_sure = len(request.tokens) + request.num_on_their_way
                 if self.is_async and self.step.num_decode_steps > 1:
                     request.num_on_their_way += self.step.num_scheduled[req_id]
-                # With a drafter, its next step waits for the drafts of this one.
-                elif self.is_async and not self.lookahead and request.num_computed == num_sure:
+                elif (
+                    self.is_async and not self.waits_for_drafts and request.num_computed == num_sure
+                ):
                     request.num_on_their_way += 1
         self.in_flight.append(self.step)
         return self.step
@@ -93,7 +96,7 @@ class SlowScheduler:
         step = self.step
         scheduled = [r for r in self.running if r.request_id in step.num_scheduled]
         is_quiet = not (self.waiting or step.new or step.resumed or step.preempted or step.drafts)
-        if not (self.may_burst and is_quiet and scheduled):
+        if not (self.may_burst and is_quiet and scheduled) or self.waits_for_drafts:
             return
         if any(r.num_computed + 1 != len(r.tokens) + r.num_on_their_way for r in scheduled):
             return
@@ -350,9 +353,14 @@ class SlowScheduler:
         results = {}
         for req_id, tokens in sampled.items():
             request = step.wanted.get(req_id)
-            if request is None or not tokens:
+            if request is None:
                 continue
             num_drafts = len(step.drafts.get(req_id, []))
+            if not tokens:
+                if num_drafts:
+                    self.taken_by_reset.append(req_id)
+                    self.take_back(request)
+                continue
             if num_drafts:
                 request.num_computed -= num_drafts + 1 - len(tokens)
             num_awaited = len(tokens) if step.num_decode_steps > 1 else 1
@@ -376,6 +384,8 @@ class SlowScheduler:
                 self.kv.register(request, min(request.num_computed, len(request.tokens)))
             if reason is None and request.num_computed < len(request.tokens):
                 request.drafts = list(proposals.get(req_id, []))
+        if results and self.lookahead:
+            self.waits_for_drafts = bool(proposals)
         self.in_flight.pop(0)
         for req_id, (_, reason) in results.items():
             if reason is not None:

@@ -64,7 +64,8 @@ class BatchBuilder:
         if built is None:
             repeater = None
             built = self._build_anew(scheduler_output, req_ids, rows_np)
-        can_repeat = isinstance(built.shape, BurstShape) and not built.features
+        are_repeatable = all(feature.is_repeatable for feature in built.features)
+        can_repeat = isinstance(built.shape, BurstShape) and are_repeatable
         if can_repeat and built.num_drawn_of_each:
             self._burst_repeater = repeater or BurstRepeater(self._rows, built)
         return built
@@ -102,6 +103,8 @@ class BatchBuilder:
                 f"requests {rows.req_ids} cannot decode in a burst of {num_steps} steps: one needs "
                 f"{needed}."
             )
+        # Where requests may have several draws, bursts leave no logits for the sampler.
+        can_burst &= not needs_host or self._buckets.max_draws == 1
         if num_steps > 1 or (can_burst and bool((rows.num_scheduled_np == 1).all())):
             return self._build_burst(rows, num_steps, features, leaves_logits=needs_host)
         return self._build_step(rows, features, scheduler_output.scheduled_spec_decode_tokens)

@@ -40,6 +40,11 @@ class FeatureStep(Protocol):
 
     variant: StepVariant | None
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether it can also serve the bursts that repeat its burst. It fills no fields then."""
+        return False
+
     def fill(self, views: Mapping[str, np.ndarray]) -> None:
         """Fills the variant's fields, which start as zeros."""
         ...
@@ -80,7 +85,7 @@ class StepFeature(Protocol):
     def max_drafts(self) -> int:
         """Most drafts of one request that the feature proposes with `FeatureStep.finish`.
 
-        They go into `ModelRunnerOutput.draft_token_ids`. With drafts there are no bursts.
+        They go into `ModelRunnerOutput.draft_token_ids`.
         """
         return 0
 
@@ -128,7 +133,8 @@ class StepFeature(Protocol):
 
         Returns:
             None if the feature does nothing in this step, except by a variant in every program.
-            After None for a burst, the runner does not call `plan` while the burst repeats.
+            After None or a repeatable `FeatureStep` for a burst, the runner does not call `plan`
+            while the burst repeats.
         """
         ...
 

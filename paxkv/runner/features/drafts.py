@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from paxkv.runner.drafters.acceptance import Acceptance, TotalAcceptance
 from paxkv.runner.drafters.base import Drafter, RequestDrafter
+from paxkv.runner.drafters.draft_pacer import DraftPacer
 from paxkv.runner.features.base import FeatureStep, StepFeature
 from paxkv.runner.features.feature_device import FeatureDevice
 from paxkv.runner.shapes.scheduled_rows import ScheduledRows
@@ -14,16 +16,32 @@ from paxkv.runner.shapes.step_variant import StepVariant
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _DraftedRequest:
+    drafter: RequestDrafter
+    acceptance: Acceptance
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _DraftedStep(FeatureStep):
-    """One step.
+    """One step, or several bursts of the same requests.
 
     Args:
-        requests: The drafter's state of each request of the step; None for pooled requests.
+        requests: The requests of the step; None for pooled ones.
+        num_tokens: Tokens that it computes, with drafts.
+        is_decode: Every request computes its last token, and drafts.
     """
 
     drafts: "Drafts"
-    requests: Sequence[RequestDrafter | None]
+    requests: Sequence[_DraftedRequest | None]
+    num_tokens: int
+    num_drafts: int
+    num_decode_steps: int
+    is_decode: bool
     variant: None = None
+
+    @property
+    def is_repeatable(self) -> bool:
+        return True
 
     def fill(self, views: Mapping[str, np.ndarray]) -> None:
         """Fills nothing, because there is no variant."""
@@ -31,9 +49,7 @@ class _DraftedStep(FeatureStep):
     def finish(
         self, output: ModelRunnerOutput, results: Mapping[str, np.ndarray]
     ) -> ModelRunnerOutput:
-        return dataclasses.replace(
-            output, draft_token_ids=self.drafts.propose(self.requests, output)
-        )
+        return dataclasses.replace(output, draft_token_ids=self.drafts.propose(self, output))
 
 
 class Drafts(StepFeature):
@@ -41,13 +57,16 @@ class Drafts(StepFeature):
 
     Args:
         max_drafts: Most drafts of a request in one step.
+        pacer: Decides which proposals are worth their time. None: all are.
     """
 
-    def __init__(self, drafter: Drafter, *, max_drafts: int) -> None:
+    def __init__(self, drafter: Drafter, *, max_drafts: int, pacer: DraftPacer | None) -> None:
         self._drafter = drafter
         self._max_drafts = max_drafts
+        self._pacer = pacer
+        self._total = TotalAcceptance()
         # The running requests, except pooled ones.
-        self._requests: dict[str, RequestDrafter] = {}
+        self._requests: dict[str, _DraftedRequest] = {}
 
     @property
     def max_drafts(self) -> int:
@@ -59,32 +78,65 @@ class Drafts(StepFeature):
     def before_step(self, scheduler_output: SchedulerOutput, device: FeatureDevice) -> None:
         for req_id in scheduler_output.finished_req_ids:
             if req_id in self._requests:
-                self._drafter.end(self._requests.pop(req_id))
+                self._drafter.end(self._requests.pop(req_id).drafter)
         # Tokens that steps in flight draw for a preempted request are dropped. The request starts
         # again with the tokens that the scheduler has.
         for req_id in scheduler_output.preempted_req_ids:
             self._requests.pop(req_id, None)
         for req_id, token_ids in scheduler_output.scheduled_cached_reqs.all_token_ids.items():
-            self._requests[req_id] = self._drafter.start(token_ids)
+            self._start(req_id, token_ids)
         for new_req in scheduler_output.scheduled_new_reqs:
             if not new_req.is_pooled:
-                self._requests[new_req.req_id] = self._drafter.start(new_req.prompt_token_ids)
+                self._start(new_req.req_id, new_req.prompt_token_ids)
 
     def plan(self, step: ScheduledRows) -> FeatureStep | None:
-        return _DraftedStep(drafts=self, requests=[*map(self._requests.get, step.req_ids)])
+        num_own_np = step.num_scheduled_np - step.num_drafts_np
+        is_decode_np = step.num_computed_np + 1 >= step.num_tokens_np
+        is_burst = step.num_decode_steps > 1
+        return _DraftedStep(
+            drafts=self,
+            requests=[*map(self._requests.get, step.req_ids)],
+            num_tokens=len(step.positions_np),
+            num_drafts=int(step.num_drafts_np.sum()),
+            num_decode_steps=step.num_decode_steps,
+            is_decode=is_burst or bool(((num_own_np == 1) & is_decode_np).all()),
+        )
 
-    def propose(
-        self, requests: Sequence[RequestDrafter | None], output: ModelRunnerOutput
-    ) -> dict[str, list[int]]:
-        """Adds the tokens of a step, and returns drafts by request id."""
-        drafts = {}
+    def propose(self, step: _DraftedStep, output: ModelRunnerOutput) -> dict[str, list[int]]:
+        """Adds the tokens of a step, and returns drafts as `ModelRunnerOutput` has them."""
+        proposals: dict[str, list[int]] = {}
+        rates: dict[str, float] = {}
+        drawn: list[str] = []
+        num_drawn = 0
         for req_id, token_ids, request in zip(
-            output.req_ids, output.sampled_token_ids, requests, strict=True
+            output.req_ids, output.sampled_token_ids, step.requests, strict=True
         ):
             # The request may have ended, or lost its row, since the step was planned.
             if request is None or not token_ids or self._requests.get(req_id) is not request:
                 continue
-            request.extend(token_ids)
-            if found := request.propose(self._max_drafts):
-                drafts[req_id] = found
-        return drafts
+            drawn.append(req_id)
+            num_drawn += len(token_ids)
+            request.acceptance.record_drawn(token_ids)
+            request.drafter.extend(token_ids)
+            if found := request.drafter.propose(self._max_drafts):
+                proposals[req_id] = found
+                rates[req_id] = request.acceptance.rate
+                request.acceptance.record_proposal(found)
+        if self._pacer is None or not drawn:
+            return proposals
+        self._pacer.record_step(
+            num_reqs=len(output.req_ids),
+            num_tokens=step.num_tokens,
+            num_drafts=step.num_drafts,
+            num_drawn=num_drawn,
+            num_decode_steps=step.num_decode_steps,
+            is_decode=step.is_decode,
+        )
+        choice = self._pacer.choose(len(drawn), proposals, rates)
+        # A request without drafts keeps the engine from running ahead.
+        return choice.drafts if choice.is_ahead or choice.drafts else {drawn[0]: []}
+
+    def _start(self, req_id: str, token_ids: Sequence[int]) -> None:
+        self._requests[req_id] = _DraftedRequest(
+            drafter=self._drafter.start(token_ids), acceptance=Acceptance(self._total)
+        )

@@ -2,6 +2,7 @@
 
 from models import LoadedModel
 from paxkv.config.engine_config import RunnerConfig
+from paxkv.runner.drafters.draft_pacer import DraftPacer
 from paxkv.runner.drafters.drafter_list import make_drafter
 from paxkv.runner.features.base import StepFeature
 from paxkv.runner.features.drafts import Drafts
@@ -21,5 +22,6 @@ def make_features(config: RunnerConfig, model: LoadedModel) -> tuple[StepFeature
     speculative = config.speculative_config
     if speculative is not None:
         max_drafts = speculative.num_speculative_tokens
-        features.append(Drafts(make_drafter(speculative), max_drafts=max_drafts))
+        pacer = DraftPacer() if speculative.adapts_drafts else None
+        features.append(Drafts(make_drafter(speculative), max_drafts=max_drafts, pacer=pacer))
     return tuple(features)

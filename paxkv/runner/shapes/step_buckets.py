@@ -38,7 +38,7 @@ class StepBuckets:
       has at least one token, so a step has at most `num_tokens` requests. Each request needs the
       logits of `max_draws` tokens at most.
     - A step in which every request has one token is a burst of one step or more. Bursts have
-      buckets of their number of requests. There are no bursts if requests can have drafts.
+      buckets of their number of requests.
     - Block copies have buckets of their number. A request copies at most one block in each KV cache
       group of tokens, the one that is partly filled. States are never copied.
 
@@ -108,7 +108,7 @@ class StepBuckets:
             )
             for features in combinations
         }
-        has_bursts = max_draws == 1 and not batch_invariant
+        has_bursts = not batch_invariant
         req_widths = divide(decode_buckets(max_num_seqs)) if has_bursts else ()
         self._num_reqs = tuple(widths[-1] for widths in req_widths)
         self.burst_shapes = tuple(

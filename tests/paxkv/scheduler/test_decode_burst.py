@@ -121,18 +121,13 @@ def test_a_step_that_preempts_is_no_burst():
         ({}, True),
         ({"specs": (FULL, window(5))}, True),
         ({"caching": False}, True),
-        ({"num_lookahead_tokens": 1}, False),
         ({"connector": InMemoryConnector()}, False),
         ({"specs": (STATE,)}, True),
     ],
 )
-def test_drafters_and_connectors_never_have_bursts(settings, are_possible):
+def test_connectors_never_have_bursts(settings, are_possible):
     scheduler, runner = make_decoding(**settings)
-    bursts = DecodeBursts(
-        scheduler.kv_cache_manager,
-        settings.get("num_lookahead_tokens", 0),
-        settings.get("connector"),
-    )
+    bursts = DecodeBursts(scheduler.kv_cache_manager, settings.get("connector"))
     assert bursts.are_possible is are_possible
     answers = {"transfers": {}} if "connector" in settings else {}
     output = step(scheduler, runner, 4, **answers)
