@@ -1,4 +1,4 @@
-"""Operations on a paged KV cache, and products with a matrix for each group of rows.
+"""Operations on a paged KV cache, on states of requests, and on a matrix per group of rows.
 
 The names below are the ops themselves, so a file of an op is reached with `from`:
 `from pallas_kernels.paged_attention.cases import CASES`.
@@ -8,7 +8,9 @@ from pallas_kernels.block_copy.api import block_copy
 from pallas_kernels.block_gather.api import block_gather
 from pallas_kernels.block_scatter.api import block_scatter
 from pallas_kernels.cache_layout import pad_slot
+from pallas_kernels.causal_conv1d.api import causal_conv1d
 from pallas_kernels.dispatch import IMPLEMENTATIONS, Implementation
+from pallas_kernels.gated_delta_rule.api import gated_delta_rule
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_matmul_body
 from pallas_kernels.grouped_matmul.group_tiles import (
     GroupTiles,
@@ -21,6 +23,7 @@ from pallas_kernels.latent_attention.api import latent_attention
 from pallas_kernels.merge_attention_states.api import merge_attention_states
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.slot_mapping.api import slot_mapping
+from pallas_kernels.ssd_scan.api import ssd_scan
 from pallas_kernels.target import Target, default_target, target_of
 
 __all__ = [
@@ -31,8 +34,10 @@ __all__ = [
     "block_copy",
     "block_gather",
     "block_scatter",
+    "causal_conv1d",
     "choose_tile_rows",
     "default_target",
+    "gated_delta_rule",
     "grouped_matmul",
     "kv_scatter",
     "make_group_tiles",
@@ -42,6 +47,7 @@ __all__ = [
     "paged_attention",
     "grouped_matmul_body",
     "slot_mapping",
+    "ssd_scan",
     "target_of",
     "tile_row_choices",
 ]

@@ -1,0 +1,48 @@
+"""Named example inputs of `causal_conv1d`, for tests and benchmarks."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CausalConv1dCase:
+    """Sizes of one example, with the number of new tokens of each request."""
+
+    name: str
+    counts: tuple[int, ...]
+    num_padding: int = 0  # tokens of no request, after all others
+    num_channels: int = 5
+    kernel_size: int = 4
+    dtype: str = "float32"  # of x and of the weight
+
+
+CASES: tuple[CausalConv1dCase, ...] = (
+    CausalConv1dCase(name="one_token", counts=(1,)),
+    CausalConv1dCase(name="decodes", counts=(1, 1, 1), num_channels=33),
+    # Fewer new tokens than the window has places, none, and more.
+    CausalConv1dCase(name="ragged", counts=(2, 0, 7, 1, 3), num_padding=3),
+    CausalConv1dCase(name="kernel_of_2", counts=(3, 1), kernel_size=2),
+    CausalConv1dCase(name="only_padding", counts=(0, 0), num_padding=4),
+    CausalConv1dCase(name="bfloat16", counts=(4, 1), dtype="bfloat16"),
+)
+
+
+def build_inputs(
+    case: CausalConv1dCase, seed: int = 0
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The positional arguments of `causal_conv1d`."""
+    rng = np.random.default_rng(seed)
+    num_tokens = sum(case.counts) + case.num_padding
+    x_np = rng.standard_normal((num_tokens, case.num_channels))
+    window_np = rng.standard_normal((len(case.counts), case.kernel_size - 1, case.num_channels))
+    weight_np = rng.standard_normal((case.kernel_size, case.num_channels))
+    starts_np = np.concatenate([[0], np.cumsum(case.counts)])
+    return (
+        jnp.asarray(x_np, case.dtype),
+        jnp.asarray(window_np, jnp.float32),
+        jnp.asarray(weight_np, case.dtype),
+        jnp.asarray(starts_np, jnp.int32),
+    )

@@ -1,0 +1,58 @@
+"""Named example inputs of `gated_delta_rule`, for tests and benchmarks."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaRuleCase:
+    """Sizes of one example, with the number of new tokens of each request."""
+
+    name: str
+    counts: tuple[int, ...]
+    num_padding: int = 0  # tokens of no request, after all others
+    num_heads: int = 2
+    k_dim: int = 8
+    v_dim: int = 6
+    has_decay_per_row: bool = False
+    dtype: str = "float32"  # of everything except the states
+
+    @property
+    def has_one_token_each(self) -> bool:
+        """Whether request r has token r, or no token and no later request has one."""
+        num_decodes = self.counts.count(1)
+        is_decode = self.counts == (1,) * num_decodes + (0,) * (len(self.counts) - num_decodes)
+        return is_decode and num_decodes + self.num_padding == len(self.counts)
+
+
+CASES: tuple[GatedDeltaRuleCase, ...] = (
+    GatedDeltaRuleCase(name="one_token", counts=(1,)),
+    GatedDeltaRuleCase(name="decodes", counts=(1, 1, 1, 0), num_padding=1),
+    GatedDeltaRuleCase(name="ragged", counts=(2, 0, 7, 1), num_padding=3),
+    GatedDeltaRuleCase(name="decay_per_row", counts=(5, 1), has_decay_per_row=True),
+    GatedDeltaRuleCase(name="decodes_per_row", counts=(1, 1), has_decay_per_row=True),
+    GatedDeltaRuleCase(name="only_padding", counts=(0, 0), num_padding=4),
+    GatedDeltaRuleCase(name="bfloat16", counts=(4, 1), dtype="bfloat16"),
+)
+
+
+def build_inputs(case: GatedDeltaRuleCase, seed: int = 0) -> tuple[jax.Array, ...]:
+    """The positional arguments of `gated_delta_rule`, with keys of length 1."""
+    rng = np.random.default_rng(seed)
+    dims = (sum(case.counts) + case.num_padding, case.num_heads)
+    q_np, k_np = rng.standard_normal((2, *dims, case.k_dim))
+    k_np /= np.linalg.norm(k_np, axis=-1, keepdims=True)
+    v_np = rng.standard_normal((*dims, case.v_dim))
+    decay_dims = (*dims, case.k_dim) if case.has_decay_per_row else dims
+    log_decay_np = -rng.exponential(0.3, decay_dims)
+    beta_np = rng.uniform(0, 1, dims)
+    states_np = rng.standard_normal((len(case.counts), case.num_heads, case.k_dim, case.v_dim))
+    starts_np = np.concatenate([[0], np.cumsum(case.counts)])
+    return (
+        *(jnp.asarray(x, case.dtype) for x in (q_np, k_np, v_np, log_decay_np, beta_np)),
+        jnp.asarray(states_np, jnp.float32),
+        jnp.asarray(starts_np, jnp.int32),
+    )

@@ -1,0 +1,1 @@
+"""The state space of Mamba2, with one decay per head."""

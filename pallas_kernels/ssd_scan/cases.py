@@ -1,0 +1,55 @@
+"""Named example inputs of `ssd_scan`, for tests and benchmarks."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SSDScanCase:
+    """Sizes of one example, with the number of new tokens of each request."""
+
+    name: str
+    counts: tuple[int, ...]
+    num_padding: int = 0  # tokens of no request, after all others
+    num_heads: int = 4
+    num_groups: int = 2
+    head_dim: int = 3
+    state_size: int = 8
+    dtype: str = "float32"  # of everything except the states
+
+    @property
+    def has_one_token_each(self) -> bool:
+        """Whether request r has token r, or no token and no later request has one."""
+        num_decodes = self.counts.count(1)
+        is_decode = self.counts == (1,) * num_decodes + (0,) * (len(self.counts) - num_decodes)
+        return is_decode and num_decodes + self.num_padding == len(self.counts)
+
+
+CASES: tuple[SSDScanCase, ...] = (
+    SSDScanCase(name="one_token", counts=(1,)),
+    SSDScanCase(name="decodes", counts=(1, 1, 1, 0), num_padding=1),
+    SSDScanCase(name="ragged", counts=(2, 0, 7, 1), num_padding=3),
+    SSDScanCase(name="one_group", counts=(5, 1), num_groups=1),
+    SSDScanCase(name="a_group_per_head", counts=(1, 1), num_groups=4),
+    SSDScanCase(name="only_padding", counts=(0, 0), num_padding=4),
+    SSDScanCase(name="bfloat16", counts=(4, 1), dtype="bfloat16"),
+)
+
+
+def build_inputs(case: SSDScanCase, seed: int = 0) -> tuple[jax.Array, ...]:
+    """The positional arguments of `ssd_scan`."""
+    rng = np.random.default_rng(seed)
+    num_tokens = sum(case.counts) + case.num_padding
+    x_np = rng.standard_normal((num_tokens, case.num_heads, case.head_dim))
+    b_np, c_np = rng.standard_normal((2, num_tokens, case.num_groups, case.state_size))
+    log_decay_np = -rng.exponential(0.3, (num_tokens, case.num_heads))
+    state_dims = (len(case.counts), case.num_heads, case.head_dim, case.state_size)
+    starts_np = np.concatenate([[0], np.cumsum(case.counts)])
+    return (
+        *(jnp.asarray(x, case.dtype) for x in (x_np, b_np, c_np, log_decay_np)),
+        jnp.asarray(rng.standard_normal(state_dims), jnp.float32),
+        jnp.asarray(starts_np, jnp.int32),
+    )

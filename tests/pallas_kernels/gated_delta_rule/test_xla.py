@@ -1,0 +1,38 @@
+"""Tests of `gated_delta_rule/xla.py` against the reference."""
+
+import numpy as np
+import pytest
+
+from pallas_kernels.gated_delta_rule.cases import CASES, build_inputs
+from pallas_kernels.gated_delta_rule.reference import gated_delta_rule_reference
+from pallas_kernels.gated_delta_rule.xla import gated_delta_rule_xla
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_the_reference(case, run_jitted):
+    arrays = build_inputs(case, seed=1)
+    wanted, wanted_states = run_jitted(gated_delta_rule_reference, *arrays)
+    num_used, has_tokens = sum(case.counts), np.array(case.counts) > 0
+    for has_one_token_each in {False, case.has_one_token_each}:
+        out, states = run_jitted(
+            gated_delta_rule_xla, *arrays, has_one_token_each=has_one_token_each
+        )
+        np.testing.assert_allclose(out[:num_used], wanted[:num_used], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            states[has_tokens], wanted_states[has_tokens], rtol=1e-4, atol=1e-5
+        )
+
+
+def test_cutting_a_prompt_changes_nothing(run_jitted):
+    case = next(case for case in CASES if case.name == "ragged")
+    *tokens, states, starts = build_inputs(case)
+    whole, last = run_jitted(gated_delta_rule_xla, *tokens, states, starts)
+    cut = 6  # within the third request
+    first_starts, rest_starts = np.minimum(starts, cut), np.maximum(starts, cut) - cut
+    first, states = run_jitted(
+        gated_delta_rule_xla, *(x[:cut] for x in tokens), states, first_starts
+    )
+    rest, states = run_jitted(gated_delta_rule_xla, *(x[cut:] for x in tokens), states, rest_starts)
+    num_used = sum(case.counts)
+    np.testing.assert_array_equal(np.concatenate([first, rest])[:num_used], whole[:num_used])
+    np.testing.assert_array_equal(states, last)
