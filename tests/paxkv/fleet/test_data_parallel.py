@@ -1,4 +1,4 @@
-"""Replicas as one engine: where requests go, who hears of a death, and what all have counted."""
+"""Replicas as one engine: routing of requests, deaths and restarts, merged statistics."""
 
 import itertools
 
@@ -14,7 +14,6 @@ from hypothesis.stateful import (
     rule,
 )
 
-from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_output import (
     EngineCoreOutput,
     EngineDead,
@@ -33,7 +32,7 @@ from paxkv.server.metrics.engine_totals import EngineTotals
 from tests.paxkv.client.fake_replicas import FakeReplica, Replicas, ready_engine, request
 
 
-def test_the_length_and_its_reason_are_those_of_the_shortest_replica() -> None:
+def test_max_model_len_and_its_reason_come_from_the_shortest_replica() -> None:
     use = FeatureUse(name="full_context", is_used=True, detail="all of it")
     short = FeatureUse(name="full_context", is_used=False, detail="no room")
     readies = [
@@ -44,31 +43,8 @@ def test_the_length_and_its_reason_are_those_of_the_shortest_replica() -> None:
     assert (info.max_model_len, info.feature_uses) == (48, (short,))
 
 
-def test_a_replica_without_progress_gets_no_requests_while_another_makes_progress() -> None:
-    replicas = Replicas(3)
-    first, second, third = replicas.engines
-    assert replicas.add("a") == 0
-    first.stall = "no step"
-    # The first has one request; the others get more than that.
-    assert [replicas.add(name) for name in "bcdef"] == [1, 2, 1, 2, 1]
-    assert replicas.transport.stall is None
-    replicas.die(1)
-    assert replicas.transport.stall is None
-    third.stall = "no step either"
-    assert replicas.transport.stall == "replica 0: no step replica 2: no step either"
-    # All wait: the requests are spread as ever.
-    assert replicas.add("g") == 0
-    replicas.restart(1, 5.0)
-    assert replicas.transport.stall is None
-    assert replicas.add("h") == 1
-    second.stall = third.stall = first.stall = None
-    replicas.die(0), replicas.die(1), replicas.die(2)
-    # The client reports the end of the engines instead.
-    assert replicas.transport.stall is None
-
-
 class RoutingMachine(RuleBasedStateMachine):
-    """Against a model that knows where everybody is."""
+    """Compares random operations with a model that knows the replica of every request."""
 
     requests = Bundle("requests")
 
@@ -78,7 +54,7 @@ class RoutingMachine(RuleBasedStateMachine):
         self.running: list[set[str]] = [set() for _ in self.replicas.engines]
         self.is_dead = [False] * len(self.running)
         self.ids = itertools.count()
-        # How far each engine has counted, all in its place have, and what Prometheus has seen.
+        # Counters of each engine, of all engines of each replica, and as Prometheus sees them.
         self.counts = [0] * len(self.running)
         self.num_counted = [0] * len(self.running)
         self.num_restarts = [0] * len(self.running)
@@ -95,7 +71,7 @@ class RoutingMachine(RuleBasedStateMachine):
     def add(self, kind: int, num_chunks: int) -> str:
         request_id = str(next(self.ids))
         least = min(len(r) for r, dead in zip(self.running, self.is_dead, strict=True) if not dead)
-        # A short prompt says nothing, and no other outweighs more than these.
+        # A prompt too short for a chunk goes to a least busy replica.
         most = least + max(min(least, 2), least // 4) if num_chunks else least
         idx = self.replicas.add(request_id, prompt_token_ids=[kind] * (16 * num_chunks + 1))
         assert not self.is_dead[idx] and len(self.running[idx]) <= most
@@ -129,7 +105,7 @@ class RoutingMachine(RuleBasedStateMachine):
     @precondition(lambda self: not all(self.is_dead))
     @rule(dying=st.none() | st.integers(0, 2))
     def scrape(self, dying: int | None) -> None:
-        """Asks all for their numbers; one may die before it answers."""
+        """Gets the statistics of all replicas; one may die before it replies."""
         if dying is not None and (self.is_dead[dying] or self.is_dead.count(False) == 1):
             return
         self.replicas.transport.send(UtilityCall(call_id=9, method="get_stats"))
@@ -176,7 +152,7 @@ class RoutingMachine(RuleBasedStateMachine):
             return
         self.is_dead[idx] = True
         if is_noticed_first and not all(self.is_dead):
-            # By a request, which goes to another.
+            # A send to the dead engine fails, so the request goes to another replica.
             self.replicas.engines[idx].is_dead = True
             request_id = str(next(self.ids))
             place = self.replicas.add(request_id)
@@ -207,7 +183,7 @@ class RoutingMachine(RuleBasedStateMachine):
         assert told == ([True] if all(self.is_dead) else [])
         assert self.replicas.engines[idx].take(Shutdown) == []
         self.is_dead[idx] = False
-        # Another engine, which has counted nothing.
+        # The counters of the new engine are 0.
         self.counts[idx] = 0
         self.num_restarts[idx] += 1
 
@@ -216,7 +192,7 @@ class RoutingMachine(RuleBasedStateMachine):
         return SchedulerStats(num_blocks=10, engine_start_time=self.start_times[idx], **counters)
 
     @invariant()
-    def nobody_is_forgotten(self) -> None:
+    def replicas_hold_the_requests_of_the_model(self) -> None:
         replicas = self.replicas.transport._replicas
         assert [set(replica.requests) for replica in replicas] == self.running
 
@@ -228,7 +204,7 @@ class RoutingMachine(RuleBasedStateMachine):
 TestRouting = RoutingMachine.TestCase
 
 
-def test_kept_blocks_draw_forks_until_they_are_given_up() -> None:
+def test_forks_go_to_the_replica_with_kept_blocks_until_they_are_aborted() -> None:
     replicas = Replicas()
     idx = replicas.add("kept", keep_blocks=True)
     replicas.end(idx, "kept", SchedulerStats())
@@ -244,62 +220,15 @@ def test_kept_blocks_draw_forks_until_they_are_given_up() -> None:
     assert replicas.engines[idx].take(AbortRequests) == []
 
 
-def test_a_prompt_goes_to_where_its_beginning_was_sent_unless_that_one_is_busier() -> None:
-    replicas = Replicas(2)
-    first, second = ([token] * 64 for token in (1, 2))
-    assert replicas.add("a", prompt_token_ids=first) == 0
-    assert replicas.add("b", prompt_token_ids=second) == 1
-    assert replicas.add("c", prompt_token_ids=second) == 1
-    # A conversation goes on, and the other has fewer requests.
-    assert replicas.add("d", prompt_token_ids=second + [3] * 64) == 1
-    assert [replicas.add(name, prompt_token_ids=second) for name in "ef"] == [0, 0]
-    # Both have it now, and the beginning alone does not outweigh the rest.
-    assert replicas.add("g", prompt_token_ids=second + [3] * 64) == 1
-    assert replicas.add("h", prompt_token_ids=second) == 0
-    more = [replicas.add(name, prompt_token_ids=second + [3] * 64) for name in "ijkl"]
-    assert more == [1, 1, 1, 0]
-
-
-def test_a_replica_with_nothing_to_do_gets_a_prompt_that_another_knows() -> None:
-    replicas = Replicas()
-    chat = [[9] * 64 + [token] * 16 for token in range(4)]
-    # All begin alike, and yet few at a time are enough to use every replica.
-    assert [replicas.add(str(idx), prompt_token_ids=chat[idx]) for idx in range(3)] == [0, 1, 2]
-    replicas.transport.send(AbortRequests(request_ids=["2"]))
-    assert replicas.add("again", prompt_token_ids=chat[1]) == 2
-
-
-def test_a_fork_stays_where_its_blocks_are_and_its_prompt_is_not_looked_at() -> None:
+def test_fork_goes_to_its_blocks_and_its_prompt_is_not_hashed() -> None:
     replicas = Replicas(2)
     assert replicas.add("a", keep_blocks=True) == 0
-    # Never sent: whatever would look at this prompt fails.
+    # Hashing this prompt would fail.
     assert replicas.add("b", fork_from="a", prompt_token_ids=None) == 0
     assert replicas.add("c", prompt_token_ids=[5] * 64) == 1
 
 
-@pytest.mark.parametrize("is_reset", [True, False])
-def test_a_reset_that_was_refused_is_none(is_reset: bool) -> None:
-    replicas = Replicas(2)
-    replicas.add("a")
-    assert replicas.add("b", prompt_token_ids=[5] * 64) == 1
-    answer = UtilityReply(call_id=3, result_json="true" if is_reset else "false")
-    replicas.call("reset_prefix_cache", [answer] * 2)
-    assert replicas.add("c", prompt_token_ids=[5] * 64) == (0 if is_reset else 1)
-
-
-@pytest.mark.parametrize("what", ["death", "no cache"])
-def test_a_prompt_that_cannot_be_cached_goes_to_the_first_of_equally_busy_ones(what: str) -> None:
-    replicas = Replicas(2, have_prefix_caches=what != "no cache")
-    replicas.add("a")
-    assert replicas.add("b", prompt_token_ids=[5] * 64) == 1
-    if what == "death":
-        replicas.die(1)
-        replicas.restart(1, 1.0)
-    replicas.transport.send(AbortRequests(request_ids=["a", "b"]))
-    assert replicas.add("c", prompt_token_ids=[5] * 64) == 0
-
-
-def test_calls_are_answered_for_all() -> None:
+def test_replies_of_all_replicas_are_merged() -> None:
     replicas = Replicas(2)
 
     def reply(result: str | None, error: str | None = None) -> UtilityReply:
@@ -322,13 +251,13 @@ def test_calls_are_answered_for_all() -> None:
     assert replicas.call("explain_prefix_cache_miss", answers).error == "unknown here"
     assert replicas.call("check_invariants", [reply("null"), reply(None, "bad")]).error == "bad"
     assert replicas.call("check_invariants", [reply("null")] * 2).result_json == "null"
-    # Of one that cannot say, what it said last.
+    # The last known statistics replace a failed reply.
     answers = [reply(None, "bad"), reply(msgspec.json.encode(stats[0]).decode())]
     told = msgspec.json.decode(replicas.call("get_stats", answers).result_json, type=SchedulerStats)
     assert (told.num_blocks, told.num_steps) == (20, 8)
 
 
-def test_a_call_is_answered_when_those_who_owe_an_answer_die() -> None:
+def test_call_completes_when_the_replicas_without_a_reply_die() -> None:
     replicas = Replicas(2)
     replicas.transport.send(UtilityCall(call_id=1, method="start_profile", arguments=("/p",)))
     folders = [engine.take(UtilityCall)[0].arguments for engine in replicas.engines]
@@ -336,18 +265,18 @@ def test_a_call_is_answered_when_those_who_owe_an_answer_die() -> None:
     replicas.engines[1].say(UtilityReply(call_id=1, result_json="true"))
     replicas.die(0)
     assert replicas.heard == [UtilityReply(call_id=1, result_json="true")]
-    # Alone, the second is asked what the first was asked before.
+    # Replica 0 is dead, so replica 1 gets the call.
     replicas.transport.send(UtilityCall(call_id=2, method="inspect"))
     replicas.heard.clear()
     replicas.die(1)
-    # And of all calls that wait, the client tells their callers.
+    # `EngineDead` without request ids also ends the pending calls.
     (dead,) = replicas.heard
     assert (dead.retry_after_s, dead.request_ids) == (5, None)
     with pytest.raises(EngineDeadError):
         replicas.transport.send(UtilityCall(call_id=3, method="inspect"))
     with pytest.raises(EngineDeadError):
         replicas.add("late")
-    # Nobody asks the next ones for it.
+    # The restarted replicas owe no reply to the old calls.
     replicas.heard.clear()
     for idx in range(2):
         replicas.restart(idx, 1.0)
@@ -355,29 +284,20 @@ def test_a_call_is_answered_when_those_who_owe_an_answer_die() -> None:
     assert [type(message) for message in replicas.heard] == [EngineReady]
 
 
-def test_a_prompt_that_reads_no_cache_goes_by_load_and_is_known_from_then_on() -> None:
-    replicas = Replicas(2)
-    replicas.add("a")
-    prompt = {"prompt_token_ids": [5] * 64}
-    unread = prompt | {"sampling_params": SamplingParams(prompt_logprobs=0)}
-    assert [replicas.add("b", **unread), replicas.add("c", **prompt)] == [1, 1]
-    assert replicas.add("d", **unread) == 0
-
-
-def test_as_much_is_remembered_of_a_successor_as_its_cache_has_room_for() -> None:
+def test_known_prefixes_are_limited_by_the_cache_of_the_restarted_engine() -> None:
     replicas = Replicas(2)
     replicas.add("a")
     replicas.die(1)
     replicas.engines[1].is_dead = False
     replicas.engines[1].say(ready_engine(1.0, max_fitting_tokens=2048))
-    # More than 512 tokens, which its predecessor had room for.
+    # More than the 512 tokens that fit into the first engine's cache.
     prompt = list(range(1024))
     assert replicas.add("b", prompt_token_ids=prompt) == 1
     prefixes = replicas.transport._replicas[1].prefixes
     assert prefixes.num_known(prompt_chain(request("c", prompt_token_ids=prompt))) == 64
 
 
-def test_a_call_is_answered_though_whom_it_goes_to_has_just_ended() -> None:
+def test_call_to_a_replica_that_just_ended_gets_an_error_reply() -> None:
     replicas = Replicas(2)
     replicas.engines[0].is_dead = True
     replicas.transport.send(UtilityCall(call_id=4, method="inspect"))
@@ -385,7 +305,7 @@ def test_a_call_is_answered_though_whom_it_goes_to_has_just_ended() -> None:
     assert (reply.call_id, reply.error) == (4, "the called engine has ended.")
 
 
-def test_client_hears_of_the_end_when_no_replica_will_come_back() -> None:
+def test_client_receives_engine_dead_when_no_replica_will_be_restarted() -> None:
     replicas = Replicas(2)
     replicas.transport.send(Shutdown(drain=True))
     assert [engine.take(Shutdown) for engine in replicas.engines] == [[Shutdown(drain=True)]] * 2
@@ -396,11 +316,11 @@ def test_client_hears_of_the_end_when_no_replica_will_come_back() -> None:
     assert (dead.retry_after_s, dead.request_ids) == (None, None)
 
 
-def test_client_is_told_to_wait_for_the_first_that_comes_back_and_what_that_can_do() -> None:
+def test_client_is_told_the_shortest_retry_time_and_the_new_limits() -> None:
     replicas = Replicas(2)
     replicas.die(0, retry_after_s=4)
     replicas.die(1, retry_after_s=9)
-    # A start has failed, and the other goes on.
+    # Replica 1 cannot be restarted, but replica 0 is still starting.
     replicas.die(1, retry_after_s=None)
     (dead,) = replicas.heard
     assert dead.retry_after_s == 4
@@ -409,7 +329,7 @@ def test_client_is_told_to_wait_for_the_first_that_comes_back_and_what_that_can_
     assert replicas.heard[1].stats.num_blocks == 10
 
 
-def test_client_hears_of_the_end_when_the_last_start_has_failed() -> None:
+def test_client_receives_engine_dead_when_the_last_restart_has_failed() -> None:
     replicas = Replicas(2)
     for idx in (0, 1):
         replicas.die(idx)
@@ -421,7 +341,7 @@ def test_client_hears_of_the_end_when_the_last_start_has_failed() -> None:
     assert (dead.retry_after_s, dead.request_ids) == (None, None)
 
 
-def test_a_call_that_is_answered_while_it_is_sent_is_answered_once() -> None:
+def test_call_with_a_reply_during_the_send_is_answered_once() -> None:
     replicas = Replicas(2)
     reply = UtilityReply(call_id=3, result_json="true")
     for engine in replicas.engines:
@@ -431,16 +351,7 @@ def test_a_call_that_is_answered_while_it_is_sent_is_answered_once() -> None:
     assert not any(engine.is_dead for engine in replicas.engines)
 
 
-def test_how_much_busier_a_replica_with_a_prompts_beginning_may_be_is_a_part() -> None:
-    replicas = Replicas(2)
-    for number in range(40):
-        replicas.add(str(number))
-    places = [replicas.add(f"known{n}", prompt_token_ids=[5] * 64) for n in range(7)]
-    # The first of them is the 21st there; 20 and a quarter of them are 25, which may have one more.
-    assert places == [0] * 6 + [1]
-
-
-def test_one_that_takes_no_message_any_more_is_left_out_until_it_has_said_why() -> None:
+def test_unreachable_replica_is_skipped_before_its_engine_dead_arrives() -> None:
     replicas = Replicas(2)
     replicas.engines[0].is_dead = True
     assert {replicas.add(f"r{number}") for number in range(3)} == {1}
@@ -451,12 +362,12 @@ def test_one_that_takes_no_message_any_more_is_left_out_until_it_has_said_why() 
     (reply,) = replicas.heard
     told = msgspec.json.decode(reply.result_json, type=SchedulerStats)
     assert told.num_running_reqs == 3
-    # It had no request, so nobody needs to hear of it.
+    # Replica 0 had no requests, so the client receives no message about its death.
     replicas.die(0)
     assert replicas.heard == [reply]
 
 
-def test_a_step_that_the_client_cannot_use_ends_the_requests_that_ended_with_it() -> None:
+def test_failure_of_the_client_in_a_step_also_ends_the_finished_requests() -> None:
     engines = [FakeReplica(), FakeReplica()]
     transport = DataParallelTransport([(engine, ready_engine()) for engine in engines])
     deaths = []
@@ -476,7 +387,7 @@ def test_a_step_that_the_client_cannot_use_ends_the_requests_that_ended_with_it(
     assert dead.request_ids == ("r",)
 
 
-def test_one_that_comes_back_while_all_are_to_end_hears_of_it() -> None:
+def test_engine_that_becomes_ready_during_shutdown_is_shut_down() -> None:
     replicas = Replicas(2)
     replicas.die(0)
     replicas.transport.send(Shutdown(drain=True))
@@ -484,15 +395,15 @@ def test_one_that_comes_back_while_all_are_to_end_hears_of_it() -> None:
     assert replicas.engines[0].take(Shutdown) == [Shutdown()]
 
 
-def test_what_cannot_be_used_ends_its_replica_alone() -> None:
+def test_unusable_message_ends_only_the_replica_that_sent_it() -> None:
     replicas = Replicas(3)
     idx = replicas.add("r")
-    # Nobody asked.
+    # A reply to a call that was not sent.
     replicas.engines[idx].say(UtilityReply(call_id=77, result_json="true"))
     (dead,) = replicas.heard
     assert "not asked to" in dead.reason and dead.request_ids == ("r",)
     assert [engine.is_dead for engine in replicas.engines].count(True) == 1
-    # Nor could the client use this.
+    # A step that the client cannot use.
     engines = [FakeReplica(), FakeReplica()]
     transport = DataParallelTransport([(engine, ready_engine()) for engine in engines])
 
@@ -507,7 +418,7 @@ def test_what_cannot_be_used_ends_its_replica_alone() -> None:
     assert [engine.is_dead for engine in engines] == [True, True]
 
 
-def test_what_clients_may_ask_for_is_what_every_replica_can_do() -> None:
+def test_limits_of_requests_are_those_that_every_replica_can_meet() -> None:
     replicas = [
         (
             FakeReplica(),
@@ -521,17 +432,17 @@ def test_what_clients_may_ask_for_is_what_every_replica_can_do() -> None:
     assert ready.stats.num_blocks == 20
 
 
-def test_close_on_the_loops_own_thread_does_not_wait_for_itself() -> None:
+def test_close_on_the_thread_of_the_loop_does_not_deadlock() -> None:
     replicas = Replicas(2)
     transport = LoopThread(replicas.transport)
     transport._loop.call_soon_threadsafe(transport.close)
     transport._thread.join(60)
     assert not transport._thread.is_alive()
-    # All end their steps at the same time.
+    # All replicas receive `Shutdown` before the first is closed.
     assert [engine.sent for engine in replicas.engines] == [[Shutdown(), "closed"]] * 2
 
 
-def test_expert_tokens_of_each_replica_go_on_after_a_restart() -> None:
+def test_expert_tokens_of_each_replica_continue_after_a_restart() -> None:
     replicas = Replicas(2)
 
     def step(idx: int, start_time: float, **fields: object) -> list[dict[int, tuple[int, ...]]]:
@@ -542,7 +453,7 @@ def test_expert_tokens_of_each_replica_go_on_after_a_restart() -> None:
         return [engine.expert_tokens for engine in replicas.heard[-1].stats.engines]
 
     assert step(0, 1.0, expert_tokens={3: (5, 0)}) == [{3: (5, 0)}, {}]
-    # Steps that leave them out do not reset them.
+    # Steps without expert tokens do not reset them.
     assert step(0, 1.0) == step(1, 1.0) == [{3: (5, 0)}, {}]
     replicas.die(0)
     replicas.restart(0, 9.0)

@@ -24,18 +24,18 @@ def gpus(tmp_path):
     return tmp_path
 
 
-def test_one_engine_has_all(tmp_path) -> None:
+def test_single_engine_gets_no_variables(tmp_path) -> None:
     assert replica_environments(1, devices=tmp_path) == [{}]
 
 
-def test_cores_are_shared_evenly(tmp_path) -> None:
+def test_each_replica_gets_an_equal_share_of_the_cores(tmp_path) -> None:
     assert replica_environments(2, devices=tmp_path) == [{"NPROC": "3"}] * 2
     assert replica_environments(7, devices=tmp_path / "none") == [{"NPROC": "1"}] * 7
     with pytest.raises(ConfigError, match="8 is more than the 7 processor cores"):
         replica_environments(8, devices=tmp_path)
 
 
-def test_each_has_a_gpu(gpus, monkeypatch) -> None:
+def test_each_replica_gets_one_gpu(gpus, monkeypatch) -> None:
     def of(num_replicas: int) -> list[str]:
         found = replica_environments(num_replicas, devices=gpus)
         return [variables["CUDA_VISIBLE_DEVICES"] for variables in found]
@@ -49,7 +49,7 @@ def test_each_has_a_gpu(gpus, monkeypatch) -> None:
         of(4)
 
 
-def test_gpus_that_jax_or_cuda_is_not_to_see_do_not_count(gpus, monkeypatch) -> None:
+def test_gpus_hidden_from_jax_or_cuda_are_not_used(gpus, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert replica_environments(2, devices=gpus) == [{"NPROC": "3"}] * 2
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -57,7 +57,7 @@ def test_gpus_that_jax_or_cuda_is_not_to_see_do_not_count(gpus, monkeypatch) -> 
     assert replica_environments(2, devices=gpus) == [{"NPROC": "3"}] * 2
 
 
-def test_names_of_gpus_make_none(tmp_path, monkeypatch) -> None:
+def test_cuda_visible_devices_without_gpus_has_no_effect(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert replica_environments(2, devices=tmp_path) == [{"NPROC": "3"}] * 2
 
@@ -71,7 +71,7 @@ def test_tpus_are_refused(tmp_path, monkeypatch) -> None:
         replica_environments(2, devices=tmp_path / "none")
 
 
-def test_cores_are_those_that_this_process_may_use(monkeypatch) -> None:
+def test_number_of_cores_respects_affinity_and_nproc(monkeypatch) -> None:
     monkeypatch.undo()
     monkeypatch.delenv("NPROC", raising=False)
     assert replica_places._num_cores() == len(os.sched_getaffinity(0))
@@ -83,7 +83,7 @@ def test_cores_are_those_that_this_process_may_use(monkeypatch) -> None:
     assert replica_places._num_cores() == 1
 
 
-def test_files_and_ports_are_not_shared() -> None:
+def test_each_replica_has_its_own_trace_file_and_ports() -> None:
     events = '{"endpoint": "tcp://*:5557", "replay_endpoint": "ipc:///run/replay", "topic": "kv"}'
     config = EngineConfig(
         cache=CacheConfig(kv_events_config=events), scheduler=SchedulerConfig(trace_file="t.jsonl")

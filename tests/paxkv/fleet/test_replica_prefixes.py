@@ -1,4 +1,4 @@
-"""What is known of a replica's prefix cache: the prompts sent last, chunk by chunk."""
+"""The estimate of a replica's prefix cache: the prompts sent last, in chunks."""
 
 import dataclasses
 import os
@@ -20,7 +20,7 @@ def request(token_ids: list[int], **settings: object) -> EngineRequest:
 
 
 def prompts() -> st.SearchStrategy[list[int]]:
-    """Of few different chunks, so that many begin alike, and of any length."""
+    """Prompts of any length from few different chunks, so that many have a common prefix."""
     chunks = st.lists(st.integers(0, 2), max_size=5)
     whole = chunks.map(lambda kinds: [token for kind in kinds for token in [kind] * CHUNK])
     return st.builds(lambda begin, rest: begin + [7] * rest, whole, st.integers(1, CHUNK - 1))
@@ -31,7 +31,7 @@ def num_common_chunks(a: list[int], b: list[int]) -> int:
 
 
 @given(sent=st.lists(prompts(), max_size=8), wanted=prompts())
-def test_the_longest_common_beginning_with_any_prompt_is_known(
+def test_number_of_known_chunks_is_the_longest_common_prefix(
     sent: list[list[int]], wanted: list[int]
 ) -> None:
     prefixes = ReplicaPrefixes(max_tokens=10_000)
@@ -43,7 +43,7 @@ def test_the_longest_common_beginning_with_any_prompt_is_known(
     assert prefixes.num_known(prompt_chain(request(wanted))) == 0
 
 
-def test_what_was_sent_last_is_kept_and_the_end_of_a_prompt_goes_before_its_beginning() -> None:
+def test_least_recent_prompts_are_forgotten_first_from_their_end() -> None:
     first, second, third = (
         prompt_chain(request([token] * CHUNK * num)) for token, num in ((1, 4), (2, 3), (3, 2))
     )
@@ -57,7 +57,7 @@ def test_what_was_sent_last_is_kept_and_the_end_of_a_prompt_goes_before_its_begi
     assert [prefixes.num_known(chain) for chain in (first, second, third)] == [4, 0, 2]
 
 
-def test_requests_whose_blocks_differ_have_nothing_in_common() -> None:
+def test_requests_that_cannot_share_blocks_have_different_hashes() -> None:
     token_ids = [5] * CHUNK * 2
     image = MultiModalFeature(identifier="cat", offset=0, length=4)
     requests = [
@@ -71,7 +71,7 @@ def test_requests_whose_blocks_differ_have_nothing_in_common() -> None:
     assert len({chunk for chain in chains for chunk in chain}) == 2 * len(requests)
 
 
-def test_to_forget_takes_hardly_longer_than_to_record() -> None:
+def test_forgetting_chunks_takes_little_longer_than_recording_them() -> None:
     num_chunks = 40_000
     prefixes = ReplicaPrefixes(max_tokens=num_chunks * CHUNK)
 
@@ -81,5 +81,5 @@ def test_to_forget_takes_hardly_longer_than_to_record() -> None:
         return time.perf_counter() - start_s
 
     without = max(seconds_to_record(0) for _ in range(2))
-    # All that was there goes, one by one; the machine may be busy with something else once.
+    # Each call removes all old chunks one by one. The minimum ignores a busy machine.
     assert min(seconds_to_record(n * num_chunks) for n in range(1, 4)) < 20 * without

@@ -1,4 +1,4 @@
-"""Folders of sockets: who may remove which."""
+"""Folders of socket files are removed by their process, or after it was killed."""
 
 import os
 import subprocess
@@ -41,7 +41,7 @@ def make_old(path: Path) -> None:
     os.utime(path, (1, 1))
 
 
-def test_folder_goes_with_its_owner_who_may_forget_it():
+def test_folder_is_removed_at_exit_of_its_process():
     process, path = start_owner("exit")
     with process:
         assert process.wait(60) == 0
@@ -53,7 +53,7 @@ def test_folder_goes_with_its_owner_who_may_forget_it():
     assert not folder.path.exists()
 
 
-def test_folder_of_an_owner_who_was_killed_is_stale_and_one_in_use_is_not():
+def test_only_the_folder_of_a_killed_process_is_stale():
     process, path = start_owner("wait")
     with process:
         make_old(path)
@@ -61,13 +61,13 @@ def test_folder_of_an_owner_who_was_killed_is_stale_and_one_in_use_is_not():
         assert (path / "outputs").exists()
         process.kill()
         process.wait(60)
-    # Another that is being made has no lock yet.
+    # A new folder may not be locked yet.
     new = Path(tempfile.mkdtemp(prefix="paxkv-engine-"))
     remove_stale_folders()
     assert not path.exists() and new.exists()
 
 
-def test_what_others_made_is_left_alone(tmp_path):
+def test_folders_of_other_origin_are_not_removed(tmp_path):
     shared = tmp_path / "paxkv-engine-shared"
     shared.mkdir()
     shared.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Every number of the engines' statistics is a counter, a number of now, or named here."""
+"""Sums of engines' statistics: counters, gauges, and the other fields named here."""
 
 import msgspec
 import pytest
@@ -33,12 +33,12 @@ STATS = SchedulerStats(
 )
 
 
-def test_no_number_is_left_out() -> None:
+def test_every_field_is_a_counter_a_gauge_or_listed_here() -> None:
     named = [*COUNTERS, *GAUGES, *OTHERS]
     assert sorted(named) == sorted(field.name for field in msgspec.structs.fields(SchedulerStats))
 
 
-def test_sum_of_several() -> None:
+def test_counters_and_gauges_of_several_engines_are_summed() -> None:
     later = msgspec.structs.replace(STATS, engine_start_time=11.0, kv_cache_usage=0.1)
     total = sum_stats([STATS, later, later])
     assert {getattr(total, name) for name in COUNTERS} == {15}
@@ -52,7 +52,7 @@ def test_sum_of_several() -> None:
     assert sum_stats([SchedulerStats()]).kv_cache_usage == 0.0
 
 
-def test_counters_of_the_dead_are_added_and_what_they_ran_is_not() -> None:
+def test_only_counters_of_a_dead_engine_are_added() -> None:
     left = add_counters(SchedulerStats(), STATS)
     assert {getattr(left, name) for name in COUNTERS} == {5}
     assert {getattr(left, name) for name in (*GAUGES, "kv_cache_usage")} == {0}
@@ -60,14 +60,14 @@ def test_counters_of_the_dead_are_added_and_what_they_ran_is_not() -> None:
     assert left.kv_block_residency == STATS.kv_block_residency
 
 
-def test_where_all_have_ended_none_of_them_runs_anything() -> None:
+def test_stop_running_clears_requests_and_usage_of_every_engine() -> None:
     ended = stop_running(msgspec.structs.replace(STATS, engines=(STATS, STATS)))
     for one in (ended, *ended.engines):
         assert (one.num_running_reqs, one.num_waiting_reqs, one.num_compiling_reqs) == (0, 0, 0)
         assert (one.kv_cache_usage, one.num_steps, one.num_blocks) == (0.0, 5, 7)
 
 
-def test_expert_tokens_are_kept_until_the_same_engine_tells_new_ones() -> None:
+def test_expert_tokens_are_kept_until_the_same_engine_reports_new_ones() -> None:
     before = SchedulerStats(engine_start_time=1.0, expert_tokens={3: (5, 0)})
     step = SchedulerStats(engine_start_time=1.0, num_steps=8)
     kept = keep_expert_tokens(step, before)
@@ -78,7 +78,7 @@ def test_expert_tokens_are_kept_until_the_same_engine_tells_new_ones() -> None:
     assert keep_expert_tokens(other, before) is other
 
 
-def test_expert_tokens_of_an_engine_and_its_successor_are_added() -> None:
+def test_expert_tokens_of_successive_engines_are_added() -> None:
     before = SchedulerStats(expert_tokens={1: (5, 0), 3: (2, 3)})
     now = SchedulerStats(expert_tokens={1: (1, 1), 3: (0, 7)})
     assert add_counters(now, before).expert_tokens == {1: (6, 1), 3: (2, 10)}

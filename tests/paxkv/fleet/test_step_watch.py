@@ -1,42 +1,42 @@
-"""Which engines are taken for hanging ones, by counts and times that are made up."""
+"""Detection of hanging engines, with made-up counts and times."""
 
 from paxkv.fleet.step_watch import StepWatch
 
 
-def first_alarm_s(looks, *, limit_s=10.0):
-    """When a watch that looks at (time, count, messages) one after the other has had enough."""
+def first_alarm_s(checks, *, limit_s=10.0):
+    """The time of the first alarm, for checks of (time, count, number of messages)."""
     watch = StepWatch(limit_s)
     return next(
-        (at_s for at_s, count, num_sent in looks if watch.is_too_long(count, num_sent, at_s)), None
+        (at_s for at_s, count, num_sent in checks if watch.is_too_long(count, num_sent, at_s)), None
     )
 
 
-def test_step_is_too_long_when_its_limit_has_passed_since_it_was_first_seen():
+def test_alarm_comes_when_the_count_has_not_changed_for_the_limit():
     assert first_alarm_s((at_s, 7, 1) for at_s in range(100, 200)) == 110
 
 
-def test_idle_engine_and_steps_that_end_are_never_too_long():
+def test_idle_engine_and_steps_that_end_raise_no_alarm():
     assert first_alarm_s((at_s, 8, 1) for at_s in range(1000)) is None
     assert first_alarm_s((at_s, 2 * (at_s // 9) + 1, 1) for at_s in range(1000)) is None
 
 
-def test_engine_that_does_not_wake_for_a_message_is_too_long():
+def test_engine_that_does_not_wake_for_a_message_raises_an_alarm():
     assert first_alarm_s((at_s, 8, 1 + (at_s > 50)) for at_s in range(1000)) == 60
-    # One that has had nothing to do yet.
+    # An engine that has not run yet.
     assert first_alarm_s((at_s, 0, int(at_s > 50)) for at_s in range(1000)) == 60
 
 
-def test_time_in_which_nobody_looked_counts_little():
-    looks = [(0, 5, 1), (1, 5, 1), (10_000, 5, 1), (10_001, 5, 1)]
-    assert first_alarm_s(looks) is None
-    assert first_alarm_s([*looks, *((10_001 + i, 5, 1) for i in range(1, 20))]) == 10_007
+def test_long_gap_between_checks_counts_little():
+    checks = [(0, 5, 1), (1, 5, 1), (10_000, 5, 1), (10_001, 5, 1)]
+    assert first_alarm_s(checks) is None
+    assert first_alarm_s([*checks, *((10_001 + i, 5, 1) for i in range(1, 20))]) == 10_007
 
 
-def test_no_limit_is_none():
+def test_limit_0_never_raises_an_alarm():
     assert first_alarm_s(((at_s, 7, 1) for at_s in range(1000)), limit_s=0.0) is None
 
 
-def test_next_engine_may_stand_at_the_same_count():
+def test_start_over_resets_the_measured_time():
     watch = StepWatch(10.0)
     for at_s in range(10):
         assert not watch.is_too_long(7, 1, at_s)
