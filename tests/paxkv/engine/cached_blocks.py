@@ -1,4 +1,4 @@
-"""Requests that only come and go in a block pool, for tests of KV events."""
+"""Requests that are cached in a block pool and freed, for tests of KV events."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""A clock of an engine core over a fake executor."""
+"""A fake clock for tests of the engine core."""
 
 import pytest
 

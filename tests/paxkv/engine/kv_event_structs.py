@@ -1,4 +1,4 @@
-"""KV events as a router written for vLLM 0.16 or 0.32 decodes them: fields in their order."""
+"""KV events as a router for vLLM 0.16 or 0.32 decodes them."""
 
 import msgspec
 
@@ -79,7 +79,7 @@ def decode(payload, wire_format="vllm-0.16"):
 
 
 def follow(known, batch):
-    """What a router does with a batch: `known` is its set of (group index or None, hash)."""
+    """Updates a router's set `known` of (group index or None, hash) with a batch."""
     for event in batch.events:
         if isinstance(event, AllBlocksCleared016 | AllBlocksCleared032):
             known.clear()

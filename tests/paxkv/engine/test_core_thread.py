@@ -1,4 +1,4 @@
-"""The core's thread passes only bytes, sleeps when idle, and always says that it ended."""
+"""The core's thread exchanges bytes, sleeps when idle, and always sends `EngineDead`."""
 
 import asyncio
 import gc
@@ -72,7 +72,7 @@ def receive_reply(transport: CoreThread) -> UtilityReply:
 
 
 def receive_last(transport: CoreThread) -> list[EngineOutput]:
-    """All messages to the end."""
+    """All messages up to `EngineDead`."""
     messages = []
     while not messages or not isinstance(messages[-1], EngineDead):
         messages.append(transport.receive(TIMEOUT_S))
@@ -80,13 +80,13 @@ def receive_last(transport: CoreThread) -> list[EngineOutput]:
     return messages
 
 
-def test_request_goes_in_and_tokens_come_out() -> None:
+def test_request_is_answered_with_its_tokens() -> None:
     with running() as transport:
         transport.send(AddRequest(request=make_request("a", [5, 6], max_tokens=3)))
         assert receive_until(transport, "a") == ([5, 6, 5], "length")
 
 
-def test_only_bytes_pass_between_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_exchange_only_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     passed = []
 
     class SpyQueue(queue.Queue):
@@ -109,7 +109,7 @@ def test_idle_engine_sleeps() -> None:
     transport = CoreThread(core)
     transport.send(AddRequest(request=make_request("a", [5], max_tokens=2)))
     receive_until(transport, "a")
-    # In a last step the executor hears that "a" has ended.
+    # The last step only reports the end of "a" to the executor.
     while core.has_work:
         time.sleep(0.001)
     transport.send(UtilityCall(call_id=0, method="get_stats"))
@@ -118,12 +118,12 @@ def test_idle_engine_sleeps() -> None:
     num_steps, cpu_s = core._executor.num_steps, time.clock_gettime(clock)
     assert transport.receive(0.3) is None
     assert core._executor.num_steps == num_steps
-    # Of its own thread: what others do meanwhile is not its.
+    # The processor time of this thread only.
     assert time.clock_gettime(clock) - cpu_s < 0.15
     transport.close()
 
 
-def test_an_engine_that_is_given_up_is_heard_of_once_and_no_more() -> None:
+def test_given_up_engine_delivers_one_engine_dead_and_nothing_else() -> None:
     heard, loop = [], asyncio.new_event_loop()
     with running() as transport:
         before = set(threading.enumerate())
@@ -138,17 +138,17 @@ def test_an_engine_that_is_given_up_is_heard_of_once_and_no_more() -> None:
     assert heard == [EngineDead(reason="no use")]
 
 
-def test_waiting_messages_are_obeyed_before_the_next_step() -> None:
+def test_waiting_messages_are_handled_before_the_next_step() -> None:
     core = make_engine_core()
     has_begun, may_go_on = threading.Event(), threading.Event()
     execute_model = core._executor.execute_model
 
-    def execute_when_told(scheduler_output: SchedulerOutput) -> FakeStep:
+    def execute_when_allowed(scheduler_output: SchedulerOutput) -> FakeStep:
         has_begun.set()
         assert may_go_on.wait(TIMEOUT_S)
         return execute_model(scheduler_output)
 
-    core._executor.execute_model = execute_when_told
+    core._executor.execute_model = execute_when_allowed
     transport = CoreThread(core)
     transport.send(AddRequest(request=make_request("a", [5], max_tokens=200)))
     assert has_begun.wait(TIMEOUT_S)
@@ -163,10 +163,10 @@ def test_waiting_messages_are_obeyed_before_the_next_step() -> None:
     transport.close()
 
 
-def test_arrival_waits_for_the_burst_that_runs_and_no_other() -> None:
+def test_new_request_waits_only_for_the_running_burst() -> None:
     with running(max_steps_in_flight=2, max_decode_burst=4, device_step_s=0.04) as transport:
         transport.send(AddRequest(request=make_request("a", [5], max_tokens=200)))
-        # Steps that an arrival saw before its own. A busy machine may let some be late, not all.
+        # Steps between a request's arrival and its first step. A busy machine may delay some.
         nums_steps_before = []
         while len(nums_steps_before) < 3 or (
             min(nums_steps_before) > 1 and len(nums_steps_before) < 10
@@ -185,7 +185,7 @@ def test_arrival_waits_for_the_burst_that_runs_and_no_other() -> None:
 
 
 class ClockChannel:
-    """The core's end of a channel where waiting takes a made-up clock's time, and no other.
+    """The core's end of a channel, where waiting only advances a fake clock.
 
     Args:
         messages: What waits there at the beginning.
@@ -194,7 +194,7 @@ class ClockChannel:
     def __init__(self, clock: FakeClock, *messages: EngineInput) -> None:
         self._clock = clock
         self.messages = list(messages)
-        # When it said something, and what.
+        # Time and data of each sent message.
         self.outputs: list[tuple[float, EngineOutput]] = []
 
     def waiting_messages(self, wait_s: float | None) -> Iterator[bytes]:
@@ -203,10 +203,10 @@ class ClockChannel:
         while self.messages:
             yield wire.encode(self.messages.pop(0))
         if wait_s:
-            self.note_wait(wait_s)
+            self.record_wait(wait_s)
             self._clock.sleep(wait_s)
 
-    def note_wait(self, wait_s: float) -> None: ...
+    def record_wait(self, wait_s: float) -> None: ...
 
     def send(self, data: bytes) -> None:
         self.outputs.append((self._clock.now_s, wire.decode_output(data)))
@@ -214,8 +214,8 @@ class ClockChannel:
     def count_step(self) -> None: ...
 
 
-def test_burst_that_ends_early_is_fetched_then(clock: FakeClock) -> None:
-    # Its tokens come as 1, 2 and 4; of the next four the first is the end.
+def test_burst_that_ends_early_is_fetched_early(clock: FakeClock) -> None:
+    # Bursts of 1, 2 and 4 steps; the first token of the next burst ends the request.
     request = make_request("a", [5, 6, 6, 7, 7, 7, 7, 0], max_tokens=100)
     channel = ClockChannel(clock, AddRequest(request=request))
     core = make_engine_core(max_steps_in_flight=2, max_decode_burst=4, device_step_s=0.04)
@@ -224,17 +224,17 @@ def test_burst_that_ends_early_is_fetched_then(clock: FakeClock) -> None:
         (at_s, output.outputs[0]) for at_s, output in channel.outputs if output.outputs
     )
     assert (len(before.new_token_ids), end.new_token_ids, end.finish_reason) == (4, [0], "stop")
-    # One step, and not the four that it might have been; then a look at the device.
+    # The duration of one step instead of four, until the next check of the device.
     assert end_s - before_s == pytest.approx(0.04, abs=0.005)
 
 
-def test_shutdown_waits_for_no_arrivals(clock: FakeClock) -> None:
+def test_shutdown_does_not_wait_for_new_requests(clock: FakeClock) -> None:
     ends_s = []
 
     class Channel(ClockChannel):
-        """Tells the engine to end while it waits for arrivals."""
+        """Sends `Shutdown` while the engine waits for requests."""
 
-        def note_wait(self, wait_s: float) -> None:
+        def record_wait(self, wait_s: float) -> None:
             if not ends_s:
                 self.messages.append(Shutdown())
             ends_s.append(clock.now_s)
@@ -245,20 +245,20 @@ def test_shutdown_waits_for_no_arrivals(clock: FakeClock) -> None:
     assert ends_s[0] > 3600 and clock.now_s - ends_s[0] < 1
 
 
-def test_failing_step_ends_the_engine_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_dead_contains_the_error_of_a_failed_step(caplog: pytest.LogCaptureFixture) -> None:
     with running(fails_at_step=2) as transport:
         transport.send(AddRequest(request=make_request("a", [5], max_tokens=9)))
         messages = receive_last(transport)
         assert len(messages) == 3
         assert messages[-1].reason == "RuntimeError: the device is on fire"
         assert "Traceback" in caplog.text
-        # Whoever comes later hears it too.
+        # Later calls of `receive` return it too.
         assert transport.receive(TIMEOUT_S) == messages[-1]
         with pytest.raises(EngineDeadError):
             transport.send(AbortRequests(request_ids=["a"]))
 
 
-def test_bytes_that_are_no_message_end_the_engine() -> None:
+def test_undecodable_message_ends_the_engine() -> None:
     with running() as transport:
         transport._inputs.put(b"\x00")
         assert "InvariantError" in transport.receive(TIMEOUT_S).reason
@@ -282,7 +282,7 @@ def test_close_ends_a_busy_engine_and_may_be_repeated() -> None:
     assert isinstance(receive_last(transport)[-1], EngineDead)
 
 
-def test_thread_does_not_keep_its_transport_alive() -> None:
+def test_thread_holds_no_reference_to_its_transport() -> None:
     transport = CoreThread(make_engine_core())
     thread, reference = transport._thread, weakref.ref(transport)
     inputs = transport._inputs
@@ -294,7 +294,7 @@ def test_thread_does_not_keep_its_transport_alive() -> None:
     thread.join(TIMEOUT_S)
 
 
-def test_step_in_which_the_device_failed_is_the_last_of_the_trace(tmp_path: Path) -> None:
+def test_trace_ends_with_the_step_that_failed_on_the_device(tmp_path: Path) -> None:
     header = make_header()
     scheduler = record_scheduler(header, tmp_path / "t")
     executor = FakeExecutor(header.kv_cache_config, fails_at_step=1)

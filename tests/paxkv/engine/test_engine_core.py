@@ -1,4 +1,4 @@
-"""The engine core obeys messages, steps, and keeps one request's trouble from the others."""
+"""The engine core handles messages, runs steps, and ends only requests that fail."""
 
 import dataclasses
 import json
@@ -39,13 +39,13 @@ def tokens_of(outputs: list[EngineCoreOutput], request_id: str) -> list[int]:
     return [t for o in outputs if o.request_id == request_id for t in o.new_token_ids]
 
 
-# One step after the other; one ahead; bursts; both.
+# Synchronous steps; one step ahead; bursts; both.
 MODES = [(1, 1), (2, 1), (1, 4), (2, 4)]
 every_mode = pytest.mark.parametrize(("max_steps_in_flight", "max_decode_burst"), MODES)
 
 
 @every_mode
-def test_requests_run_to_their_ends_together(
+def test_concurrent_requests_run_until_max_tokens(
     max_steps_in_flight: int, max_decode_burst: int
 ) -> None:
     core = make_engine_core(
@@ -60,7 +60,7 @@ def test_requests_run_to_their_ends_together(
 
 
 @every_mode
-def test_an_inspector_is_told_of_as_many_steps_as_the_metrics(
+def test_inspector_counts_as_many_steps_as_the_metrics(
     max_steps_in_flight: int, max_decode_burst: int
 ) -> None:
     core = make_engine_core(
@@ -71,13 +71,13 @@ def test_an_inspector_is_told_of_as_many_steps_as_the_metrics(
     core.handle(AddRequest(request=make_request("a", [5, 6, 7], max_tokens=5)))
     run_until_idle(core)
     told = json.loads(core.handle(inspect).result_json)["snapshot"]["counters"]
-    # The last step computes nothing: the runner hears that the request has ended.
+    # The last step only reports the request's end to the runner.
     assert told["num_steps"] == core.make_stats().num_steps
     assert told["num_output_tokens"] == 5
 
 
 @every_mode
-def test_traffic_gets_the_same_tokens_in_every_mode(
+def test_random_traffic_gets_the_expected_tokens_in_every_mode(
     max_steps_in_flight: int, max_decode_burst: int
 ) -> None:
     """Arrivals and aborts between the steps, in a pool so small that requests are preempted."""
@@ -111,7 +111,7 @@ def test_traffic_gets_the_same_tokens_in_every_mode(
     assert core._executor.rows == {}
 
 
-def test_step_is_started_before_the_one_before_it_is_fetched() -> None:
+def test_next_step_starts_before_the_previous_step_is_fetched() -> None:
     core = make_engine_core(max_steps_in_flight=2)
     core.handle(AddRequest(request=make_request("a", [5, 6], max_tokens=3)))
     assert tokens_of(core.step().outputs, "a") == [5]
@@ -123,7 +123,7 @@ def test_step_is_started_before_the_one_before_it_is_fetched() -> None:
     assert core._executor.rows == {} and core._executor.num_in_flight == 0
 
 
-def test_deciding_waits_only_while_the_device_has_a_long_burst_to_compute(
+def test_engine_has_spare_time_only_during_a_long_burst(
     clock: FakeClock,
 ) -> None:
     core = make_engine_core(max_steps_in_flight=2, max_decode_burst=4, device_step_s=0.02)
@@ -132,7 +132,7 @@ def test_deciding_waits_only_while_the_device_has_a_long_burst_to_compute(
     for _ in range(10):
         core.step()
     assert core._executor.num_decode_steps[-1] == 4
-    # Most of four steps, and a look at the device after each.
+    # The engine checks the device after the time of each of the four steps.
     assert core.spare_s == pytest.approx(0.02)
     clock.sleep(0.05)
     assert core.spare_s == pytest.approx(0.7 * 0.08 - 0.05)
@@ -140,11 +140,11 @@ def test_deciding_waits_only_while_the_device_has_a_long_burst_to_compute(
     assert core.spare_s == 0.0
     core.handle(AddRequest(request=make_request("b", [7, 8], max_tokens=60)))
     core.step()
-    # A prompt runs now, and nobody knows how long that takes.
+    # The step computes a prompt, so its duration is unknown.
     assert core.spare_s == 0.0
 
 
-def test_one_step_at_a_time_and_short_bursts_leave_nothing_to_wait_for(clock: FakeClock) -> None:
+def test_no_spare_time_with_one_step_in_flight_or_short_bursts(clock: FakeClock) -> None:
     for max_steps_in_flight, device_step_s in ((1, 0.02), (2, 0.0001)):
         core = make_engine_core(
             max_steps_in_flight=max_steps_in_flight,
@@ -157,16 +157,16 @@ def test_one_step_at_a_time_and_short_bursts_leave_nothing_to_wait_for(clock: Fa
             assert core.spare_s == 0.0
 
 
-def test_host_that_needs_long_to_decide_begins_at_once(clock: FakeClock) -> None:
+def test_no_spare_time_if_decisions_take_long(clock: FakeClock) -> None:
     core = make_engine_core(max_steps_in_flight=2, step_s=0.02, device_step_s=0.03)
     core.handle(AddRequest(request=make_request("a", [5, 6], max_tokens=60)))
     for _ in range(8):
         core.step()
-        # Else the device would wait, its steps would seem longer, and the next wait would be.
+        # Otherwise the device would idle, its steps would seem longer, and waits would grow.
         assert core.spare_s == 0.0
 
 
-def test_device_that_has_ended_is_not_waited_for(clock: FakeClock) -> None:
+def test_no_spare_time_after_the_device_has_finished(clock: FakeClock) -> None:
     core = make_engine_core(max_steps_in_flight=2, max_decode_burst=4, device_step_s=0.05)
     core.handle(AddRequest(request=make_request("a", [5, 6], max_tokens=60)))
     for _ in range(5):
@@ -184,7 +184,7 @@ def test_eos_ends_a_request() -> None:
     assert outputs[-1].finish_reason == "stop"
 
 
-def test_abort_midway_frees_everything_and_is_told_to_the_executor() -> None:
+def test_abort_frees_blocks_and_the_row_in_the_executor() -> None:
     core = make_engine_core()
     core.handle(AddRequest(request=make_request("a", [5], max_tokens=100)))
     core.handle(AddRequest(request=make_request("b", [6], max_tokens=3)))
@@ -206,7 +206,7 @@ def test_abort_midway_frees_everything_and_is_told_to_the_executor() -> None:
     ],
     ids=["duplicate", "never_fits", "too_long"],
 )
-def test_request_that_cannot_be_taken_ends_alone(request_: object) -> None:
+def test_refused_request_does_not_end_other_requests(request_: object) -> None:
     core = make_engine_core(num_blocks=4)
     core.handle(AddRequest(request=make_request("a", [5], max_tokens=3)))
     reply = core.handle(AddRequest(request=request_))
@@ -248,7 +248,7 @@ def test_unknown_utility_is_an_error_reply() -> None:
     assert "__init__" in reply.error
 
 
-def test_broken_invariant_is_reported_and_not_fatal() -> None:
+def test_failed_invariant_check_is_reported_and_engine_continues() -> None:
     class BrokenScheduler:
         def check_invariants(self) -> None:
             raise InvariantError("a block is lost")
@@ -289,7 +289,7 @@ NOTHING = SchedulerOutput(
 )
 
 
-def test_scheduler_that_schedules_nothing_for_ever_is_a_bug_that_is_seen() -> None:
+def test_error_after_many_steps_without_a_scheduled_token() -> None:
     core = make_engine_core()
     core.handle(AddRequest(request=make_request("a", [5])))
     core._scheduler.schedule = lambda max_decode_steps: NOTHING
@@ -299,19 +299,19 @@ def test_scheduler_that_schedules_nothing_for_ever_is_a_bug_that_is_seen() -> No
         core.step()
 
 
-def test_so_it_is_when_the_first_empty_step_was_decided_behind_one_that_computes() -> None:
+def test_empty_steps_count_from_the_end_of_the_last_computing_step() -> None:
     core = make_engine_core(max_steps_in_flight=2)
     core.handle(AddRequest(request=make_request("a", [5], max_tokens=9)))
     core.step()
     core._scheduler.schedule = lambda max_decode_steps: NOTHING
-    # In the first of them the step that computes comes home.
+    # The first of these steps fetches the step that computes.
     for _ in range(1 + MAX_EMPTY_STEPS):
         core.step()
     with pytest.raises(InvariantError, match="1 requests wait"):
         core.step()
 
 
-def test_utility_calls_pass_their_arguments_and_wrong_ones_are_an_error_reply() -> None:
+def test_utility_calls_pass_arguments_and_reject_wrong_ones() -> None:
     core = make_engine_core()
     core.handle(AddRequest(request=make_request("a", [5] * 20)))
     core.step()
@@ -327,7 +327,7 @@ def test_utility_calls_pass_their_arguments_and_wrong_ones_are_an_error_reply() 
         assert "explain_prefix_cache_miss got" in reply.error
 
 
-def test_requests_that_wait_for_something_outside_may_wait_long() -> None:
+def test_requests_may_wait_long_for_another_component() -> None:
     class Grammars:
         is_open = False
 
@@ -352,7 +352,7 @@ def test_requests_that_wait_for_something_outside_may_wait_long() -> None:
     assert tokens_of(run_until_idle(core), "a") == [5, 5]
 
 
-def test_used_slots_are_counted_now_and_then_and_when_asked() -> None:
+def test_used_slots_are_counted_every_few_steps_and_on_request() -> None:
     core = make_engine_core()
     core.handle(AddRequest(request=make_request("a", [5], max_tokens=40)))
     used = [core.step().stats.num_used_slots for _ in range(33)]
@@ -376,7 +376,7 @@ def test_profile_is_recorded_by_the_executor() -> None:
     assert call("stop_profile") == "true"
 
 
-def test_only_a_step_in_which_all_decode_tells_how_long_one_takes() -> None:
+def test_only_steps_in_which_every_request_decodes_are_measured() -> None:
     core = make_engine_core()
     outputs = [core._scheduler.schedule()]
     for prompt in ([5, 6], [7]):

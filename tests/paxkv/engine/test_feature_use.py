@@ -26,7 +26,7 @@ def uses(*specs, config=None, max_model_len=64, num_positions=64, why=None, ops=
     return {use.name: (use.is_used, use.detail) for use in found}
 
 
-def test_all_but_batch_invariance_is_used_by_default():
+def test_by_default_every_feature_except_batch_invariance_is_used():
     found = uses()
     assert {name for name, (is_used, _) in found.items() if not is_used} == {"batch_invariance"}
     assert list(found) == ["prefix_cache", "bursts", "batch_invariance", "kernels", "full_context"]
@@ -44,17 +44,17 @@ def test_all_but_batch_invariance_is_used_by_default():
         ((full(), states()), 64, False, "layers with states"),
     ],
 )
-def test_prefixes_are_shared_in_blocks_that_end_in_all_groups(specs, max_model_len, is_used, words):
+def test_prefixes_are_shared_in_multiples_of_all_block_sizes(specs, max_model_len, is_used, words):
     found = uses(*specs, max_model_len=max_model_len)["prefix_cache"]
     assert found[0] is is_used and words in found[1]
 
 
-def test_a_prefix_cache_that_is_turned_off_names_the_flag():
+def test_disabled_prefix_cache_names_its_flag():
     config = EngineConfig(cache=CacheConfig(enable_prefix_caching=False))
     assert uses(config=config)["prefix_cache"] == (False, "--no-enable-prefix-caching is set.")
 
 
-def test_bursts_name_what_turns_them_off():
+def test_bursts_name_the_setting_that_disables_them():
     assert uses(config=EngineConfig(scheduler=SchedulerConfig(max_decode_burst=4)))["bursts"] == (
         True,
         "up to 4 decode steps, as many as the device computes in 0.2 s, or in 0.05 s while a "
@@ -67,7 +67,7 @@ def test_bursts_name_what_turns_them_off():
     assert found["batch_invariance"][0]
 
 
-def test_kernels_say_why_plain_xla_runs():
+def test_kernels_give_the_reason_for_plain_xla():
     assert uses(why="the device has none.")["kernels"] == (
         False,
         "plain XLA runs: the device has none.",
@@ -86,7 +86,7 @@ def test_kernels_say_why_plain_xla_runs():
         (None, "programs", "which the programs in --compiled-dir were compiled for"),
     ],
 )
-def test_a_shorter_context_than_the_checkpoints_has_a_reason(asked, compiled_dir, words):
+def test_context_shorter_than_the_checkpoint_allows_has_a_reason(asked, compiled_dir, words):
     config = EngineConfig(
         model=ModelConfig(max_model_len=asked), runner=RunnerConfig(compiled_dir=compiled_dir)
     )

@@ -1,4 +1,4 @@
-"""Grammars bind their own requests alone, and end them where nothing may follow."""
+"""Grammars restrict only their own requests, and end them when no token may follow."""
 
 import dataclasses
 import time
@@ -37,12 +37,12 @@ LOGPROBS = TokenLogprobs(token_logprob=-1.0, token_rank=1, top_token_ids=[], top
 
 
 class GrammarStep:
-    """A step in which those bound by a grammar draw the first token that it allows."""
+    """A step in which requests with a grammar sample the first token that it allows."""
 
-    def __init__(self, step: FakeStep, bound: set[str], *, is_lawless: bool) -> None:
+    def __init__(self, step: FakeStep, bound: set[str], *, ignores_grammar: bool) -> None:
         self._step = step
         self._bound = bound
-        self._is_lawless = is_lawless
+        self._ignores_grammar = ignores_grammar
         self._drawn: dict[str, int] = {}
         self.needs_bitmask = bool(bound)
         self.prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
@@ -60,7 +60,7 @@ class GrammarStep:
         output = self._step.sample_tokens()
         output.prompt_logprobs.update(self.prompt_logprobs)
         for req_id, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=True):
-            if req_id in self._bound and not self._is_lawless:
+            if req_id in self._bound and not self._ignores_grammar:
                 token_ids[:] = [self._drawn[req_id]]
         return output
 
@@ -69,12 +69,12 @@ class GrammarExecutor(FakeExecutor):
     """Waits for the grammars of its requests.
 
     Args:
-        lawless_step: From this step on it draws what it likes.
+        ungrammatical_step: From this step on, sampling ignores the grammars.
     """
 
-    def __init__(self, kv_cache_config: KVCacheConfig, *, lawless_step: int = 10**9) -> None:
+    def __init__(self, kv_cache_config: KVCacheConfig, *, ungrammatical_step: int = 10**9) -> None:
         super().__init__(kv_cache_config, fails_at_step=None)
-        self._lawless_step = lawless_step
+        self._ungrammatical_step = ungrammatical_step
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> GrammarStep:
         step = super().execute_model(scheduler_output)
@@ -85,7 +85,9 @@ class GrammarExecutor(FakeExecutor):
             )
             if token_ids and self.rows[req_id].needs_grammar
         }
-        grammar_step = GrammarStep(step, drawing, is_lawless=self.num_steps >= self._lawless_step)
+        grammar_step = GrammarStep(
+            step, drawing, ignores_grammar=self.num_steps >= self._ungrammatical_step
+        )
         grammar_step.prompt_logprobs = {
             req_id: [LOGPROBS]
             for req_id in drawing
@@ -95,10 +97,10 @@ class GrammarExecutor(FakeExecutor):
 
 
 class ThinkingStep(GrammarStep):
-    """Within thoughts it draws as its prompt says, where it may; else the last that is allowed."""
+    """Samples the token that the prompt prescribes if it is allowed, else the last allowed one."""
 
     def __init__(self, step: FakeStep, bound: set[str]) -> None:
-        super().__init__(step, bound, is_lawless=False)
+        super().__init__(step, bound, ignores_grammar=False)
         output = step._output
         self._wanted = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
 
@@ -110,7 +112,7 @@ class ThinkingStep(GrammarStep):
 
 
 class ThinkingExecutor(GrammarExecutor):
-    """Its requests think."""
+    """An executor whose requests produce thoughts."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ThinkingStep:
         step = super().execute_model(scheduler_output)
@@ -156,9 +158,9 @@ def bound_request(
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_grammars_bind_their_requests_and_no_other(max_steps_in_flight: int) -> None:
+def test_grammar_restricts_only_its_own_request(max_steps_in_flight: int) -> None:
     core = make_grammar_core(max_steps_in_flight)
-    # One prompt takes several steps; in those it draws nothing.
+    # This prompt takes several steps, which sample no token for it.
     core.handle(bound_request("a", [5] * 30, ["yes indeed"]))
     core.handle(AddRequest(request=make_request("b", [7, 8], max_tokens=12)))
     core.handle(bound_request("c", [5], ["no", "never"]))
@@ -172,8 +174,8 @@ def test_grammars_bind_their_requests_and_no_other(max_steps_in_flight: int) -> 
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_a_grammar_that_cannot_go_on_ends_its_request_alone(max_steps_in_flight: int) -> None:
-    core = make_grammar_core(max_steps_in_flight, lawless_step=1)
+def test_grammar_without_a_next_token_ends_only_its_request(max_steps_in_flight: int) -> None:
+    core = make_grammar_core(max_steps_in_flight, ungrammatical_step=1)
     core.handle(bound_request("a", [5], ["yes indeed"]))
     core.handle(AddRequest(request=make_request("b", [7, 8], max_tokens=12)))
     outputs = run_until_idle(core)
@@ -186,14 +188,14 @@ def test_a_grammar_that_cannot_go_on_ends_its_request_alone(max_steps_in_flight:
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_a_complete_form_ends_its_request_normally(max_steps_in_flight: int) -> None:
+def test_complete_grammar_ends_its_request_with_stop(max_steps_in_flight: int) -> None:
     core = make_grammar_core(max_steps_in_flight)
     yes = TOKENIZER.encode("yes", add_special_tokens=False)
     core.handle(bound_request("eos", [5], ["yes"], ignore_eos=True))
-    # Nothing may follow it, as the end comes too early, or is none of the allowed tokens.
+    # EOS may not follow: it would come before `min_tokens`, or is not an allowed token.
     core.handle(bound_request("early", [5], ["yes"], min_tokens=10, logprobs=1))
     core.handle(bound_request("none", [5], ["yes"], allowed_token_ids=yes))
-    # Also where a stray token would have been the last for another reason.
+    # The dropped token would have reached `max_tokens`.
     core.handle(bound_request("last", [5], ["yes"], allowed_token_ids=yes, max_tokens=len(yes) + 1))
     core.handle(AddRequest(request=make_request("b", [7, 8], max_tokens=12)))
     outputs = run_until_idle(core)
@@ -212,7 +214,7 @@ def test_a_complete_form_ends_its_request_normally(max_steps_in_flight: int) -> 
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_settings_that_leave_a_form_no_token_end_the_request_with_the_reason(
+def test_settings_that_leave_a_grammar_no_token_give_the_stop_reason(
     max_steps_in_flight: int,
 ) -> None:
     core = make_grammar_core(max_steps_in_flight)
@@ -232,10 +234,10 @@ def test_settings_that_leave_a_form_no_token_end_the_request_with_the_reason(
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_thoughts_are_free_and_the_form_binds_behind_them(max_steps_in_flight: int) -> None:
+def test_grammar_applies_only_after_the_thoughts(max_steps_in_flight: int) -> None:
     core = make_grammar_core(max_steps_in_flight, ThinkingExecutor)
     thoughts = TOKENIZER.encode("no, yes... {", add_special_tokens=False)
-    # The end of the answer is none of the thoughts.
+    # EOS does not end the thoughts.
     core.handle(bound_request("begun", [*thoughts, EOS, CLOSE], ["yes"], "begun", max_tokens=40))
     core.handle(bound_request("maybe", [OPEN, *thoughts, CLOSE], ["yes"], "maybe", max_tokens=40))
     core.handle(bound_request("none", thoughts, ["yes"], "none", max_tokens=40))
@@ -251,11 +253,11 @@ def test_thoughts_are_free_and_the_form_binds_behind_them(max_steps_in_flight: i
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_prompt_logprobs_come_also_where_nothing_may_follow(max_steps_in_flight: int) -> None:
+def test_prompt_logprobs_are_returned_if_no_token_may_follow(max_steps_in_flight: int) -> None:
     core = make_grammar_core(max_steps_in_flight)
     core.handle(AddRequest(request=make_request("b", [7, 8], max_tokens=12)))
     outputs = list(core.step().outputs)
-    # Its form may be empty, and has to be.
+    # The regex allows an empty output, and `allowed_token_ids` allow no other.
     params = {"allowed_token_ids": [5], "prompt_logprobs": 0}
     params["structured_outputs"] = StructuredOutputsParams(regex="(yes)?")
     request = make_request("a", [5, 6], **params)
@@ -267,10 +269,10 @@ def test_prompt_logprobs_come_also_where_nothing_may_follow(max_steps_in_flight:
     assert tokens_of(outputs, "b") == [7, 8] * 6
 
 
-def test_a_form_that_is_complete_while_its_request_waits_again_ends_it() -> None:
+def test_complete_grammar_ends_a_preempted_request() -> None:
     core = make_grammar_core(1)
     core.handle(bound_request("a", [5], ["yes"]))
-    # As where it drew its last token and then lost its blocks to another.
+    # As if the request had been preempted after it sampled its last token.
     core._grammars._ended["a"] = GrammarEnd()
     core._scheduler.requests["a"].num_cached_tokens = 8
     (last,) = advance_grammars([], core._scheduler, core._grammars)
@@ -280,10 +282,10 @@ def test_a_form_that_is_complete_while_its_request_waits_again_ends_it() -> None
     core.close()
 
 
-def test_logprobs_of_a_prompt_come_though_its_request_ends_preempted() -> None:
+def test_prompt_logprobs_are_returned_if_the_request_ends_preempted() -> None:
     ends, num_preempted = [], 0
-    # "b" needs the other of two blocks with its 9th token: for one of these just behind the step
-    # that computes the prompt of "a".
+    # With its 9th token, "b" needs the block of "a". For one of these prompt lengths, that is in
+    # the step after the prompt of "a".
     for num_tokens in range(1, 8):
         core = make_grammar_core(2, num_blocks=3)
         core.handle(AddRequest(request=make_request("b", [7] * num_tokens, 9)))
@@ -304,7 +306,7 @@ def test_logprobs_of_a_prompt_come_though_its_request_ends_preempted() -> None:
     assert num_preempted > 0
 
 
-def test_an_aborted_request_leaves_no_grammar_behind() -> None:
+def test_grammar_of_an_aborted_request_is_removed() -> None:
     core = make_grammar_core(1)
     core.handle(bound_request("a", [5], ["yes indeed"]))
     core.handle(AbortRequests(request_ids=["a"]))
@@ -312,7 +314,7 @@ def test_an_aborted_request_leaves_no_grammar_behind() -> None:
     core.close()
 
 
-def test_outputs_of_an_engine_without_grammars_are_left_alone() -> None:
+def test_outputs_without_grammars_are_unchanged() -> None:
     core = make_engine_core()
     outputs = []
     assert advance_grammars(outputs, core._scheduler, None) is outputs

@@ -1,4 +1,4 @@
-"""Events on the wire are those of vLLM, and a router that follows them knows what can be found."""
+"""Events have vLLM's wire formats, and a router that follows them knows the prefix cache."""
 
 import msgspec
 import pytest
@@ -38,7 +38,7 @@ def payload(wire_format, *events):
     return None if batch is None else msgspec.msgpack.encode(batch)
 
 
-def test_0_16_has_exactly_its_elements():
+def test_format_0_16_has_the_elements_of_vllm():
     wire_format = WireFormat(KVEventsConfig(data_parallel_rank=3))
     sent = payload(wire_format, stored(B, parent=A), removed(B), AllBlocksCleared())
     assert msgspec.msgpack.decode(sent) == [
@@ -61,7 +61,7 @@ def test_0_16_has_exactly_its_elements():
     assert type(third).__name__ == "AllBlocksCleared016"
 
 
-def test_0_32_has_maps_with_the_group():
+def test_format_0_32_has_maps_with_the_group():
     wire_format = WireFormat(KVEventsConfig(wire_format="vllm-0.32", block_hash_type="bytes"))
     sent = payload(wire_format, stored(B, parent=A, group_id=1), removed(B), AllBlocksCleared())
     ts, events, rank = msgspec.msgpack.decode(sent)
@@ -86,7 +86,7 @@ def test_0_32_has_maps_with_the_group():
     assert type(third).__name__ == "AllBlocksCleared032"
 
 
-def test_an_adapter_is_named():
+def test_stored_event_contains_the_lora_adapter():
     event = BlockStored(
         block_hashes=[A],
         parent_block_hash=None,
@@ -99,14 +99,14 @@ def test_an_adapter_is_named():
     assert (sent.lora_id, sent.lora_name) == (None, "sql")
 
 
-def test_without_groups_a_hash_is_removed_with_the_last_group_that_has_it():
+def test_format_0_16_reports_removal_when_the_last_group_loses_the_hash():
     wire_format = WireFormat(KVEventsConfig(block_hash_type="bytes"))
     assert payload(wire_format, stored(A, B)) is not None
     assert payload(wire_format, stored(A, B, group_id=1)) is None
     assert payload(wire_format, removed(A, group_id=1)) is None
     (event,) = decode(payload(wire_format, removed(A, B, group_id=0))).events
     assert event.block_hashes == [A]
-    # Everything was forgotten, so the next group to store B is the first one again.
+    # The cache was cleared, so the next group that stores B is the first again.
     payload(wire_format, AllBlocksCleared())
     assert payload(wire_format, stored(B, group_id=1)) is not None
 
@@ -124,7 +124,7 @@ def test_without_groups_a_hash_is_removed_with_the_last_group_that_has_it():
         max_size=25,
     )
 )
-def test_a_router_that_follows_knows_what_can_be_found(wire_format, hash_type, steps):
+def test_hashes_of_a_following_router_are_those_in_the_prefix_cache(wire_format, hash_type, steps):
     """Two groups share one pool of 7 blocks, so blocks are evicted all the time."""
     recorder = KVEventRecorder()
     pool = BlockPool(num_blocks=8, enable_caching=True, hash_block_size=2, observers=[recorder])

@@ -1,4 +1,4 @@
-"""KV events over ZeroMQ: numbered, replayed, never in the way of a step."""
+"""KV events over ZeroMQ are numbered, can be replayed, and never block a step."""
 
 import contextlib
 import dataclasses
@@ -69,14 +69,14 @@ def connect(context, socket_type, endpoint):
 
 
 def subscribe(publisher, context):
-    """A subscriber that is known to hear: it has had a batch. Also the last number it had."""
+    """A subscriber that has received a batch, and the last number that it received."""
     socket = connect(context, zmq.SUB, publisher.endpoint)
     deadline = time.monotonic() + TIMEOUT_MS / 1000
     while time.monotonic() < deadline:
         publisher.publish(batch(-1))
         if socket.poll(20):
             break
-    # All of them, and however long the sender takes: behind this one nothing comes.
+    # Read all batches, until the last one has arrived.
     publisher.publish(batch(-2))
     payload = None
     while payload is None or msgspec.msgpack.decode(payload)[0] != -2:
@@ -93,7 +93,7 @@ def batch(ts):
 
 
 def sent_batch(ts):
-    """What subscribers get of `batch(ts)`."""
+    """The form in which subscribers receive `batch(ts)`."""
     return Batch016(ts=float(ts), events=[AllBlocksCleared016()], data_parallel_rank=0)
 
 
@@ -117,7 +117,7 @@ def replay(publisher, context, start, prefix=()):
         )
 
 
-def test_a_message_has_a_topic_a_number_and_a_batch_in_the_configured_format():
+def test_message_has_topic_number_and_batch_in_the_configured_format():
     event = BlockRemoved(block_hashes=[b"12345678"], group_id=1)
     for wire_format in BATCH_TYPES:
         with running(topic="kv@1", wire_format=wire_format, data_parallel_rank=2) as (
@@ -137,7 +137,7 @@ def test_a_message_has_a_topic_a_number_and_a_batch_in_the_configured_format():
         )
 
 
-def test_a_batch_without_an_event_for_subscribers_takes_no_number():
+def test_batch_without_events_for_subscribers_gets_no_number():
     stored = BlockStored(
         block_hashes=[b"h"],
         parent_block_hash=None,
@@ -148,7 +148,7 @@ def test_a_batch_without_an_event_for_subscribers_takes_no_number():
     )
     with running() as (publisher, context):
         publisher.publish(KVEventBatch(ts=0.0, events=[stored]))
-        # Another group has the hash too: news only for subscribers that know groups.
+        # A second group has the hash too, which only format 0.32 reports.
         again = dataclasses.replace(stored, group_id=1)
         publisher.publish(KVEventBatch(ts=1.0, events=[again]))
         publisher.publish(batch(2))
@@ -187,21 +187,21 @@ def test_only_the_latest_steps_are_kept_for_replay():
         assert [number for number, _ in replay(publisher, context, 0)] == [7, 8, 9]
 
 
-def test_the_smallest_buffer_still_has_room_for_the_end_of_a_replay():
+def test_replay_with_the_smallest_buffer_has_its_end_marker():
     with running(buffer_steps=1) as (publisher, context):
         for ts in range(3):
             publisher.publish(batch(ts))
             assert replay(publisher, context, 0) == [(ts, sent_batch(ts))]
 
 
-def test_a_long_replay_is_whole_before_anyone_reads_it():
+def test_long_replay_is_complete_for_a_slow_reader():
     with running(buffer_steps=3000) as (publisher, context):
         for ts in range(3000):
             publisher.publish(batch(ts))
         assert len(replay(publisher, context, 0)) == 3000
 
 
-def test_nonsense_on_the_replay_socket_is_answered_by_the_end_alone(caplog):
+def test_invalid_replay_request_is_answered_with_the_end_marker(caplog):
     with running() as (publisher, context):
         publisher.publish(batch(0))
         socket = connect(context, zmq.DEALER, publisher.replay_endpoint)
@@ -212,7 +212,7 @@ def test_nonsense_on_the_replay_socket_is_answered_by_the_end_alone(caplog):
     assert "a sequence number has 8" in caplog.text
 
 
-def test_without_a_replay_endpoint_events_are_published_all_the_same():
+def test_events_are_published_without_a_replay_endpoint():
     with running(replay_endpoint=None) as (publisher, context):
         assert publisher.replay_endpoint is None
         socket, _ = subscribe(publisher, context)
@@ -221,7 +221,7 @@ def test_without_a_replay_endpoint_events_are_published_all_the_same():
 
 
 class HeldEncoder:
-    """Stops the sending thread inside its first batch, until it is let go."""
+    """Stops the sending thread in its first batch until it is released."""
 
     def __init__(self, monkeypatch):
         self.is_reached, self.go = threading.Event(), threading.Event()
@@ -235,7 +235,7 @@ class HeldEncoder:
         monkeypatch.setattr(msgspec.msgpack, "encode", hold)
 
 
-def test_a_stuck_sender_never_blocks_and_the_dropped_batches_leave_a_gap(monkeypatch, caplog):
+def test_full_queue_drops_batches_without_blocking_and_leaves_a_gap(monkeypatch, caplog):
     held = HeldEncoder(monkeypatch)
     with running(max_queue_size=3) as (publisher, context):
         publisher.publish(batch(0))
@@ -244,22 +244,22 @@ def test_a_stuck_sender_never_blocks_and_the_dropped_batches_leave_a_gap(monkeyp
             publisher.publish(batch(ts))
         assert publisher.num_dropped == 7
         held.go.set()
-        # 0 was in the sender's hands; of 1 to 10 the latest three waited.
+        # The sender had batch 0; of the batches 1 to 10, the latest three were in the queue.
         expected = [(number, sent_batch(number)) for number in (0, 8, 9, 10)]
         deadline = time.monotonic() + TIMEOUT_MS / 1000
         while replay(publisher, context, 0) != expected and time.monotonic() < deadline:
             pass
         assert replay(publisher, context, 0) == expected
         assert replay(publisher, context, 2) == expected[1:]
-    # At 1, 2 and 4 of the 7.
+    # For dropped batches 1, 2 and 4 of 7.
     assert caplog.text.count("were dropped so far") == 3
 
 
-def test_what_was_published_before_the_end_still_arrives(monkeypatch):
+def test_batches_published_before_close_arrive(monkeypatch):
     with running() as (publisher, context):
         socket, _ = subscribe(publisher, context)
         with monkeypatch.context() as patch:
-            # The thread sleeps until it is told of the end.
+            # The thread sleeps until `close` wakes it.
             patch.setattr(KVEventPublisher, "_wake", lambda self: None)
             for ts in range(100):
                 publisher.publish(batch(ts))
@@ -268,7 +268,7 @@ def test_what_was_published_before_the_end_still_arrives(monkeypatch):
     assert received == [sent_batch(ts) for ts in range(100)]
 
 
-def test_after_the_end_threads_and_ports_are_gone():
+def test_close_ends_the_thread_and_frees_the_ports():
     publisher = KVEventPublisher(
         KVEventsConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
     )
@@ -284,7 +284,7 @@ def test_after_the_end_threads_and_ports_are_gone():
 
 
 @pytest.mark.parametrize("name", ["endpoint", "replay_endpoint"])
-def test_an_endpoint_that_is_taken_or_foreign_is_named(name):
+def test_error_names_an_endpoint_that_cannot_be_bound(name):
     with running() as (publisher, _):
         # 192.0.2.1 is reserved for documentation, so it is no address of this machine.
         for endpoint in (publisher.endpoint, "tcp://192.0.2.1:5557", "ipc:///missing/folder/s"):
@@ -294,13 +294,13 @@ def test_an_endpoint_that_is_taken_or_foreign_is_named(name):
             assert f"{name}={endpoint!r}" in str(error.value)
 
 
-def test_the_ports_that_were_free_are_told(caplog):
+def test_log_contains_the_ports_that_the_system_chose(caplog):
     caplog.set_level(logging.INFO, logger="paxkv")
     with running() as (publisher, _):
         assert publisher.endpoint in caplog.text and publisher.replay_endpoint in caplog.text
 
 
-def test_no_config_is_no_publisher():
+def test_without_a_config_there_is_no_publisher():
     assert make_kv_event_publisher(None) is None
 
 
@@ -314,7 +314,7 @@ def test_no_config_is_no_publisher():
     first_heard=st.integers(0, 10),
 )
 def test_a_late_subscriber_rebuilds_the_cache_by_replay(steps, first_heard):
-    """It misses the first batches, and hears of them by replay alone."""
+    """It misses the first batches and gets them only by replay."""
     recorder = KVEventRecorder()
     pool = BlockPool(num_blocks=8, enable_caching=True, hash_block_size=2, observers=[recorder])
     hasher = BlockHasher(block_size=2, seed="s")
@@ -366,7 +366,7 @@ def make_core(publisher):
 def test_an_engine_publishes_what_its_steps_and_resets_change():
     with running() as (publisher, context):
         core, pool = make_core(publisher)
-        for number in range(8):  # 8 * 3 full blocks: more than there are
+        for number in range(8):  # 8 * 3 full blocks are more than the pool has
             prompt = [number * 100 + position for position in range(25)]
             core.handle(AddRequest(request=make_request(f"r{number}", prompt, max_tokens=2)))
         while core.has_work:

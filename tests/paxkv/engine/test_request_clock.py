@@ -1,4 +1,4 @@
-"""Waits are told once, with the first token, and nobody is followed for ever."""
+"""Request times are sent once, with the first token; every request is forgotten."""
 
 import pytest
 
@@ -20,13 +20,13 @@ def _output(request_id, *token_ids):
     return EngineCoreOutput(request_id=request_id, new_token_ids=list(token_ids))
 
 
-def test_queue_ends_with_the_first_step_and_prefill_with_the_first_token(clock):
+def test_queue_time_ends_at_the_first_step_and_prefill_at_the_first_token(clock):
     times = RequestClock()
     times.record_added("a")
     clock[0] = 3.0
     times.record_scheduled(["a"])
     clock[0] = 5.0
-    # Preempted and scheduled anew: it does not wait for its first step any more.
+    # A preempted request is scheduled again, but only its first step counts.
     times.record_scheduled(["a"])
     clock[0] = 8.0
     (found,) = times.pop_first_token_times([_output("b", 1), _output("a", 1)]).values()
@@ -44,7 +44,7 @@ def test_refused_and_aborted_requests_have_no_times_and_are_forgotten(clock):
     assert times.pop_first_token_times([_output("aborted", 1), _output("refused", 1)]) == {}
 
 
-def test_engine_sends_the_times_with_the_first_token_alone():
+def test_engine_sends_the_times_only_with_the_first_token():
     core = make_engine_core()
     core.handle(AddRequest(request=make_request("a", [5, 6, 7], max_tokens=3)))
     core.handle(AddRequest(request=make_request("b", [5, 6, 7], max_tokens=3)))
