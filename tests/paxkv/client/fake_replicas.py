@@ -1,4 +1,4 @@
-"""Engines behind a client's transport that say what a test has them say."""
+"""Fake engines behind a client's transport; the test sends their messages."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def request(request_id: str, **settings: object) -> EngineRequest:
 
 
 class FakeReplica:
-    """A `LoopTransport` that keeps what it is sent; its engine says what a test has it say."""
+    """A `LoopTransport` that stores sent messages; `say` delivers a message of its engine."""
 
     stall: str | None = None
 
@@ -68,14 +68,14 @@ class FakeReplica:
         self.sent.append("closed")
 
     def take(self, kind: type) -> list:
-        """What it was sent of one kind since it was last asked for anything."""
+        """Returns the sent messages of one kind, and removes all sent messages."""
         found = [message for message in self.sent if isinstance(message, kind)]
         self.sent.clear()
         return found
 
 
 class Replicas:
-    """Three replicas behind one transport, and what the client heard."""
+    """Replicas behind one transport, and the messages that the client received (`heard`)."""
 
     def __init__(self, num_replicas: int = 3, **settings: bool) -> None:
         self.engines = [FakeReplica() for _ in range(num_replicas)]
@@ -109,7 +109,7 @@ class Replicas:
         )
 
     def call(self, method: str, answers: Sequence[UtilityReply]) -> UtilityReply:
-        """Calls, has each replica answer, and returns what the client heard."""
+        """Sends a control call, delivers each replica's reply, and returns the merged reply."""
         self.transport.send(UtilityCall(call_id=3, method=method))
         self.heard.clear()
         for engine, answer in zip(self.engines, answers, strict=True):

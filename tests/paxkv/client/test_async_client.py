@@ -62,7 +62,7 @@ async def running(**arguments: object) -> AsyncIterator[AsyncEngineClient]:
 
 
 def in_loop(test: Callable[[], Coroutine]) -> Callable[[], None]:
-    """Runs an async test; no plugin needed."""
+    """Runs an async test without a plugin."""
 
     def run() -> None:
         asyncio.run(asyncio.wait_for(test(), 120))
@@ -80,17 +80,17 @@ async def collect(
 
 
 async def until_idle(client: AsyncEngineClient) -> None:
-    """Returns when the engine has no request left; the caller's time limit is the test's."""
+    """Waits until the engine has no request; the time limit is that of the test."""
     while (stats := await client.get_stats()).num_running_reqs or stats.num_waiting_reqs:
         await asyncio.sleep(0.01)
     assert stats.kv_cache_usage == 0.0
 
 
 @in_loop
-async def test_stream_yields_parts_and_a_finish_reason_at_the_end() -> None:
+async def test_stream_yields_deltas_and_ends_with_a_finish_reason() -> None:
     async with running() as client:
         outputs = await collect(client, "abc", SamplingParams(max_tokens=5), "r")
-        # What comes while this loop is busy comes in one piece.
+        # Deltas that arrive while this loop is busy are merged.
         assert "".join(o.outputs[0].text for o in outputs) == "abcab"
         assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
         assert outputs[-1].outputs[0].finish_reason == "length"
@@ -106,7 +106,7 @@ async def test_without_stream_there_is_one_output() -> None:
 
 
 @in_loop
-async def test_fifty_requests_at_once_each_get_their_own() -> None:
+async def test_fifty_concurrent_requests_get_their_own_outputs() -> None:
     async with running() as client:
         params = SamplingParams(max_tokens=40)
         prompts = [f"<{number}>" for number in range(50)]
@@ -123,7 +123,7 @@ async def test_fifty_requests_at_once_each_get_their_own() -> None:
 
 
 @in_loop
-async def test_closing_the_iterator_aborts_in_the_engine() -> None:
+async def test_closing_the_iterator_aborts_the_request_in_the_engine() -> None:
     async with running(step_s=0.05) as client:
         generated = client.generate("abc", LONG, request_id="r", stream=True)
         async for _ in generated:
@@ -135,7 +135,7 @@ async def test_closing_the_iterator_aborts_in_the_engine() -> None:
 
 
 @in_loop
-async def test_cancelled_task_aborts_in_the_engine() -> None:
+async def test_cancelling_the_task_aborts_the_request_in_the_engine() -> None:
     async with running(step_s=0.05) as client:
         for stream in (True, False):
             task = asyncio.create_task(collect(client, "abc", LONG, "r", stream=stream))
@@ -148,7 +148,7 @@ async def test_cancelled_task_aborts_in_the_engine() -> None:
 
 
 @in_loop
-async def test_finished_request_sends_no_abort() -> None:
+async def test_finished_request_is_not_aborted_in_the_engine() -> None:
     async with running() as client:
         sent = []
         send = client._transport.send
@@ -174,7 +174,7 @@ async def test_abort_by_id_ends_the_iterator_with_a_last_output() -> None:
 
 
 @in_loop
-async def test_id_of_an_aborted_request_may_be_used_again_at_once() -> None:
+async def test_id_of_an_aborted_request_can_be_reused_immediately() -> None:
     async with running(step_s=0.05) as client:
         for _ in range(5):
             generated = client.generate("abc", LONG, request_id="r", stream=True)
@@ -185,7 +185,7 @@ async def test_id_of_an_aborted_request_may_be_used_again_at_once() -> None:
 
 
 @in_loop
-async def test_mistakes_raise_before_the_first_output() -> None:
+async def test_invalid_requests_raise_before_the_first_output() -> None:
     async with running(step_s=0.05) as client:
         with pytest.raises(PromptTooLongError):
             await collect(client, "x" * 300, SamplingParams(), "r")
@@ -196,7 +196,7 @@ async def test_mistakes_raise_before_the_first_output() -> None:
         await anext(generated)
         with pytest.raises(InvalidRequestError, match="in use"):
             await collect(client, "abc", LONG, "r")
-        # The refused one did not end the other of its name.
+        # The rejected request did not end the running request with the same id.
         await anext(generated)
         await generated.aclose()
 
@@ -220,7 +220,7 @@ async def test_dead_engine_ends_every_request() -> None:
 
 
 @in_loop
-async def test_step_that_cannot_become_text_ends_every_request() -> None:
+async def test_step_that_cannot_be_processed_ends_every_request() -> None:
     async with running(step_s=0.05) as client:
         tasks = [asyncio.create_task(collect(client, "abc", LONG, str(n))) for n in range(3)]
         while (await client.get_stats()).num_running_reqs < 3:
@@ -238,7 +238,7 @@ async def test_step_that_cannot_become_text_ends_every_request() -> None:
 
 
 @in_loop
-async def test_request_whose_text_cannot_be_made_fails_alone() -> None:
+async def test_failed_detokenization_ends_only_its_request() -> None:
     async with running(step_s=0.02) as client:
         tasks = [asyncio.create_task(collect(client, "abc", LONG, str(n))) for n in range(3)]
         several = dataclasses.replace(LONG, n=3)
@@ -264,7 +264,7 @@ async def test_request_whose_text_cannot_be_made_fails_alone() -> None:
 
 
 @in_loop
-async def test_abort_reaches_the_engine_though_the_last_text_cannot_be_made() -> None:
+async def test_abort_reaches_the_engine_if_building_the_last_output_fails() -> None:
     async with running(step_s=0.05) as client:
         task = asyncio.create_task(collect(client, "abc", LONG, "0"))
         while not (await client.get_stats()).num_running_reqs:
@@ -299,7 +299,7 @@ async def test_unreadable_message_ends_every_request() -> None:
 
 
 @in_loop
-async def test_a_reader_too_slow_is_ended_and_frees_the_engine() -> None:
+async def test_too_slow_reader_is_ended_and_aborted_in_the_engine() -> None:
     async with running() as client:
         with pytest.MonkeyPatch.context() as patch:
             for module in (request_streams, output_stream):
@@ -307,7 +307,7 @@ async def test_a_reader_too_slow_is_ended_and_frees_the_engine() -> None:
             patch.setattr(output_stream, "_MAX_PIECE_BYTES", 100)
             slow = client.generate("abc", LONG, request_id="slow", stream=True)
             await anext(slow)
-            # It reads no further; another one goes on.
+            # The slow reader stops reading; another request continues.
             await collect(client, "abc", LONG, "other")
             await until_idle(client)
             with pytest.raises(SlowReaderError, match="Read the stream faster"):
@@ -317,7 +317,7 @@ async def test_a_reader_too_slow_is_ended_and_frees_the_engine() -> None:
 
 
 @in_loop
-async def test_of_all_slow_readers_the_one_with_most_waiting_is_ended() -> None:
+async def test_slow_reader_with_most_waiting_bytes_is_ended() -> None:
     async with running(max_num_seqs=4) as client:
         client._streams.waiting_budget.max_bytes = 4000
         slow = client.generate("abc", LONG, request_id="slow", stream=True)
@@ -327,7 +327,7 @@ async def test_of_all_slow_readers_the_one_with_most_waiting_is_ended() -> None:
             await anext(reader)
         await until_idle(client)
         assert 0 < client._streams.waiting_budget.num_bytes <= 4000
-        # Alone it has less than the limit; with another one it has more.
+        # Alone, the slow reader is below the limit; with another one, it exceeds the limit.
         other = client.generate("abcde", LONG, request_id="other", stream=True)
         await anext(other)
         await until_idle(client)
@@ -341,7 +341,7 @@ async def test_of_all_slow_readers_the_one_with_most_waiting_is_ended() -> None:
 
 
 @in_loop
-async def test_what_a_caller_leaves_unread_is_not_counted_after_it_left() -> None:
+async def test_unread_bytes_of_a_closed_stream_do_not_count() -> None:
     async with running() as client:
         left = client.generate("abc", LONG, request_id="left", stream=True)
         await anext(left)
@@ -365,7 +365,7 @@ async def test_stats_and_reset_come_from_the_engine() -> None:
 
 
 @in_loop
-async def test_tokens_are_counted_once_while_requests_are_preempted_and_leave() -> None:
+async def test_tokens_are_counted_once_despite_preemptions_and_aborts() -> None:
     for in_flight, burst in ((1, 1), (2, 1), (2, 4)):
         settings = {"max_steps_in_flight": in_flight, "max_decode_burst": burst}
         async with running(num_blocks=20, **settings) as client:
@@ -386,7 +386,7 @@ async def test_tokens_are_counted_once_while_requests_are_preempted_and_leave() 
 
 
 @in_loop
-async def test_tokens_are_counted_before_a_request_ends_and_stay_when_it_is_given_up() -> None:
+async def test_tokens_of_unfinished_and_aborted_requests_are_counted() -> None:
     async with running(step_s=0.02) as client:
         task = asyncio.create_task(collect(client, "abc", LONG, "r", stream=False))
         while client.token_totals.num_generation_tokens < 3:
@@ -397,12 +397,12 @@ async def test_tokens_are_counted_before_a_request_ends_and_stay_when_it_is_give
         await asyncio.gather(task, return_exceptions=True)
         num_tokens = client.token_totals.num_generation_tokens
         await until_idle(client)
-        # Nobody hears of those that the engine drew until it heard of the end.
+        # Tokens that the engine samples before it handles the abort do not count.
         assert client.token_totals.num_generation_tokens == num_tokens >= 3
 
 
 @in_loop
-async def test_reset_may_preempt_what_runs() -> None:
+async def test_prefix_cache_reset_can_preempt_running_requests() -> None:
     async with running(step_s=0.02) as client:
         task = asyncio.create_task(collect(client, "abc", LONG, "r", stream=False))
         while not (await client.get_stats()).num_running_reqs:
@@ -414,7 +414,7 @@ async def test_reset_may_preempt_what_runs() -> None:
 
 
 @in_loop
-async def test_every_kind_of_answer_counts_the_tokens_that_were_cut() -> None:
+async def test_every_kind_of_output_has_the_number_of_truncated_tokens() -> None:
     prompt = {"prompt_token_ids": [97, 98, 99], "truncate_prompt_tokens": 1}
     async with running() as client:
         for stream in (True, False):
@@ -432,7 +432,7 @@ async def test_every_kind_of_answer_counts_the_tokens_that_were_cut() -> None:
 
 
 @in_loop
-async def test_miss_is_explained_under_the_callers_id() -> None:
+async def test_prefix_cache_miss_is_explained_by_the_callers_id() -> None:
     async with running(step_s=0.05) as client:
         for params in (LONG, SamplingParams(max_tokens=250, n=2)):
             generated = client.generate("abcdefgh" * 3, params, request_id="r", stream=True)
@@ -445,7 +445,7 @@ async def test_miss_is_explained_under_the_callers_id() -> None:
 
 
 @in_loop
-async def test_several_completions_stream_side_by_side() -> None:
+async def test_several_completions_are_streamed_concurrently() -> None:
     async with running() as client:
         params = SamplingParams(max_tokens=5, n=3)
         outputs = await collect(client, "abc", params, "r")
@@ -461,7 +461,7 @@ async def test_several_completions_stream_side_by_side() -> None:
 
 
 @in_loop
-async def test_several_completions_end_together_when_aborted() -> None:
+async def test_abort_ends_all_completions_of_a_request() -> None:
     async with running(step_s=0.05) as client:
         params = SamplingParams(max_tokens=250, n=3)
         generated = client.generate("abc", params, request_id="r", stream=True)
@@ -479,7 +479,7 @@ async def test_several_completions_end_together_when_aborted() -> None:
 
 
 @in_loop
-async def test_child_that_the_engine_refuses_does_not_hang_the_request() -> None:
+async def test_completion_that_the_engine_refuses_does_not_hang_the_request() -> None:
     async with running() as client:
         send = client._transport.send
 
@@ -497,7 +497,7 @@ async def test_child_that_the_engine_refuses_does_not_hang_the_request() -> None
 
 
 @in_loop
-async def test_request_that_cannot_be_sent_whole_leaves_nothing_behind() -> None:
+async def test_failed_send_of_one_child_aborts_the_whole_request() -> None:
     async with running(step_s=0.05) as client:
         send = client._transport.send
 
@@ -514,7 +514,7 @@ async def test_request_that_cannot_be_sent_whole_leaves_nothing_behind() -> None
 
 
 @in_loop
-async def test_close_with_drain_lets_requests_finish_and_takes_no_more() -> None:
+async def test_close_with_drain_finishes_requests_and_rejects_new_ones() -> None:
     async with running(step_s=0.005) as client:
         generated = client.generate("a", SamplingParams(max_tokens=20), request_id="r", stream=True)
         outputs = [await anext(generated)]
@@ -523,7 +523,7 @@ async def test_close_with_drain_lets_requests_finish_and_takes_no_more() -> None
         assert not client.is_alive
         with pytest.raises(EngineDeadError, match="shutting down"):
             await collect(client, "abc", LONG, "late")
-        # A loop that was held up takes what came meanwhile in one piece: tokens count, not pieces.
+        # Count tokens and not outputs, because a delayed loop merges deltas.
         outputs += [output async for output in generated]
         assert sum(len(output.outputs[0].token_ids) for output in outputs) == 20
         assert outputs[-1].outputs[0].finish_reason == "length"
@@ -531,7 +531,7 @@ async def test_close_with_drain_lets_requests_finish_and_takes_no_more() -> None
 
 
 @in_loop
-async def test_close_ends_what_does_not_finish_in_time() -> None:
+async def test_close_ends_requests_after_the_drain_timeout() -> None:
     async with running(step_s=0.2) as client:
         task = asyncio.create_task(collect(client, "abc", LONG, "r"))
         await asyncio.sleep(0.1)
@@ -541,7 +541,7 @@ async def test_close_ends_what_does_not_finish_in_time() -> None:
 
 
 @in_loop
-async def test_prompts_of_token_ids_have_no_text() -> None:
+async def test_prompt_of_token_ids_has_no_prompt_text() -> None:
     async with running() as client:
         (output,) = await collect(client, [97, 98], SamplingParams(max_tokens=3), "r", stream=False)
         assert (output.prompt, output.prompt_token_ids) == (None, [97, 98])
@@ -549,7 +549,7 @@ async def test_prompts_of_token_ids_have_no_text() -> None:
 
 
 @in_loop
-async def test_check_finds_mistakes_and_runs_nothing() -> None:
+async def test_check_validates_a_request_without_running_it() -> None:
     async with running() as client:
         await client.check([5, 6], SamplingParams(max_tokens=2))
         await client.check([5, 6], BeamSearchParams(beam_width=2, max_tokens=2))
@@ -570,7 +570,7 @@ async def test_profile_is_recorded_in_the_engine() -> None:
 
 
 @in_loop
-async def test_a_fork_of_the_process_is_refused_and_does_not_end_the_engine() -> None:
+async def test_forked_process_gets_an_error_and_does_not_end_the_engine() -> None:
     async with running() as client:
         pid = os.getpid()
         with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Beam search finds what its definition says, and asks for no blocks that it does not release."""
+"""Beam search finds the sequences of its definition, and releases all blocks that it keeps."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ def next_logprobs(tokens: list[int], vocab_size: int, seed: int) -> list[float]:
 
 
 def answer(request: EngineRequest, vocab_size: int, seed: int) -> RequestOutput:
-    """What the engine says to one step of a search."""
+    """The engine's output for one request of a search step."""
     logprobs = next_logprobs(request.prompt_token_ids, vocab_size, seed)
     ranked = sorted(range(vocab_size), key=lambda token: -logprobs[token])
     found = {
@@ -68,7 +68,7 @@ def make_search(prompt: list[int], vocab_size: int, params: BeamSearchParams) ->
 
 
 def run(search: BeamSearch, vocab_size: int, seed: int) -> list[list[EngineRequest]]:
-    """Brings a search to its end; returns its steps. What it forks from must still be held."""
+    """Runs a search; returns its steps. Checks that the fork sources still keep their blocks."""
     steps = []
     held: set[str] = set()
     while requests := search.next_requests():
@@ -124,7 +124,7 @@ def search_by_definition(
     ignore_eos=st.booleans(),
     length_penalty=st.sampled_from([-1.0, 0.0, 0.7, 1.0, 2.0]),
 )
-def test_search_is_its_definition(prompt, vocab_size, seed, **fields) -> None:
+def test_search_equals_a_direct_implementation(prompt, vocab_size, seed, **fields) -> None:
     params = BeamSearchParams(**fields)
     search = make_search(prompt, vocab_size, params)
     run(search, vocab_size, seed)
@@ -140,7 +140,7 @@ def test_search_is_its_definition(prompt, vocab_size, seed, **fields) -> None:
         assert sum(drawn) == pytest.approx(sequence.cum_logprob)
 
 
-def test_wide_enough_beam_finds_the_most_likely_of_all_sequences() -> None:
+def test_wide_beam_finds_the_most_likely_sequence() -> None:
     vocab_size, seed = 3, 11
     params = BeamSearchParams(beam_width=9, max_tokens=3, ignore_eos=True, length_penalty=0.0)
     search = make_search([1], vocab_size, params)
@@ -187,13 +187,13 @@ def test_parents_are_released_when_all_their_forks_are_computed() -> None:
     assert search.next_requests() == []
 
 
-def test_candidates_are_no_more_than_there_are_tokens() -> None:
+def test_number_of_candidates_is_limited_by_the_vocabulary() -> None:
     search = make_search([1], 3, BeamSearchParams(beam_width=4, max_tokens=2))
     (request,) = search.next_requests()
     assert request.sampling_params.logprobs == 3
 
 
-def test_drawn_token_is_a_candidate_too() -> None:
+def test_sampled_token_is_a_candidate() -> None:
     search = make_search([1], 8, BeamSearchParams(beam_width=1, max_tokens=1, temperature=2.0))
     (request,) = search.next_requests()
     assert request.sampling_params.temperature == 2.0
@@ -212,7 +212,7 @@ def test_search_ends_when_every_beam_has_reached_eos() -> None:
 
 
 @pytest.mark.parametrize(("is_shown", "text"), [(False, "a"), (True, "a</s>")])
-def test_text_is_of_all_tokens_and_completion_of_the_new_ones(is_shown: bool, text: str) -> None:
+def test_completion_has_only_the_new_part_of_the_text(is_shown: bool, text: str) -> None:
     eos = 257
     params = BeamSearchParams(beam_width=1, max_tokens=2, include_stop_str_in_output=is_shown)
     request = EngineRequest(
@@ -237,7 +237,7 @@ def test_text_is_of_all_tokens_and_completion_of_the_new_ones(is_shown: bool, te
     assert completion.finish_reason == "stop"
 
 
-def test_refused_step_is_an_error_of_ours() -> None:
+def test_refused_step_raises_invariant_error() -> None:
     search = make_search([1], 3, BeamSearchParams(beam_width=1, max_tokens=2))
     (request,) = search.next_requests()
     completion = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")
@@ -252,7 +252,7 @@ def test_refused_step_is_an_error_of_ours() -> None:
         search.record_output(output)
 
 
-def test_other_params_are_refused() -> None:
+def test_params_of_another_class_are_rejected() -> None:
     with pytest.raises(InvalidRequestError, match="BeamSearchParams"):
         prompt_params(SamplingParams())
 
@@ -285,7 +285,7 @@ async def test_beam_search_yields_its_sequences_as_completions() -> None:
 
 
 @in_loop
-async def test_beam_search_given_up_at_any_moment_leaves_nothing() -> None:
+async def test_aborted_beam_search_leaves_no_request_or_block() -> None:
     async with running(step_s=0.03) as client:
         for pause in range(12):
             # Far more than is computed in the pauses, however long they last.
@@ -306,7 +306,7 @@ async def test_beam_search_given_up_at_any_moment_leaves_nothing() -> None:
 
 
 @in_loop
-async def test_beam_search_takes_its_own_params_and_its_prompt_must_fit() -> None:
+async def test_beam_search_validates_its_params_and_prompt_length() -> None:
     async with running() as client:
         with pytest.raises(PromptTooLongError):
             await search(client, "x" * 300)

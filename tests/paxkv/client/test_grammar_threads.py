@@ -1,4 +1,4 @@
-"""Who waits for a grammar holds nobody else up, and hears of the end."""
+"""Checks of grammars do not delay each other, and end when the client is closed."""
 
 import asyncio
 import threading
@@ -21,7 +21,7 @@ HEAVY, SMALL = (StructuredOutputsParams(regex=name) for name in ("heavy", "small
 
 
 class SlowChecker:
-    """Answers heavy grammars when the test wants, with a refusal; small ones at once."""
+    """Accepts small grammars immediately; rejects heavy ones after `may_answer` is set."""
 
     def __init__(self) -> None:
         self.may_answer = threading.Event()
@@ -51,7 +51,7 @@ class SlowChecker:
 
 
 class HeldChecker(SlowChecker):
-    """Has no quick answers either."""
+    """The quick check also waits for `may_answer`."""
 
     def check_quickly(self, params):
         self.num_tried += 1
@@ -59,7 +59,7 @@ class HeldChecker(SlowChecker):
         return True
 
 
-def test_a_small_grammar_waits_for_no_heavy_one():
+def test_small_grammar_does_not_wait_for_heavy_ones():
     async def run():
         checker, threads = SlowChecker(), GrammarThreads()
         waiting = [asyncio.ensure_future(threads.check(checker, HEAVY)) for _ in range(40)]
@@ -75,7 +75,7 @@ def test_a_small_grammar_waits_for_no_heavy_one():
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_no_more_grammars_than_have_threads_are_tried_at_once():
+def test_number_of_concurrent_checks_is_limited():
     async def run():
         checker, threads = HeldChecker(), GrammarThreads()
         waiting = [asyncio.ensure_future(threads.check(checker, SMALL)) for _ in range(40)]
@@ -91,21 +91,21 @@ def test_no_more_grammars_than_have_threads_are_tried_at_once():
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_at_the_close_those_without_a_thread_hear_of_it():
+def test_close_ends_checks_that_wait_for_a_thread():
     async def run():
         checker, threads = SlowChecker(), GrammarThreads()
 
         def begin(number):
             return [asyncio.ensure_future(threads.check(checker, HEAVY)) for _ in range(number)]
 
-        # One after the other: of five at once, any two may get the threads.
+        # In two groups, because of five concurrent checks any two may get the threads.
         waiting = begin(MAX_LONG_THREADS)
         await checker.wait_until_all_threads_are_taken(MAX_LONG_THREADS)
         waiting += begin(3)
         await checker.wait_until_all_threads_are_taken(MAX_LONG_THREADS + 3)
         while threads._long._work_queue.qsize() < 3:
             await asyncio.sleep(0.001)
-        # Whoever left by himself is cancelled, as always.
+        # A caller that cancels its check gets CancelledError.
         waiting[-1].cancel()
         threads.close()
         checker.may_answer.set()
@@ -121,7 +121,7 @@ def test_at_the_close_those_without_a_thread_hear_of_it():
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_a_request_that_is_looked_at_for_mistakes_alone_compiles_nothing():
+def test_check_of_a_request_does_not_compile_a_new_grammar():
     checker = SlowChecker()
     tokenizer = byte_level_tokenizer()
     numbers = {"max_model_len": 256, "vocab_size": 300, "max_fitting_tokens": 512}
@@ -146,7 +146,7 @@ def test_a_request_that_is_looked_at_for_mistakes_alone_compiles_nothing():
         with pytest.raises(InvalidRequestError, match="prompt is empty"):
             await client.check([], SamplingParams(structured_outputs=HEAVY))
         assert checker.num_tried == checker.num_begun == 0
-        # Else it is refused, when there is an answer.
+        # `generate` checks the grammar, which is rejected.
         checker.may_answer.set()
         with pytest.raises(InvalidRequestError, match="good enough"):
             async for _ in client.generate(

@@ -33,7 +33,7 @@ def run(client: InprocClient) -> dict[str, RequestOutput]:
     return finished
 
 
-def test_many_requests_come_back_complete(client: InprocClient) -> None:
+def test_many_requests_return_complete_outputs(client: InprocClient) -> None:
     for number in range(100):
         prompt = list(f"<{number}>".encode())
         client.add_request(make_request(str(number), prompt, max_tokens=len(prompt)), prompt="p")
@@ -51,14 +51,14 @@ def test_stop_string_frees_the_request_in_the_engine(client: InprocClient) -> No
     assert client.call("check_invariants") == "null"
 
 
-def test_call_keeps_the_outputs_that_pass_meanwhile(client: InprocClient) -> None:
+def test_outputs_that_arrive_during_a_call_are_kept(client: InprocClient) -> None:
     client.add_request(make_request("a", [97], max_tokens=1))
     while client.num_unfinished_requests:
         client.call("get_stats")
     assert [output.request_id for output in client.wait_for_outputs()] == ["a"]
 
 
-def test_abort_ends_requests_here_and_there(client: InprocClient) -> None:
+def test_abort_ends_requests_in_client_and_engine(client: InprocClient) -> None:
     client.add_request(make_request("a", [97], max_tokens=250))
     (output,) = client.abort(["a", "unknown"])
     assert output.outputs[0].finish_reason == "abort"
@@ -66,7 +66,7 @@ def test_abort_ends_requests_here_and_there(client: InprocClient) -> None:
     assert list(run(client)) == ["b"]
 
 
-def test_abort_forgets_outputs_that_nobody_took(client: InprocClient) -> None:
+def test_abort_drops_outputs_that_were_not_returned(client: InprocClient) -> None:
     client.add_request(make_request("a", [97], max_tokens=1))
     while client.num_unfinished_requests:
         client.call("get_stats")
@@ -75,7 +75,7 @@ def test_abort_forgets_outputs_that_nobody_took(client: InprocClient) -> None:
     assert list(run(client)) == ["b"]
 
 
-def test_abort_reaches_the_engine_when_only_the_engine_runs_on(client: InprocClient) -> None:
+def test_abort_reaches_the_engine_after_a_stop_string(client: InprocClient) -> None:
     client.add_request(make_request("a", [97], max_tokens=250))
     client._output_processor.abort(["a"])
     client.abort(["a"])
@@ -84,7 +84,7 @@ def test_abort_reaches_the_engine_when_only_the_engine_runs_on(client: InprocCli
     assert '"num_waiting_reqs":0' in stats
 
 
-def test_several_completions_are_one_answer_and_leave_nothing_kept(client: InprocClient) -> None:
+def test_several_completions_are_one_output_and_release_their_blocks(client: InprocClient) -> None:
     request = make_request("a", list(b"0123456789"), max_tokens=20, n=5)
     client.add_request(request, prompt="p")
     (output,) = run(client).values()
@@ -101,7 +101,7 @@ def test_abort_of_several_completions_ends_all_of_them(client: InprocClient) -> 
     until_idle(client)
 
 
-def test_abort_ends_the_children_when_only_the_engine_runs_on(client: InprocClient) -> None:
+def test_abort_reaches_the_children_after_a_stop_string(client: InprocClient) -> None:
     client.add_request(make_request("a", list(b"0123456789"), max_tokens=240, n=5))
     client._output_processor.abort(["a"])
     client.abort(["a"])
@@ -109,7 +109,7 @@ def test_abort_ends_the_children_when_only_the_engine_runs_on(client: InprocClie
 
 
 def until_idle(client: InprocClient) -> None:
-    """Returns when no request is left and no block is held, kept ones included."""
+    """Waits until there is no request and no held block, including blocks kept for forks."""
     while '"num_free_blocks":64' not in client.call("get_stats"):
         pass
     stats = client.call("get_stats")
@@ -118,12 +118,12 @@ def until_idle(client: InprocClient) -> None:
     assert client.call("check_invariants") == "null"
 
 
-def test_failed_call_raises_what_the_engine_said(client: InprocClient) -> None:
+def test_failed_call_raises_the_error_of_the_engine(client: InprocClient) -> None:
     with pytest.raises(PaxkvError, match="unknown method"):
         client.call("fly")
 
 
-def test_text_that_cannot_be_made_is_raised_and_its_request_is_ended(
+def test_failed_detokenization_is_raised_and_ends_its_request(
     client: InprocClient,
 ) -> None:
     def fail(output: object, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Every caller's mistake ends in the input processor, with an error that says what to do."""
+"""The input processor rejects every invalid request with an error that says what to do."""
 
 import dataclasses
 
@@ -47,13 +47,13 @@ def test_every_form_of_a_prompt_becomes_the_same_token_ids(prompt: object) -> No
     wire.encode(AddRequest(request=request))
 
 
-def test_seed_of_minus_one_is_none_but_not_as_a_later_completions() -> None:
+def test_seed_minus_one_means_no_seed_only_for_the_request() -> None:
     assert process(make(), [97], seed=-1).sampling_params.seed is None
     request = process(make(), [97, 98], seed=-2, n=2)
     assert [child.sampling_params.seed for child in make_children(request)] == [-2, -1]
 
 
-def test_bos_is_added_to_text_unless_told_otherwise() -> None:
+def test_bos_is_added_to_text_by_default() -> None:
     config = {"bos_token": BOS, "add_bos_token": True}
     processor = make(tokenizer=Tokenizer(byte_level_backend(), config))
     assert process(processor, "a").prompt_token_ids == [BOS_ID, 97]
@@ -62,7 +62,7 @@ def test_bos_is_added_to_text_unless_told_otherwise() -> None:
     assert process(processor, [97]).prompt_token_ids == [97]
 
 
-def test_text_that_never_fits_is_refused_before_it_is_tokenized(monkeypatch) -> None:
+def test_too_long_text_is_rejected_before_tokenization(monkeypatch) -> None:
     tokenizer = byte_level_tokenizer([b"12345678"])
     processor = make(tokenizer=tokenizer, max_model_len=10)
     num_encoded = 0
@@ -89,17 +89,17 @@ def test_text_that_never_fits_is_refused_before_it_is_tokenized(monkeypatch) -> 
     assert num_encoded == 2
 
 
-def test_more_allowed_tokens_than_there_are_are_refused_without_looking_at_them() -> None:
+def test_too_many_allowed_token_ids_are_rejected_unread() -> None:
     every = list(range(300))
     assert process(make(), [1], allowed_token_ids=every).sampling_params.allowed_token_ids == every
-    # The last is none of the model's, which nobody has looked for.
+    # The last id is not in the model's vocabulary, but is not checked.
     with pytest.raises(InvalidRequestError, match="301 ids.* has 300") as caught:
         process(make(), [1], allowed_token_ids=[*every, 300])
     assert caught.value.param == "allowed_token_ids"
 
 
-def test_only_the_tokens_of_a_prompt_that_may_fit_are_looked_at() -> None:
-    # A body may bring millions, which would take the loop a second to look at.
+def test_token_ids_of_a_too_long_prompt_are_not_checked() -> None:
+    # A request may contain millions of ids, and checking them would block the loop for a second.
     with pytest.raises(PromptTooLongError):
         process(make(), [-1] * 101)
     prompt = {"prompt_token_ids": [-1] * 200 + [97], "truncate_prompt_tokens": 1}
@@ -130,7 +130,7 @@ def test_only_the_tokens_of_a_prompt_that_may_fit_are_looked_at() -> None:
     ],
     ids=repr,
 )
-def test_prompt_that_is_none_is_refused(prompt: object) -> None:
+def test_values_that_are_not_prompts_are_rejected(prompt: object) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         process(make(), prompt)
     assert caught.value.param in ("prompt", "cache_salt")
@@ -154,8 +154,8 @@ def test_unknown_key_of_a_prompt_is_refused_by_name(key: str) -> None:
         process(make(), {"prompt": "a", key: {}})
 
 
-def test_request_asks_for_nothing_that_no_caller_can_ask_for() -> None:
-    """Fields of `EngineRequest` without a public door keep their defaults."""
+def test_internal_fields_of_the_request_keep_their_defaults() -> None:
+    """Fields of `EngineRequest` that callers cannot set keep their defaults."""
     request = process(make(), {"prompt": "a", "cache_salt": "s"}, n=2)
     set_here = {
         "request_id",
@@ -171,12 +171,12 @@ def test_request_asks_for_nothing_that_no_caller_can_ask_for() -> None:
             assert getattr(request, field.name) == field.default, field.name
 
 
-def test_token_that_only_the_tokenizer_knows_is_refused() -> None:
+def test_token_id_beyond_the_models_vocabulary_is_rejected() -> None:
     with pytest.raises(InvalidRequestError, match="98"):
         process(make(vocab_size=98), "ab")
 
 
-def test_without_tokenizer_only_token_ids_are_taken() -> None:
+def test_without_a_tokenizer_only_token_ids_are_accepted() -> None:
     processor = make(tokenizer=None)
     assert process(processor, [97]).prompt_token_ids == [97]
     with pytest.raises(InvalidRequestError, match="list of token ids") as raised:
@@ -218,20 +218,20 @@ def test_request_larger_than_the_pool_is_refused() -> None:
         process(processor, [97] * 33, max_tokens=1)
 
 
-def test_max_tokens_left_open_is_what_the_pool_has_room_for() -> None:
+def test_unset_max_tokens_is_what_the_pool_has_room_for() -> None:
     processor = make(max_fitting_tokens=32)
     assert process(processor, [97] * 20, max_tokens=None).sampling_params.max_tokens == 13
     assert process(processor, [97] * 32, max_tokens=None).sampling_params.max_tokens == 1
 
 
-def test_max_tokens_left_open_is_the_default_as_far_as_it_fits() -> None:
+def test_unset_max_tokens_is_the_default_lowered_to_what_fits() -> None:
     processor = make(max_fitting_tokens=32, default_max_tokens=5)
     assert process(processor, [97] * 20, max_tokens=None).sampling_params.max_tokens == 5
     assert process(processor, [97] * 30, max_tokens=None).sampling_params.max_tokens == 3
     assert process(processor, [97] * 20, max_tokens=7).sampling_params.max_tokens == 7
 
 
-def test_max_tokens_of_the_caller_may_be_a_default_too() -> None:
+def test_callers_max_tokens_can_be_treated_as_a_default() -> None:
     processor = make(max_fitting_tokens=32)
     for max_tokens, num_tokens in ((50, 13), (13, 13), (2, 2), (None, 13)):
         params = SamplingParams(max_tokens=max_tokens)
@@ -246,7 +246,7 @@ def test_prompt_must_fit_a_step_without_chunked_prefill() -> None:
         process(processor, [97] * 65)
 
 
-def test_eos_ids_are_the_tokenizers_and_the_models_once_each() -> None:
+def test_eos_ids_of_tokenizer_and_model_are_merged() -> None:
     processor = make(eos_token_ids=(7, EOS_ID, 8, 1000))
     # 1000 is no token of this model.
     assert process(processor, "a").eos_token_ids == (EOS_ID, 7, 8)
@@ -254,7 +254,7 @@ def test_eos_ids_are_the_tokenizers_and_the_models_once_each() -> None:
     assert process(make(tokenizer=None, eos_token_ids=(7,)), [97]).eos_token_ids == (7,)
 
 
-def test_other_parameters_are_left_as_they_are() -> None:
+def test_other_parameters_are_unchanged() -> None:
     params = SamplingParams(temperature=0.5, stop=["x"], stop_token_ids=[299], max_tokens=3)
     assert make().process("a", params, request_id="r").sampling_params == params
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -262,7 +262,7 @@ def test_other_parameters_are_left_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
-def test_log_probabilities_beyond_the_setting_are_refused_with_its_name(field):
+def test_logprobs_above_max_logprobs_are_rejected(field):
     for changes, num_told in (({}, 20), ({"max_logprobs": 5}, 5), ({"max_logprobs": -1}, -1)):
         processor = make(**changes)
         processor.process([5], SamplingParams(**{field: num_told}), request_id="a")
@@ -291,7 +291,7 @@ def test_priority_and_cache_salt_are_passed_on() -> None:
         ({"sampling_params": SamplingParams(stop="\ud800")}, "stop"),
     ],
 )
-def test_mistakes_beside_the_prompt_are_refused(changes: dict, param: str | None) -> None:
+def test_other_invalid_arguments_are_rejected(changes: dict, param: str | None) -> None:
     arguments = {"sampling_params": SamplingParams(), "request_id": "r", **changes}
     with pytest.raises(InvalidRequestError) as caught:
         make().process("a", **arguments)
@@ -306,7 +306,7 @@ def test_text_of_a_prompt() -> None:
 
 
 class WordTokenizer:
-    """Knows these texts only."""
+    """A tokenizer of a few texts."""
 
     eos_token_id = EOS_ID
     vocab_size = 290  # fewer than the model's
@@ -342,7 +342,7 @@ def process_words(*words: str, **params: object) -> tuple[tuple[int, ...], ...]:
     return process(processor, [97], bad_words=list(words), **params).bad_words_token_ids
 
 
-def test_bad_words_are_written_as_at_the_start_of_a_text_and_within_one() -> None:
+def test_bad_words_are_tokenized_with_and_without_a_space() -> None:
     assert process_words("no") == ((5,), (6,))
     assert process_words(" no", "no") == ((5,), (6,))
     assert process_words("never", "ever") == ((7, 8), (9, 10))
@@ -350,7 +350,7 @@ def test_bad_words_are_written_as_at_the_start_of_a_text_and_within_one() -> Non
 
 
 @pytest.mark.parametrize("word", ["long", "foreign", " "])
-def test_bad_word_that_cannot_be_found_is_refused(word: str) -> None:
+def test_bad_word_without_valid_tokens_is_rejected(word: str) -> None:
     with pytest.raises(InvalidRequestError, match="bad word") as caught:
         process_words(word)
     assert caught.value.param == "bad_words"
@@ -368,7 +368,7 @@ def test_token_that_the_model_does_not_have_is_refused(params: dict[str, object]
     assert caught.value.param in params
 
 
-def test_settings_that_leave_no_token_are_refused() -> None:
+def test_settings_that_allow_no_token_are_rejected() -> None:
     assert process_words("no", allowed_token_ids=[5, 6, 7]) == ((5,), (6,))
     with pytest.raises(InvalidRequestError, match="leaves no token"):
         process_words("no", allowed_token_ids=[5, 6])
@@ -376,7 +376,7 @@ def test_settings_that_leave_no_token_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="leaves no token"):
         process(make(), [97], allowed_token_ids=[EOS_ID], min_tokens=1)
 
-    # Without a list of allowed ones, too.
+    # Also without `allowed_token_ids`.
     whole = list(range(300))
     assert process(make(), [97], stop_token_ids=whole).scarce_token_ids == ()
     with pytest.raises(InvalidRequestError, match="300 token ids leave no token") as caught:
@@ -390,17 +390,17 @@ def test_settings_that_leave_no_token_are_refused() -> None:
         (["ever"], {"allowed_token_ids": [9, 10]}, ()),
         (["ever"], {"allowed_token_ids": [10]}, (10,)),
         (["ever", "never"], {"allowed_token_ids": [10, 8, 10]}, (10, 8)),
-        # 5 and 6 are never drawn.
+        # 5 and 6 are bad words, so they are never sampled.
         (["ever", "no"], {"allowed_token_ids": [5, 10, 6]}, (10,)),
         (["ever"], {"allowed_token_ids": [10, 4], "stop_token_ids": [4]}, ()),
         (["ever"], {"allowed_token_ids": [10, 4], "stop_token_ids": [4], "min_tokens": 2}, (10, 4)),
         (["ever"], {"allowed_token_ids": [10, EOS_ID], "min_tokens": 2}, (10, EOS_ID)),
         (["ever", "no"], {}, ()),
-        # A whole vocabulary that may be ruled out.
+        # Every token of the vocabulary may be forbidden.
         (["ever"], {"stop_token_ids": [*range(10), *range(11, 300)], "min_tokens": 1}, "all"),
     ],
 )
-def test_tokens_are_told_that_may_all_be_ruled_out_on_the_way(
+def test_tokens_that_may_all_be_forbidden_later_are_scarce(
     words: list[str], params: dict[str, object], wanted: object
 ) -> None:
     processor = make(tokenizer=WordTokenizer())
@@ -408,19 +408,19 @@ def test_tokens_are_told_that_may_all_be_ruled_out_on_the_way(
     assert found == (tuple(range(300)) if wanted == "all" else wanted)
 
 
-def test_allowed_ids_that_no_token_has_are_never_generated() -> None:
+def test_allowed_ids_without_a_token_are_ignored() -> None:
     processor = make(tokenizer=WordTokenizer())
     with pytest.raises(InvalidRequestError, match="tokenizer has 290 tokens") as raised:
         process(processor, [97], allowed_token_ids=[290, 299])
     assert raised.value.param == "allowed_token_ids"
     assert process(processor, [97], allowed_token_ids=[5, 290]).scarce_token_ids == ()
-    # All that are left are bad words.
+    # The other allowed tokens are bad words.
     with pytest.raises(InvalidRequestError, match="leaves no token"):
         process(processor, [97], allowed_token_ids=[5, 6, 290], bad_words=["no"])
 
 
 class FakeChecker:
-    """Takes "good" alone, and knows it already."""
+    """Accepts only the regex "good", whose result is cached."""
 
     def is_remembered(self, params: StructuredOutputsParams) -> bool:
         return params.regex == "good"
@@ -433,14 +433,14 @@ class FakeChecker:
             raise InvalidRequestError("not good", param="structured_outputs")
 
 
-def test_a_grammar_is_checked_at_the_door_and_waited_for_behind_it() -> None:
+def test_grammar_is_checked_here_and_awaited_in_the_engine() -> None:
     processor = make(grammar_checker=FakeChecker())
     good = StructuredOutputsParams(regex="good")
     bad = StructuredOutputsParams(regex="bad")
     assert process(processor, "a", structured_outputs=good).needs_grammar
     assert not process(processor, "a").needs_grammar
     assert not process(processor, "a", structured_outputs=good).has_heavy_grammar
-    # A grammar finds out by itself what is left.
+    # With a grammar, `scarce_token_ids` is empty.
     scarce = {"allowed_token_ids": [97], "bad_words": ["aa"]}
     assert process(processor, "a", **scarce).scarce_token_ids == (97,)
     assert process(processor, "a", structured_outputs=good, **scarce).scarce_token_ids == ()
@@ -457,13 +457,13 @@ def test_a_grammar_is_checked_at_the_door_and_waited_for_behind_it() -> None:
         process(make(), "a", structured_outputs=good)
 
 
-def test_a_prompt_may_be_cut_to_its_last_tokens() -> None:
+def test_prompt_can_be_truncated_to_its_last_tokens() -> None:
     def cut(num_tokens: object, default: int | None = None, **params: object) -> list[int]:
         prompt = {"prompt_token_ids": list(range(150)), "truncate_prompt_tokens": num_tokens}
         return process(make(default_max_tokens=default), prompt, **params).prompt_token_ids
 
     assert cut(3) == [147, 148, 149]
-    # As many as leave room for the output, of 100 in all.
+    # The output's room is reserved from 100 tokens in all.
     assert cut(-1, max_tokens=40) == list(range(90, 150))
     assert cut(-1, max_tokens=None) == list(range(51, 150))
     assert cut(-1, default=30, max_tokens=None) == list(range(80, 150))
@@ -474,7 +474,7 @@ def test_a_prompt_may_be_cut_to_its_last_tokens() -> None:
         assert raised.value.param == "truncate_prompt_tokens"
 
 
-def test_a_request_counts_the_tokens_that_were_cut() -> None:
+def test_request_has_the_number_of_truncated_tokens() -> None:
     for how, num_cut in ((None, 0), (3, 87), (200, 0), ("auto", 0), (-1, 30)):
         prompt = {"prompt_token_ids": list(range(90)), "truncate_prompt_tokens": how}
         assert process(make(), prompt, max_tokens=40 if how == -1 else 1).num_truncated_tokens == (
@@ -482,7 +482,7 @@ def test_a_request_counts_the_tokens_that_were_cut() -> None:
         )
 
 
-def test_the_end_of_a_prompt_may_be_cut_instead_of_its_beginning() -> None:
+def test_prompt_can_be_truncated_at_its_end() -> None:
     def cut(side: object, num_tokens: object = 3) -> list[int]:
         prompt = {"prompt_token_ids": list(range(150)), "truncate_prompt_tokens": num_tokens}
         return process(make(), prompt | {"truncation_side": side}).prompt_token_ids
@@ -498,7 +498,7 @@ def test_the_end_of_a_prompt_may_be_cut_instead_of_its_beginning() -> None:
 def _cut(
     how: object, num_tokens: int, max_tokens: int | None, *, cuts: bool = False, **changes: object
 ) -> tuple[int, int]:
-    """Tokens of prompt and output that are left of so many."""
+    """The number of prompt tokens and `max_tokens` after truncation of `num_tokens` tokens."""
     prompt = {"prompt_token_ids": list(range(num_tokens)), "truncate_prompt_tokens": how}
     params = SamplingParams(max_tokens=max_tokens, min_tokens=changes.pop("min_tokens", 0))
     request = make(**changes).process(prompt, params, request_id="r", cuts_max_tokens=cuts)
@@ -508,27 +508,27 @@ def _cut(
 
 
 @pytest.mark.parametrize("num_tokens", [18, 98, 99, 100, 150])
-def test_a_prompt_is_cut_for_no_more_tokens_than_there_can_be(num_tokens: int) -> None:
-    # However short it is: one rule for all prompts.
+def test_truncation_reserves_no_more_room_than_exists(num_tokens: int) -> None:
+    # The rule does not depend on the prompt's length.
     assert _cut(-1, num_tokens, 99) == (1, 99)
     for max_tokens in (100, 5000):
         with pytest.raises(InvalidRequestError, match=f"={max_tokens} .* max_model_len=100") as e:
             _cut(-1, num_tokens, max_tokens)
         assert e.value.param == "max_tokens"
-    # 40 places, and one token more that is never fed back.
+    # 40 positions, and one last token that needs no position.
     assert _cut(-1, num_tokens, 40, max_fitting_tokens=40) == (1, 40)
     with pytest.raises(InvalidRequestError, match="may have 41 tokens .* at most 40 tokens"):
         _cut(-1, num_tokens, 41, max_fitting_tokens=40)
 
 
 @pytest.mark.parametrize("max_tokens", [30, 99, 100, 5000, None])
-def test_a_prompt_that_fits_gives_way_to_no_tokens_that_may_be_fewer(max_tokens) -> None:
+def test_fitting_prompt_is_not_truncated_for_a_default_max_tokens(max_tokens) -> None:
     rest = 30 if max_tokens == 30 else 50
     for num_tokens, wanted in ((60, (60, min(max_tokens or 40, 40))), (99, (99, 1))):
         assert _cut("auto", num_tokens, max_tokens) == wanted
         assert _cut(-1, num_tokens, max_tokens, cuts=True) == wanted
         assert _cut(-1, num_tokens, None, default_max_tokens=max_tokens) == wanted
-    # Of a longer one, no more than half goes; where the length is open, the last token alone.
+    # A longer prompt loses at most half of the room; without `max_tokens`, only one token's.
     wanted = (99, 1) if max_tokens is None else (100 - rest, rest)
     for num_tokens in (100, 150):
         assert _cut("auto", num_tokens, max_tokens) == wanted
@@ -536,7 +536,7 @@ def test_a_prompt_that_fits_gives_way_to_no_tokens_that_may_be_fewer(max_tokens)
         assert _cut(-1, num_tokens, None, default_max_tokens=max_tokens) == wanted
 
 
-def test_a_prompt_is_cut_to_what_is_not_refused_afterwards() -> None:
+def test_truncated_prompt_is_never_rejected() -> None:
     small = {"max_fitting_tokens": 40}
     for how, num_tokens, max_tokens, changes, wanted in (
         (-1, 150, 20, small, (21, 20)),

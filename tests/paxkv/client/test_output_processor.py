@@ -1,4 +1,4 @@
-"""Tokens of a step become the outputs that each caller asked for."""
+"""The output processor turns the tokens of steps into the outputs of each caller."""
 
 import tracemalloc
 
@@ -29,7 +29,7 @@ NOTHING = ProcessedOutputs(request_outputs=[], request_ids_to_abort=[])
 
 
 class Caller:
-    """One output processor with one request, fed with text."""
+    """An output processor with one request, which receives text as tokens."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Caller:
         return self.step(tokens, **fields).request_outputs[0].outputs[0]
 
 
-def test_delta_holds_only_what_is_new() -> None:
+def test_delta_contains_only_new_text() -> None:
     caller = Caller("delta")
     assert caller.completion(b"ab").text == "ab"
     last = caller.step(b"c", finish_reason="length", num_cached_tokens=1).request_outputs[0]
@@ -69,7 +69,7 @@ def test_delta_holds_only_what_is_new() -> None:
     assert caller.processor.num_unfinished_requests == 0
 
 
-def test_requests_that_have_ended_or_fail_take_nothing_from_others_of_their_step() -> None:
+def test_ended_or_failed_requests_do_not_affect_others_in_the_step() -> None:
     caller = Caller(max_tokens=9)
     for name in ("gone", "broken", "whole"):
         request = EngineRequest(
@@ -94,25 +94,25 @@ def test_requests_that_have_ended_or_fail_take_nothing_from_others_of_their_step
     assert "no such token" in str(processed.errors["broken"])
 
 
-def test_text_is_whole_where_the_engine_ends_it_because_nothing_may_follow() -> None:
+def test_text_is_complete_if_no_token_may_follow() -> None:
     last = Caller("cumulative").completion(b"ab", finish_reason="stop", stop_reason="none left")
     assert (last.text, last.stop_reason) == ("ab", "none left")
 
 
-def test_cumulative_holds_everything_so_far() -> None:
+def test_cumulative_output_contains_all_text_so_far() -> None:
     caller = Caller("cumulative")
     caller.step(b"ab")
     assert caller.completion(b"c").text == "abc"
     assert caller.completion(b"", finish_reason="length").token_ids == [97, 98, 99]
 
 
-def test_final_only_is_silent_until_the_end() -> None:
+def test_final_only_yields_one_output_at_the_end() -> None:
     caller = Caller("final_only")
     assert caller.step(b"ab").request_outputs == []
     assert caller.completion(b"c", finish_reason="length").text == "abc"
 
 
-def test_token_that_ends_the_request_is_in_the_ids_and_not_in_the_text() -> None:
+def test_ending_token_is_in_the_ids_but_not_in_the_text() -> None:
     caller = Caller("cumulative", stop_token_ids=[10])
     last = caller.completion(b"ab\n", finish_reason="stop", stop_reason=10)
     assert (last.text, last.token_ids, last.stop_reason) == ("ab", [97, 98, 10], 10)
@@ -120,7 +120,7 @@ def test_token_that_ends_the_request_is_in_the_ids_and_not_in_the_text() -> None
     assert caller.completion(b"ab\n", finish_reason="stop", stop_reason=10).text == "ab\n"
 
 
-def test_stop_string_ends_the_request_here_and_asks_to_abort_it_there() -> None:
+def test_stop_string_ends_the_request_and_aborts_it_in_the_engine() -> None:
     caller = Caller("delta", stop=["XY"])
     assert caller.step(b"abX").request_ids_to_abort == []
     processed = caller.step(b"Ycd")
@@ -151,7 +151,7 @@ def test_held_text_is_shown_at_the_end() -> None:
     assert caller.completion([EOS_ID], finish_reason="stop").text == "X"
 
 
-def test_logprobs_name_the_drawn_token_first() -> None:
+def test_logprobs_begin_with_the_sampled_token() -> None:
     caller = Caller("delta", logprobs=2)
     logprobs = TokenLogprobs(
         token_logprob=-3.0, token_rank=3, top_token_ids=[97, 98], top_logprobs=[-0.5, -1.0]
@@ -170,7 +170,7 @@ def test_logprobs_name_the_drawn_token_first() -> None:
     assert [list(entry) for entry in completion.logprobs] == [[97, 98]]
 
 
-def test_without_tokenizer_there_are_ids_and_no_text() -> None:
+def test_without_a_tokenizer_text_is_empty() -> None:
     caller = Caller("cumulative", tokenizer=False, logprobs=0)
     logprobs = TokenLogprobs(token_logprob=-1.0, token_rank=1, top_token_ids=[], top_logprobs=[])
     completion = caller.completion(b"a", logprobs=[logprobs])
@@ -198,14 +198,14 @@ def test_error_of_the_engine_is_passed_on() -> None:
     assert Caller("delta").completion(b"", finish_reason="error").finish_reason == "error"
 
 
-def test_request_id_is_followed_once() -> None:
+def test_request_id_cannot_be_added_twice() -> None:
     caller = Caller()
     request = EngineRequest(request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams())
     with pytest.raises(InvariantError):
         caller.processor.add_request(request, prompt=None, output_kind="delta")
 
 
-def test_logprobs_of_the_prompt_come_once_in_deltas_and_stay_in_all_other_outputs() -> None:
+def test_prompt_logprobs_are_once_in_deltas_and_always_in_other_outputs() -> None:
     found = [
         TokenLogprobs(token_logprob=-2.0, token_rank=3, top_token_ids=[97], top_logprobs=[-0.5])
     ]
@@ -227,7 +227,7 @@ def test_logprobs_of_the_prompt_come_once_in_deltas_and_stay_in_all_other_output
     assert last.prompt_logprobs == [None]
 
 
-def test_finished_completion_says_where_its_time_went() -> None:
+def test_finished_completion_has_the_durations_of_its_phases() -> None:
     processor = OutputProcessor(None)
     request = EngineRequest(
         request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams(), arrival_time=100.0
@@ -249,7 +249,7 @@ def test_finished_completion_says_where_its_time_went() -> None:
         return processor.process(outputs).request_outputs[0].outputs[0]
 
     assert step(103.0, times={"r": RequestTimes(queue_s=1.0, prefill_s=1.5)}).times is None
-    # Somebody sets the clock.
+    # The wall clock is set back.
     assert step(90.0, times={"other": RequestTimes(queue_s=9.0, prefill_s=9.0)}).times is None
     assert step(907.0, finish_reason="length").times == CompletionTimes(
         queue_s=1.0, prefill_s=1.5, decode_s=4.0, first_token_s=3.0
@@ -257,7 +257,7 @@ def test_finished_completion_says_where_its_time_went() -> None:
 
 
 @pytest.mark.parametrize("output_kind", ["cumulative", "delta", "final_only"])
-def test_tokens_count_when_they_come_whatever_the_caller_is_told(output_kind: str) -> None:
+def test_tokens_are_counted_when_they_arrive_for_every_output_kind(output_kind: str) -> None:
     caller = Caller(output_kind, prompt=(112, 113, 114), stop=["XY"])
 
     def counted() -> tuple[int, ...]:
@@ -271,15 +271,15 @@ def test_tokens_count_when_they_come_whatever_the_caller_is_told(output_kind: st
     assert counted() == (3, 2, 1, 0)
     caller.step(b"bcd", num_cached_tokens=2)
     assert counted() == (3, 2, 4, 3)
-    # Drawn, though the caller is not given what follows the stop string.
+    # The token after the stop string was sampled, although the caller does not receive it.
     caller.step(b"XYZ", num_cached_tokens=2)
     assert counted() == (3, 2, 7, 6)
-    # Of a step that was on its way.
+    # A step that was in flight when the request ended does not count.
     caller.step(b"e")
     assert counted() == (3, 2, 7, 6)
 
 
-def test_tokens_of_a_request_that_is_given_up_stay_counted() -> None:
+def test_tokens_of_an_aborted_request_stay_counted() -> None:
     caller = Caller("final_only")
     caller.step(b"ab")
     caller.processor.abort(["r"])
@@ -288,7 +288,7 @@ def test_tokens_of_a_request_that_is_given_up_stay_counted() -> None:
     assert (totals.num_prompt_tokens, totals.num_generation_tokens) == (1, 2)
 
 
-def test_completions_and_forks_count_their_one_prompt_once() -> None:
+def test_prompt_of_several_completions_or_forks_counts_once() -> None:
     caller = Caller("final_only", prompt=(112, 113), n=3, temperature=1.0)
     fork = EngineRequest(
         request_id="beam",
@@ -309,14 +309,14 @@ def test_completions_and_forks_count_their_one_prompt_once() -> None:
     assert totals.num_generation_tokens == 4
 
 
-def test_tokens_are_counted_whatever_order_they_come_in() -> None:
+def test_token_counts_do_not_depend_on_the_order_of_outputs() -> None:
     processor = OutputProcessor(None)
     for name in "abcd":
         request = EngineRequest(
             request_id=name, prompt_token_ids=[1], sampling_params=SamplingParams(max_tokens=99)
         )
         processor.add_request(request, prompt=None, output_kind="final_only")
-    # Seconds, and how many tokens each request gets then.
+    # Time in seconds, and one letter per token of each request.
     for now_s, step in ((1.0, "ac"), (2.0, "abcd"), (3.0, "aabccd"), (5.0, "abbc")):
         outputs = [
             EngineCoreOutput(request_id=name, new_token_ids=[5] * step.count(name))
@@ -333,9 +333,9 @@ def test_tokens_are_counted_whatever_order_they_come_in() -> None:
     assert totals.token_latency_sum_s == 2 + 4 + 6
 
 
-def test_tokens_are_those_of_the_engine_whose_step_brought_them() -> None:
+def test_tokens_are_counted_for_the_engine_of_the_step() -> None:
     processor = OutputProcessor(None, num_engines=3)
-    # Two completions of one prompt, which did not fork, and are with two engines.
+    # Two completions of one prompt without a fork, on two engines.
     request = EngineRequest(
         request_id="r",
         prompt_token_ids=[1, 2, 3],
@@ -358,14 +358,14 @@ def test_tokens_are_those_of_the_engine_whose_step_brought_them() -> None:
     assert (totals.num_generation_tokens, totals.num_prompt_tokens) == (5, 3)
 
 
-def test_a_request_ends_with_the_engine_of_one_of_its_completions() -> None:
+def test_request_ends_when_the_engine_of_one_completion_dies() -> None:
     caller = Caller("delta", n=2, temperature=1.0)
     ids = [child.request_id for child in caller.processor._parents["r"].children]
     dead = EngineDead(reason="boom.", retry_after_s=1, request_ids=(ids[0], "unknown"))
     processed = caller.processor.end_with_engine(dead)
     (error,) = processed.errors.values()
     assert "has ended: boom. Others go on" in str(error) and error.retry_after_s == 1
-    # The other completion may be with an engine that lives.
+    # The other completion may run on a living engine.
     assert (list(processed.errors), processed.request_ids_to_abort) == (["r"], ids)
     assert caller.processor.num_unfinished_requests == 0
     late = EngineCoreOutput(request_id=ids[1], new_token_ids=[97])
@@ -374,7 +374,7 @@ def test_a_request_ends_with_the_engine_of_one_of_its_completions() -> None:
     assert caller.processor.end_with_engine(dead) == NOTHING
 
 
-def test_logprobs_that_a_stream_has_taken_are_not_kept() -> None:
+def test_delivered_logprobs_of_a_stream_are_not_kept() -> None:
     caller = Caller("delta", logprobs=20, max_tokens=1000)
     tops = list(range(60, 80))
     logprobs = TokenLogprobs(
@@ -391,7 +391,7 @@ def test_logprobs_that_a_stream_has_taken_are_not_kept() -> None:
     assert num_bytes < 60_000
 
 
-def test_logprobs_of_an_answer_in_one_piece_are_packed_until_it_ends() -> None:
+def test_logprobs_of_final_only_outputs_are_packed() -> None:
     tops = list(range(60, 80))
     logprobs = TokenLogprobs(
         token_logprob=-3.0, token_rank=30, top_token_ids=tops, top_logprobs=[-0.5] * 20
@@ -413,7 +413,7 @@ def test_logprobs_of_an_answer_in_one_piece_are_packed_until_it_ends() -> None:
         packed[201]
 
 
-def test_preemptions_of_a_completion_are_told() -> None:
+def test_output_has_the_number_of_preemptions() -> None:
     caller = Caller("delta", stop=["X"])
     assert caller.completion(b"a").num_preemptions == 0
     assert caller.completion(b"b", num_preemptions=2).num_preemptions == 2

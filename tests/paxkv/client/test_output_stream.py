@@ -1,4 +1,4 @@
-"""Whoever is behind gets what waits in one piece, in order, and nothing of it is lost."""
+"""A slow reader receives all waiting outputs merged and in order."""
 
 import asyncio
 import dataclasses
@@ -35,12 +35,12 @@ def taken(*items: RequestOutput | EngineDeadError) -> RequestOutput:
     return asyncio.run(stream.next_output())
 
 
-def test_one_output_is_left_as_it_is() -> None:
+def test_single_output_is_returned_unchanged() -> None:
     output = delta((0, "a"))
     assert taken(output) is output
 
 
-def test_what_waits_becomes_one_piece() -> None:
+def test_waiting_deltas_are_merged() -> None:
     scores = [None, {5: Logprob(logprob=-2.0, rank=1, decoded_token="x")}]
     merged = taken(
         delta((0, "a"), prompt_logprobs=scores), delta((0, "b")), delta((0, "c"), end="stop")
@@ -53,13 +53,13 @@ def test_what_waits_becomes_one_piece() -> None:
     assert merged.prompt_logprobs == scores
 
 
-def test_completions_of_one_prompt_stay_apart() -> None:
+def test_deltas_of_different_completions_are_not_mixed() -> None:
     merged = taken(delta((2, "x")), delta((0, "a"), (2, "y")), delta((1, "k")))
     assert [(c.index, c.text) for c in merged.outputs] == [(0, "a"), (1, "k"), (2, "xy")]
     assert not merged.finished
 
 
-def test_an_end_without_a_token_takes_no_logprobs_away() -> None:
+def test_end_without_a_token_keeps_earlier_logprobs() -> None:
     end = delta(end="abort")
     completion = CompletionOutput(index=0, text="", token_ids=[], finish_reason="abort")
     (merged,) = taken(delta((0, "a")), dataclasses.replace(end, outputs=[completion])).outputs
@@ -67,7 +67,7 @@ def test_an_end_without_a_token_takes_no_logprobs_away() -> None:
     assert merged.finish_reason == "abort"
 
 
-def test_error_comes_behind_what_came_before_it() -> None:
+def test_waiting_outputs_are_returned_before_the_error() -> None:
     async def run() -> None:
         stream = OutputStream("r", engine_request_id="r-0")
         stream.put(delta((0, "a")))
@@ -83,8 +83,8 @@ def test_error_comes_behind_what_came_before_it() -> None:
         taken(EngineDeadError("it was never alive"))
 
 
-def test_other_requests_of_one_stream_stay_apart() -> None:
-    """A beam search has several at once, each with one output."""
+def test_outputs_of_different_requests_are_not_merged() -> None:
+    """A beam search has several requests at the same time, each with one output."""
 
     async def run() -> None:
         stream = OutputStream("r", engine_request_id="r-0")
@@ -95,7 +95,7 @@ def test_other_requests_of_one_stream_stay_apart() -> None:
     asyncio.run(run())
 
 
-def test_what_waits_comes_in_pieces_of_a_bounded_size(monkeypatch) -> None:
+def test_merged_pieces_have_a_bounded_size(monkeypatch) -> None:
     monkeypatch.setattr(output_stream, "_MAX_PIECE_BYTES", 300)
 
     async def run() -> list[str]:
@@ -112,7 +112,7 @@ def test_what_waits_comes_in_pieces_of_a_bounded_size(monkeypatch) -> None:
     assert 5 < len(texts) < 50
 
 
-def test_a_reader_that_catches_up_lets_others_run_between_pieces(monkeypatch) -> None:
+def test_reader_with_many_waiting_pieces_yields_to_the_loop(monkeypatch) -> None:
     monkeypatch.setattr(output_stream, "_MAX_PIECE_BYTES", 100)
 
     async def run() -> tuple[int, int]:
@@ -137,13 +137,13 @@ def test_a_reader_that_catches_up_lets_others_run_between_pieces(monkeypatch) ->
     assert num_turns >= num_pieces > 10
 
 
-def test_more_than_may_wait_is_noticed_and_dropped(monkeypatch) -> None:
+def test_stream_over_its_limit_drops_waiting_outputs(monkeypatch) -> None:
     monkeypatch.setattr(output_stream, "MAX_WAITING_BYTES", 2000)
     monkeypatch.setattr(output_stream, "_MAX_PIECE_BYTES", 500)
 
     async def run() -> None:
         stream = OutputStream("r", engine_request_id="r-0")
-        # One output may be as large as it is, and a reader that keeps up may read for ever.
+        # A single output may have any size, and a reader that keeps up has no limit.
         stream.put(delta((0, "a")))
         for _ in range(200):
             stream.put(delta((0, "b")))

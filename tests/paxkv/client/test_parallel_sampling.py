@@ -1,4 +1,4 @@
-"""n completions of a prompt are n requests that share its blocks, and one answer."""
+"""n completions of a prompt are n engine requests that share its blocks, and one output."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def make_request(prompt: list[int] | None = None, **params: object) -> EngineReq
 
 
 class Parent:
-    """One output processor that follows one request for three completions."""
+    """An output processor with one request for three completions."""
 
     def __init__(self, output_kind: str, **params: object) -> None:
         self.processor = OutputProcessor(byte_level_tokenizer())
@@ -54,7 +54,7 @@ def test_child_0_keeps_its_blocks_and_the_others_fork_from_it() -> None:
         assert child.prompt_token_ids == [112, 113]
 
 
-def test_each_child_has_a_seed_of_its_own() -> None:
+def test_each_child_has_its_own_seed() -> None:
     def seeds(seed: int | None) -> list[int | None]:
         return [child.sampling_params.seed for child in make_children(make_request(seed=seed))]
 
@@ -64,19 +64,19 @@ def test_each_child_has_a_seed_of_its_own() -> None:
     assert seeds(2**63 - 2) == [2**63 - 2, 2**63 - 1, -(2**63)]
 
 
-def test_one_completion_is_the_request_itself() -> None:
+def test_single_completion_uses_the_request_unchanged() -> None:
     request = make_request(n=1)
     assert make_children(request) == [request]
 
 
 @pytest.mark.parametrize("fields", [{"prompt": [112]}, {"skip_reading_prefix_cache": True}])
-def test_where_nothing_can_be_shared_nobody_waits_and_nothing_is_kept(fields: dict) -> None:
+def test_without_shared_tokens_children_do_not_fork_or_keep_blocks(fields: dict) -> None:
     children = make_children(make_request(**fields))
     assert [child.fork_from for child in children] == [None] * 3
     assert not any(child.keep_blocks for child in children)
 
 
-def test_final_only_waits_for_the_last_and_answers_by_index() -> None:
+def test_final_only_output_comes_after_the_last_child_sorted_by_index() -> None:
     parent = Parent("final_only")
     assert parent.step(output(0, "a", num_cached_tokens=1), output(1, "b")).request_outputs == []
     assert parent.step(output(2, "c", "length"), output(0, "d", "stop")).request_outputs == []
@@ -92,7 +92,7 @@ def test_final_only_waits_for_the_last_and_answers_by_index() -> None:
     assert parent.processor.num_unfinished_requests == 0
 
 
-def test_delta_has_what_each_completion_has_new() -> None:
+def test_delta_contains_the_new_part_of_each_completion() -> None:
     parent = Parent("delta")
     (first,) = parent.step(output(2, "c"), output(0, "a")).request_outputs
     assert [(c.index, c.text) for c in first.outputs] == [(0, "a"), (2, "c")]
@@ -107,7 +107,7 @@ def test_delta_has_what_each_completion_has_new() -> None:
     assert last.finished
 
 
-def test_prefix_hit_is_that_of_the_child_that_computes_the_prompt() -> None:
+def test_cached_tokens_are_those_of_child_0() -> None:
     parent = Parent("final_only")
     parent.step(output(0, "a", "length", num_cached_tokens=16))
     parent.step(output(1, "a", "length", num_cached_tokens=99))
@@ -115,21 +115,21 @@ def test_prefix_hit_is_that_of_the_child_that_computes_the_prompt() -> None:
     assert answer.num_cached_tokens == 16
 
 
-def test_kept_blocks_are_released_when_no_fork_needs_them_any_more() -> None:
+def test_kept_blocks_are_released_after_all_forks_have_started() -> None:
     # Child 0 ends first: its blocks stay until the last fork has its first token.
     parent = Parent("final_only")
     assert parent.step(output(0, "a", "length")).request_ids_to_abort == []
     assert parent.step(output(1, "b")).request_ids_to_abort == []
     assert parent.step(output(2, "c")).request_ids_to_abort == ["0_7"]
     assert parent.step(output(1, "b", "length")).request_ids_to_abort == []
-    # Child 0 ends last: all have begun.
+    # Child 0 ends last, after all forks have started.
     parent = Parent("final_only")
     assert parent.step(*(output(i, "a") for i in range(3))).request_ids_to_abort == []
     assert parent.step(output(1, "b", "length")).request_ids_to_abort == []
     assert parent.step(output(0, "b", "length")).request_ids_to_abort == ["0_7"]
 
 
-def test_child_that_fails_does_not_hold_the_others_up() -> None:
+def test_failed_child_does_not_delay_the_others() -> None:
     parent = Parent("final_only")
     processed = parent.step(output(0, "", "error"))
     assert (processed.request_outputs, processed.request_ids_to_abort) == ([], [])
@@ -140,7 +140,7 @@ def test_child_that_fails_does_not_hold_the_others_up() -> None:
     assert [c.finish_reason for c in answer.outputs] == ["error", "length", "length"]
 
 
-def test_stop_string_ends_one_completion_alone() -> None:
+def test_stop_string_ends_only_one_completion() -> None:
     parent = Parent("delta", stop=["X"])
     processed = parent.step(output(0, "a"), output(1, "bX"), output(2, "c"))
     assert processed.request_ids_to_abort == ["1_7"]
@@ -150,12 +150,12 @@ def test_stop_string_ends_one_completion_alone() -> None:
         ("b", "stop"),
         ("c", None),
     ]
-    # A step that was on its way is ignored.
+    # A step that was in flight is ignored.
     (answer,) = parent.step(output(0, "a"), output(1, "d")).request_outputs
     assert [c.index for c in answer.outputs] == [0]
 
 
-def test_abort_ends_every_child_and_shows_what_there_is() -> None:
+def test_abort_ends_every_child_and_returns_the_text_so_far() -> None:
     parent = Parent("final_only")
     parent.step(output(0, "a", "length"), output(1, "b"))
     processed = parent.processor.abort(["7", "0_7"])
@@ -171,8 +171,8 @@ def test_abort_ends_every_child_and_shows_what_there_is() -> None:
     assert parent.processor.num_unfinished_requests == 0
 
 
-def test_only_child_0_is_asked_for_logprobs_of_the_prompt() -> None:
+def test_only_child_0_computes_prompt_logprobs() -> None:
     children = make_children(make_request(prompt_logprobs=2))
     assert [c.sampling_params.prompt_logprobs for c in children] == [2, None, None]
-    # They share its blocks as ever.
+    # The other children still fork from child 0.
     assert [child.fork_from for child in children] == [None, "0_7", "0_7"]

@@ -1,4 +1,4 @@
-"""What a step brings is counted in groups as it would be token by token."""
+"""Counts of groups of tokens equal the counts of single tokens."""
 
 import pytest
 
@@ -6,13 +6,13 @@ from paxkv.client.token_counter import TokenCounter, sum_totals
 from paxkv.contracts.request_output import TOKEN_BUCKETS_S, TokenTotals
 
 
-def test_nothing_is_counted_before_the_first_step() -> None:
+def test_totals_are_zero_before_the_first_step() -> None:
     assert TokenCounter().totals == TokenTotals()
 
 
-def test_several_tokens_of_a_step_took_their_share_each_and_the_first_took_none() -> None:
+def test_tokens_of_a_step_share_its_latency_except_first_tokens() -> None:
     counter = TokenCounter()
-    # Three begin; one goes on with one after 0.25 s; two with four in 0.5 s.
+    # Three completions start; one has a token after 0.25 s; two have four tokens after 0.5 s.
     counter.count_step({(1, None): 3, (1, 9.75): 1, (4, 9.5): 2}, 10.0)
     counter.count_step({(2, 10.0): 1}, 400.0)
     totals = counter.totals
@@ -23,7 +23,7 @@ def test_several_tokens_of_a_step_took_their_share_each_and_the_first_took_none(
     assert totals.token_latency_sum_s == pytest.approx(0.25 + 2 * 0.5 + 390.0)
 
 
-def test_no_more_of_a_prompt_is_cached_than_there_is() -> None:
+def test_cached_tokens_are_limited_by_the_prompt_length() -> None:
     counter = TokenCounter()
     counter.count_prompt(10, 4)
     counter.count_prompt(3, 5)
@@ -32,15 +32,15 @@ def test_no_more_of_a_prompt_is_cached_than_there_is() -> None:
     assert totals.num_computed_prompt_tokens == 6
 
 
-def test_a_last_token_is_recomputed_where_all_others_were_cached() -> None:
+def test_last_token_is_recomputed_if_all_others_were_cached() -> None:
     counter = TokenCounter()
-    # Of one token nothing was cached, and of the last all.
+    # A prompt of one token, and one that was cached completely, do not count.
     for num_tokens, num_cached_tokens in ((17, 16), (18, 16), (33, 32), (1, 0), (3, 3)):
         counter.count_prompt(num_tokens, num_cached_tokens)
     assert counter.totals.num_recomputed_prompt_tokens == 2
 
 
-def test_totals_of_several_engines_are_sums_beside_those_of_each() -> None:
+def test_totals_of_several_engines_are_summed_and_listed() -> None:
     first, second = TokenCounter(), TokenCounter()
     first.count_prompt(17, 16)
     first.count_step({(1, None): 3}, 1.0)

@@ -1,4 +1,4 @@
-"""Deltas that wait are merged into what they were, in a fraction of the memory."""
+"""Waiting deltas are merged without loss, and need a fraction of the memory."""
 
 import dataclasses
 import tracemalloc
@@ -39,7 +39,7 @@ completions = st.builds(
 
 
 @given(added=st.lists(completions, min_size=1, max_size=6), packs_early=st.booleans())
-def test_a_merged_output_has_all_parts_in_order(added, packs_early) -> None:
+def test_merged_output_has_all_parts_in_order(added, packs_early) -> None:
     waiting = WaitingOutput(delta(added[0]))
     if packs_early:
         waiting.pack()
@@ -59,7 +59,7 @@ def test_a_merged_output_has_all_parts_in_order(added, packs_early) -> None:
         )
 
 
-def test_logprobs_that_wait_take_a_fraction_of_their_memory() -> None:
+def test_waiting_logprobs_need_a_fraction_of_their_memory() -> None:
     def one() -> RequestOutput:
         found = logprobs_of([-0.1 * idx for idx in range(21)])
         return delta(CompletionOutput(index=0, text="a", token_ids=[1], logprobs=[found]))
@@ -78,5 +78,5 @@ def test_logprobs_that_wait_take_a_fraction_of_their_memory() -> None:
     num_packed_bytes = measured(waiting)
     tracemalloc.stop()
     assert num_packed_bytes < num_object_bytes / 4
-    # What is reported is what is held.
+    # `num_bytes` is about the memory that is used.
     assert 0.5 < waiting.num_bytes / num_packed_bytes <= 1.0

@@ -1,4 +1,4 @@
-"""What a page makes of frames, written a second time, and what the pool says itself."""
+"""A second implementation of the page's state, and its comparison with the pool."""
 
 import dataclasses
 import struct
@@ -9,7 +9,7 @@ RUNNING_WIDTH, WAITING_WIDTH, TABLE_WIDTH = 5, 4, 5
 
 
 class PageState:
-    """Applies frames; equal to `truth` whenever nothing is on its way."""
+    """Applies frames; equals the pool when every frame is applied."""
 
     def __init__(self, snapshot):
         self.pool = snapshot.pool
@@ -83,7 +83,7 @@ def rows_of(columns):
 
 
 def check_equals_the_pool(page, scheduler):
-    """Everything a page shows of blocks and requests is what the scheduler has, read from it."""
+    """Checks that the page's blocks and requests equal those of the scheduler."""
     manager = scheduler.kv_cache_manager
     pool = manager.block_pool
     for block in pool.blocks:
@@ -114,7 +114,7 @@ def check_equals_the_pool(page, scheduler):
 
 
 def same_picture(one, other):
-    """Whether two pages show the same, whatever way they took."""
+    """Whether two pages show the same state."""
     fields = ("blocks", "tables", "requests", "running", "waiting", "eviction_head")
     return all(getattr(one, name) == getattr(other, name) for name in fields) and (
         dataclasses.asdict(one.counters) == dataclasses.asdict(other.counters)

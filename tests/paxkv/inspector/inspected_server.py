@@ -1,4 +1,4 @@
-"""A real HTTP server around a real engine core whose device is a fake: traffic without a model."""
+"""A real HTTP server and engine core with a fake device, for traffic without a model."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ FULL = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dty
 
 
 class SlowDevice(FakeExecutor):
-    """Its steps take time where a device's do: while the host waits for their tokens."""
+    """An executor whose steps take time while the host waits for their tokens."""
 
     def __init__(self, kv_cache_config: KVCacheConfig, step_s: float) -> None:
         super().__init__(kv_cache_config, fails_at_step=None)
@@ -118,11 +118,11 @@ class Traffic:
 
     @property
     def is_over(self) -> bool:
-        """Whether all that was sent has ended."""
+        """Whether every sent request has ended."""
         return self._num_done == self._num_requests
 
     def send(self, prompt: str, max_tokens: int) -> None:
-        """Sends a request, and waits for nothing."""
+        """Sends a request without waiting for its output."""
         self._num_requests += 1
         name = f"cmpl-{self._num_requests:04d}"
         coroutine = self._run(name, prompt, max_tokens)

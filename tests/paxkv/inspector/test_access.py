@@ -1,4 +1,4 @@
-"""The inspector is open on this machine, and elsewhere only where the operator said so."""
+"""The inspector is open on this machine, and for others only if the operator allows it."""
 
 import pytest
 from starlette.requests import Request
@@ -24,36 +24,36 @@ def test_loopback_is_open(host):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
-def test_public_bind_is_shut_until_the_operator_opens_it(host):
+def test_inspector_is_off_on_a_public_address_by_default(host):
     with pytest.raises(InspectorOffError, match="--enable-inspector"):
         ask(ServerConfig(host=host))
     ask(ServerConfig(host=host, enable_inspector=True), host="example.org")
 
 
-def test_it_can_be_shut_everywhere():
+def test_inspector_can_be_disabled():
     with pytest.raises(InspectorOffError, match="--no-enable-inspector"):
         ask(ServerConfig(enable_inspector=False))
 
 
-def test_names_that_lead_here_from_elsewhere_are_refused():
+def test_other_host_names_are_rejected():
     with pytest.raises(InspectorOffError, match="attacker"):
         ask(ServerConfig(), host="attacker.example:8000")
 
 
 @pytest.mark.parametrize("host", ["attacker.example\x80", "attacker.example:99999999", ""])
-def test_what_is_no_name_of_a_host_is_refused(host):
+def test_malformed_host_header_is_rejected(host):
     with pytest.raises(InspectorOffError, match="this machine alone"):
         ask(ServerConfig(), host=host, server=("127.0.0.1", 8000))
 
 
-def test_other_sites_may_link_to_it_and_no_more():
+def test_other_sites_may_only_link_to_the_inspector():
     ask(ServerConfig(), sec_fetch_site="cross-site", sec_fetch_mode="navigate")
     for method, mode in (("GET", "cors"), ("POST", "navigate"), ("POST", "no-cors")):
         with pytest.raises(InspectorOffError, match="other sites"):
             ask(ServerConfig(), method=method, sec_fetch_site="cross-site", sec_fetch_mode=mode)
 
 
-def test_loopback_is_told_from_names_that_look_like_it():
+def test_names_that_resemble_loopback_are_not_loopback():
     assert is_loopback("[::1]") and is_loopback("app.localhost")
     assert not is_loopback("localhost.example.org") and not is_loopback("")
 

@@ -1,4 +1,4 @@
-"""Columns hold what JavaScript's typed arrays read: little-endian, cut off at their width."""
+"""Columns have the format of JavaScript's typed arrays."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from paxkv.kv_cache.observers.block_changes import BlockChangeLog
 from paxkv.kv_cache.pool.block import KVCacheBlock
 
 
-def test_numbers_are_little_endian_and_cut_off():
+def test_numbers_are_little_endian_and_limited_to_their_width():
     blocks = [KVCacheBlock(block_id) for block_id in range(259)]
     blocks[258] = KVCacheBlock(258, ref_cnt=70_000)
     blocks[9] = KVCacheBlock(9, block_hash=bytes(range(1, 33)) + bytes([0, 0, 0, 3]))

@@ -1,4 +1,4 @@
-"""Only what changed of a block table is told."""
+"""Frames contain only the changes of block tables."""
 
 from paxkv.inspector.block_tables import SentTables, TableChangeLists
 from paxkv.kv_cache.managers.full_attention import FullAttentionManager
@@ -8,7 +8,7 @@ from tests.paxkv.inspector.inspected_pool import table_rows_of
 from tests.paxkv.scheduler.stepping import FULL
 
 
-def test_growing_tells_new_blocks_and_freeing_tells_an_empty_table():
+def test_changes_are_new_blocks_freed_tables_and_replaced_tables():
     pool = BlockPool(num_blocks=20, enable_caching=True)
     manager = FullAttentionManager(kv_cache_spec=FULL, block_pool=pool, kv_cache_group_id=0)
     sent = SentTables(manager)
@@ -33,14 +33,14 @@ def test_growing_tells_new_blocks_and_freeing_tells_an_empty_table():
     manager.free("a", 14)
     manager.allocate_new_blocks("b", 8, 8)
     assert changes() == [(1, 0, 0), (2, 1, 1)]
-    # A block in the middle is shared, and written again: the table is told anew.
+    # A block in the middle is replaced, so the whole table is sent.
     log = BlockChangeLog(pool.blocks)
     pool.add_observer(log)
     pool.touch(manager.get_blocks("b")[:1])
     manager.replace_shared_blocks("b", 2, 6)
     assert log.replaced_req_ids == {"b"}
     assert changes(log.replaced_req_ids) == [(2, 0, 2)]
-    # Freed and filled again between two looks, by the same request and by another of its name.
+    # Freed and filled again between two calls, by the same request and by one with the same id.
     manager.free("b", 8)
     manager.allocate_new_blocks("b", 8, 8)
     assert changes() == [(2, 0, 2)]

@@ -1,4 +1,4 @@
-"""One question serves all pages; a slow page gets a snapshot instead of a backlog."""
+"""One poll serves all pages; a slow page gets a snapshot instead of a backlog."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from paxkv.inspector.feed import MAX_BACKLOG, MAX_PAGES, InspectorFeed, TooManyP
 
 
 class CountingEngine:
-    """Frames are their own numbers."""
+    """An engine whose frames are numbers."""
 
     def __init__(self):
         self.seq = 100
@@ -49,7 +49,7 @@ async def take(events, count):
     return [read(await asyncio.wait_for(anext(events), 60)) for _ in range(count)]
 
 
-def test_pages_share_questions_and_each_begins_with_a_snapshot():
+def test_pages_share_polls_and_each_starts_with_a_snapshot():
     async def scenario():
         engine = CountingEngine()
         feed = InspectorFeed(engine)
@@ -59,14 +59,14 @@ def test_pages_share_questions_and_each_begins_with_a_snapshot():
         second = feed.events()
         (name, frame), *_ = await take(second, 1)
         assert name == "snapshot"
-        # The page that was there goes on with deltas, none left out.
+        # The first page continues with all deltas.
         more = await take(first, frame["n"] - got[-1][1]["n"])
         assert {name for name, _ in more} == {"delta"}
         assert [f["n"] for _, f in more] == list(range(got[-1][1]["n"] + 1, frame["n"] + 1))
         assert feed.num_pages == 2
         await first.aclose()
         await second.aclose()
-        # Nobody looks, nobody asks.
+        # Without pages, the engine is not polled.
         num_questions = len(engine.questions)
         await asyncio.sleep(0.02)
         assert len(engine.questions) == num_questions and feed.num_pages == 0
@@ -74,7 +74,7 @@ def test_pages_share_questions_and_each_begins_with_a_snapshot():
     asyncio.run(scenario())
 
 
-def test_slow_page_misses_frames_and_goes_on_from_a_snapshot():
+def test_slow_page_skips_frames_and_continues_with_a_snapshot():
     async def scenario():
         engine = CountingEngine()
         events = InspectorFeed(engine).events()
@@ -89,7 +89,7 @@ def test_slow_page_misses_frames_and_goes_on_from_a_snapshot():
     asyncio.run(scenario())
 
 
-def test_answer_that_another_asker_took_is_made_good():
+def test_missed_frame_is_replaced_by_a_snapshot():
     async def scenario():
         engine = CountingEngine()
         events = InspectorFeed(engine).events()
@@ -102,7 +102,7 @@ def test_answer_that_another_asker_took_is_made_good():
     asyncio.run(scenario())
 
 
-def test_dear_answers_are_asked_for_less_often(monkeypatch):
+def test_expensive_answers_are_polled_less_often(monkeypatch):
     async def scenario():
         engine, pauses = CountingEngine(), []
         real_sleep = asyncio.sleep
@@ -126,7 +126,7 @@ def test_dear_answers_are_asked_for_less_often(monkeypatch):
     asyncio.run(scenario())
 
 
-def test_death_is_told_and_a_new_engine_begins_with_a_snapshot():
+def test_death_is_reported_and_a_new_engine_starts_with_a_snapshot():
     async def scenario():
         engine = CountingEngine()
         events = InspectorFeed(engine).events()
@@ -145,7 +145,7 @@ def test_death_is_told_and_a_new_engine_begins_with_a_snapshot():
     asyncio.run(scenario())
 
 
-def test_close_ends_every_stream_and_too_many_are_refused():
+def test_close_ends_every_stream_and_too_many_pages_are_rejected():
     async def scenario():
         feed = InspectorFeed(CountingEngine())
         pages = [feed.events() for _ in range(MAX_PAGES)]

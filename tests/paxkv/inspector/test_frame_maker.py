@@ -1,11 +1,11 @@
-"""Frames of requests that wait in large numbers, and of pools that layers share with requests."""
+"""Frames of many waiting requests, and of pools with permanent blocks of layers."""
 
 from paxkv.inspector.frame_maker import MAX_WAITING_ROWS, FrameMaker
 from tests.paxkv.inspector.inspected_pool import WAITING_WIDTH
 from tests.paxkv.scheduler.stepping import FULL, add, make_scheduler, window
 
 
-def test_only_the_first_of_many_waiting_requests_are_rows():
+def test_number_of_waiting_rows_is_limited():
     scheduler = make_scheduler()
     frames = FrameMaker(scheduler)
     for i in range(MAX_WAITING_ROWS + 5):

@@ -1,4 +1,4 @@
-"""Frames of an engine add up to what its pool is, and cost nothing while nobody asks."""
+"""Frames of an engine add up to its pool, and cost nothing while no client polls."""
 
 import contextlib
 
@@ -19,7 +19,7 @@ from tests.paxkv.scheduler.stepping import FULL, FunctionRunner, add, make_sched
 
 
 def ask(recorder, after_seq=-1, *, wants_snapshot=False, keeps_tokens=False):
-    """An answer after its way as JSON, as the page gets it."""
+    """The answer as the page receives it, after encoding and decoding as JSON."""
     answer = recorder.inspect(after_seq, wants_snapshot, keeps_tokens)
     return msgspec.json.decode(msgspec.json.encode(answer), type=Inspection)
 
@@ -75,7 +75,7 @@ class Traffic:
     specs=st.sampled_from([(FULL,), (FULL, window(8)), (window(12),)]),
     opens_at=st.integers(0, 10),
 )
-def test_deltas_on_the_first_snapshot_give_the_pool_as_it_is(operations, specs, opens_at):
+def test_first_snapshot_and_deltas_equal_the_pool(operations, specs, opens_at):
     scheduler = make_scheduler(Scheduler, num_blocks=24, specs=specs, max_num_seqs=4)
     recorder = InspectionRecorder(scheduler)
     traffic = Traffic(scheduler)
@@ -96,7 +96,7 @@ def test_deltas_on_the_first_snapshot_give_the_pool_as_it_is(operations, specs, 
 
 
 @pytest.mark.parametrize("scheduler_class", [Scheduler, AsyncScheduler])
-def test_preemption_is_seen_and_its_table_goes(scheduler_class):
+def test_frames_show_a_preemption_and_its_freed_table(scheduler_class):
     scheduler = make_scheduler(scheduler_class, num_blocks=7, max_num_seqs=2)
     recorder, runner = InspectionRecorder(scheduler), FunctionRunner()
     for name in ("a", "b"):
@@ -112,7 +112,7 @@ def test_preemption_is_seen_and_its_table_goes(scheduler_class):
     assert {name for name, _ in page.tables_by_name()} == {"a"}
 
 
-def test_missed_answer_is_made_good_by_a_snapshot():
+def test_missed_answer_is_followed_by_a_snapshot():
     scheduler = make_scheduler()
     recorder = InspectionRecorder(scheduler)
     first = ask(recorder)
@@ -129,7 +129,7 @@ def change_logs(pool):
     return [observer for observer in pool.observers if isinstance(observer, BlockChangeLog)]
 
 
-def test_nothing_is_collected_before_somebody_asks_nor_after_the_lease(monkeypatch):
+def test_changes_are_recorded_only_while_a_client_polls(monkeypatch):
     scheduler = make_scheduler()
     pool = scheduler.kv_cache_manager.block_pool
     recorder = InspectionRecorder(scheduler)
@@ -145,7 +145,7 @@ def test_nothing_is_collected_before_somebody_asks_nor_after_the_lease(monkeypat
     assert not recorder.is_active and change_logs(pool) == []
 
 
-def test_hits_and_parents_are_those_of_the_prefix():
+def test_blocks_have_the_hits_and_parents_of_the_prefix():
     scheduler = make_scheduler()
     recorder, runner = InspectionRecorder(scheduler), FunctionRunner()
     prompt = list(range(12))
@@ -163,7 +163,7 @@ def test_hits_and_parents_are_those_of_the_prefix():
     assert [row[2] for row in chain] == [bytes(6), *(row[1] for row in chain[:-1])]
 
 
-def test_block_tells_its_tokens_to_those_who_may_know():
+def test_block_details_have_tokens_only_if_requested():
     scheduler = make_scheduler()
     recorder, runner = InspectionRecorder(scheduler), FunctionRunner()
     ask(recorder, keeps_tokens=True)
@@ -173,7 +173,7 @@ def test_block_tells_its_tokens_to_those_who_may_know():
     details = recorder.inspect_block(first.block_id, 0, True)
     assert (details.state, details.token_ids) == ("used", [100, 101, 102, 103])
     assert details.block_hash == request.block_hashes[0].hex()
-    # A block that is not full yet is found through its holder.
+    # A block that is not full is found in the table of its holder.
     assert recorder.inspect_block(second.block_id, 0, True).token_ids is None
     key = PageState(ask(recorder).snapshot).running[0]
     details = recorder.inspect_block(second.block_id, key, True)
@@ -189,7 +189,7 @@ def test_block_tells_its_tokens_to_those_who_may_know():
         InspectionRecorder(scheduler).inspect_block(1, 0, True)
 
 
-def test_ids_that_come_again_are_other_requests():
+def test_reused_request_id_gets_a_new_key():
     scheduler = make_scheduler()
     recorder, runner = InspectionRecorder(scheduler), FunctionRunner()
     add(scheduler, "a", 8)
@@ -205,7 +205,7 @@ def test_ids_that_come_again_are_other_requests():
     check_equals_the_pool(page, scheduler)
 
 
-def test_tokens_of_blocks_that_nobody_holds_are_kept_only_for_who_asked_for_them():
+def test_tokens_of_released_blocks_are_kept_only_with_keeps_tokens():
     scheduler = make_scheduler()
     recorder, runner = InspectionRecorder(scheduler), FunctionRunner()
     ask(recorder)

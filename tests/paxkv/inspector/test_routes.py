@@ -1,4 +1,4 @@
-"""The inspector over HTTP: page, feed, block details and traces, and who may see what."""
+"""The inspector over HTTP: page, feed, block details, traces and access."""
 
 import contextlib
 import json
@@ -41,7 +41,7 @@ def events_of(client, count):
     raise AssertionError(f"the feed ended after {found}")
 
 
-def test_page_and_every_file_it_names_are_served_under_a_strict_policy(server):
+def test_page_and_its_files_have_a_strict_content_security_policy(server):
     client, _ = server
     page = client.get("/inspector")
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
@@ -62,7 +62,7 @@ def test_page_and_every_file_it_names_are_served_under_a_strict_policy(server):
         assert client.get(f"/inspector/page/{name}").status_code == 404
 
 
-def test_nothing_that_a_user_sent_is_ever_parsed_as_html(server):
+def test_page_never_parses_user_text_as_html(server):
     client, _ = server
     for name in ("main.js", "requests.js", "details.js", "tree.js", "log.js", "charts.js"):
         script = client.get(f"/inspector/page/{name}").text
@@ -85,7 +85,7 @@ def test_feed_follows_requests(server):
     assert PROMPT not in json.dumps((first, frame, change))
 
 
-def test_block_is_described_without_its_tokens(server):
+def test_block_details_omit_tokens_by_default(server):
     client, _ = server
     events_of(client, 2)
     got = client.get("/inspector/blocks/1?holder=0").json()
@@ -98,7 +98,7 @@ def test_block_is_described_without_its_tokens(server):
         assert client.get(path).status_code == 404
 
 
-def test_trace_comes_back_as_frames(server, tmp_path):
+def test_uploaded_trace_is_returned_as_frames(server, tmp_path):
     client, _ = server
     record(tmp_path / "trace")
     data = (tmp_path / "trace").read_bytes()
@@ -110,14 +110,14 @@ def test_trace_comes_back_as_frames(server, tmp_path):
     assert client.post("/inspector/trace", content=b"").status_code == 400
 
 
-def test_other_hosts_and_sites_are_refused(server):
+def test_requests_of_other_hosts_and_sites_are_rejected(server):
     client, _ = server
     for headers in ({"Host": "attacker.example"}, {"Sec-Fetch-Site": "cross-site"}):
         for path in ("/inspector", "/inspector/events", "/inspector/page/main.js"):
             assert client.get(path, headers=headers).status_code == 403
 
 
-def test_text_is_shown_where_the_operator_wants_it():
+def test_text_is_shown_if_the_operator_enables_it():
     engine = make_client(num_blocks=64, step_s=0.01, max_num_seqs=4)
     config = ServerConfig(port=0, inspector_show_text=True)
     with (
@@ -138,7 +138,7 @@ def test_text_is_shown_where_the_operator_wants_it():
         assert found == "find"
 
 
-def test_open_page_does_not_hold_up_the_end_of_the_server():
+def test_open_page_does_not_delay_the_shutdown():
     engine = make_client(num_blocks=64, step_s=0.01, max_num_seqs=4)
     with httpx.Client(timeout=60) as client, contextlib.ExitStack() as streams:
         with run_server(engine, ServerConfig(port=0), starts=True) as (url, _):

@@ -1,4 +1,4 @@
-"""Times and tokens of steps add up, and a first token is timed once."""
+"""Durations and tokens of steps are summed; first tokens are measured once."""
 
 from paxkv.contracts.engine_output import EngineCoreOutput
 from paxkv.inspector.step_meter import StepMeter
@@ -10,7 +10,7 @@ def output(request_id, num_tokens, finish_reason=None):
     )
 
 
-def test_first_tokens_are_timed_from_arrival_once():
+def test_time_to_first_token_is_measured_once():
     meter = StepMeter()
     meter.on_arrival("a", 10.0)
     meter.on_arrival("gone", 10.0)

@@ -1,4 +1,4 @@
-"""A trace becomes the frames that a page would have got from the engine that wrote it."""
+"""A trace is converted to the frames that its engine would have sent to a page."""
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ def read(lines):
     return [msgspec.convert(f["frame"], InspectorFrame) for f in frames], end["end"]
 
 
-def test_frames_end_in_the_pool_that_was_recorded(tmp_path):
+def test_last_frame_equals_the_recorded_pool(tmp_path):
     scheduler = record(tmp_path / "trace")
     frames, end = read(frame_lines(tmp_path / "trace", make_scheduler))
     assert len(frames) == scheduler.num_steps + 1 and end["note"] is None
@@ -34,7 +34,7 @@ def test_frames_end_in_the_pool_that_was_recorded(tmp_path):
     assert sum(len(frame.ttft_s) for frame in frames) == 6
 
 
-def test_long_traces_have_several_steps_in_a_frame(tmp_path, monkeypatch):
+def test_frame_of_a_long_trace_covers_several_steps(tmp_path, monkeypatch):
     scheduler = record(tmp_path / "trace")
     monkeypatch.setattr(trace_frames, "MAX_FRAMES", 4)
     frames, end = read(frame_lines(tmp_path / "trace", make_scheduler))
@@ -45,7 +45,7 @@ def test_long_traces_have_several_steps_in_a_frame(tmp_path, monkeypatch):
     check_equals_the_pool(page, scheduler)
 
 
-def test_where_the_replay_differs_it_says_so_and_stops(tmp_path):
+def test_replay_stops_at_the_first_difference_and_reports_it(tmp_path):
     record(tmp_path / "trace")
     lines = (tmp_path / "trace").read_bytes().splitlines(keepends=True)
     lines[5] = lines[5].replace(b'"num_free_blocks":', b'"num_free_blocks":9')
@@ -54,7 +54,7 @@ def test_where_the_replay_differs_it_says_so_and_stops(tmp_path):
     assert len(frames) == 6 and "num_free_blocks" in end["note"]
 
 
-def test_pool_that_is_too_large_is_refused(tmp_path, monkeypatch):
+def test_trace_with_a_too_large_pool_is_rejected(tmp_path, monkeypatch):
     record(tmp_path / "trace")
     monkeypatch.setattr(trace_frames, "MAX_BLOCKS", 11)
     with pytest.raises(TraceFileError, match="12 blocks"):

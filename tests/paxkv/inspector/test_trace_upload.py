@@ -1,4 +1,4 @@
-"""An uploaded trace is replayed elsewhere, within limits, one at a time."""
+"""Uploaded traces are replayed in another process, within limits, one at a time."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ async def chunks(data, size=1000):
         yield data[start : start + size]
 
 
-def test_frames_come_back_and_another_must_wait_meanwhile(tmp_path):
+def test_upload_returns_frames_and_a_second_upload_is_rejected(tmp_path):
     record(tmp_path / "trace")
     data = (tmp_path / "trace").read_bytes()
 
@@ -30,7 +30,7 @@ def test_frames_come_back_and_another_must_wait_meanwhile(tmp_path):
             await uploads.start(chunks(data))
         got = [msgspec.json.decode(line) async for line in lines]
         assert "frame" in got[0] and got[-1]["end"]["num_requests"] == 6
-        # A reader who leaves ends the replay, and makes room.
+        # Closing the reader ends the replay, so another upload is accepted.
         lines = await uploads.start(chunks(data))
         await anext(lines)
         await lines.aclose()
