@@ -4,11 +4,11 @@ import importlib.resources
 from pathlib import Path
 
 CHECKPOINT = Path(str(importlib.resources.files("models.demo") / "checkpoint"))
-# Steps of at most 32 tokens and no bursts: few programs, which compile in a few seconds.
+# One request at a time, steps of at most 16 tokens, and no bursts: six programs.
 SETTINGS = {
     "block_size": 16,
-    "max_num_seqs": 2,
-    "max_num_batched_tokens": 32,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 16,
     "num_gpu_blocks_override": 72,
     "max_decode_burst": 1,
 }

@@ -38,7 +38,7 @@ def answers(**settings) -> list[list[list[int]]]:
         engines = llm.get_stats().engines
         assert len(engines) == settings.get("data_parallel_size", 0)
         assert all(engine.num_scheduled_tokens > 0 for engine in engines)
-        assert llm.model_info.max_num_seqs == 2 * settings.get("data_parallel_size", 1)
+        assert llm.model_info.max_num_seqs == settings.get("data_parallel_size", 1)
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
@@ -49,9 +49,8 @@ NEEDS_TWO_CORES = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def server():
-    """With two engines of one request at a time, which need fewer programs."""
-    flags = (*FLAGS, "--max-num-seqs", "1", "--data-parallel-size", "2")
-    with running_server(*flags) as server:
+    """With two engines of one request at a time."""
+    with running_server(*FLAGS, "--data-parallel-size", "2") as server:
         yield server
 
 
@@ -92,7 +91,7 @@ def test_metrics_tell_what_each_engine_did(server) -> None:
 
 
 @NEEDS_TWO_CORES
-def test_server_with_two_engines_answers_as_one_engine(server) -> None:
+def test_server_with_two_engines_answers_as_one_engine(server, demo_llm: LLM) -> None:
     fields = {"max_tokens": 12, "ignore_eos": True}
     asked = [
         fields | {"temperature": 0.0},
@@ -100,15 +99,14 @@ def test_server_with_two_engines_answers_as_one_engine(server) -> None:
         {"temperature": 0.7, "top_p": 0.9, "seed": 5, "max_tokens": 12, "min_tokens": 4},
     ]
     prompts = make_prompts()
-    with LLM(**SETTINGS) as llm:
-        wanted = [
-            [
-                completion.token_ids
-                for output in llm.generate(prompts, SamplingParams(**a), use_tqdm=False)
-                for completion in output.outputs
-            ]
-            for a in asked
+    wanted = [
+        [
+            completion.token_ids
+            for output in demo_llm.generate(prompts, SamplingParams(**a), use_tqdm=False)
+            for completion in output.outputs
         ]
+        for a in asked
+    ]
     assert [complete(server, prompts, **a) for a in asked] == wanted
 
 

@@ -10,7 +10,7 @@ from tests.end_to_end.real_server import running_server
 from tests.small_engine import FLAGS
 
 AS_FOR_USERS = {"XLA_FLAGS": user_flags()}
-FEW_PROGRAMS = (*FLAGS, "--max-num-seqs", "1", "--no-enable-compilation-cache")
+FEW_PROGRAMS = (*FLAGS, "--no-enable-compilation-cache")
 
 
 @pytest.mark.parametrize(

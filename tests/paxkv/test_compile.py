@@ -82,8 +82,8 @@ def test_a_start_with_the_cache_gives_the_same_tokens_and_compiles_nothing(
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        ({"max_num_seqs": 3}, "max_num_seqs: compiled with '2', now '3'"),
-        ({"max_num_batched_tokens": 64}, "num_tokens: compiled with 32, now also 64"),
+        ({"max_num_seqs": 3}, "max_num_seqs: compiled with '1', now '3'"),
+        ({"max_num_batched_tokens": 64}, "num_tokens: compiled with 16, now also 64"),
         ({"max_decode_burst": 3}, "max_steps: compiled with 1, now also 3"),
         ({"max_model_len": 512}, "max_blocks_per_req: compiled with [64], now also [32]"),
         ({"block_size": 8}, "block_size: compiled with [16], now also [8]"),
