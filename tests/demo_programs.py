@@ -39,6 +39,7 @@ def demo_programs() -> Path:
                 env=os.environ | {"PYTHONWARNINGS": ""},
                 check=True,
                 stdout=subprocess.DEVNULL,
+                timeout=280,
             )
             being_made.rename(path)
     return path

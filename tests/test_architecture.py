@@ -292,13 +292,45 @@ def test_test_files_import_what_they_mirror() -> None:
     assert [v for v in violations if v is not None] == []
 
 
+WAITS_FOR_PROCESS = {"subprocess.run", "subprocess.check_output", "subprocess.check_call"}
+# The tool for mutants limits whole runs; the test of the time limit starts what has none.
+MAY_WAIT_LONG = ("tests/mutants/", "tests/test_time_limit.py")
+
+
+def unlimited_waits(path: Path) -> list[str]:
+    """Calls in a file that wait for a process without a `timeout`."""
+    text = path.read_text()
+    if not any(name in text for name in WAITS_FOR_PROCESS):
+        return []
+    return [
+        f"{path.name}:{node.lineno} waits for a process without a timeout"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in WAITS_FOR_PROCESS
+        and "timeout" not in {keyword.arg for keyword in node.keywords}
+    ]
+
+
+def test_tests_wait_for_processes_with_a_timeout(tmp_path: Path) -> None:
+    paths = [p for p in TESTS if not relative(p).startswith(MAY_WAIT_LONG)]
+    assert [wait for path in paths for wait in unlimited_waits(path)] == []
+    planted = tmp_path / "planted.py"
+    planted.write_text("subprocess.run(['a'], timeout=1)\nsubprocess.run(['b'])\n")
+    assert unlimited_waits(planted) == ["planted.py:2 waits for a process without a timeout"]
+
+
 def test_no_init_files_under_tests() -> None:
     assert [relative(p) for p in (ROOT / "tests").rglob("__init__.py")] == []
 
 
 def test_top_level_names_are_the_agreed_ones() -> None:
     tracked = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+        ["git", "ls-files"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     if tracked.returncode != 0:
         pytest.skip("not a git checkout")

@@ -15,7 +15,12 @@ def test_importing_paxkv_imports_no_jax() -> None:
         "paxkv.entrypoints.cli.run_batch; "
         "sys.exit('jax' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, check=False, timeout=120
+        ).returncode
+        == 0
+    )
 
 
 def test_engine_and_llm_import_without_the_servers_libraries() -> None:
@@ -24,7 +29,12 @@ def test_engine_and_llm_import_without_the_servers_libraries() -> None:
         "sys.modules.update(dict.fromkeys(['starlette', 'uvicorn', 'prometheus_client'])); "
         "import paxkv.llm, paxkv.engine.engine_core"
     )
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, check=False, timeout=120
+        ).returncode
+        == 0
+    )
 
 
 def test_importing_paxkv_alone_imports_next_to_nothing() -> None:
@@ -36,6 +46,11 @@ def test_importing_paxkv_alone_imports_next_to_nothing() -> None:
         "paxkv.SamplingParams, paxkv.BeamSearchParams, paxkv.StructuredOutputsParams"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert (done.stdout, done.stderr) == ("[]\n[]\n", "")

@@ -254,7 +254,9 @@ def _cuda_release(ptxas: Path) -> int:
     """The toolkit's major version; 0 if there is no toolkit."""
     if not ptxas.is_file():
         return 0
-    said = subprocess.run([ptxas, "--version"], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [ptxas, "--version"], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
     found = re.search(r"release (\d+)\.", said)
     return int(found[1]) if found else 0
 

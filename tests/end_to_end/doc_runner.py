@@ -22,6 +22,7 @@ def main() -> None:
                 capture_output=True,
                 text=True,
                 check=False,
+                timeout=300,
             )
             results.append((done.stdout, done.stderr or "failed" if done.returncode else None))
             continue

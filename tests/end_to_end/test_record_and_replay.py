@@ -41,6 +41,7 @@ def test_500_requests_replay_exactly_without_jax(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
+        timeout=120,
     )
     assert (done.returncode, done.stderr) == (0, "")
     first, last = done.stdout.splitlines()

@@ -27,7 +27,12 @@ def test_foreign_models_is_named_with_both_places(tmp_path: Path, is_package: bo
         foreign.write_text("")
     program = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import paxkv.llm"
     result = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert result.returncode != 0
     last_line = result.stderr.strip().splitlines()[-1]

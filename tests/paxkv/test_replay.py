@@ -115,6 +115,7 @@ def test_replay_runs_without_jax(trace: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
+        timeout=120,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "exact: " in done.stdout
@@ -127,5 +128,6 @@ def test_module_runs_from_the_command_line(trace: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
+        timeout=120,
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -19,7 +19,9 @@ counter.count_sleep()
 def test_other_process_counts_what_this_one_reads():
     counter, file = StepCounter.create()
     assert counter.count == 0
-    subprocess.run([sys.executable, "-c", _OTHER, str(file)], pass_fds=(file,), check=True)
+    subprocess.run(
+        [sys.executable, "-c", _OTHER, str(file)], pass_fds=(file,), check=True, timeout=120
+    )
     os.close(file)
     assert counter.count == 4
 

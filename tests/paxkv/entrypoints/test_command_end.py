@@ -15,7 +15,12 @@ LINE = "paxkv: interrupted.\n"
 def run(program, **options):
     """A process of its own: it may lose its standard output, or end at once."""
     return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, **options
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        **options,
+        timeout=120,
     )
 
 
@@ -135,11 +140,16 @@ def test_containers_first_process_is_terminated_in_its_imports(module, words):
 
 def test_first_process_of_a_pid_namespace_is_terminated_in_its_imports():
     within = ["unshare", "--user", "--map-root-user", "--pid", "--fork", sys.executable, "-c"]
-    if shutil.which("unshare") is None or subprocess.run([*within, ""], check=False).returncode:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*within, ""], check=False, timeout=120).returncode
+    ):
         pytest.skip("this user may make no PID namespace")
     module, words = COMMANDS["serve"]
     program = IMPORTING.format(before="", signal="SIGTERM", module=module, words=words)
-    done = subprocess.run([*within, program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*within, program], capture_output=True, text=True, check=False, timeout=120
+    )
     assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
 
 

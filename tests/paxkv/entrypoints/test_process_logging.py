@@ -30,6 +30,7 @@ def test_our_lines_and_others_warnings_are_shown_with_their_times():
         text=True,
         check=True,
         env={"TZ": "Asia/Tokyo", "PYTHONPATH": "."},
+        timeout=120,
     )
     times, rest = zip(*(line.split(" ", 1) for line in ran.stderr.splitlines()), strict=True)
     assert rest == ("INFO paxkv.part: began", "WARNING other: heed")

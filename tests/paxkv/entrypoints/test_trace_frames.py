@@ -16,6 +16,7 @@ def test_frames_of_a_trace_are_lines_on_stdout(tmp_path):
         [sys.executable, "-m", "paxkv.entrypoints.trace_frames", str(tmp_path / "trace")],
         capture_output=True,
         check=True,
+        timeout=120,
     )
     *frames, end = map(msgspec.json.decode, run.stdout.splitlines())
     assert [list(frame) for frame in frames] == [["frame"]] * (scheduler.num_steps + 1)
@@ -41,6 +42,7 @@ def test_file_that_is_no_trace_is_one_line_and_an_exit_code(tmp_path):
         [sys.executable, "-m", "paxkv.entrypoints.trace_frames", str(tmp_path / "junk")],
         capture_output=True,
         check=False,
+        timeout=120,
     )
     assert run.returncode == 2
     error = msgspec.json.decode(run.stdout)["error"]

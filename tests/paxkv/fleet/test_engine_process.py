@@ -196,6 +196,7 @@ def test_engine_without_a_word_from_its_parent_ends_without_one() -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         input=b"",
         capture_output=True,
+        timeout=120,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, b"", b"")
 

@@ -50,7 +50,11 @@ def test_help_and_chat_import_neither_jax_nor_the_server(words):
         "sys.exit(bool({'jax', 'starlette', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, check=False
+        [sys.executable, "-c", program, *words],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
 

@@ -123,6 +123,7 @@ def test_a_fixed_seed_gives_equal_hashes_in_another_process():
         capture_output=True,
         text=True,
         check=True,
+        timeout=120,
     )
     expected = [
         " ".join(
