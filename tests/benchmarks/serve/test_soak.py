@@ -42,7 +42,7 @@ def test_broken_promises_are_reported_and_counted(monkeypatch) -> None:
     assert all(request.answer == "aaab" and got == "aaaa" for request, got in result.differing)
     result = dataclasses.replace(result, errors={"ReadError": 2})
     broken = "\n".join(result.broken_promises)
-    for words in ("2 x ReadError", "not those of LLM.generate", "kv_cache_usage_perc is 0.25"):
+    for words in ("2 x ReadError", "differ from LLM.generate", "kv_cache_usage_perc is 0.25"):
         assert words in broken
     assert "engine_growth_percent" in broken and "server_growth_percent" not in broken
     assert "wanted: 'aaab'" in report(result)

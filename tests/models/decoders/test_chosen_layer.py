@@ -75,10 +75,10 @@ def test_the_only_layer_is_itself():
     assert choose_layer([layer], jnp.int32(0)) is layer
 
 
-def test_layers_with_other_parameters_are_refused():
+def test_layers_with_different_parameters_are_refused():
     layers = random_layers()
     layers[1].first.bias = None
-    with pytest.raises(ModelError, match="other parameters"):
+    with pytest.raises(ModelError, match="different parameters"):
         choose_layer(layers, jnp.int32(0))
 
 
