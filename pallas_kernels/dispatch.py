@@ -192,7 +192,7 @@ def target_misfit(target: Target) -> str | None:
         return f"no Mosaic body is written for the platform {target.platform!r}"
     if name == "mosaic_gpu" and target.compute_capability != "9.0":
         return (
-            f"its instructions are those of compute capability 9.0 (H100, H200), "
+            f"its instructions need compute capability 9.0 (H100, H200), "
             f"this is {target.device_kind!r} with {target.compute_capability}"
         )
     if name == "mosaic_tpu" and target.device_kind not in _TPU_KINDS:

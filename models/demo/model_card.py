@@ -50,7 +50,7 @@ should be, so a cache bug shows as a wrong sum.
 Greedy decoding of the weights as stored; an answer counts when every token of it is exact, the end
 of the turn included. The operands (pairs of numbers, in either order and for both operations;
 words; sentences) were never in a training conversation. The questions about paxkv, and the
-unknown ones, are those of training: they are memorised, not held out.
+unknown ones, were in training: they are memorised, not held out.
 
 | task | prompts | exact | share |
 | --- | ---: | ---: | ---: |

@@ -9,7 +9,7 @@ from flax import nnx
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoModelConfig:
-    """Sizes of the demo model; the field names are those of Hugging Face's LlamaConfig."""
+    """Sizes of the demo model; the fields are named as in Hugging Face's LlamaConfig."""
 
     vocab_size: int = 768
     hidden_size: int = 192
@@ -109,7 +109,7 @@ class DecoderLayer(nnx.Module):
 
 
 class DemoModel(nnx.Module):
-    """LlamaForCausalLM with tied embeddings; attribute names are those of the checkpoint."""
+    """LlamaForCausalLM with tied embeddings; attributes are named as in the checkpoint."""
 
     def __init__(self, config: DemoModelConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config

@@ -29,7 +29,7 @@ class NormedExpertsMLP(SharedExpertsMLP):
     """`SharedExpertsMLP` with a norm of its output."""
 
     def __init__(self, *, norm: nnx.Module, **parts: nnx.Module) -> None:
-        """Makes the block; the other arguments are those of `SharedExpertsMLP`."""
+        """Makes the block; the other arguments are as in `SharedExpertsMLP`."""
         super().__init__(**parts)
         self.post_mlp_layernorm = norm
 

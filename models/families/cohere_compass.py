@@ -63,7 +63,7 @@ def _with_rope(
     max_positions: int,
 ) -> AttentionConfig:
     ropes = read_part(hf_config, "rope_parameters")
-    # Without an object for a layer type, the parameters are those of all layers.
+    # Without an object for a layer type, all layers have the same parameters.
     is_by_type = {"full_attention", "sliding_attention"} & set(ropes)
     own = read_part(ropes, layer_type) if is_by_type else ropes
     if is_by_type and not own:

@@ -103,7 +103,7 @@ def _first_row(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def _read_has_experts(hf_config: Mapping[str, object], num_layers: int) -> tuple[bool, ...]:
-    """For each layer, whether it has experts: every so many layers of a range."""
+    """For each layer, whether it has experts: every `moe_layer_interval`-th layer of a range."""
     first = read_count(hf_config, "moe_layer_start_index", 1, minimum=0)
     last = hf_config.get("moe_layer_end_index")
     if last in (None, -1):

@@ -56,8 +56,8 @@ class StateInputs:
     """The inputs of KV cache groups that keep states (`StateFormat`).
 
     Row r owns tokens `query_start_loc[r]:query_start_loc[r + 1]` of the step, in order. These rows
-    may differ from those of the `ForwardBatch`: a batch-invariant step makes each token a request
-    of its own, but states need all tokens of a request in one row.
+    may differ from the `ForwardBatch`'s: a batch-invariant step makes each token a request of its
+    own, but states need all tokens of a request in one row.
     """
 
     # Blocks that hold the state before the step, and blocks that get the state after it. No block

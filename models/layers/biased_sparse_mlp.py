@@ -25,7 +25,7 @@ class BiasedSparseMLP(SparseMLP):
         experts: Experts,
         dtype: jnp.dtype,
     ) -> None:
-        """Makes the block; `gate`, `choose` and `experts` are those of `SparseMLP`."""
+        """Makes the block; `gate`, `choose` and `experts` are as in `SparseMLP`."""
         super().__init__(gate=gate, choose=choose, experts=experts)
         self.bias = nnx.Param(jnp.zeros((hidden_size,), dtype))
 

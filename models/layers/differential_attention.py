@@ -43,9 +43,9 @@ def with_paired_heads(config: AttentionConfig) -> AttentionConfig:
 class DifferentialAttention(Attention):
     """Attention whose first half of query heads loses `factor` times the second half.
 
-    Query head i of the first half and head i of the second half read the same values: those of
-    both KV heads. The difference is normed and multiplied by `1 - start`. `start` grows with the
-    layer's number, and is a part of `factor`.
+    Query head i of the first half and head i of the second half read the same values, of both KV
+    heads. The difference is normed and multiplied by `1 - start`. `start` grows with the layer's
+    number, and is a part of `factor`.
 
     The cache stores KV head j of both halves as one head of twice the width. A query is zero in
     the half of the width that has the other key. Caches and kernels need not know of the pairs,

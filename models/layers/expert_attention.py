@@ -37,7 +37,7 @@ class ExpertAttention(Attention):
     what these queries attend to. The output is the weighted sum of the experts, plus one bias.
 
     Query heads are ordered by KV head, and then by choice. The rows of experts are not reported
-    (`EXPERT_TOKENS`): a report has those of the MLP.
+    (`EXPERT_TOKENS`): a report only has the rows of the MLP.
 
     Source: Mixture of Attention Heads, arXiv:2210.05144.
     """

@@ -140,7 +140,7 @@ class Experts(nnx.Module):
         return activate(gate, self.activation) * up
 
     def finish(self, down: jax.Array) -> jax.Array:  # f[places, hidden]
-        """The outputs of experts before they are weighted, from those of `down_proj`."""
+        """The outputs of experts before they are weighted, from the outputs of `down_proj`."""
         return down
 
 
@@ -207,7 +207,7 @@ def packed_gate_up_rules(
     `experts.gate_up_proj` holds gate and up, and `experts.down_proj` holds down.
 
     Args:
-        rules: The rules of all parameters of a model. The result replaces those of experts.
+        rules: The rules of all parameters of a model. The result replaces the rules of experts.
         is_interleaved: Rows of gate and up alternate in the tensor. Otherwise all rows of gate come
             first.
         is_turned: The checkpoint has [num_experts, in, out] instead of [num_experts, out, in].

@@ -44,7 +44,7 @@ class NormedGatedAttention(GatedAttention):
         o_norm: nnx.Module,
         dtype: jnp.dtype,
     ) -> None:
-        """Makes the layer; the other arguments are those of `GatedAttention`.
+        """Makes the layer; the other arguments are as in `GatedAttention`.
 
         Args:
             o_norm: Norm of each head's output.
@@ -105,7 +105,7 @@ class GatedResidualLayer(OutputNormLayer):
         mlp_out_norm: Callable[[], nnx.Module],
         residual_gate: Callable[[], ResidualGate],
     ) -> None:
-        """Makes the layer; the other arguments are those of `OutputNormLayer`.
+        """Makes the layer; the other arguments are as in `OutputNormLayer`.
 
         Args:
             residual_gate: Makes the gate of an output.

@@ -41,7 +41,7 @@ class NormedExperts(Experts):
         norm: nnx.Module,
         dtype: jnp.dtype,
     ) -> None:
-        """Makes the experts; the other arguments are those of `Experts`.
+        """Makes the experts; the other arguments are as in `Experts`.
 
         Args:
             norm: Norm of an output. All experts share it.
@@ -68,7 +68,7 @@ class NarrowSparseMLP(SparseMLP):
         experts: Experts,
         post_expert_proj: Linear,
     ) -> None:
-        """Makes the block; the other arguments are those of `SparseMLP`.
+        """Makes the block; the other arguments are as in `SparseMLP`.
 
         Args:
             pre_expert_proj: From the hidden size to the width of the experts.

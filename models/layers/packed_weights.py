@@ -41,7 +41,7 @@ def with_grouped_qkv(
 ) -> dict[str, WeightRule]:
     """The rules for checkpoints whose tensors hold the rows of one KV head after the other.
 
-    The rows of a KV head are those of its query heads, then its key, then its value.
+    A KV head has the rows of its query heads, then of its key, then of its value.
 
     Args:
         attention: Of each layer. Values are as wide as keys.
@@ -102,7 +102,7 @@ def with_packed_gate_up(
     mlp: str = "mlp",
     packed: str = "gate_up_proj",
 ) -> dict[str, WeightRule]:
-    """The rules for checkpoints whose tensors hold the rows of the gate, then those of up.
+    """The rules for checkpoints whose tensors hold the rows of the gate, then the rows of up.
 
     Args:
         mlp: The name of the MLP in a layer.

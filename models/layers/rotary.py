@@ -165,7 +165,7 @@ def _proportional_inv_freq(
 ) -> np.ndarray:  # f64[head_dim // 2]
     """Turns the fastest pairs alone, as fast as if all of the head were turned.
 
-    With `AttentionConfig.rotary_dim` instead, pairs and frequencies would be those of a head of
+    With `AttentionConfig.rotary_dim` instead, pairs and frequencies would be as in a head of
     `rotary_dim` dimensions.
     """
     is_turned = np.arange(head_dim // 2) < int(rope.turned_share * head_dim // 2)

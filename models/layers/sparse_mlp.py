@@ -59,7 +59,7 @@ class SharedExpertsMLP(SparseMLP):
         experts: Experts,
         shared_experts: GatedMLP,
     ) -> None:
-        """Makes the block; the other arguments are those of `SparseMLP`."""
+        """Makes the block; the other arguments are as in `SparseMLP`."""
         super().__init__(gate=gate, choose=choose, experts=experts)
         self.shared_experts = shared_experts
 

@@ -25,7 +25,7 @@ class ZeroExpertsMLP(SparseMLP):
         expert_ids, weights = self.gate.route(x, self.choose)
         num_experts = self.experts.num_experts
         is_zero = expert_ids >= num_experts
-        # Expert `num_experts` does not exist: choices of it are skipped, like those of padding.
+        # Expert `num_experts` does not exist: choices of it are skipped, like choices of padding.
         routing = Routing(jnp.minimum(expert_ids, num_experts), jnp.where(is_zero, 0.0, weights))
         kept = jnp.where(is_zero, weights, 0.0).sum(axis=-1, keepdims=True)
         return self.experts(x, routing, context) + (kept * x.astype(jnp.float32)).astype(x.dtype)

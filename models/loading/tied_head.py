@@ -12,9 +12,9 @@ logger = logging.getLogger(__name__)
 
 
 def is_head_tied(checkpoint: Checkpoint, embedding: WeightRule) -> bool:
-    """False where a head of other numbers than the embedding is stored.
+    """False if the checkpoint stores a head that differs from the embedding.
 
-    Whoever trains the head alone, or merges an adapter into it, often leaves the flag as it was.
+    Tools that train the head alone, or merge an adapter into it, often do not change the flag.
 
     Args:
         embedding: How the checkpoint stores it; families have other names for it.

@@ -114,7 +114,7 @@ def add_kv_tile(
     v: jax.Array,  # f[tile_blocks, num_kv_heads, block_size, head_dim]
     is_written: jax.Array,  # bool[kv_tile], keys that may be read
     is_seen: jax.Array,  # bool[query_tile, kv_tile], only keys that may be read
-    distance: jax.Array,  # i32[query_tile, kv_tile], positions of keys minus those of queries
+    distance: jax.Array,  # i32[query_tile, kv_tile], key positions minus query positions
 ) -> RunningSoftmax:
     """Adds one tile of keys to the running softmax of one tile of query tokens."""
     shape = softmax.largest.shape

@@ -46,7 +46,7 @@ _COLUMNS = (
     _TESTED,
 )
 _SENTENCE = (
-    "paxkv runs {count} architectures of decoder-only text models, among them those of Llama,\n"
+    "paxkv runs {count} architectures of decoder-only text models, among them Llama,\n"
     "Mistral, Qwen, Gemma, Phi, GLM, OLMo, Granite, Command R and gpt-oss.\n"
     "[Models](docs/guide/models.md) lists all of them."
 )

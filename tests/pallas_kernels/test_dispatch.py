@@ -227,7 +227,7 @@ def test_the_reason_is_said_once_for_each_op_and_reason(bodies, new_jax, caplog)
     said = [message for message in caplog.messages if "op_said_once" in message]
     assert said == [
         "op_said_once runs as plain XLA, not as mosaic_gpu: x is negative.",
-        "op_said_once runs as plain XLA, not as mosaic_gpu: its instructions are those of compute "
+        "op_said_once runs as plain XLA, not as mosaic_gpu: its instructions need compute "
         "capability 9.0 (H100, H200), this is 'NVIDIA A100' with 8.0.",
         "another_op_said_once runs as plain XLA, not as mosaic_gpu: x is negative.",
     ]

@@ -27,7 +27,7 @@ class CompressedScheme:
 
     Args:
         is_packed: Words of 32 bits hold several integers. Otherwise every number has 8 bits.
-        strategy: Which numbers of a weight share a scale: all, those of an output, of a group of
+        strategy: Which numbers of a weight share a scale: all, or all of an output, of a group of
             inputs of an output, or of a block of inputs and outputs.
         group_size: Inputs of a group, with the strategy "group".
         block_size: Outputs and inputs of a block, with the strategy "block".

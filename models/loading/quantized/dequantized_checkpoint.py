@@ -29,8 +29,7 @@ logger = logging.getLogger(__name__)
 class DequantizedCheckpoint:
     """Implements `Checkpoint`. A quantized weight is dequantized when it is read.
 
-    The other tensors are those of the files, except scales of activations and of the KV cache,
-    which are left out.
+    The other tensors are as in the files. Scales of activations and of the KV cache are left out.
     """
 
     def __init__(
