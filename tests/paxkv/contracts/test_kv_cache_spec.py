@@ -1,4 +1,4 @@
-"""Page sizes and group arithmetic, by hand."""
+"""Page sizes and numbers of blocks, computed by hand."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_page_holds_k_and_v_of_every_position(dtype: str, num_bytes: int) -> Non
     assert spec(dtype).page_size_bytes == 2048 * num_bytes
 
 
-def test_v_heads_may_be_of_another_width() -> None:
+def test_v_heads_may_have_another_width() -> None:
     # 16 positions, 2 heads, 32 + 16 wide, 2 bytes.
     assert spec("bfloat16", head_size_v=16).page_size_bytes == 16 * 2 * 48 * 2
 
@@ -53,13 +53,13 @@ def test_latent_attention_stores_no_v() -> None:
     assert latent.page_size_bytes == 16 * 576 * 2
 
 
-def test_a_page_may_be_filled_up_but_never_cut() -> None:
+def test_page_size_can_be_padded_but_not_reduced() -> None:
     assert spec("bfloat16", page_size_padded=8192).page_size_bytes == 8192
     with pytest.raises(ConfigError, match="page_size_padded=100 must be at least"):
         spec("bfloat16", page_size_padded=100)
 
 
-def test_a_state_needs_pages_that_hold_it() -> None:
+def test_pages_must_hold_the_whole_state() -> None:
     assert states(state_bytes=192).page_size_bytes == 64
     with pytest.raises(ConfigError, match="193 bytes does not fit into 3 pages of 64 bytes"):
         states(state_bytes=193)
@@ -67,7 +67,7 @@ def test_a_state_needs_pages_that_hold_it() -> None:
         states(num_parts=0)
 
 
-def test_last_block_of_a_request_may_be_partly_filled() -> None:
+def test_last_block_of_a_request_may_be_partly_full() -> None:
     assert spec().max_blocks_per_req(33) == 3
     assert spec().max_blocks_per_req(32) == 2
 
@@ -78,23 +78,23 @@ def test_last_block_of_a_request_may_be_partly_filled() -> None:
     [
         (FullAttentionSpec, {}, 63),
         (SinkFullAttentionSpec, {"sink_len": 16}, 63),
-        # 63 tokens before the step and 100 in it, 11 blocks, may begin within a block.
+        # 63 tokens before the step and 100 in it: 11 blocks, plus one if they begin within a block.
         (SlidingWindowSpec, {"sliding_window": 64}, 12),
-        # Never more than the whole request.
+        # At most the blocks of the whole request.
         (SlidingWindowSpec, {"sliding_window": 2000}, 63),
         (ChunkedLocalAttentionSpec, {"attention_chunk_size": 128}, 16),
         # 150 encoder tokens, whatever the decoder's length.
         (CrossAttentionSpec, {"max_encoder_tokens": 150}, 10),
     ],
 )
-def test_a_request_holds_what_its_kind_needs_at_once(
+def test_max_held_blocks_of_each_kind_of_attention(
     spec_class: type[AttentionSpec], fields: dict[str, int], expected: int
 ) -> None:
     made = spec_class(**FIELDS, **fields, dtype="float32")
     assert made.max_held_blocks(max_model_len=1000, max_num_batched_tokens=100) == expected
 
 
-def test_a_request_holds_one_slot_whatever_its_length() -> None:
+def test_request_of_any_length_holds_one_slot_of_blocks() -> None:
     made = states(num_parts=4)
     assert made.max_held_blocks(max_model_len=1, max_num_batched_tokens=1) == 12
     assert made.max_held_blocks(max_model_len=1000, max_num_batched_tokens=100) == 12
@@ -105,7 +105,7 @@ def group(*names: str, **fields: object) -> KVCacheGroupSpec:
     return KVCacheGroupSpec(layer_names=names, kv_cache_spec=spec(**fields))
 
 
-def test_rows_are_the_layers_of_the_largest_group() -> None:
+def test_number_of_rows_is_that_of_the_largest_group() -> None:
     config = KVCacheConfig(num_blocks=10, kv_cache_groups=(group("a", "b", "c"), group("d")))
     assert config.num_rows == 3
 
@@ -118,25 +118,25 @@ def test_parts_of_a_slot_share_rows() -> None:
     assert (config.num_rows, config.has_states, config.can_share_prefixes) == (3, True, False)
 
 
-def test_hashes_are_as_fine_as_every_group_needs() -> None:
+def test_hash_block_size_divides_every_block_size() -> None:
     groups = (group("a", block_size=48), group("b", block_size=32))
     assert KVCacheConfig(num_blocks=10, kv_cache_groups=groups).resolved_hash_block_size == 16
     finer = KVCacheConfig(num_blocks=10, kv_cache_groups=groups, hash_block_size=8)
     assert finer.resolved_hash_block_size == 8
 
 
-def test_hash_of_no_token_is_refused() -> None:
+def test_hash_block_size_0_is_rejected() -> None:
     with pytest.raises(ConfigError, match="hash_block_size must be at least 1, got 0"):
         KVCacheConfig(num_blocks=10, kv_cache_groups=(group("a"),), hash_block_size=0)
 
 
-# No op reads or writes a cache of the second.
+# No op supports a cache of the second dtype.
 @pytest.mark.parametrize("dtype", ["float13", "float8_e5m2"])
-def test_unknown_dtypes_are_refused(dtype: str) -> None:
+def test_unknown_dtypes_are_rejected(dtype: str) -> None:
     with pytest.raises(ConfigError, match=f"must be one of .*'int8'.*, got '{dtype}'"):
         spec(dtype)
 
 
-def test_a_layer_has_a_window_or_chunks() -> None:
+def test_layer_with_window_and_chunks_is_rejected() -> None:
     with pytest.raises(ConfigError, match="sliding_window=8"):
         spec(sliding_window=8, attention_chunk_size=8)

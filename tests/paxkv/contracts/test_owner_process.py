@@ -8,7 +8,7 @@ from paxkv.contracts.owner_process import OwnerProcess
 from paxkv.errors import EngineDeadError
 
 
-def test_forks_are_told_from_the_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_fails_in_a_forked_process(monkeypatch: pytest.MonkeyPatch) -> None:
     owner = OwnerProcess("this LLM")
     pid = os.getpid()
     owner.check()

@@ -1,4 +1,4 @@
-"""Both schedulers have what the engine core calls, with the Protocol's parameters."""
+"""Both schedulers implement the Protocol that the engine core calls."""
 
 import inspect
 
@@ -19,9 +19,9 @@ METHODS = {name: value for name, value in members(Scheduler).items() if inspect.
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_scheduler_and_recorder_take_the_arguments_of_the_protocol(name):
+def test_scheduler_and_recorder_implement_the_protocol(name):
     wanted = inspect.signature(METHODS[name]).parameters
-    # The recorder hands on what it does not report itself.
+    # The recorder forwards methods that it does not report.
     recorded = getattr(TraceRecorder, name, getattr(plain.Scheduler, name))
     for method in (getattr(plain.Scheduler, name), recorded):
         got = inspect.signature(method).parameters
@@ -31,7 +31,7 @@ def test_scheduler_and_recorder_take_the_arguments_of_the_protocol(name):
             assert parameter.default == wanted_parameter.default
 
 
-def test_requests_have_what_the_engine_reads():
+def test_requests_have_the_attributes_of_the_protocols():
     scheduler = make_scheduler()
     request = add(scheduler, "a", 3)
     assert scheduler.requests == {"a": request} and scheduler.running == []

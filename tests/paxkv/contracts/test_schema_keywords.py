@@ -1,4 +1,4 @@
-"""Places of ignored keywords are read and shortened."""
+"""Keywords of places, and shortened lists of places."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from paxkv.contracts.schema_keywords import join_places, keyword_at
         ("#/anyOf/0/oneOf", "oneOf"),
     ],
 )
-def test_a_place_names_its_keyword(place, keyword):
+def test_keyword_is_found_from_its_place(place, keyword):
     assert keyword_at(place) == keyword
 
 
@@ -22,5 +22,5 @@ def test_a_place_names_its_keyword(place, keyword):
     ("max_chars", "joined"),
     [(16, "#/a, #/b, #/c"), (8, "#/a, #/b, and 1 more"), (3, "#/a, and 2 more"), (2, "3 keywords")],
 )
-def test_only_so_many_places_are_named(max_chars, joined):
+def test_list_of_places_is_limited_in_length(max_chars, joined):
     assert join_places(["#/a", "#/b", "#/c"], max_chars) == joined

@@ -1,4 +1,4 @@
-"""A count that two processes share."""
+"""Two processes share a step counter."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ counter.count_sleep()
 """
 
 
-def test_other_process_counts_what_this_one_reads():
+def test_count_is_shared_with_another_process():
     counter, file = StepCounter.create()
     assert counter.count == 0
     subprocess.run(
@@ -26,7 +26,7 @@ def test_other_process_counts_what_this_one_reads():
     assert counter.count == 4
 
 
-def test_counter_needs_no_special_files(monkeypatch):
+def test_counter_works_without_memfd(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     counter, file = StepCounter.create()
     other = StepCounter(file)
@@ -35,12 +35,12 @@ def test_counter_needs_no_special_files(monkeypatch):
     assert counter.count == 1
 
 
-def test_count_is_odd_from_waking_to_sleep():
+def test_count_is_odd_while_the_engine_is_awake():
     counter, file = StepCounter.create()
     os.close(file)
     counts = []
-    for note in (counter.count_sleep, counter.count_wake, counter.count_step, counter.count_wake):
-        note()
+    for method in (counter.count_sleep, counter.count_wake, counter.count_step, counter.count_wake):
+        method()
         counts.append(counter.count)
     counter.count_sleep()
     counter.count_sleep()

@@ -1,4 +1,4 @@
-"""Messages survive the trip as bytes, and nothing but messages can make it."""
+"""Messages are encoded and decoded unchanged; other bytes are rejected."""
 
 import pytest
 
@@ -52,7 +52,7 @@ LOGPROBS = TokenLogprobs(
         Shutdown(drain=True),
     ],
 )
-def test_input_survives_the_wire(message) -> None:
+def test_input_decodes_to_an_equal_message(message) -> None:
     assert decode_input(encode(message)) == message
 
 
@@ -93,12 +93,12 @@ def test_input_survives_the_wire(message) -> None:
         EngineStartFailed(message="no such model", is_mistake=True),
     ],
 )
-def test_output_survives_the_wire(message) -> None:
+def test_output_decodes_to_an_equal_message(message) -> None:
     assert decode_output(encode(message)) == message
 
 
 @pytest.mark.parametrize("data", [b"", b"\x93", encode(Shutdown())[:-1], b"\x92\xa4Evil\xc0"])
-def test_foreign_bytes_are_refused(data: bytes) -> None:
+def test_invalid_bytes_are_rejected(data: bytes) -> None:
     with pytest.raises(InvariantError, match="not a message"):
         decode_input(data)
     with pytest.raises(InvariantError, match="not a message"):

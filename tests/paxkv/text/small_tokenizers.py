@@ -1,4 +1,4 @@
-"""Small tokenizers made on the spot: byte-level, and SentencePiece with byte fallback."""
+"""Small tokenizers: byte-level, and SentencePiece with byte fallback."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ BOS, EOS = "<s>", "</s>"
 
 
 def byte_chars(data: bytes) -> str:
-    """How a byte-level vocabulary writes these bytes: printable ones as they are."""
+    """The name of these bytes in a byte-level vocabulary; printable bytes are unchanged."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {byte: chr(byte) for byte in printable}
     others = (byte for byte in range(256) if byte not in table)
@@ -36,7 +36,7 @@ def byte_level_tokenizer(pieces: Iterable[bytes] = ()) -> Tokenizer:
 
 
 def sentencepiece_tokenizer() -> Tokenizer:
-    """As Llama 2's: "▁" is a space, the first one is dropped, rare characters are bytes."""
+    """Like Llama 2's: "▁" is a space, the first space is dropped, rare characters are bytes."""
     words = ["<unk>", BOS, EOS, *(f"<0x{byte:02X}>" for byte in range(256))]
     words += ["▁", "▁red", "▁green", "▁blue", "berry", "s", "."]
     vocab = {word: token_id for token_id, word in enumerate(words)}

@@ -1,4 +1,4 @@
-"""A template cannot leave its sandbox, nor run or grow without end."""
+"""A template cannot leave its sandbox, run without end, or produce huge texts."""
 
 import time
 
@@ -27,11 +27,11 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)
-def test_a_template_without_end_is_given_up(source):
+def test_endless_template_is_stopped(source):
     start_s = time.monotonic()
     with pytest.raises(jinja2.TemplateError, match="takes too long|more than"):
         _render(source, max_s=0.3)
-    # It would be hours.
+    # Without the limit, it would run for hours.
     assert time.monotonic() - start_s < 60
 
 
@@ -60,9 +60,9 @@ HUGE = {
 
 
 @pytest.mark.parametrize("source", HUGE.values(), ids=HUGE)
-def test_a_template_cannot_make_a_huge_string(source):
+def test_template_cannot_make_a_huge_string(source):
     with pytest.raises(jinja2.TemplateError, match="it (makes|uses)"):
-        # As variables: constants would be folded when it is compiled.
+        # Variables, because jinja would fold constants when it compiles the template.
         _render(source)
 
 
@@ -77,7 +77,7 @@ ESCAPES = {
 
 
 @pytest.mark.parametrize("source", ESCAPES.values(), ids=ESCAPES)
-def test_a_template_reaches_only_its_variables(source):
+def test_template_can_access_only_its_variables(source):
     try:
         text = _render(source, messages=[], raise_exception=lambda message: None)
     except jinja2.TemplateError:
@@ -85,7 +85,7 @@ def test_a_template_reaches_only_its_variables(source):
     assert "class" not in text and "module" not in text
 
 
-def test_loops_and_texts_are_those_of_jinja():
+def test_loops_and_texts_render_as_in_jinja():
     source = (
         "{% for x in xs %}{{ loop.index }}/{{ loop.length }}:{{ x ~ 'a' ~ 1 }}"
         "{{ ',' if not loop.last }}{% endfor %}|{% for k, v in d.items() %}{{ k + v }}{% endfor %}"
@@ -104,8 +104,8 @@ def test_loops_and_texts_are_those_of_jinja():
     )
 
 
-def test_a_large_number_may_be_handed_on():
-    """Arguments of a tool call, such as a time, go through macros."""
+def test_large_number_can_be_passed_to_macros_and_containers():
+    """Macros receive arguments of tool calls, such as timestamps."""
     source = (
         "{% macro show(x) %}{{ caller(x) if caller else x }}{% endmacro %}{{ show(t) }}"
         "{% call(x) show(t) %}{{ x }}{% endcall %}{% set ns = namespace(t=t) %}{{ ns.t }}"

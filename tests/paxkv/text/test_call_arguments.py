@@ -1,4 +1,4 @@
-"""Arguments of earlier calls as templates take them."""
+"""Arguments of earlier calls in the form for templates."""
 
 import json
 
@@ -29,7 +29,7 @@ def _render(source, arguments):
     return ChatTemplate("{% set call = messages[0].tool_calls[0] %}" + source).render(messages)
 
 
-def test_json_of_an_object_is_the_object():
+def test_json_of_an_object_becomes_an_object():
     assert template_arguments('{"a": [1.0, "ü"]}') == {"a": [1.0, "ü"]}
     assert template_arguments(None) == template_arguments("  ") == {}
 
@@ -37,7 +37,7 @@ def test_json_of_an_object_is_the_object():
 @pytest.mark.parametrize(
     "text", ["{", "[1]", "5", '"a"', '{"a": 1,}', '{"a": "x"y"}', '{"a": 1e99']
 )
-def test_other_text_stays_as_it_is(text):
+def test_other_text_stays_unchanged(text):
     found = template_arguments(text)
     assert isinstance(found, CallText) and str(found) == text
     assert dict(found) == {"arguments": text} and "a" not in found and len(found) == 1
@@ -53,7 +53,7 @@ def test_deep_json_stays_text():
         template_arguments(_nested(MAX_DEPTH + 1))
 
 
-def test_a_text_stands_in_json_where_an_object_would():
+def test_call_text_is_written_into_json_unchanged():
     value = {"name": "f", "arguments": CallText(CUT_OFF), "next": [CallText("5"), "ü"]}
     assert dump_json(value) == f'{{"name": "f", "arguments": {CUT_OFF}, "next": [5, "ü"]}}'
     assert dump_json(CallText(CUT_OFF)) == CUT_OFF
@@ -74,9 +74,9 @@ def test_a_text_stands_in_json_where_an_object_would():
         ("{{ call.function.arguments.city is defined }}", "False"),
     ],
 )  # fmt: skip
-def test_templates_of_every_kind_show_the_text(source, shown):
+def test_call_text_appears_in_templates_of_every_kind(source, shown):
     assert shown in _render(source, CUT_OFF)
 
 
-def test_templates_that_add_arguments_to_a_text_show_their_json():
+def test_arguments_that_a_template_adds_to_text_become_json():
     assert _render("{{ 'f(' + call.function.arguments + ')' }}", '{"a":1}') == 'f({"a": 1})'

@@ -1,4 +1,4 @@
-"""Chat templates render as in transformers, inside the sandbox; their failures are the caller's."""
+"""Chat templates render as in transformers, inside a sandbox; errors are the caller's."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ CHATML = (
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
-def test_renders_a_conversation_without_stray_whitespace() -> None:
+def test_conversation_is_rendered_without_extra_white_space() -> None:
     template = ChatTemplate(CHATML)
     assert template.render(MESSAGES) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert (
@@ -32,7 +32,7 @@ def test_renders_a_conversation_without_stray_whitespace() -> None:
     )
 
 
-def test_special_tokens_and_further_variables_reach_the_template() -> None:
+def test_special_tokens_and_template_kwargs_are_variables() -> None:
     template = ChatTemplate("{{ bos_token }}{{ mood }}", special_tokens={"bos_token": "<s>"})
     assert template.render(MESSAGES, template_kwargs={"mood": "calm"}) == "<s>calm"
 
@@ -43,7 +43,7 @@ def test_content_parts_are_joined_by_line_breaks() -> None:
     assert template.render([{"role": "user", "content": parts}]) == "a\nb"
 
 
-def test_part_that_is_not_text_is_refused_by_name() -> None:
+def test_error_names_a_part_that_is_not_text() -> None:
     content = [{"type": "image_url", "image_url": {"url": "x"}}]
     with pytest.raises(UnsupportedFeatureError, match="image_url") as caught:
         ChatTemplate(CHATML).render([{"role": "user", "content": content}])
@@ -62,12 +62,12 @@ def test_part_that_is_not_text_is_refused_by_name() -> None:
         ["x"],
     ],
 )
-def test_malformed_messages_are_refused(messages: object) -> None:
+def test_malformed_messages_are_rejected(messages: object) -> None:
     with pytest.raises(InvalidRequestError):
         ChatTemplate("any messages will do").render(messages)
 
 
-def test_assistant_may_have_said_nothing() -> None:
+def test_content_of_an_assistant_may_be_none() -> None:
     source = "{{ messages[0]['content'] == '' }}{{ messages[0]['content'] == [] }}"
     for message in ({"role": "assistant"}, {"role": "assistant", "content": None}):
         assert ChatTemplate(source).render([message]) == "TrueFalse"
@@ -75,13 +75,13 @@ def test_assistant_may_have_said_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "documents", "add_generation_prompt"])
-def test_variable_with_an_argument_of_its_own_is_refused(name: str) -> None:
+def test_template_kwargs_must_not_set_reserved_variables(name: str) -> None:
     with pytest.raises(InvalidRequestError, match=name) as caught:
         ChatTemplate(CHATML).render(MESSAGES, template_kwargs={name: 1})
     assert caught.value.param == "chat_template_kwargs"
 
 
-def test_raise_exception_becomes_the_callers_error() -> None:
+def test_raise_exception_becomes_an_invalid_request_error() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequestError, match="roles must alternate"):
         template.render(MESSAGES)
@@ -98,7 +98,7 @@ def test_raise_exception_becomes_the_callers_error() -> None:
     ],
     ids=["escape", "mutation", "type_error", "syntax", "endless_recursion"],
 )
-def test_template_that_misbehaves_is_an_error_not_a_crash(source: str) -> None:
+def test_any_error_of_a_template_becomes_an_invalid_request_error(source: str) -> None:
     with pytest.raises(InvalidRequestError, match="chat template"):
         ChatTemplate(source).render(MESSAGES)
 
@@ -110,7 +110,7 @@ def test_tojson_keeps_html_characters_and_unicode() -> None:
         ChatTemplate("{{ tools | tojson(indent=2000000) }}").render(MESSAGES, tools=[{}])
 
 
-def test_extras_of_hugging_face_templates_work() -> None:
+def test_extensions_of_hugging_face_templates_work() -> None:
     template = ChatTemplate(
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}"
         "{% endfor %}{{ strftime_now('%Y')|length }}"
@@ -118,7 +118,7 @@ def test_extras_of_hugging_face_templates_work() -> None:
     assert template.render([*MESSAGES, *MESSAGES]) == "Hi4"
 
 
-def test_what_a_generation_block_sets_ends_with_it() -> None:
+def test_variables_of_a_generation_block_are_local() -> None:
     source = "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
     assert ChatTemplate(source).render(MESSAGES) == "21"
 
@@ -129,7 +129,7 @@ def test_folder_without_template_has_none(tmp_path: Path) -> None:
     assert ChatTemplate.from_folder(tmp_path) is None
 
 
-def test_template_files_go_before_tokenizer_config(tmp_path: Path) -> None:
+def test_template_files_take_precedence_over_tokenizer_config(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "config"}))
     assert ChatTemplate.from_folder(tmp_path).render(MESSAGES) == "config"
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "processor"}))
@@ -138,7 +138,7 @@ def test_template_files_go_before_tokenizer_config(tmp_path: Path) -> None:
     assert ChatTemplate.from_folder(tmp_path).render(MESSAGES) == "file"
 
 
-def test_named_templates_are_chosen_by_tools(tmp_path: Path) -> None:
+def test_tool_use_template_is_used_for_requests_with_tools(tmp_path: Path) -> None:
     named = [
         {"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "with tools"},
@@ -149,19 +149,19 @@ def test_named_templates_are_chosen_by_tools(tmp_path: Path) -> None:
     assert template.render(MESSAGES, tools=[{"name": "f"}]) == "with tools"
 
 
-def test_named_templates_may_be_files(tmp_path: Path) -> None:
+def test_named_templates_can_be_files(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("plain")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
     template = ChatTemplate.from_folder(tmp_path)
     assert template.render(MESSAGES) == "plain"
     assert template.render(MESSAGES, tools=[{"name": "f"}]) == "with tools"
-    # As in transformers, what has the name goes before the file that has none.
+    # As in transformers, the file with the name "default" takes precedence.
     (tmp_path / "additional_chat_templates" / "default.jinja").write_text("by name")
     assert ChatTemplate.from_folder(tmp_path).render(MESSAGES) == "by name"
 
 
-def test_named_templates_may_stand_in_a_table_or_a_list(tmp_path: Path) -> None:
+def test_named_templates_can_be_in_a_table_or_a_list(tmp_path: Path) -> None:
     as_list = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     for templates in (as_list, {"default": "plain", "tool_use": "tools"}):
         config = {"chat_template": templates}
@@ -171,7 +171,7 @@ def test_named_templates_may_stand_in_a_table_or_a_list(tmp_path: Path) -> None:
         assert template.render(MESSAGES, tools=[{"name": "f"}]) == "tools"
 
 
-def test_a_byte_order_mark_is_no_part_of_a_template(tmp_path: Path) -> None:
+def test_byte_order_mark_is_not_part_of_the_template(tmp_path: Path) -> None:
     path = tmp_path / "chat_template.jinja"
     path.write_text("{{ messages[0].content }}", encoding="utf-8-sig")
     messages = [{"role": "user", "content": "a"}]
@@ -179,7 +179,7 @@ def test_a_byte_order_mark_is_no_part_of_a_template(tmp_path: Path) -> None:
     assert ChatTemplate.from_setting(str(path)).render(messages) == "a"
 
 
-def test_files_that_hold_no_template_are_config_errors(tmp_path: Path) -> None:
+def test_files_without_a_template_are_config_errors(tmp_path: Path) -> None:
     config = tmp_path / "tokenizer_config.json"
     for bad in (5, ["plain"], [{"name": "default"}], {"default": 5}):
         config.write_text(json.dumps({"chat_template": bad}))
@@ -196,7 +196,7 @@ def test_files_that_hold_no_template_are_config_errors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "broken", ["{% for %}", "{{ messages", "{{" + "(" * 5000, "{{ messages | no_filter }}"]
 )
-def test_a_broken_template_of_a_model_is_named_and_no_fault_of_the_request(
+def test_broken_template_of_the_model_is_not_an_error_of_the_request(
     tmp_path: Path, broken: str
 ) -> None:
     (tmp_path / "chat_template.jinja").write_text("line one\n" + broken)
@@ -210,7 +210,7 @@ def test_a_broken_template_of_a_model_is_named_and_no_fault_of_the_request(
     assert raised.value.http_status == 500
 
 
-def test_each_template_is_looked_at(tmp_path: Path) -> None:
+def test_find_errors_checks_every_template(tmp_path: Path) -> None:
     templates = {"default": "plain", "tool_use": "{% if %}"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
     template = ChatTemplate.from_folder(tmp_path)
@@ -221,7 +221,7 @@ def test_each_template_is_looked_at(tmp_path: Path) -> None:
         template.render(MESSAGES, tools=[{"name": "f"}])
 
 
-def test_a_broken_template_of_a_request_is_its_own_fault() -> None:
+def test_broken_template_of_a_request_is_an_error_of_the_request() -> None:
     with pytest.raises(InvalidRequestError, match="cannot be compiled") as raised:
         ChatTemplate("{% for %}").render(MESSAGES)
     assert raised.value.param == "chat_template"

@@ -1,4 +1,4 @@
-"""Text grows token by token, shows no half characters, and ends as the decoded whole."""
+"""Text grows with each token, has no incomplete characters, and ends as the decoded tokens."""
 
 import itertools
 import time
@@ -68,10 +68,10 @@ def as_tokens(pieces: list[bytes]) -> tuple[Tokenizer, list[int]]:
     ],
 )
 @pytest.mark.parametrize("tokens_per_update", [1, 4])
-def test_spaces_between_special_tokens_go_where_that_is_asked(
+def test_spaces_between_special_tokens_are_removed_on_request(
     skip: bool, spaces: bool, text: str, tokens_per_update: int
 ) -> None:
-    # Without a decoder of its own, a tokenizer puts spaces between all tokens.
+    # A tokenizer without a decoder puts spaces between all tokens.
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     backend.add_special_tokens(["<s>", "</s>"])
     params = {"skip_special_tokens": skip, "spaces_between_special_tokens": spaces}
@@ -86,19 +86,19 @@ def test_spaces_between_special_tokens_go_where_that_is_asked(
     lengths=st.lists(st.integers(1, 5), min_size=1, max_size=8),
     tokens_per_update=st.integers(1, 3),
 )
-def test_any_cut_of_any_text_comes_back_whole(
+def test_text_is_complete_for_any_split_into_tokens(
     text: str, lengths: list[int], tokens_per_update: int
 ) -> None:
     tokenizer, token_ids = as_tokens(cut(text.encode(), lengths))
     pieces, _ = stream(tokenizer, token_ids, tokens_per_update=tokens_per_update)
     assert "".join(pieces) == text
-    # No character of its own is U+FFFD here, so one that shows would be half of another.
+    # The text has no U+FFFD, so a shown one would be part of an incomplete character.
     if REPLACEMENT not in text:
         assert not any(REPLACEMENT in piece for piece in pieces)
 
 
 @given(data=st.binary(max_size=120), lengths=st.lists(st.integers(1, 4), min_size=1, max_size=6))
-def test_any_bytes_come_out_as_the_decoded_whole(data: bytes, lengths: list[int]) -> None:
+def test_any_bytes_give_the_text_of_all_tokens(data: bytes, lengths: list[int]) -> None:
     tokenizer, token_ids = as_tokens(cut(data, lengths))
     pieces, _ = stream(tokenizer, token_ids)
     assert "".join(pieces) == tokenizer.decode(token_ids) == data.decode(errors="replace")
@@ -108,18 +108,18 @@ def test_any_bytes_come_out_as_the_decoded_whole(data: bytes, lengths: list[int]
     data=st.text(st.sampled_from("é€👩a�"), max_size=60).map(str.encode),
     junk=st.lists(st.integers(128, 255), min_size=40, max_size=90).map(bytes),
 )
-def test_long_runs_of_bad_utf8_come_out_as_the_decoded_whole(data: bytes, junk: bytes) -> None:
+def test_long_runs_of_invalid_utf8_give_the_text_of_all_tokens(data: bytes, junk: bytes) -> None:
     tokenizer = byte_level_tokenizer()
     token_ids = list(junk + data + junk)
     assert "".join(stream(tokenizer, token_ids)[0]) == tokenizer.decode(token_ids)
 
 
-def test_half_a_character_is_held_until_its_rest_comes() -> None:
+def test_incomplete_character_is_held_until_it_is_complete() -> None:
     pieces, _ = stream(byte_level_tokenizer(), list("a€b".encode()))
     assert pieces == ["a", "", "", "€", "b"]
 
 
-def test_character_that_never_ends_shows_at_the_last_token() -> None:
+def test_incomplete_character_is_shown_at_the_end() -> None:
     pieces, _ = stream(byte_level_tokenizer(), [97, 0xE2, 0x82])
     assert pieces == ["a", "", REPLACEMENT]
 
@@ -129,22 +129,22 @@ def test_endless_replacement_characters_are_shown_in_linear_time() -> None:
     token_ids = list((REPLACEMENT * 5000).encode())
     started = time.perf_counter()
     pieces, _ = stream(tokenizer, token_ids)
-    # Far above the need, far below the minutes that decoding the whole at each token takes.
+    # Far more than needed, but far less than decoding all tokens for each token takes.
     assert time.perf_counter() - started < 60
     assert "".join(pieces) == REPLACEMENT * 5000
     assert max(map(len, pieces)) < 50
 
 
-def test_skipped_special_tokens_and_unknown_ids_leave_no_trace() -> None:
+def test_skipped_special_tokens_and_unknown_ids_have_no_text() -> None:
     tokenizer = byte_level_tokenizer()
     token_ids = [97, 257, 0xC3, 257, 999, 0xA9, 256]
     assert stream(tokenizer, token_ids)[0] == ["a", "", "", "", "", "é", ""]
-    # A special token that is shown cuts the character in two, as in the decoded whole.
+    # A shown special token splits the character, as when all tokens are decoded together.
     shown, _ = stream(tokenizer, token_ids, skip_special_tokens=False)
     assert "".join(shown) == tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
-def test_sentencepiece_space_shows_only_after_something() -> None:
+def test_sentencepiece_space_is_dropped_only_at_the_start() -> None:
     tokenizer = sentencepiece_tokenizer()
     red, green, berry = (tokenizer.token_to_id(word) for word in ("▁red", "▁green", "berry"))
     space = tokenizer.token_to_id("▁")
@@ -154,19 +154,19 @@ def test_sentencepiece_space_shows_only_after_something() -> None:
     assert "".join(stream(tokenizer, token_ids)[0]) == tokenizer.decode(token_ids)
 
 
-def test_sentencepiece_space_shows_behind_any_prompt() -> None:
+def test_sentencepiece_space_is_shown_after_any_prompt() -> None:
     tokenizer = sentencepiece_tokenizer()
     red, berry, eos = (tokenizer.token_to_id(word) for word in ("▁red", "berry", "</s>"))
     in_bytes = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "👩🚀".encode()]
-    # Of eight bytes the last five are no whole characters; the last seven end in half a one.
+    # The last five of the eight bytes contain no whole character; the last seven end inside one.
     for prompt in (in_bytes, in_bytes[:-1], [berry] + [eos] * 31):
         assert stream(tokenizer, [red], prompt_token_ids=prompt)[0] == [" red"]
-    # Of the prompt's characters only the last byte is looked at.
+    # Only the last byte of the prompt's characters is in the context.
     pieces, _ = stream(tokenizer, in_bytes, prompt_token_ids=in_bytes + [eos] * 31)
     assert "".join(pieces) == "👩🚀"
 
 
-def test_sentencepiece_bytes_form_characters() -> None:
+def test_sentencepiece_byte_tokens_form_characters() -> None:
     tokenizer = sentencepiece_tokenizer()
     red, dot = tokenizer.token_to_id("▁red"), tokenizer.token_to_id(".")
     token_ids = [red, *(tokenizer.token_to_id(f"<0x{b:02X}>") for b in "é".encode()), dot]
@@ -174,13 +174,13 @@ def test_sentencepiece_bytes_form_characters() -> None:
 
 
 @pytest.mark.parametrize("num_prompt_bytes", [1, 2, 3, 4])
-def test_output_that_finishes_a_character_of_the_prompt_shows_it_whole(
+def test_output_that_completes_a_character_of_the_prompt_contains_it(
     num_prompt_bytes: int,
 ) -> None:
     sentencepiece = sentencepiece_tokenizer()
     woman = [sentencepiece.token_to_id(f"<0x{byte:02X}>") for byte in "👩".encode()]
     red, berry = map(sentencepiece.token_to_id, ("▁red", "berry"))
-    # Behind a prompt of many tokens, and alone.
+    # After a prompt of many tokens, and as the whole prompt.
     for tokenizer, head, tail, text in (
         (byte_level_tokenizer(), [*b"some text: "] * 4, list("👩 c".encode()), "👩 c"),
         (sentencepiece, [red, berry], [*woman, red], "👩 red"),
@@ -191,8 +191,8 @@ def test_output_that_finishes_a_character_of_the_prompt_shows_it_whole(
         assert "".join(pieces) == (text if num_prompt_bytes < 4 else text[1:])
 
 
-def test_prompt_that_ends_in_half_a_character_does_not_eat_the_output() -> None:
-    """What follows is all of the output; half a character that stays one is the prompt's."""
+def test_incomplete_character_of_the_prompt_does_not_shorten_the_output() -> None:
+    """The output contains all later text, but not the replacement character of the prompt."""
     tokenizer = byte_level_tokenizer([b" \xc3"])
     half_a_word = tokenizer.vocab_size - 3
     for prompt, output, text in (
@@ -200,7 +200,7 @@ def test_prompt_that_ends_in_half_a_character_does_not_eat_the_output() -> None:
         (b"a\xc3", b"", ""),
         (b"a\xf0\x9f", b"\x91abc", "abc"),
         (b"a\xc3", b"\xc3\xa9b", "éb"),
-        # So long that it is shown before the next whole character.
+        # Long enough to be shown before the next whole character.
         (b"a\xc3", b"\xc3" * 29 + "👩b".encode(), f"{REPLACEMENT * 29}👩b"),
         ([97, half_a_word], b"\xa9b", "éb"),
         ([97, half_a_word], b"b", "b"),
@@ -215,7 +215,7 @@ def test_stop_string_across_tokens_cuts_the_text_before_it() -> None:
     assert stopped == StoppedByString(stop_string="STOP", num_tokens=1)
 
 
-def test_stop_string_counts_only_behind_min_tokens() -> None:
+def test_stop_string_counts_only_after_min_tokens() -> None:
     """Of "x.y.z." the second token is a stop string, and the fourth."""
     for min_tokens, text in ((0, "x"), (1, "x"), (2, "x.y"), (3, "x.y"), (4, "x.y.z")):
         pieces, stopped = stream(
@@ -224,7 +224,7 @@ def test_stop_string_counts_only_behind_min_tokens() -> None:
         assert ("".join(pieces), stopped.stop_string) == (text, ".")
 
 
-def test_stop_string_is_kept_when_asked() -> None:
+def test_include_stop_str_keeps_the_stop_string() -> None:
     pieces, stopped = stream(
         byte_level_tokenizer(), list(b"one STOP two"), stop="STOP", include_stop_str_in_output=True
     )
@@ -232,7 +232,7 @@ def test_stop_string_is_kept_when_asked() -> None:
     assert stopped.stop_string == "STOP"
 
 
-def test_text_that_did_not_become_a_stop_string_is_shown_after_all() -> None:
+def test_held_text_is_shown_if_it_is_not_a_stop_string() -> None:
     pieces, stopped = stream(byte_level_tokenizer(), list(b"a STO."), stop="STOP")
     assert pieces == ["a", " ", "", "", "", "STO."]
     assert stopped is None
@@ -254,7 +254,7 @@ def test_tokens_after_a_stop_string_in_one_update_do_not_count() -> None:
     stop=st.text("abé€", min_size=1, max_size=3),
     lengths=st.lists(st.integers(1, 4), min_size=1, max_size=5),
 )
-def test_stop_string_is_found_in_any_cut(
+def test_stop_string_is_found_for_any_split_into_tokens(
     include: bool, text: str, stop: str, lengths: list[int]
 ) -> None:
     tokenizer, token_ids = as_tokens(cut(text.encode(), lengths))

@@ -1,4 +1,4 @@
-"""Thoughts stand apart from the answer, however the text comes."""
+"""Thoughts are separated from the answer, for any pieces of text."""
 
 import pytest
 from hypothesis import given, settings
@@ -31,7 +31,7 @@ def _read(pieces, *, starts_thinking):
         ("", ("", ""), ("", "")),
     ],
 )
-def test_thoughts_and_answer(text, opened, unopened):
+def test_thoughts_are_separated_from_the_answer(text, opened, unopened):
     assert _read([text], starts_thinking=True) == ReasoningSplit(*opened)
     assert _read([text], starts_thinking=False) == ReasoningSplit(*unopened)
 
@@ -42,13 +42,13 @@ def test_thoughts_and_answer(text, opened, unopened):
     starts_thinking=st.booleans(),
 )
 @settings(max_examples=200)
-def test_pieces_add_up_to_the_whole(text, cut, starts_thinking):
+def test_result_does_not_depend_on_the_pieces(text, cut, starts_thinking):
     whole = _read([text], starts_thinking=starts_thinking)
     for pieces in ([text[:cut], text[cut:]], list(text)):
         assert _read(pieces, starts_thinking=starts_thinking) == whole
 
 
-def test_the_tags_are_tokens_only_where_each_is_one_that_is_drawn_and_shown():
+def test_tags_have_ids_only_if_both_can_be_sampled_and_shown():
     def find(*, vocab_size=1000, **tokens):
         tokenizer = byte_level_tokenizer()
         tokenizer._backend.add_tokens(tokens.get("plain", []))

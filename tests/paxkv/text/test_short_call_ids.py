@@ -1,4 +1,4 @@
-"""Ids of calls are shortened for the templates that need it, and for no other."""
+"""Ids of calls are shortened only for templates that need it."""
 
 import pytest
 
@@ -23,11 +23,11 @@ MESSAGES = [
     ("given", "expected"),
     [("call_a1B2c3D4e5", "1B2c3D4e5"), ("a1B2c3D4e", "a1B2c3D4e"), ("f:0", "0000000f0")],
 )
-def test_a_short_id_is_the_end_of_the_id(given, expected):
+def test_short_id_is_the_end_of_the_id(given, expected):
     assert short_id(given) == expected
 
 
-def test_a_template_that_wants_nine_characters_gets_them():
+def test_template_that_requires_nine_characters_gets_short_ids():
     assert ChatTemplate(CHECK + SHOW).render(MESSAGES) == "789abcdef;789abcdef;"
     whole = MESSAGES[1]["tool_call_id"]
     assert ChatTemplate(SHOW).render(MESSAGES) == f"{whole};{whole};"
@@ -44,5 +44,5 @@ def test_a_template_that_wants_nine_characters_gets_them():
         ("{% if tool_call.id|length != 90 %}", False),
     ],
 )
-def test_the_check_is_found_in_the_template(source, expected):
+def test_check_of_the_id_length_is_found_in_templates(source, expected):
     assert needs_short_ids(source) is expected

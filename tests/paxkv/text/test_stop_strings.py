@@ -1,4 +1,4 @@
-"""Stop strings are found wherever the text is cut, and nothing more is held than needed."""
+"""Stop strings are found for any pieces of text, and no more text is held than needed."""
 
 import itertools
 
@@ -13,23 +13,23 @@ def feed_all(stops: list[str], pieces: list[str]) -> StopStringMatch | None:
     return next((match for piece in pieces if (match := finder.feed(piece))), None)
 
 
-def test_found_across_pieces() -> None:
+def test_stop_string_is_found_across_pieces() -> None:
     match = feed_all(["</end>"], ["text <", "/e", "nd> more"])
     assert match == StopStringMatch(stop_string="</end>", num_chars=11)
 
 
-def test_first_complete_stop_string_counts_and_the_longest_of_equals() -> None:
+def test_first_complete_or_longest_stop_string_counts() -> None:
     assert feed_all(["abc", "b"], ["abc"]) == StopStringMatch(stop_string="b", num_chars=2)
     assert feed_all(["c", "bc"], ["abc"]) == StopStringMatch(stop_string="bc", num_chars=3)
 
 
-def test_falls_back_to_the_border_inside_a_stop_string() -> None:
-    # After "aba" comes "b": the second "a" may start "abac" anew.
+def test_search_continues_from_the_border_of_a_partial_match() -> None:
+    # "b" follows "aba", but the second "a" may start "abac".
     assert feed_all(["abac"], ["ababac"]) == StopStringMatch(stop_string="abac", num_chars=6)
     assert feed_all(["aab"], ["aaab"]) == StopStringMatch(stop_string="aab", num_chars=4)
 
 
-def test_every_short_stop_string_is_found_where_a_search_finds_it() -> None:
+def test_short_stop_strings_are_found_where_str_find_finds_them() -> None:
     texts = ["".join(chars) for chars in itertools.product("ab", repeat=8)]
     for stop in {text[:length] for text in texts for length in range(1, 6)}:
         for text in texts:
@@ -38,20 +38,20 @@ def test_every_short_stop_string_is_found_where_a_search_finds_it() -> None:
             assert match is None or match.num_chars == start + len(stop)
 
 
-def test_holds_exactly_what_may_become_a_stop_string() -> None:
+def test_held_text_is_exactly_a_possible_stop_string() -> None:
     finder = StopStringFinder(["\n\nUser:", "\n#"])
     for piece, num_held in [("hello", 0), ("\n", 1), ("\nU", 3), ("s", 4), ("x", 0), ("\n", 1)]:
         assert finder.feed(piece) is None
         assert finder.num_held_chars == num_held
 
 
-def test_without_stop_strings_nothing_is_held() -> None:
+def test_without_stop_strings_no_text_is_held() -> None:
     finder = StopStringFinder([])
     assert finder.feed("anything") is None
     assert finder.num_held_chars == 0
 
 
-def test_stop_string_that_comes_too_early_does_not_count_but_may_have_begun() -> None:
+def test_early_stop_string_does_not_count_but_may_start_one() -> None:
     finder = StopStringFinder(["aba"])
     assert finder.feed("aba", may_end=False) is None
     assert finder.num_held_chars == 1
@@ -62,7 +62,7 @@ def test_stop_string_that_comes_too_early_does_not_count_but_may_have_begun() ->
     stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
     pieces=st.lists(st.text("abc", max_size=4), max_size=8),
 )
-def test_agrees_with_a_search_of_every_prefix(stops: list[str], pieces: list[str]) -> None:
+def test_result_equals_a_search_in_every_prefix(stops: list[str], pieces: list[str]) -> None:
     text = "".join(pieces)
     expected = None
     for end in range(1, len(text) + 1):

@@ -1,4 +1,4 @@
-"""Tokens of thoughts are those up to the end that the text has, however both come."""
+"""The counter counts tokens up to the end of the thoughts, however tokens and text arrive."""
 
 import pytest
 
@@ -8,12 +8,12 @@ from tests.paxkv.structured_output.demo_grammars import CLOSE, OPEN, THINKER, TO
 
 
 def _ids(text):
-    """Of the tokenizer that has no tags."""
+    """Token ids of the tokenizer without tags."""
     return TOKENIZER.encode(text, add_special_tokens=False)
 
 
 def _count(token_ids, *, step, lag=0, starts_thinking=False, tokenizer=THINKER):
-    """Reads `step` tokens at a time, and the text of each `lag` tokens later."""
+    """Adds `step` tokens at a time; the text of each token arrives `lag` tokens later."""
     parser = ReasoningParser(starts_thinking=starts_thinking)
     counter = ThoughtCounter(tokenizer, skip_special_tokens=True)
     num_chars = 0
@@ -41,7 +41,7 @@ REST = _ids("fifteen it is")
         ([OPEN, *THOUGHTS, CLOSE], [*REST, CLOSE], True),
         ([*THOUGHTS, CLOSE], REST, True),
         ([CLOSE], REST, True),
-        # Spelled, the token for it comes later or not at all.
+        # `</think>` in several tokens, before its own token or without it.
         ([OPEN, *THOUGHTS, *_ids("</think>")], [*REST, CLOSE, *REST], False),
         (_ids("<think>seven</think>"), REST, False),
         # Never ended.
@@ -51,12 +51,12 @@ REST = _ids("fifteen it is")
         ([], [*THOUGHTS, CLOSE, *REST], False),
     ],
 )
-def test_count_ends_with_the_token_that_ends_the_thoughts(head, tail, starts_thinking, step, lag):
+def test_count_includes_the_token_that_ends_the_thoughts(head, tail, starts_thinking, step, lag):
     found = _count([*head, *tail], step=step, lag=lag, starts_thinking=starts_thinking)
     assert found == len(head)
 
 
 @pytest.mark.parametrize("step", [1, 5, 1000])
-def test_a_model_without_the_tags_as_tokens_spells_them(step):
+def test_tags_can_consist_of_several_tokens(step):
     head = _ids("<think>seven and eight</think>")
     assert _count([*head, *REST], step=step, tokenizer=TOKENIZER) == len(head)

@@ -1,4 +1,4 @@
-"""A text never has fewer tokens than its length says; where that cannot be said, nothing is."""
+"""The bound on characters per token holds for every text; some tokenizers have no bound."""
 
 import unicodedata
 
@@ -22,7 +22,7 @@ def nfc_backend():
 
 
 def merging_backend():
-    """One whose merges make its longest token."""
+    """A tokenizer whose merges produce its longest token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*alphabet, "aa", "aaaa"]
     vocab = {word: token_id for token_id, word in enumerate(words)}
@@ -32,7 +32,7 @@ def merging_backend():
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"])) | st.text("a ᾂ́\t"))
-def test_no_text_has_fewer_tokens_than_its_length_says(text):
+def test_text_has_at_least_as_many_tokens_as_its_bound(text):
     composed = unicodedata.normalize("NFD", text)
     for backend in (byte_level_backend(PIECES), nfc_backend(), merging_backend()):
         bound = find_max_chars_per_token(backend)
@@ -41,7 +41,7 @@ def test_no_text_has_fewer_tokens_than_its_length_says(text):
             assert num_tokens * bound >= len(form)
 
 
-def test_bound_is_the_longest_name_in_the_vocabulary():
+def test_bound_is_the_length_of_the_longest_name():
     # </s> has four characters, " world" six, and "日本" six bytes.
     assert find_max_chars_per_token(byte_level_backend(PIECES)) == 6
     assert find_max_chars_per_token(byte_level_backend([b"0123456789"])) == 10
@@ -75,7 +75,7 @@ def with_a_byte_that_is_only_added(backend):
         lambda b: setattr(b, "normalizer", normalizers.Replace(Regex("a+"), "a")),
         lambda b: b.add_tokens([AddedToken("<end>", rstrip=True)]),
         lambda b: setattr(b, "model", models.WordLevel({"a": 0}, unk_token="a")),
-        # Such a model knows "a" at the end of a word only as "a</w>", which is not there.
+        # With this suffix, "a" at the end of a word needs the token "a</w>", which does not exist.
         lambda b: setattr(b.model, "end_of_word_suffix", "</w>"),
         lambda b: setattr(b.model, "continuing_subword_prefix", "##"),
         lambda b: setattr(b, "pre_tokenizer", None),
@@ -83,24 +83,24 @@ def with_a_byte_that_is_only_added(backend):
         with_a_byte_that_is_only_added,
     ],
 )
-def test_tokenizers_that_leave_out_text_have_no_bound(change):
+def test_tokenizers_that_drop_text_have_no_bound(change):
     backend = byte_level_backend()
     change(backend)
     assert find_max_chars_per_token(backend) is None
 
 
-def test_added_token_stands_for_its_normalized_name():
+def test_added_token_counts_with_its_normalized_name():
     backend = tokenizers.Tokenizer.from_str(sentencepiece_tokenizer().json)
     backend.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
     backend.add_tokens([AddedToken(16 * " ", normalized=True)])
-    # It is found as "▁" and 16 more of them, so that the first "▁" is a token and 170 are ten.
+    # Its normalized name is 17 "▁" long, so 170 of them are ten tokens after the first "▁".
     assert len(Tokenizer(backend).encode(170 * " ", add_special_tokens=False)) == 11
     assert find_max_chars_per_token(backend) == 17
 
 
-def test_steps_that_keep_all_text_do_not_matter():
+def test_steps_that_keep_all_text_do_not_change_the_bound():
     backend = byte_level_backend()
     backend.pre_tokenizer = split(r"\s+", "isolated")
     backend.normalizer = normalizers.Sequence(

@@ -38,7 +38,7 @@ def test_encode_and_decode_are_inverses_on_any_unicode() -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_long_texts_are_encoded_as_short_ones_are(tmp_path: Path) -> None:
+def test_long_texts_are_encoded_like_short_ones(tmp_path: Path) -> None:
     save(tmp_path, {"bos_token": BOS})
     tokenizer = Tokenizer.from_folder(tmp_path)
     text = "é a" * LONG_TEXT_CHARS
@@ -71,12 +71,12 @@ def test_flags_of_tokenizer_config_replace_the_post_processor(
     assert Tokenizer.from_folder(tmp_path).encode("a") == expected
 
 
-def test_older_checkpoints_name_special_tokens_in_a_file_of_their_own(tmp_path: Path) -> None:
+def test_special_tokens_map_of_older_checkpoints_is_read(tmp_path: Path) -> None:
     save(tmp_path, {}, special_tokens_map={"eos_token": EOS})
     assert Tokenizer.from_folder(tmp_path).eos_token_id == EOS_ID
 
 
-def test_special_tokens_are_skipped_only_when_asked() -> None:
+def test_special_tokens_are_skipped_only_on_request() -> None:
     tokenizer = byte_level_tokenizer()
     assert tokenizer.special_token_ids == {BOS_ID, EOS_ID}
     assert tokenizer.decode([BOS_ID, 97, EOS_ID]) == "a"
@@ -100,13 +100,13 @@ def test_text_of_a_token_has_the_space_before_its_word() -> None:
     assert [*map(tokenizer.token_text, token_ids)] == [" red", "berry", " ", "A", BOS]
 
 
-def test_named_token_that_is_a_plain_word_becomes_special() -> None:
+def test_named_token_of_the_vocabulary_becomes_special() -> None:
     tokenizer = Tokenizer(byte_level_backend([b"<end>"]), {"eos_token": "<end>"})
     assert tokenizer.eos_token_id in tokenizer.special_token_ids
     assert tokenizer.decode([97, tokenizer.eos_token_id]) == "a"
 
 
-def test_named_token_that_is_added_as_a_plain_one_becomes_special() -> None:
+def test_named_added_token_becomes_special() -> None:
     backend = byte_level_backend()
     backend.add_tokens([AddedToken("<end>", lstrip=True)])
     tokenizer = Tokenizer(backend, {"eos_token": "<end>"})
@@ -129,7 +129,7 @@ SPECIAL_WORDS = {
 
 
 @pytest.mark.parametrize("config", SPECIAL_WORDS.values(), ids=SPECIAL_WORDS)
-def test_special_tokens_that_are_plain_words_have_one_id_each(config: dict) -> None:
+def test_special_tokens_of_the_vocabulary_have_one_id_each(config: dict) -> None:
     tokenizer = Tokenizer(byte_level_backend([b"<tool>"]), config)
     tool_id = tokenizer.token_to_id("<tool>")
     is_stripped = "eos_token" in config
@@ -139,7 +139,7 @@ def test_special_tokens_that_are_plain_words_have_one_id_each(config: dict) -> N
 
 @pytest.mark.parametrize("is_added", [False, True])
 @pytest.mark.parametrize("config", SPECIAL_WORDS.values(), ids=SPECIAL_WORDS)
-def test_special_tokens_are_those_of_live_transformers(
+def test_special_tokens_are_those_of_transformers(
     tmp_path: Path, config: dict, is_added: bool
 ) -> None:
     transformers = pytest.importorskip("transformers")
@@ -156,7 +156,7 @@ def test_special_tokens_are_those_of_live_transformers(
     assert ours.decode(token_ids) == theirs.decode(token_ids, skip_special_tokens=True)
 
 
-def test_chat_templates_may_ask_for_every_named_token() -> None:
+def test_every_named_token_is_a_variable_of_chat_templates() -> None:
     config = {
         "mask_token": "<m>",
         "image_token": {"content": "<i>"},
@@ -168,7 +168,7 @@ def test_chat_templates_may_ask_for_every_named_token() -> None:
     assert Tokenizer(byte_level_backend(), config).special_tokens == named
 
 
-def test_tokenizer_config_counts_more_than_tokenizer_json() -> None:
+def test_tokenizer_config_takes_precedence_over_tokenizer_json() -> None:
     backend = byte_level_backend([b"<word>"])
     backend.add_tokens(["<tool>"])
     word_id, tool_id = map(backend.token_to_id, ("<word>", "<tool>"))
@@ -181,11 +181,11 @@ def test_tokenizer_config_counts_more_than_tokenizer_json() -> None:
     assert tokenizer.decode([97, tool_id]) == "a"
 
 
-def test_tokens_only_in_tokenizer_config_are_added_at_their_id() -> None:
+def test_tokens_only_in_tokenizer_config_are_added_with_their_id() -> None:
     added = {"258": {"content": "<tool>", "special": False, "lstrip": False}}
     tokenizer = Tokenizer(byte_level_backend(), {"added_tokens_decoder": added})
     assert tokenizer.encode("<tool>") == [258]
-    # Ids of any order: they are given by it.
+    # The order of the ids decides the order of the tokens.
     many = {str(token_id): {"content": f"<{token_id}>"} for token_id in (260, 258, 259)}
     tokenizer = Tokenizer(byte_level_backend(), {"added_tokens_decoder": many})
     assert tokenizer.encode("<258><259><260>") == [258, 259, 260]
@@ -198,7 +198,7 @@ def test_tokens_only_in_tokenizer_config_are_added_at_their_id() -> None:
     "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
 )
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-def test_a_byte_order_mark_makes_no_difference(tmp_path: Path, name: str, encoding: str) -> None:
+def test_byte_order_mark_is_ignored(tmp_path: Path, name: str, encoding: str) -> None:
     save(tmp_path, {"bos_token": "a", "eos_token": "b"})
     (tmp_path / "special_tokens_map.json").write_text('{"pad_token": "c"}')
     path = tmp_path / name
@@ -209,7 +209,7 @@ def test_a_byte_order_mark_makes_no_difference(tmp_path: Path, name: str, encodi
     assert tokenizer.decode(tokenizer.encode("Größe")) == "Größe"
 
 
-def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+def test_error_names_a_git_lfs_pointer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ConfigError, match=r"tokenizer\.json is a Git LFS pointer.*git lfs pull"):
         Tokenizer.from_folder(tmp_path)
@@ -235,7 +235,7 @@ def test_missing_and_broken_files_are_config_errors(tmp_path: Path) -> None:
     [{"7": "<tool>"}, {"x": {"content": "<tool>"}}, {"7": {"content": 5}}, {"7": {}}, ["<tool>"]],
     ids=repr,
 )
-def test_added_tokens_that_are_none_are_a_config_error(added: object) -> None:
+def test_malformed_added_tokens_are_a_config_error(added: object) -> None:
     with pytest.raises(ConfigError, match="added_tokens_decoder .* such as"):
         Tokenizer(byte_level_backend(), {"added_tokens_decoder": added})
 
@@ -245,12 +245,12 @@ def test_eos_token_without_an_id_is_a_config_error() -> None:
         Tokenizer(byte_level_backend(), {"eos_token": "<nowhere>"})
 
 
-def test_lone_surrogate_is_the_callers_mistake() -> None:
+def test_lone_surrogate_is_an_invalid_request_error() -> None:
     with pytest.raises(InvalidRequestError, match="character 1"):
         byte_level_tokenizer().encode("a\ud800")
 
 
-def test_ids_of_a_padded_vocabulary_that_no_token_has_are_found():
+def test_ids_without_a_token_in_a_padded_vocabulary_are_found():
     tokenizer = byte_level_tokenizer([b"ab"])
     assert tokenizer.vocab_size == 259
     assert tokenizer.ids_without_token(261) == [259, 260]

@@ -1,4 +1,4 @@
-"""Small recorded runs: a header, requests, and a runner that always answers 7."""
+"""Small recorded runs: a header, requests, and a runner that always samples token 7."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ TOKEN = 7
 
 
 def make_header(*, num_blocks: int = 9, **scheduler: object) -> TraceHeader:
-    """Blocks of 8; 16 tokens a step."""
+    """Blocks of 8 tokens; 16 tokens per step."""
     spec = FullAttentionSpec(block_size=8, num_kv_heads=1, head_size=8, dtype="float32")
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 16, **scheduler}
     return TraceHeader(
@@ -41,7 +41,7 @@ def make_request(
 
 
 def answer(scheduler: Scheduler | TraceRecorder, output: SchedulerOutput) -> ModelRunnerOutput:
-    """One token for each request that is computed to its end, or as many as a burst is to bring."""
+    """One token per request whose known tokens are computed; in a burst, one per decode step."""
     req_ids = list(output.num_scheduled_tokens)
     if output.num_decode_steps > 1:
         return ModelRunnerOutput(

@@ -1,4 +1,4 @@
-"""A call holds what entered the scheduler and all that it answered."""
+"""A call contains the scheduler's arguments and its whole result."""
 
 import dataclasses
 
@@ -46,7 +46,7 @@ FULL_REQUEST = EngineRequest(
 )
 
 
-def test_request_comes_back_as_it_went() -> None:
+def test_encoded_request_decodes_to_an_equal_request() -> None:
     for request in (
         FULL_REQUEST,
         EngineRequest(request_id="", prompt_token_ids=[], sampling_params=SamplingParams()),
@@ -57,12 +57,12 @@ def test_request_comes_back_as_it_went() -> None:
 
 
 def test_full_request_of_this_test_sets_every_field() -> None:
-    """Or a field that is added later would come back as its default, unseen."""
+    """Otherwise, the test above would not notice that a new field is lost."""
     for field in dataclasses.fields(EngineRequest):
         assert getattr(FULL_REQUEST, field.name) != field.default
 
 
-def test_defaults_are_not_written() -> None:
+def test_fields_with_their_default_are_omitted() -> None:
     request = EngineRequest(request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams())
     assert msgspec.json.decode(encode_request(request)) == {
         "request_id": "r",
@@ -71,8 +71,8 @@ def test_defaults_are_not_written() -> None:
     }
 
 
-def test_decision_says_everything_that_a_scheduler_output_says() -> None:
-    """A field that the decision leaves out is one that replay cannot compare."""
+def test_decision_contains_every_field_of_a_scheduler_output() -> None:
+    """A replay cannot compare fields that the decision omits."""
     output = SchedulerOutput(
         scheduled_new_reqs=[
             NewRequestData(
@@ -116,12 +116,12 @@ def test_decision_says_everything_that_a_scheduler_output_says() -> None:
         num_common_prefix_blocks=[1, 0],
         block_copies=[(6, 7)],
     )
-    # What this test does not fill in: the connector's transfers, and nothing else.
+    # The only omitted field is `kv_connector_metadata`.
     empty = {field.name for field in dataclasses.fields(output) if not getattr(output, field.name)}
     assert empty == {"kv_connector_metadata"}
 
 
-def test_runner_output_comes_back_without_logprobs() -> None:
+def test_runner_output_is_restored_without_logprobs() -> None:
     call = UpdateCall(
         step=1,
         sampled=[SampledRow("a", [1, 2]), SampledRow("b", [])],

@@ -1,4 +1,4 @@
-"""The view has a row per request whose slices tell its life, and steps with their numbers."""
+"""The view has a row per request with a slice per state, and steps with their numbers."""
 
 import json
 from collections import defaultdict
@@ -62,9 +62,9 @@ def slices(events: list[dict], name: str) -> list[tuple]:
     ]
 
 
-# Two steps of 10 ms, each decided in 1 ms: "a" comes at 0, gets 16 of its 17 tokens at 10, the
-# last and its first token at 20, decodes at 30 and 40 and ends at 50. "b" comes at 5, runs at 20,
-# is preempted at 30, and comes back at 40 to be aborted at 55.
+# Two steps of 10 ms, each decided in 1 ms. "a" arrives at 0, computes 16 of its 17 tokens at 10,
+# the last at 20, decodes at 30 and 40, and ends at 50. "b" arrives at 5, runs at 20, is
+# preempted at 30, resumes at 40, and is aborted at 55.
 LIFE = [
     AddRequestCall(request=encode_request(make_request("a", 17)), at_s=0.0),
     AddRequestCall(request=encode_request(make_request("b", 4)), at_s=0.005),
@@ -106,7 +106,7 @@ LIFE = [
 ]
 
 
-def test_life_of_requests_is_told_in_slices(tmp_path: Path) -> None:
+def test_states_of_requests_are_slices(tmp_path: Path) -> None:
     events = view_of_calls(tmp_path / "t", LIFE)
     assert slices(events, "a") == [
         ("waiting", 0, 10),
@@ -144,7 +144,7 @@ def test_steps_and_host_calls_are_slices_with_their_numbers(tmp_path: Path) -> N
     assert [e["ts"] for e in events if e["name"] == "reset_prefix_cache"] == [52_000]
 
 
-def test_a_burst_is_a_step_that_says_so(tmp_path: Path) -> None:
+def test_burst_is_one_step_with_its_number_of_decode_steps(tmp_path: Path) -> None:
     calls = [
         AddRequestCall(request=encode_request(make_request("a", 4)), at_s=0.0),
         ScheduleCall(step=1, at_s=0.01, decision=Decision(new=[NewRow("a", 4, 0, [[1]])])),
@@ -163,7 +163,7 @@ def test_a_burst_is_a_step_that_says_so(tmp_path: Path) -> None:
     assert "decode steps" not in single
 
 
-def test_steps_in_flight_together_have_rows_of_their_own(tmp_path: Path) -> None:
+def test_overlapping_steps_are_in_different_rows(tmp_path: Path) -> None:
     calls = [
         ScheduleCall(step=1, at_s=0.0, decision=Decision()),
         ScheduleCall(step=2, at_s=0.1, decision=Decision()),
@@ -177,13 +177,13 @@ def test_steps_in_flight_together_have_rows_of_their_own(tmp_path: Path) -> None
     assert slices(events, "steps 2") == [("step 2", 100, 300)]
 
 
-def test_unfinished_requests_end_with_the_trace(tmp_path: Path) -> None:
+def test_unfinished_requests_end_at_the_end_of_the_trace(tmp_path: Path) -> None:
     events = view_of_calls(tmp_path / "t", LIFE[:3])
     assert slices(events, "a") == [("waiting", 0, 10), ("prefill chunk", 10, 11)]
     assert slices(events, "b") == [("waiting", 5, 11)]
 
 
-def test_id_that_is_used_again_gets_a_row_of_its_own(tmp_path: Path) -> None:
+def test_reused_request_id_gets_a_new_row(tmp_path: Path) -> None:
     add = LIFE[0]
     end = FinishRequestsCall(request_ids=["a"], finish_reason="abort", at_s=0.001)
     events = view_of_calls(tmp_path / "t", [add, end, add, end])
@@ -191,8 +191,8 @@ def test_id_that_is_used_again_gets_a_row_of_its_own(tmp_path: Path) -> None:
     assert rows == [1, 2]
 
 
-def test_recorded_run_makes_a_well_formed_view(tmp_path: Path) -> None:
-    """What a viewer asks of the file: known phases, rising times, named rows, nested slices."""
+def test_view_of_a_recorded_run_is_well_formed(tmp_path: Path) -> None:
+    """Viewers need known phases, rising times, named rows and nested slices."""
     scheduler = record_scheduler(make_header(), tmp_path / "t")
     for i in range(8):
         scheduler.add_request(make_request(f"r{i}", 14, max_tokens=20, first_token=i))
@@ -235,6 +235,6 @@ def test_view_never_overwrites_its_trace(tmp_path: Path) -> None:
     assert file.read_bytes() == data
 
 
-def test_request_that_cannot_be_read_is_a_bad_file(tmp_path: Path) -> None:
+def test_invalid_request_in_a_trace_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TraceFileError, match="a recorded request cannot be read"):
         view_of_calls(tmp_path / "t", [AddRequestCall(request=msgspec.Raw(b"{}"))])

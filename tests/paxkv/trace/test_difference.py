@@ -1,4 +1,4 @@
-"""The first difference is named down to the value."""
+"""The first difference has the path of the value."""
 
 import pytest
 
@@ -14,18 +14,18 @@ def decision(*, blocks: list[list[int]], order: list[str] | None = None) -> Deci
     )
 
 
-def test_equal_values_have_none() -> None:
+def test_equal_values_have_no_difference() -> None:
     assert first_difference(decision(blocks=[[1], [2]]), decision(blocks=[[1], [2]])) is None
 
 
-def test_value_deep_inside_is_named_with_its_request() -> None:
+def test_path_of_a_nested_value_names_its_request() -> None:
     got, recorded = decision(blocks=[[1], [2, 3]]), decision(blocks=[[1], [2, 4]])
     assert first_difference(got, recorded, ".decision") == Difference(
         "decision.running['b'].new_block_ids[1][1]", 3, 4
     )
 
 
-def test_first_of_several_is_named() -> None:
+def test_first_of_several_differences_is_returned() -> None:
     got, recorded = decision(blocks=[[1]], order=["x"]), decision(blocks=[[2]], order=["y"])
     assert first_difference(got, recorded).path == "running['b'].new_block_ids[0][0]"
 
@@ -42,10 +42,12 @@ def test_first_of_several_is_named() -> None:
         ((1, 2), (1, 3), Difference("[1]", 2, 3)),
     ],
 )
-def test_lists_dicts_and_values(got: object, recorded: object, wanted: Difference) -> None:
+def test_lists_dicts_and_values_are_compared(
+    got: object, recorded: object, wanted: Difference
+) -> None:
     assert first_difference(got, recorded) == wanted
 
 
-def test_another_request_in_the_same_place_is_named_by_its_place() -> None:
+def test_path_has_an_index_if_the_request_ids_differ() -> None:
     got, recorded = [NewRow("a", 1, 0, [[1]])], [NewRow("b", 1, 0, [[1]])]
     assert first_difference(got, recorded) == Difference("[0].req_id", "a", "b")

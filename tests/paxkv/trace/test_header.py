@@ -1,4 +1,4 @@
-"""A header builds the same scheduler again, or says why it cannot."""
+"""A header builds an equal scheduler, or is rejected with the reason."""
 
 import dataclasses
 import inspect
@@ -65,19 +65,19 @@ def changed(line: bytes, **changes: object) -> bytes:
     return msgspec.json.encode(msgspec.json.decode(line) | changes)
 
 
-def test_header_with_every_spec_comes_back_as_it_went() -> None:
+def test_header_with_every_spec_decodes_to_an_equal_header() -> None:
     header = make_header()
     assert decode_header(encode_header(header)) == header
 
 
-def test_version_2_had_no_changed_logits_in_bursts() -> None:
+def test_version_2_header_excludes_changed_logits_from_bursts() -> None:
     fields = msgspec.json.decode(encode_header(make_header())) | {"version": 2}
     del fields["bursts_change_logits"]
     header = decode_header(msgspec.json.encode(fields))
     assert header == dataclasses.replace(make_header(), bursts_change_logits=False)
 
 
-def test_every_spec_of_the_contract_is_known() -> None:
+def test_every_kv_cache_spec_can_be_decoded() -> None:
     concrete = {
         name
         for name, spec in inspect.getmembers(kv_cache_spec, inspect.isclass)
@@ -86,14 +86,14 @@ def test_every_spec_of_the_contract_is_known() -> None:
     assert concrete == set(SPEC_CLASSES) == set(ARGUMENTS)
 
 
-def test_header_forgets_where_the_trace_was() -> None:
+def test_header_does_not_contain_the_trace_file() -> None:
     header = make_header()
     config = dataclasses.replace(header.scheduler_config, trace_file="/somewhere/else")
     line = encode_header(dataclasses.replace(header, scheduler_config=config))
     assert decode_header(line) == header
 
 
-def test_seed_is_drawn_once_and_kept_if_given() -> None:
+def test_random_seed_replaces_only_a_missing_seed() -> None:
     first, second = with_fixed_seed(CacheConfig()), with_fixed_seed(CacheConfig())
     assert first.prefix_caching_seed is not None
     assert first.prefix_caching_seed != second.prefix_caching_seed
@@ -115,26 +115,26 @@ def test_seed_is_drawn_once_and_kept_if_given() -> None:
         (changed(encode_header(make_header()), surprise=1), "surprise"),
     ],
 )
-def test_what_is_no_header_of_this_version_is_refused(line: bytes, message: str) -> None:
+def test_other_formats_and_versions_are_rejected(line: bytes, message: str) -> None:
     with pytest.raises(TraceFileError, match=message):
         decode_header(line)
 
 
 @pytest.mark.parametrize("block_size", [0, -16, 2**32])
-def test_pools_that_no_device_has_are_refused(block_size: int) -> None:
+def test_impossible_pools_are_rejected(block_size: int) -> None:
     line = encode_header(make_header())
     config = msgspec.json.decode(line)["kv_cache_config"]
     with pytest.raises(TraceFileError, match="num_blocks must be below"):
         decode_header(changed(line, kv_cache_config=config | {"num_blocks": 2**31}))
     config["groups"][0]["spec"]["block_size"] = block_size
-    # Else a page's padding would be compared with its size first.
+    # Otherwise, the page's padding would be rejected first.
     config["groups"][0]["spec"]["page_size_padded"] = None
     with pytest.raises(TraceFileError, match=f"block_size={block_size} must be in"):
         decode_header(changed(line, kv_cache_config=config))
 
 
-def test_settings_of_another_version_are_refused() -> None:
-    """An unknown one would be dropped, a missing one would get today's default."""
+def test_unknown_and_missing_settings_are_rejected() -> None:
+    """An unknown setting would be dropped, and a missing one would get the current default."""
     line = encode_header(make_header())
     config = msgspec.json.decode(line)["scheduler_config"]
     with pytest.raises(TraceFileError, match=r"unknown \['new_rule'\], missing \[\]"):
@@ -144,14 +144,14 @@ def test_settings_of_another_version_are_refused() -> None:
         decode_header(changed(line, scheduler_config=config))
 
 
-def test_value_that_no_setting_may_have_is_refused() -> None:
+def test_invalid_value_of_a_setting_is_rejected() -> None:
     line = encode_header(make_header())
     config = msgspec.json.decode(line)["scheduler_config"] | {"max_num_seqs": 0}
     with pytest.raises(TraceFileError, match="max_num_seqs"):
         decode_header(changed(line, scheduler_config=config))
 
 
-def test_unknown_spec_is_refused() -> None:
+def test_unknown_kv_cache_spec_is_rejected() -> None:
     line = encode_header(make_header()).replace(b"StateSpec", b"OtherSpec")
     with pytest.raises(TraceFileError, match="'OtherSpec'; known specs are FullAttentionSpec"):
         decode_header(line)

@@ -1,4 +1,4 @@
-"""What a scheduler asks others is recorded with the answers, which a replay hears again."""
+"""A trace contains the scheduler's questions to other components, and a replay the answers."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ METADATA = KVConnectorMetadata(loads=[TRANSFER], saves=[])
 
 
 class FakeConnector:
-    """Knows 8 tokens of every request, loads them in the step, and keeps nothing."""
+    """Loads 8 tokens of every request synchronously, and keeps no blocks of ended requests."""
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         return 8, False
@@ -41,7 +41,7 @@ class FakeConnector:
 
 
 class SlowGate:
-    """Ready when asked for the third time."""
+    """Ready at the third call."""
 
     def __init__(self) -> None:
         self.num_asked = 0
@@ -51,7 +51,7 @@ class SlowGate:
         return self.num_asked > 2
 
 
-def test_questions_and_answers_are_noted_in_their_order() -> None:
+def test_questions_and_answers_are_recorded_in_order() -> None:
     log, request = QuestionLog(), make_request("r")
     connector = RecordingConnector(FakeConnector(), log)
     assert connector.get_num_new_matched_tokens(request, 3) == (8, False)
@@ -69,7 +69,7 @@ def test_questions_and_answers_are_noted_in_their_order() -> None:
     assert log.drain() == []
 
 
-def test_recorded_answers_are_heard_again() -> None:
+def test_recorded_answers_are_replayed() -> None:
     answers, request = RecordedAnswers(), make_request("r")
     answers.expect(
         [
@@ -85,7 +85,7 @@ def test_recorded_answers_are_heard_again() -> None:
         answers.is_ready("q")
 
 
-def test_another_question_than_the_recorded_one_is_an_error() -> None:
+def test_question_that_differs_from_the_recording_is_an_error() -> None:
     answers = RecordedAnswers()
     answers.expect([Question("is_ready", "q", answer=True)])
     with pytest.raises(InvariantError, match="'other'.*'q'"):
@@ -107,7 +107,7 @@ def record_with_outside(file: Path) -> TraceHeader:
     return TraceReader.open(file).header
 
 
-def test_run_with_connector_and_grammar_replays_exactly_without_them(tmp_path: Path) -> None:
+def test_run_with_connector_and_grammar_gate_replays_without_them(tmp_path: Path) -> None:
     header = record_with_outside(tmp_path / "t")
     assert header.has_connector and header.has_grammar_gate
     summary = replay(TraceReader.open(tmp_path / "t"), make_scheduler)
@@ -115,8 +115,8 @@ def test_run_with_connector_and_grammar_replays_exactly_without_them(tmp_path: P
     assert (summary.num_steps, summary.num_hit_tokens, summary.difference) == (5, 8, None)
 
 
-def test_changed_answer_is_found(tmp_path: Path) -> None:
-    """The scheduler does what it hears, which is not what it did."""
+def test_replay_finds_a_changed_answer(tmp_path: Path) -> None:
+    """The scheduler follows the changed answer, so its decision differs."""
     header = record_with_outside(tmp_path / "t")
     calls = [c for line in TraceReader.open(tmp_path / "t").lines() for c in line.calls]
     writer = TraceWriter(tmp_path / "t", header)

@@ -1,4 +1,4 @@
-"""A recorder answers as its scheduler does, and reports every call that changes something."""
+"""A recorder returns its scheduler's results, and reports every call that changes its state."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def run_step(recorder: TraceRecorder) -> list:
     return recorder.update_from_output(output, answer(recorder, output))
 
 
-def test_one_request_from_arrival_to_end(recorder: TraceRecorder, calls: list[Call]) -> None:
+def test_calls_of_one_request_are_reported(recorder: TraceRecorder, calls: list[Call]) -> None:
     # 9 tokens fill a block of 8 and begin another; the first of 2 new tokens ends nothing.
     recorder.add_request(make_request("r", 9, max_tokens=2))
     run_step(recorder)
@@ -66,7 +66,7 @@ def test_one_request_from_arrival_to_end(recorder: TraceRecorder, calls: list[Ca
     assert second_update.moved == BlockMovements(freed=[2, 1])
 
 
-def test_bursts_are_reported_with_what_was_allowed(
+def test_bursts_are_reported_with_max_decode_steps(
     recorder: TraceRecorder, calls: list[Call]
 ) -> None:
     recorder.add_request(make_request("r", 9, max_tokens=5))
@@ -94,7 +94,7 @@ def test_prefix_hits_and_evictions_are_reported(recorder: TraceRecorder, calls: 
     assert calls[-1].moved == BlockMovements(evicted=[1])
 
 
-def test_ends_from_outside_are_reported_also_from_a_generator(
+def test_finish_requests_is_reported_also_for_a_generator(
     recorder: TraceRecorder, calls: list[Call]
 ) -> None:
     recorder.add_request(make_request("a"))
@@ -106,7 +106,7 @@ def test_ends_from_outside_are_reported_also_from_a_generator(
     assert calls[-1].finish_reason == "abort"
 
 
-def test_reset_while_a_block_is_in_use_is_reported_as_refused(
+def test_failed_cache_reset_is_reported_as_false(
     recorder: TraceRecorder, calls: list[Call]
 ) -> None:
     recorder.add_request(make_request("a"))
@@ -115,7 +115,7 @@ def test_reset_while_a_block_is_in_use_is_reported_as_refused(
     assert isinstance(calls[-1], ControlCall) and calls[-1].result is False
 
 
-def test_refused_request_is_reported_and_still_raises(
+def test_rejected_request_is_reported_and_raises(
     recorder: TraceRecorder, calls: list[Call]
 ) -> None:
     with pytest.raises(InvalidRequestError, match="no tokens"):
@@ -123,9 +123,7 @@ def test_refused_request_is_reported_and_still_raises(
     assert calls[0].error.startswith("InvalidRequestError: the prompt has no tokens")
 
 
-def test_failed_update_is_reported_and_still_raises(
-    recorder: TraceRecorder, calls: list[Call]
-) -> None:
+def test_failed_update_is_reported_and_raises(recorder: TraceRecorder, calls: list[Call]) -> None:
     recorder.add_request(make_request("r", 20))
     output = recorder.schedule()  # 16 of its 20 tokens
     early = answer(recorder, output)
@@ -135,14 +133,14 @@ def test_failed_update_is_reported_and_still_raises(
     assert isinstance(calls[-1], UpdateCall) and calls[-1].error.startswith("InvariantError: ")
 
 
-def test_tokens_of_a_step_that_is_not_in_flight_are_refused(recorder: TraceRecorder) -> None:
+def test_update_for_a_step_that_is_not_in_flight_is_an_error(recorder: TraceRecorder) -> None:
     output = recorder.schedule()
     recorder.update_from_output(output, answer(recorder, output))
     with pytest.raises(InvariantError, match="not in flight"):
         recorder.update_from_output(output, answer(recorder, output))
 
 
-def test_what_changes_nothing_is_the_schedulers_own(
+def test_methods_that_change_nothing_are_forwarded(
     recorder: TraceRecorder, calls: list[Call]
 ) -> None:
     recorder.check_invariants()
@@ -154,7 +152,7 @@ def test_what_changes_nothing_is_the_schedulers_own(
 
 
 def test_recording_changes_no_decision(tmp_path: Path) -> None:
-    """Requests that do not fit together, recorded and not: the same blocks in the same steps."""
+    """With too many requests for the pool, recorded and plain runs choose the same blocks."""
     requests = [make_request(f"r{i}", 14, max_tokens=20, first_token=i % 3) for i in range(8)]
     decisions = []
     for is_recorded in (False, True):
@@ -172,7 +170,7 @@ def test_recording_changes_no_decision(tmp_path: Path) -> None:
     assert decisions[0] == decisions[1]
 
 
-def test_recorded_scheduler_gets_a_seed_that_the_header_holds(tmp_path: Path) -> None:
+def test_recorded_scheduler_uses_the_seed_in_the_header(tmp_path: Path) -> None:
     header = make_header()
     object.__setattr__(header.cache_config, "prefix_caching_seed", None)
     record_run(tmp_path / "t", make_request("r", 9), header=header)
@@ -180,10 +178,10 @@ def test_recorded_scheduler_gets_a_seed_that_the_header_holds(tmp_path: Path) ->
     assert seed is not None and len(seed) == 64
 
 
-def test_trace_of_a_run_has_a_line_a_step(tmp_path: Path) -> None:
+def test_trace_has_one_line_per_step(tmp_path: Path) -> None:
     scheduler = record_scheduler(make_header(), tmp_path / "t")
     scheduler.add_request(make_request("r", 4, max_tokens=3))
     run_to_end(scheduler)
     lines = list(TraceReader.open(tmp_path / "t").lines())
-    # 3 tokens, and the step in which the runner hears of the end.
+    # 3 tokens, and the step that reports the request's end to the runner.
     assert [line.calls[-1].step for line in lines] == [1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""A trace replays exactly; whatever is changed in it, the replay finds and names."""
+"""A trace replays exactly, and the replay reports every change of it."""
 
 import dataclasses
 import random
@@ -41,7 +41,7 @@ def replay_file(file: Path) -> ReplaySummary:
 
 
 def rewrite(file: Path, change) -> None:
-    """Puts every call of a trace through `change`."""
+    """Replaces every call of a trace by the result of `change`."""
     reader = TraceReader.open(file)
     calls = [change(call) for line in reader.lines() for call in line.calls]
     writer = TraceWriter(file, reader.header)
@@ -50,7 +50,7 @@ def rewrite(file: Path, change) -> None:
     writer.close()
 
 
-def test_recorded_run_replays_exactly_and_is_summed_up(tmp_path: Path) -> None:
+def test_recorded_run_replays_exactly_with_the_right_totals(tmp_path: Path) -> None:
     # The second prompt hits the first block of the first, which is 8 tokens.
     record_run(tmp_path / "t", make_request("a", 9), make_request("b", 10))
     summary = replay_file(tmp_path / "t")
@@ -67,7 +67,7 @@ def test_recorded_run_replays_exactly_and_is_summed_up(tmp_path: Path) -> None:
     }
 
 
-def test_preemptions_aborts_resets_and_refusals_replay_exactly(tmp_path: Path) -> None:
+def test_preemptions_aborts_resets_and_rejections_replay_exactly(tmp_path: Path) -> None:
     scheduler = record_scheduler(make_header(policy="priority"), tmp_path / "t")
     rng = random.Random(0)
     for i in range(60):
@@ -87,8 +87,8 @@ def test_preemptions_aborts_resets_and_refusals_replay_exactly(tmp_path: Path) -
     assert summary.difference is None
 
 
-def test_steps_that_overlap_replay_exactly(tmp_path: Path) -> None:
-    """The second step is decided before the first one's tokens are back."""
+def test_overlapping_steps_replay_exactly(tmp_path: Path) -> None:
+    """The second step is decided before the first step's tokens arrive."""
     scheduler = record_scheduler(make_header(), tmp_path / "t")
     scheduler.add_request(make_request("a", 40))
     first, second = scheduler.schedule(), scheduler.schedule()
@@ -120,13 +120,13 @@ def test_pooled_requests_replay_exactly(tmp_path: Path) -> None:
 
 
 def record_bursts(file: Path, seed: int, *, is_async: bool) -> list[SchedulerOutput]:
-    """Requests that come and are aborted while bursts run, two steps in flight if `is_async`."""
+    """Requests arrive and are aborted during bursts; two steps are in flight if `is_async`."""
     header = dataclasses.replace(make_header(num_blocks=30), is_async=is_async)
     scheduler, runner, rng = record_scheduler(header, file), FunctionRunner(), random.Random(seed)
     in_flight: deque = deque()
     outputs: list[SchedulerOutput] = []
 
-    def bring_home() -> None:
+    def fetch_oldest_step() -> None:
         scheduler.update_from_output(*in_flight.popleft())
 
     for i in range(40):
@@ -141,15 +141,15 @@ def record_bursts(file: Path, seed: int, *, is_async: bool) -> list[SchedulerOut
         if i % 13 == 0:
             scheduler.reset_prefix_cache(True)
         while len(in_flight) > is_async:
-            bring_home()
+            fetch_oldest_step()
     while in_flight:
-        bring_home()
+        fetch_oldest_step()
     return outputs
 
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_bursts_replay_exactly_also_behind_each_other(
+def test_bursts_replay_exactly_also_if_they_overlap(
     tmp_path: Path, seed: int, is_async: bool
 ) -> None:
     outputs = record_bursts(tmp_path / "t", seed, is_async=is_async)
@@ -157,12 +157,12 @@ def test_bursts_replay_exactly_also_behind_each_other(
     summary = replay_file(tmp_path / "t")
     assert (summary.num_steps, summary.failure, summary.difference) == (40, None, None)
     assert summary.num_scheduled_tokens == sum(o.total_num_scheduled_tokens for o in outputs)
-    # Each step is a line, with the number of its decision also where another one came between.
+    # Each line ends with the update of its step, also if another step was decided before it.
     lines = list(TraceReader.open(tmp_path / "t").lines())
     assert [line.calls[-1].step for line in lines] == list(range(1, 41))
 
 
-def test_a_burst_that_was_allowed_less_is_a_difference(tmp_path: Path) -> None:
+def test_other_max_decode_steps_change_the_replay(tmp_path: Path) -> None:
     outputs = record_bursts(tmp_path / "t", 0, is_async=True)
     first = next(i for i, output in enumerate(outputs, 1) if output.num_decode_steps > 1)
 
@@ -222,7 +222,7 @@ def changed_error(call: Call) -> Call:
         (changed_error, "step 1, update", "error", None, "KeyError: 1"),
     ],
 )
-def test_first_difference_is_named(
+def test_first_difference_is_reported_with_its_path(
     tmp_path: Path, change, at: str, path: str, got: object, recorded: object
 ) -> None:
     record_run(tmp_path / "t", make_request("r", 9))
@@ -233,7 +233,7 @@ def test_first_difference_is_named(
     assert (found.path, found.got, found.recorded) == (path, got, recorded)
 
 
-def test_other_token_shows_where_it_first_matters(tmp_path: Path) -> None:
+def test_changed_token_is_reported_where_it_first_matters(tmp_path: Path) -> None:
     record_run(tmp_path / "t", make_request("r", 9, max_tokens=3))
 
     def change(call: Call) -> Call:
@@ -247,7 +247,7 @@ def test_other_token_shows_where_it_first_matters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recorded", ["InvalidRequestError: other words", "ConfigError: no"])
-def test_errors_of_the_same_type_are_equal_in_other_words(tmp_path: Path, recorded: str) -> None:
+def test_errors_of_the_same_type_with_other_texts_are_equal(tmp_path: Path, recorded: str) -> None:
     scheduler = record_scheduler(make_header(), tmp_path / "t")
     with pytest.raises(InvalidRequestError):
         scheduler.add_request(make_request("r", 0))
@@ -261,7 +261,7 @@ def test_errors_of_the_same_type_are_equal_in_other_words(tmp_path: Path, record
     assert (difference is None) == recorded.startswith("InvalidRequestError")
 
 
-def test_failure_of_the_scheduler_comes_again(tmp_path: Path) -> None:
+def test_failure_of_the_scheduler_is_replayed(tmp_path: Path) -> None:
     scheduler = record_scheduler(make_header(), tmp_path / "t")
     scheduler.add_request(make_request("r", 20))
     output = scheduler.schedule()
@@ -296,7 +296,7 @@ def write_calls(file: Path, *calls: Call) -> None:
         (AddRequestCall(request=msgspec.Raw(b'{"request_id":"\xff"}')), "cannot be read"),
     ],
 )
-def test_call_that_cannot_be_made_is_a_bad_file(tmp_path: Path, call: Call, message: str) -> None:
+def test_call_that_cannot_be_repeated_is_an_error(tmp_path: Path, call: Call, message: str) -> None:
     write_calls(tmp_path / "t", call)
     with pytest.raises(TraceFileError, match=message):
         replay_file(tmp_path / "t")
@@ -305,7 +305,7 @@ def test_call_that_cannot_be_made_is_a_bad_file(tmp_path: Path, call: Call, mess
 @pytest.mark.parametrize(
     "change", [{"num_blocks": 1}, {"groups": []}, {"hash_block_size": 3}, {"hash_block_size": 0}]
 )
-def test_header_that_builds_no_scheduler_is_a_bad_file(tmp_path: Path, change: dict) -> None:
+def test_header_that_builds_no_scheduler_is_an_error(tmp_path: Path, change: dict) -> None:
     write_calls(tmp_path / "t")
     header = msgspec.json.decode((tmp_path / "t").read_bytes())
     header["kv_cache_config"] |= change
@@ -314,7 +314,7 @@ def test_header_that_builds_no_scheduler_is_a_bad_file(tmp_path: Path, change: d
         replay_file(tmp_path / "t")
 
 
-def test_control_call_that_no_scheduler_has_is_a_bad_file(tmp_path: Path) -> None:
+def test_unknown_control_call_is_an_error(tmp_path: Path) -> None:
     line = b'{"calls":[{"call":"control","method":"__del__"}]}\n'
     write_calls(tmp_path / "t", FinishRequestsCall(request_ids=[], finish_reason="abort"))
     with (tmp_path / "t").open("ab") as out:
@@ -325,7 +325,7 @@ def test_control_call_that_no_scheduler_has_is_a_bad_file(tmp_path: Path) -> Non
 
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32), num_blocks=st.integers(6, 20), is_fcfs=st.booleans())
-def test_any_run_replays_exactly(tmp_path_factory, seed, num_blocks, is_fcfs) -> None:
+def test_random_runs_replay_exactly(tmp_path_factory, seed, num_blocks, is_fcfs) -> None:
     file = tmp_path_factory.mktemp("trace") / "t"
     policy = "fcfs" if is_fcfs else "priority"
     header = make_header(num_blocks=num_blocks, policy=policy, enable_chunked_prefill=seed % 2 == 0)

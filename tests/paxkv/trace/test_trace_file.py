@@ -1,4 +1,4 @@
-"""A trace file holds whole steps at any moment, and a broken one is named."""
+"""A trace file always contains whole steps, and errors name a broken line."""
 
 import errno
 import gc
@@ -25,7 +25,7 @@ def write(file: Path, calls: list) -> TraceWriter:
     return writer
 
 
-def test_each_step_is_a_line_and_is_in_the_file_at_once(tmp_path: Path) -> None:
+def test_each_step_is_written_immediately_as_one_line(tmp_path: Path) -> None:
     file = tmp_path / "t"
     writer = write(file, STEP_1)
     assert file.read_bytes().count(b"\n") == 2  # the header and a step
@@ -38,28 +38,28 @@ def test_each_step_is_a_line_and_is_in_the_file_at_once(tmp_path: Path) -> None:
     assert reader.cut_off_line is None
 
 
-def test_decision_that_failed_is_written_too(tmp_path: Path) -> None:
+def test_failed_decision_is_written(tmp_path: Path) -> None:
     failed = ScheduleCall(step=1, error="InvariantError: why")
     write(tmp_path / "t", [FINISH, failed])
     (line,) = TraceReader.open(tmp_path / "t").lines()
     assert line.calls == [FINISH, failed]
 
 
-def test_close_writes_calls_that_no_step_ended(tmp_path: Path) -> None:
+def test_close_writes_calls_after_the_last_step(tmp_path: Path) -> None:
     writer = write(tmp_path / "t", [*STEP_1, FINISH])
     writer.close()
     assert [line.calls for line in TraceReader.open(tmp_path / "t").lines()] == [STEP_1, [FINISH]]
 
 
-def test_writer_that_nobody_closes_leaves_no_open_file(tmp_path: Path) -> None:
-    """Warnings are errors: an open file that is collected would fail this test."""
+def test_collected_writer_closes_its_file(tmp_path: Path) -> None:
+    """Warnings are errors, so the test fails if an open file is garbage-collected."""
     write(tmp_path / "t", STEP_1)
     gc.collect()
     assert len(list(TraceReader.open(tmp_path / "t").lines())) == 1
 
 
 @pytest.mark.parametrize("num_bytes_lost", [1, 2, 30])
-def test_cut_off_last_line_is_told_and_the_rest_is_read(
+def test_cut_off_last_line_is_reported_and_other_lines_are_read(
     tmp_path: Path, num_bytes_lost: int
 ) -> None:
     write(tmp_path / "t", [*STEP_1, *STEP_2])
@@ -70,7 +70,7 @@ def test_cut_off_last_line_is_told_and_the_rest_is_read(
     assert reader.cut_off_line == 3
 
 
-# The last three: no UTF-8 in a key, and in a value; lists in lists without end.
+# The last three: invalid UTF-8 in a key and in a value, and lists nested too deeply.
 @pytest.mark.parametrize(
     "line",
     [
@@ -85,7 +85,7 @@ def test_cut_off_last_line_is_told_and_the_rest_is_read(
     ],
     ids=repr,
 )
-def test_line_that_is_no_step_is_named(tmp_path: Path, line: bytes) -> None:
+def test_error_names_a_line_that_is_not_a_step(tmp_path: Path, line: bytes) -> None:
     write(tmp_path / "t", STEP_1)
     data = (tmp_path / "t").read_bytes()
     (tmp_path / "t").write_bytes(data + line + b"\n")
@@ -94,31 +94,31 @@ def test_line_that_is_no_step_is_named(tmp_path: Path, line: bytes) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b'{"format":"paxkv-trace"'])
-def test_file_without_a_whole_header_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_file_without_a_complete_header_is_rejected(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "t").write_bytes(data)
     with pytest.raises(TraceFileError, match="no complete first line"):
         TraceReader.open(tmp_path / "t")
 
 
-def test_missing_file_and_folder_are_refused(tmp_path: Path) -> None:
+def test_missing_file_and_folder_are_errors(tmp_path: Path) -> None:
     with pytest.raises(TraceFileError, match="cannot be read"):
         TraceReader.open(tmp_path / "missing")
     with pytest.raises(TraceFileError, match="cannot be read"):
         TraceReader.open(tmp_path)
 
 
-def test_pipe_is_refused(tmp_path: Path) -> None:
+def test_pipe_is_rejected(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "t")
     with pytest.raises(TraceFileError, match="is a pipe"):
         TraceReader.open(tmp_path / "t")
 
 
-def test_file_that_cannot_be_made_is_a_setting_that_cannot_work(tmp_path: Path) -> None:
+def test_file_that_cannot_be_created_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trace_file=.*missing/t"):
         TraceWriter(tmp_path / "missing" / "t", make_header())
 
 
-def test_file_is_checked_early_and_left_as_it_is(tmp_path: Path) -> None:
+def test_early_check_does_not_change_the_file(tmp_path: Path) -> None:
     (tmp_path / "t").write_bytes(b"an older trace")
     check_trace_file(tmp_path / "t")
     assert (tmp_path / "t").read_bytes() == b"an older trace"
@@ -127,7 +127,7 @@ def test_file_is_checked_early_and_left_as_it_is(tmp_path: Path) -> None:
             check_trace_file(file)
 
 
-def test_full_disk_ends_the_trace_and_nothing_else(
+def test_full_disk_ends_only_the_trace(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not Path("/dev/full").exists():

@@ -1,4 +1,4 @@
-"""One call's object, character by character: what is kept of it, and at what cost."""
+"""The object of one call, read by character: what is kept of it, and at what cost."""
 
 import tracemalloc
 
@@ -18,9 +18,9 @@ def _take(text: str) -> tuple[CallObject, list[ToolEvent]]:
     return call, join_events(events)
 
 
-def test_text_is_kept_for_as_long_as_it_may_be_content():
+def test_text_is_kept_only_while_it_may_be_content():
     assert _take('{"name": "f", "argu')[0].raw == '{"name": "f", "argu'
-    # From the start on, arguments may be megabytes that nobody reads again.
+    # After the start of the call, arguments are not kept, because they may be megabytes.
     assert _take('{"name": "f", "arguments": {"a": 1}}')[0].raw == '{"name": "f", "arguments": {'
 
 
@@ -33,7 +33,7 @@ def test_text_is_kept_for_as_long_as_it_may_be_content():
     ],
     ids=["arguments", "arguments_first", "name"],
 )
-def test_a_character_of_a_long_call_copies_none_of_those_before_it(start, end, name, arguments):
+def test_character_of_a_long_call_copies_no_earlier_text(start, end, name, arguments):
     call, events = _take(start + LONG[:-20])
     tracemalloc.start()
     copied = []
@@ -43,7 +43,7 @@ def test_a_character_of_a_long_call_copies_none_of_those_before_it(start, end, n
         events += call.feed(char)
         copied.append(tracemalloc.get_traced_memory()[1] - before)
     tracemalloc.stop()
-    # One of the twenty may have had to make a list longer.
+    # One of the twenty characters may have enlarged a list.
     assert sorted(copied)[-2] < len(LONG) / 10
     for char in end:
         events += call.feed(char)

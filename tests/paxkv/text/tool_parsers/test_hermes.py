@@ -1,4 +1,4 @@
-"""Hermes' calls are found, whatever stands around them."""
+"""Calls in Hermes' format are found in any text."""
 
 import json
 
@@ -11,7 +11,7 @@ def _read(text):
     return join_events([*parser.feed(text), *parser.finish()])
 
 
-def test_calls_stand_behind_content():
+def test_calls_are_found_after_content():
     text = (
         'hi <tool_call>\n{"name": "f", "arguments": {"a": "x}</tool_call>"}}\n</tool_call>\n'
         '<tool_call>{"arguments": {"b": [1]}, "name": "g"}</tool_call>\n'
@@ -34,7 +34,7 @@ def test_arguments_come_before_the_call_is_complete():
     assert parser.feed("ng") == [ArgumentsPart(0, "ng")]
 
 
-def test_what_is_no_call_is_content():
+def test_text_that_is_not_a_call_is_content():
     for text in (
         '<tool_call>{"x"</tool_call> b',
         "<tool_call>[1]</tool_call>",
@@ -46,12 +46,12 @@ def test_what_is_no_call_is_content():
         assert _read(text) == [ContentPart(text)]
 
 
-def test_a_call_without_arguments_has_empty_ones():
+def test_call_without_arguments_has_empty_arguments():
     events = [CallStart(0, "f"), ArgumentsPart(0, "{}")]
     assert _read('<tool_call>{"name": "f"}</tool_call>') == events
 
 
-def test_a_tag_ends_a_call_whose_object_does_not():
+def test_closing_tag_ends_a_call_with_an_incomplete_object():
     assert _read('<tool_call>{"name": "f", "arguments": {"a": 1</tool_call> so') == [
         CallStart(0, "f"),
         ArgumentsPart(0, '{"a": 1'),
@@ -59,7 +59,7 @@ def test_a_tag_ends_a_call_whose_object_does_not():
     ]
 
 
-def test_text_between_calls_is_kept_and_white_space_is_not():
+def test_text_between_calls_is_kept_but_white_space_is_dropped():
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     events = _read(f"{call} and \n{call} \n")
     contents = [event.text for event in events if isinstance(event, ContentPart)]
@@ -73,6 +73,6 @@ def test_escapes_in_names_and_arguments_are_read_as_json():
     assert start.name == "fü" and json.loads(part.text) == arguments
 
 
-def test_a_name_that_is_no_text_is_no_call():
+def test_object_whose_name_is_not_text_is_not_a_call():
     text = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'
     assert _read(text) == [ContentPart(text)]

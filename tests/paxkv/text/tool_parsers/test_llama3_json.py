@@ -1,4 +1,4 @@
-"""Llama's calls are the whole answer, or there are none."""
+"""Calls in Llama's format are the whole answer; any other answer is content."""
 
 from paxkv.text.tool_parsers.llama3_json import Llama3JsonToolParser
 from paxkv.text.tool_parsers.tool_parser import ArgumentsPart, CallStart, ContentPart, join_events
@@ -9,7 +9,7 @@ def _read(text):
     return join_events([*parser.feed(text), *parser.finish()])
 
 
-def test_one_call_or_several():
+def test_one_or_several_calls_are_found():
     assert _read(
         '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; '
         '{"type": "function", "name": "g", "arguments": {}}\n'
@@ -21,7 +21,7 @@ def test_one_call_or_several():
     ]
 
 
-def test_other_answers_are_content_as_they_are():
+def test_other_answers_are_unchanged_content():
     for text in (
         ' {"name": "Bob", "age": 3} x',
         'hello {"name": "f", "parameters": {}}',
@@ -34,7 +34,7 @@ def test_other_answers_are_content_as_they_are():
         assert _read(text) == [ContentPart(text)]
 
 
-def test_text_behind_a_call_is_kept():
+def test_text_after_a_call_is_kept():
     assert _read('{"name": "f", "parameters": {}} and more {') == [
         CallStart(0, "f"),
         ArgumentsPart(0, "{}"),

@@ -1,4 +1,4 @@
-"""Every parser that a flag can name is there."""
+"""Every parser that a flag can name is registered."""
 
 import typing
 

@@ -1,4 +1,4 @@
-"""However a text is cut into pieces, every parser finds the same in it."""
+"""The result of every parser does not depend on the pieces of the text."""
 
 import pytest
 from hypothesis import given
@@ -15,7 +15,7 @@ PARSERS = {
     "required": CallListParser,
     "named": lambda: NamedCallParser("f"),
 }
-# Put together at random these make calls, half calls and what looks like them.
+# Random sequences of these are calls, incomplete calls and similar texts.
 FRAGMENTS = (
     *("<tool_call>", "</tool_call>", "<tool_call", "<|python_tag|>", "<"),
     *(
@@ -37,7 +37,7 @@ def _cut(text, cuts):
 
 @pytest.mark.parametrize("name", PARSERS)
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 120), max_size=8))
-def test_pieces_add_up_to_the_whole(name, text, cuts):
+def test_result_does_not_depend_on_the_pieces(name, text, cuts):
     whole = PARSERS[name]()
     expected = join_events([*whole.feed(text), *whole.finish()])
     for pieces in (_cut(text, cuts), list(text)):
@@ -48,13 +48,13 @@ def test_pieces_add_up_to_the_whole(name, text, cuts):
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json"])
 @given(text=TEXTS)
-def test_text_without_a_call_is_handed_on_unchanged(name, text):
+def test_text_without_a_call_is_unchanged(name, text):
     parser = PARSERS[name]()
     events = join_events([*parser.feed(text), *parser.finish()])
     if all(isinstance(event, ContentPart) for event in events):
         assert "".join(event.text for event in events) == text
 
 
-def test_neighbours_of_one_call_are_joined_and_others_are_not():
+def test_only_consecutive_events_of_one_call_are_joined():
     parts = [ArgumentsPart(0, "a"), ArgumentsPart(0, "b"), ArgumentsPart(1, "c")]
     assert join_events(parts) == [ArgumentsPart(0, "ab"), ArgumentsPart(1, "c")]
