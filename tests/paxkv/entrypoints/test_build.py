@@ -1,4 +1,4 @@
-"""What is built fits the settings; settings that do not fit the model are refused."""
+"""Built objects fit the settings; settings that do not fit the model are rejected."""
 
 import dataclasses
 import socket
@@ -64,7 +64,9 @@ def config_for(folder: Path, **model: object) -> EngineConfig:
     return EngineConfig(model=ModelConfig(model=str(folder), **model))
 
 
-def test_engine_is_warm_and_knows_its_model(tmp_path: Path, runner_class: type[FakeRunner]) -> None:
+def test_built_engine_is_warm_and_describes_its_model(
+    tmp_path: Path, runner_class: type[FakeRunner]
+) -> None:
     save_tokenizer(tmp_path, chat_template="{{ bos_token }}{{ messages[0].content }}")
     engine = build_engine(config_for(tmp_path))
     try:
@@ -84,7 +86,7 @@ def test_engine_is_warm_and_knows_its_model(tmp_path: Path, runner_class: type[F
         engine.transport.close()
 
 
-def test_cache_settings_are_told_as_text_and_what_protects_the_cache_is_not(
+def test_cache_settings_are_text_and_omit_secrets(
     tmp_path: Path, runner_class: type[FakeRunner]
 ) -> None:
     cache = CacheConfig(prefix_caching_seed="geheim", num_gpu_blocks_override=9)
@@ -100,7 +102,7 @@ def test_cache_settings_are_told_as_text_and_what_protects_the_cache_is_not(
     assert all(name.isidentifier() for name in settings)
 
 
-def test_max_model_len_is_the_models_unless_a_smaller_one_is_asked(
+def test_max_model_len_is_the_models_unless_a_smaller_one_is_set(
     tmp_path: Path, runner_class: type[FakeRunner]
 ) -> None:
     engine = build_engine(config_for(tmp_path, max_model_len=40))
@@ -113,7 +115,7 @@ def test_max_model_len_is_the_models_unless_a_smaller_one_is_asked(
         build_engine(config_for(tmp_path, max_model_len=MAX_SCALED_POSITIONS + 1))
 
 
-def test_length_that_is_not_given_falls_to_what_the_cache_has_room_for(
+def test_unset_max_model_len_is_lowered_to_what_the_cache_holds(
     tmp_path: Path, runner_class: type[FakeRunner], caplog: pytest.LogCaptureFixture
 ) -> None:
     def max_model_len(num_blocks: int | None = None) -> int:
@@ -125,7 +127,7 @@ def test_length_that_is_not_given_falls_to_what_the_cache_has_room_for(
     def warnings() -> list[str]:
         return [r.getMessage() for r in caplog.records if r.name == "paxkv.entrypoints.build"]
 
-    # Of 16 tokens each; one more is the null block.
+    # Blocks of 16 tokens, and the null block.
     assert max_model_len(num_blocks=1 + 8) == MAX_SCALED_POSITIONS
     assert not [text for text in warnings() if "max_model_len" in text]
     assert max_model_len(num_blocks=1 + 7) == 7 * 16
@@ -141,7 +143,7 @@ def test_length_that_is_not_given_falls_to_what_the_cache_has_room_for(
         build_core(config_for(tmp_path, max_model_len=MAX_SCALED_POSITIONS))
 
 
-def test_memory_flag_in_the_warning_is_that_of_the_device(
+def test_warning_names_the_memory_flag_of_the_device(
     tmp_path: Path,
     runner_class: type[FakeRunner],
     monkeypatch: pytest.MonkeyPatch,
@@ -187,7 +189,7 @@ def test_cache_larger_than_the_free_memory_gives_a_warning(
     assert ("the system may kill this process" in caplog.text) == warns
 
 
-def test_auto_length_is_what_the_cache_has_room_for(
+def test_auto_max_model_len_is_what_the_cache_holds(
     tmp_path: Path, runner_class: type[FakeRunner]
 ) -> None:
     def max_model_len(num_blocks: int | None = None) -> int:
@@ -196,13 +198,13 @@ def test_auto_length_is_what_the_cache_has_room_for(
         return build_core(EngineConfig(model=model, cache=cache)).ready.model_info.max_model_len
 
     assert max_model_len() == MAX_SCALED_POSITIONS
-    # Of 16 tokens each; one more is the null block.
+    # Blocks of 16 tokens, and the null block.
     assert max_model_len(num_blocks=1 + 2) == 32
     runner_class.max_fitting_len = 21
     assert max_model_len() == 21
 
 
-def test_another_tokenizer_brings_its_chat_template(
+def test_chat_template_comes_from_the_folder_of_the_tokenizer(
     tmp_path: Path, runner_class: type[FakeRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, other = tmp_path / "model", tmp_path / "other"
@@ -228,7 +230,7 @@ def test_another_tokenizer_brings_its_chat_template(
 
 
 @pytest.mark.parametrize(("load_format", "wanted"), [("auto", [False, True]), ("dummy", [False])])
-def test_weights_are_downloaded_after_config_json_was_read(
+def test_weights_are_downloaded_after_config_json_is_checked(
     tmp_path: Path,
     runner_class: type[FakeRunner],
     monkeypatch: pytest.MonkeyPatch,
@@ -257,33 +259,33 @@ def test_weights_are_downloaded_after_config_json_was_read(
 
 
 @pytest.mark.parametrize(
-    ("class_name", "model_impl", "is_told"),
+    ("class_name", "model_impl", "is_logged"),
     [
         ("models.families.llama.LlamaForCausalLM", "auto", False),
         ("models.families.llama.LlamaForCausalLM", "models.families.llama:LlamaForCausalLM", True),
         ("my_model.MyModel", "my_model:MyModel", True),
-        # By an entry point.
+        # A class that an entry point registers.
         ("my_package.my_model.MyModel", "auto", True),
     ],
 )
-def test_the_log_names_a_class_that_is_not_the_usual_one(
+def test_log_names_an_unusual_model_class(
     tmp_path: Path,
     runner_class: type[FakeRunner],
     caplog: pytest.LogCaptureFixture,
     class_name: str,
     model_impl: str,
-    is_told: bool,
+    is_logged: bool,
 ) -> None:
     runner_class.model.class_name = class_name
     with caplog.at_level("INFO"):
         build_core(config_for(tmp_path, model_impl=model_impl))
-    assert (f"runs as the class {class_name} (model_impl={model_impl})" in caplog.text) == is_told
+    assert (f"runs as the class {class_name} (model_impl={model_impl})" in caplog.text) == is_logged
 
 
-def test_compiled_programs_say_whether_the_length_was_made_shorter(
+def test_compiled_programs_limit_max_model_len(
     tmp_path: Path, runner_class: type[FakeRunner], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was too little memory then is enough now, and the programs are of then."""
+    """The length for which programs were compiled counts, not the current memory."""
 
     def max_model_len(compiled: int) -> int:
         out = tmp_path / f"out-{compiled}"
@@ -334,7 +336,7 @@ def test_settings_reach_the_runner(tmp_path: Path, runner_class: type[FakeRunner
 def test_store_of_programs_reaches_the_runner(
     tmp_path: Path, runner_class: type[FakeRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where memory is measured, compiled programs say how many blocks there are."""
+    """Compiled programs set the number of blocks that would otherwise be measured."""
     identity = {"number of KV blocks": "77"}
     NewCompiledPrograms(tmp_path / "out").open(identity, [], jax.devices())
 
@@ -357,7 +359,7 @@ def test_store_of_programs_reaches_the_runner(
     assert (given.num_gpu_blocks_override, given.cpu_kv_cache_bytes) == (None, 2**20)
 
 
-def test_folder_without_programs_is_refused_before_anything_is_loaded(
+def test_folder_without_programs_is_rejected_before_loading(
     tmp_path: Path, runner_class: type[FakeRunner]
 ) -> None:
     config = EngineConfig(runner=RunnerConfig(compiled_dir=str(tmp_path)))
@@ -376,7 +378,7 @@ def test_folder_without_programs_is_refused_before_anything_is_loaded(
         (["avx512f", "avx512_fp16"], 2, False, None),
     ],
 )
-def test_kernels_lie_in_panels_where_one_core_without_batch_invariance_is_quicker_so(
+def test_panel_width_depends_on_cores_instructions_and_batch_invariance(
     tmp_path: Path,
     runner_class: type[FakeRunner],
     monkeypatch: pytest.MonkeyPatch,
@@ -400,14 +402,14 @@ def test_kernels_lie_in_panels_where_one_core_without_batch_invariance_is_quicke
     )
     with pytest.raises(ConfigError, match="no model"):
         build_core(config)
-    # Programs are compiled for weights that lie as those of an engine will.
+    # Programs are compiled for the same layout of weights as in an engine.
     with pytest.raises(ConfigError, match="no model"):
         compile_programs(config, tmp_path / "out")
     assert asked == [wanted, wanted]
 
 
 @pytest.mark.parametrize(("asked", "wanted"), [(None, None), (64, 64), (FIT_MEMORY, None)])
-def test_model_is_loaded_for_the_length_that_is_asked(
+def test_model_is_loaded_for_the_requested_length(
     tmp_path: Path,
     runner_class: type[FakeRunner],
     monkeypatch: pytest.MonkeyPatch,
@@ -430,7 +432,7 @@ def test_model_is_loaded_for_the_length_that_is_asked(
     assert lengths == [wanted]
 
 
-def test_trace_file_records_an_engine_so_that_it_replays(
+def test_recorded_trace_of_an_engine_replays(
     tmp_path: Path, runner_class: type[FakeRunner]
 ) -> None:
     trace = tmp_path / "trace.jsonl"
@@ -451,15 +453,13 @@ def test_trace_file_records_an_engine_so_that_it_replays(
         engine.transport.close()
     reader = TraceReader.open(trace)
     assert reader.header.max_model_len == MAX_SCALED_POSITIONS
-    # Drawn for this engine: without it no hash would be the same again.
+    # The random seed of this engine, which a replay needs for equal hashes.
     assert reader.header.cache_config.prefix_caching_seed is not None
     summary = replay(reader, make_scheduler)
     assert (summary.num_requests, summary.num_output_tokens, summary.difference) == (1, 4, None)
 
 
-def test_trace_file_that_cannot_be_written_is_refused(
-    tmp_path: Path, runner_class: type[FakeRunner]
-) -> None:
+def test_unwritable_trace_file_is_rejected(tmp_path: Path, runner_class: type[FakeRunner]) -> None:
     config = EngineConfig(
         model=ModelConfig(model=str(tmp_path)),
         scheduler=SchedulerConfig(trace_file=str(tmp_path / "missing" / "t")),
@@ -469,7 +469,7 @@ def test_trace_file_that_cannot_be_written_is_refused(
     assert not runner_class.instances, "known before anything is loaded"
 
 
-def test_taken_event_port_is_refused_before_the_model_is_loaded(
+def test_used_event_port_is_rejected_before_the_model_is_loaded(
     tmp_path: Path, runner_class: type[FakeRunner]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -478,7 +478,7 @@ def test_taken_event_port_is_refused_before_the_model_is_loaded(
     assert not runner_class.instances
 
 
-def test_event_port_is_free_again_after_a_model_that_does_not_load(
+def test_event_port_is_released_if_the_model_does_not_load(
     tmp_path: Path, runner_class: type[FakeRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -499,14 +499,14 @@ def config_with_events(folder: Path, port: int) -> EngineConfig:
     )
 
 
-def test_model_left_out_is_the_demo(runner_class: type[FakeRunner]) -> None:
+def test_default_model_is_the_demo(runner_class: type[FakeRunner]) -> None:
     folders = []
     built = build_core(EngineConfig(), on_model_found=folders.append)
     assert built.ready.model_info.served_model_name == DEMO_MODEL_NAME
     assert folders[0].parts[-3:] == ("models", "demo", "checkpoint")
 
 
-def test_sampling_defaults_are_known_before_the_weights_and_told_once(
+def test_sampling_defaults_are_read_before_the_weights_and_logged_once(
     tmp_path: Path,
     runner_class: type[FakeRunner],
     monkeypatch: pytest.MonkeyPatch,
@@ -536,7 +536,7 @@ def test_sampling_defaults_are_known_before_the_weights_and_told_once(
         build_core(config_for(tmp_path, generation_config=str(tmp_path / "none")))
 
 
-def test_sampling_defaults_of_several_engines_are_told_once(
+def test_sampling_defaults_of_several_engines_are_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -548,7 +548,7 @@ def test_sampling_defaults_of_several_engines_are_told_once(
     assert "are max_new_tokens=5, from" in line
 
 
-def test_another_folder_has_the_turn_ending_tokens_too(
+def test_eos_tokens_come_from_the_generation_config_folder(
     tmp_path: Path, runner_class: type[FakeRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, other = tmp_path / "model", tmp_path / "other"
@@ -567,7 +567,7 @@ def test_another_folder_has_the_turn_ending_tokens_too(
     assert seen == [model, model, other]
 
 
-def test_rows_of_the_vocabulary_that_no_token_has_are_never_generated(
+def test_ids_without_a_token_are_never_generated(
     tmp_path: Path, runner_class: type[FakeRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tokenizer(tmp_path)
@@ -588,7 +588,7 @@ def test_rows_of_the_vocabulary_that_no_token_has_are_never_generated(
     assert left_out == [[VOCAB_SIZE, VOCAB_SIZE + 1]]
 
 
-def test_core_says_what_its_clients_need_to_know(
+def test_built_core_has_the_data_for_its_clients(
     tmp_path: Path, runner_class: type[FakeRunner]
 ) -> None:
     ready = build_core(

@@ -1,4 +1,4 @@
-"""A header says which scheduler is built; a recorded one writes a header that builds it again."""
+"""A header decides which scheduler is built, and a recorded header builds an equal one."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ class Gate:
 
 
 @pytest.mark.parametrize(("is_async", "expected"), [(False, Scheduler), (True, AsyncScheduler)])
-def test_header_says_which_scheduler_is_built(is_async, expected):
+def test_header_decides_which_scheduler_is_built(is_async, expected):
     header = dataclasses.replace(make_header(), is_async=is_async, num_lookahead_tokens=2)
     scheduler = make_scheduler(header)
     assert type(scheduler) is expected
@@ -28,7 +28,7 @@ def test_header_says_which_scheduler_is_built(is_async, expected):
     assert scheduler.kv_cache_manager.block_pool.num_blocks == header.kv_cache_config.num_blocks
 
 
-def test_only_a_recorded_scheduler_has_a_log_of_movements(tmp_path):
+def test_only_a_recorded_scheduler_logs_block_movements(tmp_path):
     def num_logs(scheduler):
         observers = scheduler.kv_cache_manager.block_pool.observers
         return sum(isinstance(observer, BlockMovementLog) for observer in observers)
@@ -39,7 +39,7 @@ def test_only_a_recorded_scheduler_has_a_log_of_movements(tmp_path):
     recorder.close()
 
 
-def test_recorded_header_says_what_was_there_and_fixes_the_seed(tmp_path):
+def test_recorded_header_names_connector_and_gate_and_fixes_the_seed(tmp_path):
     header = make_header()
     header = dataclasses.replace(
         header, cache_config=dataclasses.replace(header.cache_config, prefix_caching_seed=None)

@@ -1,4 +1,4 @@
-"""A command that is stopped, or that nobody reads any more, ends with a line and no traceback."""
+"""A command that is interrupted, or whose output is not read, ends without a traceback."""
 
 import shutil
 import signal
@@ -13,7 +13,7 @@ LINE = "paxkv: interrupted.\n"
 
 
 def run(program, **options):
-    """A process of its own: it may lose its standard output, or end at once."""
+    """Runs a program in a process, which may lose its stdout or end immediately."""
     return subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
@@ -29,7 +29,7 @@ def test_exit_code_is_that_of_main():
     assert command_end.run_command(lambda: None) == 0
 
 
-def test_interrupt_is_a_line(capsys):
+def test_interrupt_prints_one_line(capsys):
     def main():
         raise KeyboardInterrupt
 
@@ -38,7 +38,7 @@ def test_interrupt_is_a_line(capsys):
 
 
 @pytest.mark.parametrize("num_lines", [1, 10_000], ids=["at the end", "in the middle"])
-def test_reader_that_goes_away_is_no_traceback(num_lines):
+def test_closed_stdout_ends_the_command_without_a_traceback(num_lines):
     program = (
         "import sys, time\n"
         "from paxkv.entrypoints.command_end import run_command\n"
@@ -60,7 +60,7 @@ def test_reader_that_goes_away_is_no_traceback(num_lines):
     assert process.wait() == 1
 
 
-def test_pipe_of_something_else_that_breaks_is_still_an_error(monkeypatch):
+def test_another_broken_pipe_is_still_an_error(monkeypatch):
     def main():
         raise BrokenPipeError
 
@@ -84,23 +84,23 @@ print("went on")
 """
 
 
-def test_interrupt_that_would_be_swallowed_ends_the_process():
+def test_interrupt_in_a_callback_ends_the_process():
     done = run(SWALLOWED.format(before=""))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\n" + LINE)
 
 
-def test_ignored_interrupt_stays_ignored():
+def test_ignored_sigint_stays_ignored():
     done = run(SWALLOWED.format(before="signal.signal(signal.SIGINT, signal.SIG_IGN)"))
     assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
 
 
-def test_interrupt_means_the_same_again_afterwards():
+def test_interrupt_handler_is_restored_afterwards():
     with command_end.ended_by_interrupt():
         assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-# A command that gets a signal when it asks for the first module that is not its own.
+# A command that receives a signal when it imports the first module of another package.
 IMPORTING = """
 import os, runpy, signal, sys
 pid = os.getpid()
@@ -126,19 +126,19 @@ commands = pytest.mark.parametrize(("module", "words"), COMMANDS.values(), ids=C
 
 
 @commands
-def test_interrupt_of_a_commands_imports_is_a_line(module, words):
+def test_interrupt_during_the_imports_prints_one_line(module, words):
     done = run(IMPORTING.format(before="", signal="SIGINT", module=module, words=words))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\n" + LINE)
 
 
 @commands
-def test_containers_first_process_is_terminated_in_its_imports(module, words):
+def test_sigterm_ends_the_first_process_of_a_container_during_its_imports(module, words):
     before = "os.getpid = lambda: 1"
     done = run(IMPORTING.format(before=before, signal="SIGTERM", module=module, words=words))
     assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
 
 
-def test_first_process_of_a_pid_namespace_is_terminated_in_its_imports():
+def test_sigterm_ends_process_1_of_a_pid_namespace_during_its_imports():
     within = ["unshare", "--user", "--map-root-user", "--pid", "--fork", sys.executable, "-c"]
     if (
         shutil.which("unshare") is None
@@ -154,7 +154,7 @@ def test_first_process_of_a_pid_namespace_is_terminated_in_its_imports():
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_signal_that_is_ignored_stays_ignored_in_the_imports(name):
+def test_ignored_signal_stays_ignored_during_the_imports(name):
     before = f"os.getpid = lambda: 1\nsignal.signal(signal.{name}, signal.SIG_IGN)"
     module, words = COMMANDS["replay"]
     done = run(IMPORTING.format(before=before, signal=name, module=module, words=words))
@@ -162,7 +162,7 @@ def test_signal_that_is_ignored_stays_ignored_in_the_imports(name):
     assert done.stdout.startswith("usage: ")
 
 
-def test_interrupt_after_the_imports_is_mains_to_answer():
+def test_interrupt_after_the_imports_is_handled_by_main():
     program = (
         "import signal, sys\n"
         "from paxkv.entrypoints.command_end import end_by_signals, run_command\n"

@@ -1,4 +1,4 @@
-"""Building an engine in its own process leaves Python's collector as it was, error or not."""
+"""Building an engine in its own process enables garbage collection afterwards, also on errors."""
 
 import gc
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from paxkv.errors import ConfigError
 
 
 @pytest.mark.parametrize("error", [None, ModelError("no weights")])
-def test_garbage_is_collected_again_after_the_start(monkeypatch, error):
+def test_garbage_collection_is_enabled_after_the_start(monkeypatch, error):
     seen = []
 
     def build_core(config, **_):

@@ -1,4 +1,4 @@
-"""Arguments of vLLM's LLM: what asks for nothing is taken, what asks for something is refused."""
+"""Arguments of vLLM's LLM are accepted if they are neutral; others are ignored or rejected."""
 
 import warnings
 
@@ -7,7 +7,7 @@ import pytest
 from paxkv.entrypoints.llm_arguments import drop_vllm_arguments, json_text
 from paxkv.errors import ConfigError
 
-# What scripts pass along, with the values that vLLM has as defaults.
+# Arguments that scripts pass, with vLLM's default values.
 NEUTRAL = {
     "runner": "auto",
     "convert": "auto",
@@ -50,11 +50,11 @@ def _warnings_are_errors():
         yield
 
 
-def test_neutral_arguments_are_taken_in_silence():
+def test_neutral_arguments_are_accepted_without_a_warning():
     assert drop_vllm_arguments(NEUTRAL) == {}
 
 
-def test_ignored_arguments_make_one_warning_with_their_reasons():
+def test_ignored_arguments_give_one_warning_with_their_reasons():
     given = {"enforce_eager": True, "trust_remote_code": True, "attention_backend": "FLASH_ATTN"}
     with pytest.warns(UserWarning, match=r"LLM\(\) ignores enforce_eager \(.*XLA") as warned:
         assert drop_vllm_arguments({**given, "block_size": 32}) == {"block_size": 32}
@@ -75,15 +75,15 @@ def test_ignored_arguments_make_one_warning_with_their_reasons():
         ("kv_cache_memory_bytes", 1, "use num_gpu_blocks_override"),
     ],
 )
-def test_other_arguments_are_refused_with_the_reason(argument, value, reason):
+def test_other_arguments_are_rejected_with_the_reason(argument, value, reason):
     with pytest.raises(ConfigError, match=rf"LLM\(\) does not support {argument}=.*{reason}"):
         drop_vllm_arguments({argument: value})
 
 
-def test_names_that_vllm_does_not_have_are_left_for_the_caller():
+def test_names_unknown_to_vllm_are_returned():
     assert drop_vllm_arguments({"no_such": 1}) == {"no_such": 1}
 
 
-def test_objects_of_settings_may_be_python_objects():
+def test_objects_become_json_text():
     assert json_text({"endpoint": "tcp://127.0.0.1:1"}) == '{"endpoint": "tcp://127.0.0.1:1"}'
     assert json_text(7) == 7

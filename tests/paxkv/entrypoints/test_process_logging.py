@@ -1,4 +1,4 @@
-"""A line of the log says when it was, in UTC."""
+"""Lines of the log have a time in UTC."""
 
 import logging
 import subprocess
@@ -16,14 +16,14 @@ logging.getLogger("other").warning("heed")
 """
 
 
-def test_a_time_is_in_utc_with_milliseconds():
+def test_time_is_in_utc_with_milliseconds():
     record = logging.LogRecord("a", logging.INFO, "f", 1, "said %d", (3,), None)
     record.created = 1_700_000_000.0071
     formatter = UtcFormatter("%(asctime)s %(message)s")
     assert formatter.format(record) == "2023-11-14T22:13:20.007Z said 3"
 
 
-def test_our_lines_and_others_warnings_are_shown_with_their_times():
+def test_log_shows_paxkvs_information_and_warnings_of_others():
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         capture_output=True,

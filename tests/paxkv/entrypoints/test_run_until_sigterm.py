@@ -1,4 +1,4 @@
-"""SIGTERM cancels the work whatever the loop is doing when it comes."""
+"""SIGTERM cancels the work at any moment."""
 
 import asyncio
 import contextlib
@@ -11,12 +11,12 @@ from paxkv.entrypoints.run_until_sigterm import run_until_sigterm
 
 
 def keeps_all_exceptions() -> None:
-    """A callback that a handler which raises would be lost in."""
+    """A callback that would catch the exception of a signal handler."""
     with contextlib.suppress(BaseException):
         signal.raise_signal(signal.SIGTERM)
 
 
-def test_signal_in_a_callback_that_keeps_exceptions_ends_the_work():
+def test_sigterm_in_a_callback_that_catches_exceptions_ends_the_work():
     ended = []
 
     async def work() -> None:
@@ -32,7 +32,7 @@ def test_signal_in_a_callback_that_keeps_exceptions_ends_the_work():
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_work_that_ends_by_itself_is_as_in_asyncio():
+def test_work_without_a_signal_runs_as_in_asyncio():
     async def work(error: BaseException | None) -> int:
         if error is not None:
             raise error

@@ -10,7 +10,7 @@ from paxkv.entrypoints import trace_frames
 from tests.paxkv.inspector.recorded_trace import record
 
 
-def test_frames_of_a_trace_are_lines_on_stdout(tmp_path):
+def test_frames_of_a_trace_are_written_as_lines(tmp_path):
     scheduler = record(tmp_path / "trace")
     run = subprocess.run(
         [sys.executable, "-m", "paxkv.entrypoints.trace_frames", str(tmp_path / "trace")],
@@ -23,7 +23,7 @@ def test_frames_of_a_trace_are_lines_on_stdout(tmp_path):
     assert (end["end"]["num_steps"], end["end"]["note"]) == (scheduler.num_steps, None)
 
 
-def test_memory_and_time_are_limited_before_the_file_is_read(tmp_path, monkeypatch, capsysbinary):
+def test_limits_are_set_before_the_file_is_read(tmp_path, monkeypatch, capsysbinary):
     limits = {}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (-1, 100 if kind == 0 else -1))
     monkeypatch.setattr(resource, "setrlimit", limits.__setitem__)
@@ -36,7 +36,7 @@ def test_memory_and_time_are_limited_before_the_file_is_read(tmp_path, monkeypat
     assert limits == {0: (100, 100), 9: (trace_frames.MAX_MEMORY_BYTES, -1)}
 
 
-def test_file_that_is_no_trace_is_one_line_and_an_exit_code(tmp_path):
+def test_file_that_is_not_a_trace_is_one_error_line(tmp_path):
     (tmp_path / "junk").write_bytes(b"no trace")
     run = subprocess.run(
         [sys.executable, "-m", "paxkv.entrypoints.trace_frames", str(tmp_path / "junk")],

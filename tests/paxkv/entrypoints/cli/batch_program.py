@@ -1,4 +1,4 @@
-"""`paxkv run-batch` over an engine without a model, as a program for tests of signals."""
+"""`paxkv run-batch` with an engine without a model, as a program for tests of signals."""
 
 import asyncio
 import sys
@@ -9,7 +9,7 @@ from tests.paxkv.server.fake_engine import FakeEngine
 
 
 class BatchEngine(FakeEngine):
-    """Starts at once, and ends when it is told to."""
+    """An engine that starts immediately and ends when it is closed."""
 
     async def start(self) -> None:
         self.end = asyncio.get_running_loop().create_future()

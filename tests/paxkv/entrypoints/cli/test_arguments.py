@@ -1,4 +1,4 @@
-"""A command line is read as vLLM's would be, and what is not understood is said."""
+"""Command lines are read as in vLLM; errors name what is wrong."""
 
 import argparse
 
@@ -35,11 +35,11 @@ def refused(capsys, *words):
         ("org/model", "--model", "org/model"),
     ],
 )
-def test_model_may_stand_without_its_flag_anywhere(words):
+def test_model_can_be_given_without_its_flag_at_any_place(words):
     assert parse(*words).model == "org/model"
 
 
-def test_two_models_are_refused(capsys):
+def test_two_models_are_rejected(capsys):
     assert "two models: 'a', and --model 'b'" in refused(capsys, "a", "--model", "b")
     assert "unexpected arguments: 1." in refused(capsys, "a", "b")
 
@@ -54,20 +54,20 @@ def test_two_models_are_refused(capsys):
         ("--served-model", "--served-model-name"),
     ],
 )
-def test_unknown_flag_is_answered_with_the_nearest(capsys, word, nearest):
+def test_error_for_an_unknown_flag_suggests_the_nearest(capsys, word, nearest):
     for words in ((word, "secret"), (f"{word}=secret",)):
         error = refused(capsys, *words)
         assert f"unknown flag {word}: did you mean {nearest}?" in error
         assert "secret" not in error
 
 
-def test_flag_like_none_is_told_where_to_look(capsys):
-    # Words in common are not enough: the nearest flag would do something else.
+def test_error_for_a_dissimilar_flag_refers_to_help(capsys):
+    # Common words are not enough, because the nearest flag has another meaning.
     for word in ("--zzz", "--max-num-waiting-seqs", "--request-chat-template-kwargs", "--sl"):
         assert f"unknown flag {word}: --help lists" in refused(capsys, word)
 
 
-def test_flags_of_vllm_are_warned_of_and_change_nothing(capsys):
+def test_ignored_flags_of_vllm_print_a_warning(capsys):
     words = ["--enforce-eager", "--swap-space", "9", "-tp", "1", "--no-enable-log-requests", "m"]
     namespace = parse(*words)
     errors = capsys.readouterr().err.splitlines()
@@ -78,13 +78,13 @@ def test_flags_of_vllm_are_warned_of_and_change_nothing(capsys):
     assert namespace.model == "m"
 
 
-def test_vllms_names_of_our_flags_are_taken():
+def test_vllms_names_of_flags_are_accepted():
     namespace = parse("--scheduling-policy", "priority", "--shutdown-timeout", "7")
     assert config_from_arguments(SchedulerConfig, namespace).policy == "priority"
     assert config_from_arguments(ServerConfig, namespace).shutdown_timeout_s == 7.0
 
 
-def test_vllms_spellings_of_values_are_taken():
+def test_vllms_spellings_of_values_are_accepted():
     assert parse("--dtype", "half").dtype == "float16"
     assert parse("--dtype=float").dtype == "float32"
     for words in (("--max-model-len", "auto"), ("--max-model-len=-1",), ("--max-model-len", "-1")):
@@ -93,7 +93,7 @@ def test_vllms_spellings_of_values_are_taken():
     assert parse("--max-model-len", "8k").max_model_len == 8000
 
 
-def test_keys_of_objects_may_be_flags(capsys, tmp_path):
+def test_keys_of_objects_can_be_flags(capsys, tmp_path):
     namespace = parse(
         *("--override-generation-config.temperature", "0.5", "--compilation-config.level", "3"),
         *("m", "--default_chat_template_kwargs.enable_thinking=false", "-O3", "-O.mode", "2"),
@@ -127,12 +127,12 @@ def test_several_keys_and_origins_are_lists(capsys):
 
 
 @pytest.mark.parametrize("flag", ["--allowed-origins", "--override-generation-config"])
-def test_json_nested_too_deeply_is_refused(capsys, flag):
+def test_too_deeply_nested_json_is_rejected(capsys, flag):
     assert "expected a JSON" in refused(capsys, flag, "[" * 100_000)
 
 
 @pytest.mark.parametrize("variable", ["PAXKV_API_KEY", "VLLM_API_KEY"])
-def test_keys_may_come_from_the_environment_and_are_in_no_help(capsys, monkeypatch, variable):
+def test_api_keys_are_read_from_the_environment_and_not_in_the_help(capsys, monkeypatch, variable):
     for name in ("PAXKV_API_KEY", "VLLM_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, "geheim1, geheim2,")
@@ -145,7 +145,7 @@ def test_keys_may_come_from_the_environment_and_are_in_no_help(capsys, monkeypat
     assert "geheim" not in text
 
 
-def test_file_gives_flags_and_the_command_line_comes_before_it(tmp_path):
+def test_command_line_overrides_the_config_file(tmp_path):
     path = tmp_path / "serve.toml"
     path.write_text(
         'model = "org/model"\nmax-num-seqs = 32\nenable_prefix_caching = false\n'
@@ -168,20 +168,20 @@ def test_file_gives_flags_and_the_command_line_comes_before_it(tmp_path):
         ("config: other.yaml", "another file"),
     ],
 )
-def test_a_file_says_nothing_that_is_taken_for_something_else(capsys, tmp_path, text, reason):
+def test_value_in_a_config_file_is_not_read_as_another_argument(capsys, tmp_path, text, reason):
     path = tmp_path / "f.yaml"
     path.write_text(text)
     assert reason in refused(capsys, "--config", str(path))
 
 
-def test_a_list_of_one_is_a_value(tmp_path):
+def test_list_of_one_item_is_a_value(tmp_path):
     path = tmp_path / "f.yaml"
     path.write_text("chat-template: [a]\nserved-model-name: b")
     namespace = parse("--config", str(path))
     assert (namespace.chat_template, namespace.served_model_name) == ("a", ["b"])
 
 
-def test_a_model_may_have_several_names(tmp_path):
+def test_model_can_have_several_names(tmp_path):
     assert parse("m", "--served-model-name", "a", "b").served_model_name == ["a", "b"]
     path = tmp_path / "f.yaml"
     path.write_text("served-model-name: [a, b]")
@@ -189,7 +189,7 @@ def test_a_model_may_have_several_names(tmp_path):
     assert (namespace.model, namespace.served_model_name) == ("m", ["a", "b"])
 
 
-def test_mistakes_of_a_file_are_those_of_a_command_line(capsys, tmp_path):
+def test_errors_of_a_config_file_end_the_command(capsys, tmp_path):
     path = tmp_path / "serve.json"
     path.write_text('{"max-num-seq": 1}')
     assert "did you mean --max-num-seqs?" in refused(capsys, "--config", str(path))

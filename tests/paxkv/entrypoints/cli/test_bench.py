@@ -1,4 +1,4 @@
-"""Benchmarks run by their names, and vLLM's, where there are any."""
+"""Benchmarks run by their names or vLLM's names, if they are installed."""
 
 import runpy
 
@@ -21,12 +21,12 @@ def runs(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "module"), [("throughput", "engine"), ("memory", "memory")])
-def test_name_runs_its_module_with_the_rest_of_the_words(runs, name, module):
+def test_benchmark_runs_with_the_remaining_arguments(runs, name, module):
     assert bench.main([name, "--num-prompts", "3"]) == 3
     assert runs == [(f"benchmarks.{module}", [f"paxkv bench {name}", "--num-prompts", "3"])]
 
 
-def test_unknown_name_is_answered_with_those_that_exist(runs, capsys):
+def test_error_for_an_unknown_benchmark_lists_all_benchmarks(runs, capsys):
     assert bench.main(["workloads"]) == 2
     error = capsys.readouterr().err
     assert "no benchmark 'workloads'" in error and "serve" in error
@@ -36,14 +36,14 @@ def test_unknown_name_is_answered_with_those_that_exist(runs, capsys):
     assert not runs
 
 
-def test_installed_package_says_where_benchmarks_are(monkeypatch, tmp_path, capsys, runs):
+def test_installed_package_explains_where_benchmarks_are(monkeypatch, tmp_path, capsys, runs):
     monkeypatch.setattr(bench.paxkv, "__file__", str(tmp_path / "paxkv" / "__init__.py"))
     assert bench.main(["serve"]) == 2
     assert "source checkout" in capsys.readouterr().err
     assert not runs
 
 
-def test_benchmark_that_lacks_a_package_says_which(monkeypatch, capsys):
+def test_error_names_the_package_that_a_benchmark_needs(monkeypatch, capsys):
     def run_module(name, **_):
         raise ModuleNotFoundError("No module named 'httpx'", name="httpx")
 

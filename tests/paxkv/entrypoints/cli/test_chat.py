@@ -1,4 +1,4 @@
-"""A conversation: what was said goes along, what failed does not."""
+"""A conversation is sent with each message, without failed answers."""
 
 import io
 
@@ -9,7 +9,7 @@ from paxkv.entrypoints.cli.chat_client import ChatError
 
 
 class FakeClient:
-    """Answers with the number of messages; remembers what it was sent."""
+    """Answers with the number of messages; stores the messages."""
 
     instances = []
 
@@ -49,7 +49,7 @@ def _contents(seen):
     return [message["content"] for message in seen[1]]
 
 
-def test_history_goes_along_and_the_end_of_input_ends_it(run, capsys):
+def test_each_message_is_sent_with_the_history_until_the_input_ends(run, capsys):
     code, client = run("a\n\n  b \n", "--system-prompt", "s", "--max-tokens", "3")
     assert code == 0
     assert [_contents(seen) for seen in client.seen] == [["s", "a"], ["s", "a", "2 messages", "b"]]
@@ -59,14 +59,14 @@ def test_history_goes_along_and_the_end_of_input_ends_it(run, capsys):
 
 
 @pytest.mark.parametrize("message", ["fail", "stop"])
-def test_answer_that_failed_or_was_stopped_is_no_part_of_what_follows(run, capsys, message):
+def test_failed_or_stopped_answer_is_not_in_the_history(run, capsys, message):
     code, client = run(f"{message}\nb\n")
     assert code == 0
     assert _contents(client.seen[1]) == ["b"]
     assert ("no answer" in capsys.readouterr().err) == (message == "fail")
 
 
-def test_quick_is_one_answer(run, capsys):
+def test_quick_prints_one_answer(run, capsys):
     code, client = run("ignored\n", "-q", "a", "--model-name", "mine", "--temperature", "0")
     assert (code, len(client.seen)) == (0, 1)
     assert client.seen[0][0] == "mine"
@@ -74,13 +74,13 @@ def test_quick_is_one_answer(run, capsys):
     assert capsys.readouterr().out == "1 messages\n"
 
 
-def test_quick_one_that_fails_is_exit_code_1(run, capsys):
+def test_failed_quick_answer_has_exit_code_1(run, capsys):
     code, _ = run("", "-q", "fail")
     assert code == 1
     assert "paxkv: error: no answer" in capsys.readouterr().err
 
 
-def test_key_comes_from_the_flag_or_the_servers_variables(run, monkeypatch):
+def test_api_key_comes_from_the_flag_or_the_environment(run, monkeypatch):
     assert run("")[1].api_key == ""
     monkeypatch.setenv("VLLM_API_KEY", "k0")
     assert run("")[1].api_key == "k0"

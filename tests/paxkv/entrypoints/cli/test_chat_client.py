@@ -1,4 +1,4 @@
-"""The client streams what a server says, and tells what went wrong."""
+"""The client streams a server's answer, and reports errors."""
 
 import contextlib
 import socket
@@ -24,7 +24,7 @@ PEM = Path(__file__).parents[2] / "server" / "self_signed.pem"
 
 @pytest.fixture
 def start():
-    """Starts servers; the client's arguments after it."""
+    """Starts servers; returns the client's arguments."""
     with contextlib.ExitStack() as stack:
 
         def run(**settings):
@@ -40,7 +40,7 @@ def _expected(max_tokens):
     return "".join(map(chr, answer_token_ids(prompt, max_tokens)))
 
 
-def test_parts_joined_are_the_answer(start):
+def test_joined_parts_are_the_answer(start):
     client = ChatClient(f"{start().url}/v1")
     assert client.first_model() == MODEL_NAME
     parts = list(client.stream(MODEL_NAME, [USER], max_tokens=5))
@@ -48,7 +48,7 @@ def test_parts_joined_are_the_answer(start):
     assert "".join(parts) == _expected(5)
 
 
-def test_https_and_a_key(start):
+def test_client_supports_https_and_an_api_key(start):
     url = f"{start(ssl_certfile=str(PEM), api_key=('k1', 'k2')).url}/v1/"
     client = ChatClient(url, api_key="k2", ca_certs=str(PEM))
     assert "".join(client.stream(MODEL_NAME, [USER], max_tokens=2)) == _expected(2)
@@ -58,7 +58,7 @@ def test_https_and_a_key(start):
         ChatClient(url, api_key="k2").first_model()
 
 
-def test_what_the_server_says_against_it_is_the_error(start):
+def test_error_contains_the_message_of_the_server(start):
     client = ChatClient(f"{start().url}/v1")
     with pytest.raises(ChatError, match="404.*other"):
         next(client.stream("other", [USER]))
@@ -79,7 +79,7 @@ def test_stopped_answer_is_aborted_in_the_server(start):
     assert len(server.engine.aborted) == 1
 
 
-def test_server_that_is_not_there_or_ends_early_is_an_error():
+def test_missing_server_or_early_end_is_an_error():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
@@ -90,7 +90,7 @@ def test_server_that_is_not_there_or_ends_early_is_an_error():
         def answer():
             connection, _ = listener.accept()
             with connection:
-                # All of it: closing with unread bytes would break the connection instead.
+                # Read everything, because closing with unread bytes would break the connection.
                 data = b""
                 while not data.endswith(b"}"):
                     data += connection.recv(65536)
@@ -110,12 +110,12 @@ def test_server_that_is_not_there_or_ends_early_is_an_error():
         *("http://127.0.0.1:99999/v1", "http://127.0.0.1:x/v1", "http://[::1/v1"),
     ],
 )
-def test_address_that_is_none_is_refused(url):
+def test_invalid_url_is_rejected(url):
     with pytest.raises(ChatError, match="--url must be"):
         ChatClient(url)
 
 
-def test_key_and_certificates_that_cannot_be_sent_or_read_are_refused(tmp_path):
+def test_invalid_key_and_unreadable_certificates_are_rejected(tmp_path):
     for key in ("a\nb", "ключ"):
         with pytest.raises(ChatError, match="--api-key must be"):
             ChatClient("http://127.0.0.1:1/v1", api_key=key)

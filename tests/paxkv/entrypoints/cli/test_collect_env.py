@@ -1,4 +1,4 @@
-"""A report says what matters, and no secret."""
+"""A report has the facts of the machine, but no secrets."""
 
 import importlib.metadata
 
@@ -8,7 +8,7 @@ import paxkv
 from paxkv.entrypoints.cli import collect_env
 
 
-def test_versions_devices_and_folders_are_told(monkeypatch):
+def test_report_has_versions_devices_and_folders(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     facts = dict(collect_env.facts())
     assert facts["paxkv"] == paxkv.__version__
@@ -19,7 +19,7 @@ def test_versions_devices_and_folders_are_told(monkeypatch):
     assert facts["cache of compiled programs"].endswith(("paxkv", "paxkv/compiled"))
 
 
-def test_no_secret_is_told(monkeypatch, capsys):
+def test_report_has_no_secrets(monkeypatch, capsys):
     for name in ("PAXKV_API_KEY", "HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "geheim")
     assert collect_env.main([]) == 0
@@ -28,7 +28,7 @@ def test_no_secret_is_told(monkeypatch, capsys):
     assert "geheim" not in text and "API_KEY" not in text
 
 
-def test_missing_device_is_a_fact_too(monkeypatch):
+def test_report_shows_a_missing_device(monkeypatch):
     def fail():
         raise RuntimeError("no TPU here")
 

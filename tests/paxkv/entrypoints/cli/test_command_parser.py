@@ -1,4 +1,4 @@
-"""A mistake is said in two lines, whatever the number of flags."""
+"""An error has two lines, for any number of flags."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from paxkv.entrypoints.cli.command_parser import CommandParser
         (generate.make_parser, "paxkv generate"),
     ],
 )
-def test_an_error_names_the_command_and_shows_no_usage(capsys, make_parser, prog):
+def test_error_names_the_command_without_its_usage(capsys, make_parser, prog):
     parser = make_parser()
     assert isinstance(parser, CommandParser)
     with pytest.raises(SystemExit) as raised:

@@ -1,4 +1,4 @@
-"""A table of flags becomes a command line."""
+"""A config file becomes the words of a command line."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from paxkv.entrypoints.cli.config_file import read_config_file
 from paxkv.errors import ConfigError
 
 
-def test_each_kind_of_value_becomes_words(tmp_path):
+def test_each_kind_of_value_becomes_arguments(tmp_path):
     path = tmp_path / "f.json"
     path.write_text(
         '{"a-b": 3, "c_d": true, "e": false, "--f": null, "g": ["x", 1], "h": {"i": [1]},'
@@ -25,7 +25,7 @@ def test_each_kind_of_value_becomes_words(tmp_path):
     ]
 
 
-def test_toml_is_read_by_its_name(tmp_path):
+def test_toml_is_recognized_by_its_suffix(tmp_path):
     path = tmp_path / "f.toml"
     path.write_text('host = "::1"\n')
     assert read_config_file(path) == ["--host=::1"]
@@ -35,14 +35,14 @@ def test_toml_is_read_by_its_name(tmp_path):
     ("name", "text"),
     [("f.json", '{"port": 1}'), ("f.yaml", "port: 1"), ("f.toml", "port = 1")],
 )
-def test_a_byte_order_mark_makes_no_difference(tmp_path, name, text):
+def test_byte_order_mark_is_ignored(tmp_path, name, text):
     path = tmp_path / name
     path.write_text(text, encoding="utf-8-sig")
     assert read_config_file(path) == ["--port=1"]
 
 
 @pytest.mark.parametrize("name", ["f.yaml", "f.yml"])
-def test_yaml_is_vllms_form(tmp_path, name):
+def test_yaml_is_read_like_vllms_config_files(tmp_path, name):
     path = tmp_path / name
     path.write_text(
         "# as of `vllm serve --config`\n"
@@ -61,7 +61,7 @@ def test_yaml_is_vllms_form(tmp_path, name):
     ]
 
 
-def test_a_key_without_a_value_is_left_out_only_if_it_is_a_flag(tmp_path):
+def test_only_known_flags_are_omitted_if_they_have_no_value(tmp_path):
     path = tmp_path / "f.yaml"
     path.write_text("port:\nprot:\n")
     assert read_config_file(path, known_flags={"--port"}) == ["--prot"]
@@ -87,7 +87,7 @@ def test_a_key_without_a_value_is_left_out_only_if_it_is_a_flag(tmp_path):
         ("f.json", b"\xff", "cannot read"),
     ],
 )
-def test_what_is_no_table_of_flags_is_an_error(tmp_path, name, text, words):
+def test_file_without_a_table_of_flags_is_an_error(tmp_path, name, text, words):
     path = tmp_path / name
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())

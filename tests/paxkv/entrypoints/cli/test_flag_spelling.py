@@ -1,4 +1,4 @@
-"""`plain_words` turns vLLM's ways of writing a flag into the flag's own name."""
+"""`plain_words` rewrites vLLM's spellings of flags."""
 
 import pytest
 
@@ -13,7 +13,7 @@ KNOWN = {"--a-b", "--obj", "--compilation-config", "--port"}
     [
         (["--a_b", "1"], ["--a-b", "1"]),
         (["--a_b=x_y"], ["--a-b=x_y"]),
-        # Unknown flags stay as they were written, for the error.
+        # Unknown flags stay unchanged, for the error message.
         (["--c_d=1", "--c.d", "1"], ["--c_d=1", "--c.d", "1"]),
         (["model_x", "./a.b"], ["model_x", "./a.b"]),
         (["--obj.x", "1", "--obj.y.z=text"], ['--obj={"x": 1, "y": {"z": "text"}}']),
@@ -29,7 +29,7 @@ KNOWN = {"--a-b", "--obj", "--compilation-config", "--port"}
         (["--obj.x", "-1", "--obj.y=--z"], ['--obj={"x": -1, "y": "--z"}']),
     ],
 )
-def test_words_become_those_that_the_parser_knows(words, plain):
+def test_vllms_spellings_become_known_flags(words, plain):
     assert plain_words(words, KNOWN) == plain
 
 
@@ -37,7 +37,7 @@ def test_words_become_those_that_the_parser_knows(words, plain):
     ("words", "reason"),
     [
         (["--obj.x"], "needs a value"),
-        # Else the port would be the key's value, and the number the model.
+        # Otherwise --port would be the key's value, and the number would be the model.
         (["--obj.x", "--port", "8000"], "--obj.x needs a value"),
         (["--obj.=1"], "names no key"),
         (["--obj.x=1", "--obj.x.y=1"], "x already has a value that is not an object"),
@@ -45,6 +45,6 @@ def test_words_become_those_that_the_parser_knows(words, plain):
         (["--obj", "{}", "--obj.x=1"], "given as a whole and key by key"),
     ],
 )
-def test_keys_that_do_not_fit_are_refused(words, reason):
+def test_invalid_keys_are_rejected(words, reason):
     with pytest.raises(ConfigError, match=reason):
         plain_words(words, KNOWN)

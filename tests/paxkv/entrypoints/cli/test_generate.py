@@ -1,4 +1,4 @@
-"""Prompts from flags or lines are completed in their order, as text or as JSON."""
+"""Prompts from flags or stdin are completed in order, as text or as JSON."""
 
 import io
 import json
@@ -15,7 +15,7 @@ TEMPLATE = (
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Runs the command over an engine that echoes its prompts; exit code, lines, complaints."""
+    """Runs the command with an engine that echoes its prompts; returns exit code and output."""
     fake_model_parts(monkeypatch)
     save_tokenizer(tmp_path, chat_template=TEMPLATE)
 
@@ -28,14 +28,14 @@ def run(tmp_path, monkeypatch, capsys):
     return call
 
 
-def test_each_prompt_is_completed_in_its_order(run):
-    # The engine draws <s> first, which has no text.
+def test_prompts_are_completed_in_order(run):
+    # The engine samples <s> first, which has no text.
     words = ("--prompt", "abc", "--prompt", "xyz", "--max-tokens", "4", "--temperature", "0")
     assert run(*words)[:2] == (0, ["abc", "xyz"])
     assert run("--max-tokens", "3", text="abc\n\nxyz\n")[:2] == (0, ["ab", "xy"])
 
 
-def test_json_holds_every_completion(run):
+def test_json_contains_every_completion(run):
     code, lines, _ = run("--prompt", "abc", "--max-tokens", "4", "--json", "--n", "2", "--seed=5")
     assert code == 0
     (row,) = map(json.loads, lines)
@@ -43,19 +43,19 @@ def test_json_holds_every_completion(run):
     assert row == {"prompt": "abc", "completions": [completion] * 2}
 
 
-def test_what_no_flag_says_is_the_models_default(run, tmp_path):
+def test_unset_flags_use_the_models_defaults(run, tmp_path):
     (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 3, "temperature": 0}')
     assert run("--prompt", "abcdef")[1] == ["ab"]
     assert run("--prompt", "abcdef", "--max-tokens", "5")[1] == ["abcd"]
     override = '{"max_new_tokens": 4}'
     assert run("--prompt", "abcdef", "--override-generation-config", override)[1] == ["abc"]
-    # The engine draws <s> first, and then the prompt over and over.
+    # The engine samples <s> first, and then repeats the prompt.
     assert len(run("--prompt", "abcdef", "--generation-config", "vllm")[1][0]) > 8
     assert "temperature=0" in run("--prompt", "a", "--n", "2")[2]
 
 
 @pytest.mark.parametrize("chat", [(), ("--chat",)], ids=["text", "chat"])
-def test_the_models_length_is_cut_to_what_fits_and_a_given_one_is_not(run, tmp_path, chat):
+def test_only_the_models_default_max_tokens_is_lowered_to_what_fits(run, tmp_path, chat):
     (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 60}')
     # Two blocks of 16, for at most 33 tokens.
     words = (*chat, "--prompt", "a" * 20, "--num-gpu-blocks-override", "3", "--json")
@@ -67,7 +67,7 @@ def test_the_models_length_is_cut_to_what_fits_and_a_given_one_is_not(run, tmp_p
     assert code == 1 and "Ask for at most" in complaint
 
 
-def test_chat_puts_the_prompt_into_the_template(run):
+def test_chat_renders_the_prompt_with_the_template(run):
     words = ("--chat", "--prompt", "ab", "--system-prompt", "s", "--max-tokens", "6")
     assert run(*words)[1] == ["s|ab|>"]
 
@@ -82,14 +82,14 @@ def test_chat_puts_the_prompt_into_the_template(run):
         (("--prompt", "a", "--system-prompt", "s"), "--system-prompt needs --chat"),
     ],
 )
-def test_mistake_is_one_line_and_exit_code_1(run, words, complaint):
+def test_error_is_one_line_with_exit_code_1(run, words, complaint):
     code, lines, errors = run(*words)
     assert (code, lines) == (1, [])
     assert errors.startswith("paxkv: error: ") and errors.count("\n") == 1
     assert complaint in errors
 
 
-def test_engines_flags_reach_the_engine(run, monkeypatch):
+def test_engine_flags_reach_the_engine(run, monkeypatch):
     seen = {}
 
     class SpyLLM(generate.LLM):

@@ -1,4 +1,4 @@
-"""An output file holds whole lines, whatever ends the writing."""
+"""An output file contains only whole lines, also if writing is interrupted."""
 
 import os
 
@@ -20,7 +20,7 @@ def test_old_contents_are_kept_until_the_file_is_cleared(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_line_that_was_not_written_whole_is_cut_off(tmp_path, monkeypatch, error):
+def test_incomplete_line_is_removed(tmp_path, monkeypatch, error):
     path = tmp_path / "out"
     write = os.write
     answers = iter([3, error])
@@ -39,7 +39,7 @@ def test_line_that_was_not_written_whole_is_cut_off(tmp_path, monkeypatch, error
     assert path.read_bytes() == b"whole\n"
 
 
-def test_line_that_the_system_takes_in_parts_is_whole(tmp_path, monkeypatch):
+def test_line_written_in_several_parts_is_complete(tmp_path, monkeypatch):
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:2]))
     with LineFile(str(tmp_path / "out")) as file:
@@ -47,7 +47,7 @@ def test_line_that_the_system_takes_in_parts_is_whole(tmp_path, monkeypatch):
     assert (tmp_path / "out").read_bytes() == b"abcdef\n"
 
 
-def test_stdout_and_devices_are_written_and_never_cut(capfd):
+def test_stdout_and_devices_are_never_truncated(capfd):
     with LineFile("-") as file:
         file.clear()
         file.write_line(b"to stdout")

@@ -1,4 +1,4 @@
-"""The command finds its subcommands, imports no more than one needs, and is installed."""
+"""The command runs its subcommands, imports only the needed modules, and is installed."""
 
 import importlib.util
 import subprocess
@@ -24,7 +24,7 @@ def test_every_subcommand_exists_and_is_in_the_help(capsys):
     assert tuple(cli._COMMANDS) == NAMES
 
 
-def test_without_a_subcommand_or_with_another_one_it_is_a_usage_error(capsys):
+def test_missing_or_unknown_subcommand_is_a_usage_error(capsys):
     assert cli.main([]) == 2
     assert cli.main(["sreve"]) == 2
     assert "no command 'sreve'" in capsys.readouterr().err
@@ -35,7 +35,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"{paxkv.__version__}\n"
 
 
-def test_subcommand_gets_the_rest_of_the_words_and_gives_its_exit_code(tmp_path, capsys):
+def test_subcommand_gets_the_remaining_arguments_and_returns_its_exit_code(tmp_path, capsys):
     path = tmp_path / "no_trace.jsonl"
     path.write_text("nothing")
     assert cli.main(["replay", str(path)]) == 2
@@ -59,7 +59,7 @@ def test_help_and_chat_import_neither_jax_nor_the_server(words):
     assert done.returncode == 0, done.stderr
 
 
-def test_script_of_the_package_is_this_main():
+def test_console_script_of_the_package_is_this_main():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, function = project["scripts"]["paxkv"].partition(":")
     assert (module, getattr(cli, function)) == ("paxkv.entrypoints.cli.main", cli.main)

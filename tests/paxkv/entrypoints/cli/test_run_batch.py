@@ -1,4 +1,4 @@
-"""A batch file is worked through; what stops it is one line, and leaves whole rows."""
+"""Every row of a batch file is answered; an error prints one line and leaves whole rows."""
 
 import dataclasses
 import io
@@ -49,14 +49,14 @@ def read_rows(path):
     return {row["custom_id"]: row for row in map(json.loads, text.splitlines())}
 
 
-def test_bad_rows_included_a_file_is_worked_through(built, tmp_path, capsys):
+def test_every_row_is_answered_including_bad_rows(built, tmp_path, capsys):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(line("a", "x") + "\n  \nwhat?\n" + line("b", "y").rstrip("\n"))
     target.write_text("of another run")
     assert run_batch.main(["-i", str(source), "-o", str(target)]) == 0
     rows = read_rows(target)
     assert set(rows) == {"a", "b", None}
-    # Empty lines are no requests, and are counted as lines.
+    # Empty lines are not requests, but they count in the line numbers.
     assert "line 4 must be" in rows[None]["error"]["error"]["message"]
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -65,7 +65,7 @@ def test_bad_rows_included_a_file_is_worked_through(built, tmp_path, capsys):
     assert not built[0][2].is_alive
 
 
-def test_flags_and_a_config_file_make_the_engine(built, tmp_path):
+def test_flags_and_config_file_configure_the_engine(built, tmp_path):
     source, config = tmp_path / "in.jsonl", tmp_path / "flags.yaml"
     source.write_text(line("a", "x"))
     config.write_text(f"input-file: {source}\nmax-num-seqs: 5\ntool-call-parser: hermes\n")
@@ -79,7 +79,7 @@ def test_flags_and_a_config_file_make_the_engine(built, tmp_path):
     assert server_config.tool_call_parser == "hermes"
 
 
-def test_keys_of_a_server_are_not_read(built, tmp_path, monkeypatch):
+def test_api_keys_are_not_read(built, tmp_path, monkeypatch):
     monkeypatch.setenv("PAXKV_API_KEY", "secret")
     (tmp_path / "in").write_text(line("a", "x"))
     assert run_batch.main(["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")]) == 0
@@ -98,8 +98,8 @@ OF_A_BATCH = {
 }
 
 
-def test_each_setting_of_the_server_is_a_flag_of_the_batch_or_is_left_out():
-    """A limit on waiting requests that has a flag here would refuse lines of a batch."""
+def test_each_server_setting_is_a_flag_or_listed_as_omitted():
+    """For example, a limit on waiting requests would reject lines of a batch."""
     left_out = set(run_batch._SERVER_ONLY_SETTINGS)
     assert not left_out & OF_A_BATCH
     assert left_out | OF_A_BATCH == {field.name for field in dataclasses.fields(ServerConfig)}
@@ -134,7 +134,7 @@ def test_usage_error(words, complaint, capsys):
         ("in", "out --block-size 7", "block_size must be"),
     ],
 )
-def test_mistake_is_one_line_before_the_engine_is_built(
+def test_invalid_files_are_reported_before_the_engine_is_built(
     built, tmp_path, monkeypatch, capsys, source, target, complaint
 ):
     monkeypatch.chdir(tmp_path)
@@ -146,7 +146,7 @@ def test_mistake_is_one_line_before_the_engine_is_built(
     assert not built and Path("in").read_text() == line("a", "x")
 
 
-def test_engine_that_cannot_be_built_leaves_the_output_as_it_was(tmp_path, monkeypatch, capsys):
+def test_failed_start_keeps_the_old_output(tmp_path, monkeypatch, capsys):
     def build(*_, **__):
         raise ConfigError("no such model")
 
@@ -159,7 +159,7 @@ def test_engine_that_cannot_be_built_leaves_the_output_as_it_was(tmp_path, monke
     assert target.read_text() == "of another run"
 
 
-def test_full_disk_is_one_line_and_closes_the_engine(built, tmp_path, capsys):
+def test_full_disk_prints_one_line_and_closes_the_engine(built, tmp_path, capsys):
     (tmp_path / "in").write_text(line("a", "x") * 3)
     assert run_batch.main(["-i", str(tmp_path / "in"), "-o", "/dev/full"]) == 1
     (complaint,) = [li for li in capsys.readouterr().err.splitlines() if "paxkv: error" in li]
@@ -167,7 +167,7 @@ def test_full_disk_is_one_line_and_closes_the_engine(built, tmp_path, capsys):
     assert not built[0][2].is_alive
 
 
-def test_engine_that_ends_for_good_ends_the_batch(built, tmp_path, monkeypatch, capsys):
+def test_batch_ends_when_the_engine_ends_for_good(built, tmp_path, monkeypatch, capsys):
     async def wait_until_ended(self):
         return "pulled the plug"
 
@@ -178,7 +178,7 @@ def test_engine_that_ends_for_good_ends_the_batch(built, tmp_path, monkeypatch, 
     assert not built[0][2].running
 
 
-def test_stdin_and_stdout_are_files_too(built, monkeypatch, capfd):
+def test_input_and_output_can_be_stdin_and_stdout(built, monkeypatch, capfd):
     text = (line("a", "x") + line("b", "y")).encode()
     monkeypatch.setattr(run_batch.sys, "stdin", SimpleNamespace(buffer=io.BytesIO(text)))
     assert run_batch.main(["-i", "-", "-o", "-"]) == 0
@@ -188,7 +188,7 @@ def test_stdin_and_stdout_are_files_too(built, monkeypatch, capfd):
     assert "the rows are in stdout." in captured.err
 
 
-def test_a_pipe_is_an_input_too(built, tmp_path, capsys):
+def test_input_can_be_a_pipe(built, tmp_path, capsys):
     pipe, target = tmp_path / "pipe", tmp_path / "out"
     os.mkfifo(pipe)
     writer = threading.Thread(
@@ -204,9 +204,9 @@ def test_a_pipe_is_an_input_too(built, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)]
 )
-def test_signal_leaves_whole_rows_and_closes_the_engine(tmp_path, number, code):
+def test_signal_closes_the_engine_and_leaves_complete_rows(tmp_path, number, code):
     source, target = tmp_path / "in", tmp_path / "out"
-    # More rows than may be in progress at once, of which some hold the batch up.
+    # More rows than may run at the same time; some of them take long.
     lines = [line(str(i), NO_TOKENS if i % 10 == 9 else "x" * 100) for i in range(200)]
     source.write_text("".join(lines))
     command = [sys.executable, "-m", "tests.paxkv.entrypoints.cli.batch_program"]

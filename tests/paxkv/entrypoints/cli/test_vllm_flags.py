@@ -1,4 +1,4 @@
-"""Each flag of the table is read with as many values as vLLM gives it, and has its fate."""
+"""Each flag of the table accepts vLLM's number of values, and is ignored or rejected."""
 
 import argparse
 
@@ -18,7 +18,7 @@ def run(*words):
 
 
 @pytest.mark.parametrize("flag", VLLM_FLAGS, ids=lambda flag: flag.names[0])
-def test_flag_is_ignored_or_accepted_or_refused(flag, capsys):
+def test_flag_is_ignored_accepted_or_rejected(flag, capsys):
     values = {0: [], 1: ["no-such-value"], "?": [], "+": ["no-such", "value"]}[flag.num_values]
     is_on_neutral = flag.num_values == 0 and True in flag.neutral
     for name in flag.names:
@@ -34,18 +34,18 @@ def test_flag_is_ignored_or_accepted_or_refused(flag, capsys):
             assert run(name.replace("--", "--no-", 1)) == []
 
 
-def test_values_that_change_nothing_are_accepted_in_silence():
+def test_neutral_values_are_accepted_without_a_warning():
     words = ["-tp=1", "--cpu-offload-gb", "0", "--kv-transfer-config={}", "--worker-cls", "auto"]
     assert run(*words, "--no-enforce-eager", "--tokenizer-mode", "hf") == []
 
 
-def test_refusal_names_what_is_accepted(capsys):
+def test_error_names_the_accepted_values(capsys):
     with pytest.raises(SystemExit):
         run("--runner", "pooling")
     assert "got 'pooling'; expected auto or generate." in capsys.readouterr().err
 
 
-def test_flag_that_the_parser_has_is_its_own():
+def test_flag_of_the_parser_itself_is_not_replaced():
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--swap-space", type=int)
     add_vllm_flags(parser)
@@ -53,7 +53,7 @@ def test_flag_that_the_parser_has_is_its_own():
     assert (namespace.swap_space, drain_warnings(namespace, parser)) == (4, [])
 
 
-def test_help_does_not_show_them():
+def test_help_does_not_show_vllms_flags():
     parser = argparse.ArgumentParser()
     add_vllm_flags(parser)
     assert "--swap-space" not in parser.format_help()
