@@ -1,4 +1,4 @@
-"""An engine core over the real scheduler and a fake executor, whose tokens are known beforehand."""
+"""An engine core with the real scheduler and a fake executor that samples known tokens."""
 
 import ctypes
 import sys
@@ -18,8 +18,7 @@ BLOCK_SIZE = 8
 
 
 class FakeClock:
-    """Stands for `time` where a test is not to depend on the machine: it passes by itself only
-    while somebody sleeps."""
+    """Replaces `time`, so that a test does not depend on the machine. Only `sleep` advances it."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -38,13 +37,13 @@ class FakeClock:
 
 
 class FakeExecutor:
-    """Answers every request with its own prompt, over and over: [1, 2, 3] -> 1, 2, 3, 1, 2, ...
+    """Samples the prompt of each request repeatedly: [1, 2, 3] -> 1, 2, 3, 1, 2, ...
 
     Args:
         step_s: How long the host waits for a step to be given to the device.
         device_step_s: How long the device computes each step of a burst, beside the host.
         fails_at_step: This step raises; None is never.
-        hangs_at_step: This one never ends, and no other thread of the process has a turn.
+        hangs_at_step: This step never ends, and blocks all threads of the process.
         slow_file: Steps take `step_s` only while this file exists.
     """
 
@@ -115,12 +114,12 @@ class FakeExecutor:
             is_sampled = num_computed[req_id] + num_given == num_known
             num_sampled = num_scheduled if is_burst else 1
             first = num_outputs[req_id]
-            # In a burst it does not look whether a token ends the request: the scheduler does.
+            # A burst does not check whether a token ends the request; the scheduler does.
             drawn = [prompt[(first + i) % len(prompt)] for i in range(num_sampled)]
             tokens.append(drawn if is_sampled else [])
             logprobs.append(self._logprobs(req_id, tokens[-1]))
         began_s = max(self._device_is_free_at_s, time.perf_counter())
-        # A burst is over when all have ended: token 0 does that.
+        # A burst ends when all requests have ended, with token 0.
         num_computed = [drawn.index(0) + 1 if 0 in drawn else len(drawn) for drawn in tokens]
         device_s = max(1, *num_computed, 0) * self._device_step_s
         self._device_is_free_at_s = began_s + device_s
@@ -148,7 +147,7 @@ class FakeExecutor:
 
 
 class FakeStep:
-    """A step whose tokens were known before it ran; they come when the device has done it."""
+    """A step with known tokens, which are returned when the device has finished."""
 
     needs_bitmask = False
 

@@ -1,4 +1,4 @@
-"""A server of two processes: every way in which one of them can end, seen from outside."""
+"""A server of two processes: every way in which one of them can end."""
 
 import contextlib
 import dataclasses
@@ -51,7 +51,7 @@ def wait_for_health(server: FakeServer, status: int) -> None:
 
 
 def wait_for_requests(server: FakeServer, num_requests: int) -> None:
-    """Until so many run in the engine."""
+    """Waits until this number of requests run in the engine."""
     wanted = f'vllm:num_requests_running{{engine="0",model_name="fake"}} {float(num_requests)}'
     deadline = time.monotonic() + TIMEOUT_S
     while wanted not in (text := httpx.get(f"{server.url}/metrics", timeout=TIMEOUT_S).text):
@@ -60,7 +60,7 @@ def wait_for_requests(server: FakeServer, num_requests: int) -> None:
 
 
 def wait_for_closed_port(server: FakeServer) -> None:
-    """The drain has begun then."""
+    """Waits until the port is closed, because then the drain has begun."""
     deadline = time.monotonic() + TIMEOUT_S
     while True:
         try:
@@ -93,7 +93,7 @@ def test_text_of_a_model_is_read_without_its_weights(
     assert text.tokenizer.encode("a", add_special_tokens=False) == [97]
 
 
-def test_a_broken_chat_template_is_reported_once_at_the_start(
+def test_broken_chat_template_is_logged_once_at_the_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_tokenizer(tmp_path, chat_template="{% for %}")
@@ -105,14 +105,14 @@ def test_a_broken_chat_template_is_reported_once_at_the_start(
         with pytest.raises(ChatTemplateError):
             text.chat_template.render([{"role": "user", "content": "a"}])
     assert caplog.messages == [message]
-    # A template of the operator's stands in for it.
+    # The operator's template replaces it.
     caplog.clear()
     load_text_parts(ModelConfig(chat_template="{{ messages }}"), tmp_path)
     assert caplog.messages == []
 
 
 @in_loop
-async def test_a_length_left_open_is_the_models_default() -> None:
+async def test_unset_max_tokens_is_the_models_default() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             build_client, "start_engines", lambda *_, **__: started_fake(max_new_tokens=5)
@@ -127,7 +127,7 @@ async def test_a_length_left_open_is_the_models_default() -> None:
     await client.close(drain_timeout_s=0)
 
 
-def test_request_that_never_fits_the_pool_is_refused_at_the_door() -> None:
+def test_request_that_never_fits_the_pool_gets_status_400() -> None:
     # 8 usable blocks hold 64 tokens, fewer than max_model_len.
     with running_fake_server(num_blocks=9) as server:
         refused = server.complete([97] * 50, 50)
@@ -138,7 +138,7 @@ def test_request_that_never_fits_the_pool_is_refused_at_the_door() -> None:
         assert server.wait()[0] == 0
 
 
-def test_killed_engine_is_a_clear_error_then_503_then_service_again() -> None:
+def test_killed_engine_gives_an_error_then_503_until_it_is_replaced() -> None:
     with running_fake_server(step_s=0.05) as server, ThreadPoolExecutor(8) as pool:
         assert server.complete([97, 98], 3).json()["usage"]["completion_tokens"] == 3
         answers = [pool.submit(server.complete, [97], 250) for _ in range(8)]
@@ -152,7 +152,7 @@ def test_killed_engine_is_a_clear_error_then_503_then_service_again() -> None:
             assert (error["code"], error["type"]) == ("engine_dead", "server_error")
             assert "SIGKILL" in error["message"]
         refused = server.complete([97], 1)
-        # It may have been quick.
+        # The restart may already be complete.
         assert refused.status_code == 200 or int(refused.headers["Retry-After"]) >= 1
         wait_for_health(server, 200)
         assert server.engine_pid != engine_pid
@@ -162,7 +162,7 @@ def test_killed_engine_is_a_clear_error_then_503_then_service_again() -> None:
         assert server.wait()[0] == 0
 
 
-def test_engine_that_hangs_is_503_and_another_serves() -> None:
+def test_hanging_engine_gives_503_and_is_replaced() -> None:
     flags = ("--execute-model-timeout-s", "2")
     with running_fake_server(*flags, hangs_at_step=2) as server:
         engine_pid = server.engine_pid
@@ -198,13 +198,13 @@ def test_health_fails_while_a_step_hangs_and_holds_during_a_long_prompt() -> Non
         assert error["message"].startswith(
             "1 unfinished requests, and no step has completed for 2 seconds"
         )
-        # The page of metrics and the list of models do not wait for the engine.
+        # The metrics and the list of models do not wait for the engine.
         assert httpx.get(f"{server.url}/metrics", timeout=TIMEOUT_S).status_code == 200
         assert httpx.get(f"{server.url}/v1/models", timeout=TIMEOUT_S).status_code == 200
         os.killpg(server.process.pid, signal.SIGKILL)
 
 
-def test_several_engines_are_healthy_until_all_hang() -> None:
+def test_health_fails_only_when_all_engines_hang() -> None:
     flags = ("--max-step-seconds", "1", "--data-parallel-size", "2")
     with running_fake_server(*flags, hangs_at_step=1) as server, ThreadPoolExecutor(2) as pool:
         pool.submit(server.complete, [97], 9)
@@ -218,7 +218,7 @@ def test_several_engines_are_healthy_until_all_hang() -> None:
         os.killpg(server.process.pid, signal.SIGKILL)
 
 
-def test_engine_that_dies_ends_the_server_where_it_was_asked_to() -> None:
+def test_server_ends_with_its_engine_if_restarts_are_disabled() -> None:
     with running_fake_server("--max-engine-restarts", "0", fails_at_step=2) as server:
         assert server.complete([97], 9).status_code == 503
         code, said = server.wait()
@@ -229,7 +229,7 @@ def test_engine_that_dies_ends_the_server_where_it_was_asked_to() -> None:
         )
 
 
-def test_server_whose_engine_cannot_be_started_again_ends(tmp_path: Path) -> None:
+def test_server_ends_if_its_engine_cannot_be_restarted(tmp_path: Path) -> None:
     flags = ("--max-engine-restarts", "1")
     with running_fake_server(*flags, healthy_file=str(tmp_path / "f")) as server:
         os.kill(server.engine_pid, signal.SIGKILL)
@@ -241,9 +241,7 @@ def test_server_whose_engine_cannot_be_started_again_ends(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_to_all_processes_lets_requests_finish(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+def test_signal_to_all_processes_drains_requests(number: signal.Signals, tmp_path: Path) -> None:
     slow_file = tmp_path / "slow"
     slow_file.touch()
     settings = {"step_s": 0.1, "slow_file": str(slow_file)}
@@ -260,7 +258,7 @@ def test_signal_to_all_processes_lets_requests_finish(
         wait_for_end(engine_pid)
 
 
-def test_what_does_not_finish_in_time_is_told_so_and_a_second_signal_ends_at_once() -> None:
+def test_drain_timeout_ends_requests_and_a_second_signal_ends_immediately() -> None:
     flags = ("--shutdown-timeout-s", "0.2")
     with running_fake_server(*flags, step_s=0.05) as server, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.complete, [97], 250)
@@ -269,12 +267,12 @@ def test_what_does_not_finish_in_time_is_told_so_and_a_second_signal_ends_at_onc
         assert server.wait()[0] == 0
         assert answer.result().status_code == 503
     with running_fake_server(step_s=0.4) as server, ThreadPoolExecutor(1) as pool:
-        # It takes 100 s.
+        # This request takes 100 s.
         answer = pool.submit(server.complete, [97], 250)
         wait_for_requests(server, 1)
         engine_pid = server.engine_pid
         server.process.send_signal(signal.SIGINT)
-        # Else the second signal might be one with the first.
+        # Otherwise, both signals might arrive as one.
         wait_for_closed_port(server)
         start = time.monotonic()
         server.process.send_signal(signal.SIGINT)
@@ -285,7 +283,7 @@ def test_what_does_not_finish_in_time_is_told_so_and_a_second_signal_ends_at_onc
             answer.result()
 
 
-def test_engine_of_a_killed_server_ends() -> None:
+def test_engine_ends_when_its_server_is_killed() -> None:
     with running_fake_server(step_s=0.05) as server, ThreadPoolExecutor(1) as pool:
         pool.submit(server.complete, [97], 250)
         wait_for_requests(server, 1)
@@ -294,7 +292,7 @@ def test_engine_of_a_killed_server_ends() -> None:
         wait_for_end(engine_pid)
 
 
-def test_both_processes_killed_at_once_leave_no_file(
+def test_both_processes_killed_together_leave_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -316,7 +314,7 @@ def test_both_processes_killed_at_once_leave_no_file(
         ),
     ],
 )
-def test_engine_that_cannot_start_is_one_line_and_exit_code_1(
+def test_failed_start_prints_one_line_with_exit_code_1(
     settings: dict[str, object], error: str
 ) -> None:
     with start_process(**settings) as process:
@@ -340,10 +338,10 @@ def test_interrupted_start_leaves_no_engine_and_no_file(
         assert "Traceback" not in process.stderr.read()
 
 
-def test_sigterm_ends_the_engine_of_a_start_before_the_server() -> None:
+def test_sigterm_during_the_start_ends_the_engine_before_the_server() -> None:
     with start_process(start_s=3600) as process:
         engine_pid = wait_for_only_child(process.pid)
-        # It cannot see that the server has gone.
+        # The stopped engine cannot notice that the server has ended.
         os.kill(engine_pid, signal.SIGSTOP)
         try:
             process.terminate()
@@ -357,10 +355,10 @@ def test_sigterm_ends_the_engine_of_a_start_before_the_server() -> None:
 @pytest.mark.parametrize(
     ("environment", "wanted"), [({"NPROC": "1"}, (65, 256)), ({"CUDA_VISIBLE_DEVICES": "0"}, None)]
 )
-def test_engines_of_one_host_have_the_size_of_the_first(
+def test_engines_on_one_cpu_have_the_size_of_the_first(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], wanted: tuple[int, int] | None
 ) -> None:
-    """The first one took its part of the free memory; each GPU has memory of its own."""
+    """On a CPU, the first engine takes its share of the free memory; each GPU has its own."""
     started = []
     fake = started_fake()
     stats = msgspec.structs.replace(fake.ready.stats, num_blocks=65)

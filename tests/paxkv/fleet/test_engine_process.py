@@ -1,4 +1,4 @@
-"""An engine in a process of its own: what crosses, how it starts, and how it ends."""
+"""An engine in its own process: its messages, its start and its end."""
 
 import asyncio
 import os
@@ -59,7 +59,7 @@ def receive(process: EngineProcess) -> EngineOutput:
 
 
 def receive_besides_steps(process: EngineProcess) -> EngineOutput:
-    """The next message that is not a step's: the last step tells the executor who ended."""
+    """The next message that is not a step. The last step only reports ended requests."""
     while isinstance(message := receive(process), StepOutputs):
         pass
     return message
@@ -79,7 +79,7 @@ def receive_until(process: EngineProcess, request_id: str) -> tuple[list[int], s
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process computes: one that nobody has waited for yet does not."""
+    """Whether a process runs; False for a zombie."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
@@ -94,7 +94,7 @@ def wait_for_end(pid: int) -> None:
         time.sleep(0.02)
 
 
-def test_a_process_that_cannot_be_told_what_to_do_is_ended(monkeypatch) -> None:
+def test_process_is_killed_if_the_order_cannot_be_sent(monkeypatch) -> None:
     pids = []
 
     def send_order(process: EngineProcess, order: object) -> None:
@@ -108,15 +108,15 @@ def test_a_process_that_cannot_be_told_what_to_do_is_ended(monkeypatch) -> None:
     assert not is_running(pid)
 
 
-def test_requests_and_calls_cross_and_signals_of_a_terminal_do_not_end_it() -> None:
+def test_process_answers_requests_and_calls_and_ignores_terminal_signals() -> None:
     found = []
     with starting() as process:
-        # Before it can have heard of signals.
+        # Before the process has set its signal handlers.
         os.kill(process.pid, signal.SIGINT)
         folder = process._folder.path
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         ready = process.wait_until_ready(found.append)
-        # However it ends from here on, nothing is left.
+        # From here on, no file remains, even if both processes are killed.
         assert not folder.exists()
         assert isinstance(ready, EngineReady)
         assert (ready.model_info.max_fitting_tokens, ready.stats.num_blocks) == (512, 65)
@@ -146,7 +146,7 @@ def test_requests_and_calls_cross_and_signals_of_a_terminal_do_not_end_it() -> N
         ({"exit_code": -9}, EngineDeadError, "SIGKILL"),
     ],
 )
-def test_failed_start_says_why_and_leaves_nothing(
+def test_failed_start_has_a_reason_and_leaves_no_files(
     settings: dict[str, object], error: type[Exception], words: str, capfd: pytest.CaptureFixture
 ) -> None:
     with starting(**settings) as process:
@@ -155,11 +155,11 @@ def test_failed_start_says_why_and_leaves_nothing(
             process.wait_until_ready()
         assert process.wait(TIMEOUT_S) == settings.get("exit_code", 1)
     assert not folder.exists() and not is_running(process.pid)
-    # A bug's traceback is all that can be said of it; a mistake needs none.
+    # Only an unexpected error prints a traceback.
     assert ("Traceback" in capfd.readouterr().err) == ("bug" in settings)
 
 
-def test_failing_step_is_told_before_the_process_ends(capfd: pytest.CaptureFixture) -> None:
+def test_engine_dead_arrives_before_a_failed_process_ends(capfd: pytest.CaptureFixture) -> None:
     with running(fails_at_step=1) as process:
         process.send(AddRequest(request=make_request("a", [5], max_tokens=9)))
         assert receive_besides_steps(process) == EngineDead(
@@ -169,7 +169,7 @@ def test_failing_step_is_told_before_the_process_ends(capfd: pytest.CaptureFixtu
     assert "Traceback" in capfd.readouterr().err
 
 
-def test_step_that_hangs_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_kills_a_process_whose_step_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_process, "CLOSE_TIMEOUT_S", 0.2)
     with running(step_s=3600) as process:
         process.send(AddRequest(request=make_request("a", [5])))
@@ -179,7 +179,7 @@ def test_step_that_hangs_does_not_keep_the_process(monkeypatch: pytest.MonkeyPat
         assert not is_running(process.pid)
 
 
-def test_start_that_is_given_up_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_kills_a_starting_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_process, "CLOSE_TIMEOUT_S", TIMEOUT_S)
     with starting(start_s=3600) as process:
         process._connect_inputs(receive(process).input_endpoint)
@@ -189,7 +189,7 @@ def test_start_that_is_given_up_does_not_keep_the_process(monkeypatch: pytest.Mo
         assert process.wait(0) == -signal.SIGKILL
 
 
-def test_engine_without_a_word_from_its_parent_ends_without_one() -> None:
+def test_engine_without_an_order_ends_silently() -> None:
     ended = subprocess.run(
         COMMAND,
         cwd=ROOT,
@@ -206,7 +206,7 @@ def test_idle_engine_sleeps() -> None:
         process.send(AddRequest(request=make_request("a", [5, 6], max_tokens=3)))
         assert receive_until(process, "a") == ([5, 6, 5], "length")
         start = time.monotonic()
-        # Odd: it has something to do.
+        # An odd count means that the engine has work.
         while process.step_count % 2:
             assert time.monotonic() - start < TIMEOUT_S
             time.sleep(0.01)
@@ -229,7 +229,7 @@ time.sleep(3600)
 
 
 @pytest.mark.parametrize("is_ready", [False, True])
-def test_engine_of_a_killed_parent_ends_by_itself(is_ready: bool) -> None:
+def test_engine_ends_when_its_parent_is_killed(is_ready: bool) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as parent:
@@ -238,11 +238,11 @@ def test_engine_of_a_killed_parent_ends_by_itself(is_ready: bool) -> None:
             assert parent.stdout.readline() == "ready\n"
         parent.kill()
         wait_for_end(int(pid))
-    # Also one whose interpreter was still starting.
+    # Also if the engine's interpreter was still starting.
     assert not Path(folder).exists()
 
 
-def test_without_socket_files_strangers_are_kept_out_by_keys(
+def test_tcp_sockets_reject_clients_without_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(zmq, "has", lambda capability: False)
@@ -265,7 +265,7 @@ def test_without_socket_files_strangers_are_kept_out_by_keys(
         stranger.close()
 
 
-def test_many_messages_that_wait_leave_the_loop_turns_for_others(monkeypatch) -> None:
+def test_many_waiting_messages_do_not_block_the_loop(monkeypatch) -> None:
     process = EngineProcess.__new__(EngineProcess)
     waiting = list(range(200))
 
@@ -283,17 +283,17 @@ def test_many_messages_that_wait_leave_the_loop_turns_for_others(monkeypatch) ->
             num_turns += 1
         return num_turns
 
-    # 200 ms of messages, 20 ms a turn.
+    # Messages take 200 ms, at most 20 ms per turn of the loop.
     assert asyncio.run(run()) >= 6
 
 
-def test_end_of_a_process_is_put_into_words() -> None:
+def test_exit_codes_are_described() -> None:
     assert "memory" in describe_end(-signal.SIGKILL)
     assert "SIGSEGV" in describe_end(-signal.SIGSEGV)
     assert "code 3" in describe_end(3)
 
 
-def test_start_that_hangs_is_ended_and_says_where(capfd, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_start_is_killed_with_a_traceback(capfd, monkeypatch: pytest.MonkeyPatch) -> None:
     said = ""
 
     def wait_for_traceback(_: float) -> None:
@@ -308,12 +308,12 @@ def test_start_that_hangs_is_ended_and_says_where(capfd, monkeypatch: pytest.Mon
     monkeypatch.setattr(engine_process, "time", clock)
     connect = EngineProcess._connect_inputs
 
-    def connect_and_hurry(process: EngineProcess, endpoint: str) -> None:
+    def connect_with_short_limit(process: EngineProcess, endpoint: str) -> None:
         connect(process, endpoint)
-        # It has loaded its libraries, which may take long, and can be asked.
+        # The engine has loaded its libraries, which may take long, so it can print a traceback.
         process._start_watch = StepWatch(0.5)
 
-    monkeypatch.setattr(EngineProcess, "_connect_inputs", connect_and_hurry)
+    monkeypatch.setattr(EngineProcess, "_connect_inputs", connect_with_short_limit)
     with starting(max_idle_start_s=600.0, start_s=3600) as process:
         with pytest.raises(EngineDeadError, match="nothing for 0.5 seconds.*engine-ready-timeout"):
             process.wait_until_ready()
@@ -321,7 +321,7 @@ def test_start_that_hangs_is_ended_and_says_where(capfd, monkeypatch: pytest.Mon
     assert "fake_engine_process.py" in said
 
 
-def test_start_that_computes_says_so() -> None:
+def test_computing_start_reports_progress() -> None:
     with starting(max_idle_start_s=600.0, work_s=3.5) as process:
         counts = set()
         is_too_long = process._start_watch.is_too_long
@@ -332,6 +332,6 @@ def test_start_that_computes_says_so() -> None:
 
         process._start_watch.is_too_long = look
         assert isinstance(process.wait_until_ready(), EngineReady)
-    # It says so when it has loaded its libraries, and every second that it computes; a machine that
-    # is busy with other things may let one or two pass. `test_step_watch.py` has what follows.
+    # The engine counts when it has loaded its libraries, and then every second while it computes.
+    # On a busy machine, one or two counts may be missing.
     assert len(counts) >= 3

@@ -1,4 +1,4 @@
-"""Engines that die under load: who is told what, and when another serves."""
+"""Engines that die under load: errors of their requests, and their replacement."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from tests.paxkv.engine.fake_engine_process import COMMAND, VOCAB_SIZE, fake_con
 from tests.paxkv.engine.forked_engines import forked_engines
 from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
 
-# Seconds that no test waits for unless it fails, however busy the machine is.
+# Time limit in seconds that is not reached unless a test fails, even on a busy machine.
 PATIENCE_S = 60.0
 
 
@@ -41,7 +41,7 @@ async def running(
     max_step_s: float = 300.0,
     **settings: object,
 ) -> AsyncIterator[AsyncEngineClient]:
-    """A client of an engine process of its own."""
+    """A client with its own engine process."""
     policy = RestartPolicy(max_restarts=max_restarts, window_s=window_s)
     supervisor = EngineSupervisor(
         fake_config(**settings),
@@ -98,7 +98,7 @@ async def text_of(client: AsyncEngineClient, prompt: str, num_tokens: int, **mor
 
 
 @in_loop
-async def test_256_streams_and_bursts_of_requests_each_get_their_own() -> None:
+async def test_256_streams_and_many_requests_get_their_own_outputs() -> None:
     async with running(max_num_seqs=64, num_blocks=1000) as client:
         prompts = [f"<{number}>" for number in range(256)]
         texts = await asyncio.gather(*(text_of(client, prompt, 20) for prompt in prompts))
@@ -126,7 +126,7 @@ async def test_bursts_of_5000_requests_lose_none() -> None:
 
 
 @in_loop
-async def test_enormous_prompt_does_not_hold_up_a_stream() -> None:
+async def test_huge_prompt_does_not_delay_a_stream() -> None:
     length = 400_000
     async with running(max_model_len=2 * length, num_blocks=60_000, step_s=0.002) as client:
         stream = client.generate(
@@ -150,7 +150,7 @@ async def test_enormous_prompt_does_not_hold_up_a_stream() -> None:
 
 
 @in_loop
-async def test_killed_engine_ends_its_requests_and_another_serves() -> None:
+async def test_killed_engine_ends_its_requests_and_is_replaced() -> None:
     async with running(step_s=0.01) as client:
         tasks = [
             asyncio.create_task(collect(client, "abc", LONG, str(number), stream=number % 2 == 0))
@@ -179,7 +179,7 @@ async def test_killed_engine_ends_its_requests_and_another_serves() -> None:
         await until_idle(client)
 
 
-def test_another_engine_has_the_lengths_that_clients_were_told(tmp_path: Path) -> None:
+def test_replacement_has_the_same_sizes_as_the_first_engine(tmp_path: Path) -> None:
     order_file = tmp_path / "orders"
 
     @in_loop
@@ -195,7 +195,7 @@ def test_another_engine_has_the_lengths_that_clients_were_told(tmp_path: Path) -
 
 
 @in_loop
-async def test_failing_step_is_named_and_another_engine_serves() -> None:
+async def test_error_of_a_failed_step_is_reported_and_engine_is_replaced() -> None:
     async with running(fails_at_step=3) as client:
         results = await asyncio.gather(
             *(collect(client, "abc", LONG, str(number)) for number in range(4)),
@@ -207,7 +207,7 @@ async def test_failing_step_is_named_and_another_engine_serves() -> None:
 
 
 @in_loop
-async def test_step_that_hangs_ends_its_requests_and_another_engine_serves() -> None:
+async def test_hanging_step_ends_its_requests_and_engine_is_replaced() -> None:
     async with running(hangs_at_step=3, max_step_s=0.4, max_restarts=1) as client:
         pid = client._transport.pid
         results = await asyncio.gather(
@@ -223,7 +223,7 @@ async def test_step_that_hangs_ends_its_requests_and_another_engine_serves() -> 
         assert not Path(f"/proc/{pid}").exists()
         assert await text_of(client, "xyz", 3) == "xyz"
         client._transport._step_watch.limit_s = 0.4
-        # The tries are those of an engine that dies.
+        # A hang counts as a death, so no further restart is allowed.
         with contextlib.suppress(EngineDeadError):
             await text_of(client, "xyz", 9)
         assert "0.4 seconds" in await client.wait_until_ended()
@@ -241,10 +241,10 @@ async def test_engine_that_does_not_wake_is_replaced() -> None:
         assert await text_of(client, "xyz", 3) == "xyz"
 
 
-def test_engine_that_hangs_says_where(
+def test_hanging_engine_prints_a_traceback(
     capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # However busy the machine is, it hears of the question before it is killed.
+    # The engine prints the traceback before it is killed, even on a busy machine.
     monkeypatch.setattr(engine_process, "_TRACEBACK_S", PATIENCE_S)
 
     async def until_said(said: str, words: str) -> str:
@@ -271,7 +271,7 @@ def test_engine_that_hangs_says_where(
 
 
 @in_loop
-async def test_engine_whose_messages_cannot_be_used_is_replaced_as_one_that_died() -> None:
+async def test_engine_with_unusable_messages_is_replaced() -> None:
     async with running(step_s=0.01, max_restarts=1) as client:
         process = client._output_processor.process
 
@@ -298,8 +298,8 @@ async def test_engine_whose_messages_cannot_be_used_is_replaced_as_one_that_died
 
 
 @in_loop
-async def test_slow_starts_idle_engines_and_many_steps_are_no_hang() -> None:
-    # `test_step_watch.py` has what is taken for a hang; here is what the watch is told.
+async def test_slow_starts_idle_engines_and_many_steps_do_not_count_as_hanging() -> None:
+    # This test checks the arguments of the watch; `test_step_watch.py` checks its decisions.
     async with running(start_s=0.5, step_s=0.04, max_step_s=PATIENCE_S) as client:
         watch, looks = client._transport._step_watch, []
         watch.period_s = 0.02
@@ -312,11 +312,11 @@ async def test_slow_starts_idle_engines_and_many_steps_are_no_hang() -> None:
         watch.is_too_long = look
         while len(looks) < 5:
             await asyncio.sleep(0.02)
-        # It sleeps, and nothing was sent to it.
+        # The engine sleeps, and no message was sent to it.
         (idle,) = set(looks)
         assert idle[0] % 2 == 0
         assert await text_of(client, "abc", 20) == ("abc" * 7)[:20]
-        # Each step is a count of its own; the last one's may come behind its token.
+        # Each step increases the count; the last increase may come after the last token.
         while client._transport._process.step_count < idle[0] + 2 * 20:
             await asyncio.sleep(0.01)
         assert len({count for count, _ in looks}) >= 3
@@ -331,7 +331,7 @@ async def test_slow_starts_idle_engines_and_many_steps_are_no_hang() -> None:
 
 
 @in_loop
-async def test_engine_that_may_not_be_started_again_ends_for_good() -> None:
+async def test_engine_without_restarts_ends_for_good() -> None:
     async with running(max_restarts=0) as client:
         kill_engine(client)
         assert "SIGKILL" in await client.wait_until_ended()
@@ -341,7 +341,7 @@ async def test_engine_that_may_not_be_started_again_ends_for_good() -> None:
 
 
 @in_loop
-async def test_restarts_are_counted_in_a_row_and_forgiven_after_a_while() -> None:
+async def test_only_consecutive_restarts_are_limited() -> None:
     async with running(max_restarts=1) as client:
         kill_engine(client)
         await until_dead(client)
@@ -357,7 +357,7 @@ async def test_restarts_are_counted_in_a_row_and_forgiven_after_a_while() -> Non
 
 
 @in_loop
-async def test_tokens_that_a_dead_engine_drew_stay_counted() -> None:
+async def test_tokens_of_a_dead_engine_stay_counted() -> None:
     async with running() as client:
         assert await text_of(client, "abc", 5) == "abcab"
         kill_engine(client)
@@ -368,7 +368,7 @@ async def test_tokens_that_a_dead_engine_drew_stay_counted() -> None:
         assert (totals.num_prompt_tokens, totals.num_generation_tokens) == (5, 8)
 
 
-def test_starts_that_fail_use_up_the_tries(tmp_path: Path) -> None:
+def test_failed_starts_count_as_restarts(tmp_path: Path) -> None:
     @in_loop
     async def run() -> None:
         healthy_file = str(tmp_path / "was-started")
@@ -381,7 +381,7 @@ def test_starts_that_fail_use_up_the_tries(tmp_path: Path) -> None:
 
 
 @in_loop
-async def test_close_while_another_engine_starts_does_not_wait_for_it() -> None:
+async def test_close_does_not_wait_for_a_starting_engine() -> None:
     async with running(step_s=0.01) as client:
         client._transport._config = fake_config(start_s=3600)
         kill_engine(client)
@@ -391,7 +391,7 @@ async def test_close_while_another_engine_starts_does_not_wait_for_it() -> None:
 
 
 @in_loop
-async def test_drain_while_another_engine_starts_does_not_wait_for_it() -> None:
+async def test_drain_does_not_wait_for_a_starting_engine() -> None:
     async with running(step_s=0.01) as client:
         supervisor = client._transport
         supervisor._config = fake_config(start_s=3600)
@@ -399,7 +399,7 @@ async def test_drain_while_another_engine_starts_does_not_wait_for_it() -> None:
         kill_engine(client)
         while supervisor.pid == first_pid:
             await asyncio.sleep(0.01)
-        # As one of several engines, where the client goes on to drain.
+        # As with several engines, whose client continues to drain.
         with pytest.raises(EngineDeadError):
             supervisor.send(Shutdown(drain=True))
         reason = await asyncio.wait_for(client.wait_until_ended(), PATIENCE_S)
@@ -407,13 +407,13 @@ async def test_drain_while_another_engine_starts_does_not_wait_for_it() -> None:
 
 
 @in_loop
-async def test_drain_lets_requests_finish_and_starts_no_other_engine() -> None:
+async def test_drain_finishes_requests_and_starts_no_engine() -> None:
     async with running(step_s=0.005) as client:
         generated = client.generate("a", SamplingParams(max_tokens=20), request_id="r", stream=True)
         outputs = [await anext(generated)]
         closing = asyncio.create_task(client.close(drain_timeout_s=30))
         await asyncio.sleep(0)
-        # A loop that was held up takes what came meanwhile in one piece: tokens count, not pieces.
+        # Count tokens and not outputs, because a delayed loop merges deltas.
         outputs += [output async for output in generated]
         assert sum(len(output.outputs[0].token_ids) for output in outputs) == 20
         await closing

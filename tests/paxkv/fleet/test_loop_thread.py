@@ -1,4 +1,4 @@
-"""Processes of a fake engine as one: requests of one that dies end, and others go on."""
+"""Two fake engine processes as one: a death ends only the requests of its process."""
 
 import asyncio
 import contextlib
@@ -43,11 +43,11 @@ weakref.finalize(second, LoopThread(transport).close)
 """
 
 
-def test_engines_end_with_an_interpreter_that_forgets_them() -> None:
+def test_engines_end_at_interpreter_exit_without_close() -> None:
     script = [sys.executable, "-c", EXIT_WITHOUT_CLOSE]
     done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=True)
     assert "Traceback" not in done.stderr
-    # Exit codes: none had to be killed.
+    # The exit codes show that no engine was killed.
     assert done.stdout.split() == ["0", "0"]
 
 
@@ -111,7 +111,7 @@ async def text_of(client: AsyncEngineClient, prompt: str, num_tokens: int) -> st
 
 
 @in_loop
-async def test_requests_of_a_replica_that_dies_end_and_the_others_go_on() -> None:
+async def test_death_of_a_replica_ends_only_its_requests() -> None:
     async with running(step_s=0.02, max_num_seqs=8, max_model_len=2048, num_blocks=2200) as (
         engines,
         client,
@@ -124,7 +124,7 @@ async def test_requests_of_a_replica_that_dies_end_and_the_others_go_on() -> Non
             await asyncio.sleep(0.01)
         os.kill(engines[0].pid, signal.SIGKILL)
         await asyncio.wait(texts, return_when=asyncio.FIRST_EXCEPTION)
-        # While another is started, who comes is served.
+        # While the dead engine is replaced, the other serves new requests.
         assert await text_of(client, "abc", 5) == "abcab"
         assert client.is_alive
         for prompt in prompts:
@@ -135,7 +135,7 @@ async def test_requests_of_a_replica_that_dies_end_and_the_others_go_on() -> Non
         assert "SIGKILL" in str(died[0]) and "Others go on" in str(died[0])
         lived = [(p, end) for p, end in zip(prompts, ends, strict=True) if isinstance(end, str)]
         assert len(lived) == 4 and all(end and (p * 700).startswith(end) for p, end in lived)
-        # And then by both again.
+        # Then both engines serve again.
         while client._transport._replicas[0].ended is not None:
             await asyncio.sleep(0.01)
         texts = await asyncio.gather(*(text_of(client, f"[{i}]", 20) for i in range(40)))
@@ -143,7 +143,7 @@ async def test_requests_of_a_replica_that_dies_end_and_the_others_go_on() -> Non
 
 
 @in_loop
-async def test_several_completions_and_beams_stay_with_their_prompt() -> None:
+async def test_completions_and_beams_run_where_their_prompt_is() -> None:
     async with running() as (_, client):
         params = SamplingParams(max_tokens=6, n=3)
         for number in range(4):
@@ -159,7 +159,7 @@ async def test_several_completions_and_beams_stay_with_their_prompt() -> None:
         assert (stats.num_running_reqs, stats.kv_cache_usage) == (0, 0.0)
 
 
-def test_whoever_waits_is_told_of_a_death_and_can_go_on() -> None:
+def test_synchronous_client_reports_a_death_and_can_continue() -> None:
     settings = {"step_s": 0.02, "max_model_len": 2048, "num_blocks": 2200}
     with started_replicas(max_restarts=0, **settings) as (engines, replicas):
         processor, transport = input_processor(replicas.ready), LoopThread(replicas)
