@@ -309,9 +309,9 @@ class EngineCore:
     def _call(self, call: UtilityCall) -> UtilityReply:
         utility = self._utilities.get(call.method)
         if utility is None:
-            wanted = ", ".join(self._utilities)
+            known = ", ".join(self._utilities)
             return UtilityReply(
-                call_id=call.call_id, error=f"unknown method {call.method!r}; wanted {wanted}."
+                call_id=call.call_id, error=f"unknown method {call.method!r}; use one of {known}."
             )
         try:
             self._utility_signatures[call.method].bind(*call.arguments)

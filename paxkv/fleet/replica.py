@@ -102,7 +102,7 @@ class Replica:
         return request_ids
 
     def record_successor(self, ready: EngineReady) -> None:
-        """Records that another engine is ready. Its counters continue those of dead engines."""
+        """Records that another engine is ready. Its counters are added to the dead engine's."""
         before = add_counters(SchedulerStats(), self.stats)
         self.counted_before = msgspec.structs.replace(
             before, num_replaced_engines=before.num_replaced_engines + 1
