@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -22,13 +21,13 @@ LAST_TOKENS = [2, 4, 5]
 
 def batch_of(wants: Wants, logits_indices: list[int]) -> ForwardBatch:
     return make_batch(
-        token_ids=jnp.arange(5, 11, dtype=jnp.int32),
-        positions=jnp.asarray([0, 1, 2, 0, 1, 0], jnp.int32),
-        query_start_loc=jnp.asarray(STARTS, jnp.int32),
-        seq_lens=jnp.asarray([3, 2, 1], jnp.int32),
-        block_tables=[jnp.asarray([[[1], [2], [3]]], jnp.int32)],
+        token_ids=np.arange(5, 11, dtype=np.int32),
+        positions=np.asarray([0, 1, 2, 0, 1, 0], np.int32),
+        query_start_loc=np.asarray(STARTS, np.int32),
+        seq_lens=np.asarray([3, 2, 1], np.int32),
+        block_tables=[np.asarray([[[1], [2], [3]]], np.int32)],
         table_shapes=[TableShape(num_groups=1, max_blocks_per_req=1, block_size=8)],
-        logits_indices=jnp.asarray(logits_indices, jnp.int32),
+        logits_indices=np.asarray(logits_indices, np.int32),
         wants=wants,
     )
 
@@ -45,9 +44,9 @@ def outputs_of(wants: Wants, logits_indices: list[int], *, in_loop: bool = False
 
 @pytest.fixture(scope="module")
 def of_all_tokens() -> Outputs:
-    """The whole truth: every token's hidden states, and those of two layers."""
+    """The whole truth: every token's hidden states, and those of two layers, in NumPy."""
     wants = Wants(logits="indices", hidden="all", taps=(0, 2))
-    return outputs_of(wants, list(range(6)))
+    return jax.device_get(outputs_of(wants, list(range(6))))
 
 
 def assert_equal(got: jax.Array, wanted: jax.Array) -> None:
@@ -55,30 +54,31 @@ def assert_equal(got: jax.Array, wanted: jax.Array) -> None:
 
 
 # Fewer logits than tokens, and several of one request: a guess from shapes would say "last".
-@pytest.mark.parametrize("in_loop", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("in_loop", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_logits_are_those_of_the_indices(of_all_tokens, in_loop):
+    assert_equal(of_all_tokens.for_logits, of_all_tokens.hidden)
     outputs = outputs_of(Wants(), [0, 1, 4, 4], in_loop=in_loop)
-    assert_equal(outputs.for_logits, of_all_tokens.hidden[jnp.asarray([0, 1, 4, 4])])
+    assert_equal(outputs.for_logits, of_all_tokens.hidden[[0, 1, 4, 4]])
     assert outputs.hidden is None and outputs.taps == ()
 
 
 @pytest.mark.parametrize("in_loop", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_last_tokens_alone(of_all_tokens, in_loop):
     outputs = outputs_of(Wants(logits="last", hidden="last"), LAST_TOKENS, in_loop=in_loop)
-    assert_equal(outputs.for_logits, of_all_tokens.hidden[jnp.asarray(LAST_TOKENS)])
+    assert_equal(outputs.for_logits, of_all_tokens.hidden[LAST_TOKENS])
     assert_equal(outputs.hidden, outputs.for_logits)
 
 
 def test_hidden_of_last_tokens_without_any_logits(of_all_tokens):
-    outputs = outputs_of(Wants(logits="none", hidden="last"), [])
+    outputs = outputs_of(Wants(logits="none", hidden="last"), [], in_loop=True)
     assert outputs.for_logits is None
-    assert_equal(outputs.hidden, of_all_tokens.hidden[jnp.asarray(LAST_TOKENS)])
+    assert_equal(outputs.hidden, of_all_tokens.hidden[LAST_TOKENS])
 
 
 def test_hidden_of_last_tokens_beside_other_logits(of_all_tokens):
-    outputs = outputs_of(Wants(logits="indices", hidden="last"), [1])
+    outputs = outputs_of(Wants(logits="indices", hidden="last"), [1], in_loop=True)
     assert_equal(outputs.for_logits, of_all_tokens.hidden[1:2])
-    assert_equal(outputs.hidden, of_all_tokens.hidden[jnp.asarray(LAST_TOKENS)])
+    assert_equal(outputs.hidden, of_all_tokens.hidden[LAST_TOKENS])
 
 
 @pytest.mark.parametrize("in_loop", [pytest.param(False, marks=pytest.mark.slow), True])
