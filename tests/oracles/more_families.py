@@ -203,6 +203,13 @@ SHALLOW = {
         mlp_layer_types=["dense", "sparse", "sparse"],
         num_attention_heads_per_layer=[4, 8, 4],
     ),
+    "laguna-per-element": _with_fields(
+        "laguna-per-element",
+        num_hidden_layers=3,
+        layer_types=[_SLIDING, _SLIDING, _FULL],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        num_attention_heads_per_layer=[4, 8, 4],
+    ),
     "exaone-moe": _with_fields(
         "exaone-moe",
         num_hidden_layers=3,
