@@ -10,49 +10,15 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.xla_decode import attend_decode_rows
 from pallas_kernels.paged_attention.xla_prefill import attend_prefill_rows
-from pallas_kernels.paged_attention.xla_problem import AttentionProblem
+from pallas_kernels.paged_attention.xla_problem import AttentionProblem, make_problem
 
 
 def paged_attention_xla(
-    q: jax.Array,  # f[num_tokens, num_q_heads, head_dim]
-    kv_cache: jax.Array,  # [num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]
-    row: jax.Array,  # i32[]
-    block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
-    seq_lens: jax.Array,  # i32[num_reqs]
-    query_start_loc: jax.Array,  # i32[num_reqs + 1]
-    *,
-    scale: float,
-    is_causal: bool,
-    sliding_window: int | None,
-    chunk_size: int | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,  # f[num_q_heads]
-    alibi_slopes: jax.Array | None,  # f32[num_q_heads]
-    kv_dtype: jnp.dtype | None,
-    max_query_len: int | None,
+    *arrays: jax.Array, max_query_len: int | None, **rules: object
 ) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, head_dim], f32[num_tokens, ...]
     """See `api.paged_attention`."""
-    num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads = kv_cache.shape[2]
-    heads = (num_kv_heads, num_q_heads // num_kv_heads)
-    problem = AttentionProblem(
-        q=q.reshape(num_tokens, *heads, head_dim),
-        kv_cache=kv_cache,
-        kv_dtype=kv_dtype,
-        row=row,
-        block_tables=block_tables,
-        seq_lens=seq_lens,
-        query_start_loc=query_start_loc,
-        scale=scale,
-        is_causal=is_causal,
-        sliding_window=sliding_window,
-        chunk_size=chunk_size,
-        soft_cap=soft_cap,
-        sinks=None if sinks is None else sinks.reshape(heads),
-        alibi_slopes=None if alibi_slopes is None else alibi_slopes.reshape(heads),
-    )
-    out, lse = attend_all_rows(problem, max_query_len)
-    return out.reshape(num_tokens, num_q_heads, -1).astype(q.dtype), lse.reshape(num_tokens, -1)
+    problem = make_problem(*arrays, **rules)
+    return problem.by_query_head(*attend_all_rows(problem, max_query_len))
 
 
 def attend_all_rows(

@@ -123,6 +123,15 @@ class AttentionProblem:
             logits += slopes.reshape(*slopes.shape, *trailing) * distance
         return jnp.where(is_seen, logits, MASKED_LOGIT)
 
+    def by_query_head(
+        self,
+        out: jax.Array,  # f32[num_tokens, num_kv_heads, group_size, value_dim]
+        lse: jax.Array,  # f32[num_tokens, num_kv_heads, group_size]
+    ) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, value_dim], f32[num_tokens, ...]
+        """The results of a body, in q's dtype."""
+        lse = lse.reshape(self.q.shape[0], -1)
+        return out.reshape(*lse.shape, -1).astype(self.q.dtype), lse
+
     def empty_softmax(self, leading: tuple[int, ...], trailing: tuple[int, ...]) -> RunningSoftmax:
         """A softmax f32[*leading, num_kv_heads, group_size, *trailing] that has seen no key yet.
 
@@ -137,6 +146,35 @@ class AttentionProblem:
         sinks = jnp.maximum(self.sinks.astype(jnp.float32), MASKED_LOGIT)
         largest = jnp.broadcast_to(sinks.reshape(*heads, *(1 for _ in trailing)), shape)
         return RunningSoftmax(largest, jnp.ones(shape, jnp.float32), weighted_values)
+
+
+def make_problem(
+    q: jax.Array,  # f[num_tokens, num_q_heads, head_dim]
+    kv_cache: jax.Array,
+    row: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    *,
+    sinks: jax.Array | None,  # f[num_q_heads]
+    alibi_slopes: jax.Array | None,  # f32[num_q_heads]
+    **rules: object,
+) -> AttentionProblem:
+    """Makes the problem of a call from the arguments of a body, except `max_query_len`."""
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads = kv_cache.shape[2]
+    heads = (num_kv_heads, num_q_heads // num_kv_heads)
+    return AttentionProblem(
+        q=q.reshape(num_tokens, *heads, head_dim),
+        kv_cache=kv_cache,
+        row=row,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        sinks=None if sinks is None else sinks.reshape(heads),
+        alibi_slopes=None if alibi_slopes is None else alibi_slopes.reshape(heads),
+        **rules,
+    )
 
 
 def rows_at(array: jax.Array, *indices: jax.Array) -> jax.Array:

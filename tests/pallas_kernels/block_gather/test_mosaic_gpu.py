@@ -10,7 +10,7 @@ from pallas_kernels.block_gather.cases import CASES, build_inputs
 from pallas_kernels.block_gather.reference import block_gather_reference
 from pallas_kernels.dispatch import MIN_JAX_FOR_MOSAIC_GPU, preferred_body
 from pallas_kernels.target import Target
-from pallas_kernels.tma_boxes import COPYABLE_DTYPES
+from tests.pallas_kernels.block_gather.block_sizes import FITTING, SLOW_FITTING, UNFIT
 from tests.quick_compile import marked_sizes, slow_unless_named
 
 pytestmark = pytest.mark.skipif(
@@ -56,24 +56,6 @@ def sized(num_ids=4, block_dims=(2, 8, 16, 128), dtype="bfloat16"):
     return pages, jax.ShapeDtypeStruct((num_ids,), jnp.int32)
 
 
-# Each value at least once; the values one at a time run with `pytest -m slow`.
-FITTING = [
-    {"block_dims": (2, 8, 8, 64), "dtype": "float32"},
-    {"block_dims": (2, 8, 64, 96), "dtype": "float16"},
-    {"block_dims": (2, 8, 256, 192), "dtype": "int8"},
-    {"num_ids": 100_000, "block_dims": (2, 8, 16, 256), "dtype": "float8_e4m3fn"},
-    {"block_dims": (2, 1, 8, 80)},
-    {"block_dims": (2 * 8 * 16 * 128,), "dtype": "uint16"},
-    {"block_dims": (16, 576)},
-]
-SLOW_FITTING = [
-    *({"block_dims": (2, 8, block_size, 128)} for block_size in (8, 64, 256)),
-    *({"block_dims": (2, 8, 16, head_dim)} for head_dim in (64, 80, 96, 192, 256)),
-    *({"dtype": dtype} for dtype in COPYABLE_DTYPES),
-    {"num_ids": 100_000},
-]
-
-
 @pytest.mark.parametrize(
     "sizes",
     marked_sizes(FITTING[-2:], thorough=FITTING[:-2], slow=SLOW_FITTING),
@@ -84,15 +66,7 @@ def test_lowers_for_cuda(sizes, mosaic_gpu, lower_for_cuda):
     assert text.count("@mosaic_gpu") == 1
 
 
-@pytest.mark.parametrize(
-    ("sizes", "reason"),
-    [
-        ({"num_ids": 0}, "there is nothing to copy"),
-        ({"dtype": "bool"}, "got bool"),
-        ({"block_dims": (64,)}, "cannot be cut into TMA boxes"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("sizes", "reason"), UNFIT, ids=str)
 def test_what_does_not_fit_has_a_reason_and_runs_as_xla(sizes, reason, mosaic_gpu):
     arguments = sized(**sizes)
     assert reason in mosaic_gpu.misfit(*arguments)
