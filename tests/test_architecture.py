@@ -230,7 +230,7 @@ def scheduler_violations(path: Path) -> list[str]:
     return found
 
 
-def test_who_uses_a_scheduler_neither_builds_it_nor_asks_for_its_class() -> None:
+def test_users_of_a_scheduler_neither_build_it_nor_ask_for_its_class() -> None:
     users = [
         path
         for package in ("engine", "inspector", "trace", "entrypoints")
@@ -282,7 +282,7 @@ ASKS_PLATFORM = re.compile(rf"default_backend\(|instruction_sets\(|[=!]= ?{_KIND
 MAY_ASK_PLATFORM = ("models/platforms/", "pallas_kernels/target.py", "pallas_kernels/dispatch.py")
 
 
-def test_nothing_but_platforms_and_dispatch_asks_what_it_runs_on() -> None:
+def test_only_platforms_and_dispatch_ask_for_the_processor() -> None:
     assert ASKS_PLATFORM.search('if device.platform == "cpu":')
     violations = [
         f"{relative(path)}:{number}: {line.strip()}"

@@ -226,7 +226,7 @@ def test_tests_of_the_package_come_first_and_of_these_quick_ones_of_the_mirrorin
 
 
 @pytest.mark.slow  # pytest -m slow tests/test_mutants.py
-def test_killed_and_survived_are_told_apart(
+def test_killed_and_survived_are_distinguished(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(runs, "_MIN_HANG_S", 1.0)

@@ -34,7 +34,7 @@ def test_limit_interrupts_locks_and_event_loops(wait):
         wait()
 
 
-def test_limit_that_a_callback_swallows_comes_again():
+def test_limit_that_a_callback_swallows_is_raised_again():
     with pytest.raises(pytest.fail.Exception, match=LIMIT), time_limit(0.05, repeat_s=0.05):
         with pytest.raises(pytest.fail.Exception):
             threading.Event().wait()

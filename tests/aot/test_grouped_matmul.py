@@ -55,7 +55,7 @@ def test_kernel_fits_an_sm_without_spills(
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_program_holds_nothing_beside_its_arguments(h200, compile_for_h200, dtype):
+def test_program_allocates_only_its_arguments(h200, compile_for_h200, dtype):
     temp_bytes = [
         compile_for_h200(
             multiply_on(h200), *args_of(h200, tile_rows=8, num_groups=num_groups, dtype=dtype)

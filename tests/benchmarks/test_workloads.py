@@ -15,7 +15,7 @@ from benchmarks.workloads import make_workload
         ("uniform-256", 256, (100, 1024), (100, 1024), 0),
     ],
 )
-def test_requests_are_those_of_the_seed_and_fill_their_ranges(
+def test_requests_follow_from_the_seed_and_fill_their_ranges(
     name, num_requests, prompts, outputs, num_shared
 ) -> None:
     workload = make_workload(name, vocab_size=1000, seed=3)

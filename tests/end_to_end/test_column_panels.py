@@ -46,7 +46,7 @@ def checkpoint(tmp_path_factory):
         (["avx2", "avx512f", "avx512_fp16"], 3),
     ],
 )
-def test_tokens_are_those_of_whole_kernels(checkpoint, monkeypatch, has, num_panelled):
+def test_tokens_are_the_same_as_with_whole_kernels(checkpoint, monkeypatch, has, num_panelled):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, VOCAB_SIZE, n).tolist() for n in (3, 20, 40)]
     loaded, load_model = [], build.load_model

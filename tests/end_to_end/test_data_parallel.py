@@ -112,7 +112,7 @@ def test_server_with_two_engines_answers_as_one_engine(server, demo_llm: LLM) ->
 
 @pytest.mark.slow
 @NEEDS_TWO_CORES
-def test_tokens_are_those_of_one_engine() -> None:
+def test_tokens_are_the_same_as_with_one_engine() -> None:
     assert answers(data_parallel_size=2) == answers()
 
 

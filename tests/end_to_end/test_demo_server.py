@@ -71,7 +71,7 @@ def test_64_concurrent_streams_equal_the_offline_answers(server, offline_answers
     assert metric(server, "paxkv_compiles_after_ready_total") == 0
 
 
-def test_grammars_and_forced_calls_bind_beside_other_requests(server) -> None:
+def test_grammars_and_forced_calls_hold_while_other_requests_run(server) -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"enum": [1, 2]}},
@@ -144,7 +144,7 @@ def test_killing_half_of_the_clients_leaves_no_block_behind(server, offline_answ
     assert metric(server, "paxkv:steps_total") - steps_before < LONG_ANSWER
 
 
-def test_n_choices_are_those_of_separate_requests_whole_and_streamed(server) -> None:
+def test_n_choices_equal_separate_requests_whole_and_streamed(server) -> None:
     def complete(**fields: object):
         return client.completions.create(
             model=MODEL, prompt=["The block", "A request"], max_tokens=20, **fields
@@ -215,7 +215,7 @@ def body(**fields: object) -> bytes:
         (body(prompt="x" * MAX_BODY_BYTES), 413, str(MAX_BODY_BYTES)),
     ],
 )
-def test_bad_input_is_refused_and_the_server_goes_on(server, content, status, word) -> None:
+def test_bad_input_is_refused_and_the_server_continues(server, content, status, word) -> None:
     response = post(server, content)
     assert response.status_code == status
     error = response.json()["error"]
@@ -233,7 +233,7 @@ def test_bad_input_is_refused_and_the_server_goes_on(server, content, status, wo
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_that_is_too_long_is_told_in_openais_words(server, path, fields, stream) -> None:
+def test_a_prompt_that_is_too_long_gets_openais_error(server, path, fields, stream) -> None:
     body = fields | {"stream": stream}
     response = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
     error = response.json()["error"]
@@ -242,7 +242,7 @@ def test_a_prompt_that_is_too_long_is_told_in_openais_words(server, path, fields
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_that_is_too_long_is_told_in_anthropics_words(server, stream) -> None:
+def test_a_prompt_that_is_too_long_gets_anthropics_error(server, stream) -> None:
     body = {"max_tokens": 5, "messages": [{"role": "user", "content": "ab " * 10_000}]}
     url = f"{server.url}/v1/messages"
     response = httpx.post(url, json=body | {"stream": stream}, timeout=60)

@@ -126,7 +126,7 @@ def test_few_blocks_of_the_guide_are_left_out() -> None:
     assert len(of_kind("client", "heavy", "serve")) > 30
 
 
-def test_reader_tells_kinds_of_blocks_apart() -> None:
+def test_reader_distinguishes_kinds_of_blocks() -> None:
     text = (
         "```python\nprint(1)\n```\n\n```text\n1\n```\n\nA tree:\n\n```text\na/b\n```\n\n"
         "```bash\npip install x\n```\n\n<!-- not run: it downloads -->\n```bash\ncurl x\n```\n\n"

@@ -116,7 +116,7 @@ def dense_logits(
     return product("lm_head", norm("model.norm", x))
 
 
-def test_logits_are_those_of_numpy_in_chunks_and_decodes(folder, monkeypatch):
+def test_logits_equal_numpy_in_chunks_and_decodes(folder, monkeypatch):
     monkeypatch.chdir(folder)
     loaded = load_model("my_checkpoint", model_impl="my_model:MyModel", dtype="float32")
     assert loaded.class_name == "my_model.MyModel"

@@ -104,7 +104,7 @@ async def test_requests_of_one_engine_of_several_end_and_the_others_go_on() -> N
 
 
 @in_loop
-async def test_engine_that_comes_back_serves_and_the_dead_ones_late_words_are_nothing() -> None:
+async def test_restarted_engine_serves_and_late_messages_of_the_dead_one_are_ignored() -> None:
     async with running() as (client, engine):
         task, first_id = await send(client, engine, "r")
         call = asyncio.create_task(client.stop_profile())
@@ -138,7 +138,7 @@ async def test_engine_that_comes_back_serves_and_the_dead_ones_late_words_are_no
 
 
 @in_loop
-async def test_answers_that_nobody_waits_for_any_more_are_ignored() -> None:
+async def test_answers_to_abandoned_calls_are_ignored() -> None:
     async with running() as (client, engine):
         call = asyncio.create_task(client.get_stats())
         await asyncio.sleep(0)

@@ -253,7 +253,7 @@ def test_an_engine_that_served_for_a_while_ends_the_row(world: World) -> None:
 
 
 @pytest.mark.parametrize(("start_s", "retry_after_s"), [(0.0, 1), (3.2, 4), (100.0, 10)])
-def test_clients_are_told_to_wait_as_long_as_the_start_took(
+def test_retry_after_is_as_long_as_the_start_took(
     world: World, start_s: float, retry_after_s: int
 ) -> None:
     async def test() -> None:
@@ -299,7 +299,9 @@ def test_its_own_last_words_say_why_it_ended(world: World) -> None:
     world.run(test)
 
 
-def test_last_words_may_come_behind_the_exit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_messages_may_arrive_after_the_exit(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine_supervisor, "_LAST_MESSAGE_S", 60.0)
 
     async def test() -> None:
@@ -418,7 +420,7 @@ def test_one_whose_end_is_wanted_is_the_last(world: World) -> None:
     world.run(test)
 
 
-def test_close_waits_for_who_looks_after_the_engine_and_for_nobody_before(world: World) -> None:
+def test_close_waits_for_the_supervising_thread_and_works_before_the_start(world: World) -> None:
     async def test() -> None:
         supervisor = world.begin(max_restarts=9)
         await asyncio.to_thread(supervisor.close)

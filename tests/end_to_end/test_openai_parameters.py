@@ -166,7 +166,7 @@ TAG = {
     ],
     ids=["ignore_eos", "min_tokens", "bad_words", "allowed_token_ids", "structural tag"],
 )
-def test_what_stands_beside_a_grammar_is_heeded_too(client, fields, form) -> None:
+def test_other_fields_apply_together_with_a_grammar(client, fields, form) -> None:
     for seed in range(5):
         (choice,) = chat(client, extra_body=fields, max_tokens=100, seed=seed)
         assert choice["finish_reason"] == "stop"
@@ -253,7 +253,7 @@ def test_the_best_of_four_are_the_likeliest_of_four(client) -> None:
     assert best.usage == drawn.usage
 
 
-def test_a_chat_tells_how_likely_its_prompt_was(client) -> None:
+def test_a_chat_returns_log_probabilities_of_its_prompt(client) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=QUESTION, max_tokens=1, extra_body={"prompt_logprobs": 1}
     )
@@ -262,7 +262,7 @@ def test_a_chat_tells_how_likely_its_prompt_was(client) -> None:
     assert all(p["logprob"] <= 0 < p["rank"] for position in others for p in position.values())
 
 
-def test_a_called_tool_answers_and_the_chat_goes_on(client, server) -> None:
+def test_a_chat_continues_after_a_tool_answer(client, server) -> None:
     schema = {**SCHEMA, "properties": {"b": {"enum": ["x", "y"]}}, "required": ["b"]}
     tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
     fields = {"model": MODEL, "tools": tools, "max_tokens": 200, "temperature": 0}
@@ -285,7 +285,7 @@ def test_a_called_tool_answers_and_the_chat_goes_on(client, server) -> None:
     assert '<tool_call>\n{"name": "add", "arguments": {"b"' in text
 
 
-def test_the_whole_vocabulary_is_told_of_answer_and_prompt(client) -> None:
+def test_answer_and_prompt_have_log_probabilities_of_the_whole_vocabulary(client) -> None:
     fields = {"model": MODEL, "prompt": "12 + 30 =", "temperature": 0, "max_tokens": 2}
     few = client.completions.create(logprobs=20, **fields).choices[0].logprobs
     answer = client.completions.create(logprobs=-1, extra_body={"prompt_logprobs": -1}, **fields)
@@ -310,7 +310,7 @@ def test_responses_stream_the_same(client) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_goes_on_with_the_one_before(client, stream) -> None:
+def test_a_response_continues_the_previous_one(client, stream) -> None:
     def create(**fields: object):
         answer = client.responses.create(
             model=MODEL, temperature=0, max_output_tokens=20, stream=stream, **fields

@@ -64,7 +64,7 @@ def tokens_of(output: RequestOutput) -> Tokens:
         (TINY_POOL, 5, False),
     ],
 )
-def test_completions_are_those_of_separate_requests(
+def test_completions_equal_separate_requests(
     tiny_runner,
     alone: list[Tokens],
     monkeypatch: pytest.MonkeyPatch,

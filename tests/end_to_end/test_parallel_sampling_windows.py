@@ -42,7 +42,7 @@ def alone(runner, params: SamplingParams) -> list[list[list[int]]]:
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 @pytest.mark.parametrize("num_blocks", [160, 18])
 @pytest.mark.parametrize("max_num_batched_tokens", [8, 5])
-def test_completions_are_those_of_separate_requests(
+def test_completions_equal_separate_requests(
     runner,
     params: SamplingParams,
     alone: list[list[list[int]]],
@@ -91,7 +91,7 @@ def beams_apart(runner) -> list[BeamSearchOutput]:
         pytest.param(False, 30, marks=pytest.mark.slow),
     ],
 )
-def test_beams_are_those_of_requests_that_share_nothing(
+def test_beams_equal_requests_that_share_nothing(
     runner, beams_apart: list[BeamSearchOutput], enable_prefix_caching: bool, num_blocks: int
 ) -> None:
     settings = EngineSettings(enable_prefix_caching=enable_prefix_caching, num_blocks=num_blocks)

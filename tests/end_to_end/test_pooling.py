@@ -46,7 +46,7 @@ POOLED = [
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("num_blocks", [None, 8])
-def test_pooled_requests_beside_generating_ones(pooling, is_async, num_blocks):
+def test_pooled_and_generating_requests_in_one_batch(pooling, is_async, num_blocks):
     runner, model = pooling
     alone, _ = run(runner, GENERATING)
     requests = [request for pair in zip(GENERATING, POOLED, strict=True) for request in pair]

@@ -54,9 +54,7 @@ def check(prompt, found, true_np):
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["plain", "ahead", "tiny_pool"])
-def test_logprobs_of_prompts_equal_those_of_transformers(
-    tiny_runner, expected, settings, monkeypatch
-):
+def test_logprobs_of_prompts_equal_transformers(tiny_runner, expected, settings, monkeypatch):
     core = CheckedCore(tiny_runner, settings)
     llm = make_llm(monkeypatch, core)
     asks = [

@@ -59,7 +59,7 @@ def test_every_parameter_is_that_of_the_dequantized_checkpoint(tmp_path, quant_m
         np.testing.assert_array_equal(one, other, err_msg=name)
 
 
-def test_logits_are_those_of_the_dequantized_checkpoint(tmp_path):
+def test_logits_equal_the_dequantized_checkpoint(tmp_path):
     folder, plain = write_pair(tmp_path, "compressed-tensors")
     tokens = {0: [5, 6, 7, 8], 1: [9]}
     logits = PagedStepper(load_model(folder)).step(tokens)

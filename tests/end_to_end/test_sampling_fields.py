@@ -135,7 +135,7 @@ def test_fields_hold_in_the_answer(runner, bad_words, alone):
     assert not set(allowed[:6]) & set(range(0, VOCAB_SIZE, 6))
 
 
-def test_greedy_answers_equal_those_of_transformers(tmp_path, runner):
+def test_greedy_answers_equal_transformers(tmp_path, runner):
     """With its own processors: repetition penalty, bad words, and no end before min_tokens."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

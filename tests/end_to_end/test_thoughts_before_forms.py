@@ -99,7 +99,7 @@ def test_thoughts_are_free_and_the_answer_has_its_form(client):
     assert num_compared >= 3
 
 
-def test_a_forced_call_comes_behind_the_thoughts(client):
+def test_a_forced_call_follows_the_thoughts(client):
     choice = {"type": "function", "function": {"name": "f"}}
     thoughts, _, _, (call,) = _ask(client, 1, tools=[TOOL], tool_choice=choice)
     assert thoughts and json.loads(call.function.arguments)["a"] in (1, 2)

@@ -27,7 +27,7 @@ def reading(layer: AttentionConfig, layer_idx: int) -> AttentionConfig:
     return dataclasses.replace(layer, kv_layer_idx=layer_idx)
 
 
-def test_kinds_of_caches_follow_from_what_layers_see():
+def test_kinds_of_caches_follow_from_the_keys_that_layers_see():
     formats = spec(FULL, SLIDING, CHUNKED).own_formats
     assert formats == {
         "model.layers.0.self_attn": AttentionFormat(num_kv_heads=2, head_dim=24, dtype="float32"),

@@ -601,7 +601,7 @@ def test_every_architecture_has_a_class_of_its_name(architecture):
         ("llama", "LlamaForCausalLM"),
     ],
 )
-def test_model_type_tells_families_apart_that_are_saved_as_llama(model_type, wanted):
+def test_model_type_distinguishes_families_that_are_saved_as_llama(model_type, wanted):
     config = read_config(hf_config(model_type=model_type))
     assert (config.architecture, config.model_type) == (wanted, model_type)
 

@@ -133,7 +133,7 @@ def test_parts_of_stored_names_are_replaced_in_turn():
     assert stored.name == "model.layers.0.attn.dense.weight"
 
 
-def test_matrices_are_those_of_linear_alone(tmp_path, monkeypatch):
+def test_only_kernels_of_linear_are_matrices(tmp_path, monkeypatch):
     """No other layer can multiply with a kernel that was rounded or lies in panels."""
     monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", f"{__name__}:LlamaWithOwnMatrix")
     with pytest.raises(ModelError, match="'own.kernel' has the layout 'matrix'.*Use a `Linear`"):

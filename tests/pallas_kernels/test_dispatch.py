@@ -128,7 +128,7 @@ def layers_of(bodies, sinks, windows):
     return run
 
 
-def test_layers_that_are_alike_share_one_function_of_the_program(bodies, calls, new_jax):
+def test_equal_layers_share_one_function_of_the_program(bodies, calls, new_jax):
     sinks = [jnp.full((2,), layer, jnp.float32) for layer in range(4)]
     run = jax.jit(layers_of(bodies, sinks, windows=[None] * 4))
     text = run.lower(jnp.int32(0)).as_text()
@@ -151,7 +151,7 @@ def test_layers_with_other_static_arguments_have_a_function_of_their_own(bodies,
     assert run(0) == 4 + (0 + 1 + 2 + 3)
 
 
-def test_bodies_get_the_arrays_of_numpy_as_those_of_jax(bodies, calls):
+def test_bodies_get_numpy_arrays_as_jax_arrays(bodies, calls):
     run_op("fake", bodies, "xla", CPU, np.arange(3, dtype=np.int32))
     ((_, got, *_),) = calls
     assert isinstance(got, jax.Array)
@@ -233,7 +233,7 @@ def test_the_reason_is_said_once_for_each_op_and_reason(bodies, new_jax, caplog)
     ]
 
 
-def test_the_cpu_runs_xla_without_a_word(bodies, new_jax, caplog):
+def test_the_cpu_runs_xla_without_a_warning(bodies, new_jax, caplog):
     with caplog.at_level(logging.WARNING):
         preferred_body("op_on_a_cpu", bodies, CPU, 1)
     assert caplog.messages == []

@@ -21,7 +21,7 @@ def test_a_cache_of_uint16_holds_the_bits_of_the_floats(kv_dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", DTYPES)
-def test_every_pattern_of_bits_comes_back(kv_dtype):
+def test_every_pattern_of_bits_survives(kv_dtype):
     bits = np.arange(2**16, dtype=np.uint16)
     values = np.asarray(quick_jit(as_values, kv_dtype=kv_dtype)(bits))
     assert values.dtype == DTYPES[kv_dtype]

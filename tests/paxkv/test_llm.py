@@ -232,7 +232,7 @@ def test_chat_without_messages_or_template_is_refused(make_llm: Callable[..., LL
         llm.chat([{"content": "no role"}], use_tqdm=False)
 
 
-def test_priority_decides_who_runs_first(make_llm: Callable[..., LLM]) -> None:
+def test_priority_decides_which_request_runs_first(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(max_num_seqs=1, scheduling_policy="priority")
     order = []
     wait = llm._client.wait_for_outputs
@@ -436,7 +436,7 @@ def test_forgotten_llm_ends_its_thread(tmp_path: Path, monkeypatch: pytest.Monke
     assert not thread.is_alive()
 
 
-def test_interpreter_ends_though_nobody_closed(tmp_path: Path) -> None:
+def test_interpreter_ends_without_a_call_of_close(tmp_path: Path) -> None:
     program = (
         "import pytest, sys\n"
         "from tests.paxkv.fake_build import fake_model_parts\n"

@@ -62,7 +62,7 @@ def test_first_difference_is_printed_and_exits_1(
     ]
 
 
-def test_cut_off_last_line_is_told_and_the_rest_replays(
+def test_cut_off_last_line_is_reported_and_the_rest_replays(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace.write_bytes(trace.read_bytes()[:-20])
@@ -100,7 +100,7 @@ def test_broken_line_exits_2(trace: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "line 3: not a step" in capsys.readouterr().err
 
 
-def test_perfetto_view_is_written_beside_the_replay(
+def test_perfetto_view_is_written_during_the_replay(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert replay.main([str(trace), "--perfetto", str(tmp_path / "view.json")]) == 0

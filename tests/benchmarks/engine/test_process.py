@@ -42,7 +42,7 @@ def test_runs_are_timed_alone_on_one_processor(tmp_path) -> None:
     assert min(run.idle_cpu_s for run in others) < 0.05
 
 
-def test_failures_say_why_and_the_engine_goes_on(tmp_path) -> None:
+def test_failures_give_a_reason_and_the_engine_continues(tmp_path) -> None:
     with start(tmp_path) as process:
         with pytest.raises(EngineProcessError, match="RuntimeError: cannot do this here"):
             process.run({"fails": True})

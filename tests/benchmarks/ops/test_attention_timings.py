@@ -9,7 +9,7 @@ from pallas_kernels.paged_attention.cases import PagedAttentionCase
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 9, 100])
-def test_pairs_and_keys_are_those_of_the_mask(window: int | None) -> None:
+def test_pairs_and_keys_match_the_mask(window: int | None) -> None:
     for num_query, seq_len in itertools.product((1, 3, 7), (7, 12)):
         seen = [
             [key for key in range(position + 1) if window is None or key > position - window]

@@ -51,7 +51,7 @@ def test_record_holds_tokens_and_failure(
         assert record.text.replace("\u2028", "") == "abc" and len(record.chunk_times_s) == 2
 
 
-def test_arrivals_are_those_of_a_poisson_process() -> None:
+def test_arrivals_are_a_poisson_process() -> None:
     arrivals = poisson_arrivals(20_000, 50.0, seed=3)
     assert arrivals[0] == 0.0
     gaps = [b - a for a, b in zip(arrivals, arrivals[1:], strict=False)]

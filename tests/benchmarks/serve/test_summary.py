@@ -18,7 +18,7 @@ SECOND = record(2.0, 2.0, (2.3,), 2.4, num_prompt_tokens=20, num_output_tokens=1
 FAILED = record(0.0, 0.0, (4.0,), 5.0, error="it broke")
 
 
-def test_latencies_are_those_by_hand() -> None:
+def test_latencies_equal_a_calculation_by_hand() -> None:
     summary = summarize([FIRST, SECOND], {}, has_arrivals=True)
     wanted = {
         "ttft_ms_mean": 200,

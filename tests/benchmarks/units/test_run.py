@@ -154,7 +154,7 @@ def test_problems_of_earlier_runs_count_until_a_unit_runs_again(finished) -> Non
     assert (code, [row["outcome"] for row in reported]) == (0, ["done"])
 
 
-def test_last_rows_are_those_of_the_last_run_of_each_unit() -> None:
+def test_last_rows_come_from_the_last_run_of_each_unit() -> None:
     def rows(unit: str, *metrics: str, run: int) -> list[dict[str, object]]:
         return [{"unit": unit, "metric": metric, "run": run} for metric in metrics]
 

@@ -79,6 +79,6 @@ def test_a_device_sees_its_own_heads():
         ("float16", "uint16", jnp.float16),
     ],
 )
-def test_ops_are_told_what_integers_hold(dtype, stored, wanted):
+def test_ops_get_the_dtype_that_integers_hold(dtype, stored, wanted):
     pages = jax.ShapeDtypeStruct((1, 1, 1), stored)
     assert dataclasses.replace(FORMAT, dtype=dtype).kv_dtype(pages) == wanted

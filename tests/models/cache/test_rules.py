@@ -204,7 +204,7 @@ def test_pages_agree_in_bytes():
     assert set(stack.groups.padded_shares.values()) == {0.25}
 
 
-def test_a_layer_that_asks_for_a_cache_which_it_has_not_is_told():
+def test_a_layer_that_asks_for_an_unknown_cache_gets_an_error():
     layers = [AttentionAndSumLayer(0)]
     stack = Stack(layers, PLATFORM, run_in_turn)
     stack.places = tuple(places[:1] for places in stack.places)

@@ -19,7 +19,7 @@ def config(rotary_dim: int | None = None, **fields: object) -> AttentionConfig:
     )
 
 
-def test_angles_are_those_of_a_head_of_the_turned_dimensions():
+def test_angles_equal_a_head_of_the_turned_dimensions():
     assert config(4).rotary == (RopeConfig(), 4)
     assert config(None).rotary == (RopeConfig(), 16)
     assert config(None, has_positions=False).rotary == (RopeConfig(), 0)

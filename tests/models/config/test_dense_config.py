@@ -179,7 +179,7 @@ def as_read(hf_config: dict[str, object]):
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_fields_left_out_are_those_of_transformers(architecture):
+def test_fields_left_out_have_transformers_defaults(architecture):
     hf_config = make_hf_config(architecture)
     theirs = as_transformers_reads_it(hf_config, FAMILIES[architecture][0])
     assert isinstance(as_read(hf_config), DenseConfig | LayerNormConfig)
@@ -244,7 +244,7 @@ def test_exaone_pattern_of_letters_is_that_of_the_number():
     )
 
 
-def test_scaled_rotary_embeddings_of_olmo3_are_those_of_full_layers_alone():
+def test_only_full_layers_of_olmo3_have_scaled_rotary_embeddings():
     layers = attention_of("Olmo3ForCausalLM", sliding_window=64, rope_scaling=SCALED)
     assert layers[3].rope == RopeConfig(kind="linear", factor=2.0, theta=5e5)
     assert layers[0].rope == RopeConfig(theta=5e5)

@@ -72,7 +72,7 @@ def test_other_values_are_no_number(value):
         read_number({"eps": value}, "eps")
 
 
-def test_a_number_in_quotation_marks_is_told_from_a_number():
+def test_a_number_in_quotation_marks_is_not_a_number():
     with pytest.raises(ModelConfigError, match="eps is '1e-6'; .* number, without quotation marks"):
         read_number({"eps": "1e-6"}, "eps")
 

@@ -77,7 +77,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_fields_left_out_are_those_of_transformers(architecture):
+def test_fields_left_out_have_transformers_defaults(architecture):
     config_class, fields = FAMILIES[architecture]
     hf_config = {"architectures": [architecture], **SIZES, **fields}
     theirs = as_transformers_reads_it(hf_config, config_class)
@@ -97,7 +97,7 @@ def test_missing_and_null_fields_are_the_defaults():
     assert read(dict.fromkeys(["num_experts", "num_experts_per_tok"])) == wanted
 
 
-def test_names_that_ernie_has_for_experts_and_those_of_others_mean_the_same():
+def test_both_spellings_of_ernies_expert_fields_mean_the_same():
     config = {"architectures": ["Ernie4_5_MoeForCausalLM"], **SIZES}
     own = read_config({**config, "moe_num_experts": 8, "moe_k": 2})
     assert (own.num_experts, own.num_experts_per_tok, own.choose.top_k) == (8, 2, 2)

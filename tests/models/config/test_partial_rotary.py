@@ -32,7 +32,7 @@ def test_factor_of_the_wrong_type_is_named():
         read_rotary_factor({"partial_rotary_factor": "half"}, default=0.25)
 
 
-def test_all_but_the_factor_is_left_for_the_embedding():
+def test_only_the_factor_is_removed_for_the_embedding():
     fields = {"rope_theta": 5e4, "rope_scaling": None, **HALF}
     assert without_rotary_factor(fields) == {"rope_theta": 5e4, "rope_scaling": None}
     scaled = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, **HALF}, **HALF}

@@ -74,7 +74,7 @@ def test_logits_equal_golden_numbers_of_transformers(recipe):
 
 
 @all_recipes
-def test_greedy_tokens_equal_those_of_transformers(recipe):
+def test_greedy_tokens_equal_transformers(recipe):
     for logits, sequence in zip(greedy_in_one_go(recipe), load_golden(recipe), strict=True):
         greedy_tokens = logits[len(sequence.prompt) - 1 :].argmax(axis=-1).tolist()
         assert greedy_tokens == sequence.new_tokens
@@ -87,7 +87,7 @@ def test_logits_of_every_position_equal_dense_float64_model(recipe):
 
 
 @all_recipes
-def test_chunked_prefill_beside_decodes_gives_same_logits(recipe):
+def test_chunked_prefill_together_with_decodes_gives_same_logits(recipe):
     stepper = fresh_stepper(recipe, loops_over_layers=True)
     short, _, long = load_golden(recipe)
     fed_short, fed_long = fed_tokens(short), fed_tokens(long)

@@ -57,7 +57,7 @@ TOLERANCE = 1e-5  # of the largest absolute logit
         pytest.param("gemma3", True, marks=pytest.mark.slow),
     ],
 )
-def test_logits_are_those_of_layers_in_turn(recipe, only_last_tokens):
+def test_logits_equal_layers_in_turn(recipe, only_last_tokens):
     prompts = {row: sequence.prompt for row, sequence in enumerate(load_golden(recipe))}
     chunks = [prompts, {row: [7 + row] for row in prompts}, {0: [3], 2: [4, 5]}]
     steppers = [
@@ -328,7 +328,7 @@ def place_at(row: int, *, cache=NARROW, inputs_idx=0, group_idx=0) -> LayerPlace
         ([place_at(0), place_at(0, cache=WIDE), place_at(0, inputs_idx=1)], 3),
     ],
 )
-def test_layers_alike_but_for_their_places_find_their_own_caches(places, num_parts):
+def test_layers_that_differ_only_in_places_find_their_own_caches(places, num_parts):
     WithCache.num_traces = 0
     in_turn, in_loop = run_both([WithCache() for _ in places], places)
     np.testing.assert_array_equal(in_loop, in_turn)

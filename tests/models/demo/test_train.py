@@ -51,7 +51,7 @@ def test_loss_falls_within_a_few_steps(tokenizer):
     assert float(answer_loss(model, *arrays)) < float(before)
 
 
-def test_interrupted_run_goes_on_where_it_stopped(tokenizer, tmp_path, monkeypatch):
+def test_interrupted_run_continues_where_it_stopped(tokenizer, tmp_path, monkeypatch):
     whole, _ = train.train(tokenizer, TINY, CONFIG)
 
     def stop_at_step_3(tokenizer, *, seed, step):

@@ -33,7 +33,7 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
         ({"rope_scaling": DYNAMIC, "keep_window_size": 8192}, 8192),
     ],
 )
-def test_no_request_is_longer_than_what_is_computed(fields, limit):
+def test_requests_are_limited_to_the_lengths_that_are_computed(fields, limit):
     config = read_config(HF_CONFIG | fields)
     assert find_max_model_len(None, config) == find_max_model_len(limit, config) == limit
     with pytest.raises(ConfigError, match=f"more than the {limit} positions that the model has"):

@@ -70,7 +70,7 @@ def test_layers_are_of_four_kinds(per_layer_size):
 # `tests/end_to_end/test_parity.py` compares "gemma4-ple" with transformers in the normal run.
 @pytest.mark.slow
 @pytest.mark.parametrize("only_last_tokens", [False, True])
-def test_logits_of_layers_in_a_loop_are_those_of_layers_in_turn(tmp_path, only_last_tokens):
+def test_logits_of_layers_in_a_loop_equal_layers_in_turn(tmp_path, only_last_tokens):
     model = random_model(tmp_path)
     in_turn, in_a_loop = (
         PagedStepper(each, only_last_tokens=only_last_tokens) for each in (model, in_loop(model))

@@ -21,7 +21,7 @@ HF_CONFIG = {
 }
 
 
-def test_fields_left_out_are_those_of_transformers():
+def test_fields_left_out_have_transformers_defaults():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.GptOssConfig(num_hidden_layers=4, num_attention_heads=8, hidden_size=8)
     config = GptOssForCausalLM.read_config(HF_CONFIG)

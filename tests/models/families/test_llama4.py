@@ -30,7 +30,7 @@ HF_CONFIG = {
 }
 
 
-def test_fields_left_out_are_those_of_transformers():
+def test_fields_left_out_have_transformers_defaults():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.Llama4TextConfig(num_hidden_layers=8)
     config = Llama4ForCausalLM.read_config(HF_CONFIG)

@@ -75,7 +75,7 @@ def test_layers_that_predict_further_tokens_may_be_in_a_checkpoint(model):
     assert not model.ignores_weight("model.layers.0.eh_proj.weight")
 
 
-def test_fields_of_experts_left_out_are_those_of_transformers():
+def test_fields_of_experts_left_out_have_transformers_defaults():
     transformers = pytest.importorskip("transformers")
     theirs = transformers.MiMoV2FlashConfig(num_hidden_layers=4)
     sizes = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")

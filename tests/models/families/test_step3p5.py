@@ -143,7 +143,7 @@ def test_other_values_are_refused(fields, error, message):
         read_config(HUB | fields)
 
 
-def test_only_layers_that_clip_alike_are_of_one_kind():
+def test_only_layers_with_the_same_clipping_are_of_one_kind():
     config = read_config(HUB | {"swiglu_limits": [0.0, 0.0, 0.0, 0.0]})
 
     def make_model() -> nnx.Module:

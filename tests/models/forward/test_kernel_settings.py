@@ -155,7 +155,7 @@ def test_heads_that_cannot_be_split_evenly_are_refused():
         settings.check_heads(6)
 
 
-def test_a_model_takes_no_settings_that_split_its_heads_unevenly(tmp_path):
+def test_settings_that_split_heads_unevenly_are_refused(tmp_path):
     loaded = load_model(write_random_checkpoint(tmp_path, num_layers=1, num_kv_heads=2))
     with pytest.raises(ModelError, match="got 2 heads over 4 devices"):
         loaded.with_kernels(KernelSettings(mesh=FakeMesh()))

@@ -69,7 +69,7 @@ def test_a_layer_finds_each_of_its_caches(context):
     assert index.slots.tolist() == [10 * 8 + 1, 10 * 8 + 2, 10 * 8 + 3, 11 * 8 + 3, 2 * 20 * 8]
 
 
-def test_a_cache_that_a_layer_has_not_is_refused_with_those_that_it_has(context):
+def test_an_unknown_cache_is_refused_with_the_names_of_the_layers_caches(context):
     place = CachePlace(format=MAIN, inputs_idx=0, group_idx=0, row=0)
     layer = context.at(0, (("self_attn", place), ("index", place)))
     message = r"its cache 'state' and has \['self_attn', 'index'\]. .* `DecoderSpec` must list"
@@ -84,7 +84,7 @@ def changed_batch(context: LayerContext, **fields: object) -> LayerContext:
     return dataclasses.replace(context, batch=dataclasses.replace(context.batch, **fields))
 
 
-def test_of_rows_takes_the_rows_of_the_tokens_at_hand(context):
+def test_of_rows_returns_the_rows_of_the_contexts_tokens(context):
     values = jnp.asarray([10, 11, 12, 13, 14])
     assert context.of_rows(values) is values
     # The first layers keep all tokens, and the last one goes on with one token of each request.
@@ -94,7 +94,7 @@ def test_of_rows_takes_the_rows_of_the_tokens_at_hand(context):
     assert last.of_kept().of_rows(values).tolist() == last.kept(values).tolist() == [12, 13]
 
 
-def test_by_token_computes_the_rows_in_use_and_tells_which_they_are(context):
+def test_by_token_computes_the_rows_in_use_with_their_context(context):
     values = jnp.asarray([10, 11, 12, 13, 14])
     others = jnp.asarray([1, 2, 3, 4, 5])
     widths = []

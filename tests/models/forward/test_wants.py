@@ -82,7 +82,7 @@ def test_hidden_of_last_tokens_beside_other_logits(of_all_tokens):
 
 
 @pytest.mark.parametrize("in_loop", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_taps_are_what_a_model_of_fewer_layers_ends_with(of_all_tokens, in_loop):
+def test_taps_equal_the_end_of_a_model_with_fewer_layers(of_all_tokens, in_loop):
     model = place_model(model_of("llama", in_loop), block_size=8).model
     decoder = nnx.merge(model.graphdef, jax.tree.unflatten(model.params_treedef, model.params))
     assert_equal(decoder.norm(of_all_tokens.taps[1]), of_all_tokens.hidden)

@@ -8,7 +8,7 @@ from models.layers.altup import AltUp, with_magnitude_of
 from tests.models.plain_context import plain_context
 
 
-def test_prediction_and_correction_equal_those_of_transformers():
+def test_prediction_and_correction_equal_transformers():
     torch = pytest.importorskip("torch")
     modeling = pytest.importorskip("transformers.models.gemma3n.modeling_gemma3n")
     configuration = pytest.importorskip("transformers.models.gemma3n.configuration_gemma3n")

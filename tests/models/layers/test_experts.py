@@ -104,9 +104,7 @@ class Layer(nnx.Module):
 
 @pytest.mark.parametrize("is_turned", [False, True])
 @pytest.mark.parametrize("is_interleaved", [False, True])
-def test_packed_weights_make_the_same_parameters_as_those_of_single_experts(
-    is_interleaved, is_turned
-):
+def test_packed_weights_make_the_same_parameters_as_single_experts(is_interleaved, is_turned):
     rules = rules_of_layers(Layer(), prefix="model.")
     packed_rules = packed_gate_up_rules(rules, is_interleaved=is_interleaved, is_turned=is_turned)
     rng = np.random.default_rng(3)

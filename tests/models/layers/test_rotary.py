@@ -32,7 +32,7 @@ def parse(hf_config: dict[str, object]) -> RopeConfig:
 
 
 @pytest.mark.parametrize("name", [name for name in GOLDEN if name != "dynamic"])
-def test_frequencies_equal_those_of_transformers(name):
+def test_frequencies_equal_transformers(name):
     rope = parse(GOLDEN[name]["hf_config"])
     [golden] = GOLDEN[name]["frequencies"]
     got = inverse_frequencies(rope, HEAD_DIM)
@@ -41,7 +41,7 @@ def test_frequencies_equal_those_of_transformers(name):
     assert cos_sin_scale(rope) == pytest.approx(golden["cos_sin_scale"], rel=1e-12)
 
 
-def test_dynamic_turns_each_token_as_transformers_does_when_it_comes_last():
+def test_dynamic_turns_each_token_as_transformers_turns_the_last_token():
     rope = parse(GOLDEN["dynamic"]["hf_config"])
     for golden in GOLDEN["dynamic"]["frequencies"]:
         last = golden["seq_len"] - 1

@@ -80,7 +80,7 @@ def test_a_very_wide_kernel_has_wider_panels(out_features, num_panels, width):
     assert (len(panels), panels[0].shape) == (num_panels, (2, width))
 
 
-def test_a_panel_that_is_deleted_takes_no_other_with_it():
+def test_a_deleted_panel_does_not_delete_others():
     kernel = random_array(512, 1024)
     first, *others = in_panels(kernel)
     first.delete()
@@ -140,7 +140,7 @@ def test_kernels_are_replaced_one_at_a_time(monkeypatch):
 
 
 @pytest.mark.parametrize(("num_tokens", "use_bias"), [(1, True), (2, False), (17, True)])
-def test_products_are_those_of_the_kernel(num_tokens, use_bias):
+def test_products_equal_the_kernels(num_tokens, use_bias):
     linear = Linear(48, 640, use_bias=use_bias, dtype=jnp.float32)
     linear.kernel[...] = random_array(48, 640)
     if use_bias:
@@ -155,7 +155,7 @@ def test_products_are_those_of_the_kernel(num_tokens, use_bias):
 
 
 @pytest.mark.parametrize(("tie", "loops_over_layers"), [(True, False), (False, True)])
-def test_logits_are_those_of_whole_kernels(tmp_path, tie, loops_over_layers):
+def test_logits_equal_whole_kernels(tmp_path, tie, loops_over_layers):
     folder = write_random_checkpoint(tmp_path, **SHAPE, tie=tie, bias=True, std=0.04)
     # One whose tied head reads the embedding as it is stored, whichever processor runs the test.
     platform = CPU(num_threads=2, instruction_sets=frozenset({"avx2", "avx512f"}))

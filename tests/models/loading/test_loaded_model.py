@@ -152,7 +152,7 @@ class LlamaWithAdapter(LlamaForCausalLM):
         self.adapter = Linear(2, 2, dtype=dtype)
 
 
-def test_packages_are_those_of_its_layers_and_of_their_bases(tmp_path, monkeypatch):
+def test_packages_include_its_layers_and_their_bases(tmp_path, monkeypatch):
     folder = write_random_checkpoint(tmp_path, num_layers=1)
     assert load_model(folder).packages == {"models"}
     monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", f"{__name__}:ForeignLlama")

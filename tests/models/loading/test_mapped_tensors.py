@@ -29,7 +29,7 @@ def test_every_dtype_and_shape_is_what_safetensors_reads(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu])
-def test_8_bit_floats_are_those_of_the_tensor_and_of_no_other(tmp_path, dtype):
+def test_8_bit_floats_are_read_from_their_own_tensor(tmp_path, dtype):
     """NumPy has no dtypes for them, so `safetensors` cannot read them."""
     one, other = np.arange(1, 7).astype(dtype).reshape(2, 3), np.array([8, 16], dtype)
     tensors = {"first": np.ones(5, np.int8), "one": one, "other": other, "empty": other[:0]}

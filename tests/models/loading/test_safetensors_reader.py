@@ -17,7 +17,7 @@ def write_index(folder, weight_map):
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_headers_tell_shape_and_dtype_and_data_comes_on_demand(tmp_path):
+def test_headers_have_shape_and_dtype_and_data_is_read_on_demand(tmp_path):
     values = np.arange(6).reshape(2, 3).astype(ml_dtypes.bfloat16)
     save_file({"w": values}, tmp_path / "model.safetensors")
     checkpoint = SafetensorsCheckpoint(tmp_path)
@@ -99,7 +99,7 @@ def test_files_that_are_missing_are_named_without_an_index_too(tmp_path):
         SafetensorsCheckpoint(tmp_path)
 
 
-def test_the_single_file_counts_beside_others(tmp_path, caplog):
+def test_the_single_file_wins_over_others(tmp_path, caplog):
     save_file({"new": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     write_index(tmp_path, {"old": "gone.safetensors"})
     assert [*SafetensorsCheckpoint(tmp_path).weights] == ["new"]

@@ -91,7 +91,7 @@ def test_head_that_does_not_fit_is_named(tmp_path, make_head, message):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_live_transformers_takes_the_same_head(tmp_path):
+def test_live_transformers_uses_the_same_head(tmp_path):
     make_golden = pytest.importorskip("tests.oracles.make_golden")  # needs torch and transformers
     weights = write_tied(tmp_path, lambda embedding: embedding[::-1].copy())
     head = make_golden.load_hf_model(tmp_path).lm_head.weight.numpy(force=True)

@@ -23,7 +23,7 @@ def options(
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="compiles for a CPU")
-def test_xla_takes_the_options():
+def test_xla_accepts_the_options():
     for num_cores, has in itertools.product((1, 2), PROCESSORS):
         found = options(num_cores=num_cores, has=has)
         assert jax.jit(lambda x: x @ x).lower(jnp.ones((4, 4))).compile(found) is not None

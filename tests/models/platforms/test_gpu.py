@@ -9,7 +9,7 @@ def test_loops_and_products_go_into_graphs_whatever_the_weights_are():
         assert {"WHILE", "CUBLAS", "CUSTOM_CALL"} <= set(commands.split(","))
 
 
-def test_jax_takes_three_quarters_of_the_memory_where_nobody_says(monkeypatch):
+def test_jax_takes_three_quarters_of_the_memory_by_default(monkeypatch):
     monkeypatch.delenv(SHARE_VARIABLE, raising=False)
     assert GPU().total_memory_bytes(75) == 100
     monkeypatch.setenv(SHARE_VARIABLE, "0.5")

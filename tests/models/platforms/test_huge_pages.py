@@ -52,7 +52,7 @@ def test_small_arrays_are_left_alone(monkeypatch):
 
 @on_linux
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="another device's memory")
-def test_arrays_that_lie_one_behind_the_other_count_as_one(monkeypatch):
+def test_arrays_that_follow_each_other_in_memory_count_as_one(monkeypatch):
     asked = []
     kernel = jnp.zeros((512, 2048 + 5))
     params = [kernel]

@@ -28,7 +28,7 @@ def cpuinfo(tmp_path, monkeypatch):
     processor._first_processor.cache_clear()
 
 
-def test_instruction_sets_are_those_of_the_first_processor(cpuinfo):
+def test_instruction_sets_are_read_from_the_first_processor(cpuinfo):
     cpuinfo.write_text(X86)
     assert processor.instruction_sets() == {"fpu", "sse2", "avx2"}
     assert processor.processor_identity().startswith("AMD EPYC, instruction sets ")
@@ -44,7 +44,7 @@ def test_another_system_says_nothing(cpuinfo):
     assert processor.processor_identity()
 
 
-def test_identity_tells_instruction_sets_apart_and_not_their_order(cpuinfo):
+def test_identity_depends_on_instruction_sets_and_not_on_their_order(cpuinfo):
     def identity(flags: str) -> str:
         cpuinfo.write_text(X86.replace("fpu sse2 avx2\n\n", f"{flags}\n\n"))
         processor._first_processor.cache_clear()
@@ -56,7 +56,7 @@ def test_identity_tells_instruction_sets_apart_and_not_their_order(cpuinfo):
 @pytest.mark.parametrize(
     ("nproc", "expected"), [(None, 4), ("1", 1), ("4", 4), ("64", 4), ("0", 4), ("many", 4)]
 )
-def test_xla_computes_with_every_core_unless_told_otherwise(monkeypatch, nproc, expected):
+def test_xla_computes_with_every_core_unless_nproc_is_set(monkeypatch, nproc, expected):
     monkeypatch.setattr(processor, "num_cores", lambda: 4)
     monkeypatch.delenv("NPROC", raising=False)
     if nproc is not None:

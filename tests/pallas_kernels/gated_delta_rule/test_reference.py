@@ -33,7 +33,7 @@ def test_equals_its_definition(case, run_jitted):
                 np.testing.assert_allclose(out[start:end, head], wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_key_that_comes_again_replaces_its_value(run_jitted):
+def test_a_repeated_key_replaces_its_value(run_jitted):
     key = np.array([[[1.0, 0.0]]] * 2, np.float32)
     values = np.array([[[3.0]], [[5.0]]], np.float32)
     zeros, ones = np.zeros((2, 1), np.float32), np.ones((2, 1), np.float32)

@@ -31,7 +31,7 @@ def test_other_devices_multiply_with_a_slice(run_jitted):
     np.testing.assert_allclose(run_jitted(multiply, *args), tile @ weights[2], rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_has_the_same_bits_beside_any_others(run_jitted):
+def test_a_row_has_the_same_bits_with_any_other_rows(run_jitted):
     # One row of a group, and then two and nine of it: in a tile of few rows, and in a full one.
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((17, 64)).astype(np.float32)

@@ -93,7 +93,7 @@ def test_a_static_row_outside_the_cache_is_refused():
         latent_attention(*inputs.arrays[:3], 2, *inputs.arrays[4:], **inputs.rules)
 
 
-def test_a_new_body_is_chosen_by_the_target_and_says_what_it_cannot_do():
+def test_a_body_is_chosen_by_the_target_and_names_what_it_cannot_do():
     target = Target(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
     # A float32 cache is not for wgmma: XLA takes it on a GPU too, and by name it is refused.
     assert shapes_of_result({}, target=target).shape == (6, 4, 32)

@@ -17,5 +17,5 @@ CONFIG = LatentDecodeConfig(num_sms=132, min_share=2, merge_columns=32, merge_ba
         (200, 8192, 1),  # more head tiles than SMs
     ],
 )
-def test_shares_fill_the_sms_once_but_are_not_crumbs(num_head_tiles, max_units, wanted):
+def test_shares_fill_the_sms_once_and_are_not_tiny(num_head_tiles, max_units, wanted):
     assert num_shares(CONFIG, num_head_tiles, max_units) == wanted

@@ -235,7 +235,7 @@ def test_rules_lower_for_cuda(rule, decode, lower_for_cuda):
     ],
     ids=str,
 )
-def test_only_what_is_in_sight_counts_as_long(rule, is_cut, decode):
+def test_only_keys_in_sight_count_towards_the_length(rule, is_cut, decode):
     """256 requests x 8 heads are a single pass, unless single programs would last long."""
     call = functools.partial(decode.decode_rows_mosaic_gpu, scale=0.1, **{**LOOKS_BACK, **rule})
     text = str(jax.make_jaxpr(call)(*sized(num_reqs=256, max_len=131_072)))

@@ -52,7 +52,7 @@ def test_a_request_that_crosses_a_tile_has_a_pass_in_each():
         ({"is_causal": False}, [0, 0, 0], [9, 6, 20]),
     ],
 )
-def test_keys_of_a_pass_are_those_its_tokens_see(limits, first_keys, end_keys):
+def test_keys_of_a_pass_are_the_keys_its_tokens_see(limits, first_keys, end_keys):
     passes, num_passes = passes_as_dicts([9, 6, 20], [0, 1, 7, 8], 8, tile_tokens=8, **limits)
     assert num_passes == 3
     assert [p[PassField.FIRST_KEY] for p in passes[:3]] == first_keys

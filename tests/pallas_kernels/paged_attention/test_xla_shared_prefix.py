@@ -29,7 +29,7 @@ def found(block_tables, num_full):
     return num_blocks, np.asarray(prefix.block_ids)[:num_blocks].tolist(), members
 
 
-def test_blocks_are_shared_by_those_who_hold_them():
+def test_blocks_are_shared_by_the_requests_that_hold_them():
     tables = [[7, 3, 4], [5, 6, GARBAGE], [7, 3, 8], [7, 3, 9]]
     assert found(tables, [3, 2, 3, 2]) == (2, [7, 3], [0, 2, 3])
 

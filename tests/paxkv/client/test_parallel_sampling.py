@@ -107,7 +107,7 @@ def test_delta_contains_the_new_part_of_each_completion() -> None:
     assert last.finished
 
 
-def test_cached_tokens_are_those_of_child_0() -> None:
+def test_cached_tokens_are_the_count_of_child_0() -> None:
     parent = Parent("final_only")
     parent.step(output(0, "a", "length", num_cached_tokens=16))
     parent.step(output(1, "a", "length", num_cached_tokens=99))

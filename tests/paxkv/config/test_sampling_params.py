@@ -103,7 +103,7 @@ def test_bad_value_names_the_field(field: str, value: object) -> None:
     [(None, 0, True), (0, 0, True), (20, 20, True), (21, 20, False), (-1, 20, False)]
     + [(-1, -1, True), (50, -1, True), (51, -1, False), (-1, 50, True), (-1, 49, False)],
 )
-def test_so_many_logprobs_are_told_as_the_setting_says(num_logprobs, max_logprobs, is_told) -> None:
+def test_number_of_logprobs_follows_the_setting(num_logprobs, max_logprobs, is_told) -> None:
     def check() -> None:
         check_num_logprobs("logprobs", num_logprobs, max_logprobs=max_logprobs, vocab_size=50)
 

@@ -39,7 +39,7 @@ BY_NAME = {name: flag for flag in VLLM_FLAGS for name in flag.names}
         ("--compilation-config", "{", "ignored"),
     ],
 )
-def test_neutral_values_are_told_from_others(name, value, verdict):
+def test_neutral_values_are_recognized(name, value, verdict):
     assert BY_NAME[name].verdict(value) == verdict
 
 

@@ -124,7 +124,9 @@ def test_format_0_16_reports_removal_when_the_last_group_loses_the_hash():
         max_size=25,
     )
 )
-def test_hashes_of_a_following_router_are_those_in_the_prefix_cache(wire_format, hash_type, steps):
+def test_a_router_that_follows_the_events_has_the_hashes_of_the_prefix_cache(
+    wire_format, hash_type, steps
+):
     """Two groups share one pool of 7 blocks, so blocks are evicted all the time."""
     recorder = KVEventRecorder()
     pool = BlockPool(num_blocks=8, enable_caching=True, hash_block_size=2, observers=[recorder])

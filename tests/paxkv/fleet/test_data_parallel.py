@@ -418,7 +418,7 @@ def test_unusable_message_ends_only_the_replica_that_sent_it() -> None:
     assert [engine.is_dead for engine in engines] == [True, True]
 
 
-def test_limits_of_requests_are_those_that_every_replica_can_meet() -> None:
+def test_limits_of_requests_hold_for_every_replica() -> None:
     replicas = [
         (
             FakeReplica(),

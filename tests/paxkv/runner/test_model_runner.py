@@ -315,7 +315,7 @@ def test_step_says_when_its_tokens_are_there(runner):
 
 
 @pytest.mark.slow  # Compiles three more programs; `three_groups` has a window that is felt.
-def test_two_groups_with_a_window_that_nobody_feels_equal_one_group(runner):
+def test_two_groups_with_a_window_longer_than_requests_equal_one_group(runner):
     wide = make_runner(TinyModel(windows=(10 * MAX_MODEL_LEN, None)))
     outputs = []
     for each in (runner, wide):

@@ -32,7 +32,7 @@ def test_other_checkpoints_have_no_format(hf_config):
 
 
 @pytest.mark.parametrize("quant_method", ["bitsandbytes", "modelopt", None, 4])
-def test_unknown_method_is_refused_with_those_that_are_read(quant_method):
+def test_unknown_method_is_refused_with_the_supported_ones(quant_method):
     with pytest.raises(UnsupportedModelError) as raised:
         find_weight_format({"quantization_config": {"quant_method": quant_method}})
     assert str(raised.value) == (

@@ -37,7 +37,7 @@ def test_last_blocks_of_an_axis_may_be_smaller(tmp_path):
 
 @pytest.mark.parametrize("scale_dtype", ["float32", "bfloat16", "float8_e8m0fnu", "uint8"])
 @pytest.mark.parametrize("shape", [(6, 8), (3, 6, 8)])
-def test_blocks_equal_those_of_transformers(tmp_path, scale_dtype, shape):
+def test_blocks_equal_transformers(tmp_path, scale_dtype, shape):
     torch = pytest.importorskip("torch")
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
     weight, rng = draw(shape)

@@ -22,7 +22,7 @@ def test_all_codes_and_the_order_of_their_halves(tmp_path):
     np.testing.assert_array_equal(weight, [numbers, numbers / 2, numbers * 8])
 
 
-def test_experts_equal_those_of_transformers(tmp_path):
+def test_experts_equal_transformers(tmp_path):
     torch = pytest.importorskip("torch")
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     rng = np.random.RandomState(0)

@@ -270,7 +270,7 @@ def test_rows_that_need_the_host_to_draw_leave_their_logits():
     assert not built.leaves_logits and views["leaves_logits"].tolist() == [0]
 
 
-def test_last_token_of_a_burst_is_on_the_device_and_those_before_it_are_nowhere():
+def test_only_the_last_token_of_a_burst_is_on_the_device():
     batch, builder = make_batch_and_builder()
     first, _ = build(builder, batch, output({"a": 3}, [new("a", [1], [1])], num_decode_steps=3))
     batch.note_drawn(first.rows_np, first.num_drawn_np)

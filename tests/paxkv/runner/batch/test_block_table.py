@@ -11,7 +11,7 @@ def make_table():
     return BlockTable(max_num_seqs=3, max_blocks_per_req=4, num_blocks=10)
 
 
-def test_appended_blocks_stand_behind_the_earlier_ones():
+def test_appended_blocks_follow_the_earlier_ones():
     table = make_table()
     table.append_row(1, [7, 3])
     table.append_row(1, [])
@@ -52,7 +52,7 @@ def test_groups_keep_their_own_blocks():
         tables.append_row(0, ([1],))
 
 
-def test_blocks_of_many_rows_are_appended_as_those_of_each():
+def test_blocks_of_many_rows_are_appended_as_for_each_row():
     many, each = (MultiGroupBlockTable([make_table(), make_table()]) for _ in range(2))
     steps = [([2, 0], [([1], [2, 3]), ([4], [5])]), ([0, 1], [([6], [7]), ([8], [9])])]
     for rows, block_ids in steps:

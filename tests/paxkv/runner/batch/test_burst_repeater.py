@@ -146,7 +146,7 @@ def prompts(*lengths):
 
 
 @pytest.mark.parametrize("num_steps", [1, 6])
-def test_repeated_bursts_are_those_built_anew(num_steps):
+def test_repeated_bursts_equal_newly_built_ones(num_steps):
     """Over many blocks' ends, with the tokens before at home or on the device."""
     rng = random.Random(0)
     traffic = Traffic()

@@ -167,7 +167,7 @@ def test_token_past_max_model_len_is_a_bug():
         append(batch, "a", 1, 2, 3)
 
 
-def test_tokens_of_a_step_are_pending_until_they_are_home_though_fewer_come():
+def test_tokens_of_a_step_are_pending_until_they_arrive_even_if_fewer_do():
     batch = make_batch()
     batch.update(output([new("a", [5, 6]), new("b", [7]), new("c", [8])]))
     rows_np = batch.rows_of(["c", "a"])

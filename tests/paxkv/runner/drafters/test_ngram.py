@@ -38,7 +38,7 @@ def test_drafts_follow_the_match(token_ids, shortest, longest, max_drafts, draft
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_drafts_are_those_of_a_search_after_every_step(seed):
+def test_drafts_equal_a_search_after_every_step(seed):
     rng = random.Random(seed)
     shortest = rng.randint(1, 3)
     limits = {"shortest": shortest, "longest": shortest + rng.randint(0, 3)}

@@ -62,7 +62,7 @@ def counting(request, folder_of_run, model, monkeypatch):
     return SimpleNamespace(runner=runner, clock=clock, drops_rows=not request.param)
 
 
-def test_counts_are_those_of_the_tokens_that_steps_and_bursts_computed(counting, model):
+def test_counts_cover_the_tokens_that_steps_and_bursts_computed(counting, model):
     runner = counting.runner
     driver = RunnerDriver(runner)
     prompts = {"a": [5, 9, 2, 7, 11, 3, 8], "b": [4, 6, 50, 2, 51, 2, 2, 2, 7]}
@@ -177,7 +177,7 @@ def test_window_is_read_once_the_device_is_done(model, caplog):
     assert counts == (3,) * NUM_EXPERTS
 
 
-def test_log_tells_how_uneven_layers_are():
+def test_log_shows_how_uneven_layers_are():
     # Layers 1 and 4 have less than half of the choices of layer 2.
     counts = {1: [4, 0, 2, 2], 2: [5, 5, 5, 5], 3: [0, 0, 9, 3], 4: [0] * 4}
     assert describe_load({idx: np.array(own) for idx, own in counts.items()}) == (

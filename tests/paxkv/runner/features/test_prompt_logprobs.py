@@ -51,7 +51,7 @@ def test_rows_carry_logits_where_a_request_may_ask_for_any_number():
 
 
 @on_every_runner
-def test_prompts_in_pieces_beside_others_find_all_of_theirs(warm, runner):
+def test_prompts_in_pieces_get_all_their_logprobs_while_others_run(warm, runner):
     driver = RunnerDriver(runner)
     lengths = {"a": 19, "b": 7, "c": 9}
     params = {"a": asks(3), "b": SamplingParams(temperature=0.0), "c": asks(20)}

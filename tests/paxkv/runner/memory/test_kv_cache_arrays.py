@@ -75,7 +75,7 @@ def test_more_slots_than_int32_counts_is_a_config_error():
         abstract_kv_cache(make_config(num_blocks=2**26), MESH, Platform(), "float32")
 
 
-def test_slots_are_those_of_the_group_with_the_longest_blocks():
+def test_slots_count_the_group_with_the_longest_blocks():
     def abstract(num_blocks):
         groups = (full_group("a"), full_group("b", block_size=16, num_kv_heads=1))
         config = KVCacheConfig(num_blocks=num_blocks, kv_cache_groups=groups)

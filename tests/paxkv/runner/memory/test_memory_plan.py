@@ -190,7 +190,7 @@ def test_report_says_tokens_and_longest_requests():
 
 @pytest.mark.parametrize("windows", [[None] * 4, [20, None], [20, 20]])
 @pytest.mark.parametrize("num_blocks", [2, 3, 7, 8, 11, 15])
-def test_longest_request_that_fits_is_told(windows, num_blocks):
+def test_longest_request_that_fits_is_reported(windows, num_blocks):
     groups = make_groups(windows)
     config = CacheConfig(num_gpu_blocks_override=num_blocks)
     result = plan(config, groups=groups)
@@ -315,7 +315,7 @@ def test_device_memory_counts_whatever_is_in_use(monkeypatch):
         measure(None, GPU())
 
 
-def test_memory_of_the_process_is_told_by_parts():
+def test_memory_of_the_process_is_reported_by_parts():
     mib = 2**20
     line = report_memory(3000 * mib, 2400 * mib, 1024 * mib)
     for part in ("3000.0 MiB in use", "2400.0 MiB of it weights", "600.0 MiB programs", "1024.0"):

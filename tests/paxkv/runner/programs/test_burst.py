@@ -183,7 +183,7 @@ def test_burst_draws_what_single_steps_draw(temperature):
         assert [row[0] for row in expected] == dense[:6].argmax(axis=-1).tolist()
 
 
-def test_row_with_fewer_tokens_stops_first_and_the_rest_goes_on():
+def test_row_with_fewer_tokens_stops_first_and_the_others_continue():
     expected = np.array(TinyBursts().run_single_steps(5, tokens=[3, 4]))
     drawn_np, last_np = TinyBursts().run([2, 5], tokens=[3, 4])
     assert drawn_np[:5, 1].tolist() == expected[:, 1].tolist()
@@ -199,7 +199,7 @@ def test_number_of_steps_ends_a_burst_before_its_shape_does():
 
 
 @pytest.mark.parametrize("first_end", [0, 3, 4])
-def test_row_stops_behind_a_token_that_ends_it_from_its_first_place_on(first_end):
+def test_row_stops_after_an_ending_token_from_its_first_allowed_place_on(first_end):
     expected = np.array(TinyBursts().run_single_steps(6, tokens=[3, 4]))
     ending = int(expected[2, 0])  # the third drawn token, at position 3
     assert ending not in expected[:2, 0] and ending not in expected[:, 1]

@@ -129,7 +129,7 @@ def test_a_file_written_while_the_process_runs_makes_a_digest_of_its_own(copied_
     assert fresh_digest() != fresh_digest()
 
 
-def test_the_files_are_those_of_the_device_half():
+def test_the_files_belong_to_the_device_half():
     names = {path.relative_to(ROOT).as_posix() for path in program_source_files()}
     assert {
         "models/decoders/decoder.py",

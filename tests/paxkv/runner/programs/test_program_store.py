@@ -393,7 +393,7 @@ def test_compiling_replaces_its_own_files_and_no_others(tmp_path):
         NewCompiledPrograms(out / "letter.txt")
 
 
-def test_folder_that_turns_out_not_to_be_writable_is_told(tmp_path):
+def test_folder_that_turns_out_not_to_be_writable_is_reported(tmp_path):
     store = NewCompiledPrograms(tmp_path / "out")
     # Where the index is to go; rights would not keep root from writing.
     (tmp_path / "out" / "programs.json").mkdir()
@@ -455,7 +455,7 @@ def test_folder_that_cannot_be_trusted_is_refused_at_once(tmp_path):
         choose_store(RunnerConfig(compilation_cache_dir=str(tmp_path)))
 
 
-def test_what_nobody_used_for_a_month_is_forgotten(tmp_path):
+def test_programs_unused_for_a_month_are_deleted(tmp_path):
     store = ProgramCache(tmp_path)
     old = store.open(IDENTITY, SHAPES, jax.devices()).path
     (old / "StepShape-0.program").write_bytes(b"")
@@ -473,7 +473,7 @@ def test_what_nobody_used_for_a_month_is_forgotten(tmp_path):
     assert CompiledPrograms(delivered).open(IDENTITY, SHAPES, jax.devices()).path == delivered
 
 
-def test_only_so_many_are_kept_and_the_latest_at_that(tmp_path, monkeypatch):
+def test_only_a_limited_number_of_the_latest_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(program_store, "_MAX_IDENTITIES", 3)
     store = ProgramCache(tmp_path)
     paths = []

@@ -155,7 +155,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_each_field_equals_the_truth_beside_others(name):
+def test_each_field_is_right_together_with_others(name):
     case = FIELDS[name]
     plain = Case(params=SamplingParams(), prompt=[1, 2, 3])
     other = Case(
@@ -171,7 +171,7 @@ def test_each_field_equals_the_truth_beside_others(name):
     check([other, case, plain])
 
 
-def test_row_without_any_field_keeps_its_bits_beside_one_that_has_all():
+def test_row_without_any_field_keeps_its_bits_next_to_a_row_with_all():
     logits_np = np.random.default_rng(1).normal(size=(3, VOCAB)).astype(np.float32)
     plain = Case(params=SamplingParams(), prompt=[1, 2, 3], outputs=[4, 4])
     processed_np, inputs, mask_np = process([plain, FIELDS["repetition"], plain], logits_np)

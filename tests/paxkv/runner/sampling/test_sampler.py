@@ -186,7 +186,7 @@ def test_token_without_chance_is_never_drawn_at_extreme_logits():
         assert (np.asarray(SAMPLE(logits_np, inputs).token_ids) == 131).all()
 
 
-def test_logprobs_are_those_of_the_raw_logits():
+def test_logprobs_come_from_the_raw_logits():
     rng = np.random.default_rng(4)
     logits_np = (rng.normal(size=(16, VOCAB)) * 4).astype(np.float32)
     wants = np.arange(16) % 2 == 0

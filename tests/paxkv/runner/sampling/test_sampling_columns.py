@@ -48,7 +48,7 @@ def test_logprobs_are_wanted_also_without_alternatives(logprobs):
     assert round_trip(SamplingParams(logprobs=logprobs)).wants_logprobs[0]
 
 
-def test_derived_seed_repeats_and_tells_requests_apart():
+def test_derived_seed_repeats_and_differs_between_requests():
     # The number is fixed: outputs of requests without a seed must not change between versions.
     assert seed_of_request(0, "req-0") == seed_of_request(0, "req-0")
     seeds = {seed_of_request(s, f"req-{r}") for s in range(10) for r in range(10)}

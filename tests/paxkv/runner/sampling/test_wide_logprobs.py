@@ -39,7 +39,7 @@ def check(row_np, token_id, found, num_logprobs):
 # Penalties change what tokens are drawn from; without any, steps of single tokens are bursts.
 @pytest.mark.parametrize("frequency_penalty", [0.0, 2.0])
 @on_wide_runners
-def test_each_request_is_told_as_many_as_it_asked_for(warm, runner, frequency_penalty):
+def test_each_request_gets_as_many_as_it_asked_for(warm, runner, frequency_penalty):
     driver = RunnerDriver(runner)
     wanted = {"a": -1, "b": 30, "c": 3}
     lengths = {"a": 6, "b": 4, "c": 4}
@@ -84,7 +84,7 @@ def test_the_next_step_may_start_before_the_logits_are_read(warm, runner):
 
 
 @on_wide_runners
-def test_prompts_in_pieces_are_told_whole(warm, runner):
+def test_prompts_in_pieces_get_all_their_logprobs(warm, runner):
     driver = RunnerDriver(runner)
     wanted = {"a": -1, "b": 2}
     for req_id, num_logprobs in wanted.items():

@@ -172,7 +172,7 @@ def test_frequent_features_have_every_bucket_where_they_meet_no_rare_one():
     assert len(buckets.largest) == len(plain.largest) + 3
 
 
-def test_step_wants_what_its_features_want():
+def test_step_asks_for_what_its_features_need():
     buckets = make_buckets(feature_variants=[[PromptLogprobsVariant(num_logits=0)], [Variant("a")]])
     wants = [shape.wants for shape in buckets.largest_first[:3]]
     assert wants == [
