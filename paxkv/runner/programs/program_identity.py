@@ -49,6 +49,7 @@ def program_identity(
     kv_cache: Pages,
     mesh: Mesh,
     max_num_seqs: int,
+    num_logits_rows: int,
     compiler_options: Mapping[str, str],
     feature_code: Sequence[StepVariant | OwnProgram] = (),
 ) -> dict[str, str]:
@@ -60,6 +61,7 @@ def program_identity(
 
     Args:
         kv_cache: May be abstract.
+        num_logits_rows: Rows of the logits that steps leave for the sampler.
         feature_code: Variants and programs of all step features. The identity covers their source
             code, and the source code of the formats in `model.places`. A program's shape names the
             variants that it contains.
@@ -82,6 +84,7 @@ def program_identity(
         "weight shardings": _digest([str(spec) for spec in model.param_specs])[:16],
         **_kernel_facts(model.kernels),
         "max_num_seqs": str(max_num_seqs),
+        "rows of logits": str(num_logits_rows),
         "number of KV blocks": str(num_blocks),
         "KV cache": f"{kv_cache.dtype.name}, {num_rows} rows, pages of {page}",
         "unused token ids": _digest(model.unused_token_ids)[:16],

@@ -179,6 +179,7 @@ class StepPrograms:
             kv_cache=kv_cache,
             mesh=self._mesh,
             max_num_seqs=self._max_num_seqs,
+            num_logits_rows=self.buckets.sampler_shape.num_rows,
             compiler_options=self._compiler_options,
             feature_code=(*self.buckets.feature_variants, *self.buckets.own_programs),
         )

@@ -29,6 +29,7 @@ def make_identity(
     block_size: int = 8,
     kv_dtype: str = "float32",
     max_num_seqs: int = 2,
+    num_logits_rows: int = 2,
     compiler_options: dict[str, str] | None = None,
     feature_code: tuple[StepVariant, ...] = (),
 ) -> dict[str, str]:
@@ -45,6 +46,7 @@ def make_identity(
         kv_cache=abstract_kv_cache(config, mesh, Platform(), kv_dtype),
         mesh=mesh,
         max_num_seqs=max_num_seqs,
+        num_logits_rows=num_logits_rows,
         compiler_options=compiler_options or {},
         feature_code=feature_code,
     )
@@ -67,6 +69,7 @@ def test_identity_is_the_same_whatever_the_weights_are():
         ({"block_size": 16}, {"KV cache"}),
         ({"kv_dtype": "bfloat16"}, {"KV cache"}),
         ({"max_num_seqs": 3}, {"max_num_seqs"}),
+        ({"num_logits_rows": 8}, {"rows of logits"}),
         ({"compiler_options": {"xla_x": "1"}}, {"compiler options"}),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
