@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
@@ -151,26 +149,7 @@ def _named_layers(model: nnx.Module) -> Iterator[tuple[str, HasWeights]]:
             yield ".".join(map(str, path)), module
 
 
-def param_spec(name: str, param: jax.Array, rules: Mapping[str, WeightRule]) -> PartitionSpec:
-    """How a parameter is split over a mesh with the axis `MODEL_AXIS`.
-
-    A panel of a kernel, such as "layers.0.mlp.up_proj.kernel.0", is whole on every device. Panels
-    are used on one core only, and their columns may not divide by the number of devices. An int8
-    kernel is transposed (`models/loading/product_dtype.py`), and has a scale for each output.
-
-    Raises:
-        ModelError: No rule covers the parameter.
-    """
-    owner, _, leaf = name.rpartition(".")
-    if leaf.isdecimal() and owner in rules:
-        return PartitionSpec()
-    rule_name = f"{owner}.kernel" if leaf == "kernel_scale" else name
-    if rule_name not in rules:
-        raise ModelError(f"parameter {name!r} has no weight rule; expected one from its layer.")
-    axes = rules[rule_name].axes
-    if leaf == "kernel_scale":
-        axes = axes[1:]
-    elif rules[rule_name].layout == "matrix" and param.dtype == jnp.int8:
-        axes = axes[::-1]
+def split_spec(axes: Sequence[SplitAxis | None]) -> PartitionSpec:
+    """How an array with these axes is split over a mesh with the axis `MODEL_AXIS`."""
     split = [MODEL_AXIS if axis not in (None, "experts") else None for axis in axes]
     return PartitionSpec(*split) if any(split) else PartitionSpec()

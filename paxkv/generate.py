@@ -75,7 +75,7 @@ class CompiledGenerator:
         self._max_model_len = find_max_model_len(max_model_len, model.config)
         self._tokenizer = tokenizer
         # The same options as for the engine's programs.
-        options = model.platform.compiler_options({param.dtype.name for param in model.params})
+        options = model.platform.compiler_options(model.product_dtypes)
         self._generate = jax.jit(make_generate(model, shape), compiler_options=options)
 
     def generate(

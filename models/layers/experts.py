@@ -12,9 +12,10 @@ from flax import nnx
 from models.config.dense_config import Activation
 from models.config.moe_config import MoEConfig
 from models.forward.layer_context import LayerContext
-from models.layers.chosen_kernel import Kernel, with_kernel
+from models.layers.chosen_kernel import with_kernel
 from models.layers.mlp import activate
 from models.layers.routing import Routing
+from models.stored_kernels.use_kernel import multiply_groups
 from models.weight_rule import Source, WeightRule
 from pallas_kernels import GroupTiles, make_group_tiles
 
@@ -74,14 +75,12 @@ class ExpertLinear(nnx.Module):
         tiles: GroupTiles,
         context: LayerContext,
     ) -> jax.Array:  # f[num_tiles * tile_rows, out_features]
-        def multiply(x: jax.Array, kernel: Kernel) -> list[jax.Array]:
-            return [context.kernels.grouped_matmul(x, kernel, tiles, split=self.split)]
-
-        (y,) = with_kernel(multiply, x, self.kernel.get_value())
+        kernel = self.kernel.get_value()
+        y = multiply_groups(x, kernel, tiles, context.kernels, split=self.split)
         if self.bias is None:
             return y
-        (bias,) = with_kernel(
-            lambda groups, bias: [bias.at[groups].get(mode="clip")],
+        bias = with_kernel(
+            lambda groups, bias: bias.at[groups].get(mode="clip"),
             tiles.groups,
             self.bias.get_value(),
         )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.forward.layer_context import LayerContext
-from models.layers.chosen_kernel import Kernel, with_kernel
+from models.layers.chosen_kernel import with_kernel
 
 
 class HeadLinear(nnx.Module):
@@ -34,20 +34,19 @@ class HeadLinear(nnx.Module):
         x: jax.Array,  # f[num_rows, num_heads, in_features]
         context: LayerContext,
     ) -> jax.Array:  # f[num_rows, num_heads, out_features]
-        (sums,) = with_kernel(_dots, x, self.kernel.get_value())
+        sums = with_kernel(_dot_heads, x, self.kernel.get_value())
         num_rows = x.shape[0]
         y = sums.astype(x.dtype).reshape(num_rows, -1)
         y = context.changed_linear(self.name, x.reshape(num_rows, -1), y)
         return y.reshape(sums.shape)
 
 
-def _dots(
+def _dot_heads(
     x: jax.Array,  # f[num_rows, num_heads, in_features]
-    kernel: Kernel,
-) -> list[jax.Array]:  # f32[num_rows, num_heads, out_features]
+    kernel: jax.Array,  # f[num_heads, in_features, out_features]
+) -> jax.Array:  # f32[num_rows, num_heads, out_features]
     # As in `models.layers.product.dot_float32`.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    y = jnp.einsum(
+    return jnp.einsum(
         "thi,hio->tho", x, kernel, precision=precision, preferred_element_type=jnp.float32
     )
-    return [y]

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.forward.layer_context import LayerContext
-from models.layers.chosen_kernel import Kernel, dtype_of, with_kernel
 from models.layers.head_linear import HeadLinear
-from models.layers.product import dot, dot_float32, rounded
+from models.layers.product import dot_float32
+from models.stored_kernels.use_kernel import multiply
 from models.weight_rule import Source, SplitAxis, WeightRule
 
 
@@ -17,9 +17,8 @@ class Linear(nnx.Module):
     """`x @ kernel + bias`, summed in float32 and returned in x's dtype.
 
     The kernel is the transpose of the checkpoint's weight: the loader turns it once, because a
-    product with the transpose of a float kernel takes several times as long on a CPU. The kernel
-    may have fewer bits than x (`models/loading/product_dtype.py`), or be a tuple of panels of its
-    columns (`models/loading/column_panels.py`). In a loop over layers it is a `ChosenKernel`.
+    product with the transpose of a float kernel takes several times as long on a CPU. The loader
+    may replace the array by a `StoredKernel`. In a loop over layers it is a `ChosenKernel`.
 
     Attributes:
         name: The path of the layer within its decoder layer, such as "self_attn.q_proj", or within
@@ -45,8 +44,6 @@ class Linear(nnx.Module):
         self.name = ""
         self.axes = axes
         self.kernel = nnx.Param(jnp.zeros((in_features, out_features), dtype))
-        # f32[out_features], what an output of an int8 kernel is to be multiplied by.
-        self.kernel_scale: nnx.Param | None = None
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if use_bias else None
 
     def weight_rules(self, name: str) -> dict[str, WeightRule]:
@@ -75,20 +72,7 @@ class Linear(nnx.Module):
         x: jax.Array,  # f[num_rows, in_features]
     ) -> jax.Array:  # f32[num_rows, out_features]
         """`x @ kernel` alone."""
-        kernel = self.kernel.get_value()
-        x_rounded, x_scale = rounded(x, dtype_of(kernel))
-        # Outside of the switch, XLA can fuse the joining and the scaling with what follows.
-        sums = jnp.concatenate(with_kernel(_dots, x_rounded, kernel), axis=1)[: x.shape[0]]
-        if x_scale is None:
-            return sums
-        return sums.astype(jnp.float32) * x_scale[:, None] * self.kernel_scale[...]
-
-
-def _dots(
-    x: jax.Array,  # [num_rows, in_features]
-    kernel: Kernel,
-) -> list[jax.Array]:  # f32 or i32[num_rows, columns of a panel]
-    return [dot(x, panel) for panel in (kernel if isinstance(kernel, tuple) else (kernel,))]
+        return multiply(x, self.kernel.get_value())
 
 
 def name_linears(model: nnx.Module) -> None:

@@ -16,12 +16,12 @@ from models.config.model_config import ModelConfig, ModelDtype
 from models.decoders.decoder import Decoder
 from models.errors import ModelError
 from models.layers.linear import Linear, name_linears
+from models.layers.routing import Router
 from models.loading.check_weights import HEAD_WEIGHT, check_weights
 from models.loading.checkpoint import Checkpoint
-from models.loading.column_panels import split_columns
 from models.loading.finite_weights import checked_finite
+from models.loading.kernel_encoder import KernelEncoder, ProductDtype
 from models.loading.loaded_model import LoadedModel, flatten_state
-from models.loading.product_dtype import ProductDtype, with_product_dtype
 from models.loading.quantized import DequantizedCheckpoint
 from models.loading.safetensors_reader import SafetensorsCheckpoint
 from models.loading.source import read_model_config, read_weight_format, resolve_model_folder
@@ -32,6 +32,7 @@ from models.model_impl import AUTO
 from models.platforms import Platform, default_platform
 from models.platforms.jax_process import check_not_forked
 from models.registry import family_class
+from models.stored_kernels.use_kernel import KernelValue
 from models.text_parts import is_of_other_part
 from models.weight_rule import WeightRule
 
@@ -64,9 +65,8 @@ def load_model(
         seed: Of the random weights.
         has_unified_kv: Layers with a sliding window keep all keys and values, as the others do.
         max_model_len: Most tokens of a request, for `ModelConfig.for_length`.
-        product_dtype: What the weights of products are rounded to (`with_product_dtype`).
-        panel_width: Columns of the panels that kernels lie in (`split_columns`), if not rounded;
-            None leaves them whole.
+        product_dtype: As in `KernelEncoder`.
+        panel_width: As in `KernelEncoder`.
         generation_folder: As in `read_model_config`.
         model_impl: As in `models.registry.read_config`.
         platform: What its programs will be compiled for; None is JAX's default device.
@@ -93,12 +93,13 @@ def load_model(
     platform = platform or default_platform()
     dtype = platform.weight_dtype(config.dtype) if dtype == "auto" else dtype
     checkpoint = None if files is None else _dequantized(files, dtype)
+    encoder = KernelEncoder(platform=platform, product_dtype=product_dtype, panel_width=panel_width)
     make_structure = functools.partial(
         _Structure,
         model_class=family_class(config.architecture, model_impl=model_impl),
         dtype=dtype,
         platform=platform,
-        changes_kernels=panel_width is not None or product_dtype != "auto",
+        changes_kernels=encoder.changes_matrices,
     )
     structure = make_structure(config)
     if checkpoint is not None:
@@ -110,18 +111,12 @@ def load_model(
             config = dataclasses.replace(config, tie_word_embeddings=False)
             structure = make_structure(config)
     if checkpoint is None:
-        params = _random_params(structure, seed)
+        params = _random_params(structure, encoder, seed)
     else:
-        params = _read_params(structure, checkpoint, platform)
-    for param_idx, rule in enumerate(structure.rules):
-        if rule.layout == "experts":
-            params[param_idx] = _as_stored(params[param_idx], platform)
-    if panel_width is not None and product_dtype == "auto":
-        layouts = [rule.layout for rule in structure.rules]
-        split_columns(params, layouts, width=panel_width)
-    state = jax.tree.unflatten(structure.treedef, params)
+        params = _read_params(structure, encoder, checkpoint)
+    state = jax.tree.unflatten(structure.treedef, list(params))
     names, arrays, treedef = flatten_state(state)
-    model = LoadedModel(
+    return LoadedModel(
         config=config,
         graphdef=structure.graphdef,
         params_treedef=treedef,
@@ -130,7 +125,6 @@ def load_model(
         weight_rules=dict(zip(structure.names, structure.rules, strict=True)),
         platform=platform,
     )
-    return with_product_dtype(model, product_dtype)
 
 
 def _dequantized(files: SafetensorsCheckpoint, dtype: ModelDtype) -> Checkpoint:
@@ -164,10 +158,12 @@ class _Structure:
             abstract_model.embed_tokens.turn()
         name_linears(abstract_model)
         linears = {
-            ".".join(map(str, path))
+            ".".join(map(str, path)): module
             for path, module in nnx.iter_modules(abstract_model)
             if isinstance(module, Linear)
         }
+        # Names of the kernels of routers.
+        self.routers = {f"{name}.kernel" for name, m in linears.items() if isinstance(m, Router)}
         self.graphdef, state = nnx.split(abstract_model)
         self.ignores_weight = abstract_model.ignores_weight
         self.name_weight = abstract_model.name_weight
@@ -209,8 +205,9 @@ class _Structure:
 
 
 def _read_params(
-    structure: _Structure, checkpoint: Checkpoint, platform: Platform
-) -> list[jax.Array]:
+    structure: _Structure, encoder: KernelEncoder, checkpoint: Checkpoint
+) -> Iterator[KernelValue]:
+    """Makes one parameter at a time, so that there is never a second copy of the model."""
     ignored = {
         name
         for name, weight in checkpoint.weights.items()
@@ -228,23 +225,34 @@ def _read_params(
         ignored=ignored,
         where=str(checkpoint.folder),
     )
-    params = []
-    # One parameter at a time, so that the host never holds a second copy of the model.
     weights = _read_ahead(checkpoint, rules)
     for name, rule, wanted, weight_np in zip(
-        structure.names, rules, structure.shapes, weights, strict=True
+        structure.names, structure.rules, structure.shapes, weights, strict=True
     ):
-        is_transposed = rule.layout in ("matrix", "experts", "heads", "turned_table")
-        if weight_np.dtype == np.float64:  # no float64 on the device
-            weight_np = weight_np.astype(np.float32)
-        param = platform.put_weight(weight_np, wanted.dtype, is_transposed=is_transposed)
-        if param.shape != wanted.shape:
-            raise ModelError(
-                f"the weight rule of parameter {name!r} makes an array of shape {param.shape}; "
-                f"expected {wanted.shape}."
-            )
-        params.append(param)
-    return params
+        yield encoder.encode(
+            _put(name, rule, wanted, weight_np, encoder.platform),
+            rule.layout,
+            is_router=name in structure.routers,
+        )
+
+
+def _put(
+    name: str,
+    rule: WeightRule,
+    wanted: jax.ShapeDtypeStruct,
+    weight_np: np.ndarray,
+    platform: Platform,
+) -> jax.Array:
+    is_transposed = rule.layout in ("matrix", "experts", "heads", "turned_table")
+    if weight_np.dtype == np.float64:  # no float64 on the device
+        weight_np = weight_np.astype(np.float32)
+    param = platform.put_weight(weight_np, wanted.dtype, is_transposed=is_transposed)
+    if param.shape != wanted.shape:
+        raise ModelError(
+            f"the weight rule of parameter {name!r} makes an array of shape {param.shape}; "
+            f"expected {wanted.shape}."
+        )
+    return param
 
 
 def _without_absent(rule: WeightRule, checkpoint: Checkpoint) -> WeightRule:
@@ -277,26 +285,26 @@ def _read(checkpoint: Checkpoint, name: str) -> np.ndarray:
     return checked_finite(checkpoint.read(name), name=stored.name, where=str(stored.path))
 
 
-def _as_stored(experts: jax.Array, platform: Platform) -> jax.Array:
-    dtype = jnp.dtype(platform.expert_dtype(experts.dtype.name))
-    return experts if dtype == experts.dtype else jax.lax.bitcast_convert_type(experts, dtype)
-
-
-def _random_params(structure: _Structure, seed: int) -> list[jax.Array]:
+def _random_params(
+    structure: _Structure, encoder: KernelEncoder, seed: int
+) -> Iterator[KernelValue]:
     """Draws weights as an untrained model has them: normal, norms scaling by one, biases zero."""
     key = jax.random.key(seed)
-    params = []
-    for param_idx, (name, wanted) in enumerate(zip(structure.names, structure.shapes, strict=True)):
+    std = structure.config.initializer_range
+    for param_idx, (name, rule, wanted) in enumerate(
+        zip(structure.names, structure.rules, structure.shapes, strict=True)
+    ):
         match name.rpartition(".")[2]:
             case "scale":
-                param = jnp.ones(wanted.shape, wanted.dtype)
+                yield jnp.ones(wanted.shape, wanted.dtype)
             case "bias" | "correction_bias" | "offset":
-                param = jnp.zeros(wanted.shape, wanted.dtype)
+                yield jnp.zeros(wanted.shape, wanted.dtype)
             case _:
-                std = structure.config.initializer_range
-                param = _random_normal(key, param_idx, std, wanted.shape, wanted.dtype)
-        params.append(param)
-    return params
+                yield encoder.encode(
+                    _random_normal(key, param_idx, std, wanted.shape, wanted.dtype),
+                    rule.layout,
+                    is_router=name in structure.routers,
+                )
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))

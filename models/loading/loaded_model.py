@@ -19,7 +19,8 @@ from models.forward.kernel_settings import KernelSettings
 from models.forward.layer_context import ContextChange, LayerPlaces
 from models.forward.wants import Outputs
 from models.platforms import Platform
-from models.weight_rule import WeightRule, param_spec
+from models.stored_kernels.stored_kernel import StoredKernel
+from models.weight_rule import WeightRule, split_spec
 
 
 def flatten_state(
@@ -37,7 +38,8 @@ def _name_parts(path: jax.tree_util.KeyPath) -> Iterator[str]:
             yield str(entry.key)
         elif isinstance(entry, jax.tree_util.SequenceKey):
             yield str(entry.idx)
-        # What is left is the Variable's own "value".
+        elif isinstance(entry, jax.tree_util.GetAttrKey) and entry.name != "value":
+            yield entry.name  # an array of a `StoredKernel`; "value" is that of a Variable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +55,11 @@ class LoadedModel:
     config: ModelConfig
     graphdef: nnx.GraphDef
     params_treedef: jax.tree_util.PyTreeDef  # of the nnx.State that `params` are the leaves of
-    # "layers.0.self_attn.q_proj.kernel", one for each of `params`; "....kernel.0" is a panel.
+    # "layers.0.self_attn.q_proj.kernel", one for each of `params`. An array of a `StoredKernel` is
+    # "....kernel.scales" or "....kernel.panels.0".
     param_names: tuple[str, ...]
     params: tuple[jax.Array, ...]
-    weight_rules: Mapping[str, WeightRule]  # by parameter name, panels and scales left out
+    weight_rules: Mapping[str, WeightRule]  # by the name of the parameter or the `StoredKernel`
     platform: Platform  # that it was loaded for, and its programs are compiled for
     kernels: KernelSettings = KernelSettings()
     # Of the caches of each layer; the runner plans the cache and sets them (`with_places`).
@@ -65,18 +68,36 @@ class LoadedModel:
     unused_token_ids: tuple[int, ...] = ()
 
     @property
+    def parameters(self) -> dict[str, jax.Array | StoredKernel]:
+        """The names of `weight_rules` -> arrays and kernels, in the order of `params`."""
+        state = jax.tree.unflatten(self.params_treedef, self.params)
+        leaves, _ = jax.tree.flatten_with_path(
+            state, is_leaf=lambda node: isinstance(node, StoredKernel)
+        )
+        return {".".join(_name_parts(path)): value for path, value in leaves}
+
+    @property
     def param_specs(self) -> tuple[PartitionSpec, ...]:
         """How each of `params` is split over a mesh with the axis `MODEL_AXIS`."""
-        return tuple(
-            param_spec(name, param, self.weight_rules)
-            for name, param in zip(self.param_names, self.params, strict=True)
+        specs = []
+        for name, value in self.parameters.items():
+            axes = self.weight_rules[name].axes
+            specs += value.specs(axes) if isinstance(value, StoredKernel) else [split_spec(axes)]
+        return tuple(specs)
+
+    @property
+    def product_dtypes(self) -> frozenset[str]:
+        """Names of the dtypes of its parameters, as products multiply them."""
+        return frozenset(
+            (value.product_dtype if isinstance(value, StoredKernel) else value.dtype).name
+            for value in self.parameters.values()
         )
 
     @property
     def dtype(self) -> str:
         """The dtype that the model computes in: that of its embedding, which is never rounded.
 
-        Kernels may have fewer bits (`with_product_dtype`).
+        Kernels may have fewer bits.
         """
         return self.params[self.param_names.index("embed_tokens.embedding")].dtype.name
 

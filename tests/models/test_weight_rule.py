@@ -10,13 +10,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from models import load_model
+from models import LoadedModel, load_model
 from models.errors import ModelError
 from models.families.llama import LlamaForCausalLM
 from models.platforms import CPU
 from models.registry import FAMILIES
-from models.weight_rule import Source, WeightRule, param_spec, with_stored_names
-from tests.models.steppers import model_of
+from models.weight_rule import Source, WeightRule, split_spec, with_stored_names
+from tests.models.steppers import checkpoint_folder, model_of
 from tests.oracles.recipes import write_recipe
 
 
@@ -31,8 +31,9 @@ def test_every_parameter_is_split_along_axes_it_has(tmp_path, recipe) -> None:
         )
 
 
-def spec_of(name: str, *, dtype: str = "float32") -> PartitionSpec:
-    return param_spec(name, jnp.zeros((2, 2), dtype), model_of("llama_biases").weight_rules)
+def spec_of(name: str, model: LoadedModel | None = None) -> PartitionSpec:
+    model = model or model_of("llama_biases")
+    return model.param_specs[model.param_names.index(name)]
 
 
 def test_attention_and_mlp_need_one_sum_each() -> None:
@@ -48,21 +49,13 @@ def test_attention_and_mlp_need_one_sum_each() -> None:
     assert spec_of("layers.0.input_layernorm.scale") == PartitionSpec()
 
 
-def test_panels_of_a_kernel_are_whole_on_every_device() -> None:
-    assert spec_of("layers.0.mlp.up_proj.kernel.12") == PartitionSpec()
-
-
 def test_kernels_that_are_turned_are_split_along_the_same_features() -> None:
     out, into = PartitionSpec("model", None), PartitionSpec(None, "model")
-    assert spec_of("layers.0.mlp.up_proj.kernel", dtype="int8") == out
-    assert spec_of("layers.0.mlp.down_proj.kernel", dtype="int8") == into
-    assert spec_of("layers.0.mlp.up_proj.kernel_scale") == PartitionSpec("model")
-    assert spec_of("layers.0.mlp.down_proj.kernel_scale") == PartitionSpec()
-
-
-def test_a_parameter_without_a_rule_is_named() -> None:
-    with pytest.raises(ModelError, match=r"'layers.0.mlp.router.kernel' has no weight rule"):
-        spec_of("layers.0.mlp.router.kernel")
+    model = load_model(checkpoint_folder("llama_biases"), product_dtype="int8")
+    assert spec_of("layers.0.mlp.up_proj.kernel.numbers", model) == out
+    assert spec_of("layers.0.mlp.down_proj.kernel.numbers", model) == into
+    assert spec_of("layers.0.mlp.up_proj.kernel.scales", model) == PartitionSpec("model")
+    assert spec_of("layers.0.mlp.down_proj.kernel.scales", model) == PartitionSpec()
 
 
 @pytest.mark.parametrize(
@@ -95,12 +88,9 @@ def test_several_sources_need_a_function_that_combines_them():
         WeightRule(sources=sources, layout="vector", axes=(None,))
 
 
-def test_a_parameter_in_a_list_is_split_as_its_rule_says():
-    """Its name ends in a number, as that of a panel does."""
-    rule = WeightRule(sources=(Source(name="a", shape=(4,)),), layout="vector", axes=("heads",))
-    assert param_spec("layers.0.scales.1", jnp.zeros(4), {"layers.0.scales.1": rule}) == (
-        PartitionSpec("model")
-    )
+def test_a_mesh_splits_all_named_axes_but_experts():
+    assert split_spec(("experts", None, "inner")) == PartitionSpec(None, None, "model")
+    assert split_spec(("experts", None)) == PartitionSpec()
 
 
 @pytest.mark.parametrize("panel_width", [None, 64])

@@ -60,11 +60,16 @@ class CheckedProduct:
 def products_of(model: LoadedModel) -> frozenset[CheckedProduct]:
     """Returns the different products of all layers with experts."""
     kernels = (
-        param
-        for name, param in zip(model.param_names, model.params, strict=True)
-        if name in model.weight_rules and model.weight_rules[name].layout == "experts"
+        value
+        for name, value in model.parameters.items()
+        if model.weight_rules[name].layout == "experts"
     )
-    return frozenset(CheckedProduct(*param.shape[1:], param.dtype.name) for param in kernels)
+    # The op multiplies arrays; a `StoredKernel` of another form than an array uses plain XLA.
+    return frozenset(
+        CheckedProduct(*kernel.shape[1:], kernel.dtype.name)
+        for kernel in kernels
+        if isinstance(kernel, jax.Array)
+    )
 
 
 def _preferred_body(product: CheckedProduct, tile_rows: int, target: pallas_kernels.Target) -> str:

@@ -75,7 +75,7 @@ class StepPrograms:
         self._store = store
         self._sharding = NamedSharding(mesh, PartitionSpec())
         self._compiler_options = model.platform.compiler_options(
-            {param.dtype.name for param in params}, batch_invariant=buckets.is_batch_invariant
+            model.product_dtypes, batch_invariant=buckets.is_batch_invariant
         )
         self._programs: dict[ProgramShape, Compiled] = {}
         self._is_ready = False

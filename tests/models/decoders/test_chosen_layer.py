@@ -9,8 +9,9 @@ from flax import nnx
 from models.decoders.chosen_layer import choose_layer
 from models.errors import ModelError
 from models.layers.linear import Linear
-from models.layers.product import INT8_MAX
 from models.layers.rms_norm import RMSNorm
+from models.stored_kernels.column_panels import PanelKernel
+from models.stored_kernels.rounded_int8 import RoundedInt8Kernel
 from tests.models.plain_context import plain_context
 
 NUM_LAYERS = 3
@@ -42,7 +43,8 @@ def random_layers() -> list[TwoLinears]:
 
 def in_panels(layers: list[TwoLinears]) -> None:
     for layer in layers:
-        layer.first.kernel.set_value(tuple(jnp.split(layer.first.kernel[...], [4], axis=1)))
+        panels = jnp.split(layer.first.kernel[...], [4], axis=1)
+        layer.first.kernel.set_value(PanelKernel(tuple(panels)))
 
 
 def in_bfloat16(layers: list[TwoLinears]) -> None:
@@ -51,11 +53,8 @@ def in_bfloat16(layers: list[TwoLinears]) -> None:
 
 
 def in_int8(layers: list[TwoLinears]) -> None:
-    rng = np.random.default_rng(1)
     for layer in layers:
-        kernel = rng.integers(-INT8_MAX, INT8_MAX + 1, (6, 8))
-        layer.first.kernel = nnx.Param(jnp.asarray(kernel, jnp.int8))
-        layer.first.kernel_scale = nnx.data(nnx.Param(jnp.asarray(rng.random(6), jnp.float32)))
+        layer.first.kernel.set_value(RoundedInt8Kernel.of(layer.first.kernel[...]))
 
 
 @pytest.mark.parametrize("change", [lambda layers: None, in_panels, in_bfloat16, in_int8])

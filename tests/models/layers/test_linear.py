@@ -9,6 +9,8 @@ from flax import nnx
 from models import ModelError
 from models.layers.linear import Embedding, Linear, name_linears
 from models.layers.product import dot_float32
+from models.loading.kernel_encoder import KernelEncoder
+from models.platforms import Platform
 from tests.models.plain_context import plain_context
 
 
@@ -100,16 +102,16 @@ def test_embedding_scale_is_rounded_to_the_tables_dtype_and_not_in_the_head():
         assert embedding.attend(jnp.ones((1, 1), dtype)).tolist() == [[0.0, 2.0]]
 
 
-@pytest.mark.parametrize(("dtype", "shape"), [("bfloat16", (16, 24)), ("int8", (24, 16))])
+@pytest.mark.parametrize("product_dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 8), (7, 8), (9, 9)])
 def test_rounded_kernels_are_multiplied_with_at_least_eight_rows(
-    dtype, shape, num_tokens, num_rows
+    product_dtype, num_tokens, num_rows
 ):
     """XLA:CPU takes ten times as long for fewer."""
     linear = Linear(16, 24, use_bias=False, dtype=jnp.float32)
-    linear.kernel = nnx.Param(jnp.ones(shape, dtype))
-    if dtype == "int8":
-        linear.kernel_scale = nnx.data(nnx.Param(jnp.ones(24)))
+    encoder = KernelEncoder(platform=Platform(), product_dtype=product_dtype, panel_width=None)
+    kernel = linear.kernel.get_value()
+    linear.kernel.set_value(encoder.encode(kernel, "matrix", is_router=False))
     jaxpr = jax.make_jaxpr(linear.product)(jnp.ones((num_tokens, 16)))
     (dot,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
     assert dot.outvars[0].aval.shape == (num_rows, 24)

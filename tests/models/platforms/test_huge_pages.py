@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.loading.column_panels import split_columns
 from models.platforms import huge_pages
 from models.platforms.huge_pages import HUGE_PAGE_BYTES, use_huge_pages
+from models.stored_kernels.column_panels import PanelKernel
 
 PAGES_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone has them")
@@ -55,9 +55,7 @@ def test_small_arrays_are_left_alone(monkeypatch):
 def test_arrays_that_follow_each_other_in_memory_count_as_one(monkeypatch):
     asked = []
     kernel = jnp.zeros((512, 2048 + 5))
-    params = [kernel]
-    split_columns(params, ["matrix"], width=512)
-    panels = params[0]
+    panels = PanelKernel.of(kernel, 512).panels
     monkeypatch.setattr(huge_pages, "_collapse", lambda *args: asked.append(args[1:]) or 0)
     use_huge_pages([panels[3], *panels[:3], panels[4], jnp.zeros(1000)])
     assert asked == [(panels[0].unsafe_buffer_pointer(), kernel.nbytes)]

@@ -4,10 +4,12 @@ import logging
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import pallas_kernels
+from models.stored_kernels.bits16 import Bits16Kernel
 from models.weight_rule import Source, WeightRule
 from pallas_kernels import dispatch
 from paxkv.runner.programs import expert_check, kernel_check
@@ -84,14 +86,16 @@ def test_the_stacks_of_a_model_are_its_products():
         return WeightRule(sources=(Source(name="w", shape=()),), layout=layout, axes=axes)
 
     model = types.SimpleNamespace(
-        param_names=("a.kernel", "b.kernel", "b.kernel.0", "c.kernel", "d.kernel"),
-        params=(
-            *(np.zeros((4, 16, 24), np.float32), np.zeros((16, 24), np.float32)),
-            *(np.zeros((16, 8), np.float32), np.zeros((4, 24, 16), np.float32)),
-            np.zeros((8, 16, 24), np.float32),
-        ),
+        parameters={
+            "a.kernel": jnp.zeros((4, 16, 24)),
+            "b.kernel": jnp.zeros((16, 24)),
+            "c.kernel": jnp.zeros((4, 24, 16)),
+            "d.kernel": jnp.zeros((8, 16, 24)),
+            # The op gets these bits from the kernel itself, on a CPU alone.
+            "e.kernel": Bits16Kernel(jnp.zeros((4, 8, 8), jnp.uint16)),
+        },
         weight_rules={
-            **dict.fromkeys(("a.kernel", "c.kernel", "d.kernel"), rule("experts", *3 * (None,))),
+            **dict.fromkeys([f"{name}.kernel" for name in "acde"], rule("experts", *3 * (None,))),
             "b.kernel": rule("matrix", None, None),
         },
     )

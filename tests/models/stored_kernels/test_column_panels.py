@@ -10,14 +10,12 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from models import LoadedModel
-from models.errors import ModelError
 from models.layers.linear import Linear
-from models.loading import column_panels
-from models.loading.column_panels import split_columns
+from models.loading.kernel_encoder import KernelEncoder
 from models.loading.load_model import load_model
-from models.loading.product_dtype import with_product_dtype
 from models.platforms.cpu import CPU
 from models.platforms.huge_pages import HUGE_PAGE_BYTES
+from models.stored_kernels.column_panels import PanelKernel
 from tests.compiler_flags import AS_FOR_USERS
 from tests.models.plain_context import plain_context
 from tests.models.steppers import IN_TURN
@@ -43,9 +41,7 @@ def random_array(*shape: int, dtype: str = "float32") -> jax.Array:
 
 
 def in_panels(kernel: jax.Array, width: int = 256) -> tuple[jax.Array, ...]:
-    params = [kernel]
-    split_columns(params, ["matrix"], width=width)
-    return params[0]
+    return PanelKernel.of(kernel, width).panels
 
 
 def by_name(model: LoadedModel) -> dict[str, jax.Array]:
@@ -90,7 +86,7 @@ def test_a_deleted_panel_does_not_delete_others():
 @pytest.mark.parametrize("num_tokens", [16, 512])
 def test_panels_need_no_more_memory_than_their_product_once_more(num_tokens):
     linear = Linear(64, 1024, use_bias=False, dtype=jnp.float32)
-    linear.kernel.set_value(in_panels(random_array(64, 1024)))
+    linear.kernel.set_value(PanelKernel.of(random_array(64, 1024), 256))
     program = jax.jit(linear.product).lower(jnp.zeros((num_tokens, 64))).compile(AS_FOR_USERS)
     memory = program.memory_analysis()
     assert memory.temp_size_in_bytes <= memory.output_size_in_bytes
@@ -118,25 +114,26 @@ def test_panels_of_a_kernel_are_one_piece_of_memory():
 )
 def test_what_is_not_split_stays_the_same_array(layout, shape, dtype):
     array = random_array(*shape, dtype=dtype)
-    params = [array]
-    split_columns(params, [layout], width=256)
-    assert params[0] is array
+    encoder = KernelEncoder(platform=IN_TURN, product_dtype="auto", panel_width=256)
+    assert encoder.encode(array, layout, is_router=False) is array
 
 
-def test_kernels_are_replaced_one_at_a_time(monkeypatch):
+def test_kernels_are_replaced_one_at_a_time(tmp_path, monkeypatch):
     """There is never a second copy of the model."""
-    params = [random_array(8, 512) for _ in range(3)]
-    whole = [weakref.ref(kernel) for kernel in params]
+    whole = []
     num_whole = []
 
-    def split(kernel: jax.Array, width: int) -> tuple[jax.Array, ...]:
-        num_whole.append(sum(kernel() is not None for kernel in whole))
-        return panels_of(kernel, width)
+    def split(kernel: jax.Array, width: int) -> PanelKernel | None:
+        panels = panels_of(kernel, width)
+        if panels is not None:
+            whole.append(weakref.ref(kernel))
+            num_whole.append(sum(kernel() is not None for kernel in whole))
+        return panels
 
-    panels_of = column_panels._panels_of
-    monkeypatch.setattr(column_panels, "_panels_of", split)
-    split_columns(params, ["matrix"] * 3, width=256)
-    assert num_whole == [3, 2, 1]
+    panels_of = PanelKernel.of
+    monkeypatch.setattr(PanelKernel, "of", split)
+    load_model(write_random_checkpoint(tmp_path, **SHAPE), dtype="float32", panel_width=256)
+    assert num_whole == [1] * 11  # of two layers and the head; those of keys and values are narrow
 
 
 @pytest.mark.parametrize(("num_tokens", "use_bias"), [(1, True), (2, False), (17, True)])
@@ -148,7 +145,7 @@ def test_products_equal_the_kernels(num_tokens, use_bias):
     x = random_array(num_tokens, 48)
     context = plain_context(num_tokens)
     product, out = linear.product(x), linear(x, context)
-    linear.kernel.set_value(in_panels(linear.kernel[...]))
+    linear.kernel.set_value(PanelKernel.of(linear.kernel[...], 256))
     for got, wanted in ((linear.product(x), product), (linear(x, context), out)):
         assert (got.shape, got.dtype) == ((num_tokens, 640), jnp.float32)
         np.testing.assert_allclose(got, wanted, rtol=TOLERANCE, atol=TOLERANCE)
@@ -166,14 +163,15 @@ def test_logits_equal_whole_kernels(tmp_path, tie, loops_over_layers):
     whole, split = map(by_name, models)
     for name, array in whole.items():
         if name.endswith(".kernel") and array.shape[1] >= 512:
-            panels = [split.pop(f"{name}.{idx}") for idx in range(array.shape[1] // 256)]
+            panels = [split.pop(f"{name}.panels.{idx}") for idx in range(array.shape[1] // 256)]
             np.testing.assert_array_equal(np.concatenate(panels, axis=1), array)
         else:
             np.testing.assert_array_equal(split.pop(name), array)
     # With panels, a tied head has an array of its own.
-    assert {name.rpartition(".")[0] for name in split} == ({"lm_head.kernel"} if tie else set())
+    heads = {name.rpartition(".")[0] for name in split}
+    assert heads == ({"lm_head.kernel.panels"} if tie else set())
     specs = dict(zip(models[1].param_names, models[1].param_specs, strict=True))
-    assert specs["layers.1.mlp.down_proj.kernel.1"] == PartitionSpec()
+    assert specs["layers.1.mlp.down_proj.kernel.panels.1"] == PartitionSpec()
     platform = platform if loops_over_layers else IN_TURN
     steppers = [PagedStepper(dataclasses.replace(model, platform=platform)) for model in models]
     for chunk in ({0: [3, 4, 5, 6], 1: list(range(7, 30)), 2: [8]}, {0: [9], 2: [10]}):
@@ -188,15 +186,6 @@ def test_logits_equal_whole_kernels(tmp_path, tie, loops_over_layers):
 def test_kernels_of_fewer_bits_stay_whole(tmp_path, other):
     folder = write_random_checkpoint(tmp_path, **SHAPE | {"num_layers": 1})
     model = load_model(folder, **{"dtype": "float32"} | other, panel_width=256)
-    # A kernel of int8 is turned besides.
-    wanted = (1024, 512) if "int8" in other.values() else (512, 1024)
-    assert by_name(model)[KERNEL].shape == wanted
-    assert len(model.params) == len(set(model.param_names))
-    assert not any(name.endswith("0") for name in model.param_names)
-
-
-def test_kernels_in_panels_are_not_rounded(tmp_path):
-    checkpoint = write_random_checkpoint(tmp_path, **SHAPE)
-    model = load_model(checkpoint, panel_width=256)
-    with pytest.raises(ModelError, match=r"a kernel consists of \d panels"):
-        with_product_dtype(model, "int8")
+    kernel = model.parameters[KERNEL]
+    assert kernel.shape == (512, 1024)
+    assert not isinstance(kernel, PanelKernel)

@@ -1,0 +1,1 @@
+"""How the kernels of products are stored: one class for each encoding."""

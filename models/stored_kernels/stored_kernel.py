@@ -1,0 +1,69 @@
+"""`StoredKernel`: what an encoding of kernels defines."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from models.errors import ModelError
+from models.forward.kernel_settings import KernelSettings
+from models.weight_rule import SplitAxis
+from pallas_kernels import GroupTiles
+
+# `use(function, operand)` returns `function(operand, kernel)`, where `kernel` is the one whose
+# arrays are multiplied. In a loop over layers, this is the kernel of the layer that the loop has
+# reached, and the program contains the function once per layer. So it should contain little.
+UseKernel = Callable[[Callable[..., Any], jax.Array], Any]
+
+
+class StoredKernel(ABC):
+    """The arrays of one matrix [in, out], or of a stack of matrices [num_experts, in, out].
+
+    Each class is a pytree. Kernels that differ only in the numbers of their arrays share a program.
+    A method therefore takes sizes from `self`, and arrays from the kernel that `use` passes.
+    """
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix or the stack, in whatever form it is stored."""
+
+    @property
+    @abstractmethod
+    def product_dtype(self) -> jnp.dtype:
+        """The dtype of the numbers that are multiplied."""
+
+    @abstractmethod
+    def specs(self, axes: Sequence[SplitAxis | None]) -> tuple[PartitionSpec, ...]:
+        """How a mesh splits each array, in the order of the pytree's leaves.
+
+        Args:
+            axes: Of the matrix or the stack, as in `WeightRule`.
+        """
+
+    def multiply(
+        self,
+        x: jax.Array,  # f[num_rows, in_features]
+        use: UseKernel,
+    ) -> jax.Array:  # f32[num_rows, out_features]
+        """The product of x with one matrix."""
+        raise ModelError(f"a {type(self).__name__} holds a stack of matrices; expected one matrix.")
+
+    def multiply_groups(
+        self,
+        x: jax.Array,  # f[num_tiles * tile_rows, in_features]
+        tiles: GroupTiles,
+        settings: KernelSettings,
+        use: UseKernel,
+        *,
+        split: Literal["in", "out"],
+    ) -> jax.Array:  # f[num_tiles * tile_rows, out_features]
+        """The products of tiles of rows with the matrices of their experts.
+
+        Args:
+            split: The features of the matrices that a mesh splits.
+        """
+        raise ModelError(f"a {type(self).__name__} holds one matrix; expected a stack.")
