@@ -74,6 +74,7 @@ class MeasuredOp:
     Args:
         problem: Makes the call of a case from a seed.
         timed_problem: Makes the calls that are timed; None uses `problem` for them too.
+        has_kernel: Whether the op has a Mosaic GPU body.
     """
 
     op: str
@@ -81,6 +82,7 @@ class MeasuredOp:
     cases: Sequence[Any]
     timed: Sequence[tuple[Any, Work]]
     timed_problem: Callable[[Any, int], Problem] | None = None
+    has_kernel: bool = True
 
     def check_unit(self, case: Any, body: str) -> Unit:
         """Compares one call with its expected result; the body "default" lets the op choose."""

@@ -21,6 +21,7 @@ from benchmarks.ops.device_calls import (
 )
 from benchmarks.ops.gpu_report import report
 from benchmarks.ops.other_ops import OTHER_OPS
+from benchmarks.ops.recurrences import RECURRENT_OPS
 from benchmarks.units.run import UnitRun
 from benchmarks.units.unit import Measured, Unit
 
@@ -51,23 +52,29 @@ def all_units(*, is_rehearsal: bool) -> list[Unit]:
 
 def first_checks(*, is_rehearsal: bool) -> list[Unit]:
     """The first case of every op with its Mosaic body, and with the body that the op chooses."""
-    # One case is enough to show that the op can choose.
-    bodies = (kernel_body(is_rehearsal=is_rehearsal), "default")
     ops = _measured_ops(is_rehearsal=is_rehearsal)
-    return [op.check_unit(op.cases[0], body) for body in bodies for op in ops]
+    body = kernel_body(is_rehearsal=is_rehearsal)
+    # One case is enough to show that the op can choose.
+    return [
+        *(op.check_unit(op.cases[0], body) for op in ops if op.has_kernel),
+        *(op.check_unit(op.cases[0], "default") for op in ops),
+    ]
 
 
 def other_checks(*, is_rehearsal: bool) -> list[Unit]:
     """All other cases of the Mosaic bodies."""
     body = kernel_body(is_rehearsal=is_rehearsal)
     ops = _measured_ops(is_rehearsal=is_rehearsal)
-    return [op.check_unit(case, body) for op in ops for case in op.cases[1:]]
+    return [op.check_unit(case, body) for op in ops if op.has_kernel for case in op.cases[1:]]
 
 
 def timings(*, is_rehearsal: bool) -> list[Unit]:
     ops = _measured_ops(is_rehearsal=is_rehearsal)
-    bodies = (kernel_body(is_rehearsal=is_rehearsal), "xla")
-    return [op.time_unit(*timed, body) for body in bodies for op in ops for timed in op.timed]
+    body = kernel_body(is_rehearsal=is_rehearsal)
+    return [
+        *(op.time_unit(*timed, body) for op in ops if op.has_kernel for timed in op.timed),
+        *(op.time_unit(*timed, "xla") for op in ops for timed in op.timed),
+    ]
 
 
 def xla_checks(*, is_rehearsal: bool) -> list[Unit]:
@@ -82,7 +89,7 @@ def kernel_body(*, is_rehearsal: bool) -> str:
 def _measured_ops(*, is_rehearsal: bool) -> list[MeasuredOp]:
     """All ops; the first case of each has a dtype that the Mosaic bodies take."""
     ops = []
-    for measured in (_PAGED_ATTENTION, *OTHER_OPS):
+    for measured in (_PAGED_ATTENTION, *OTHER_OPS, *RECURRENT_OPS):
         cases = sorted(measured.cases, key=lambda case: getattr(case, "dtype", "") == "float32")
         ops.append(dataclasses.replace(measured, cases=cases))
         if is_rehearsal:

@@ -140,7 +140,7 @@ def test_dtype_is_not_that_of_rounded_kernels(tmp_path, monkeypatch):
     monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", f"{__name__}:LlamaWithAdapter")
     folder = write_random_checkpoint(tmp_path, num_layers=1)
     loaded = load_model(folder, load_format="dummy", dtype="bfloat16", product_dtype="int8")
-    assert loaded.param_names[0] == "adapter.kernel" and loaded.params[0].dtype == jnp.int8
+    assert loaded.param_names[0] == "adapter.kernel.numbers" and loaded.params[0].dtype == jnp.int8
     assert loaded.dtype == "bfloat16"
 
 
