@@ -1,4 +1,4 @@
-"""Settings by name, as in `--set block_size=32`: the part of the config that they belong to."""
+"""Finds the parts of the config that settings such as `--set block_size=32` belong to."""
 
 import argparse
 import dataclasses
@@ -45,7 +45,7 @@ def checked_settings(
     *,
     decided_by: Mapping[str, str],
 ) -> dict[str, Setting]:
-    """Checks settings before an engine is started; a mistake ends the program with its usage.
+    """Checks settings before an engine starts; prints the usage and exits after a mistake.
 
     Args:
         decided_by: Setting that must not be given -> the flag that sets it.

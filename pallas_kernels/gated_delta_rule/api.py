@@ -31,7 +31,7 @@ def gated_delta_rule(
     """Updates the state of each head with each token, and reads it with the token's query.
 
     For each token in turn, S = exp(log_decay) S, then S = S + k (beta (v - k^T S))^T, and the
-    result is q^T S. So a key that comes again replaces its value, by the share `beta`.
+    result is q^T S. So a repeated key replaces the share `beta` of its value.
 
     Args:
         q: Queries, scaled; `k` are keys, of length 1 in trained models.

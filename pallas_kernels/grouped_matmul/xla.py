@@ -27,7 +27,7 @@ def grouped_matmul_xla(
 ) -> jax.Array:  # f[num_tiles * tile_rows, out_features]
     """See `api.grouped_matmul`. Reads only the matrices of groups that have rows.
 
-    On a CPU, XLA copies the slice for a product with a slice of the weights. If the weights are
+    For a product with a slice of the weights, XLA:CPU copies the slice. If the weights are
     bfloat16, it converts all of them first. The CPU's code is therefore a sum of outer products, in
     a loop that reads the rows of a matrix in place.
     """

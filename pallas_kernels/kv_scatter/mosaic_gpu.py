@@ -173,7 +173,7 @@ def _token_box(kv_cache: jax.Array) -> _TokenBox:
     _, _, num_kv_heads, _, head_dim = kv_cache.shape
     piece_dim = widest_minor(head_dim, kv_cache.dtype.itemsize)
     head_bytes = head_dim * kv_cache.dtype.itemsize
-    # 4 heads of 160 bytes are the first multiple of 128 bytes, so a token has room for 4.
+    # Padded to a multiple of 4 heads if a head has 160 bytes: 4 of them fill 5 x 128 bytes.
     heads_a_step = SMEM_ALIGNMENT // math.gcd(SMEM_ALIGNMENT, head_bytes)
     padded_heads = pl.cdiv(num_kv_heads, heads_a_step) * heads_a_step
     return _TokenBox(

@@ -24,7 +24,7 @@ START_UNIT, END_UNIT, START_REQUEST = range(3)
 
 
 class DecodeSchedule(NamedTuple):
-    """The cut line, as the kernel reads it from device memory.
+    """The line and its shares, in the form in which the kernel reads them.
 
     `requests` has one row per request: its first unit; its number of tiles per head, 0 if there is
     nothing to do; its first tile, counted from position 0; the first position seen; the end of the

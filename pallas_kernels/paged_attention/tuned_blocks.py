@@ -19,7 +19,7 @@ _GROUP_OF_TWO_CTAS = {64: 24, 128: 16, 192: 16, 256: 8}
 # Source: CUDA C++ Programming Guide, compute capability 9.0: shared memory of an SM and of a CTA.
 # The system takes 1 KiB per CTA.
 _SMEM_PER_SM, _SMEM_PER_CTA, _SMEM_RESERVED = 233_472, 232_448, 1_024
-# Barriers, and rounding up to what a swizzled tile is aligned to.
+# For barriers, and for the alignment of swizzled tiles.
 _SMEM_SLACK = 2_048
 _NUM_SMS = {"NVIDIA H200": 132, "NVIDIA H100 80GB HBM3": 132, "NVIDIA H100 PCIe": 114}
 _USUAL_NUM_SMS = 132
@@ -65,7 +65,7 @@ def padded_rows(group_size: int) -> int:
 
 
 def v_tile_width(head_dim: int) -> int:
-    """Columns of a V tile in shared memory: they are rows of wgmma's results of 64 rows."""
+    """Columns of a V tile in shared memory, a multiple of 64: they are rows of wgmma's result."""
     return -(-head_dim // 64) * 64
 
 
