@@ -55,7 +55,7 @@ def assert_equal(got: jax.Array, wanted: jax.Array) -> None:
 
 # Fewer logits than tokens, and several of one request: a guess from shapes would say "last".
 @pytest.mark.parametrize("in_loop", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_logits_are_those_of_the_indices(of_all_tokens, in_loop):
+def test_logits_belong_to_the_indices(of_all_tokens, in_loop):
     assert_equal(of_all_tokens.for_logits, of_all_tokens.hidden)
     outputs = outputs_of(Wants(), [0, 1, 4, 4], in_loop=in_loop)
     assert_equal(outputs.for_logits, of_all_tokens.hidden[[0, 1, 4, 4]])
@@ -75,7 +75,7 @@ def test_hidden_of_last_tokens_without_any_logits(of_all_tokens):
     assert_equal(outputs.hidden, of_all_tokens.hidden[LAST_TOKENS])
 
 
-def test_hidden_of_last_tokens_beside_other_logits(of_all_tokens):
+def test_hidden_of_last_tokens_together_with_other_logits(of_all_tokens):
     outputs = outputs_of(Wants(logits="indices", hidden="last"), [1], in_loop=True)
     assert_equal(outputs.for_logits, of_all_tokens.hidden[1:2])
     assert_equal(outputs.hidden, of_all_tokens.hidden[LAST_TOKENS])

@@ -121,7 +121,7 @@ def test_tokens_of_steps_after_the_end_are_dropped():
     assert scheduler.make_stats().kv_cache_usage == 0
 
 
-def test_an_aborted_request_drops_what_is_on_its_way_also_when_its_id_comes_again():
+def test_tokens_in_flight_of_an_aborted_request_are_dropped_also_if_its_id_is_reused():
     scheduler = make_scheduler(AsyncScheduler)
     add(scheduler, "a", range(5))
     executor = LateExecutor(scheduler, depth=3)
@@ -204,7 +204,7 @@ def test_steps_come_back_in_order_and_with_one_token():
         scheduler.update_from_output(first, answer({"a": [7, 8]}))
 
 
-def test_a_burst_brings_a_token_for_each_that_it_computes():
+def test_a_burst_returns_a_token_for_each_that_it_computes():
     scheduler = make_scheduler(AsyncScheduler)
     request = add(scheduler, "a", range(5))
     executor = LateExecutor(scheduler, depth=4)
@@ -222,7 +222,7 @@ def test_a_burst_brings_a_token_for_each_that_it_computes():
     assert executor.outputs["a"] == continuation(range(5), 20)
 
 
-def test_bursts_behind_each_other_give_each_request_its_own_tokens():
+def test_consecutive_bursts_give_each_request_its_own_tokens():
     scheduler = make_scheduler(AsyncScheduler)
     executor = LateExecutor(scheduler, depth=2)
     lengths = {"a": (5, 20), "b": (7, 11), "c": (3, 2)}
@@ -243,7 +243,7 @@ def test_bursts_behind_each_other_give_each_request_its_own_tokens():
 
 
 @pytest.mark.parametrize("max_decode_steps", [1, 4])
-def test_what_was_sent_off_behind_a_burst_that_ends_early_is_for_nobody(max_decode_steps):
+def test_tokens_scheduled_after_a_burst_that_ends_early_are_dropped(max_decode_steps):
     tokens = continuation(range(5), 4)
     scheduler = make_scheduler(AsyncScheduler)
     add(scheduler, "a", range(5), params={"stop_token_ids": [tokens[2]]}, keep_blocks=True)
@@ -266,7 +266,7 @@ def test_what_was_sent_off_behind_a_burst_that_ends_early_is_for_nobody(max_deco
     assert executor.outputs["b"] == continuation(range(6), 20)
 
 
-def test_a_single_step_that_ends_a_request_leaves_its_last_token_to_the_burst_behind():
+def test_a_single_step_that_ends_a_request_leaves_its_last_token_to_the_next_burst():
     tokens = continuation(range(5), 1)
     scheduler = make_scheduler(AsyncScheduler)
     add(scheduler, "a", range(5), params={"stop_token_ids": tokens}, keep_blocks=True)
@@ -277,7 +277,7 @@ def test_a_single_step_that_ends_a_request_leaves_its_last_token_to_the_burst_be
     assert (kept.num_tokens, kept.num_computed_tokens) == (6, 5)
 
 
-def test_an_aborted_request_drops_its_burst_also_when_its_id_comes_again():
+def test_the_burst_of_an_aborted_request_is_dropped_also_if_its_id_is_reused():
     scheduler = make_scheduler(AsyncScheduler)
     add(scheduler, "a", range(5))
     executor = LateExecutor(scheduler, depth=3)
@@ -319,7 +319,7 @@ def test_a_burst_in_flight_gives_way_where_blocks_run_out():
     assert executor.outputs["b"] == continuation(range(7), 10)
 
 
-def test_blocks_that_fill_up_in_a_burst_are_cached_when_it_is_home():
+def test_blocks_that_fill_up_in_a_burst_are_cached_when_its_tokens_arrive():
     scheduler = make_scheduler(AsyncScheduler)
     add(scheduler, "a", range(5))
     executor = LateExecutor(scheduler, depth=3)
@@ -333,7 +333,7 @@ def test_blocks_that_fill_up_in_a_burst_are_cached_when_it_is_home():
 
 
 @pytest.mark.parametrize(("num_tokens", "message"), [(2, "of a burst; 3"), (4, "at most 3")])
-def test_a_burst_brings_neither_fewer_tokens_nor_more(num_tokens, message):
+def test_a_burst_returns_neither_fewer_tokens_nor_more(num_tokens, message):
     scheduler = make_scheduler(AsyncScheduler)
     add(scheduler, "a", range(5))
     executor = LateExecutor(scheduler, depth=2)
@@ -356,7 +356,7 @@ def test_a_burst_brings_neither_fewer_tokens_nor_more(num_tokens, message):
     max_decode_steps=st.sampled_from([1, 4, 8]),
     knows_ends=st.booleans(),
 )
-def test_late_tokens_are_those_of_the_sequential_order(
+def test_late_tokens_equal_the_sequential_order(
     seed, policy, caching, must_fit, num_blocks, specs, depth, max_decode_steps, knows_ends
 ):
     draw = random.Random(seed)

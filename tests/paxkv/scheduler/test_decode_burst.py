@@ -90,7 +90,7 @@ def test_a_prompt_that_is_being_computed_keeps_all_to_single_steps():
     ]
 
 
-def test_a_request_that_comes_back_is_computed_first():
+def test_a_resumed_request_is_computed_first():
     scheduler, runner = make_decoding()
     assert scheduler.reset_prefix_cache(True)
     output = step(scheduler, runner, 4)
@@ -163,7 +163,7 @@ def test_a_burst_ends_where_the_context_does():
     ("num_prompt_tokens", "num_free_blocks", "num_steps"),
     [(13, 4, 8), (13, 3, 4), (13, 2, 4), (13, 1, 2), (13, 0, 2), (15, 1, 1), (15, 0, 1)],
 )
-def test_where_blocks_are_short_a_burst_is_and_nobody_falls(
+def test_a_burst_is_short_if_blocks_are_scarce_and_preempts_no_request(
     num_prompt_tokens, num_free_blocks, num_steps
 ):
     # Each has 16 slots, of which 3 or 1 are left.
@@ -270,7 +270,7 @@ def test_the_others_go_on_where_one_ends():
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3, 5])
-def test_a_request_that_goes_on_must_have_got_all_its_tokens(num_tokens):
+def test_a_request_that_continues_must_have_all_its_tokens(num_tokens):
     scheduler, _ = make_decoding()
     output = scheduler.schedule(4)
     with pytest.raises(InvariantError, match="of a burst; 4 were scheduled"):

@@ -140,7 +140,7 @@ def test_encoder_tokens_need_no_blocks_for_the_decoders():
     check_blocks(manager_with_blocks_for(running, 4, full(2), cross(2)), [running], [], [])
 
 
-def test_too_few_blocks_and_blocks_of_those_who_wait_are_seen():
+def test_too_few_blocks_and_blocks_of_waiting_requests_are_detected():
     running = make_request(RequestStatus.RUNNING, num_computed_tokens=4)
     with pytest.raises(InvariantError):
         check_blocks(manager_with_blocks_for(running, 2), [running], [], [])

@@ -98,7 +98,7 @@ def test_a_request_with_a_grammar_begins_by_waiting_for_it():
     assert make_request([1]).status is RequestStatus.WAITING
 
 
-def test_drafts_count_behind_the_tokens():
+def test_drafts_count_after_the_tokens():
     request = make_request([5, 6, 7])
     request.spec_token_ids = [8, 9]
     assert (request.num_tokens, request.num_tokens_with_spec) == (3, 5)

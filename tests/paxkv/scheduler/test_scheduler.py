@@ -106,7 +106,7 @@ def test_prompts_and_decodes_share_one_budget_running_first():
     assert counts(step(scheduler)) == {"a": 1, "b": 1, "c": 5}
 
 
-def test_long_prefill_threshold_comes_before_the_budget_also_when_running():
+def test_long_prefill_threshold_applies_before_the_budget_also_to_running_requests():
     scheduler = make_scheduler(max_num_batched_tokens=10, long_prefill_token_threshold=3)
     add(scheduler, "a", 8)
     add(scheduler, "b", 9)
@@ -202,7 +202,7 @@ def make_full_pool(**config):
     return scheduler
 
 
-def test_fcfs_preempts_the_last_and_admits_nobody_in_that_step():
+def test_fcfs_preempts_the_last_and_admits_no_request_in_that_step():
     scheduler = make_full_pool()
     add(scheduler, "c", 1, max_tokens=4)
     output = step(scheduler)
@@ -268,7 +268,7 @@ def test_priority_takes_back_what_a_victim_was_given_in_this_step():
     assert counts(output) == {"low": 12}
 
 
-def test_under_priority_a_request_that_falls_itself_does_not_stop_those_behind_it():
+def test_under_priority_a_request_that_preempts_itself_does_not_stop_later_ones():
     scheduler = make_scheduler(num_blocks=5, policy="priority")
     add(scheduler, "low", 7, priority=5, max_tokens=4)
     step(scheduler)
@@ -279,7 +279,7 @@ def test_under_priority_a_request_that_falls_itself_does_not_stop_those_behind_i
     assert (counts(output), output.preempted_req_ids) == ({"high": 1}, {"low"})
 
 
-def test_under_priority_the_latest_arrival_among_equals_falls():
+def test_under_priority_the_latest_arrival_among_equals_is_preempted():
     scheduler = make_scheduler(num_blocks=5, policy="priority")
     add(scheduler, "late", 7, arrival_time=2.0, max_tokens=4)
     step(scheduler)
@@ -298,7 +298,7 @@ def test_a_request_without_work_is_passed_over():
     assert counts(step(scheduler)) == {"b": 1}
 
 
-def test_priority_decides_who_is_admitted_and_ties_go_by_arrival():
+def test_priority_decides_admission_and_arrival_breaks_ties():
     scheduler = make_scheduler(policy="priority", max_num_seqs=3)
     for request_id, priority, arrival_time in (("a", 1, 0.0), ("b", 0, 2.0), ("c", 0, 1.0)):
         add(scheduler, request_id, 2, priority=priority, arrival_time=arrival_time)

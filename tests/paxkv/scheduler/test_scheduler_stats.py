@@ -9,7 +9,7 @@ from tests.paxkv.kv_cache.cache_fakes import make_manager, run_alone
 
 
 @pytest.mark.parametrize("is_measured", [False, True])
-def test_how_long_blocks_stay_is_told_where_it_is_measured(is_measured):
+def test_the_residency_of_blocks_is_reported_where_it_is_measured(is_measured):
     collector = KVCacheMetricsCollector(1.0) if is_measured else None
     manager = make_manager(num_blocks=4, observers=[collector] if is_measured else [])
     for name in ("a", "b"):

@@ -163,7 +163,7 @@ def test_an_item_that_cannot_be_encoded_ends_the_chunk_and_waits():
     assert [output.free_encoder_mm_hashes for output in outputs[:2]] == [[], ["x"]]
 
 
-def test_a_victim_gives_its_encoder_budget_back_and_its_item_to_who_shares_it():
+def test_a_preempted_request_returns_its_encoder_budget_and_passes_a_shared_item_on():
     shared = MultiModalFeature(identifier="x", offset=4, length=4)
     scheduler = make_scheduler(
         num_blocks=9,
@@ -189,7 +189,7 @@ def test_a_victim_gives_its_encoder_budget_back_and_its_item_to_who_shares_it():
     scheduler.kv_cache_manager.block_pool.free_blocks(taken)
 
 
-def test_an_item_that_a_victim_was_to_encode_is_encoded_for_who_preempts_it():
+def test_an_item_of_a_preempted_request_is_encoded_for_the_preempting_one():
     shared = MultiModalFeature(identifier="x", offset=4, length=4)
     scheduler = make_scheduler(
         num_blocks=9,
@@ -279,7 +279,7 @@ def test_a_request_without_its_grammar_is_passed_and_keeps_its_place(policy):
     assert counts(step(scheduler, runner)) == {"a": 3}
 
 
-def test_a_grammar_that_nobody_compiles_is_refused():
+def test_a_grammar_without_a_compiler_is_refused():
     with pytest.raises(InvalidRequestError, match="compiles no grammars"):
         add(make_scheduler(), "a", 3, needs_grammar=True)
 
@@ -305,7 +305,7 @@ def test_a_whole_prompt_must_fit_unless_that_is_turned_off():
     assert admitted(full_sequence_must_fit=False) == {"a": 1, "b": 7}
 
 
-def test_who_does_not_fit_ends_the_scan_and_preempts_nobody():
+def test_a_waiting_request_that_does_not_fit_ends_the_scan_without_preemption():
     scheduler = make_scheduler(num_blocks=6)
     runner = FunctionRunner()
     add(scheduler, "a", 8, max_tokens=3)
@@ -373,7 +373,7 @@ def test_who_ends_after_a_reset_is_only_reported_as_ended():
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_a_reset_preempts_who_runs_and_keeps_their_order(policy):
+def test_a_reset_preempts_running_requests_and_keeps_their_order(policy):
     scheduler = make_scheduler(policy=policy, max_num_seqs=2)
     runner = FunctionRunner()
     for i, request_id in enumerate("abc"):

@@ -82,7 +82,7 @@ def test_drafts_are_unknown_until_they_are_verified():
     assert scheduler.steps_in_flight.count_unknown_tokens() == {"a": 2}
 
 
-def test_when_a_request_has_ended_what_a_burst_behind_computes_is_not_sure():
+def test_after_a_request_ended_the_tokens_of_a_later_burst_are_uncertain():
     scheduler = make_scheduler(AsyncScheduler)
     request = add(scheduler, "a", 5)
     outputs = [scheduler.schedule(), scheduler.schedule(4)]

@@ -89,7 +89,7 @@ def test_a_request_ends_where_no_token_is_left():
         assert (request.finish_reason, request.stop_reason) == expected
 
 
-def test_an_end_that_comes_too_early_is_no_token_that_is_left():
+def test_an_end_token_before_min_tokens_is_not_a_token_that_is_left():
     settings = {"bad_words": ((7, 7),), "stop_token_ids": [9], "scarce": (7, 9)}
     for min_tokens, expected in ((1, None), (2, ("stop", NO_TOKEN_LEFT))):
         request = make_request(min_tokens=min_tokens, **settings)
@@ -104,7 +104,7 @@ def test_length_cuts_a_run_of_tokens():
     assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
 
 
-def test_a_request_that_goes_on_reports_its_tokens():
+def test_a_request_that_continues_reports_its_tokens():
     request = make_request()
     result = append_until_stop(request, [7, 8], None)
     assert (result.request_id, result.new_token_ids) == ("r", [7, 8])
@@ -217,5 +217,5 @@ def test_below_min_tokens_only_the_length_ends_a_request(token_id, num_tokens, e
         ([7], [7, 8, 9], 0),
     ],
 )
-def test_drafts_behind_the_first_wrong_one_are_rejected(drafts, sampled, expected):
+def test_drafts_after_the_first_wrong_one_are_rejected(drafts, sampled, expected):
     assert num_rejected_tokens(drafts, sampled) == expected

@@ -133,14 +133,14 @@ def test_with_eagle_a_block_less_is_hit():
     assert coordinator.find_longest_cache_hit([b"a", b"b"], 100)[1] == 4
 
 
-def test_block_work_comes_when_the_first_group_has_some():
+def test_block_work_is_due_when_the_first_group_has_some():
     coordinator = plain(full(4), full(8))
     new_blocks(coordinator, 3)
     assert coordinator.get_num_tokens_before_block_work("r") == 4
 
 
 @pytest.mark.parametrize("enable_caching", [True, False])
-def test_slots_are_reserved_behind_those_of_a_step(enable_caching):
+def test_slots_are_reserved_after_the_slots_of_a_step(enable_caching):
     manager = make_manager(full(), window(5), full(8), enable_caching=enable_caching)
     request = FakeRequest("r", range(8))
     admit(manager, request, 7)

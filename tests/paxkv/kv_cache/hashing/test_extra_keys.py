@@ -81,9 +81,7 @@ def test_the_same_item_at_the_same_place_of_another_block_has_the_same_key():
     num_blocks=st.integers(0, 6),
     block_size=st.integers(1, 5),
 )
-def test_item_keys_equal_those_found_by_looking_at_every_position(
-    gaps, start_block, num_blocks, block_size
-):
+def test_item_keys_equal_a_search_at_every_position(gaps, start_block, num_blocks, block_size):
     items, position = [], 0
     for gap, length in gaps:
         items.append(item(f"i{position}", position + gap, length))

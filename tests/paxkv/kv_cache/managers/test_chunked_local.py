@@ -54,7 +54,7 @@ def test_a_chunk_that_begins_within_a_block_needs_that_block():
     assert hit(6, (0,), 11) == [1]
 
 
-def test_with_eagle_the_block_behind_must_be_there_and_is_dropped():
+def test_with_eagle_the_next_block_must_be_cached_and_is_dropped():
     assert hit(8, (2, 3), 31, use_eagle=True) == [0, 0, 3]
     assert hit(8, (4,), 31, use_eagle=True) == [0, 0, 0, 0]
     assert hit(8, (), 31, use_eagle=True) == []

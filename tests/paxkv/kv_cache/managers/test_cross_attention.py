@@ -18,7 +18,7 @@ from tests.paxkv.kv_cache.cache_fakes import (
 )
 
 
-def test_blocks_are_those_of_the_encoder_tokens_and_come_once():
+def test_blocks_cover_the_encoder_tokens_and_are_allocated_once():
     manager = make_manager(full(), cross())
     request = FakeRequest("r", range(3))
     assert admit(manager, request, num_encoder_tokens=9)
@@ -84,7 +84,7 @@ def test_decoding_is_no_work_for_it():
     assert ids(manager.get_blocks("r")) == [1, 2]
 
 
-def test_slots_behind_the_last_encoder_token_are_unused():
+def test_slots_after_the_last_encoder_token_are_unused():
     manager = make_manager(full(), cross(block_size=8))
     source = FakeRequest("r", range(6))
     admit(manager, source, num_encoder_tokens=9)
@@ -97,7 +97,7 @@ def test_slots_behind_the_last_encoder_token_are_unused():
     assert manager.count_slots([source, forked]) == (28, 18)
 
 
-def test_an_id_that_comes_again_counts_nothing_of_the_first():
+def test_a_reused_id_counts_nothing_of_the_first_request():
     manager = make_manager(full(), cross())
     first, source = FakeRequest("s", range(4)), FakeRequest("r", range(4))
     for request, num_encoder_tokens in ((first, 5), (source, 8)):

@@ -21,7 +21,7 @@ def test_copies_are_taken_once_in_order():
     assert taken(work) == []
 
 
-def test_a_copy_of_a_copy_comes_from_where_the_content_is():
+def test_a_copy_of_a_copy_reads_the_block_with_the_content():
     b = blocks(6)
     work = DeviceBlockWork()
     work.record_copy(b[1], b[2])
@@ -33,7 +33,7 @@ def test_a_copy_of_a_copy_comes_from_where_the_content_is():
     assert taken(work) == [(2, 5)]
 
 
-def test_a_target_that_nobody_holds_any_more_is_dropped():
+def test_a_target_that_no_request_holds_any_more_is_dropped():
     b = blocks(4)
     work = DeviceBlockWork()
     work.record_copy(b[1], b[2])

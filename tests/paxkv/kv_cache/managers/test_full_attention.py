@@ -166,7 +166,7 @@ def test_common_prefix_is_what_every_request_holds():
     assert manager.get_num_common_prefix_blocks("unknown") == 0
 
 
-def test_what_all_hold_behind_a_block_of_their_own_is_no_common_prefix():
+def test_shared_blocks_after_an_own_block_are_no_common_prefix():
     manager = make()
     own, shared = new_blocks(manager, "r", 8)
     (equal,) = new_blocks(manager, "gone", 4)

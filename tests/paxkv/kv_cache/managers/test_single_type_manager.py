@@ -78,7 +78,7 @@ def test_a_block_that_only_can_be_found_is_copied_too():
     manager.check_invariants()
 
 
-def test_a_block_that_nobody_else_has_is_taken_over_as_it_is():
+def test_a_block_without_other_holders_is_taken_over_without_a_copy():
     # The source is gone and its half-filled block has no hash: the fork writes on in it.
     manager = make_manager()
     source = run_alone(manager, "source", range(6))

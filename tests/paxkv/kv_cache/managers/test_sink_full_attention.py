@@ -42,7 +42,7 @@ def test_each_group_with_sinks_has_its_own():
     assert (sink_ids(manager, 0), sink_ids(manager, 2)) == ([1], [2, 3])
 
 
-def test_hits_are_those_of_full_attention():
+def test_hits_are_the_same_as_for_full_attention():
     manager = make_manager(sinks(8))
     request = run_alone(manager, "r", range(9))
     hits, num_hits = manager.get_computed_blocks(FakeRequest("s", range(9)))

@@ -45,7 +45,7 @@ def test_a_slot_is_taken_once_and_freed_as_a_whole():
     assert manager.block_pool.get_num_free_blocks() == 19
 
 
-def test_pool_without_room_for_a_slot_admits_nobody_and_changes_nothing():
+def test_pool_without_room_for_a_slot_admits_no_request_and_changes_nothing():
     manager = make_manager(full(), states(2), num_blocks=8)
     assert not admit(manager, FakeRequest("r", range(5)))
     assert manager.block_pool.get_num_free_blocks() == 7

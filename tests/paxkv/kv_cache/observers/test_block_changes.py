@@ -99,7 +99,7 @@ def test_what_was_cached_before_has_a_place_when_a_request_shows_it():
     assert contents(log) == [(2, second.block_id, hashes[1], hashes[0])]
 
 
-def test_buffers_do_not_outgrow_the_pool_while_nobody_looks():
+def test_buffers_do_not_outgrow_the_pool_without_a_reader():
     scheduler = make_scheduler(num_blocks=6)
     pool, runner = scheduler.kv_cache_manager.block_pool, FunctionRunner()
     log = BlockChangeLog(pool.blocks)

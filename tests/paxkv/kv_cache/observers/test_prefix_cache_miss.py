@@ -112,7 +112,7 @@ def test_the_first_differing_block_is_named():
     assert cache.why("c") == ("first_block_differs", 0, 0)
 
 
-def test_another_salt_and_another_adapter_are_told_apart():
+def test_another_salt_and_another_adapter_are_distinguished():
     cache = Cache()
     tokens = [1, 2, 3, 4, 5]
     cache.admit(cache.request("plain", tokens))
@@ -155,7 +155,7 @@ def test_what_is_evicted_later_is_no_reason_for_an_earlier_miss():
     assert cache.why("c") == ("evicted", 0, 0)
 
 
-def test_short_prompts_and_those_that_read_nothing():
+def test_short_prompts_and_prompts_that_read_no_cache():
     cache = Cache()
     cache.admit(cache.request("short", [1, 2]))
     assert cache.why("short") == ("too_short", 0, None)

@@ -93,7 +93,7 @@ def test_touched_block_leaves_the_free_queue_and_keeps_its_content():
     pool.check_invariants()
 
 
-def test_freeing_what_nobody_holds_raises():
+def test_freeing_an_unheld_block_raises():
     pool = BlockPool(num_blocks=4, enable_caching=True)
     blocks = pool.get_new_blocks(1)
     pool.free_blocks(blocks)

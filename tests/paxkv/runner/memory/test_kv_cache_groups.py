@@ -229,7 +229,7 @@ def test_groups_of_a_block_size_have_one_array_of_block_tables():
     assert found == [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1)]
 
 
-def test_a_state_has_block_tables_apart_from_those_of_tokens():
+def test_a_state_has_block_tables_of_its_own():
     """An entry of its table is a state, and not the tokens of a block."""
     both = (
         ("kv", CacheRef(format=attention())),

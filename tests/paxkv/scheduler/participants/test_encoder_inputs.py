@@ -129,7 +129,7 @@ def test_an_item_twice_in_a_chunk_is_encoded_once_and_needed_twice():
     assert inputs.cache_manager.holders("x") == []
 
 
-def test_what_a_victim_was_to_encode_goes_to_who_counts_on_it_or_back():
+def test_an_item_of_a_preempted_request_goes_to_a_request_that_shares_it_or_back():
     inputs = make_inputs(budget=6)
     victim = make_request("a", ("x", 0, 4), ("y", 4, 2))
     other = make_request("b", ("x", 3, 4))

@@ -84,7 +84,7 @@ def test_kept_requests_leave_oldest_first():
     ]
 
 
-def test_a_fork_waits_until_its_source_is_computed_and_blocks_nobody():
+def test_a_fork_waits_until_its_source_is_computed_and_blocks_no_other_request():
     scheduler = make_scheduler(max_num_batched_tokens=8)
     runner = FunctionRunner()
     prompt = list(range(10))
@@ -149,7 +149,7 @@ def test_forks_use_fewer_blocks_than_copies():
     assert peak(fork_from="a") == 7 + 4 * 2
 
 
-def test_a_source_that_is_gone_or_preempted_is_waited_for_by_nobody():
+def test_forks_do_not_wait_for_a_source_that_is_gone_or_preempted():
     scheduler, runner = make_scheduler(), FunctionRunner()
     add(scheduler, "a", range(10), max_tokens=5)
     add(scheduler, "b", range(10), max_tokens=5, fork_from="a")

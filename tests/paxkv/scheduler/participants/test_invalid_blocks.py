@@ -41,7 +41,7 @@ def test_valid_tokens_end_at_the_first_invalid_block_of_any_group():
     assert block_ids_from(manager, request, 4) == {*first[1:], *second[1:]}
 
 
-def test_a_request_goes_on_only_in_blocks_of_its_own_that_are_all_there():
+def test_a_request_continues_only_in_complete_blocks_of_its_own():
     scheduler, runner = make_scheduler(), FunctionRunner()
     request = add(scheduler, "a", range(10))
     step(scheduler, runner)
@@ -82,7 +82,7 @@ def test_a_load_within_the_step_that_fails_is_computed_from_there():
     assert runner.token_ids["a"][14:] == continuation(PROMPT, 3)
 
 
-def test_those_who_share_a_failed_block_are_preempted_in_their_order():
+def test_requests_that_share_a_failed_block_are_preempted_in_their_order():
     scheduler, runner = make(max_num_seqs=8)
     for name in ("a", "b"):
         add(scheduler, name, PROMPT, max_tokens=3)
@@ -105,7 +105,7 @@ def test_those_who_share_a_failed_block_are_preempted_in_their_order():
 
 
 @pytest.mark.parametrize(("failed", "num_valid"), [(2, 8), (0, 0)])
-def test_a_load_beside_other_steps_keeps_what_came(failed, num_valid):
+def test_a_load_during_other_steps_keeps_the_tokens_that_arrived(failed, num_valid):
     scheduler, runner = make(is_async=True)
     add(scheduler, "a", PROMPT, max_tokens=2)
     step(scheduler, runner)
@@ -145,7 +145,7 @@ def test_who_shares_only_what_was_computed_from_a_failed_block_is_preempted_too(
     assert scheduler.kv_cache_manager.get_computed_blocks(scheduler.requests["b"])[1] == 0
 
 
-def test_what_an_aborted_request_computes_from_a_load_in_flight_is_found_by_nobody():
+def test_blocks_of_an_aborted_request_with_a_load_in_flight_are_never_hits():
     connector = InMemoryConnector()
     connector.store(range(12))
     scheduler = make_scheduler(connector=connector, specs=(window(5),))

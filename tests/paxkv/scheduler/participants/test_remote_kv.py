@@ -72,7 +72,7 @@ def test_a_load_within_the_step_leaves_at_least_one_token():
     assert output.kv_connector_metadata.loads[0].num_tokens == 11
 
 
-def test_a_load_beside_other_steps_holds_blocks_and_no_tokens():
+def test_a_load_during_other_steps_holds_blocks_and_no_tokens():
     scheduler, runner, _ = make(is_async=True)
     request = add(scheduler, "a", PROMPT, max_tokens=3)
     add(scheduler, "b", 3, max_tokens=9)
@@ -111,7 +111,7 @@ def test_a_whole_prompt_that_was_loaded_computes_its_last_token():
     assert runner.token_ids["a"][12:] == continuation(PROMPT[:12], 2)
 
 
-def test_a_connector_that_does_not_know_yet_is_asked_again_and_blocks_nobody():
+def test_a_connector_without_an_answer_is_asked_again_and_blocks_no_request():
     scheduler, runner, connector = make()
     connector.undecided = {"a"}
     add(scheduler, "a", PROMPT, max_tokens=1)
@@ -201,7 +201,7 @@ def test_a_transfer_that_was_never_begun_is_an_error():
             step(scheduler, runner, transfers=transfers)
 
 
-def test_what_was_loaded_may_be_taken_when_nobody_could_run_otherwise():
+def test_loaded_blocks_may_be_taken_when_no_request_could_run_otherwise():
     # Two prompts of 15 tokens are loaded into 3 blocks each of 7; each needs 2 more to its end.
     prompts = {name: [*range(i, i + 12), 1, 2, 3] for i, name in ((0, "a"), (50, "b"))}
     scheduler, runner, connector = make(
@@ -218,7 +218,7 @@ def test_what_was_loaded_may_be_taken_when_nobody_could_run_otherwise():
     assert scheduler.make_stats().num_free_blocks == 7
 
 
-def test_what_a_request_holds_since_it_was_loaded_does_not_keep_it_out_when_nobody_runs():
+def test_loaded_blocks_of_a_request_do_not_keep_it_waiting_when_none_runs():
     # Full attention and a window of 5: 40 tokens, 8 a step, are 10 blocks and 4, all there are.
     prompt = list(range(40))
     scheduler, _, _ = make(
