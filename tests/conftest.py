@@ -35,7 +35,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("XLA_FLAGS", QUICK_FLAGS)
 # Threads of XLA's CPU client. A simulated GPU kernel blocks up to four of them at barriers, one a
-# warpgroup; on a machine of two cores nobody would be left to release them.
+# warpgroup; on a machine of two cores, no thread would be left to release them.
 os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 
 # The only settings of property tests, except for their number of examples. They have no deadline,

@@ -1,4 +1,4 @@
-"""Questions for the demo model, most of them behind a shared system prompt."""
+"""Questions for the demo model, most of them after a shared system prompt."""
 
 import re
 from random import Random

@@ -1,4 +1,4 @@
-"""Runs blocks of one page, one behind the other; later ones find the names of earlier ones.
+"""Runs blocks of one page one after another; later blocks find the names of earlier ones.
 
 A program of its own: JSON of `[[language, text], ...]` comes on stdin, and JSON of what each block
 printed, and of its error or null, goes to stdout.

@@ -75,7 +75,7 @@ def greedy(num_prompts: int, max_tokens: int) -> list[SamplingParams]:
 
 
 class RecordingRunner:
-    """A `ModelRunner` whose steps bring the logits home behind their result, for one block size.
+    """A `ModelRunner` whose steps return logits after their result, for one block size.
 
     It is shared by runs under different settings, so that each program is compiled once, and so
     that each run starts on a cache full of the previous run's keys and values.

@@ -175,7 +175,7 @@ class RandomWorkload:
         return frozenset(sampled)
 
     def _finish_steps(self, max_in_flight: int) -> None:
-        """Brings tokens back, oldest step first, until no more than so many are on their way."""
+        """Returns tokens, oldest step first, until at most this many steps are in flight."""
         while len(self._in_flight) > max_in_flight:
             output, sampled = self._in_flight.popleft()
             self.scheduler.update_from_output(output, self._answer(output, sampled))

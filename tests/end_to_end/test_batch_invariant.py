@@ -58,7 +58,7 @@ def runner(checkpoint):
 
 @pytest.fixture(scope="module")
 def alone(runner):
-    """Bits of the logits of each request without anybody beside it, i32[num_new_tokens, vocab]."""
+    """Bits of the logits of each request that runs alone, i32[num_new_tokens, vocab]."""
     return [bits(run(runner, [prompt], "all_at_once").logits[0]) for prompt in make_prompts()]
 
 

@@ -140,7 +140,7 @@ def test_killing_half_of_the_clients_leaves_no_block_behind(server, offline_answ
     assert metric(server, "vllm:num_requests_running") == 0
     assert metric(server, "vllm:num_requests_waiting") == 0
     assert metric(server, "vllm:kv_cache_usage_perc") == 0
-    # A request that nobody aborted would have run for a step a token.
+    # A request that is not aborted would have run for one step per token.
     assert metric(server, "paxkv:steps_total") - steps_before < LONG_ANSWER
 
 

@@ -1,4 +1,4 @@
-"""docs/guide/coming-from-vllm.md: its tables are those of the code, and leave nothing out."""
+"""The tables of docs/guide/coming-from-vllm.md match the code and leave nothing out."""
 
 import argparse
 import dataclasses

@@ -117,7 +117,7 @@ async def test_restarted_engine_serves_and_late_messages_of_the_dead_one_are_ign
                 await ended
             assert raised.value.retry_after_s == 7
         assert not client.is_alive and client.num_unfinished_requests == 0
-        # Only that it is to end what nobody waits for, in case it is one of several.
+        # Only the message to end abandoned requests, in case it is one of several engines.
         assert [type(message) for message in engine.sent] == [AbortRequests]
         engine.say(step(first_id, num_steps=5))
         stats = client.latest_stats

@@ -311,7 +311,7 @@ def test_last_messages_may_arrive_after_the_exit(
         world.processes[0].say(EngineDead(reason="the device is on fire"))
         assert (await world.hears(EngineDead)).reason == "the device is on fire"
         await world.hears(EngineReady)
-        # One that was killed has said nothing, and nobody waits for it.
+        # A killed process sends no last message, and the supervisor waits for none.
         world.processes[1].exit(-9)
         assert "SIGKILL" in (await asyncio.wait_for(world.hears(EngineDead), 30)).reason
 

@@ -1,4 +1,4 @@
-"""A generation_config.json decides how tokens are drawn, offline and over HTTP, unless told."""
+"""generation_config.json sets the sampling defaults, offline and over HTTP."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""n completions that share blocks are those of n requests that share nothing."""
+"""n completions that share blocks equal n requests that share nothing."""
 
 import asyncio
 import contextlib

@@ -34,7 +34,7 @@ TOOL = {
 
 
 def _rename_tokens(tokenizer: dict[str, object], names: dict[int, str]) -> None:
-    """Gives tokens that nobody misses other names, as added tokens have them."""
+    """Renames tokens that no test needs, as added tokens are named."""
     model = tokenizer["model"]
     old_names = {name for name, token_id in model["vocab"].items() if token_id in names}
     kept = {name: i for name, i in model["vocab"].items() if name not in old_names}

@@ -1,4 +1,4 @@
-"""`model_impl` finds the class that it names, and each mistake is told in one line."""
+"""`model_impl` finds the class that it names, and each mistake gives an error of one line."""
 
 import sys
 

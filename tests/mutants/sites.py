@@ -163,7 +163,7 @@ def _line_offsets(source: str) -> list[int]:
 
 
 def _own_statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a function, without those of functions and classes inside it."""
+    """Statements of a function, without statements of functions and classes inside it."""
     for statement in body:
         if isinstance(statement, (*_FUNCTION, ast.ClassDef)):
             continue

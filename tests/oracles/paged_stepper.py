@@ -67,8 +67,8 @@ class PagedStepper:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all requests. Old memory is NaN: whoever reads it shows it."""
-        # Block 0 is the null block, which nobody owns.
+        """Forgets all requests. Old memory becomes NaN, which shows if it is read."""
+        # Block 0 is the null block, which no request owns.
         shapes = [
             (table.num_groups, NUM_REQS, table.max_blocks_per_req) for table in self._table_shapes
         ]

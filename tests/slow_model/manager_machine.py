@@ -30,7 +30,7 @@ MAX_MODEL_LEN = 24
 
 
 class RealRequest:
-    """What the manager reads of a request; its numbers are those of the slow one."""
+    """What the manager reads of a request; its numbers equal the slow request's."""
 
     def __init__(self, slow, hasher):
         self.slow = slow

@@ -13,7 +13,7 @@ EMPTY_TEXT = 1
 
 
 def text_with(text, token_id):
-    """Content of the slot of a token behind a text."""
+    """Content of the slot of a token after a text."""
     return (text * 1_000_003 + token_id * 7919 + 12_345) % 2**61
 
 
@@ -48,7 +48,7 @@ class RowDevice:
                         slots[copy.target_block_id, offset] = found
 
     def compute(self, built):
-        """The results of a step, as they come from the device; those of features are zeros."""
+        """The results of a step, as they come from the device; results of features are zeros."""
         fields = PackedLayout(built.shape).views(built.packed_np.copy())
         max_num_seqs = len(self.prev_tokens_np)
         source_np = fields["token_source"]
@@ -97,7 +97,7 @@ class RowDevice:
         return [group_np[row] for array_np in arrays_np for group_np in array_np]
 
     def _write(self, tables_np, position, token_id):
-        """Writes a token behind all that it reads; returns the text, of all groups the same."""
+        """Writes a token after the text that it reads; returns the text, equal for all groups."""
         texts = set()
         befores = []
         groups = list(zip(self.slots, tables_np, self.block_sizes, strict=True))

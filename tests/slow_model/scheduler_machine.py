@@ -312,7 +312,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert all(not self.may_run(request) for request in self.slow.waiting)
 
     def may_run(self, request):
-        """Whether nothing but the scheduler keeps it from running, in a step where nobody runs."""
+        """Whether only the scheduler keeps it from running, in a step without running requests."""
         if self.in_flight:
             return False
         is_loading = any(r.status == "remote" and not r.is_loaded for r in self.slow.waiting)

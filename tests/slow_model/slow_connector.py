@@ -4,7 +4,7 @@ from paxkv.contracts.scheduler_output import KVConnectorMetadata, KVTransfer
 
 
 class SlowConnector:
-    """A KVConnector whose answers are those of the SlowRequests in `plans`.
+    """A KVConnector with the answers of the SlowRequests in `plans`.
 
     Attributes:
         tokens_to_load: Request id -> the tokens whose keys and values are loaded.

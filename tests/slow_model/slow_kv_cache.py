@@ -112,7 +112,7 @@ class SlowKVCache:
                 self.tables[request.request_id][group] if request.request_id in self.tables else []
             )
             if kind.name == "cross":
-                # The encoder's tokens are all there from the start, and nobody writes them again.
+                # The encoder's tokens are all there from the start, and are never written again.
                 held = old or hits[group]
                 planned.append(held + [NEW] * (blocks_for(encoder, kind.block_size) - len(held)))
                 continue
@@ -143,7 +143,7 @@ class SlowKVCache:
         return num_others > 0 or self.pool.key_of(block_id) is not None
 
     def cost(self, table):
-        """Free blocks that it takes: new ones, copies, and hits that nobody holds."""
+        """Free blocks that it takes: new ones, copies, and hits without a holder."""
         num_new = sum(isinstance(entry, tuple) for entry in table)
         named = {entry[1] if isinstance(entry, tuple) else entry for entry in table}
         return num_new + sum(self.pool.refs[block_id] == 0 for block_id in named - {None, NULL})
@@ -271,5 +271,5 @@ class SlowKVCache:
             for i in range(num_there // kind.block_size, num):
                 self.pool.forget(table[i])
             self.pool.give_back(table[::-1])
-        # Nobody needs what nobody holds.
+        # Copies to blocks without holders are not needed.
         self.copies = [copy for copy in self.copies if self.pool.refs[copy[1]] > 0]

@@ -36,7 +36,7 @@ class SlowPool:
             self.refs[block_id] += 1
 
     def give_back(self, block_ids):
-        """Takes a holder from each; those that nobody holds now queue up in the order given."""
+        """Removes one holder of each; blocks without holders join the queue in the given order."""
         freed = []
         for block_id in block_ids:
             if block_id == self.NULL:
@@ -69,7 +69,7 @@ class SlowPool:
         self.cached = [entry for entry in self.cached if entry[1] != block_id]
 
     def reset(self, num_permanent=0):
-        """Forgets all that can be found, if nobody holds a block but for permanent ones."""
+        """Forgets all cached blocks, if no block is held except permanent ones."""
         if sum(self.refs.values()) > num_permanent:
             return False
         self.cached = []

@@ -150,7 +150,7 @@ class SlowRunner:
         )
 
     def sample(self, row, end, drafts, tokens_per_sample):
-        """Accepts drafts as far as they are right, and adds the token behind them."""
+        """Accepts drafts as far as they are right, and adds the token after them."""
         if end < len(row.token_ids):
             row.num_computed = end
             return []

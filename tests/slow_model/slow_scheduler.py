@@ -66,7 +66,7 @@ class SlowScheduler:
         self.budget = self.max_budget
         self.step = Prediction({}, {}, {}, [], [], [])
         self.schedule_running()
-        # Who has just lost blocks goes first: nobody new is let in.
+        # Requests that just lost blocks go first: no new request is admitted.
         if not self.step.preempted:
             self.schedule_waiting()
         self.make_burst(max_decode_steps)
@@ -89,7 +89,7 @@ class SlowScheduler:
         return self.step
 
     def make_burst(self, max_decode_steps):
-        """Gives more steps to those who decode, where they are alone with nobody else to serve.
+        """Gives more steps to decoding requests if there are no other requests.
 
         Nobody gives a block up for it: where there are too few, half as many steps are tried.
         """
@@ -239,7 +239,7 @@ class SlowScheduler:
             # It protects those who run.
             must_fit=self.must_fit and bool(self.running),
         ):
-            # Nobody who runs gives way, but blocks that nobody runs on do.
+            # No running request is preempted, but blocks without a running request are freed.
             if self.release_oldest_kept():
                 continue
             if self.running:
@@ -424,7 +424,7 @@ class SlowScheduler:
             self.kv.free(request)
 
     def reset(self, reset_running):
-        """Forgets all that can be found, if nobody holds a block or those may lose theirs."""
+        """Forgets all cached blocks, if none is held or running requests may lose them."""
         loaded = self.loaded_requests()
         if self.loading_for_nobody or any(r.status == "remote" for r in self.waiting):
             return False

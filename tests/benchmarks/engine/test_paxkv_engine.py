@@ -1,4 +1,4 @@
-"""paxkv makes the tokens of the workload, and its figures are those of the run."""
+"""paxkv makes the tokens of the workload, and its figures describe the run."""
 
 from benchmarks.engine.offline_engine import EngineSpec
 from benchmarks.engine.paxkv_engine import load_engine

@@ -44,7 +44,7 @@ def outputs_of(wants: Wants, logits_indices: list[int], *, in_loop: bool = False
 
 @pytest.fixture(scope="module")
 def of_all_tokens() -> Outputs:
-    """The whole truth: every token's hidden states, and those of two layers, in NumPy."""
+    """The expected values: every token's hidden states, also after two of the layers, in NumPy."""
     wants = Wants(logits="indices", hidden="all", taps=(0, 2))
     return jax.device_get(outputs_of(wants, list(range(6))))
 

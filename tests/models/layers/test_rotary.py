@@ -1,4 +1,4 @@
-"""Rotary embeddings equal those of transformers, for every kind."""
+"""Rotary embeddings of every kind equal transformers."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""What XLA is told on a CPU, how weights lie there, and which library multiplies float32."""
+"""XLA's options on a CPU, the storage of weights, and the library that multiplies float32."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""What is told to XLA on a GPU, and how much memory it has."""
+"""XLA's options on a GPU, and the GPU's memory."""
 
 from models.platforms.gpu import GPU, SHARE_VARIABLE
 

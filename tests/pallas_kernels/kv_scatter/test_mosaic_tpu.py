@@ -70,7 +70,7 @@ NUM_BLOCKS, BLOCK_SIZE, MAX_SLOTS = 8, 16, 40
 
 @st.composite
 def slots_of_a_batch(draw):
-    """Draws runs of slots beside each other (prompts), single slots (decodes) and padding."""
+    """Draws runs of consecutive slots (prompts), single slots (decodes) and padding."""
     num_slots = NUM_BLOCKS * BLOCK_SIZE
     slots = []
     for _ in range(draw(st.integers(0, 8))):

@@ -102,7 +102,7 @@ def merge_all(requests, out, lse):
 
 @given(spans=spans, seed=st.integers(0, 100))
 def test_merged_parts_are_the_softmax_over_all(spans, seed):
-    """Each tile is one logit and one value; parts nobody wrote are NaN."""
+    """Each tile is one logit and one value; unwritten parts are NaN."""
     rng = np.random.default_rng(seed)
     requests = requests_of(spans)
     num_tiles = 30

@@ -113,7 +113,7 @@ def test_equals_reference_on_any_ragged_batch(attend, requests, rule, seed):
         **rule,
     )
     inputs = build_inputs(case, seed)
-    # The last block is nobody's: poison, of which there can be more.
+    # The last block belongs to no request: NaN, of which there can be more.
     pad_blocks = ((0, 0), (0, 2 * NUM_BLOCKS - inputs.kv_cache.shape[1]), (0, 0), (0, 0), (0, 0))
     kv_cache = jnp.asarray(np.pad(np.asarray(inputs.kv_cache), pad_blocks, mode="edge"))
     inputs = dataclasses.replace(

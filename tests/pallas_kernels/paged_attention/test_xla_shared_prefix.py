@@ -145,7 +145,7 @@ def test_shared_blocks_are_left_out_of_the_list_of_each_request(monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(8))
 def test_equals_reference_however_blocks_are_shared(seed, attend):
-    """Some share with one request, some with another; behind its blocks a row has anything."""
+    """Some share with one request, some with another; rows hold anything after their blocks."""
     rng = np.random.default_rng(seed)
     inputs = build_inputs(SHARED_CASE)
     tables = np.array(inputs.block_tables)

@@ -9,7 +9,7 @@ from pallas_kernels.slot_mapping.reference import slot_mapping_reference
 
 
 def positions_of_rank(inputs, num_tokens):
-    """Deals positions out to the ranks, `cp_interleave` at a time, and returns those of one."""
+    """Distributes positions over ranks, `cp_interleave` at a time; returns one rank's positions."""
     dealt = [[] for _ in range(inputs.cp_world_size)]
     for position in range(num_tokens):
         dealt[position // inputs.cp_interleave % inputs.cp_world_size].append(position)

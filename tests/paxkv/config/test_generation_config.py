@@ -1,4 +1,4 @@
-"""Sampling defaults are those of the file and the settings, and a bad value names its place."""
+"""Sampling defaults come from the file and the settings; errors name the place of a bad value."""
 
 import json
 from pathlib import Path

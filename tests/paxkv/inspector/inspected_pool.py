@@ -83,7 +83,7 @@ def rows_of(columns):
 
 
 def check_equals_the_pool(page, scheduler):
-    """Checks that the page's blocks and requests equal those of the scheduler."""
+    """Checks that the page's blocks and requests equal the scheduler's."""
     manager = scheduler.kv_cache_manager
     pool = manager.block_pool
     for block in pool.blocks:

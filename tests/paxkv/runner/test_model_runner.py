@@ -1,4 +1,4 @@
-"""The runner's tokens are those of a dense computation, whatever the batching."""
+"""The runner's tokens equal a dense computation for any batching."""
 
 import contextlib
 import copy

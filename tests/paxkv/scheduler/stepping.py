@@ -53,7 +53,7 @@ def make_scheduler(
 
 
 def add(scheduler, request_id, prompt, *, max_tokens=20, params=None, **fields):
-    """`prompt` is token ids, or a length: then the tokens are those of no other request."""
+    """`prompt` is token ids, or a length of tokens that no other request has."""
     if isinstance(prompt, int):
         prompt = [1000 * (1 + sum(request_id.encode())) + i for i in range(prompt)]
     scheduler.add_request(
@@ -72,7 +72,7 @@ def next_token(token_ids):
 
 
 def continuation(prompt, num_tokens):
-    """What a request gets, whatever runs beside it."""
+    """The tokens of a request, which do not depend on other requests."""
     token_ids = list(prompt)
     for _ in range(num_tokens):
         token_ids.append(next_token(token_ids))
@@ -139,7 +139,7 @@ class FunctionRunner:
         return sampled
 
     def verify(self, row, proposed):
-        """The right drafts, and the token behind them."""
+        """The right drafts, and the token after them."""
         sampled = [next_token(row)]
         for draft in proposed:
             if draft != sampled[-1]:

@@ -146,7 +146,7 @@ def test_nobody_gets_more_tokens_than_are_left_to_its_end():
     assert list(scheduler.requests) == ["b"]
     assert counts(step(scheduler, runner, 8)) == {"b": 8}
     output = step(scheduler, runner, 8)
-    # 20 - 1 - 8 - 8: no step is computed for nobody.
+    # 20 - 1 - 8 - 8: no step is computed without a request.
     assert (output.num_decode_steps, counts(output)) == (3, {"b": 3})
     assert not scheduler.requests
 

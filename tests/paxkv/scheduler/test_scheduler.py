@@ -55,7 +55,7 @@ def window(num_tokens):
 
 
 def add(scheduler, request_id, prompt, *, max_tokens=20, **fields):
-    """`prompt` is token ids, or a length: then the tokens are those of no other request."""
+    """`prompt` is token ids, or a length of tokens that no other request has."""
     if isinstance(prompt, int):
         prompt = [1000 * (1 + sum(request_id.encode())) + i for i in range(prompt)]
     params = SamplingParams(max_tokens=max_tokens, stop_token_ids=[99])

@@ -1,4 +1,4 @@
-"""The numbers of a snapshot are those of the manager, and of the blocks where they are measured."""
+"""The numbers of a snapshot come from the manager, and from blocks where they are measured."""
 
 import pytest
 

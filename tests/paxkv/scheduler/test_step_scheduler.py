@@ -93,7 +93,7 @@ def test_tokens_after_a_stop_among_accepted_drafts_are_dropped():
     output = scheduler.schedule()
     (result,) = scheduler.update_from_output(output, runner.execute(output))
     assert (result.new_token_ids, result.stop_reason) == (right[2:4], right[3])
-    # What was computed past the end counts for nobody who forks from it.
+    # Tokens computed past the end do not count for forks.
     (kept,) = scheduler.kept_requests
     assert kept.num_computed_tokens == kept.num_tokens == 9
     scheduler.check_invariants()

@@ -1,4 +1,4 @@
-"""Steps come back in the order in which they were scheduled, without those nobody waits for."""
+"""Steps return in the order in which they were scheduled, without discarded ones."""
 
 import pytest
 

@@ -144,7 +144,7 @@ def test_plain_tokens_are_appended_as_any_are():
         ([EOS], {}),
         ([7, 3, 8], {}),
         ([7], {"stop_token_ids": [7]}),
-        # Below min_tokens, too, whoever knows the rules is asked.
+        # The rules are asked below min_tokens, too.
         ([EOS], {"min_tokens": 5}),
         ([7, 8], {"max_num_tokens": 5}),
         ([7], {"block_hasher": BlockHasher(block_size=4, seed="")}),

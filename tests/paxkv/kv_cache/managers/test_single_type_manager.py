@@ -48,7 +48,7 @@ def test_a_fork_at_a_block_boundary_copies_nothing():
 
 
 def test_a_fork_in_the_middle_of_a_full_block_copies_it():
-    # Block 2 is full and can be found by its hash, so nobody may write into it.
+    # Block 2 is full and can be found by its hash, so it must not be written again.
     manager, source, forked = make_forked(6, num_source_tokens=8)
     assert (table(manager, source), table(manager, forked)) == ([1, 2], [1, 3])
     assert copies(manager) == [(2, 3)]

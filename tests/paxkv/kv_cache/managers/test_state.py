@@ -1,4 +1,4 @@
-"""Slots of states: one per request, complete, and shared by nobody; also under a scheduler."""
+"""Slots of states: one per request, complete and never shared; also under a scheduler."""
 
 import pytest
 

@@ -188,7 +188,7 @@ def test_runs_are_split_at_every_gap():
 
 
 class Subscriber:
-    """What a router keeps: hashes by group; and a prefix of tokens for each hash it was told."""
+    """What a router keeps: hashes by group, and a prefix of tokens for each received hash."""
 
     def __init__(self):
         self.known = set()

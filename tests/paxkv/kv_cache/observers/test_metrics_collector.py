@@ -15,7 +15,7 @@ from paxkv.kv_cache.pool.block_pool import BlockPool
 
 
 class Clock:
-    """Stands still until told."""
+    """A clock that only the test advances."""
 
     def __init__(self):
         self.now = 100.0

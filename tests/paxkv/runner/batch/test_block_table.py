@@ -1,4 +1,4 @@
-"""Block tables hold a row's real blocks, and zeros behind them."""
+"""Block tables hold a row's real blocks, and zeros after them."""
 
 import numpy as np
 import pytest

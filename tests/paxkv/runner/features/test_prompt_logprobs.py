@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt are those of a dense computation, however it was computed."""
+"""Log-probabilities of a prompt equal a dense computation, however it was computed."""
 
 import jax
 import numpy as np

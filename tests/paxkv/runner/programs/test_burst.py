@@ -35,7 +35,7 @@ def abstract(*dims, dtype=jnp.int32):
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-# One byte of temporary memory for each block would show in a cache of so many.
+# One byte of temporary memory per block would show in a cache of this many blocks.
 NUM_ABSTRACT_BLOCKS = 2**20
 MAX_TOKENS = 2**17
 
@@ -218,7 +218,7 @@ def test_row_stops_after_an_ending_token_from_its_first_allowed_place_on(first_e
 
 
 def test_row_that_has_ended_changes_nothing_in_the_cache():
-    """Its last token is computed again, at its own place: nobody else's slot is touched."""
+    """Its last token is computed again in its own slot; no other slot is written."""
     alone, beside = TinyBursts(), TinyBursts()
     alone.run([2, 2], tokens=[3, 4])
     beside.run([2, 6], tokens=[3, 4])

@@ -26,8 +26,8 @@ def abstract(*dims, dtype=jnp.int32):
 
 # The smallest step and a larger one: XLA rewrites tiny scatters and gathers in other ways.
 TINY_SHAPE = dataclasses.replace(SHAPE, num_tokens=1, num_reqs=1, num_logits=1, logits="indices")
-# One byte of temporary memory for each block would show in a cache of so many: a program that is
-# compiled once shows what two caches of different sizes would.
+# One byte of temporary memory per block would show in a cache of this many blocks: a program that
+# is compiled once shows what two caches of different sizes would.
 NUM_BLOCKS = 2**20
 
 

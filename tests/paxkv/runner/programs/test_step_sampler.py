@@ -1,4 +1,4 @@
-"""Tokens drawn from changed logits are those of a dense computation, whatever the batching."""
+"""Tokens drawn from changed logits equal a dense computation for any batching."""
 
 import functools
 import random

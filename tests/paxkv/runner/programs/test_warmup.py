@@ -127,7 +127,7 @@ def test_as_many_programs_compile_at_a_time_as_the_platform_says(
     changed = threading.Condition()
 
     def finish(shape, lowered):
-        """Waits for so many to run; one more would have time to begin."""
+        """Waits until this many run; one more would have time to begin."""
         nonlocal num_now, most
         with changed:
             num_now += 1

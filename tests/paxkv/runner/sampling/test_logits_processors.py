@@ -1,4 +1,4 @@
-"""Masks, bad words, biases and penalties against a slow NumPy truth, whoever stands beside."""
+"""Masks, bad words, biases and penalties equal slow NumPy code, next to any other rows."""
 
 import dataclasses
 import itertools

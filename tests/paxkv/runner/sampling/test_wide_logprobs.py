@@ -1,4 +1,4 @@
-"""More log-probabilities than the device picks out, up to all, are those of a dense computation."""
+"""More log-probabilities than the device picks out, up to all, equal a dense computation."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from paxkv.runner.sampling.wide_logprobs import append_logits, num_told_logits
 from tests.paxkv.runner.driver import RunnerDriver
 from tests.paxkv.runner.tiny_model import VOCAB
 
-# The runners that allow so many.
+# The runners that allow this many.
 on_wide_runners = pytest.mark.parametrize(
     "warm", ["three_groups", "batch_invariant"], indirect=True
 )

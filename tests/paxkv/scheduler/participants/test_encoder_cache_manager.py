@@ -12,7 +12,7 @@ from paxkv.scheduler.request import Request
 
 
 def make_request(request_id, *items):
-    """Items are (identifier, length), one behind the other."""
+    """Items are (identifier, length), one after another."""
     features, offset = [], 0
     for identifier, length in items:
         features.append(MultiModalFeature(identifier=identifier, offset=offset, length=length))

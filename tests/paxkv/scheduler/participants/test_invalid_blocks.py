@@ -1,4 +1,4 @@
-"""Blocks that could not be loaded: the request goes on from there, and nobody hits them."""
+"""Blocks that could not be loaded: the request continues before them, and they are never hits."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Keys and values from elsewhere: loads in a step and beside it, failures, saves, late freeing."""
+"""Remote keys and values: loads within and during steps, failures, saves, late freeing."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Blocks that nobody runs on are given up one holder at a time, in a fixed order."""
+"""Blocks without a running request are freed one holder at a time, in a fixed order."""
 
 from paxkv.scheduler.participants.spare_blocks import SpareBlocks
 from paxkv.scheduler.request import RequestStatus
