@@ -63,6 +63,10 @@ def _report(summary: ReplaySummary, reader: TraceReader, replay_s: float) -> str
         f"{summary.num_hit_tokens} prompt tokens shared, {summary.num_output_tokens} tokens out; "
         f"replayed in {replay_s:.2f} s"
     ]
+    if summary.num_draft_tokens:
+        lines.append(
+            f"{summary.num_draft_tokens} drafts verified, {summary.num_accepted_tokens} accepted"
+        )
     if reader.cut_off_line is not None:
         lines.append(
             f"line {reader.cut_off_line} is cut off, because the recording process ended while it "

@@ -285,6 +285,7 @@ class _CompletionState:
         self._cumulative_logprob: float | None = 0.0 if has_logprobs else None
         self._num_cached_tokens = 0
         self._num_preemptions = 0
+        self._num_draft_tokens = self._num_accepted_tokens = 0
         # Tokens in earlier outputs of kind "delta".
         self._num_delivered_tokens = 0
         self.finish_reason: FinishReason | None = None
@@ -310,6 +311,8 @@ class _CompletionState:
             self.last_token_s = now_s
         self._num_cached_tokens = output.num_cached_tokens
         self._num_preemptions = output.num_preemptions
+        self._num_draft_tokens += output.num_draft_tokens
+        self._num_accepted_tokens += output.num_accepted_tokens
         self.finish_reason = output.finish_reason
         self._stop_reason = output.stop_reason
         if self._detokenizer is not None:
@@ -391,6 +394,8 @@ class _CompletionState:
             stop_reason=self._stop_reason,
             times=None if self.finish_reason is None else self._completion_times(),
             num_preemptions=self._num_preemptions,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
         )
 
     def _completion_times(self) -> CompletionTimes | None:

@@ -38,6 +38,8 @@ class EngineCoreOutput(
             output token, if the request asked for prompt log-probabilities.
         num_preemptions: Number of preemptions of this request so far.
         pooling_output: The result of a pooled request, set when it ends.
+        num_draft_tokens: Drafts that the step verified.
+        num_accepted_tokens: How many of them were accepted.
     """
 
     request_id: str
@@ -49,6 +51,8 @@ class EngineCoreOutput(
     prompt_logprobs: list[TokenLogprobs] | None = None
     num_preemptions: int = 0
     pooling_output: list[float] | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class RequestTimes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -89,6 +93,11 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
         num_corrupted_reqs: Requests whose logits contained NaN or infinity, if the engine checks.
         num_replaced_engines: For several engines together: how many engines died and were
             replaced while `engine_start_time` did not change.
+        num_drafts: Answers to drafts: one for each request of each step that verified some.
+        num_draft_tokens: Drafts that were verified.
+        num_accepted_tokens: Drafts that were accepted.
+        num_accepted_per_pos: The same for first drafts, second drafts and so on; () without a
+            drafter.
         step_token_counts: Number of steps in each bucket of `STEP_TOKEN_BUCKETS` (not cumulative),
             then of steps with more tokens. Each step of a burst counts.
         expert_tokens: Layer -> number of tokens routed to each of its experts, with
@@ -122,11 +131,20 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_compiles_after_ready: int = 0
     num_corrupted_reqs: int = 0
     num_replaced_engines: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_per_pos: tuple[int, ...] = ()
     kv_block_residency: BlockResidency = BlockResidency()
     step_token_counts: tuple[int, ...] = (0,) * (len(STEP_TOKEN_BUCKETS) + 1)
     expert_tokens: dict[int, tuple[int, ...]] = {}
     engine_start_time: float = 0.0
     engines: tuple["SchedulerStats", ...] = ()
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Share of all verified drafts that were accepted, since the start; 0 before the first."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
     def padding_waste_ratio(self) -> float:

@@ -243,10 +243,12 @@ class PoolInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class InspectionCounters:
-    """Counts since the inspector was opened. Preemptions and prefix cache counts: since the start.
+    """Counts since the inspector was opened; of preemptions, drafts and hits since the start.
 
     Args:
         num_evictions: Blocks that lost their content.
+        num_draft_tokens: Drafts that were verified.
+        num_accepted_tokens: Drafts that were accepted.
         host_s: Total seconds that the host worked on steps.
         device_s: Total seconds that the host waited for the device.
     """
@@ -258,6 +260,8 @@ class InspectionCounters:
     device_s: float = 0.0
     num_preemptions: int = 0
     num_evictions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
 

@@ -46,6 +46,8 @@ class CompletionOutput:
             the request's settings allowed no next token, a sentence that says so.
         times: Set if the completion is finished and has a token.
         num_preemptions: How often the scheduler has preempted the completion so far.
+        num_draft_tokens: Drafts of the completion that steps have verified so far.
+        num_accepted_tokens: How many of them were accepted.
     """
 
     index: int
@@ -57,6 +59,8 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     times: CompletionTimes | None = dataclasses.field(default=None, compare=False)
     num_preemptions: int = dataclasses.field(default=0, compare=False)
+    num_draft_tokens: int = dataclasses.field(default=0, compare=False)
+    num_accepted_tokens: int = dataclasses.field(default=0, compare=False)
 
     @property
     def finished(self) -> bool:

@@ -1,6 +1,7 @@
 """Combines the statistics of several engines, or of successive engines, into one."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -8,7 +9,8 @@ import msgspec
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.observation import BlockResidency, ResidencyHistogram
 
-# Scalar counters. `kv_block_residency`, `step_token_counts` and `expert_tokens` are counters too.
+# Scalar counters. `num_accepted_per_pos`, `kv_block_residency`, `step_token_counts` and
+# `expert_tokens` are counters too.
 COUNTERS = (
     "num_preemptions",
     "prefix_cache_queries",
@@ -21,6 +23,9 @@ COUNTERS = (
     "num_compiles_after_ready",
     "num_corrupted_reqs",
     "num_replaced_engines",
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
 )
 # Current or recent values.
 GAUGES = (
@@ -52,6 +57,7 @@ def add_counters(stats: SchedulerStats, more: SchedulerStats) -> SchedulerStats:
         stats,
         **counters,
         kv_block_residency=residency,
+        num_accepted_per_pos=_add_positions(stats.num_accepted_per_pos, more.num_accepted_per_pos),
         step_token_counts=_add_counts(stats.step_token_counts, more.step_token_counts),
         expert_tokens=_add_layers(stats.expert_tokens, more.expert_tokens),
     )
@@ -119,6 +125,11 @@ def _add_histograms(a: ResidencyHistogram, b: ResidencyHistogram) -> ResidencyHi
 
 def _add_counts(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def _add_positions(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """Adds counts by position; missing positions count as zeros."""
+    return tuple(x + y for x, y in itertools.zip_longest(a, b, fillvalue=0))
 
 
 def _add_layers(

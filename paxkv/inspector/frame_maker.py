@@ -264,6 +264,8 @@ class FrameMaker:
             device_s=meter.device_s,
             num_preemptions=self._scheduler.num_preemptions,
             num_evictions=self._log.num_evictions,
+            num_draft_tokens=self._scheduler.draft_counts.num_draft_tokens,
+            num_accepted_tokens=self._scheduler.draft_counts.num_accepted_tokens,
             prefix_cache_queries=stats.num_queries,
             prefix_cache_hits=stats.num_hits,
         )

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from paxkv.config.engine_config import SchedulerConfig
 from paxkv.kv_cache.manager import KVCacheManager
+from paxkv.scheduler.draft_counts import DraftCounts
 from paxkv.scheduler.request import Request
 from paxkv.scheduler.request_queue import RequestQueue
 
@@ -39,3 +40,6 @@ class InspectedScheduler(Protocol):
 
     @property
     def num_preemptions(self) -> int: ...
+
+    @property
+    def draft_counts(self) -> DraftCounts: ...

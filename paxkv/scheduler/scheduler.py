@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
+
 from paxkv.config.engine_config import CacheConfig, SchedulerConfig
 from paxkv.contracts.engine_output import EngineCoreOutput, SchedulerStats
 from paxkv.contracts.engine_request import EngineRequest
@@ -16,6 +18,7 @@ from paxkv.kv_cache.observers.event_recorder import KVEventRecorder
 from paxkv.kv_cache.observers.metrics_collector import make_metrics_collector
 from paxkv.scheduler.admission import AdmissionGate
 from paxkv.scheduler.decode_burst import DecodeBursts
+from paxkv.scheduler.draft_counts import DraftCounts
 from paxkv.scheduler.invariants import check_blocks, check_requests
 from paxkv.scheduler.limits import make_request_limits
 from paxkv.scheduler.participants.encoder_inputs import EncoderInputs
@@ -79,6 +82,7 @@ class Scheduler:
         self.num_lookahead_tokens = num_lookahead_tokens
         # Whether the last step with tokens returned drafts, or expects to have some soon.
         self.is_waiting_for_drafts = num_lookahead_tokens > 0
+        self.draft_counts = DraftCounts(num_lookahead_tokens)
         self._count_common_prefix_blocks = count_common_prefix_blocks
         observers: list[BlockPoolObserver] = []
         self.metrics_collector = make_metrics_collector(cache_config.kv_cache_metrics_sample)
@@ -356,6 +360,7 @@ class Scheduler:
         return make_scheduler_stats(
             self.kv_cache_manager,
             self.metrics_collector,
+            self.draft_counts,
             slot_counts=self._slot_counts,
             num_running_reqs=len(self.running),
             num_waiting_reqs=len(self.waiting),
@@ -485,14 +490,20 @@ class Scheduler:
                     self._step_scheduler.preempt_running(request)
                     self._reset_req_ids.add(req_id)
                 continue
-            if drafts:
-                num_rejected = num_rejected_tokens(drafts.get(req_id), token_ids)
-                request.num_computed_tokens -= num_rejected
+            num_drafts = len(drafts.get(req_id, ()))
+            num_rejected = num_rejected_tokens(num_drafts, len(token_ids))
+            request.num_computed_tokens -= num_rejected
             if request.num_computed_tokens < request.num_tokens:
                 raise InvariantError(f"{request!r} got a token before its last was computed.")
             num_wanted = num_scheduled_tokens[req_id] if is_burst else 1
             logprobs = runner_output.logprobs[place]
             output = self._append_tokens(request, token_ids, logprobs, num_wanted)
+            if num_drafts > 0:
+                num_accepted = num_drafts - num_rejected
+                self.draft_counts.record(num_drafts, num_accepted)
+                output = msgspec.structs.replace(
+                    output, num_draft_tokens=num_drafts, num_accepted_tokens=num_accepted
+                )
             if output.finish_reason is not None:
                 finished.append(request)
             if is_burst:

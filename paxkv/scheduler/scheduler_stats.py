@@ -4,11 +4,13 @@ from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.observation import BlockResidency
 from paxkv.kv_cache.manager import KVCacheManager
 from paxkv.kv_cache.observers.metrics_collector import KVCacheMetricsCollector
+from paxkv.scheduler.draft_counts import DraftCounts
 
 
 def make_scheduler_stats(
     manager: KVCacheManager,
     metrics_collector: KVCacheMetricsCollector | None,
+    draft_counts: DraftCounts,
     *,
     slot_counts: tuple[int, int],
     num_running_reqs: int,
@@ -45,4 +47,8 @@ def make_scheduler_stats(
         num_used_slots=num_used_slots,
         num_steps=num_steps,
         num_scheduled_tokens=num_scheduled_tokens,
+        num_drafts=draft_counts.num_drafts,
+        num_draft_tokens=draft_counts.num_draft_tokens,
+        num_accepted_tokens=draft_counts.num_accepted_tokens,
+        num_accepted_per_pos=tuple(draft_counts.num_accepted_per_pos),
     )

@@ -134,15 +134,15 @@ def end_pooled(request: Request, pooling_output: list[float]) -> EngineCoreOutpu
     )
 
 
-def num_rejected_tokens(spec_token_ids: list[int] | None, sampled_token_ids: list[int]) -> int:
+def num_rejected_tokens(num_drafts: int, num_sampled_tokens: int) -> int:
     """Returns how many of a request's drafts a step rejected.
 
-    The step returns the accepted drafts and one more token. Example: drafts [7, 8, 9] and tokens
-    [7, 4] -> 1 accepted, 2 rejected.
+    The step returns the accepted drafts and one more token. Example: 3 drafts and 2 tokens -> 1
+    accepted, 2 rejected.
     """
-    if not spec_token_ids or not sampled_token_ids:
+    if num_drafts == 0 or num_sampled_tokens == 0:
         return 0
-    return max(len(spec_token_ids) - (len(sampled_token_ids) - 1), 0)
+    return max(num_drafts - (num_sampled_tokens - 1), 0)
 
 
 def keep_drafts(

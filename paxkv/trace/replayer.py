@@ -29,6 +29,8 @@ class ReplaySummary:
     Args:
         num_hit_tokens: Prompt tokens found in the prefix cache or shared with a fork source.
         num_output_tokens: Output tokens of requests, not counting tokens after their end.
+        num_draft_tokens: Drafts that were verified.
+        num_accepted_tokens: Drafts that were accepted.
         failure: The last error that the scheduler raised, except for a rejected request.
         difference: None if all calls were as recorded.
         difference_at: The step and the call of `difference`.
@@ -40,6 +42,8 @@ class ReplaySummary:
     num_scheduled_tokens: int = 0
     num_hit_tokens: int = 0
     num_output_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     failure: str | None = None
     difference: Difference | None = None
     difference_at: str = ""
@@ -72,6 +76,9 @@ def replay_call(player: "TracePlayer", recorded: Call, summary: ReplaySummary) -
     """
     got = player.play(recorded)
     _count(summary, got)
+    counts = player.scheduler.draft_counts
+    summary.num_draft_tokens = counts.num_draft_tokens
+    summary.num_accepted_tokens = counts.num_accepted_tokens
     difference = _first_difference(got, recorded)
     if difference is not None:
         step = getattr(recorded, "step", summary.num_steps)

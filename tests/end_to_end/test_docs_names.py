@@ -110,9 +110,10 @@ def test_serving_lists_every_route(routes) -> None:
 
 @pytest.fixture(scope="module")
 def metrics() -> str:
-    """All metrics of a server that has answered nothing yet, and counts the load of experts."""
+    """All metrics of a server that has answered nothing yet, and counts experts and drafts."""
     metrics = ServerMetrics("model", cache_settings={"block_size": "16"})
-    return metrics.render(SchedulerStats(expert_tokens={0: (0, 0)}), TokenTotals()).decode()
+    stats = SchedulerStats(expert_tokens={0: (0, 0)}, num_accepted_per_pos=(0, 0))
+    return metrics.render(stats, TokenTotals()).decode()
 
 
 def metric_names(metrics: str) -> set[str]:

@@ -228,6 +228,9 @@ function drawNumbers(state, point, counts) {
   setText($("kpi-hits"), percent(point.hits));
   setText($("kpi-preemptions"), String(counters.num_preemptions));
   setText($("kpi-evictions"), String(counters.num_evictions));
+  const numDrafts = counters.num_draft_tokens;
+  setText($("kpi-drafts"), numDrafts ? percent(counters.num_accepted_tokens / numDrafts) : "–");
+  setText($("kpi-accepted"), numDrafts ? `accepted, of ${numDrafts}` : "accepted");
   setText($("kpi-step"), duration((point.host + point.device) / 1000));
   setText($("kpi-step-split"), Number.isFinite(point.host) ? `${duration(point.host / 1000)} host + ${duration(point.device / 1000)}` : "host + device");
   setText($("pool-size"), `${state.n} blocks of ${[...new Set(state.pool.groups.map((g) => g.block_size))].join(" and ")} tokens`);

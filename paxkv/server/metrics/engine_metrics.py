@@ -43,6 +43,9 @@ _COUNTERS = (
         "prefix_cache_preempted_hits",
         "tokens found in the prefix cache for requests that were preempted before",
     ),
+    ("vllm:spec_decode_num_drafts", "num_drafts", "answers to drafts, one per request and step"),
+    ("vllm:spec_decode_num_draft_tokens", "num_draft_tokens", "drafts that steps verified"),
+    ("vllm:spec_decode_num_accepted_tokens", "num_accepted_tokens", "drafts that were accepted"),
     ("paxkv:steps", "num_steps", "engine steps; a burst counts as one"),
     ("paxkv:scheduled_tokens", "num_scheduled_tokens", "tokens computed, without padding"),
     ("paxkv:padded_tokens", "num_padded_tokens", "padding tokens computed"),
@@ -137,6 +140,8 @@ class EngineCollector(Collector):
         yield restarts
         if any(stats.expert_tokens for _, stats in engines):
             yield _make_expert_counter(engines)
+        if any(stats.num_accepted_per_pos for _, stats in engines):
+            yield _make_position_counter(engines)
         for name, field, help_text in _GAUGES:
             gauge = GaugeMetricFamily(name, help_text, labels=LABELS)
             for labels, stats in engines:
@@ -173,6 +178,18 @@ def _make_expert_counter(engines: Iterable[tuple[Labels, SchedulerStats]]) -> Co
         for layer_idx, counts in stats.expert_tokens.items():
             for expert_id, count in enumerate(counts):
                 counter.add_metric((*labels, str(layer_idx), str(expert_id)), count)
+    return counter
+
+
+def _make_position_counter(engines: Iterable[tuple[Labels, SchedulerStats]]) -> CounterMetricFamily:
+    counter = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "drafts that were accepted, by position among the drafts of a request",
+        labels=(*LABELS, "position"),
+    )
+    for labels, stats in engines:
+        for position, count in enumerate(stats.num_accepted_per_pos):
+            counter.add_metric((*labels, str(position)), count)
     return counter
 
 

@@ -43,6 +43,7 @@ def _with_counters(stats: SchedulerStats, latest: SchedulerStats) -> SchedulerSt
     gauges = msgspec.structs.replace(
         stats,
         **dict.fromkeys(COUNTERS, 0),
+        num_accepted_per_pos=(),
         kv_block_residency=BlockResidency(),
         step_token_counts=SchedulerStats().step_token_counts,
         expert_tokens={},

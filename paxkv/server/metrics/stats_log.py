@@ -3,6 +3,7 @@
 import asyncio
 import logging
 
+from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.server.engine_protocol import EngineClient
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,8 @@ class StatsLog:
         self._interval_s = interval_s
         self._tokens = engine.token_totals
         self._num_steps = engine.latest_stats.num_steps
+        self._num_draft_tokens = engine.latest_stats.num_draft_tokens
+        self._num_accepted_tokens = engine.latest_stats.num_accepted_tokens
 
     async def run(self) -> None:
         """Logs until it is cancelled."""
@@ -47,11 +50,24 @@ class StatsLog:
         num_generation_tokens = tokens.num_generation_tokens - before.num_generation_tokens
         logger.info(
             "prompts %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, "
-            "KV cache %.1f %%, prefix cache hits %.1f %%",
+            "KV cache %.1f %%, prefix cache hits %.1f %%%s",
             num_prompt_tokens / took_s,
             num_generation_tokens / took_s,
             stats.num_running_reqs,
             stats.num_waiting_reqs,
             100 * stats.kv_cache_usage,
             100 * stats.prefix_cache_hit_rate,
+            self._describe_drafts(stats, took_s),
         )
+
+    def _describe_drafts(self, stats: SchedulerStats, took_s: float) -> str:
+        """Describes the drafts since the last call; empty if there were none."""
+        num_drafts = stats.num_draft_tokens - self._num_draft_tokens
+        num_accepted = stats.num_accepted_tokens - self._num_accepted_tokens
+        self._num_draft_tokens = stats.num_draft_tokens
+        self._num_accepted_tokens = stats.num_accepted_tokens
+        # The counts of a restarted engine begin at 0.
+        if num_drafts <= 0 or num_accepted < 0:
+            return ""
+        rate, share = num_drafts / took_s, num_accepted / num_drafts
+        return f", drafts {rate:.1f} tokens/s, accepted {100 * share:.1f} %"

@@ -413,6 +413,19 @@ def test_logprobs_of_final_only_outputs_are_packed() -> None:
         packed[201]
 
 
+def test_drafts_of_a_completion_are_added_up() -> None:
+    caller = Caller("delta", stop=["X"])
+
+    def numbers(tokens: bytes, **drafts: int) -> tuple[int, int]:
+        completion = caller.completion(tokens, **drafts)
+        return completion.num_draft_tokens, completion.num_accepted_tokens
+
+    assert numbers(b"a") == (0, 0)
+    assert numbers(b"bcd", num_draft_tokens=4, num_accepted_tokens=2) == (4, 2)
+    assert numbers(b"e") == (4, 2)
+    assert numbers(b"fX", num_draft_tokens=3, num_accepted_tokens=1) == (7, 3)
+
+
 def test_output_has_the_number_of_preemptions() -> None:
     caller = Caller("delta", stop=["X"])
     assert caller.completion(b"a").num_preemptions == 0

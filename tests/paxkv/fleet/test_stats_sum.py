@@ -15,6 +15,7 @@ from paxkv.fleet.stats_sum import (
 )
 
 OTHERS = {
+    "num_accepted_per_pos",
     "kv_block_residency",
     "step_token_counts",
     "expert_tokens",
@@ -26,6 +27,7 @@ GAP = ResidencyHistogram(bucket_counts=(4, *[0] * 22), sum_s=2.0)
 STATS = SchedulerStats(
     **dict.fromkeys(COUNTERS, 5),
     **dict.fromkeys(GAUGES, 7),
+    num_accepted_per_pos=(4, 1),
     kv_block_residency=BlockResidency(reuse_gap=GAP),
     step_token_counts=(3, *SchedulerStats().step_token_counts[1:]),
     kv_cache_usage=0.5,
@@ -44,6 +46,7 @@ def test_counters_and_gauges_of_several_engines_are_summed() -> None:
     assert {getattr(total, name) for name in COUNTERS} == {15}
     assert {getattr(total, name) for name in GAUGES} == {21}
     assert total.step_token_counts[0] == 9
+    assert total.num_accepted_per_pos == (12, 3)
     gap = total.kv_block_residency.reuse_gap
     assert (gap.bucket_counts[0], gap.sum_s) == (12, 6.0)
     assert total.kv_cache_usage == pytest.approx(0.7 / 3)
@@ -57,6 +60,7 @@ def test_only_counters_of_a_dead_engine_are_added() -> None:
     assert {getattr(left, name) for name in COUNTERS} == {5}
     assert {getattr(left, name) for name in (*GAUGES, "kv_cache_usage")} == {0}
     assert left.step_token_counts == STATS.step_token_counts
+    assert left.num_accepted_per_pos == STATS.num_accepted_per_pos
     assert left.kv_block_residency == STATS.kv_block_residency
 
 

@@ -209,7 +209,7 @@ def test_below_min_tokens_only_the_length_ends_a_request(token_id, num_tokens, e
 @pytest.mark.parametrize(
     ("drafts", "sampled", "expected"),
     [
-        (None, [7], 0),
+        ([], [7], 0),
         ([7, 8, 9], [7, 8, 9, 5], 0),
         ([7, 8, 9], [7, 4], 2),
         ([7, 8, 9], [4], 3),
@@ -218,4 +218,4 @@ def test_below_min_tokens_only_the_length_ends_a_request(token_id, num_tokens, e
     ],
 )
 def test_drafts_after_the_first_wrong_one_are_rejected(drafts, sampled, expected):
-    assert num_rejected_tokens(drafts, sampled) == expected
+    assert num_rejected_tokens(len(drafts), len(sampled)) == expected

@@ -61,6 +61,8 @@ def test_recorded_run_replays_exactly_with_the_right_totals(tmp_path: Path) -> N
         "num_scheduled_tokens": 9 + 2 + 1 + 1,
         "num_hit_tokens": 8,
         "num_output_tokens": 4,
+        "num_draft_tokens": 0,
+        "num_accepted_tokens": 0,
         "failure": None,
         "difference": None,
         "difference_at": "",

@@ -162,3 +162,20 @@ def test_experts_have_series_once_they_are_counted():
         for layer, expert, count in ((0, 0, 7), (0, 1, 0), (3, 0, 2), (3, 1, 5))
     ]
     assert scrape_experts(SchedulerStats(), SchedulerStats()) == []
+
+
+def test_accepted_drafts_have_series_by_position_with_a_drafter():
+    def scrape_positions(*engines):
+        registry, collector = CollectorRegistry(), EngineCollector("m")
+        registry.register(collector)
+        collector.update(msgspec.structs.replace(sum_stats(engines), engines=engines))
+        lines = generate_latest(registry).decode().splitlines()
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        return [line for line in lines if line.startswith(name)]
+
+    assert scrape_positions(SchedulerStats(), SchedulerStats()) == []
+    found = scrape_positions(SchedulerStats(), SchedulerStats(num_accepted_per_pos=(7, 2)))
+    assert [line.rpartition("{")[2] for line in found] == [
+        f'engine="1",model_name="m",position="{position}"}} {count}.0'
+        for position, count in enumerate((7, 2))
+    ]

@@ -52,6 +52,23 @@ def test_rates_are_of_the_interval_and_cached_prompts_are_not_computed(caplog) -
     ]
 
 
+def test_drafts_are_in_the_line_of_an_interval_that_had_some(caplog) -> None:
+    engine = Engine()
+    engine.has_counted(1, 0, 1, num_steps=1, num_draft_tokens=100, num_accepted_tokens=100)
+    log = StatsLog(engine, 10.0)
+    engine.has_counted(1, 0, 9, num_steps=2, num_draft_tokens=140, num_accepted_tokens=110)
+    log.log(10.0)
+    assert caplog.messages[-1].endswith(
+        "prefix cache hits 0.0 %, drafts 4.0 tokens/s, accepted 25.0 %"
+    )
+    engine.has_counted(1, 0, 19, num_steps=3, num_draft_tokens=140, num_accepted_tokens=110)
+    log.log(10.0)
+    # Of an engine that was started anew.
+    engine.has_counted(1, 0, 29, num_steps=4, num_draft_tokens=9, num_accepted_tokens=2)
+    log.log(10.0)
+    assert [message.count("drafts") for message in caplog.messages] == [1, 0, 0]
+
+
 def test_an_idle_interval_has_no_line_and_one_that_waits_has(caplog) -> None:
     engine = Engine()
     engine.has_counted(10, 0, 20, num_steps=4)

@@ -1,0 +1,133 @@
+"""`LLM(speculative_config=...)`: the answers of an engine without drafts, in fewer steps."""
+
+import random
+
+import pytest
+
+from paxkv import LLM, SamplingParams, StructuredOutputsParams
+from paxkv.entrypoints.build_scheduler import make_scheduler
+from paxkv.errors import ConfigError
+from paxkv.trace.replayer import replay
+from paxkv.trace.trace_file import TraceReader
+from tests.end_to_end.demo_prompts import PAXKV_QUESTIONS, SYSTEM_PROMPT
+from tests.engine_compilations import process_engine_compilations
+from tests.small_engine import SETTINGS
+
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+    "adapts_drafts": False,
+}
+PROMPTS = (*PAXKV_QUESTIONS, SYSTEM_PROMPT[:80], "1, 2, 3, 1, 2, 3, 1, 2", "What is 2 + 2?")
+SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+
+
+@pytest.fixture(scope="module")
+def trace_file(tmp_path_factory):
+    return tmp_path_factory.mktemp("drafts") / "trace.jsonl"
+
+
+@pytest.fixture(scope="module")
+def engines(trace_file):
+    """An engine without drafts, and one with them that writes a trace."""
+    with process_engine_compilations():
+        plain = LLM(**SETTINGS)
+        drafting = LLM(**SETTINGS, speculative_config=NGRAM, trace_file=str(trace_file))
+    with plain, drafting:
+        yield plain, drafting
+
+
+def random_params(rng):
+    """Any settings, of which some change the logits, and some end the answer."""
+    fields = {
+        "temperature": rng.choice([0.0, 0.0, 0.8]),
+        "seed": rng.randrange(100),
+        "max_tokens": rng.randint(1, 40),
+        "ignore_eos": rng.random() < 0.7,
+    }
+    choices = {
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "logit_bias": {300: 4.0, 310: -4.0},
+        "bad_words": ["the", " a"],
+        "stop": ["e", "th"],
+        "logprobs": 2,
+        "prompt_logprobs": 1,
+        "min_tokens": 1,
+        "top_k": 5,
+        "top_p": 0.7,
+        "n": 4,
+    }
+    fields |= {name: choices[name] for name in rng.sample(sorted(choices), rng.randint(0, 4))}
+    if rng.random() < 0.2:
+        forms = [{"json": SCHEMA}, {"regex": "(ab ){3,9}c"}, {"choice": ["no", "yes, yes, yes"]}]
+        fields["structured_outputs"] = StructuredOutputsParams(**rng.choice(forms))
+        # The form may need these words.
+        fields.pop("bad_words", None)
+    if fields["temperature"] == 0.0:
+        fields.pop("n", None)
+    return SamplingParams(**fields)
+
+
+def described(outputs):
+    return [
+        (completion.text, completion.token_ids, completion.finish_reason, completion.stop_reason)
+        for output in outputs
+        for completion in output.outputs
+    ]
+
+
+def tokens_of(logprobs):
+    return None if logprobs is None else [sorted(position) for position in logprobs]
+
+
+def test_answers_are_those_without_drafts(engines):
+    """With prompts that are longer than a step, and requests that wait for their turn."""
+    rng = random.Random(0)
+    params = [random_params(rng) for _ in range(36)]
+    # Copies in a prompt, and prompts that share a beginning.
+    prompts = [rng.choice(PROMPTS) * rng.choice([1, 1, 2]) for _ in params]
+    plain, drafting = (llm.generate(prompts, params, use_tqdm=False) for llm in engines)
+    assert described(drafting) == described(plain)
+    for found, wanted in zip(drafting, plain, strict=True):
+        for completion, expected in zip(found.outputs, wanted.outputs, strict=True):
+            assert tokens_of(completion.logprobs) == tokens_of(expected.logprobs)
+    completions = [completion for output in drafting for completion in output.outputs]
+    stats = engines[1].get_stats()
+    # Drafts behind the end of a stop string are counted by the engine alone.
+    assert 0 < sum(c.num_accepted_tokens for c in completions) <= stats.num_accepted_tokens
+    assert sum(c.num_draft_tokens for c in completions) <= stats.num_draft_tokens
+    assert stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.num_drafts <= stats.num_draft_tokens <= 3 * stats.num_drafts
+    assert sum(stats.num_accepted_per_pos) == stats.num_accepted_tokens
+    assert stats.num_compiles_after_ready == 0
+    assert engines[0].get_stats().num_draft_tokens == 0
+
+
+def test_copied_answer_needs_fewer_steps(engines):
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    num_steps, answers = [], []
+    for llm in engines:
+        before = llm.get_stats().num_steps
+        # The demo model repeats itself.
+        answers.append(described(llm.generate("the the the the", params, use_tqdm=False)))
+        num_steps.append(llm.get_stats().num_steps - before)
+    assert answers[0] == answers[1]
+    assert num_steps[1] < 0.7 * num_steps[0]
+
+
+def test_trace_with_drafts_can_be_replayed(engines, trace_file):
+    stats = engines[1].get_stats()
+    summary = replay(TraceReader.open(trace_file), make_scheduler)
+    assert summary.difference is None and summary.failure is None
+    # The last calls may not be in the file yet.
+    assert 0 < summary.num_accepted_tokens <= stats.num_accepted_tokens
+    assert summary.num_accepted_tokens < summary.num_draft_tokens
+
+
+def test_method_without_a_drafter_is_refused():
+    with pytest.raises(ConfigError, match="'mtp' has no drafter yet"):
+        LLM(speculative_config={"method": "mtp", "num_speculative_tokens": 1})
