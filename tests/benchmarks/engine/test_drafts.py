@@ -1,0 +1,106 @@
+"""Requests are the same at every call, and figures are ratios of equal answers."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from benchmarks.command_line import BenchmarkError
+from benchmarks.engine import drafts
+from benchmarks.random_checkpoint import MODEL_SHAPES
+from paxkv.contracts.engine_output import SchedulerStats
+
+
+class FakeLLM:
+    """Answers at once. With drafts it verifies 4 of each request, and accepts 3."""
+
+    def __init__(self, *args, speculative_config=None, **settings):
+        self.has_drafts = speculative_config is not None
+        self.num_requests = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+    def get_stats(self):
+        num_drafts = self.num_requests if self.has_drafts else 0
+        return SchedulerStats(
+            num_drafts=num_drafts,
+            num_draft_tokens=4 * num_drafts,
+            num_accepted_tokens=3 * num_drafts,
+        )
+
+    def generate(self, prompts, params, *, use_tqdm):
+        self.num_requests += len(prompts)
+        return [
+            SimpleNamespace(outputs=[SimpleNamespace(token_ids=prompt[: of_one.max_tokens])])
+            for prompt, of_one in zip(prompts, params, strict=True)
+        ]
+
+
+def run(wall_s=1.0, cpu_s=1.0, token_ids=((1, 2),), **counts):
+    numbers = {"num_steps": 0, "num_drafts": 0, "num_accepted": 0} | counts
+    return drafts.Run(token_ids=list(token_ids), wall_s=wall_s, cpu_s=cpu_s, **numbers)
+
+
+def test_figures_compare_both_engines():
+    drafting = run(1.0, 2.0, num_steps=5, num_drafts=20, num_accepted=15)
+    assert drafts.compare(run(3.0, 5.0), drafting) == {
+        "times_tokens_per_s": 3.0,
+        "times_tokens_per_cpu_s": 2.5,
+        "acceptance_percent": 75.0,
+        "tokens_per_step": 4.0,
+    }
+    assert drafts.compare(run(), run())["tokens_per_step"] == 1.0
+
+
+def test_other_answers_are_an_error():
+    with pytest.raises(BenchmarkError, match="answers with drafts differ"):
+        drafts.compare(run(), run(token_ids=((1, 3),)))
+
+
+@pytest.mark.parametrize("workload", drafts.TRAFFIC)
+def test_requests_are_the_same_at_every_call(workload):
+    traffic = drafts.TRAFFIC[workload]
+    vocab_size = MODEL_SHAPES["small"].vocab_size
+    requests = traffic.requests(5, vocab_size)
+    assert requests == traffic.requests(5, vocab_size)
+    for prompt, params in requests:
+        assert len(prompt) == drafts.NUM_PROMPT_TOKENS
+        assert params.max_tokens == drafts.NUM_OUTPUT_TOKENS
+        assert 0 <= min(prompt) and max(prompt) < vocab_size
+        assert set(prompt) <= set(params.allowed_token_ids or prompt)
+
+
+def test_copying_model_has_cycles(tmp_path):
+    weights = load_file(drafts.write_copying_checkpoint(tmp_path, "tiny") / "model.safetensors")
+    embeddings, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
+    # Without attention and MLPs, the hidden state of a token is its embedding.
+    assert all(not weights[name].any() for name in weights if name.endswith("down_proj.weight"))
+    next_ids = np.argmax(embeddings @ head.T, axis=1)
+    last = drafts.CYCLE_LEN - 1
+    assert next_ids[:last].tolist() == list(range(1, drafts.CYCLE_LEN))
+    assert next_ids[last] == 0
+
+
+def test_rows_are_written(tmp_path, monkeypatch, capsys):
+    def write(folder, *args):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"vocab_size": 16_384}))
+        return folder
+
+    monkeypatch.setattr(drafts, "LLM", FakeLLM)
+    monkeypatch.setattr(drafts, "write_copying_checkpoint", write)
+    monkeypatch.setattr(drafts, "write_checkpoint", write)
+    out = tmp_path / "rows.jsonl"
+    arguments = ["--requests", "1", "8", "--repetitions", "2", "--out", str(out)]
+    assert drafts.main(arguments) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 3 * 2 * len(drafts.METRICS)
+    assert rows[2]["case"] == "copy requests=1" and rows[2]["metric"] == "acceptance_percent"
+    assert rows[2]["median"] == 75.0
+    assert "| copy requests=1 " in capsys.readouterr().out
