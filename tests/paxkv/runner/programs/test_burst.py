@@ -50,7 +50,7 @@ def llama(tmp_path_factory):
     ("num_reqs", "max_steps", "dtype"),
     [
         pytest.param(1, 1, "float32", id="1-1-f32", marks=pytest.mark.slow),
-        pytest.param(1, 1, "bfloat16", id="1-1-bf16"),
+        pytest.param(1, 1, "bfloat16", id="1-1-bf16", marks=pytest.mark.slow),
         pytest.param(4, 8, "float32", id="4-8-f32"),
         pytest.param(4, 8, "float16", id="4-8-f16", marks=pytest.mark.slow),
         pytest.param(4, 8, "bfloat16", id="4-8-bf16", marks=pytest.mark.slow),

@@ -34,7 +34,7 @@ def num_bytes(*arrays):
     return sum(array.size * array.dtype.itemsize for array in arrays)
 
 
-@pytest.mark.parametrize("chunk_rows", [3, NUM_ROWS])
+@pytest.mark.parametrize("chunk_rows", [3, pytest.param(NUM_ROWS, marks=pytest.mark.slow)])
 def test_logits_and_histories_stay_where_they_are(chunk_rows):
     shape = SamplerShape(
         num_rows=NUM_ROWS, num_reqs=NUM_ROWS, max_model_len=MAX_MODEL_LEN, chunk_rows=chunk_rows
