@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import ClassVar
 
 from paxkv.errors import ConfigError
 
@@ -23,8 +24,13 @@ def cdiv(numerator: int, denominator: int) -> int:
 class KVCacheSpec:
     """Format of one layer's KV memory; a block holds `block_size` token positions.
 
+    Attributes:
+        kind: Name of the subclass in KV events, as in vLLM, and in the inspector.
+
     Source: vLLM `v1/kv_cache_interface.py`.
     """
+
+    kind: ClassVar[str]
 
     block_size: int
 
@@ -97,6 +103,8 @@ class FullAttentionSpec(AttentionSpec):
         attention_chunk_size: Like `sliding_window`, for chunked local attention.
     """
 
+    kind: ClassVar[str] = "full_attention"
+
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
 
@@ -114,6 +122,8 @@ class FullAttentionSpec(AttentionSpec):
 class MLAAttentionSpec(FullAttentionSpec):
     """Multi-head latent attention: one latent of `head_size` per token, and no V."""
 
+    kind: ClassVar[str] = "mla_attention"
+
     @property
     def real_page_size_bytes(self) -> int:
         return self.block_size * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
@@ -122,6 +132,8 @@ class MLAAttentionSpec(FullAttentionSpec):
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindowSpec(AttentionSpec):
     """A token attends to itself and the `sliding_window - 1` tokens before it."""
+
+    kind: ClassVar[str] = "sliding_window"
 
     sliding_window: int
 
@@ -134,6 +146,8 @@ class SlidingWindowSpec(AttentionSpec):
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedLocalAttentionSpec(AttentionSpec):
     """A token attends to itself and to earlier tokens of its chunk of `attention_chunk_size`."""
+
+    kind: ClassVar[str] = "chunked_local_attention"
 
     attention_chunk_size: int
 
@@ -159,6 +173,8 @@ class StateSpec(KVCacheSpec):
         page_bytes: Bytes of one block of one layer.
         state_bytes: Bytes that a layer's state fills in its pages; the rest is padding.
     """
+
+    kind: ClassVar[str] = "state"
 
     page_bytes: int
     state_bytes: int
@@ -201,6 +217,8 @@ class CrossAttentionSpec(AttentionSpec):
         max_encoder_tokens: Largest number of encoder tokens of one request.
     """
 
+    kind: ClassVar[str] = "cross_attention"
+
     max_encoder_tokens: int
 
     def max_blocks_per_req(self, max_model_len: int) -> int:
@@ -214,6 +232,8 @@ class SinkFullAttentionSpec(FullAttentionSpec):
     These positions belong to the layer, not to a request. Their blocks are allocated once, precede
     the blocks of every request, and are never freed.
     """
+
+    kind: ClassVar[str] = "sink_full_attention"
 
     sink_len: int
 

@@ -29,6 +29,8 @@ class BlockStored(KVCacheEvent):
         block_size: Tokens per block.
         lora_name: LoRA adapter with which the blocks were computed.
         group_id: KV cache group.
+        kind: `KVCacheSpec.kind` of the group.
+        sliding_window: Of a group that keeps only the blocks of a window.
     """
 
     block_hashes: list[bytes]
@@ -37,6 +39,8 @@ class BlockStored(KVCacheEvent):
     block_size: int
     lora_name: str | None
     group_id: int
+    kind: str
+    sliding_window: int | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +221,7 @@ class RequestInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupInfo:
-    """A KV cache group. `kind` is the class of its spec; `window` is None without a window."""
+    """A KV cache group. `kind` is its spec's; `window` is None without a window."""
 
     kind: str
     block_size: int

@@ -102,8 +102,13 @@ class _GroupedEvents:
         if isinstance(event, AllBlocksCleared):
             return {"type": "AllBlocksCleared"}
         if isinstance(event, BlockStored):
-            fields = _stored_fields(event, self._hash_type)
-            return {"type": "BlockStored", **fields, "group_idx": event.group_id}
+            fields = _stored_fields(event, self._hash_type) | {
+                "group_idx": event.group_id,
+                "kv_cache_spec_kind": event.kind,
+            }
+            if event.sliding_window is not None:
+                fields["kv_cache_spec_sliding_window"] = event.sliding_window
+            return {"type": "BlockStored", **fields}
         return {
             "type": "BlockRemoved",
             "block_hashes": _wire_hashes(event.block_hashes, self._hash_type),

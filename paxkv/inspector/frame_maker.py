@@ -237,7 +237,7 @@ class FrameMaker:
             num_blocks=self._pool.num_blocks,
             groups=[
                 GroupInfo(
-                    kind=type(manager.kv_cache_spec).__name__,
+                    kind=manager.kv_cache_spec.kind,
                     block_size=manager.block_size,
                     window=getattr(manager.kv_cache_spec, "sliding_window", None),
                 )

@@ -88,8 +88,10 @@ class Scheduler:
         self.metrics_collector = make_metrics_collector(cache_config.kv_cache_metrics_sample)
         if self.metrics_collector is not None:
             observers.append(self.metrics_collector)
-        self._event_recorder = None if cache_config.kv_events is None else KVEventRecorder()
-        if self._event_recorder is not None:
+        self._event_recorder = None
+        if cache_config.kv_events is not None:
+            specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+            self._event_recorder = KVEventRecorder(specs)
             observers.append(self._event_recorder)
         self.kv_cache_manager = KVCacheManager(
             kv_cache_config=kv_cache_config,

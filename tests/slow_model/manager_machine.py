@@ -103,7 +103,9 @@ class ManagerMachine(RuleBasedStateMachine):
             for kind in self.kinds
         )
         config = make_config(self.kinds, num_blocks, hash_block_size=hash_block_size)
-        self.event_recorder = KVEventRecorder()
+        self.event_recorder = KVEventRecorder(
+            [group.kv_cache_spec for group in config.kv_cache_groups]
+        )
         self.real = KVCacheManager(
             kv_cache_config=config,
             max_model_len=MAX_MODEL_LEN,

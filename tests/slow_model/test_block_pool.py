@@ -6,6 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from paxkv.contracts.kv_cache_spec import FullAttentionSpec
 from paxkv.contracts.observation import AllBlocksCleared, BlockStored
 from paxkv.errors import InvariantError
 from paxkv.kv_cache.hashing.block_hash import make_block_hash_with_group_id
@@ -18,6 +19,7 @@ NUM_CONTENTS = 3
 NUM_GROUPS = 2
 BLOCK_SIZE = 2
 MAX_TABLE = 8
+SPEC = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype="float32")
 
 
 def make_request(content):
@@ -39,7 +41,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(2, 12))
     def start(self, num_blocks):
-        self.event_recorder = KVEventRecorder()
+        self.event_recorder = KVEventRecorder([SPEC] * NUM_GROUPS)
         self.real = BlockPool(
             num_blocks=num_blocks,
             enable_caching=True,

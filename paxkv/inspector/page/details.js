@@ -106,7 +106,7 @@ export class Details {
 }
 
 const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·") || "∅";
-const groupName = (group) => (group ? group.kind.replace(/Spec$/, "") + (group.window ? ` (window ${group.window})` : "") : "unknown");
+const groupName = (group) => (group ? group.kind.replaceAll("_", " ") + (group.window ? ` (window ${group.window})` : "") : "unknown");
 
 // The first bytes of the hash in hexadecimal.
 function shortHash(value) {

@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Sequence
 
+from paxkv.contracts.kv_cache_spec import KVCacheSpec, SlidingWindowSpec
 from paxkv.contracts.observation import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from paxkv.contracts.protocols import CacheRequest
 from paxkv.kv_cache.hashing.block_hash import (
@@ -20,9 +21,13 @@ class KVEventRecorder(BlockPoolObserver):
     If two blocks have the same hash, it is reported once as stored and once as removed. So a
     receiver that adds stored hashes to a set, and deletes removed ones, always has the set of
     cached hashes.
+
+    Args:
+        specs: Of the KV cache groups, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, specs: Sequence[KVCacheSpec]) -> None:
+        self._specs = tuple(specs)
         self._events: list[KVCacheEvent] = []
 
     def on_cached(
@@ -40,6 +45,8 @@ class KVEventRecorder(BlockPoolObserver):
 
         An event names one parent, so it must not span a gap.
         """
+        spec = self._specs[group_id]
+        window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
         run_start = 0
         for position, block_idx in enumerate(first_idxs, start=1):
             if position < len(first_idxs) and first_idxs[position] == block_idx + 1:
@@ -54,6 +61,8 @@ class KVEventRecorder(BlockPoolObserver):
                     block_size=block_size,
                     lora_name=request.lora_name,
                     group_id=group_id,
+                    kind=spec.kind,
+                    sliding_window=window,
                 )
             )
 

@@ -15,6 +15,7 @@ from paxkv.contracts.kv_cache_spec import (
     StateSpec,
 )
 from paxkv.errors import ConfigError
+from paxkv.trace.header import SPEC_CLASSES
 
 FIELDS = {"block_size": 16, "num_kv_heads": 2, "head_size": 32}
 
@@ -140,3 +141,8 @@ def test_unknown_dtypes_are_rejected(dtype: str) -> None:
 def test_layer_with_window_and_chunks_is_rejected() -> None:
     with pytest.raises(ConfigError, match="sliding_window=8"):
         spec(sliding_window=8, attention_chunk_size=8)
+
+
+def test_every_kind_has_a_name_of_its_own() -> None:
+    kinds = {spec_class.kind for spec_class in SPEC_CLASSES.values()}
+    assert len(kinds) == len(SPEC_CLASSES)

@@ -2,6 +2,12 @@
 
 import types
 
+from paxkv.contracts.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
+
+_FIELDS = {"block_size": 2, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
+# Of the groups of these blocks.
+SPECS = (FullAttentionSpec(**_FIELDS), SlidingWindowSpec(**_FIELDS, sliding_window=6))
+
 
 def run_request(pool, hasher, token_ids, group_id=0):
     """Allocates, caches and frees the full blocks of a request, each of two tokens."""

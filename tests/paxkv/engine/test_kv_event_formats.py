@@ -11,13 +11,13 @@ from paxkv.engine.kv_event_formats import WireFormat
 from paxkv.kv_cache.hashing.block_hash import BlockHasher, get_block_hash, get_group_id
 from paxkv.kv_cache.observers.event_recorder import KVEventRecorder
 from paxkv.kv_cache.pool.block_pool import BlockPool
-from tests.paxkv.engine.cached_blocks import run_request
+from tests.paxkv.engine.cached_blocks import SPECS, run_request
 from tests.paxkv.engine.kv_event_structs import decode, follow
 
 A, B = b"\x01" * 24 + (7).to_bytes(8, "big"), b"\x02" * 24 + (2**64 - 1).to_bytes(8, "big")
 
 
-def stored(*block_hashes, parent=None, group_id=0):
+def stored(*block_hashes, parent=None, group_id=0, kind="full_attention", sliding_window=None):
     return BlockStored(
         block_hashes=list(block_hashes),
         parent_block_hash=parent,
@@ -25,6 +25,8 @@ def stored(*block_hashes, parent=None, group_id=0):
         block_size=2,
         lora_name=None,
         group_id=group_id,
+        kind=kind,
+        sliding_window=sliding_window,
     )
 
 
@@ -63,7 +65,8 @@ def test_format_0_16_has_the_elements_of_vllm():
 
 def test_format_0_32_has_maps_with_the_group():
     wire_format = WireFormat(KVEventsConfig(wire_format="vllm-0.32", block_hash_type="bytes"))
-    sent = payload(wire_format, stored(B, parent=A, group_id=1), removed(B), AllBlocksCleared())
+    in_group = stored(B, parent=A, group_id=1, kind="mla_attention")
+    sent = payload(wire_format, in_group, removed(B), AllBlocksCleared())
     ts, events, rank = msgspec.msgpack.decode(sent)
     assert (ts, rank) == (1.5, 0)
     assert events == [
@@ -77,6 +80,7 @@ def test_format_0_32_has_maps_with_the_group():
             "medium": "GPU",
             "lora_name": None,
             "group_idx": 1,
+            "kv_cache_spec_kind": "mla_attention",
         },
         {"type": "BlockRemoved", "block_hashes": [B], "medium": "GPU", "group_idx": 0},
         {"type": "AllBlocksCleared"},
@@ -84,6 +88,13 @@ def test_format_0_32_has_maps_with_the_group():
     first, second, third = decode(sent, "vllm-0.32").events
     assert (first.group_idx, second.group_idx) == (1, 0)
     assert type(third).__name__ == "AllBlocksCleared032"
+
+
+def test_format_0_32_has_the_length_of_a_window():
+    event = stored(A, kind="sliding_window", sliding_window=6)
+    wire_format = WireFormat(KVEventsConfig(wire_format="vllm-0.32"))
+    (sent,) = decode(payload(wire_format, event), "vllm-0.32").events
+    assert (sent.kv_cache_spec_kind, sent.kv_cache_spec_sliding_window) == ("sliding_window", 6)
 
 
 def test_stored_event_contains_the_lora_adapter():
@@ -94,6 +105,8 @@ def test_stored_event_contains_the_lora_adapter():
         block_size=2,
         lora_name="sql",
         group_id=0,
+        kind="full_attention",
+        sliding_window=None,
     )
     (sent,) = decode(payload(WireFormat(KVEventsConfig()), event)).events
     assert (sent.lora_id, sent.lora_name) == (None, "sql")
@@ -128,7 +141,7 @@ def test_a_router_that_follows_the_events_has_the_hashes_of_the_prefix_cache(
     wire_format, hash_type, steps
 ):
     """Two groups share one pool of 7 blocks, so blocks are evicted all the time."""
-    recorder = KVEventRecorder()
+    recorder = KVEventRecorder(SPECS)
     pool = BlockPool(num_blocks=8, enable_caching=True, hash_block_size=2, observers=[recorder])
     hasher = BlockHasher(block_size=2, seed="s")
     converter = WireFormat(KVEventsConfig(wire_format=wire_format, block_hash_type=hash_type))

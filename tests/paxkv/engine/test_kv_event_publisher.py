@@ -28,7 +28,7 @@ from paxkv.kv_cache.hashing.block_hash import BlockHasher, get_block_hash
 from paxkv.kv_cache.observers.event_recorder import KVEventRecorder
 from paxkv.kv_cache.pool.block_pool import BlockPool
 from paxkv.scheduler.scheduler import Scheduler
-from tests.paxkv.engine.cached_blocks import run_request
+from tests.paxkv.engine.cached_blocks import SPECS, run_request
 from tests.paxkv.engine.fake_engine import FakeExecutor, make_request
 from tests.paxkv.engine.kv_event_structs import (
     BATCH_TYPES,
@@ -145,6 +145,8 @@ def test_batch_without_events_for_subscribers_gets_no_number():
         block_size=2,
         lora_name=None,
         group_id=0,
+        kind="full_attention",
+        sliding_window=None,
     )
     with running() as (publisher, context):
         publisher.publish(KVEventBatch(ts=0.0, events=[stored]))
@@ -315,7 +317,7 @@ def test_without_a_config_there_is_no_publisher():
 )
 def test_a_late_subscriber_rebuilds_the_cache_by_replay(steps, first_heard):
     """It misses the first batches and gets them only by replay."""
-    recorder = KVEventRecorder()
+    recorder = KVEventRecorder(SPECS)
     pool = BlockPool(num_blocks=8, enable_caching=True, hash_block_size=2, observers=[recorder])
     hasher = BlockHasher(block_size=2, seed="s")
     with running() as (publisher, context):

@@ -20,6 +20,6 @@ def test_snapshot_describes_the_pool_and_its_groups():
     frame = FrameMaker(make_scheduler(specs=(FULL, window(8)))).make_snapshot(1.0)
     assert frame.pool.num_blocks == 100 and frame.pool.enable_prefix_caching
     assert [(g.kind, g.block_size, g.window) for g in frame.pool.groups] == [
-        ("FullAttentionSpec", 4, None),
-        ("SlidingWindowSpec", 4, 8),
+        ("full_attention", 4, None),
+        ("sliding_window", 4, 8),
     ]

@@ -302,7 +302,7 @@ def test_the_miss_of_an_admission_can_be_asked_for():
 
 
 def test_events_are_recorded_where_they_are_asked_for():
-    recorder = KVEventRecorder()
+    recorder = KVEventRecorder([full()])
     manager = make_manager(observers=[recorder])
     run_alone(manager, "r", range(9))
     (event,) = recorder.drain()

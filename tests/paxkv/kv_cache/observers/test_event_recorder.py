@@ -6,6 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from paxkv.contracts.kv_cache_spec import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from paxkv.contracts.observation import AllBlocksCleared, BlockRemoved, BlockStored
 from paxkv.kv_cache.hashing.block_hash import BlockHasher, get_block_hash, get_group_id
 from paxkv.kv_cache.observers.event_recorder import KVEventRecorder
@@ -13,10 +14,17 @@ from paxkv.kv_cache.pool.block import KVCacheBlock
 from paxkv.kv_cache.pool.block_pool import BlockPool
 from tests.slow_model.state_machine_settings import long, quick
 
+FIELDS = {"block_size": 2, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
+SPECS = (
+    FullAttentionSpec(**FIELDS, sliding_window=6),
+    MLAAttentionSpec(**FIELDS | {"block_size": 4}),
+    SlidingWindowSpec(**FIELDS, sliding_window=6),
+)
+
 
 def make_pool(num_blocks=6, hash_block_size=2):
     """A pool and the recorder of its events."""
-    recorder = KVEventRecorder()
+    recorder = KVEventRecorder(SPECS)
     pool = BlockPool(
         num_blocks=num_blocks,
         enable_caching=True,
@@ -53,6 +61,9 @@ def stored(block_hashes, parent, token_ids, *, block_size=2, lora_name=None, gro
         block_size=block_size,
         lora_name=lora_name,
         group_id=group_id,
+        kind=("full_attention", "mla_attention", "sliding_window")[group_id],
+        # The first group has layers with windows, but keeps the blocks of all tokens.
+        sliding_window=(None, None, 6)[group_id],
     )
 
 
@@ -122,6 +133,12 @@ def test_a_freed_block_is_removed_only_when_its_memory_is_handed_out():
     assert recorder.drain() == [removed(h1, h0)]
 
 
+def test_a_group_of_windows_is_stored_with_their_length():
+    (pool, recorder), request = make_pool(), make_request([1, 2])
+    cache(pool, request, pool.get_new_blocks(1), group_id=2)
+    assert recorder.drain() == [stored(request.block_hashes, None, [1, 2], group_id=2)]
+
+
 def test_withdrawn_and_evicted_blocks_are_removed_per_group():
     (pool, recorder), request = make_pool(), make_request([1, 2, 3, 4])
     h0, h1 = request.block_hashes
@@ -168,7 +185,7 @@ def test_a_reset_clears_all_and_a_refused_one_says_nothing():
 
 
 def test_runs_are_split_at_every_gap():
-    recorder, request = KVEventRecorder(), make_request(list(range(12)))
+    recorder, request = KVEventRecorder(SPECS), make_request(list(range(12)))
     hashes = request.block_hashes
     for first_idxs in ([0, 2, 3, 5], []):
         recorder.on_cached(
