@@ -11,7 +11,13 @@ import jax
 
 from models import Platform
 from paxkv.config.engine_config import CacheConfig
-from paxkv.contracts.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheSpec, StateSpec
+from paxkv.contracts.kv_cache_spec import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    StateSpec,
+)
 from paxkv.errors import ConfigError, InvariantError, KVCacheTooSmallError
 from paxkv.runner.memory.kv_cache_groups import KVCacheGroups
 
@@ -147,9 +153,7 @@ class MemoryPlan:
         of_tokens = f" of {' or '.join(map(str, sizes))} tokens" if sizes else ""
         num_groups = len(self._specs)
         in_groups = f" in {num_groups} groups" if num_groups > 1 else ""
-        dtypes = dict.fromkeys(
-            spec.dtype if isinstance(spec, AttentionSpec) else "state" for spec in self._specs
-        )
+        contents = dict.fromkeys(_content_of(spec) for spec in self._specs)
         needs = [f"{self.token_bytes:.0f} bytes a token"] if sizes else []
         if self.late_token_bytes != self.token_bytes:
             needs.append(f"{self.late_token_bytes:.0f} past the window of a long sequence")
@@ -157,7 +161,7 @@ class MemoryPlan:
             needs.append(f"{_mib(self.slot_bytes)} of states per running request")
         return (
             f"KV cache: {self.kv_cache_config.num_blocks} blocks{of_tokens}{in_groups} "
-            f"({', '.join([*dtypes, *needs])}, {_mib(self.pool_bytes)} in all; {self.reason}): "
+            f"({', '.join([*contents, *needs])}, {_mib(self.pool_bytes)} in all; {self.reason}): "
             f"{self.num_tokens} tokens, or {self.num_longest_reqs} requests of "
             f"{self.max_model_len}{self._padding()}"
         )
@@ -193,6 +197,13 @@ class MemoryPlan:
         return spec.max_held_blocks(
             max_model_len=num_tokens, max_num_batched_tokens=self.max_num_batched_tokens
         )
+
+
+def _content_of(spec: KVCacheSpec) -> str:
+    """Describes what a group caches, for the log."""
+    if not isinstance(spec, AttentionSpec):
+        return "state"
+    return f"{spec.dtype} latents" if isinstance(spec, MLAAttentionSpec) else spec.dtype
 
 
 def plan_memory(

@@ -9,8 +9,10 @@ from models.cache.attention_format import AttentionFormat
 from models.cache.latent_format import LatentFormat
 from models.decoder_spec import CacheRef, DecoderSpec, LayerSpec
 from models.registry import read_config
+from paxkv.config.engine_config import CacheConfig
 from paxkv.errors import ConfigError
 from paxkv.runner.memory.kv_cache_groups import groups_of_spec
+from paxkv.runner.memory.memory_plan import DeviceMemory, plan_memory
 
 FORMAT = LatentFormat.unpadded(latent_dim=512, rope_dim=64, dtype="bfloat16")
 
@@ -74,6 +76,33 @@ def test_a_token_takes_one_latent_and_one_rotary_key_per_layer(hf_config, dtype,
     assert len(group.layer_names) == 61
     assert spec.page_size_bytes == 16 * (512 + 64) * itemsize
     assert (spec.dtype, spec.head_size, groups.padded_shares) == (dtype, 576, {})
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "max_model_len", "num_longest"),
+    [(DEEPSEEK_V3, 163840, 3), (KIMI_K2, 131072, 4)],
+    ids=["DeepSeek V3", "Kimi K2"],
+)
+def test_memory_plan_counts_the_bytes_of_latents(hf_config, max_model_len, num_longest):
+    """61 layers x (512 + 64) numbers x 2 bytes = 70,272 bytes a token."""
+    memory = DeviceMemory(
+        total_bytes=40 * 2**30, limit_bytes=40 * 2**30, used_bytes=0, activation_bytes=0
+    )
+    plan = plan_memory(
+        groups_of_spec(read_config(hf_config).spec("bfloat16"), block_size=64),
+        CacheConfig(gpu_memory_utilization=0.9),
+        max_model_len=max_model_len,
+        max_num_batched_tokens=2048,
+        max_num_seqs=64,
+        memory=memory,
+    )
+    assert plan.token_bytes == plan.late_token_bytes == 70_272
+    assert plan.block_bytes == 64 * 70_272
+    # 36 GiB, rounded down to 7 binary digits of the number of blocks: 8,594 -> 8,576.
+    assert plan.kv_cache_config.num_blocks == 8_576
+    assert plan.num_tokens == 8_575 * 64
+    assert plan.num_longest_reqs == num_longest
+    assert "(bfloat16 latents, 70272 bytes a token, " in plan.report()
 
 
 def test_padding_on_a_tpu_is_reported():
