@@ -101,6 +101,14 @@ def spec_of_attention(
     )
 
 
+def with_states(spec: DecoderSpec, name: str, cache: CacheFormat) -> DecoderSpec:
+    """The spec in which layers without caches have one of states, with this local name."""
+    states = ((name, CacheRef(format=cache)),)
+    return DecoderSpec(
+        layers=tuple(replace(layer, caches=layer.caches or states) for layer in spec.layers)
+    )
+
+
 def _layer_name(layer_idx: int) -> str:
     return f"model.layers.{layer_idx}"
 

@@ -118,7 +118,7 @@ _NO_MULTIMODAL = "only text models are supported"
 _NO_EXPERT_PARALLELISM = (
     "all experts of a model run on the engine's one device; expert parallelism is not supported"
 )
-_NO_MAMBA = "no supported model has Mamba layers"
+_NO_MAMBA = "states of Mamba layers are float32, and have no settings"
 _NO_LORA = "LoRA adapters are not supported"
 _NO_QUANTIZATION = "the format of quantized weights is read from config.json"
 _DRAFT_METRICS = "answers contain no numbers of drafts"
@@ -201,7 +201,7 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     *_refused_switches(
         "answers do not name the experts of their tokens", "--enable-return-routed-experts"
     ),
-    # Models that are not supported.
+    # Kinds of models that are not supported, or have no such settings.
     *_ignored(_NO_MAMBA, "--mamba-block-size --mamba-cache-mode --mamba-backend"),
     *_ignored(_NO_MAMBA, "--mamba-cache-dtype --mamba-ssm-cache-dtype", "auto"),
     *_ignored(_NO_MAMBA, "--mamba-cache-philox-rounds --mamba-ssu-algorithm"),

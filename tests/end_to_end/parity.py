@@ -11,6 +11,7 @@ import numpy as np
 
 from models import LoadedModel, load_model
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.contracts.kv_cache_spec import StateSpec
 from paxkv.generate import CompiledGenerator, GenerateShape
 from paxkv.runner.model_runner import ModelRunner
 from tests.end_to_end.engine_harness import (
@@ -237,16 +238,17 @@ class ParityEngine:
         return rows
 
     def _tiny_pool(self, reference: Reference) -> int:
-        """Blocks for the longest request and a third more, and the null block."""
+        """Blocks for the longest request and a third more, two slots, and the null block."""
         num_tokens = max(map(len, reference.prompts)) + NUM_NEW_TOKENS
         groups = self._ordinary.runner.kv_cache_config.kv_cache_groups
-        most = [
-            group.kv_cache_spec.max_held_blocks(
-                max_model_len=num_tokens, max_num_batched_tokens=_ROOMY.max_num_batched_tokens
+        num_held = {True: 0, False: 0}  # by whether the blocks are those of states
+        for group in groups:
+            num_held[isinstance(group.kv_cache_spec, StateSpec)] += (
+                group.kv_cache_spec.max_held_blocks(
+                    max_model_len=num_tokens, max_num_batched_tokens=_ROOMY.max_num_batched_tokens
+                )
             )
-            for group in groups
-        ]
-        return 1 + sum(most) + sum(most) // 3
+        return 1 + num_held[False] + num_held[False] // 3 + 2 * num_held[True]
 
     def _follow(
         self,
@@ -261,7 +263,7 @@ class ParityEngine:
         def run(prompts: list[list[int]], max_tokens: list[int]) -> RunResult:
             params = [greedy(1, tokens)[0] for tokens in max_tokens]
             result = run_engine(recording, prompts, settings, sampling_params=params)
-            _check_setting_had_effect(settings, result, prompts)
+            _check_setting_had_effect(recording, settings, result, prompts)
             return result
 
         first = list(range(len(reference.prompts)))
@@ -305,13 +307,18 @@ class ParityEngine:
 
 
 def _check_setting_had_effect(
-    settings: EngineSettings, result: RunResult, prompts: Sequence[list[int]]
+    recording: RecordingRunner,
+    settings: EngineSettings,
+    result: RunResult,
+    prompts: Sequence[list[int]],
 ) -> None:
     """A setting that changes nothing would be shown by nothing. Not of the few that are left."""
     if len(prompts) < 4:
         return
-    assert (result.num_preemptions > 0) == (settings.num_blocks < _ROOMY.num_blocks)
-    assert (sum(result.num_cached_tokens) > 0) == settings.enable_prefix_caching
+    may_preempt = settings.num_blocks < _ROOMY.num_blocks and recording.keeps_tokens
+    assert (result.num_preemptions > 0) == may_preempt
+    may_hit = settings.enable_prefix_caching and recording.can_hit
+    assert (sum(result.num_cached_tokens) > 0) == may_hit
 
 
 def _put_like(model: LoadedModel, params: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

@@ -31,8 +31,9 @@ EVERY_SETTING = (
     "mimo-v2-flash-dense",  # sinks, values narrower than keys
     "deepseek-v3",  # latents, experts in groups, and a layer without experts
     "bloom",  # ALiBi
+    "qwen3-next",  # states of Gated DeltaNet, and gated attention
 )
-EVERY_KIND = ("mimo-v2-flash-dense", "deepseek-v3")
+EVERY_KIND = ("mimo-v2-flash-dense", "deepseek-v3", "qwen3-next")
 OTHERS = [family for family in LOADED if family not in EVERY_SETTING]
 
 

@@ -149,6 +149,8 @@ _FIELDS_WITHOUT_DEFAULT = {
     "GPTJForCausalLM": {"rotary_dim": 8},
     "OPTForCausalLM": {"ffn_dim": 96},
     "PhimoeForCausalLM": {"lm_head_bias": True},
+    "Mamba2ForCausalLM": {"num_heads": 8},
+    "Qwen3NextForCausalLM": {"num_experts_per_tok": 2},
 }
 
 
@@ -639,10 +641,10 @@ class ForeignModel(LlamaForCausalLM):
     [
         ("BertModel", "bert", ""),
         (
-            "Qwen3NextForCausalLM",
-            "qwen3_next",
-            "Supported architectures with similar names: Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
-            "Qwen3VLMoeForCausalLM. ",
+            "Qwen3_5ForCausalLM",
+            "qwen3_5",
+            "Supported architectures with similar names: Qwen3ForCausalLM, Qwen2ForCausalLM, "
+            "Qwen3MoeForCausalLM. ",
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """Drives a `LoadedModel` by hand, without scheduler or runner: chunks of tokens in, logits out."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -131,8 +132,12 @@ class PagedStepper:
         }
 
     def _drop_blocks_out_of_window(self, row: int) -> None:
-        groups = (group for tables in self._block_tables for group in tables)
-        for group, spec in zip(groups, self._specs, strict=True):
+        # A group of states has slots, from which nothing is dropped.
+        groups = (
+            [None] * shape.num_kv_cache_groups if shape.is_state else tables
+            for tables, shape in zip(self._block_tables, self._table_shapes, strict=True)
+        )
+        for group, spec in zip(itertools.chain.from_iterable(groups), self._specs, strict=True):
             if getattr(spec, "sliding_window", None) is not None:
                 # The next token stands at seq_lens[row] and sees `window - 1` tokens before it.
                 first_seen = max(0, self._seq_lens[row] - spec.sliding_window + 1)

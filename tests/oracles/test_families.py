@@ -30,6 +30,9 @@ LOADED = [
     "llama4",
     "deepseek-v3",
     "deepseek-v2",
+    "bamba",
+    "qwen3-next",
+    "mamba2",
     "glm4-moe-lite",
     "mistral4",
     "longcat-flash",
@@ -157,6 +160,10 @@ _WITHOUT_EFFECT = {
     *("summary_first_dropout", "reorder_and_upcast_attn", "attention_softmax_in_fp32"),
     *("scale_attention_softmax_in_fp32", "slow_but_exact", "emb_pdrop", "embedding_fraction"),
     *("init_device", "lambda_std_dev", "embedding_initializer_range"),
+    *("chunk_size", "mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"),
+    *("rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min"),
+    # How 16-bit numbers are rounded; and a size that no layer of Mamba2 has.
+    *("residual_in_fp32", "time_step_rank"),
     *(
         "residual_dropout",
         "aux_loss_coef",
@@ -185,11 +192,11 @@ _OVERRIDDEN = {
     "rope_theta": {"cohere2-moe"},
     "first_k_dense_replace": {"exaone-moe"},
     "global_attn_every_n_layers": {"afmoe"},
-    # JetMoE has one query per KV head for each expert of a token.
-    "num_attention_heads": {"laguna", "laguna-per-element", "jetmoe"},
-    "num_key_value_heads": {"gpt-bigcode", "dbrx"},
+    # JetMoE has one query per KV head for each expert of a token. Mamba2 has no attention.
+    "num_attention_heads": {"laguna", "laguna-per-element", "jetmoe", "mamba2"},
+    "num_key_value_heads": {"gpt-bigcode", "dbrx", "mamba2"},
     # No layer has an MLP without experts.
-    "intermediate_size": {"kolibri1"},
+    "intermediate_size": {"kolibri1", "mamba2"},
     "multi_query": {"falcon"},
     "num_kv_heads": {"falcon-rw"},
     # transformers does not read them.

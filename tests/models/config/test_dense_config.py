@@ -27,6 +27,7 @@ FAMILIES = {
     "ArceeForCausalLM": ("ArceeConfig", {"hidden_size": 80}),
     "CohereForCausalLM": ("CohereConfig", {}),
     "Cohere2ForCausalLM": ("Cohere2Config", {"hidden_size": 160}),
+    "BambaForCausalLM": ("BambaConfig", {"hidden_size": 80, "mamba_n_heads": 8}),
     "CwmForCausalLM": ("CwmConfig", {"head_dim": None, "hidden_size": 80}),
     "DiffLlamaForCausalLM": ("DiffLlamaConfig", {"hidden_size": 160, "head_dim": None}),
     "DogeForCausalLM": ("DogeConfig", {"hidden_size": 80, "head_dim": None}),
@@ -67,6 +68,10 @@ FLAGS = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 OTHER_FIELDS = [
     ("ApertusForCausalLM", {"attention_bias": True, "rope_scaling": SCALED, "rope_theta": 5e4}),
     ("ArceeForCausalLM", FLAGS),
+    ("BambaForCausalLM", {"attn_layer_indices": [1, 3], "attention_bias": True, "rope_theta": 5e5}),
+    ("BambaForCausalLM", {"mamba_d_head": 20, "mamba_n_groups": 2, "mamba_d_state": 8}),
+    ("BambaForCausalLM", {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3}),
+    ("BambaForCausalLM", {"time_step_limit": [0.01, 0.5], "rms_norm_eps": 1e-6}),
     ("CohereForCausalLM", {"use_qk_norm": True, "logit_scale": 0.5, "attention_bias": True}),
     ("Cohere2ForCausalLM", {"sliding_window": 64, "sliding_window_pattern": 3, "head_dim": 32}),
     ("CwmForCausalLM", {"sliding_window": 64, "eos_token_id": 3, "rope_scaling": SCALED}),

@@ -70,6 +70,7 @@ FAMILIES = {
     "PhimoeForCausalLM": ("PhimoeConfig", {"lm_head_bias": True}),
     "Qwen2MoeForCausalLM": ("Qwen2MoeConfig", {}),
     "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", {}),
+    "Qwen3NextForCausalLM": ("Qwen3NextConfig", {"head_dim": 8}),
     "SarvamMLAForCausalLM": ("SarvamMLAConfig", {"num_key_value_heads": 40}),
     "SolarOpenForCausalLM": ("SolarOpenConfig", {}),
     "Step3p5ForCausalLM": ("Step3p7TextConfig", {}),

@@ -1,0 +1,188 @@
+"""Qwen3-Next: experts, and Gated DeltaNet in place of attention in three layers of four."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.config.attention_config import AttentionConfig
+from models.config.dense_config import read_dense_fields, read_head_fields
+from models.config.fields import read_count, read_flag, refuse_other_values
+from models.config.moe_config import MoEConfig, read_expert_fields, read_sparse_steps
+from models.config.partial_rotary import parse_partial_rope
+from models.config.state_layers import read_has_state
+from models.decoder_spec import DecoderSpec, spec_of_attention, with_states
+from models.decoders.moe_decoder import MoEDecoder
+from models.layers.dense_layers import make_head_normed_attention
+from models.layers.experts import make_experts
+from models.layers.gated_attention import GatedAttention
+from models.layers.gated_delta_net import LINEAR_ATTENTION, GatedDeltaNet, GatedDeltaNetConfig
+from models.layers.linear import Linear
+from models.layers.mlp import GatedMLP
+from models.layers.rms_norm import OffsetRMSNorm
+from models.layers.routing import Router, SoftmaxTopK
+from models.layers.self_attention import SelfAttention
+from models.layers.sparse_mlp import GatedSharedExpertMLP
+from models.weight_rule import Source, WeightRule, with_renamed_sources
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3NextConfig(MoEConfig):
+    """The config of Qwen3-Next. Layers without attention have a `GatedDeltaNet`.
+
+    Args:
+        shared_expert_intermediate_size: Inner width of the shared expert.
+        normalizes_weights: Whether the weights of the chosen experts are scaled to a sum of 1.
+    """
+
+    shared_expert_intermediate_size: int
+    normalizes_weights: bool
+    linear: GatedDeltaNetConfig
+
+    def spec(self, kv_dtype: str) -> DecoderSpec:
+        spec = spec_of_attention(self.attention, kv_dtype=kv_dtype)
+        return with_states(spec, LINEAR_ATTENTION, self.linear.format())
+
+
+class Qwen3NextForCausalLM(MoEDecoder):
+    """Source: huggingface.co/docs/transformers/model_doc/qwen3_next."""
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> Qwen3NextConfig:
+        # The gate would need a part of the biases of queries.
+        refuse_other_values(hf_config, {"attention_bias": False})
+        fields = read_dense_fields(hf_config)
+        num_layers = fields["num_layers"]
+        heads = read_head_fields(hf_config, default_num_kv_heads=2, default_head_dim=256)
+        rope, factor = parse_partial_rope(
+            hf_config, fields["max_position_embeddings"], default_factor=0.25
+        )
+        attention = AttentionConfig(**heads, rope=rope, rotary_dim=int(heads["head_dim"] * factor))
+        interval = read_count(hf_config, "full_attention_interval", 4)
+        by_rule = [(layer_idx + 1) % interval != 0 for layer_idx in range(num_layers)]
+        return Qwen3NextConfig(
+            **fields,
+            **read_expert_fields(
+                hf_config, default_num_experts=512, default_top_k=10, default_size=512
+            ),
+            attention=tuple(
+                None if has_state else attention
+                for has_state in read_has_state(hf_config, by_rule, "linear_attention")
+            ),
+            has_experts=read_sparse_steps(hf_config, num_layers),
+            shared_expert_intermediate_size=read_count(
+                hf_config, "shared_expert_intermediate_size", 512
+            ),
+            normalizes_weights=read_flag(hf_config, "norm_topk_prob", True),
+            linear=GatedDeltaNetConfig(
+                hidden_size=fields["hidden_size"],
+                num_k_heads=read_count(hf_config, "linear_num_key_heads", 16),
+                num_v_heads=read_count(hf_config, "linear_num_value_heads", 32),
+                k_dim=read_count(hf_config, "linear_key_head_dim", 128),
+                v_dim=read_count(hf_config, "linear_value_head_dim", 128),
+                kernel_size=read_count(hf_config, "linear_conv_kernel_dim", 4),
+                eps=fields["rms_norm_eps"],
+            ),
+        )
+
+    def __init__(self, config: Qwen3NextConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+        norm = functools.partial(OffsetRMSNorm, eps=config.rms_norm_eps, dtype=dtype)
+
+        def make_mixer(attention: AttentionConfig | None) -> SelfAttention:
+            if attention is None:
+                return GatedDeltaNet(config.linear, dtype=dtype)
+            make_attention = functools.partial(GatedAttention, gate=jax.nn.sigmoid)
+            return make_head_normed_attention(
+                attention, norm=norm, attention=make_attention, dtype=dtype
+            )
+
+        super().__init__(
+            config,
+            attention=make_mixer,
+            sparse_mlp=functools.partial(_make_sparse_mlp, config, dtype),
+            norm=norm,
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
+        )
+
+    def weight_rules(self) -> dict[str, WeightRule]:
+        """Checkpoints have one matrix for queries and gates, and other orders of projections."""
+        rules = super().weight_rules()
+        for layer_idx, attention in enumerate(self.config.attention):
+            prefix = f"layers.{layer_idx}.self_attn."
+            own = {name: rule for name, rule in rules.items() if name.startswith(prefix)}
+            if attention is None:
+                rules |= _rules_of_delta_net(own, prefix, self.config.linear)
+            else:
+                rules |= _rules_of_gated_attention(rules, prefix, attention.head_dim)
+        return rules
+
+    def ignores_weight(self, name: str) -> bool:
+        """Layers for multi-token prediction are not loaded."""
+        return name.startswith("mtp.")
+
+
+def _rules_of_gated_attention(
+    rules: Mapping[str, WeightRule], prefix: str, head_dim: int
+) -> dict[str, WeightRule]:
+    """Each head's queries, and then its gates, are rows of one matrix."""
+    found = {}
+    for part, name in enumerate(("q_proj", "gate_proj")):
+        rule = rules[f"{prefix}{name}.kernel"]
+        num_rows, num_columns = rule.sources[0].shape
+        packed = Source(name=f"model.{prefix}q_proj.weight", shape=(2 * num_rows, num_columns))
+        take = functools.partial(_take_part, part=part, head_dim=head_dim)
+        found[f"{prefix}{name}.kernel"] = replace(rule, sources=(packed,), combine=take)
+    return found
+
+
+def _take_part(weights_np: Sequence[np.ndarray], *, part: int, head_dim: int) -> np.ndarray:
+    (weight_np,) = weights_np
+    by_head = weight_np.reshape(-1, 2, head_dim, weight_np.shape[1])
+    return by_head[:, part].reshape(-1, weight_np.shape[1])
+
+
+def _rules_of_delta_net(
+    rules: Mapping[str, WeightRule], prefix: str, config: GatedDeltaNetConfig
+) -> dict[str, WeightRule]:
+    """For each key head, checkpoints have its query, its key, and what its value heads need."""
+    rules = with_renamed_sources(
+        rules, lambda name: name.replace(".self_attn.", f".{LINEAR_ATTENTION}.")
+    )
+    heads_per_key = config.num_v_heads // config.num_k_heads
+    width = heads_per_key * config.v_dim
+    orders = {
+        "in_proj_qkvz": (config.k_dim, config.k_dim, width, width),
+        "in_proj_ba": (heads_per_key, heads_per_key),
+    }
+    for name, sizes in orders.items():
+        rule = rules[f"{prefix}{name}.kernel"]
+        combine = functools.partial(_parts_together, sizes=sizes)
+        rules[f"{prefix}{name}.kernel"] = replace(rule, combine=combine)
+    return rules
+
+
+def _parts_together(weights_np: Sequence[np.ndarray], *, sizes: Sequence[int]) -> np.ndarray:
+    """Sorts rows by part, and then by key head; the checkpoint has them by key head first."""
+    (weight_np,) = weights_np
+    by_head = weight_np.reshape(-1, sum(sizes), weight_np.shape[1])
+    parts = np.split(by_head, np.cumsum(sizes)[:-1], axis=1)
+    return np.concatenate([part.reshape(-1, weight_np.shape[1]) for part in parts])
+
+
+def _make_sparse_mlp(config: Qwen3NextConfig, dtype: jnp.dtype) -> GatedSharedExpertMLP:
+    return GatedSharedExpertMLP(
+        gate=Router(config.hidden_size, config.num_experts, dtype=dtype),
+        choose=SoftmaxTopK(top_k=config.num_experts_per_tok, normalizes=config.normalizes_weights),
+        experts=make_experts(config, dtype=dtype),
+        shared_expert=GatedMLP(
+            config.hidden_size,
+            config.shared_expert_intermediate_size,
+            activation=config.hidden_act,
+            dtype=dtype,
+        ),
+        shared_expert_gate=Linear(config.hidden_size, 1, dtype=dtype),
+    )

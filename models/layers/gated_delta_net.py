@@ -1,0 +1,163 @@
+"""`GatedDeltaNet`: a recurrence with the gated delta rule, in place of attention."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import pallas_kernels
+from models.cache.format import Pages
+from models.cache.state_format import StateFormat
+from models.forward.layer_context import LayerContext
+from models.layers.linear import Linear
+from models.layers.self_attention import Norm
+from models.layers.short_convolution import ShortConvolution
+from models.weight_rule import Source, WeightRule
+
+# The name of the layer's cache of states. Checkpoints also have it in the names of weights.
+LINEAR_ATTENTION = "linear_attn"
+# Under the root of a key's or query's length.
+_LENGTH_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaNetConfig:
+    """The sizes of a `GatedDeltaNet`. Each key head serves consecutive value heads."""
+
+    hidden_size: int
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int  # width of a key head and of a query head
+    v_dim: int  # width of a value head
+    kernel_size: int  # of the convolution
+    eps: float  # of the norm of each head's output
+
+    @property
+    def k_width(self) -> int:
+        """Width of all keys together."""
+        return self.num_k_heads * self.k_dim
+
+    @property
+    def v_width(self) -> int:
+        """Width of all values together."""
+        return self.num_v_heads * self.v_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.k_width + self.v_width
+
+    def format(self) -> StateFormat:
+        """The inputs that the next convolution needs, and the state."""
+        window = (self.kernel_size - 1, self.num_channels)
+        return StateFormat(shapes=(window, (self.num_v_heads, self.k_dim, self.v_dim)))
+
+
+class GatedDeltaNet(nnx.Module):
+    """A `SelfAttention` whose cache is a state.
+
+    The family makes the weight rules of `in_proj_qkvz` and `in_proj_ba`, because checkpoints differ
+    in the order of their outputs. Here the order is queries, keys, values and gates, each of all
+    heads; and `b` and `a` of all value heads.
+
+    Source: arXiv:2412.06464.
+    """
+
+    def __init__(self, config: GatedDeltaNetConfig, *, dtype: jnp.dtype) -> None:
+        """Makes the layer with weights to be filled in."""
+        self.config = config
+        width = config.num_channels + config.v_width
+        self.in_proj_qkvz = Linear(config.hidden_size, width, axes=(None, "heads"), dtype=dtype)
+        self.in_proj_ba = Linear(
+            config.hidden_size, 2 * config.num_v_heads, axes=(None, "heads"), dtype=dtype
+        )
+        self.conv1d = ShortConvolution(config.num_channels, config.kernel_size, dtype=dtype)
+        self.dt_bias = nnx.Param(jnp.zeros((config.num_v_heads,), dtype))
+        self.A_log = nnx.Param(jnp.zeros((config.num_v_heads,), jnp.float32))
+        self.scale = nnx.Param(jnp.ones((config.v_dim,), dtype))
+        self.out_proj = Linear(
+            config.v_width, config.hidden_size, axes=("heads", None), dtype=dtype
+        )
+
+    def weight_rules(self, name: str) -> dict[str, WeightRule]:
+        """See `HasWeights.weight_rules`."""
+        sizes = {"dt_bias": self.config.num_v_heads, "A_log": self.config.num_v_heads}
+        sources = {leaf: Source(name=f"{name}.{leaf}", shape=(n,)) for leaf, n in sizes.items()}
+        sources["scale"] = Source(name=f"{name}.norm.weight", shape=(self.config.v_dim,))
+        return {
+            leaf: WeightRule(sources=(source,), layout="vector", axes=(None,))
+            for leaf, source in sources.items()
+        }
+
+    def __call__(
+        self,
+        hidden: jax.Array,  # f[num_tokens, hidden]
+        pages: Pages,
+        context: LayerContext,
+        *,
+        norm: Norm,
+    ) -> tuple[jax.Array, Pages]:
+        """Returns the input of `project_out`, f[num_queries, v_width], and the pages."""
+        config = self.config
+
+        def project(hidden: jax.Array, context: LayerContext) -> tuple[jax.Array, ...]:
+            normed = norm(hidden)
+            return self.in_proj_qkvz(normed, context), self.in_proj_ba(normed, context)
+
+        qkvz, ba = context.by_token(project, hidden)
+        qkv, z = jnp.split(qkvz, [config.num_channels], axis=1)
+        b, a = jnp.split(ba.astype(jnp.float32), 2, axis=1)
+        state = context.state(LINEAR_ATTENTION)
+        window, states = state.format.read(pages, state)
+        qkv, window = self.conv1d(qkv, window, state, context)
+        q, k, v = self._heads(qkv)
+        step_size = jax.nn.softplus(a + self.dt_bias[...].astype(jnp.float32))
+        out, states = pallas_kernels.gated_delta_rule(
+            *(q, k, v),
+            -jnp.exp(self.A_log[...]) * step_size,
+            jax.nn.sigmoid(b),
+            states,
+            state.query_start_loc,
+            has_one_token_each=state.has_one_token_each,
+            target=context.kernels.target,
+        )
+        pages = state.format.write(pages, state, (window, states))
+        kept = map(context.kept, (out.reshape(out.shape[0], -1), z))
+        return context.of_kept().by_token(self._gate, *kept), pages
+
+    def project_out(
+        self,
+        attended: jax.Array,  # f[num_queries, v_width]
+        context: LayerContext,
+    ) -> jax.Array:  # f[num_queries, hidden]
+        return self.out_proj(attended, context)
+
+    def _heads(
+        self,
+        qkv: jax.Array,  # f32[num_tokens, num_channels]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries and keys f32[num_tokens, num_v_heads, k_dim]; values, with v_dim."""
+        config = self.config
+        q, k, v = jnp.split(qkv, [config.k_width, 2 * config.k_width], axis=1)
+        q, k = (x.reshape(x.shape[0], config.num_k_heads, config.k_dim) for x in (q, k))
+        heads_per_key = config.num_v_heads // config.num_k_heads
+        q, k = (jnp.repeat(_with_length_one(x), heads_per_key, axis=1) for x in (q, k))
+        return q * config.k_dim**-0.5, k, v.reshape(v.shape[0], -1, config.v_dim)
+
+    def _gate(
+        self,
+        out: jax.Array,  # f32[num_rows, v_width]
+        z: jax.Array,  # f[num_rows, v_width]
+        context: LayerContext,
+    ) -> jax.Array:  # f[num_rows, v_width]
+        heads = out.reshape(out.shape[0], -1, self.config.v_dim)
+        mean = (heads * heads).mean(axis=-1, keepdims=True)
+        # Rounded before it is scaled, as in transformers.
+        normed = (heads * jax.lax.rsqrt(mean + self.config.eps)).astype(z.dtype)
+        scaled = (self.scale[...] * normed).astype(jnp.float32).reshape(out.shape)
+        return (scaled * jax.nn.silu(z.astype(jnp.float32))).astype(z.dtype)
+
+
+def _with_length_one(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + _LENGTH_EPS)

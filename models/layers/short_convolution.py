@@ -1,0 +1,69 @@
+"""`ShortConvolution`: a causal convolution of each channel, before a recurrence."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import pallas_kernels
+from models.forward.layer_context import LayerContext, LayerState
+from models.weight_rule import Source, WeightRule
+
+
+class ShortConvolution(nnx.Module):
+    """`silu(convolution + bias)` of each channel's last `kernel_size` inputs, in float32.
+
+    The kernel is a vector of [kernel_size, num_channels], because the CPU's loop over layers copies
+    only vectors (`models/chosen_layer.py`).
+    """
+
+    def __init__(
+        self, num_channels: int, kernel_size: int, *, use_bias: bool = False, dtype: jnp.dtype
+    ) -> None:
+        """Makes the layer with weights to be filled in."""
+        self.num_channels = num_channels
+        self.kernel_size = kernel_size
+        self.kernel = nnx.Param(jnp.zeros((kernel_size * num_channels,), dtype))
+        self.bias = nnx.Param(jnp.zeros((num_channels,), dtype)) if use_bias else None
+
+    def weight_rules(self, name: str) -> dict[str, WeightRule]:
+        """See `HasWeights.weight_rules`. Checkpoints store [num_channels, 1, kernel_size]."""
+        shape = (self.num_channels, 1, self.kernel_size)
+        weight = Source(name=f"{name}.weight", shape=shape)
+        rules = {
+            "kernel": WeightRule(
+                sources=(weight,), layout="vector", axes=(None,), combine=_by_place
+            )
+        }
+        if self.bias is not None:
+            bias = Source(name=f"{name}.bias", shape=(self.num_channels,))
+            rules["bias"] = WeightRule(sources=(bias,), layout="vector", axes=(None,))
+        return rules
+
+    @property
+    def window_shape(self) -> tuple[int, int]:
+        """Shape of the inputs of one request that the next step needs."""
+        return self.kernel_size - 1, self.num_channels
+
+    def __call__(
+        self,
+        x: jax.Array,  # f[num_tokens, num_channels]
+        window: jax.Array,  # f32[num_reqs, kernel_size - 1, num_channels]
+        state: LayerState,
+        context: LayerContext,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns f32[num_tokens, num_channels], and the windows after the step."""
+        kernel = self.kernel[...].reshape(self.kernel_size, self.num_channels)
+        y, window = pallas_kernels.causal_conv1d(
+            x, window, kernel, state.query_start_loc, target=context.kernels.target
+        )
+        if self.bias is not None:
+            y += self.bias[...].astype(jnp.float32)
+        return jax.nn.silu(y), window
+
+
+def _by_place(weights_np: Sequence[np.ndarray]) -> np.ndarray:
+    (weight_np,) = weights_np
+    return np.ascontiguousarray(weight_np[:, 0].T).reshape(-1)
