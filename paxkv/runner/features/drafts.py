@@ -122,8 +122,9 @@ class Drafts(StepFeature):
                 proposals[req_id] = found
                 rates[req_id] = request.acceptance.rate
                 request.acceptance.record_proposal(found)
-        if self._pacer is None or not drawn:
+        if self._pacer is None:
             return proposals
+        # Also a step that only computes prompts: it took time.
         self._pacer.record_step(
             num_reqs=len(output.req_ids),
             num_tokens=step.num_tokens,
@@ -132,6 +133,8 @@ class Drafts(StepFeature):
             num_decode_steps=step.num_decode_steps,
             is_decode=step.is_decode,
         )
+        if not drawn:
+            return {}
         choice = self._pacer.choose(len(drawn), proposals, rates)
         # A request without drafts keeps the engine from running ahead.
         return choice.drafts if choice.is_ahead or choice.drafts else {drawn[0]: []}

@@ -146,6 +146,9 @@ def test_pacer_decides_and_hears_of_every_step():
     numbers = [(s["is_decode"], s["num_tokens"], s["num_drafts"]) for s in pacer.recorded]
     assert numbers == [(False, 3, 0), (True, 3, 2)]
     assert pacer.recorded[1]["num_drawn"] == 2
+    # A step within a prompt says when the next step began, and changes nothing.
+    assert finish(plan(drafts, "a"), a=[]) == {}
+    assert not pacer.recorded[2]["is_decode"] and pacer.recorded[2]["num_drawn"] == 0
     # Names a request without drafts, so that the scheduler waits.
     pacer.choice = DraftChoice(drafts={}, is_ahead=False)
     assert finish(plan(drafts, "a"), a=[7]) == {"a": []}
