@@ -368,16 +368,22 @@ async def test_tokens_of_a_dead_engine_stay_counted() -> None:
         assert (totals.num_prompt_tokens, totals.num_generation_tokens) == (5, 8)
 
 
-def test_failed_starts_count_as_restarts(tmp_path: Path) -> None:
+def test_failed_starts_count_as_restarts_and_pauses_double(tmp_path: Path) -> None:
+    pauses_s = []
+
     @in_loop
     async def run() -> None:
         healthy_file = str(tmp_path / "was-started")
-        async with running(max_restarts=2, healthy_file=healthy_file) as client:
+        async with running(max_restarts=4, healthy_file=healthy_file) as client:
+            is_closing = client._transport._is_closing
+            wait = is_closing.wait
+            is_closing.wait = lambda pause_s: pauses_s.append(pause_s) or wait(0)
             kill_engine(client)
             reason = await client.wait_until_ended()
             assert reason == "it could not be started again: the second start fails"
 
     run()
+    assert pauses_s == [0, 1, 2, 4]
 
 
 @in_loop
