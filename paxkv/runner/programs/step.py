@@ -87,7 +87,14 @@ def make_step(model: LoadedModel, shape: StepShape) -> StepFunction:
         values = features.first_values(donated)
         apply = functools.partial(features.apply, part=whole, values=values)
         outputs, kv_cache = model.forward(params, kv_cache, batch, apply)
-        logits = write_logits(model, params, batch, outputs.for_logits, logits)
+        hidden, num_used = outputs.for_logits, batch.query_start_loc[-1]
+        widths = batch.widths
+        if shape.max_draws > 1:
+            # Of the rows that a step has room for, most steps draw from one of each request.
+            row_ends = jnp.arange(1, hidden.shape[0] + 1, dtype=jnp.int32)
+            num_used = jnp.max(jnp.where(fields["draw_position"] > 0, row_ends, 0))
+            widths = (*widths, shape.num_reqs) if widths else ()
+        logits = write_logits(model, params, hidden, logits, num_used=num_used, widths=widths)
         logits_of = functools.partial(model.compute_logits, params)
         values = features.update(values, outputs, whole, logits_of)
         sampling = join_step_rows(fields, num_rows=logits.shape[0])
@@ -99,13 +106,16 @@ def make_step(model: LoadedModel, shape: StepShape) -> StepFunction:
 def write_logits(
     model: LoadedModel,
     params: Params,
-    batch: ForwardBatch,
     hidden: jax.Array,  # f[num_logits, hidden]
     logits: jax.Array,  # f32[num_rows, vocab]
+    *,
+    num_used: jax.Array,  # i32[]
+    widths: tuple[int, ...],
 ) -> jax.Array:  # f32[num_rows, vocab]
-    """`logits` with its first rows replaced.
+    """`logits` with at least the first `num_used` rows replaced, if there are as many.
 
-    At the step's width, because a step has no more rows of logits than tokens.
+    Args:
+        widths: Numbers of rows that may be computed, in any order; also all rows may.
     """
 
     def write(width: Width, logits: jax.Array) -> jax.Array:
@@ -114,9 +124,8 @@ def write_logits(
         return jax.lax.dynamic_update_slice_in_dim(logits, part, 0, axis=0)
 
     num_logits = hidden.shape[0]
-    widths = sorted({min(width, num_logits) for width in (*batch.widths, num_logits)})
-    num_used = jnp.minimum(batch.query_start_loc[-1], num_logits)
-    return run_at_width(tuple(widths), num_used, write, logits)
+    widths = tuple(sorted({min(width, num_logits) for width in (*widths, num_logits)}))
+    return run_at_width(widths, jnp.minimum(num_used, num_logits), write, logits)
 
 
 def make_block_copies(model: LoadedModel) -> Callable[[Pages, jax.Array], Pages]:
