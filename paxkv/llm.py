@@ -24,6 +24,7 @@ from paxkv.config.engine_config import (
     ModelConfig,
     ParallelConfig,
     ProductDtype,
+    Quantization,
     RunnerConfig,
     SchedulerConfig,
     SchedulerPolicy,
@@ -70,6 +71,8 @@ class LLM:
         load_format: See `ModelConfig`.
         model_impl: See `ModelConfig`; for example "my_model:MyModel".
         product_dtype: See `ModelConfig`.
+        quantization: See `ModelConfig`.
+        quantization_group_size: See `ModelConfig`.
         chat_template: See `ModelConfig`.
         chat_template_content_format: See `ModelConfig`.
         generation_config: Source of `get_default_sampling_params`: "auto" is the model's
@@ -106,6 +109,8 @@ class LLM:
         load_format: LoadFormat | None = "auto",
         model_impl: str | None = AUTO_MODEL_IMPL,
         product_dtype: ProductDtype | None = "auto",
+        quantization: Quantization | None = "none",
+        quantization_group_size: int | None = 128,
         chat_template: str | None = None,
         chat_template_content_format: ChatTemplateContentFormat | None = "auto",
         generation_config: str | Path | None = FROM_MODEL,
@@ -131,6 +136,8 @@ class LLM:
             load_format=load_format,
             model_impl=model_impl,
             product_dtype=product_dtype,
+            quantization=quantization,
+            quantization_group_size=quantization_group_size,
             chat_template=chat_template,
             chat_template_content_format=chat_template_content_format,
             generation_config=(

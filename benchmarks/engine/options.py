@@ -23,7 +23,8 @@ from benchmarks.workloads import WORKLOADS, Workload, make_workload
 PAXKV_MODULE = "benchmarks.engine.paxkv_engine"
 # paxkv's settings that flags of the benchmark set.
 MODEL_FLAGS = {"model": "--model", "dtype": "--dtype"}
-_NOT_ROUNDED = ("auto", "float32")
+_NOT_ROUNDED = ("auto", "none", "float32")
+_ROUNDING_SETTINGS = ("product_dtype", "quantization", "kv_cache_dtype")
 
 
 def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
@@ -102,7 +103,7 @@ def rounded_dtype(arguments: argparse.Namespace, settings: Mapping[str, Setting]
     Args:
         settings: paxkv's settings.
     """
-    of_settings = (settings.get(name, "auto") for name in ("product_dtype", "kv_cache_dtype"))
+    of_settings = (settings.get(name, "auto") for name in _ROUNDING_SETTINGS)
     rounded = (dtype for dtype in (arguments.dtype, *of_settings) if dtype not in _NOT_ROUNDED)
     return next(rounded, None)
 

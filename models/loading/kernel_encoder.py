@@ -6,15 +6,22 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from models.errors import ModelError
 from models.platforms import Platform
 from models.stored_kernels.bits16 import Bits16Kernel
 from models.stored_kernels.column_panels import PanelKernel
 from models.stored_kernels.rounded_int8 import RoundedInt8Kernel
+from models.stored_kernels.scaled import NumBits, ScaledKernel, fitting_group_size
 from models.stored_kernels.use_kernel import KernelValue
 from models.weight_rule import Layout
 
 # "auto" is the dtype of the model's other numbers.
 ProductDtype = Literal["auto", "bfloat16", "int8"]
+# - none: floats, also of checkpoints whose weights are quantized
+# - int8, int4: integers with scales of groups
+Quantization = Literal["none", "int8", "int4"]
+GROUP_SIZES = (32, 64, 128)
+_NUM_BITS: dict[Quantization, NumBits] = {"int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,16 +35,34 @@ class KernelEncoder:
             where they meet such a matrix, and sums are as wide as ever.
         panel_width: Columns of the panels of float32 matrices, if these are not rounded; None
             leaves them whole.
+        quantization: What matrices and experts are quantized to. Activations are not rounded.
+        group_size: Inputs that share a scale. Kernels whose number of inputs it does not divide get
+            the largest size that divides both.
     """
 
     platform: Platform
-    product_dtype: ProductDtype
-    panel_width: int | None
+    product_dtype: ProductDtype = "auto"
+    panel_width: int | None = None
+    quantization: Quantization = "none"
+    group_size: int = 128
+
+    def __post_init__(self) -> None:
+        if self.quantization != "none" and self.product_dtype != "auto":
+            raise ModelError(
+                f"quantization is {self.quantization!r} and product_dtype is "
+                f"{self.product_dtype!r}; kernels have one encoding. Set one of the two."
+            )
+        if self.group_size not in GROUP_SIZES:
+            raise ModelError(
+                f"quantization_group_size is {self.group_size}; expected one of "
+                f"{', '.join(map(str, GROUP_SIZES))}."
+            )
 
     @property
     def changes_matrices(self) -> bool:
         """Whether matrices of `Linear` layers may have another form than in the checkpoint."""
-        return self.panel_width is not None or self.product_dtype != "auto"
+        is_rounded = self.product_dtype != "auto" or self.quantization != "none"
+        return self.panel_width is not None or is_rounded
 
     def encode(self, values: jax.Array, layout: Layout, *, is_router: bool) -> KernelValue:
         """Returns the stored form of one parameter.
@@ -45,6 +70,15 @@ class KernelEncoder:
         Args:
             is_router: Whether it belongs to a router, whose numbers are never rounded.
         """
+        if layout in ("matrix", "experts") and self.quantization != "none" and not is_router:
+            group_size = fitting_group_size(values.shape[-2], self.group_size)
+            if group_size is not None:
+                return ScaledKernel.quantize(
+                    values,
+                    num_bits=_NUM_BITS[self.quantization],
+                    group_size=group_size,
+                    panel_width=self.platform.scaled_panel_width,
+                )
         if layout == "experts":
             return self._encode_experts(values)
         if layout != "matrix":

@@ -20,7 +20,7 @@ from models.layers.routing import Router
 from models.loading.check_weights import HEAD_WEIGHT, check_weights
 from models.loading.checkpoint import Checkpoint
 from models.loading.finite_weights import checked_finite
-from models.loading.kernel_encoder import KernelEncoder, ProductDtype
+from models.loading.kernel_encoder import KernelEncoder, ProductDtype, Quantization
 from models.loading.loaded_model import LoadedModel, flatten_state
 from models.loading.quantized import DequantizedCheckpoint
 from models.loading.safetensors_reader import SafetensorsCheckpoint
@@ -50,6 +50,8 @@ def load_model(
     max_model_len: int | None = None,
     product_dtype: ProductDtype = "auto",
     panel_width: int | None = None,
+    quantization: Quantization = "none",
+    quantization_group_size: int = 128,
     generation_folder: Path | None = None,
     model_impl: str = AUTO,
     platform: Platform | None = None,
@@ -67,6 +69,8 @@ def load_model(
         max_model_len: Most tokens of a request, for `ModelConfig.for_length`.
         product_dtype: As in `KernelEncoder`.
         panel_width: As in `KernelEncoder`.
+        quantization: As in `KernelEncoder`.
+        quantization_group_size: `KernelEncoder.group_size`.
         generation_folder: As in `read_model_config`.
         model_impl: As in `models.registry.read_config`.
         platform: What its programs will be compiled for; None is JAX's default device.
@@ -79,6 +83,15 @@ def load_model(
     _check_choice("dtype", dtype, get_args(LoadDtype))
     _check_choice("load_format", load_format, get_args(LoadFormat))
     _check_choice("product_dtype", product_dtype, get_args(ProductDtype))
+    _check_choice("quantization", quantization, get_args(Quantization))
+    platform = platform or default_platform()
+    encoder = KernelEncoder(
+        platform=platform,
+        product_dtype=product_dtype,
+        panel_width=panel_width,
+        quantization=quantization,
+        group_size=quantization_group_size,
+    )
     check_not_forked()
     # A model that is not supported is refused before its weights are downloaded.
     folder = resolve_model_folder(model, with_weights=False)
@@ -90,10 +103,8 @@ def load_model(
     if config.dtype is None:
         own_dtype = "float32" if files is None else files.main_dtype
         config = dataclasses.replace(config, dtype=own_dtype)
-    platform = platform or default_platform()
     dtype = platform.weight_dtype(config.dtype) if dtype == "auto" else dtype
     checkpoint = None if files is None else _dequantized(files, dtype)
-    encoder = KernelEncoder(platform=platform, product_dtype=product_dtype, panel_width=panel_width)
     make_structure = functools.partial(
         _Structure,
         model_class=family_class(config.architecture, model_impl=model_impl),

@@ -52,6 +52,8 @@ class Platform:
     # Whether the sampler draws tokens of a few rows at a time. On accelerators, all rows at once
     # are faster, because the host would wait for a loop's condition.
     samples_in_chunks: ClassVar[bool] = False
+    # Columns of a kernel of 4 or 8 bits that a product widens at a time; None widens all at once.
+    scaled_panel_width: ClassVar[int | None] = None
     # Host memory that compiling one program may take: several times what was measured
     # (`docs/design/runner-and-programs.md`).
     compile_bytes: ClassVar[int] = 2**30

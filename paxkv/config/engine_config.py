@@ -15,6 +15,8 @@ from paxkv.errors import ConfigError
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 ProductDtype = Literal["auto", "bfloat16", "int8"]
+Quantization = Literal["none", "int8", "int4"]
+QUANTIZATION_GROUP_SIZES = (32, 64, 128)
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulerPolicy = Literal["fcfs", "priority"]
 PrefixCachingHashAlgo = Literal["sha256", "sha256_cbor", "xxhash"]
@@ -68,6 +70,18 @@ class ModelConfig:
         "answers: docs/guide/tuning.md says by how much",
         "auto",
     )
+    quantization: Quantization = setting(
+        "form in which matrices and experts stay in memory. int8 and int4 quantize them while the "
+        "model loads, and change answers: docs/guide/tuning.md says by how much. Activations are "
+        "not rounded. With none, weights of quantized checkpoints are widened to --dtype",
+        "none",
+    )
+    quantization_group_size: int = setting(
+        "inputs of a matrix that share a scale with --quantization: 32, 64 or 128. Small groups "
+        "are more accurate and take more memory. A matrix whose number of inputs is not a multiple "
+        "gets the largest size that divides both numbers",
+        128,
+    )
     seed: int = setting("seed of random weights, and of requests without a seed", 0)
     max_model_len: int | None = setting(
         "largest number of prompt and output tokens of a request. If left out, it is the model's "
@@ -114,6 +128,13 @@ class ModelConfig:
             ChatTemplateContentFormat.__args__,
         )
         one_of("product_dtype", self.product_dtype, ProductDtype.__args__)
+        one_of("quantization", self.quantization, Quantization.__args__)
+        one_of("quantization_group_size", self.quantization_group_size, QUANTIZATION_GROUP_SIZES)
+        if self.quantization != "none" and self.product_dtype != "auto":
+            raise ConfigError(
+                f"quantization is {self.quantization!r} and product_dtype is "
+                f"{self.product_dtype!r}; matrices have one form. Set one of the two."
+            )
         one_of("dtype", self.dtype, Dtype.__args__)
         one_of("load_format", self.load_format, LoadFormat.__args__)
         _model_impl(self.model_impl)

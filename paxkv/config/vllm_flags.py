@@ -250,7 +250,7 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     ),
     *_refused("weights do not change while the engine runs", "--weight-transfer-config", {}),
     # Quantization, adapters, speculation.
-    *_refused(_NO_QUANTIZATION, "--quantization, -q"),
+    *_refused("use --quantization instead", "-q"),
     *_refused(_NO_QUANTIZATION, "--quantization-config", {}),
     *_ignored_switches(_NO_QUANTIZATION, "--allow-deprecated-quantization"),
     *_ignored_switches("the KV cache is never stored in 8 bits", "--calculate-kv-scales"),

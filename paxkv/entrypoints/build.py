@@ -330,6 +330,8 @@ def _load_model(config: EngineConfig, folder: Path, tokenizer: Tokenizer | None)
         has_unified_kv=config.cache.disable_hybrid_kv_cache_manager,
         max_model_len=None if max_model_len == FIT_MEMORY else max_model_len,
         product_dtype=config.model.product_dtype,
+        quantization=config.model.quantization,
+        quantization_group_size=config.model.quantization_group_size,
         generation_folder=generation_config_folder(config.model.generation_config, folder),
         model_impl=config.model.model_impl,
         panel_width=platform.column_panel_width(batch_invariant=config.runner.batch_invariant),

@@ -2,12 +2,16 @@
 
 import importlib.resources
 from pathlib import Path
+from random import Random
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
-from models import load_model
+from models import LoadedModel, load_model
+from models.demo.data import sample_conversation
+from models.demo.packing import encode_conversations
 from models.errors import ModelError
 from models.loading.kernel_encoder import KernelEncoder
 from models.platforms import CPU, Platform
@@ -20,6 +24,10 @@ DEMO = Path(str(importlib.resources.files("models.demo") / "checkpoint"))
 # Largest difference over the norm of the logits, as in docs/guide/tuning.md, and what none has.
 WORST_ERROR = {"bfloat16": 0.01, "int8": 0.05}
 LEAST_ERROR = 1e-5
+# Quantization and group size -> increase of the perplexity, and largest error of a logit over the
+# largest logit; as in docs/guide/tuning.md.
+QUANTIZED = {("int8", 128): (0.01, 0.02), ("int4", 128): (0.02, 0.2), ("int4", 32): (0.02, 0.2)}
+MAX_TOKENS = 48  # of a conversation, as of the stepper's requests
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +92,49 @@ def test_token_of_zeros_has_a_product_of_zeros():
     assert np.array_equal(multiply(jnp.zeros((2, 16)), kernel), np.zeros((2, 24)))
 
 
+def scored_conversations(model: LoadedModel) -> tuple[float, np.ndarray]:
+    """The perplexity of answers of the demo model's training, and the logits of all tokens."""
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    rng = Random(0)
+    drawn = [sample_conversation(rng, is_long=False) for _ in range(200)]
+    encoded = encode_conversations(tokenizer, drawn)
+    short = [one for one in encoded if len(one.token_ids) <= MAX_TOKENS][:60]
+    stepper = PagedStepper(model, num_tokens=3 * MAX_TOKENS)
+    losses, logits = [], []
+    for start in range(0, len(short), 3):
+        texts = short[start : start + 3]
+        stepper.reset()
+        of_rows = stepper.step({row: text.token_ids for row, text in enumerate(texts)})
+        for row, text in enumerate(texts):
+            # The logits of a token score the next one.
+            own = of_rows[row][:-1].astype(np.float64)
+            log_sums = np.log(np.exp(own - own.max(axis=1, keepdims=True)).sum(axis=1))
+            log_sums += own.max(axis=1)
+            targets, is_answer = text.token_ids[1:], np.array(text.is_answer[1:])
+            losses += (log_sums - own[np.arange(len(own)), targets])[is_answer].tolist()
+            logits.append(own)
+    return float(np.exp(np.mean(losses))), np.concatenate(logits)
+
+
+@pytest.mark.slow
+def test_perplexity_and_logits_are_as_near_as_stated(own_model):
+    perplexity, logits = scored_conversations(own_model)
+    print(f"\nfloat32: perplexity {perplexity:.4f}, largest logit {np.abs(logits).max():.2f}")
+    for (quantization, group_size), (worst_increase, worst_error) in QUANTIZED.items():
+        model = load_model(DEMO, quantization=quantization, quantization_group_size=group_size)
+        own_perplexity, own_logits = scored_conversations(model)
+        increase = own_perplexity / perplexity - 1
+        error = np.abs(own_logits - logits).max() / np.abs(logits).max()
+        norm = np.linalg.norm(own_logits - logits) / np.linalg.norm(logits)
+        num_bytes = sum(param.nbytes for param in model.params)
+        print(
+            f"{quantization} {group_size}: perplexity {own_perplexity:.4f} ({increase:+.2%}), "
+            f"largest error {error:.2%} of the largest logit, norm {norm:.2%}, {num_bytes:,} bytes"
+        )
+        assert abs(increase) < worst_increase
+        assert LEAST_ERROR < error < worst_error
+
+
 @pytest.mark.parametrize("product_dtype", ["bfloat16", "int8"])
 def test_routers_and_other_layouts_are_not_rounded(product_dtype):
     encoder = KernelEncoder(platform=Platform(), product_dtype=product_dtype, panel_width=None)
@@ -101,3 +152,29 @@ def test_a_cpu_keeps_experts_of_16_bits_as_integers():
     stored = encoder.encode(values, "experts", is_router=False)
     assert isinstance(stored, Bits16Kernel)
     np.testing.assert_array_equal(np.asarray(stored.bits), np.asarray(values).view(np.uint16))
+
+
+def test_matrices_and_experts_are_quantized_and_routers_are_not():
+    encoder = KernelEncoder(platform=Platform(), quantization="int4", group_size=64)
+    matrix, stack = jnp.ones((96, 24)), jnp.ones((3, 96, 24))
+    for array, layout in ((matrix, "matrix"), (stack, "experts")):
+        kernel = encoder.encode(array, layout, is_router=False)
+        assert (kernel.shape, kernel.scales.shape[-2]) == (array.shape, 3)  # groups of 32
+    assert encoder.encode(matrix, "matrix", is_router=True) is matrix
+    for layout in ("table", "heads", "vector"):
+        assert encoder.encode(matrix, layout, is_router=False) is matrix
+    # Groups of 8 inputs would take more memory for scales than they save.
+    narrow = jnp.ones((40, 24))
+    assert encoder.encode(narrow, "matrix", is_router=False) is narrow
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"quantization": "int8", "product_dtype": "int8"}, "kernels have one encoding"),
+        ({"group_size": 48}, "quantization_group_size is 48; expected one of 32, 64, 128"),
+    ],
+)
+def test_settings_that_contradict_are_refused(fields, message):
+    with pytest.raises(ModelError, match=message):
+        KernelEncoder(platform=Platform(), **fields)

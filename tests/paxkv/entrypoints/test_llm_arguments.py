@@ -18,7 +18,7 @@ NEUTRAL = {
     "allowed_media_domains": None,
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
-    "quantization": None,
+    "quantization_config": None,
     "swap_space": 4,
     "cpu_offload_gb": 0,
     "enforce_eager": False,
@@ -66,7 +66,7 @@ def test_ignored_arguments_give_one_warning_with_their_reasons():
     ("argument", "value", "reason"),
     [
         ("tensor_parallel_size", 2, "one device.* Pass 1, or leave it out"),
-        ("quantization", "fp8", "quantized weights"),
+        ("quantization_config", {"bits": 8}, "quantized weights"),
         ("reasoning_parser", "qwen3", "as one text. Pass '', or leave it out"),
         ("enable_lora", True, "LoRA.* Pass False"),
         ("spec_method", "ngram", "use speculative_config"),

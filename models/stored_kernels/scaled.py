@@ -1,0 +1,281 @@
+"""`ScaledKernel`: integers of 4 or 8 bits with scales, widened in every product."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from models.forward.kernel_settings import WHOLE, KernelSettings
+from models.layers.product import dot_float32
+from models.stored_kernels.stored_kernel import StoredKernel, UseKernel
+from models.weight_rule import MODEL_AXIS, SplitAxis, split_spec
+from pallas_kernels import GroupTiles
+
+NumBits = Literal[4, 8]
+# Smaller groups would need more bytes for scales than they save.
+MIN_GROUP_SIZE = 16
+# Widths of panels are multiples of this, so that vector instructions work on whole rows.
+_WIDTH_STEP = 16
+# 4 bits hold -8 to 7 as 0 to 15.
+_MIDDLE = 8
+
+
+class _Panel(NamedTuple):
+    """Some columns of one matrix: the arrays of a `ScaledKernel` without the axis of panels."""
+
+    numbers: jax.Array
+    scales: jax.Array
+    zeros: jax.Array | None
+
+    def widen(self, dtype: jnp.dtype) -> jax.Array:  # dtype[in_features, width]
+        """Computes `(number - zero) * scale` in float32, and rounds it once."""
+        numbers, zeros = self.numbers, 0
+        if numbers.dtype == jnp.uint8:
+            numbers = jnp.concatenate([numbers & 15, numbers >> 4], axis=1)
+            zeros = _MIDDLE if self.zeros is None else _as_float32(self.zeros)[:, None]
+        values = (_as_float32(numbers) - zeros) * self.scales[:, None]
+        return values.astype(dtype).reshape(-1, values.shape[-1])
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class ScaledKernel(StoredKernel):
+    """Implements `StoredKernel`. The scale of a number is that of its output and group of inputs.
+
+    Activations are not rounded: products are those of the widened matrix in x's dtype. A loop
+    widens one panel of columns at a time. On a CPU, a panel stays in the processor's cache, so that
+    memory traffic is that of the stored bits.
+
+    A byte holds two numbers of 4 bits: row r of a group in its low bits, and row
+    `r + group_size / 2` in its high bits. Stacks have one axis more, of experts, in front.
+    """
+
+    # u8[num_panels, num_groups, group_size / 2, width] with 4 bits, or
+    # i8[num_panels, num_groups, group_size, width] with 8.
+    numbers: jax.Array
+    scales: jax.Array  # f32[num_panels, num_groups, width]
+    zeros: jax.Array | None  # u8[num_panels, num_groups, width]; None: 8 with 4 bits, 0 with 8
+    out_features: int = field(metadata={"static": True})
+
+    @classmethod
+    def quantize(
+        cls,
+        values: jax.Array,  # f[in_features, out_features] or f[num_experts, ...]
+        *,
+        num_bits: NumBits,
+        group_size: int,
+        panel_width: int | None,
+    ) -> "ScaledKernel":
+        """Rounds floats to the nearest integers, with one scale for each group and output.
+
+        Args:
+            group_size: As from `fitting_group_size`.
+            panel_width: As in `pack`.
+        """
+        arguments = (num_bits, group_size, panel_width)
+        numbers, scales = _quantize(values, *arguments)
+        return cls(numbers=numbers, scales=scales, zeros=None, out_features=values.shape[-1])
+
+    @classmethod
+    def pack(
+        cls,
+        numbers: jax.Array,  # u8 (4 bits, 0 to 15) or i8, [..., num_groups, group_size, out]
+        scales: jax.Array,  # f32[..., num_groups, out_features]
+        zeros: jax.Array | None,  # u8[..., num_groups, out_features]
+        *,
+        panel_width: int | None,
+    ) -> "ScaledKernel":
+        """Stores numbers as they are.
+
+        Args:
+            panel_width: The widest panel; None keeps all columns together.
+        """
+        packed = _pack(numbers, scales, zeros, panel_width)
+        return cls(*packed, out_features=numbers.shape[-1])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *experts, _, num_groups, num_rows, _ = self.numbers.shape
+        rows_per_byte = 2 if self.numbers.dtype == jnp.uint8 else 1
+        return *experts, num_groups * num_rows * rows_per_byte, self.out_features
+
+    @property
+    def product_dtype(self) -> jnp.dtype:
+        """Of float32 activations; XLA chooses products by it."""
+        return self.scales.dtype
+
+    @property
+    def num_panels(self) -> int:
+        return self.numbers.shape[-4]
+
+    def specs(self, axes: Sequence[SplitAxis | None]) -> tuple[PartitionSpec, ...]:
+        """A kernel of several panels is whole on every device, as its widths may differ."""
+        num_arrays = 2 if self.zeros is None else 3
+        if self.num_panels > 1:
+            return (PartitionSpec(),) * num_arrays
+        *experts, inputs, outputs = axes
+        numbers = split_spec((*experts, None, inputs, None, outputs))
+        return numbers, *(split_spec((*experts, None, inputs, outputs)),) * (num_arrays - 1)
+
+    def multiply(
+        self,
+        x: jax.Array,  # f[num_rows, in_features]
+        use: UseKernel,
+    ) -> jax.Array:  # f32[num_rows, out_features]
+        width = self.numbers.shape[-1]
+
+        def columns(panel_idx: jax.Array | int) -> jax.Array:
+            panel = use(lambda idx, kernel: kernel._panel(idx), panel_idx)
+            return dot_float32(x, panel.widen(x.dtype))
+
+        if self.num_panels == 1:
+            return columns(0)
+
+        def add(panel_idx: jax.Array, out: jax.Array) -> jax.Array:
+            return _update(out, columns(panel_idx), 0, panel_idx * width)
+
+        out = jnp.zeros((x.shape[0], self.num_panels * width), jnp.float32)
+        return lax.fori_loop(0, self.num_panels, add, out)[:, : self.out_features]
+
+    def multiply_groups(
+        self,
+        x: jax.Array,  # f[num_tiles * tile_rows, in_features]
+        tiles: GroupTiles,
+        settings: KernelSettings,
+        use: UseKernel,
+        *,
+        split: Literal["in", "out"],
+    ) -> jax.Array:  # f[num_tiles * tile_rows, out_features]
+        if settings.num_shards == 1 or self.num_panels > 1:
+            y = self._multiply_tiles(
+                x, tiles.groups, lambda idx: use(lambda idx, kernel: kernel._panel_of(idx), idx)
+            )
+            return y[:, : self.out_features]
+
+        def on_device(x: jax.Array, groups: jax.Array, kernel: ScaledKernel) -> jax.Array:
+            y = kernel._multiply_tiles(x, groups, kernel._panel_of)
+            return lax.psum(y, MODEL_AXIS) if split == "in" else y
+
+        columns = PartitionSpec(None, MODEL_AXIS)
+        axes = (None, "inner", None) if split == "in" else (None, None, "inner")
+        specs = jax.tree.unflatten(jax.tree.structure(self), self.specs(axes))
+        return use(
+            lambda x, kernel: settings.by_device(
+                *(on_device, x, tiles.groups, kernel),
+                in_specs=(columns if split == "in" else WHOLE, WHOLE, specs),
+                out_specs=WHOLE if split == "in" else columns,
+            ),
+            x,
+        )
+
+    def _multiply_tiles(
+        self,
+        x: jax.Array,  # f[num_tiles * tile_rows, in_features]
+        groups: jax.Array,  # i32[num_tiles]
+        panel_of: Callable[[jax.Array], _Panel],
+    ) -> jax.Array:  # f[num_tiles * tile_rows, num_panels * width]
+        num_experts, num_panels, width = *self.numbers.shape[:2], self.numbers.shape[-1]
+        tile_rows = x.shape[0] // groups.shape[0]
+        num_used = (groups < num_experts).sum(dtype=jnp.int32)
+
+        def add(turn: jax.Array, out: jax.Array) -> jax.Array:
+            tile_idx, panel_idx = turn // num_panels, turn % num_panels
+            start = tile_idx * tile_rows
+            tile = lax.dynamic_slice_in_dim(x, start, tile_rows, allow_negative_indices=False)
+            panel = panel_of(groups[tile_idx] * num_panels + panel_idx)
+            columns = dot_float32(tile, panel.widen(x.dtype)).astype(x.dtype)
+            return _update(out, columns, start, panel_idx * width)
+
+        out = jnp.zeros((x.shape[0], num_panels * width), x.dtype)
+        return lax.fori_loop(0, num_used * num_panels, add, out)
+
+    def _panel(self, panel_idx: jax.Array | int) -> _Panel:
+        """A panel of a matrix."""
+        return jax.tree.map(
+            lambda array: lax.dynamic_index_in_dim(
+                array, panel_idx, keepdims=False, allow_negative_indices=False
+            ),
+            _Panel(self.numbers, self.scales, self.zeros),
+        )
+
+    def _panel_of(self, idx: jax.Array) -> _Panel:
+        """A panel of a stack: `idx` counts the panels of all experts."""
+        arrays = (self.numbers, self.scales, self.zeros)
+        flat = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), arrays)
+        return ScaledKernel(*flat, out_features=self.out_features)._panel(idx)
+
+
+def fitting_group_size(in_features: int, group_size: int) -> int | None:
+    """The largest size that divides the inputs and `group_size`; None if it is too small."""
+    fitting = math.gcd(in_features, group_size)
+    return fitting if fitting >= MIN_GROUP_SIZE and fitting % 2 == 0 else None
+
+
+def _as_float32(numbers: jax.Array) -> jax.Array:
+    # XLA:CPU widens bytes to 32-bit integers first, and has vector instructions for both steps.
+    return numbers.astype(jnp.int32).astype(jnp.float32)
+
+
+def _update(out: jax.Array, part: jax.Array, row: jax.Array | int, column: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice(out, part, (row, column), allow_negative_indices=False)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _quantize(
+    values: jax.Array, num_bits: NumBits, group_size: int, panel_width: int | None
+) -> tuple[jax.Array, jax.Array]:
+    def of_matrix(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+        groups = matrix.astype(jnp.float32).reshape(-1, group_size, matrix.shape[1])
+        if num_bits == 8:
+            scales = jnp.abs(groups).max(axis=1) / 127
+        else:
+            # The number furthest from zero is -8, whatever its sign; so all 16 numbers are used.
+            largest, smallest = groups.max(axis=1), groups.min(axis=1)
+            scales = jnp.where(largest > -smallest, largest, smallest) / -_MIDDLE
+        steps = jnp.where(scales == 0, 1.0, scales)[:, None]
+        numbers = jnp.round(groups / steps)
+        if num_bits == 8:
+            numbers = numbers.astype(jnp.int8)
+        else:
+            numbers = (jnp.minimum(numbers, _MIDDLE - 1) + _MIDDLE).astype(jnp.uint8)
+        numbers, scales, _ = _pack(numbers, scales, None, panel_width)
+        return numbers, scales
+
+    # One expert after the other needs less memory.
+    return of_matrix(values) if values.ndim == 2 else lax.map(of_matrix, values)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _pack(
+    numbers: jax.Array,  # u8 or i8[..., num_groups, group_size, out_features]
+    scales: jax.Array,  # f32[..., num_groups, out_features]
+    zeros: jax.Array | None,
+    panel_width: int | None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    if numbers.dtype == jnp.uint8:
+        low, high = jnp.split(numbers, 2, axis=-2)
+        numbers = low | high << 4
+    width = _panel_width(numbers.shape[-1], panel_width)
+
+    def cut(array: jax.Array, num_axes: int) -> jax.Array:
+        num_panels = -(-array.shape[-1] // width)
+        missing = num_panels * width - array.shape[-1]
+        array = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)])
+        array = array.reshape(*array.shape[:-1], num_panels, width)
+        return jnp.moveaxis(array, -2, -1 - num_axes)
+
+    return cut(numbers, 3), cut(scales, 2), None if zeros is None else cut(zeros, 2)
+
+
+def _panel_width(out_features: int, panel_width: int | None) -> int:
+    """Of panels of equal width, as few as possible, and the narrowest that hold all columns."""
+    if panel_width is None or out_features <= panel_width:
+        return out_features
+    num_panels = -(-out_features // panel_width)
+    return -(-out_features // (num_panels * _WIDTH_STEP)) * _WIDTH_STEP
