@@ -20,6 +20,7 @@ WHOLES = (
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "MistralLarge4ForConditionalGeneration",
     "MuseGlimmerForConditionalGeneration",
     "MuseSparkForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
@@ -75,6 +76,14 @@ _DEFAULTS: dict[str, Mapping[str, object]] = {
         "num_attention_heads": 32,
         "max_position_embeddings": 131_072,
     },
+    "mistral_large4_text": {
+        "vocab_size": 204_800,
+        "hidden_size": 6144,
+        "intermediate_size": 24_576,
+        "num_hidden_layers": 72,
+        "num_attention_heads": 64,
+        "max_position_embeddings": 1_048_576,
+    },
     "qwen2": {
         "vocab_size": 151_936,
         "hidden_size": 4096,
@@ -101,7 +110,8 @@ _SHARED_FIELDS = (
 # Modules for images and audio, and modules that pass their outputs to the language model.
 _OTHER_MODULES = re.compile(
     r"(^|\.)(audio_tower|connector|embed_audio|embed_vision|image_newline|multi_modal_projector"
-    r"|vision_adapter|vision_model|vision_projection|vision_tower|visual|vit_large_projector)(\.|$)"
+    r"|patch_merger|pre_mm_projector_norm|vision_adapter|vision_encoder|vision_language_adapter"
+    r"|vision_model|vision_projection|vision_tower|visual|vit_large_projector)(\.|$)"
 )
 # Positions in an image; with text alone, all axes have the same position.
 _MROPE_FIELDS = ("mrope_section", "mrope_interleaved")

@@ -18,11 +18,13 @@ from pallas_kernels.grouped_matmul.group_tiles import (
     make_group_tiles,
     tile_row_choices,
 )
+from pallas_kernels.index_top_k.api import NO_POSITION, index_top_k
 from pallas_kernels.kv_scatter.api import kv_scatter
 from pallas_kernels.latent_attention.api import latent_attention
 from pallas_kernels.merge_attention_states.api import merge_attention_states
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.slot_mapping.api import slot_mapping
+from pallas_kernels.sparse_latent_attention.api import sparse_latent_attention
 from pallas_kernels.ssd_scan.api import ssd_scan
 from pallas_kernels.target import Target, default_target, target_of
 
@@ -30,6 +32,7 @@ __all__ = [
     "IMPLEMENTATIONS",
     "GroupTiles",
     "Implementation",
+    "NO_POSITION",
     "Target",
     "block_copy",
     "block_gather",
@@ -40,6 +43,7 @@ __all__ = [
     "gated_delta_rule",
     "grouped_matmul",
     "kv_scatter",
+    "index_top_k",
     "make_group_tiles",
     "merge_attention_states",
     "latent_attention",
@@ -47,6 +51,7 @@ __all__ = [
     "paged_attention",
     "grouped_matmul_body",
     "slot_mapping",
+    "sparse_latent_attention",
     "ssd_scan",
     "target_of",
     "tile_row_choices",

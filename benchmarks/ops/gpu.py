@@ -20,6 +20,7 @@ from benchmarks.ops.device_calls import (
     sample_seconds,
 )
 from benchmarks.ops.gpu_report import report
+from benchmarks.ops.index_attention import INDEX_OPS
 from benchmarks.ops.other_ops import OTHER_OPS
 from benchmarks.ops.recurrences import RECURRENT_OPS
 from benchmarks.units.run import UnitRun
@@ -89,7 +90,7 @@ def kernel_body(*, is_rehearsal: bool) -> str:
 def _measured_ops(*, is_rehearsal: bool) -> list[MeasuredOp]:
     """All ops; the first case of each has a dtype that the Mosaic bodies take."""
     ops = []
-    for measured in (_PAGED_ATTENTION, *OTHER_OPS, *RECURRENT_OPS):
+    for measured in (_PAGED_ATTENTION, *OTHER_OPS, *RECURRENT_OPS, *INDEX_OPS):
         cases = sorted(measured.cases, key=lambda case: getattr(case, "dtype", "") == "float32")
         ops.append(dataclasses.replace(measured, cases=cases))
         if is_rehearsal:

@@ -16,9 +16,9 @@ from models.layers.rotary import yarn_mscale
 class LatentAttentionConfig(AttentionConfig):
     """Latent attention of one layer.
 
-    A head has `nope_dim` dimensions without positions, then `rotary_dim` dimensions that are
-    turned; `head_dim` is their sum. `num_kv_heads` is that of the expanded form, one for each query
-    head. The cache stores one vector per token.
+    A head has `nope_dim` dimensions without positions, then `rope_dim` dimensions that are turned;
+    `head_dim` is their sum. `num_kv_heads` is that of the expanded form, one for each query head.
+    The cache stores one vector per token.
     """
 
     # Width of the queries' latent; None: queries are projected from the hidden states.
@@ -26,15 +26,21 @@ class LatentAttentionConfig(AttentionConfig):
     latent_dim: int
     # Whether dimensions 2 * i and 2 * i + 1 are turned as a pair. Otherwise i and i + half are.
     turns_neighbors: bool = True
+    norm_eps: float = 1e-6  # of the norms of latents
+
+    @property
+    def rope_dim(self) -> int:
+        """Dimensions of a head that are turned: `rotary_dim`, or 0 without positions."""
+        return self.rotary[1]
 
     @property
     def nope_dim(self) -> int:
-        return self.head_dim - self.rotary_dim
+        return self.head_dim - self.rope_dim
 
     def format(self, kv_dtype: str) -> CacheFormat:
         """What the layer's cache holds."""
         return LatentFormat.unpadded(
-            latent_dim=self.latent_dim, rope_dim=self.rotary_dim, dtype=kv_dtype
+            latent_dim=self.latent_dim, rope_dim=self.rope_dim, dtype=kv_dtype
         )
 
 

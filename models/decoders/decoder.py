@@ -110,7 +110,7 @@ class Decoder(nnx.Module):
         """
         batch.wants.check_taps(len(self.layers))
         rotaries = dict.fromkeys(layer.rotary for layer in self.config.attention_layers)
-        context = make_context(batch, pages, kernels, rotaries)
+        context = self.prepare(make_context(batch, pages, kernels, rotaries))
         if change_context is not None:
             context = change_context(context)
         context = context.with_reported(first_reports(batch.wants.reports, len(self.layers)))
@@ -129,6 +129,10 @@ class Decoder(nnx.Module):
             carry, pages = platform.run_layers(layers[start:], carry, pages, context)
         outputs = batch.choose_outputs(self.finish(carry), tuple(taps))
         return replace(outputs, reports=context.reported), pages
+
+    def prepare(self, context: LayerContext) -> LayerContext:
+        """The context that the embedding and all layers see, before features change it."""
+        return context
 
     def embed(self, context: LayerContext) -> Carry:
         """The input of the first layer."""

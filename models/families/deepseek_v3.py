@@ -14,9 +14,12 @@ from models.config.latent_config import read_latent_attention, read_turns_neighb
 from models.config.moe_config import read_corrected_choice, read_expert_fields, read_leading_dense
 from models.config.mtp_layers import is_of_mtp_layer, read_num_mtp_layers
 from models.decoders.corrected_moe import CorrectedMoEConfig, make_corrected_experts
+from models.decoders.layer_loop import Layer
 from models.decoders.moe_decoder import MoEDecoder
+from models.layers.decoder_layers import PreNormLayer
 from models.layers.latent_attention import LatentAttention
 from models.layers.rms_norm import RMSNorm
+from models.layers.self_attention import SelfAttention
 from models.layers.sparse_mlp import SparseMLP
 
 # Defaults of fields that a config.json may leave out.
@@ -73,6 +76,8 @@ class DeepseekV3ForCausalLM(MoEDecoder):
         self,
         config: DeepseekV3Config,
         *,
+        layer: Callable[..., Layer] = PreNormLayer,
+        make_attention: Callable[..., SelfAttention] = LatentAttention,
         make_experts: Callable[..., SparseMLP] = make_corrected_experts,
         has_head_kernel: bool,
         dtype: jnp.dtype,
@@ -80,12 +85,16 @@ class DeepseekV3ForCausalLM(MoEDecoder):
         """Makes the model with weights to be filled in.
 
         Args:
+            layer: As in `make_moe_layers`.
+            make_attention: Makes the attention of one layer. It takes the arguments of
+                `LatentAttention`.
             make_experts: Makes the experts of one layer. It takes the arguments of
                 `make_corrected_experts`.
         """
         super().__init__(
             config,
-            attention=functools.partial(LatentAttention, dtype=dtype),
+            layer=layer,
+            attention=functools.partial(make_attention, dtype=dtype),
             sparse_mlp=functools.partial(make_experts, config, dtype=dtype),
             norm=functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype),
             has_head_kernel=has_head_kernel,

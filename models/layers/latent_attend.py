@@ -15,7 +15,7 @@ def latent_attend(
     config: LatentAttentionConfig,
     q_latent: jax.Array,  # f[num_queries, num_q_heads, latent_dim]
     q_rope: jax.Array,  # f[num_queries, num_q_heads, rope_dim]
-    new: jax.Array,  # f[num_tokens, latent_dim + rope_dim]
+    new: jax.Array | None,  # f[num_tokens, latent_dim + rope_dim]
     pages: Pages,
     context: LayerContext,
     *,
@@ -26,10 +26,12 @@ def latent_attend(
     Each device of a mesh writes all of them, and attends with its own query heads.
 
     Args:
+        new: None if the cache belongs to an earlier layer, which has written them already.
         cache_name: The cache's local name in the layer.
     """
     kernels, cache = context.kernels, context.cache(cache_name)
-    new = jnp.pad(new, ((0, 0), (0, cache.format.width - new.shape[1])))
+    if new is not None:
+        new = jnp.pad(new, ((0, 0), (0, cache.format.width - new.shape[1])))
     chosen = {
         "kv_dtype": cache.format.kv_dtype(pages),
         "implementation": kernels.implementation,
@@ -39,13 +41,15 @@ def latent_attend(
     def of_own_heads(
         q_latent: jax.Array,
         q_rope: jax.Array,
-        new: jax.Array,
+        new: jax.Array | None,
         pages: Pages,
         slots: jax.Array,
         *sequences: jax.Array,
     ) -> tuple[jax.Array, Pages]:
         view = cache.format.view(pages, cache.block_size)
-        view = pallas_kernels.kv_scatter(view, new[:, None], None, slots, cache.row, **chosen)
+        if new is not None:
+            new = new[:, None]
+            view = pallas_kernels.kv_scatter(view, new, None, slots, cache.row, **chosen)
         attended = pallas_kernels.latent_attention(
             *(q_latent, q_rope, view, cache.row, *sequences),
             scale=config.scale,

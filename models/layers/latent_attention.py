@@ -21,8 +21,8 @@ from models.layers.rotary import apply_rotary, apply_rotary_to_neighbors
 from models.layers.self_attention import Norm
 from models.weight_rule import Source, WeightRule
 
-# Of the norms of latents, whatever the other norms of the model have.
-_NORM_EPS = 1e-6
+# Arrays with a row for each token at hand.
+RowArrays = jax.Array | None | tuple[jax.Array | tuple[jax.Array, ...] | None, ...]
 
 
 class LatentAttention(nnx.Module):
@@ -54,11 +54,12 @@ class LatentAttention(nnx.Module):
             self.q_proj = Linear(config.hidden_size, q_width, axes=(None, "heads"), dtype=dtype)
         else:
             self.q_a_proj = Linear(config.hidden_size, config.q_latent_dim, **bias)
-            self.q_a_layernorm = RMSNorm(config.q_latent_dim, eps=_NORM_EPS, dtype=dtype)
+            self.q_a_layernorm = RMSNorm(config.q_latent_dim, eps=config.norm_eps, dtype=dtype)
             self.q_b_proj = Linear(config.q_latent_dim, q_width, axes=(None, "heads"), dtype=dtype)
-        cached_dim = latent_dim + config.rotary_dim
-        self.kv_a_proj_with_mqa = Linear(config.hidden_size, cached_dim, **bias)
-        self.kv_a_layernorm = RMSNorm(latent_dim, eps=_NORM_EPS, dtype=dtype)
+        if config.kv_layer_idx is None:
+            cached_dim = latent_dim + config.rope_dim
+            self.kv_a_proj_with_mqa = Linear(config.hidden_size, cached_dim, **bias)
+            self.kv_a_layernorm = RMSNorm(latent_dim, eps=config.norm_eps, dtype=dtype)
         self.k_up = HeadLinear(num_heads, config.nope_dim, latent_dim, dtype=dtype)
         self.v_up = HeadLinear(num_heads, latent_dim, config.value_head_dim, dtype=dtype)
         self.o_proj = Linear(
@@ -98,27 +99,37 @@ class LatentAttention(nnx.Module):
         self, hidden: jax.Array, pages: Pages, context: LayerContext, *, norm: Norm
     ) -> tuple[jax.Array, Pages]:  # f[num_queries, num_q_heads, latent_dim]
         """See `SelfAttention.__call__`."""
+        queries, latents = self.project_in(hidden, context, norm=norm)
+        return latent_attend(
+            self.config, *queries, latents, pages, context, cache_name=self.cache_name
+        )
+
+    def project_in(
+        self,
+        hidden: jax.Array,  # f[num_tokens, hidden]
+        context: LayerContext,
+        *,
+        norm: Norm,
+    ) -> tuple[RowArrays, RowArrays]:
+        """Computes the arrays of `_queries` for the rows that attend, and of `_cached` for all."""
         cos_sin = context.cos_sin[self.config.rotary]
 
         def project_all(
             hidden: jax.Array, cos: jax.Array, sin: jax.Array, context: LayerContext
-        ) -> tuple[jax.Array, ...]:
-            normed = norm(hidden)
-            queries = self._queries(normed, cos, sin, context)
-            return *queries, self._latents(normed, cos, sin, context)
+        ) -> tuple[RowArrays, RowArrays]:
+            arguments = (norm(hidden), cos, sin, context)
+            return self._queries(*arguments), self._cached(*arguments)
 
-        def project_latents(
+        def project_cached(
             hidden: jax.Array, cos: jax.Array, sin: jax.Array, context: LayerContext
-        ) -> jax.Array:
-            return self._latents(norm(hidden), cos, sin, context)
+        ) -> RowArrays:
+            return self._cached(norm(hidden), cos, sin, context)
 
         if not context.drops_rows:
-            *queries, new = context.by_token(project_all, hidden, *cos_sin)
-        else:
-            new = context.by_token(project_latents, hidden, *cos_sin)
-            normed = norm(context.kept(hidden))
-            queries = self._queries(normed, *map(context.kept, cos_sin), context.of_kept())
-        return latent_attend(self.config, *queries, new, pages, context, cache_name=self.cache_name)
+            return context.by_token(project_all, hidden, *cos_sin)
+        cached = context.by_token(project_cached, hidden, *cos_sin)
+        normed = norm(context.kept(hidden))
+        return self._queries(normed, *map(context.kept, cos_sin), context.of_kept()), cached
 
     def project_out(
         self,
@@ -135,15 +146,32 @@ class LatentAttention(nnx.Module):
         sin: jax.Array,  # f32[num_rows, rotary_dim // 2]
         context: LayerContext,
     ) -> tuple[jax.Array, jax.Array]:
-        """f[num_rows, num_q_heads, latent_dim] and f[num_rows, num_q_heads, rotary_dim]."""
+        """f[num_rows, num_q_heads, latent_dim] and f[num_rows, num_q_heads, rope_dim]."""
+        return self._heads(self._query_input(normed, context), cos, sin, context)
+
+    def _query_input(self, normed: jax.Array, context: LayerContext) -> jax.Array:
+        """The queries' latent f[num_rows, q_latent_dim]; `normed` if they have none."""
         if self.config.q_latent_dim is None:
-            q = self.q_proj(normed, context)
-        else:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(normed, context)), context)
-        q = split_heads(q, self.config.head_dim)
+            return normed
+        return self.q_a_layernorm(self.q_a_proj(normed, context))
+
+    def _heads(
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, context: LayerContext
+    ) -> tuple[jax.Array, jax.Array]:
+        """As `_queries`, from the result of `_query_input`."""
+        project = self.q_proj if self.config.q_latent_dim is None else self.q_b_proj
+        q = split_heads(project(x, context), self.config.head_dim)
         nope_dim = self.config.nope_dim
         q_latent = self.k_up(q[..., :nope_dim], context)
         return q_latent, self._rotated(q[..., nope_dim:], cos, sin)
+
+    def _cached(
+        self, normed: jax.Array, cos: jax.Array, sin: jax.Array, context: LayerContext
+    ) -> jax.Array | None:
+        """What the layer caches: None if it reads the latents of an earlier layer."""
+        if self.config.kv_layer_idx is not None:
+            return None
+        return self._latents(normed, cos, sin, context)
 
     def _latents(
         self, normed: jax.Array, cos: jax.Array, sin: jax.Array, context: LayerContext

@@ -14,6 +14,8 @@ def rotary_cos_sin(
     positions: jax.Array,  # i32[num_tokens]
     rope: RopeConfig,
     head_dim: int,
+    *,
+    factors: jax.Array | None = None,  # f32[head_dim // 2]
 ) -> tuple[jax.Array, jax.Array]:  # f32[num_tokens, head_dim // 2] each
     """Returns the cosine and sine by which each token's queries and keys are turned.
 
@@ -26,6 +28,9 @@ def rotary_cos_sin(
       token by token with a cache, where each key was turned when the sequence was p + 1 long.
     - Different from Hugging Face: a prompt longer than the original length. Processed there in one
       go, all its tokens are turned with the base of the whole prompt's length.
+
+    Args:
+        factors: Of the frequencies, for kinds other than "dynamic". None: there are none.
     """
     if head_dim == 0:  # of layers without positions
         no_angles = jnp.zeros((positions.shape[0], 0), jnp.float32)
@@ -36,6 +41,8 @@ def rotary_cos_sin(
         )
     else:
         inv_freq = inverse_frequencies(rope, head_dim)
+        if factors is not None:
+            inv_freq = inv_freq * factors
         angles = positions[:, None].astype(jnp.float32) * inv_freq
     scale = cos_sin_scale(rope)
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale

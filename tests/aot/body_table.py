@@ -20,11 +20,14 @@ import jax
 import jax.numpy as jnp
 
 from models import AttentionConfig, ForwardBatch, GroupInputs, KernelSettings, Platform
+from models.config.index_config import IndexedLatentConfig
 from models.config.moe_config import MoEConfig
 from models.families.gemma4 import Gemma4Config
 from models.forward.layer_context import LayerContext, LayerPlaces, make_context
 from models.layers.attend import attend
 from models.layers.experts import Experts
+from models.layers.index_attend import index_attend
+from models.layers.indexer import IndexQueries
 from models.layers.latent_attend import latent_attend
 from models.layers.routing import Routing
 from models.platforms import GPU, TPU
@@ -42,7 +45,7 @@ NUM_REQS, NUM_TOKENS = 64, 512
 # A number of blocks that fits an H200 and a v6e in every family, and a number of block copies.
 NUM_BLOCKS, NUM_COPIES = 512, 8
 _OTHER_OPS = ("slot_mapping", "kv_scatter", "block_copy")
-ATTENTION_OPS = ("paged_attention", "latent_attention")
+ATTENTION_OPS = ("paged_attention", "latent_attention", "sparse_latent_attention")
 _DECODE, _MIXED = "decode", "mixed"
 _BODY_NAMES = {"mosaic_gpu": "Mosaic GPU", "mosaic_tpu": "Mosaic TPU", "xla": "XLA"}
 # Dtypes that no release has. The tables show them for one family only.
@@ -110,8 +113,17 @@ class Layer:
         return self.places[0][1].format.kind == "latent"
 
     @property
+    def is_indexed(self) -> bool:
+        return isinstance(self.attention, IndexedLatentConfig)
+
+    @property
     def attention_op(self) -> str:
-        return ATTENTION_OPS[self.is_latent]
+        return ATTENTION_OPS[self.is_latent + self.is_indexed]
+
+    @property
+    def ops(self) -> set[str]:
+        """All ops of a step of the layer."""
+        return {*_OTHER_OPS, self.attention_op, *(["index_top_k"] if self.is_indexed else [])}
 
     @property
     def stored_width(self) -> int:
@@ -208,6 +220,8 @@ def layer_program(
     def run(pages, batch, q, new_kv, sinks, copies):
         pages = kernels.copy_blocks(pages, copies)
         context = make_context(batch, pages, kernels, ()).at(0, layer.places)
+        if layer.is_indexed:
+            return index_attend(attention, q, *new_kv, None, pages, context)[::2]
         if layer.is_latent:
             (cache_name, _), *_ = layer.places
             return latent_attend(attention, *q, *new_kv, pages, context, cache_name=cache_name)
@@ -238,9 +252,16 @@ def layer_program(
     )
     q = floats(num_tokens, attention.num_q_heads, attention.head_dim)
     if layer.is_latent:
-        widths = (attention.latent_dim, attention.rotary_dim)
+        widths = (attention.latent_dim, attention.rope_dim)
         q = tuple(floats(num_tokens, attention.num_q_heads, width) for width in widths)
         new_kv = (floats(num_tokens, sum(widths)),)
+    if layer.is_indexed:
+        index = attention.index
+        index_queries = IndexQueries(
+            floats(num_tokens, index.num_heads, index.head_dim),
+            jax.ShapeDtypeStruct((num_tokens, index.num_heads), jnp.float32),
+        )
+        new_kv = (*new_kv, (index_queries, floats(num_tokens, index.head_dim)))
     sinks = floats(attention.num_q_heads) if attention.has_sinks else None
     batch = _batch_of(step, groups)
     return run, (pages, batch, q, new_kv, sinks, _integers(2, NUM_COPIES))
@@ -273,9 +294,8 @@ def choices_of(layer: Layer, step: str) -> dict[str, Choice]:
     with _recorded_choices() as choices:
         jax.eval_shape(function, *args)
     by_op = {choice.op: choice for choice in choices}
-    wanted = {*_OTHER_OPS, layer.attention_op}
-    if set(by_op) != wanted or len(set(choices)) != len(wanted):
-        raise ValueError(f"{layer}: wanted one choice for each of {wanted}, got {choices}")
+    if set(by_op) != layer.ops or len(set(choices)) != len(layer.ops):
+        raise ValueError(f"{layer}: wanted one choice for each of {layer.ops}, got {choices}")
     attention = by_op[layer.attention_op]
     if layer.is_latent and step == _MIXED and attention.body == "mosaic_gpu":
         reason = "the kernels of latent attention compute requests with one query token only"

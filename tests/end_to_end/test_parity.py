@@ -30,6 +30,7 @@ EVERY_SETTING = (
     "gpt-oss",  # sinks and experts
     "mimo-v2-flash-dense",  # sinks, values narrower than keys
     "deepseek-v3",  # latents, experts in groups, and a layer without experts
+    "glm5-dsa",  # an index, and a layer that uses the choice of another
     "bloom",  # ALiBi
     "qwen3-next",  # states of Gated DeltaNet, and gated attention
 )

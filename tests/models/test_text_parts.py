@@ -17,9 +17,10 @@ from models.text_parts import WHOLES, is_of_other_part, text_part
 from tests.end_to_end.forward_check import forward_share_of_bound
 from tests.oracles.wholes import CONFIGS, LOADED, architecture_of, make_whole
 
-# Of these the normal suite compares logits: positions of several axes, and turned experts. It loads
-# the others, which finds every tensor; `test_parity.py` compares what their families compute.
-COMPARED = ("qwen2.5-vl", "qwen3-vl-moe")
+# Of these the normal suite compares logits: positions of several axes, turned experts, and an index
+# of tokens. It loads the others, which finds every tensor; `test_parity.py` compares what their
+# families compute.
+COMPARED = ("mistral-large4", "qwen2.5-vl", "qwen3-vl-moe")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_gemma_3_is_read_as_published_without_its_defaults():
 
 
 # Sizes that are refused where they are missing, except for these types.
-_WITH_DEFAULT_SIZES = ("gemma3_text", "llama", "mistral", "qwen2")
+_WITH_DEFAULT_SIZES = ("gemma3_text", "llama", "mistral", "mistral_large4_text", "qwen2")
 _ALWAYS_GIVEN = {
     "hidden_size",
     "intermediate_size",

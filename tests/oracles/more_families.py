@@ -140,6 +140,8 @@ MORE = {
             "llama_4_scaling_beta": 0.1,
         },
     ),
+    # More tokens to choose than a request can have, so that all are attended to.
+    "glm5-dsa-all": _with_fields("glm5-dsa", index_topk=2048),
 }
 families.EXTRA.update(MORE)
 

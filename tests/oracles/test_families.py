@@ -39,6 +39,8 @@ LOADED = [
     "minicpm3",
     "youtu",
     "axk1",
+    "deepseek-v3.2",
+    "glm5-dsa",
     "qwen2",
     "gemma2",
     "gemma4-dense",
@@ -120,6 +122,7 @@ LOADED = [
     "bloom-6-heads",
     "doge-window",
     "mistral4-far",
+    "glm5-dsa-all",
     "apertus1.5",
     "dory",
     "exaone3",
@@ -176,6 +179,7 @@ _WITHOUT_EFFECT = {
 _LATENT = {
     *("deepseek-v3", "deepseek-v2", "sarvam-mla", "mistral4", "mistral4-far"),
     *("glm4-moe-lite", "longcat-flash", "minicpm3", "youtu", "axk1"),
+    *("deepseek-v3.2", "glm5-dsa", "glm5-dsa-all"),
 }
 # Fields that another field of the same configuration overrides or switches off.
 _OVERRIDDEN = {
@@ -190,7 +194,6 @@ _OVERRIDDEN = {
     "norm_topk_prob": {"cohere2-moe", "doge", "doge-window"},
     # The one in `rope_parameters` wins.
     "rope_theta": {"cohere2-moe"},
-    "first_k_dense_replace": {"exaone-moe"},
     "global_attn_every_n_layers": {"afmoe"},
     # JetMoE has one query per KV head for each expert of a token. Mamba2 has no attention.
     "num_attention_heads": {"laguna", "laguna-per-element", "jetmoe", "mamba2"},
@@ -228,6 +231,10 @@ _OVERRIDDEN = {
     "head_dim": _LATENT,
     # transformers computes it from the other widths of heads.
     "qk_head_dim": _LATENT,
+    # transformers does not read it.
+    "mlp_bias": {"deepseek-v3.2", "glm5-dsa", "glm5-dsa-all"},
+    # `mlp_layer_types` wins.
+    "first_k_dense_replace": {"exaone-moe", "deepseek-v3.2", "glm5-dsa", "glm5-dsa-all"},
     # No groups with `topk_method` "greedy".
     "n_group": {"deepseek-v2"},
     "topk_group": {"deepseek-v2"},

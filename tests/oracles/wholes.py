@@ -92,6 +92,7 @@ LOADED = (
     "llava-next",
     "llava-onevision",
     "mistral-small4",
+    "mistral-large4",
     "mistral3",
     "muse-glimmer",
     "muse-spark",

@@ -165,9 +165,9 @@ def agree_on_pages(
     """Gives all caches pages of one size.
 
     The cache of tokens with the largest pages sets the size. A cache with smaller pages gets blocks
-    that are larger by a power of two. If its content still does not fill a page, the rest is
-    padding. A state takes as many pages as it needs. If a model has only states, the largest of
-    them sets the size.
+    that are larger by a power of two: the largest for which it can have such pages. If its content
+    still does not fill a page, the rest is padding. A state takes as many pages as it needs. If a
+    model has only states, the largest of them sets the size.
 
     Example: pages of 64 KiB, 16 KiB and 24 KiB at block size 16 -> block sizes 16, 64 and 32. A
     quarter of the third cache's pages is padding.
@@ -181,9 +181,7 @@ def agree_on_pages(
     own_bytes = {name: cache.page_bytes(block_size) for name, cache in formats.items()}
     of_tokens = [name for name, cache in formats.items() if not _is_state(cache)]
     page_bytes = max((own_bytes[name] for name in of_tokens or formats), default=0)
-    sizes = {
-        name: block_size << ((page_bytes // own_bytes[name]).bit_length() - 1) for name in of_tokens
-    }
+    sizes = {name: _size_of_blocks(formats[name], block_size, page_bytes) for name in of_tokens}
     # A prefix hit must end at the end of a block in every group, and so does a state for it.
     state_size = math.lcm(block_size, *sizes.values())
     agreed = {}
@@ -198,6 +196,17 @@ def agree_on_pages(
             )
         agreed[name] = (wide, size, page_bytes)
     return agreed
+
+
+def _size_of_blocks(cache: CacheFormat, block_size: int, page_bytes: int) -> int:
+    """The largest block size for which a cache of tokens has pages of these bytes.
+
+    `block_size` if there is none.
+    """
+    num_fitting = page_bytes // cache.page_bytes(block_size)
+    sizes = [block_size << shift for shift in reversed(range(num_fitting.bit_length()))]
+    fitting = (size for size in sizes if cache.with_page_bytes(page_bytes, size) is not None)
+    return next(fitting, block_size)
 
 
 def _is_state(cache: CacheFormat) -> bool:

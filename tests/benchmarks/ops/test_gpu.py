@@ -24,6 +24,8 @@ WRONG = {
     "block_scatter": lambda pages: pages.at[-1].set(0),
     "causal_conv1d": lambda result: (result[0], result[1] + 0.1),
     "gated_delta_rule": lambda result: (result[0] * 1.1, result[1]),
+    "index_top_k": lambda positions: positions.at[0, 0].set(positions[0, 0] + 1),
+    "sparse_latent_attention": lambda out: out * 1.1,
     "ssd_scan": lambda result: (result[0], result[1] * 1.1),
 }
 ALL_OPS = {file.parent.name for file in Path(pallas_kernels.__file__).parent.glob("*/api.py")}

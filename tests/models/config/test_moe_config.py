@@ -34,6 +34,7 @@ FAMILIES = {
         {"num_key_value_heads": 40, "num_experts_per_tok": 2},
     ),
     "DeepseekV3ForCausalLM": ("DeepseekV3Config", {"num_key_value_heads": 40}),
+    "DeepseekV32ForCausalLM": ("DeepseekV32Config", {"num_key_value_heads": 40, "head_dim": 64}),
     "Dots1ForCausalLM": (
         "Dots1Config",
         {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -48,6 +49,7 @@ FAMILIES = {
         # Another name of `qk_rope_head_dim` in transformers.
         {"num_key_value_heads": 40, "head_dim": 64},
     ),
+    "GlmMoeDsaForCausalLM": ("GlmMoeDsaConfig", {"num_key_value_heads": 40, "head_dim": 64}),
     "GptOssForCausalLM": ("GptOssConfig", {}),
     "GraniteMoeForCausalLM": ("GraniteMoeConfig", {}),
     "GraniteMoeSWAForCausalLM": ("GraniteMoeSWAConfig", {}),
@@ -64,6 +66,10 @@ FAMILIES = {
     "MellumForCausalLM": ("MellumConfig", {}),
     "MiniMaxM2ForCausalLM": ("MiniMaxM2Config", {}),
     "Mistral4ForCausalLM": ("Mistral4Config", {"num_key_value_heads": 40}),
+    "MistralLarge4ForCausalLM": (
+        "MistralLarge4TextConfig",
+        {"num_key_value_heads": 40, "head_dim": 64},
+    ),
     "MixtralForCausalLM": ("MixtralConfig", {}),
     "MuseSparkForCausalLM": ("MuseSparkTextConfig", {}),
     "OlmoeForCausalLM": ("OlmoeConfig", {}),

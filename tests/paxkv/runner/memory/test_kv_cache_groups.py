@@ -405,7 +405,7 @@ def test_any_caches_agree_on_pages_or_one_of_them_fits_none(formats, block_size)
         assert wide.page_bytes(size) == page_bytes
         # A power of two times the block size, and no larger one would do.
         assert size % block_size == 0 and (size // block_size).bit_count() == 1
-        assert own.page_bytes(2 * size) > page_bytes
+        assert not fits(own, page_bytes, 2 * size)
         field = "head_dim" if isinstance(own, AttentionFormat) else "width"
         assert getattr(wide, field) >= getattr(own, field)
         kept = {field: getattr(own, field)}
@@ -413,10 +413,15 @@ def test_any_caches_agree_on_pages_or_one_of_them_fits_none(formats, block_size)
 
 
 def fits(cache, page_bytes, block_size):
+    """Whether some width makes pages of these bytes, for blocks of this size or larger ones."""
+    sizes = []
+    while cache.page_bytes(block_size << len(sizes)) <= page_bytes:
+        sizes.append(block_size << len(sizes))
+    return any(fits_blocks(cache, page_bytes, size) for size in sizes)
+
+
+def fits_blocks(cache, page_bytes, size):
     """Whether some width, tried one after the other, makes pages of these bytes."""
-    size = block_size
-    while cache.page_bytes(2 * size) <= page_bytes:
-        size *= 2
     if isinstance(cache, IndexFormat):
         return any(2 * width * size == page_bytes for width in range(cache.width, 40_000))
     itemsize = {"bfloat16": 2, "float32": 4}[cache.dtype]
