@@ -18,8 +18,9 @@ from models.weight_rule import Layout
 # "auto" is the dtype of the model's other numbers.
 ProductDtype = Literal["auto", "bfloat16", "int8"]
 # - none: floats, also of checkpoints whose weights are quantized
+# - checkpoint: the integers of a checkpoint whose weights are quantized
 # - int8, int4: integers with scales of groups
-Quantization = Literal["none", "int8", "int4"]
+Quantization = Literal["none", "checkpoint", "int8", "int4"]
 GROUP_SIZES = (32, 64, 128)
 _NUM_BITS: dict[Quantization, NumBits] = {"int8": 8, "int4": 4}
 
@@ -35,7 +36,8 @@ class KernelEncoder:
             where they meet such a matrix, and sums are as wide as ever.
         panel_width: Columns of the panels of float32 matrices, if these are not rounded; None
             leaves them whole.
-        quantization: What matrices and experts are quantized to. Activations are not rounded.
+        quantization: What matrices and experts are quantized to. Activations are not rounded. With
+            "checkpoint", the loader makes the kernels that are quantized there (`keep_integers`).
         group_size: Inputs that share a scale. Kernels whose number of inputs it does not divide get
             the largest size that divides both.
     """
@@ -61,7 +63,7 @@ class KernelEncoder:
     @property
     def changes_matrices(self) -> bool:
         """Whether matrices of `Linear` layers may have another form than in the checkpoint."""
-        is_rounded = self.product_dtype != "auto" or self.quantization != "none"
+        is_rounded = self.product_dtype != "auto" or self.quantization in _NUM_BITS
         return self.panel_width is not None or is_rounded
 
     def encode(self, values: jax.Array, layout: Layout, *, is_router: bool) -> KernelValue:
@@ -70,7 +72,7 @@ class KernelEncoder:
         Args:
             is_router: Whether it belongs to a router, whose numbers are never rounded.
         """
-        if layout in ("matrix", "experts") and self.quantization != "none" and not is_router:
+        if layout in ("matrix", "experts") and self.quantization in _NUM_BITS and not is_router:
             group_size = fitting_group_size(values.shape[-2], self.group_size)
             if group_size is not None:
                 return ScaledKernel.quantize(

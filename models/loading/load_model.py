@@ -20,9 +20,11 @@ from models.layers.routing import Router
 from models.loading.check_weights import HEAD_WEIGHT, check_weights
 from models.loading.checkpoint import Checkpoint
 from models.loading.finite_weights import checked_finite
+from models.loading.kept_integers import keep_integers
 from models.loading.kernel_encoder import KernelEncoder, ProductDtype, Quantization
 from models.loading.loaded_model import LoadedModel, flatten_state
 from models.loading.quantized import DequantizedCheckpoint
+from models.loading.quantized.packed_integers import ScaledIntegers
 from models.loading.safetensors_reader import SafetensorsCheckpoint
 from models.loading.source import read_model_config, read_weight_format, resolve_model_folder
 from models.loading.tensor_names import name_weights
@@ -32,6 +34,7 @@ from models.model_impl import AUTO
 from models.platforms import Platform, default_platform
 from models.platforms.jax_process import check_not_forked
 from models.registry import family_class
+from models.stored_kernels.scaled import ScaledKernel
 from models.stored_kernels.use_kernel import KernelValue
 from models.text_parts import is_of_other_part
 from models.weight_rule import WeightRule
@@ -105,6 +108,11 @@ def load_model(
         config = dataclasses.replace(config, dtype=own_dtype)
     dtype = platform.weight_dtype(config.dtype) if dtype == "auto" else dtype
     checkpoint = None if files is None else _dequantized(files, dtype)
+    if quantization == "checkpoint" and not isinstance(checkpoint, DequantizedCheckpoint):
+        raise ModelError(
+            f"quantization is 'checkpoint', and {folder} has no quantized weights to read. Use "
+            "none, int8 or int4."
+        )
     make_structure = functools.partial(
         _Structure,
         model_class=family_class(config.architecture, model_impl=model_impl),
@@ -236,15 +244,26 @@ def _read_params(
         ignored=ignored,
         where=str(checkpoint.folder),
     )
-    weights = _read_ahead(checkpoint, rules)
-    for name, rule, wanted, weight_np in zip(
+    kept = [
+        encoder.quantization == "checkpoint"
+        and rule.layout in ("matrix", "experts")
+        and name not in structure.routers
+        and all(checkpoint.is_quantized(source.name) for source in rule.sources)
+        for name, rule in zip(structure.names, rules, strict=True)
+    ]
+    weights = _read_ahead(checkpoint, rules, kept, encoder.platform.scaled_panel_width)
+    for name, rule, wanted, weight in zip(
         structure.names, structure.rules, structure.shapes, weights, strict=True
     ):
-        yield encoder.encode(
-            _put(name, rule, wanted, weight_np, encoder.platform),
-            rule.layout,
-            is_router=name in structure.routers,
-        )
+        if isinstance(weight, ScaledKernel):
+            _check_shape(name, weight.shape, wanted.shape)
+            yield weight
+        else:
+            yield encoder.encode(
+                _put(name, rule, wanted, weight, encoder.platform),
+                rule.layout,
+                is_router=name in structure.routers,
+            )
 
 
 def _put(
@@ -258,12 +277,16 @@ def _put(
     if weight_np.dtype == np.float64:  # no float64 on the device
         weight_np = weight_np.astype(np.float32)
     param = platform.put_weight(weight_np, wanted.dtype, is_transposed=is_transposed)
-    if param.shape != wanted.shape:
-        raise ModelError(
-            f"the weight rule of parameter {name!r} makes an array of shape {param.shape}; "
-            f"expected {wanted.shape}."
-        )
+    _check_shape(name, param.shape, wanted.shape)
     return param
+
+
+def _check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if shape != wanted:
+        raise ModelError(
+            f"the weight rule of parameter {name!r} makes an array of shape {shape}; expected "
+            f"{wanted}."
+        )
 
 
 def _without_absent(rule: WeightRule, checkpoint: Checkpoint) -> WeightRule:
@@ -276,24 +299,47 @@ def _without_absent(rule: WeightRule, checkpoint: Checkpoint) -> WeightRule:
     return dataclasses.replace(rule, sources=tuple(present))
 
 
-def _read_ahead(checkpoint: Checkpoint, rules: Sequence[WeightRule]) -> Iterator[np.ndarray]:
-    """The weight of each rule; the next one is read from the file while the last one is cast."""
+def _read_ahead(
+    checkpoint: Checkpoint,
+    rules: Sequence[WeightRule],
+    kept: Sequence[bool],
+    panel_width: int | None,
+) -> Iterator[np.ndarray | ScaledKernel]:
+    """The weight of each rule; the next one is read from the file while the last one is cast.
 
-    def read(rule: WeightRule) -> list[np.ndarray]:
+    Args:
+        kept: Of each rule, whether its integers are kept.
+        panel_width: As in `keep_integers`.
+    """
+
+    def read(rule: WeightRule, is_kept: bool) -> list[np.ndarray] | list[ScaledIntegers]:
+        if is_kept:
+            return [_read_integers(checkpoint, source.name) for source in rule.sources]
         return [_read(checkpoint, source.name) for source in rule.sources]
 
+    of_rules = [*zip(rules, kept, strict=True)]
     with ThreadPoolExecutor(1) as reader:
-        sources = [reader.submit(read, rules[0])]
-        for rule, following in zip(rules, [*rules[1:], None], strict=True):
+        sources = [reader.submit(read, *of_rules[0])]
+        for (rule, is_kept), following in zip(of_rules, [*of_rules[1:], None], strict=True):
             if following is not None:
-                sources.append(reader.submit(read, following))
+                sources.append(reader.submit(read, *following))
+            weights = sources.pop(0).result()
             # Here, because a combined weight is a copy.
-            yield rule.combined(sources.pop(0).result())
+            if is_kept:
+                yield keep_integers(rule, weights, panel_width=panel_width)
+            else:
+                yield rule.combined(weights)
 
 
 def _read(checkpoint: Checkpoint, name: str) -> np.ndarray:
     stored = checkpoint.weights[name]
     return checked_finite(checkpoint.read(name), name=stored.name, where=str(stored.path))
+
+
+def _read_integers(checkpoint: DequantizedCheckpoint, name: str) -> ScaledIntegers:
+    stored, integers = checkpoint.weights[name], checkpoint.read_integers(name)
+    checked_finite(integers.scales, name=stored.name, where=str(stored.path))
+    return integers
 
 
 def _random_params(

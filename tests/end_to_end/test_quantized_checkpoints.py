@@ -8,11 +8,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models.errors import CheckpointError, UnsupportedModelError, WeightMismatchError
+from models.errors import (
+    CheckpointError,
+    ModelError,
+    UnsupportedModelError,
+    WeightMismatchError,
+)
 from models.loading.load_model import load_model
 from models.loading.safetensors_reader import SafetensorsCheckpoint
+from models.stored_kernels.scaled import ScaledKernel
 from tests.models.loading.quantized.quantizers import MXFP4, QUANTIZERS, as_mxfp4
 from tests.models.loading.quantized.stored import save_tensors
+from tests.models.stored_kernels.dequantized import dequantized
 from tests.oracles.dense_model import dense_logits
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.paged_stepper import PagedStepper
@@ -57,6 +64,33 @@ def test_every_parameter_is_that_of_the_dequantized_checkpoint(tmp_path, quant_m
     assert len(got.params) == 12  # an embedding, a head, seven matrices and three norms
     for name, one, other in zip(got.param_names, got.params, wanted.params, strict=True):
         np.testing.assert_array_equal(one, other, err_msg=name)
+
+
+@pytest.mark.parametrize("quant_method", FORMATS)
+def test_integers_are_kept_as_they_are_or_refused(tmp_path, quant_method):
+    folder, plain = write_pair(tmp_path, quant_method)
+    reasons = {"fp8": "its numbers", "mxfp4": "its numbers", "gptq": r"neighbor.* activation order"}
+    if reason := reasons.get(quant_method):
+        with pytest.raises(UnsupportedModelError, match=f"weight cannot stay quantized: {reason}"):
+            load_model(folder, quantization="checkpoint")
+        return
+    got, wanted = (
+        load_model(path, dtype="float32", quantization=quantization)
+        for path, quantization in ((folder, "checkpoint"), (plain, "none"))
+    )
+    kernels = [k for k in got.parameters.values() if isinstance(k, ScaledKernel)]
+    assert len(kernels) == 7
+    assert {kernel.numbers.dtype.name for kernel in kernels} == {"uint8"}  # two of 4 bits each
+    for name, value in wanted.parameters.items():
+        own = got.parameters[name]
+        own = dequantized(own) if isinstance(own, ScaledKernel) else own
+        np.testing.assert_array_equal(own, value, err_msg=name)
+
+
+def test_integers_are_kept_of_quantized_checkpoints_alone(tmp_path):
+    folder = write_random_checkpoint(tmp_path, num_layers=1)
+    with pytest.raises(ModelError, match="quantization is 'checkpoint', and .* has no quantized"):
+        load_model(folder, quantization="checkpoint")
 
 
 def test_logits_equal_the_dequantized_checkpoint(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 
 from models.config.fields import read_count
 from models.errors import UnsupportedModelError
-from models.loading.quantized.packed_integers import num_groups, scale_groups, unpack_words
+from models.loading.quantized.packed_integers import ScaledIntegers, num_groups, unpack_words
 from models.loading.quantized.quantization_fields import (
     FIELD,
     SkippedModules,
@@ -75,17 +75,20 @@ class Awq:
         parts.check_shape(".scales", (groups, num_words * _NUM_PER_WORD))
         return num_words * _NUM_PER_WORD, in_features
 
+    def read_integers(self, module: str, arrays: Mapping[str, np.ndarray]) -> ScaledIntegers:
+        """See `WeightFormat.read_integers`."""
+        return ScaledIntegers(
+            numbers=_unpack_columns(arrays[".qweight"]).T,
+            scales=arrays[".scales"].T,
+            zeros=_unpack_columns(arrays[".qzeros"]).T,
+            group_size=self.group_size,
+        )
+
     def dequantize(
         self, module: str, arrays: Mapping[str, np.ndarray], dtype: np.dtype
     ) -> np.ndarray:
         """See `WeightFormat.dequantize`."""
-        weight = scale_groups(
-            _unpack_columns(arrays[".qweight"]).T,
-            arrays[".scales"].T,
-            _unpack_columns(arrays[".qzeros"]).T,
-            group_size=self.group_size,
-        )
-        return weight.astype(dtype, copy=False)
+        return self.read_integers(module, arrays).dequantize().astype(dtype, copy=False)
 
 
 def _unpack_columns(

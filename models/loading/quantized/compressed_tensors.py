@@ -13,7 +13,7 @@ from models.loading.quantized.compressed_groups import (
 )
 from models.loading.quantized.compressed_scheme import CompressedScheme
 from models.loading.quantized.float8_numbers import num_blocks, scale_blocks, widen_float8
-from models.loading.quantized.packed_integers import num_groups, scale_groups, unpack_words
+from models.loading.quantized.packed_integers import ScaledIntegers, num_groups, unpack_words
 from models.loading.quantized.quantization_fields import (
     FIELD,
     as_object,
@@ -86,28 +86,38 @@ class CompressedTensors:
             parts.check_shape(_GROUP_IDX, shape[1:])
         return shape
 
+    def read_integers(self, module: str, arrays: Mapping[str, np.ndarray]) -> ScaledIntegers | None:
+        """See `WeightFormat.read_integers`."""
+        scheme = scheme_of(module, self.groups)
+        if scheme.is_float or scheme.block_size is not None:
+            return None
+        return _scaled_integers(arrays, scheme)
+
     def dequantize(
         self, module: str, arrays: Mapping[str, np.ndarray], dtype: np.dtype
     ) -> np.ndarray:
         """See `WeightFormat.dequantize`."""
         scheme = scheme_of(module, self.groups)
+        if scheme.block_size is None:
+            return _scaled_integers(arrays, scheme).dequantize().astype(dtype, copy=False)
         numbers, scales = _numbers(arrays, scheme), arrays[_SCALE].astype(np.float32)
-        zeros = _zeros(arrays, scheme, num_rows=len(numbers))
-        if scheme.block_size is not None:
-            weight = numbers.astype(np.float32) - zeros
-            scale_blocks(weight, scales, scheme.block_size)
-        else:
-            group_idx = arrays.get(_GROUP_IDX)
-            if group_idx is not None and -1 in group_idx:  # never set
-                group_idx = None
-            weight = scale_groups(
-                numbers,
-                _as_columns(scales, scheme),
-                zeros,
-                group_size=scheme.group_size,
-                group_idx=group_idx,
-            )
+        weight = numbers.astype(np.float32) - _zeros(arrays, scheme, num_rows=len(numbers))
+        scale_blocks(weight, scales, scheme.block_size)
         return weight.astype(dtype, copy=False)
+
+
+def _scaled_integers(arrays: Mapping[str, np.ndarray], scheme: CompressedScheme) -> ScaledIntegers:
+    """The weight of a scheme without blocks; the numbers may be floats."""
+    numbers, group_idx = _numbers(arrays, scheme), arrays.get(_GROUP_IDX)
+    if group_idx is not None and -1 in group_idx:  # never set
+        group_idx = None
+    return ScaledIntegers(
+        numbers=numbers,
+        scales=_as_columns(arrays[_SCALE].astype(np.float32), scheme),
+        zeros=_zeros(arrays, scheme, num_rows=len(numbers)),
+        group_size=scheme.group_size,
+        group_idx=group_idx,
+    )
 
 
 def _scale_shapes(scheme: CompressedScheme, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

@@ -78,6 +78,9 @@ class Fp8:
             parts.check_shape(ending, *of_tensor, (*shape[:-1], 1), shape[:-1])
         return shape
 
+    def read_integers(self, module: str, arrays: Mapping[str, np.ndarray]) -> None:
+        """See `WeightFormat.read_integers`."""
+
     def dequantize(
         self, module: str, arrays: Mapping[str, np.ndarray], dtype: np.dtype
     ) -> np.ndarray:

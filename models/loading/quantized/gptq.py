@@ -7,7 +7,7 @@ import numpy as np
 
 from models.errors import UnsupportedModelError
 from models.loading.quantized.awq import read_group_size
-from models.loading.quantized.packed_integers import num_groups, scale_groups, unpack_words
+from models.loading.quantized.packed_integers import ScaledIntegers, num_groups, unpack_words
 from models.loading.quantized.quantization_fields import (
     FIELD,
     SkippedModules,
@@ -86,16 +86,19 @@ class Gptq:
             parts.check_shape(".g_idx", (in_features,))
         return out_features, in_features
 
+    def read_integers(self, module: str, arrays: Mapping[str, np.ndarray]) -> ScaledIntegers:
+        """See `WeightFormat.read_integers`."""
+        zeros = unpack_words(arrays[".qzeros"], self.num_bits).T.astype(np.int32)
+        return ScaledIntegers(
+            numbers=unpack_words(arrays[".qweight"].T, self.num_bits),
+            scales=arrays[".scales"].T,
+            zeros=zeros + self.added_to_zeros,
+            group_size=self.group_size,
+            group_idx=arrays.get(".g_idx"),
+        )
+
     def dequantize(
         self, module: str, arrays: Mapping[str, np.ndarray], dtype: np.dtype
     ) -> np.ndarray:
         """See `WeightFormat.dequantize`."""
-        zeros = unpack_words(arrays[".qzeros"], self.num_bits).T.astype(np.int32)
-        weight = scale_groups(
-            unpack_words(arrays[".qweight"].T, self.num_bits),
-            arrays[".scales"].T,
-            zeros + self.added_to_zeros,
-            group_size=self.group_size,
-            group_idx=arrays.get(".g_idx"),
-        )
-        return weight.astype(dtype, copy=False)
+        return self.read_integers(module, arrays).dequantize().astype(dtype, copy=False)

@@ -56,6 +56,9 @@ class Mxfp4:
             return (*leading, in_features, out_features)
         return out_features, in_features
 
+    def read_integers(self, module: str, arrays: Mapping[str, np.ndarray]) -> None:
+        """See `WeightFormat.read_integers`."""
+
     def dequantize(
         self, module: str, arrays: Mapping[str, np.ndarray], dtype: np.dtype
     ) -> np.ndarray:

@@ -1,6 +1,41 @@
 """Unpacks integers of few bits, and applies scales of groups to them."""
 
+from dataclasses import dataclass
+
 import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledIntegers:
+    """A weight `(number - zero) * scale`. The arguments are those of `scale_groups`."""
+
+    numbers: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray | int
+    group_size: int | None
+    group_idx: np.ndarray | None = None
+
+    def dequantize(self) -> np.ndarray:  # f32[out, in]
+        """See `scale_groups`."""
+        return scale_groups(
+            *(self.numbers, self.scales, self.zeros),
+            group_size=self.group_size,
+            group_idx=self.group_idx,
+        )
+
+    def expand(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # i32, f32 and i32, [out, in]
+        """The number, the scale and the zero point of each weight."""
+        shape = self.numbers.shape
+        size = shape[1] if self.group_size is None else self.group_size
+        group_idx = np.arange(shape[1]) // size if self.group_idx is None else self.group_idx
+        zeros = np.asarray(self.zeros, np.int32)
+        zeros = np.take(zeros, group_idx, axis=1) if zeros.ndim else zeros
+        scales = np.take(self.scales.astype(np.float32), group_idx, axis=1)
+        return (
+            self.numbers.astype(np.int32),
+            np.broadcast_to(scales, shape),
+            np.broadcast_to(zeros, shape),
+        )
 
 
 def unpack_words(

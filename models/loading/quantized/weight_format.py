@@ -5,6 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
+from models.loading.quantized.packed_integers import ScaledIntegers
 from models.loading.quantized.stored_parts import StoredParts
 
 
@@ -32,6 +33,13 @@ class WeightFormat(Protocol):
 
         Raises:
             WeightMismatchError: A tensor is missing, or its dtype or shape does not fit.
+        """
+        ...
+
+    def read_integers(self, module: str, arrays: Mapping[str, np.ndarray]) -> ScaledIntegers | None:
+        """Unpacks the numbers, scales and zero points; None if the numbers are not integers.
+
+        The arguments are those of `dequantize`.
         """
         ...
 
