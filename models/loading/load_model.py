@@ -143,6 +143,7 @@ def load_model(
         params=arrays,
         weight_rules=dict(zip(structure.names, structure.rules, strict=True)),
         platform=platform,
+        file_bytes=None if files is None else files.num_bytes,
     )
 
 

@@ -19,6 +19,7 @@ from models.forward.kernel_settings import KernelSettings
 from models.forward.layer_context import ContextChange, LayerPlaces
 from models.forward.wants import Outputs
 from models.platforms import Platform
+from models.stored_kernels.scaled import ScaledKernel
 from models.stored_kernels.stored_kernel import StoredKernel
 from models.weight_rule import WeightRule, split_spec
 
@@ -61,6 +62,8 @@ class LoadedModel:
     params: tuple[jax.Array, ...]
     weight_rules: Mapping[str, WeightRule]  # by the name of the parameter or the `StoredKernel`
     platform: Platform  # that it was loaded for, and its programs are compiled for
+    # Of the files that the weights were read from; None if the weights are random.
+    file_bytes: int | None = None
     kernels: KernelSettings = KernelSettings()
     # Of the caches of each layer; the runner plans the cache and sets them (`with_places`).
     places: tuple[LayerPlaces, ...] = ()
@@ -92,6 +95,21 @@ class LoadedModel:
             (value.product_dtype if isinstance(value, StoredKernel) else value.dtype).name
             for value in self.parameters.values()
         )
+
+    def describe_weights(self) -> str:
+        """Describes the memory of the weights in one line, for the log."""
+        on_device = sum(param.nbytes for param in self.params)
+        parts = [] if self.file_bytes is None else [f"{self.file_bytes / 2**20:,.1f} MiB in files"]
+        parts.append(f"{on_device / 2**20:,.1f} MiB on the device")
+        kernels = [
+            value
+            for name, value in self.parameters.items()
+            if self.weight_rules[name].layout in ("matrix", "experts")
+        ]
+        num_scaled = sum(isinstance(kernel, ScaledKernel) for kernel in kernels)
+        if num_scaled:
+            parts.append(f"{num_scaled} of {len(kernels)} kernels in 4 or 8 bits")
+        return f"weights: {', '.join(parts)}"
 
     @property
     def dtype(self) -> str:

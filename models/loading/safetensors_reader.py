@@ -91,6 +91,11 @@ class SafetensorsCheckpoint:
         ((dtype, _),) = sizes.most_common(1)
         return dtype
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all files that hold weights."""
+        return sum(path.stat().st_size for path in {w.path for w in self.weights.values()})
+
     def rename(self, names: Mapping[str, str]) -> None:
         """Changes the keys of `weights`.
 

@@ -337,6 +337,7 @@ def _load_model(config: EngineConfig, folder: Path, tokenizer: Tokenizer | None)
         panel_width=platform.column_panel_width(batch_invariant=config.runner.batch_invariant),
         platform=platform,
     )
+    logger.info("%s", model.describe_weights())
     is_own_class = model.class_name.startswith("models.families.")
     if config.model.model_impl != AUTO_MODEL_IMPL or not is_own_class:
         logger.info(

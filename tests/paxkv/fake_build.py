@@ -81,6 +81,7 @@ def fake_model_parts(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
         class_name="models.families.fake.FakeForCausalLM",
     )
     loaded.without_tokens = lambda token_ids: loaded
+    loaded.describe_weights = lambda: "weights: none"
 
     class Runner(FakeRunner):
         instances = []

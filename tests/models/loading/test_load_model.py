@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -258,3 +259,19 @@ def test_checkpoint_that_transformers_saved_is_the_same_model(tmp_path, recipe):
     assert dataclasses.replace(saved.config, **written) == dataclasses.replace(
         ours.config, **written
     )
+
+
+def test_weights_are_described_as_in_files_and_on_the_device(tmp_path):
+    folder = write_random_checkpoint(tmp_path, hidden_size=128, num_layers=1, vocab_size=2048)
+    size = (folder / "model.safetensors").stat().st_size / 2**20
+    plain = load_model(folder, dtype="float32")
+    assert plain.describe_weights() == (
+        f"weights: {size:,.1f} MiB in files, {size:,.1f} MiB on the device"
+    )
+    kept = load_model(folder, dtype="float32", quantization="int4").describe_weights()
+    match = re.fullmatch(rf"weights: {size:,.1f} MiB in files, (.*) MiB on the device, (.*)", kept)
+    # The head is half of all weights, and takes an eighth of its bytes and a scale for 128 inputs.
+    assert float(match[1]) < 0.65 * size
+    assert match[2] == "8 of 8 kernels in 4 or 8 bits"
+    dummy = load_model(folder, load_format="dummy", dtype="float32").describe_weights()
+    assert dummy == f"weights: {size:,.1f} MiB on the device"

@@ -580,7 +580,12 @@ def test_ids_without_a_token_are_never_generated(
     def load_padded(folder: Path, **arguments: object) -> SimpleNamespace:
         config = SimpleNamespace(vocab_size=VOCAB_SIZE + 2)
         name = "models.families.fake.Padded"
-        return SimpleNamespace(config=config, class_name=name, without_tokens=without_tokens)
+        return SimpleNamespace(
+            config=config,
+            class_name=name,
+            without_tokens=without_tokens,
+            describe_weights=lambda: "weights: none",
+        )
 
     monkeypatch.setattr("paxkv.entrypoints.build.load_model", load_padded)
     with pytest.raises(ConfigError, match="seen"):
