@@ -57,6 +57,8 @@ class EngineSettings:
     max_decode_burst: int = 1
     # Off, unlike in the engine: a tiny pool is there to preempt.
     full_sequence_must_fit: bool = False
+    # Every second request forks from the one before it.
+    has_forks: bool = False
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -67,6 +69,7 @@ class RunResult:
     logits: list[list[np.ndarray]]
     num_cached_tokens: list[int]
     num_preemptions: int
+    num_block_copies: int
 
 
 def greedy(num_prompts: int, max_tokens: int) -> list[SamplingParams]:
@@ -220,6 +223,7 @@ def run_engine(
             sampling_params=params,
             bad_words_token_ids=bad_words_token_ids.get(i, ()),
             scarce_token_ids=scarce_token_ids.get(i, ()),
+            fork_from=str(i - 1) if settings.has_forks and i % 2 else None,
         )
         for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True))
     ]
@@ -228,6 +232,7 @@ def run_engine(
         logits=[[] for _ in prompts],
         num_cached_tokens=[0] * len(prompts),
         num_preemptions=0,
+        num_block_copies=0,
     )
     step = num_arrivals = 0
     in_flight: deque[tuple[SchedulerOutput, DeviceStep]] = deque()
@@ -242,6 +247,7 @@ def run_engine(
                 scheduler.add_request(waiting.pop(0))
                 num_arrivals += 1
             scheduler_output = scheduler.schedule(settings.max_decode_burst)
+            result.num_block_copies += len(scheduler_output.block_copies)
             in_flight.append((scheduler_output, recording.runner.execute_model(scheduler_output)))
             scheduler.check_invariants()
             watch(scheduler)

@@ -43,8 +43,8 @@ SETTINGS: dict[str, EngineSettings] = {
     "odd chunks": dataclasses.replace(_ROOMY, max_num_batched_tokens=13),
     "bursts": dataclasses.replace(_ROOMY, max_decode_burst=MAX_DECODE_BURST, max_steps_in_flight=2),
 }
-# Each prompt comes twice in a row, so that the second one finds the first one's blocks.
-TWICE = ("prefix cache",)
+# Of the families with programs of every kind.
+FORKS = dataclasses.replace(_ROOMY, enable_prefix_caching=True, has_forks=True)
 
 
 def largest_difference(largest_logit: float, relative_error: float) -> float:
@@ -224,12 +224,13 @@ class ParityEngine:
     def compare(self, reference: Reference) -> dict[str, Compared]:
         """A row for each setting that there are programs for."""
         rows = {
-            name: self._follow(self._ordinary, reference, settings, is_twice=name in TWICE)
+            name: self._follow(self._ordinary, reference, settings)
             for name, settings in SETTINGS.items()
         }
         tiny = dataclasses.replace(_ROOMY, num_blocks=self._tiny_pool(reference))
         rows["preempted"] = self._follow(self._ordinary, reference, tiny)
         if self._invariant is not None:
+            rows["forks"] = self._follow(self._ordinary, reference, FORKS)
             rows["batch-invariant"] = self._follow(self._invariant, reference, _ROOMY)
         if self._generator is not None:
             rows["CompiledGenerator"] = self._follow_generator(reference, self._generator)
@@ -255,10 +256,10 @@ class ParityEngine:
         recording: RecordingRunner,
         reference: Reference,
         settings: EngineSettings,
-        *,
-        is_twice: bool = False,
     ) -> Compared:
         row = Compared()
+        # Each prompt comes twice in a row, so that the second one finds the first one's blocks.
+        is_twice = settings.enable_prefix_caching
 
         def run(prompts: list[list[int]], max_tokens: list[int]) -> RunResult:
             params = [greedy(1, tokens)[0] for tokens in max_tokens]
@@ -319,6 +320,8 @@ def _check_setting_had_effect(
     assert (result.num_preemptions > 0) == may_preempt
     may_hit = settings.enable_prefix_caching and recording.can_hit
     assert (sum(result.num_cached_tokens) > 0) == may_hit
+    may_fork = settings.has_forks and recording.can_hit
+    assert (result.num_block_copies > 0) == may_fork
 
 
 def _put_like(model: LoadedModel, params: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
