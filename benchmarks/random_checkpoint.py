@@ -1,6 +1,6 @@
-"""Writes random Qwen3 checkpoints in Hugging Face layout, from NumPy and a seed alone.
+"""Writes random checkpoints in Hugging Face layout, from NumPy and a seed alone.
 
-A checkpoint is dense, or has experts.
+A checkpoint is a Qwen3, dense or with experts, or a DeepSeek V3 (`latent_shape.py`).
 
 Weights are normal with a width that keeps the variance of a product equal to that of its input.
 Logits then spread by about 1, the best two differ by about 0.2, and the next token depends on all
@@ -22,6 +22,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.command_line import output_folder, run_benchmark, seed_number
+from benchmarks.latent_shape import LatentShape
 
 MAX_POSITION_EMBEDDINGS = 2048
 NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -47,8 +48,65 @@ class ModelShape:
     num_experts: int = 0
     num_experts_per_tok: int = 0
 
+    def config_fields(self) -> dict[str, object]:
+        """The fields of config.json that describe the shape."""
+        fields = {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_q_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "rope_theta": 1_000_000.0,
+            "tie_word_embeddings": True,
+        }
+        if self.num_experts:
+            fields |= {
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "model_type": "qwen3_moe",
+                "num_experts": self.num_experts,
+                "num_experts_per_tok": self.num_experts_per_tok,
+                "moe_intermediate_size": self.intermediate_size,
+                "norm_topk_prob": True,
+            }
+        return fields
 
-MODEL_SHAPES = {
+    def weight_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Every weight, in a fixed order; matrices are [out, in]."""
+        hidden = self.hidden_size
+        q_width, kv_width = self.num_q_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        yield "model.embed_tokens.weight", (self.vocab_size, hidden)
+        for layer_idx in range(self.num_layers):
+            for name, weight_shape in (
+                ("input_layernorm", (hidden,)),
+                ("self_attn.q_proj", (q_width, hidden)),
+                ("self_attn.k_proj", (kv_width, hidden)),
+                ("self_attn.v_proj", (kv_width, hidden)),
+                ("self_attn.q_norm", (self.head_dim,)),
+                ("self_attn.k_norm", (self.head_dim,)),
+                ("self_attn.o_proj", (hidden, q_width)),
+                ("post_attention_layernorm", (hidden,)),
+                *self._mlp_weight_shapes(),
+            ):
+                yield f"model.layers.{layer_idx}.{name}.weight", weight_shape
+        yield "model.norm.weight", (hidden,)
+
+    def _mlp_weight_shapes(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        hidden, inner = self.hidden_size, self.intermediate_size
+        owners = ["mlp"]
+        if self.num_experts:
+            yield "mlp.gate", (self.num_experts, hidden)
+            owners = [f"mlp.experts.{expert}" for expert in range(self.num_experts)]
+        for owner in owners:
+            yield f"{owner}.gate_proj", (inner, hidden)
+            yield f"{owner}.up_proj", (inner, hidden)
+            yield f"{owner}.down_proj", (hidden, inner)
+
+
+MODEL_SHAPES: dict[str, ModelShape | LatentShape] = {
     "tiny": ModelShape(
         hidden_size=64,
         num_layers=2,
@@ -79,6 +137,23 @@ MODEL_SHAPES = {
         num_experts=16,
         num_experts_per_tok=4,
     ),
+    # "small-moe" with latent attention, a shared expert, and no experts in the first layer.
+    "small-latent": LatentShape(
+        hidden_size=512,
+        num_layers=8,
+        num_heads=8,
+        q_lora_rank=192,
+        kv_lora_rank=128,
+        nope_head_dim=64,
+        rope_head_dim=32,
+        v_head_dim=64,
+        intermediate_size=1536,
+        moe_intermediate_size=384,
+        num_experts=16,
+        n_group=4,
+        num_experts_per_tok=4,
+        vocab_size=16_384,
+    ),
     "mid": ModelShape(
         hidden_size=1024,
         num_layers=28,
@@ -92,7 +167,7 @@ MODEL_SHAPES = {
 
 
 def write_checkpoint(
-    folder: Path, shape: ModelShape, *, seed: int = 0, dtype: str = "float32"
+    folder: Path, shape: ModelShape | LatentShape, *, seed: int = 0, dtype: str = "float32"
 ) -> Path:
     """Writes config.json and model.safetensors into `folder`, which is created if missing.
 
@@ -102,80 +177,29 @@ def write_checkpoint(
         dtype: A key of `NUMPY_DTYPES`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_q_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
+    config = shape.config_fields() | {
         "max_position_embeddings": MAX_POSITION_EMBEDDINGS,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000.0,
-        "tie_word_embeddings": True,
         "attention_bias": False,
         "hidden_act": "silu",
         "torch_dtype": dtype,
     }
-    if shape.num_experts:
-        config |= {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "num_experts": shape.num_experts,
-            "num_experts_per_tok": shape.num_experts_per_tok,
-            "moe_intermediate_size": shape.intermediate_size,
-            "norm_topk_prob": True,
-        }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     # RandomState always draws the same numbers; default_rng may change with NumPy.
     rng = np.random.RandomState(seed)
     weights = {
         name: _draw(rng, name, weight_shape).astype(NUMPY_DTYPES[dtype])
-        for name, weight_shape in _weight_shapes(shape)
+        for name, weight_shape in shape.weight_shapes()
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def _weight_shapes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every weight, in a fixed order; matrices are [out, in]."""
-    hidden = shape.hidden_size
-    q_width, kv_width = shape.num_q_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    yield "model.embed_tokens.weight", (shape.vocab_size, hidden)
-    for layer_idx in range(shape.num_layers):
-        for name, weight_shape in (
-            ("input_layernorm", (hidden,)),
-            ("self_attn.q_proj", (q_width, hidden)),
-            ("self_attn.k_proj", (kv_width, hidden)),
-            ("self_attn.v_proj", (kv_width, hidden)),
-            ("self_attn.q_norm", (shape.head_dim,)),
-            ("self_attn.k_norm", (shape.head_dim,)),
-            ("self_attn.o_proj", (hidden, q_width)),
-            ("post_attention_layernorm", (hidden,)),
-            *_mlp_weight_shapes(shape),
-        ):
-            yield f"model.layers.{layer_idx}.{name}.weight", weight_shape
-    yield "model.norm.weight", (hidden,)
-
-
-def _mlp_weight_shapes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, int]]]:
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    owners = ["mlp"]
-    if shape.num_experts:
-        yield "mlp.gate", (shape.num_experts, hidden)
-        owners = [f"mlp.experts.{expert}" for expert in range(shape.num_experts)]
-    for owner in owners:
-        yield f"{owner}.gate_proj", (inner, hidden)
-        yield f"{owner}.up_proj", (inner, hidden)
-        yield f"{owner}.down_proj", (hidden, inner)
-
-
 def _draw(rng: np.random.RandomState, name: str, shape: tuple[int, ...]) -> np.ndarray:
     if "norm" in name:
         return np.ones(shape)
+    if "bias" in name:
+        return 0.1 * rng.standard_normal(shape)
     num_in = shape[1]
     return num_in**-0.5 * rng.standard_normal(shape)
 
