@@ -1,6 +1,6 @@
-"""Operations on a paged KV cache, on states of requests, and on a matrix per group of rows.
+"""Operations on a paged KV cache and on states of requests, and products of grouped rows.
 
-The names below are the ops themselves, so a file of an op is reached with `from`:
+`pallas_kernels.paged_attention` is the op, not its folder. To import from the folder, use `from`:
 `from pallas_kernels.paged_attention.cases import CASES`.
 """
 

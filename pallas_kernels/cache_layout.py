@@ -4,8 +4,8 @@ A cache is one array, `f[num_rows, 2 * num_blocks, num_kv_heads, block_size, hea
 block b are at index 2 * b of its second axis, its values at 2 * b + 1, so that a page (one block of
 one row) is `[K half | V half]`. V is as wide as K; callers pad a narrower V. If a token has one
 vector for both (a latent of MLA), a block has one part and the second axis is `num_blocks`. A row
-serves one layer of every KV cache group; block ids are unique across groups. A token's slot is
-`block_id * block_size + position % block_size`, counted inside one row.
+stores one layer of every KV cache group; block ids are unique across groups. A token's slot inside
+one row is `block_id * block_size + position % block_size`.
 """
 
 import jax
@@ -18,9 +18,9 @@ INT32_MAX = 2**31 - 1
 def pad_slot(num_rows: int, num_blocks: int, block_size: int) -> int:
     """Returns the slot of padding tokens: past the end of the whole cache, not of one row.
 
-    A kernel may add a row's offset to a slot. Past the end of one row would then be the first slot
-    of the next: with 2 rows of 8 slots, padding at 8 written through row 0 hits row 1. Padding at
-    16 stays outside for every row.
+    A kernel may add a row's offset to a slot. A slot just past the end of one row would then be
+    the first slot of the next: with 2 rows of 8 slots, padding at slot 8 of row 0 would be written
+    to row 1. Padding at slot 16 is outside the cache for every row.
 
     Raises:
         ValueError: The padding slot plus the largest row offset does not fit int32.

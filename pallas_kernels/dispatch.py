@@ -44,7 +44,7 @@ IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 MIN_JAX_FOR_MOSAIC_GPU = (0, 11, 2)
 _MOSAIC_OF_PLATFORM = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
 # v5e and v6e, each under both of JAX's names. The TPU bodies choose their tiles for the memory of
-# these chips. A v4 has 16 MiB of VMEM, an eighth of theirs, and the compiler refuses large tiles.
+# these chips. A v4 has an eighth of their VMEM, 16 MiB, and the compiler rejects large tiles.
 _TPU_KINDS = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
 
 _logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def run_op(
     if reason is not None:
         raise ValueError(
             f"{op_name}: the body {name!r} cannot do this call: {reason}. "
-            "Leave implementation at None to have one chosen that can."
+            "Pass implementation=None to use a body that can."
         )
     if body.is_interpreted:
         return body.load()(*args, **kwargs)
@@ -138,7 +138,7 @@ def run_op(
 
 @functools.cache
 def _outlined(body: LateBody, static: tuple[str, ...]) -> Callable[..., Any]:
-    """The body as a jitted function whose static arguments are those named in `static`.
+    """The body as a jitted function; `static` names its static arguments.
 
     JAX caches the traces of this function, and a program that calls one trace several times
     contains it once. Without the function, JAX lowers the kernels of each layer again. JAX 0.11.2
@@ -192,13 +192,11 @@ def target_misfit(target: Target) -> str | None:
         return f"no Mosaic body is written for the platform {target.platform!r}"
     if name == "mosaic_gpu" and target.compute_capability != "9.0":
         return (
-            f"its instructions need compute capability 9.0 (H100, H200), "
-            f"this is {target.device_kind!r} with {target.compute_capability}"
+            f"it needs compute capability 9.0 (H100, H200), and {target.device_kind!r} has "
+            f"{target.compute_capability}"
         )
     if name == "mosaic_tpu" and target.device_kind not in _TPU_KINDS:
-        return (
-            f"its tiles are planned for the memory of {_TPU_KINDS}, this is {target.device_kind!r}"
-        )
+        return f"its tiles fit the memory of {_TPU_KINDS}, and the device is {target.device_kind!r}"
     return _old_jax_misfit(name)
 
 

@@ -1,9 +1,9 @@
 """Views of the raw KV cache as pages of attention, which need no copy in a compiled program.
 
 The cache is one raw array. A page (one block in one row) holds `num_parts` parts, one after the
-other: K and V, or one part where a token has a single vector for all heads (MLA latents). The ops
-see it as `f[num_rows, num_parts * num_blocks, num_kv_heads, block_size, head_dim]`, in which part i
-of block b is at index `num_parts * b + i` of the second axis.
+other: K and V, or a single part if a token has one vector for all heads (MLA latents). The ops view
+the array as `f[num_rows, num_parts * num_blocks, num_kv_heads, block_size, head_dim]`. Part i of
+block b is at index `num_parts * b + i` of the second axis.
 
 There are two forms of storage, both in the dtype of the view:
 
@@ -21,7 +21,7 @@ import math
 import jax
 
 LANES = 128
-ROW_TILE = 8  # rows of a tile; a TPU pairs narrow elements up inside a tile, not across tiles
+ROW_TILE = 8  # rows of a tile; a TPU packs narrow elements inside a tile, not across tiles
 
 _WORD_DIMS = "[num_rows, num_blocks, num_words]"
 _LINE_DIMS = f"[num_rows, num_blocks, num_lines, {LANES}]"
@@ -88,7 +88,7 @@ def unview_pages(view: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     num_parts = 2 if view.shape[1] == 2 * num_blocks else 1
     if view.shape[:2] != (num_rows, num_parts * num_blocks):
         raise ValueError(
-            f"unview_pages: view has other pages than the raw shape: got {list(view.shape)} for "
+            f"unview_pages: view does not match the raw shape: got {list(view.shape)} for "
             f"{list(shape)}, wanted {num_rows} rows and one or two times {num_blocks} blocks."
         )
     _check_page("unview_pages", shape, num_parts, view.shape[2:])
@@ -115,7 +115,7 @@ def _check_page(
     num_parts: int,
     part_shape: tuple[int, ...],  # num_kv_heads, block_size, head_dim
 ) -> None:
-    """Checks that parts of this shape fill a raw page, and whole tiles where it is lines."""
+    """Checks that parts of this shape fill a raw page, and whole tiles if it consists of lines."""
     has_lines = len(raw_shape) == 4
     _, block_size, head_dim = part_shape
     if has_lines and head_dim % LANES:

@@ -17,7 +17,7 @@ def request_of_token(
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     num_tokens: int,
 ) -> jax.Array:  # i32[num_tokens]
-    """The request of each token; the last request for tokens of none."""
+    """The request of each token; the last request for tokens of no request."""
     token_idx = jnp.arange(num_tokens, dtype=jnp.int32)
     req = jnp.searchsorted(query_start_loc[1:], token_idx, side="right").astype(jnp.int32)
     return jnp.minimum(req, query_start_loc.shape[0] - 2)
@@ -32,7 +32,7 @@ def scan_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """Calls `step(state, *token)` for the tokens of requests, one after the other.
 
-    The loop has as many turns as there are such tokens, so padding costs nothing.
+    The loop runs once per such token, so padding costs nothing.
 
     Args:
         step: Returns the request's new state, and the result of the token.
@@ -57,9 +57,9 @@ def step_rows(
     states: jax.Array,  # f32[num_reqs, ...]
     tokens: tuple[jax.Array, ...],  # f32[num_reqs, ...] each
 ) -> tuple[jax.Array, jax.Array]:
-    """The same if request r has token r or no token: one call of `step` for all rows.
+    """Like `scan_tokens` if request r has token r or no token: one call of `step` for all rows.
 
-    A request without a token also gets a new state, which means nothing.
+    A request without a token also gets a new state, which is meaningless.
     """
     states, out = step(states, *tokens)
     return out, states

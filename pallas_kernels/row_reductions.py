@@ -2,17 +2,17 @@
 
 import jax
 
-# This many columns are left to XLA, whose loop adds so few of them in a fixed order.
+# XLA sums up to this many columns. Its loop adds this few in a fixed order.
 _NUM_COLUMNS_LEFT = 8
 
 
 def sum_of_rows(
     x: jax.Array,  # f[..., num_columns]
 ) -> jax.Array:  # f[...]
-    """`x.sum(axis=-1)`, added in an order that the number of columns alone decides.
+    """`x.sum(axis=-1)` in an order of additions that depends only on the number of columns.
 
-    The left half of the columns is added to the right one until few are left. XLA:CPU may sum a row
-    in another order if there are more rows, which would break batch invariance.
+    The two halves of the columns are added until few columns are left. The order of XLA:CPU's own
+    sum may depend on the number of rows, which would break batch invariance.
     """
     while x.shape[-1] > _NUM_COLUMNS_LEFT and x.shape[-1] % 2 == 0:
         half = x.shape[-1] // 2

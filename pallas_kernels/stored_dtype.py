@@ -16,22 +16,22 @@ KV_DTYPES = ("float16", "bfloat16")  # the floats that a cache of uint16 may hol
 
 
 def check_kv_dtype(op_name: str, cache_dtype: jnp.dtype, kv_dtype: jnp.dtype | None) -> None:
-    """Checks that a cache of `cache_dtype` holds floats of 16 bits or more, as `kv_dtype` says.
+    """Checks that a cache holds floats of 16 bits or more, and that `kv_dtype` fits its dtype.
 
     Raises:
-        ValueError: The cache has a dtype that no op reads; or it is uint16 and `kv_dtype` names no
-            16-bit float; or it is not uint16 and `kv_dtype` is given.
+        ValueError: No op reads a cache of this dtype; the cache is uint16 and `kv_dtype` is not a
+            16-bit float; or the cache is not uint16 and `kv_dtype` is given.
     """
     if cache_dtype == BITS_DTYPE:
         if kv_dtype is None or jnp.dtype(kv_dtype).name not in KV_DTYPES:
             raise ValueError(
-                f"{op_name}: a kv_cache of uint16 needs kv_dtype, which float its bits are: got "
+                f"{op_name}: a uint16 kv_cache needs kv_dtype, the float whose bits it holds: got "
                 f"{kv_dtype if kv_dtype is None else jnp.dtype(kv_dtype).name}, wanted one of "
                 f"{sorted(KV_DTYPES)}."
             )
     elif kv_dtype is not None:
         raise ValueError(
-            f"{op_name}: kv_dtype belongs to a kv_cache of uint16: got {jnp.dtype(kv_dtype).name} "
+            f"{op_name}: kv_dtype is only for a uint16 kv_cache: got {jnp.dtype(kv_dtype).name} "
             f"with a cache of {cache_dtype}. Leave it at None."
         )
     elif not is_wide_float(cache_dtype):
@@ -48,7 +48,7 @@ def as_stored(
 ) -> jax.Array:  # cache_dtype[num_tokens, num_kv_heads, head_dim]
     """Converts new values to the numbers, or the bits, that the cache holds for them.
 
-    Numbers too large for a narrower dtype become its largest: infinities become NaN in sums.
+    Numbers beyond the range of a narrower dtype are clipped, because infinities make sums NaN.
     """
     value_dtype = cache_dtype if kv_dtype is None else kv_dtype
     largest = float(jnp.finfo(value_dtype).max)

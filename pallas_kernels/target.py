@@ -1,4 +1,4 @@
-"""The kind of device that a program is compiled for, by which the body of an op is chosen."""
+"""The kind of device that a program is compiled for. It decides which body of an op is used."""
 
 import functools
 from dataclasses import dataclass

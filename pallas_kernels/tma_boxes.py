@@ -16,10 +16,10 @@ MAX_BOX_DIM = 256
 MINOR_BYTES = 16
 SMEM_ALIGNMENT = 128
 WARPGROUP_THREADS = 128
-# A CTA's tiles in shared memory: six CTAs of this size share an SM, so that one's stores overlap
-# another's loads. A guess, not measured.
+# Shared memory for a CTA's tiles. Six such CTAs share an SM, so that the stores of one overlap the
+# loads of another. A guess, not measured.
 CTA_TILE_BYTES = 32 * 1024
-# One CTA may have 227 of an SM's 228 KiB; 3 KiB of them are left for barriers.
+# A CTA may use 227 of an SM's 228 KiB; 3 KiB of them are reserved for barriers.
 MAX_CTA_BYTES = 224 * 1024
 # CUDA's limit of a grid's second and third axis.
 MAX_GRID_YZ = 65_535
@@ -33,9 +33,9 @@ COPYABLE_DTYPES = (
 class BlockChunks:
     """How the blocks of an array of pages are cut into chunks.
 
-    A block of one row is contiguous, so a chunk is a run of its elements, and the pages are seen as
-    `[num_rows * num_blocks * num_chunks, *box]`. A chunk is a multiple of 128 elements, one for
-    each thread, so that the next one is aligned in shared memory.
+    A block of one row is contiguous, and a chunk is a run of its elements. So the pages can be
+    viewed as `[num_rows * num_blocks * num_chunks, *box]`. A chunk has a multiple of 128 elements,
+    so all threads have the same number, and the next chunk is aligned in shared memory.
     """
 
     num_chunks: int
@@ -45,7 +45,7 @@ class BlockChunks:
 def dtype_misfit(dtype: jnp.dtype) -> str | None:
     """Why TMA cannot copy numbers of a dtype; None if it can."""
     if jnp.dtype(dtype).name not in COPYABLE_DTYPES:
-        return f"it copies {', '.join(COPYABLE_DTYPES)}, got {dtype}"
+        return f"TMA copies {', '.join(COPYABLE_DTYPES)}, got {dtype}"
     return None
 
 
@@ -79,7 +79,7 @@ def blocks_misfit(
     num_rows, num_blocks = pages.shape[:2]
     most_blocks = num_rows * max(num_blocks, block_ids.size)
     if num_rows > MAX_GRID_YZ or most_blocks * chunks.num_chunks > INT32_MAX:
-        return f"its indices are int32 and its grid has at most {MAX_GRID_YZ} rows, got {num_rows=}"
+        return f"indices are int32, and the grid has at most {MAX_GRID_YZ} rows, got {num_rows=}"
     return None
 
 
@@ -87,13 +87,13 @@ def cut_blocks(
     pages: jax.Array,  # [num_rows, num_blocks, ...]
     max_bytes: tuple[int, ...],
 ) -> BlockChunks | None:
-    """Cuts blocks into the fewest chunks that keep to a limit of bytes.
+    """Cuts blocks into the fewest chunks of at most a limit of bytes.
 
     Args:
-        max_bytes: The limits, best first. A limit is used if no cut keeps to an earlier one.
+        max_bytes: The limits, best first. A limit is used if the earlier ones allow no cut.
 
     Returns:
-        None if no cut keeps to the last limit.
+        None if no limit allows a cut.
     """
     itemsize = pages.dtype.itemsize
     block_size = math.prod(pages.shape[2:])

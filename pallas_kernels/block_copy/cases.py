@@ -20,7 +20,7 @@ class BlockCopyCase:
     num_padding_copies: int = 0
     num_rows: int = 3
     num_blocks: int = 12
-    block_dims: tuple[int, ...] = (2, 2, 8, 16)  # here K and V of a block, of 2 KV heads
+    block_dims: tuple[int, ...] = (2, 2, 8, 16)  # by default K and V of 2 KV heads
     dtype: str = "float32"
 
 

@@ -1,8 +1,8 @@
 """Mosaic GPU body of `block_copy`: a CTA reads one chunk of all source blocks, then writes.
 
 Every block is cut into the same chunks. A CTA makes all copies of one chunk of one row. No CTA
-reads what another one writes, so each only has to finish its own reads before it writes. A second
-kernel or a buffer in device memory is not needed.
+reads memory that another CTA writes, so each must only finish its own reads before it writes. This
+needs no second kernel and no buffer in device memory.
 """
 
 import jax

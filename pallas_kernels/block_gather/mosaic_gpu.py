@@ -76,7 +76,7 @@ def block_gather_mosaic_gpu(
 
 
 def _zeros(box: tuple[int, int], dtype: jnp.dtype) -> jax.Array:
-    """Zeros in registers, in a layout that fits every box. JAX 0.11.2 may infer one that does not.
+    """Zeros in registers, in a layout that fits every box. JAX 0.11.2 may infer a wrong layout.
 
     Example: a box [4, 160] gives each of 128 threads 5 elements, stored one by one; the inferred
     layout would store 4 at a time.

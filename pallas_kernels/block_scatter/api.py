@@ -26,15 +26,15 @@ def block_scatter(
 ) -> jax.Array:  # the pages
     """Writes whole blocks of every row into the cache, to swap them in or to receive them.
 
-    The inverse of `block_gather`, into the same blocks or others. Values keep their bits as there.
-    The write is in place if the caller donates the pages and rebinds them (on the CPU, see
-    `kv_scatter`).
+    The inverse of `block_gather`; the blocks may be others. Values keep their bits, as in
+    `block_gather`. The write is in place if the caller donates the pages and rebinds them (on the
+    CPU, see `kv_scatter`).
 
     Args:
         pages: The contents of blocks, with at least one axis after `num_blocks`, as in
             `block_copy`.
         values: What `block_gather` returned.
-        block_ids: The block to write each one to, in `[0, num_blocks)`, all different. An entry of
+        block_ids: The target of each block, in `[0, num_blocks)`, all different. An entry of
             `num_blocks` or more is padding and not written.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.

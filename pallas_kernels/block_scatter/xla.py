@@ -11,7 +11,7 @@ def block_scatter_xla(
 ) -> jax.Array:
     """See `api.block_scatter`."""
     num_rows, num_blocks = pages.shape[:2]
-    # Past the end of all rows, because a block past the end of one row is in the next row.
+    # Padding is past the end of all rows: a block past the end of one row is in the next row.
     past_the_end = num_rows * num_blocks
     is_real = (block_ids >= 0) & (block_ids < num_blocks)
     first_block = jnp.arange(num_rows, dtype=jnp.int32)[:, None] * num_blocks
@@ -21,7 +21,7 @@ def block_scatter_xla(
         # As in `kv_scatter`, a second, dropped index keeps XLA:CPU from copying the cache.
         flat_ids = jnp.append(flat_ids, past_the_end)
         values = jnp.concatenate([values, values])
-    # Row and block as two indices of one scatter, as in `kv_scatter`: with the two axes merged, XLA
-    # on the CPU copies a cache of one KV head.
+    # Row and block are two indices of one scatter, as in `kv_scatter`: with the two axes merged,
+    # XLA on the CPU copies a cache of one KV head.
     where = pages.at[flat_ids // num_blocks, flat_ids % num_blocks]
     return where.set(values, mode="drop")

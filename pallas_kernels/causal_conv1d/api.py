@@ -35,8 +35,8 @@ def causal_conv1d(
         target: What the program is compiled for; `None` is JAX's default device.
 
     Returns:
-        The sums, f32[num_tokens, num_channels], anything finite for tokens of no request. And the
-        windows after the step, f32, unchanged for requests without tokens.
+        The sums, f32[num_tokens, num_channels], and the windows after the step, f32. Sums of tokens
+        of no request may be any finite numbers. Windows of requests without tokens do not change.
 
     Raises:
         ValueError: A shape, a dtype, or the implementation's name does not fit.

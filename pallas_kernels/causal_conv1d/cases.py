@@ -22,7 +22,7 @@ class CausalConv1dCase:
 CASES: tuple[CausalConv1dCase, ...] = (
     CausalConv1dCase(name="one_token", counts=(1,)),
     CausalConv1dCase(name="decodes", counts=(1, 1, 1), num_channels=33),
-    # Fewer new tokens than the window has places, none, and more.
+    # Requests with fewer new tokens than the window has places, with none, and with more.
     CausalConv1dCase(name="ragged", counts=(2, 0, 7, 1, 3), num_padding=3),
     CausalConv1dCase(name="kernel_of_2", counts=(3, 1), kernel_size=2),
     CausalConv1dCase(name="only_padding", counts=(0, 0), num_padding=4),

@@ -1,4 +1,4 @@
-"""Plain-JAX body of `causal_conv1d`: all tokens at once, for each place of the kernel."""
+"""Plain-JAX body of `causal_conv1d`: computes all tokens at once, one kernel place at a time."""
 
 import jax
 import jax.numpy as jnp

@@ -31,21 +31,21 @@ def gated_delta_rule(
     """Updates the state of each head with each token, and reads it with the token's query.
 
     For each token in turn, S = exp(log_decay) S, then S = S + k (beta (v - k^T S))^T, and the
-    result is q^T S. So a repeated key replaces the share `beta` of its value.
+    result is q^T S. So if a key occurs again, its value is replaced, by the share `beta`.
 
     Args:
         q: Queries, scaled; `k` are keys, of length 1 in trained models.
         log_decay: At most 0. One number per head, or one per row of its state.
-        states: Before this step; zeros before a request's start.
+        states: The states before this step; zeros for a request that starts.
         query_start_loc: Request r has tokens `query_start_loc[r]:query_start_loc[r + 1]`.
-        has_one_token_each: Request r has token r, or no token. All tokens are then computed at
-            once.
+        has_one_token_each: Whether request r has token r or no token. All tokens are then computed
+            at once.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.
 
     Returns:
-        The results, f32[num_tokens, num_heads, v_dim], anything for tokens of no request. And the
-        states after the step, f32, anything for requests without tokens.
+        The results, f32[num_tokens, num_heads, v_dim], and the states after the step, f32.
+        Results of tokens of no request, and states of requests without tokens, are undefined.
 
     Raises:
         ValueError: A shape, a dtype, or the implementation's name does not fit.

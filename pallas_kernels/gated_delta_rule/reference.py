@@ -1,4 +1,4 @@
-"""Reference body of `gated_delta_rule`: one token after the other, in sums of products."""
+"""Reference body of `gated_delta_rule`: one token after the other."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Plain-JAX body of `gated_delta_rule`: products per head, of one token each or in turn."""
+"""Plain-JAX body of `gated_delta_rule`: one step per request, or a scan over tokens."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ragged_requests import scan_tokens, step_rows
 
-# Float32 sums on every device: a state adds up the errors of all tokens.
+# Full float32 precision on every device, because a state accumulates the errors of all tokens.
 _dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -40,7 +40,7 @@ def _step(
     decay: jax.Array,  # f32[..., num_heads, k_dim or 1]
     beta: jax.Array,  # f32[..., num_heads]
 ) -> tuple[jax.Array, jax.Array]:
-    # k^T (decay S) is (decay k)^T S, so one pass over the state reads it, and another changes it.
+    # k^T (decay S) is (decay k)^T S, so one pass over the state reads it, and another updates it.
     remembered = _dot("...hk,...hkv->...hv", decay * k, state)
     change = beta[..., None] * (v - remembered)
     state = decay[..., None] * state + k[..., None] * change[..., None, :]

@@ -37,7 +37,7 @@ def grouped_matmul(
     """Multiplies each tile of rows with the matrix of its group.
 
     Example: tiles of 2 rows, `tile_groups` [3, 3, 5], 5 groups -> rows 0 to 3 are multiplied with
-    `weights[3]`. Group 5 does not exist, so rows 4 and 5 of the result hold anything.
+    `weights[3]`. Group 5 does not exist, so rows 4 and 5 of the result are undefined.
 
     A row's result depends on the row, the matrix and the shapes alone. Only the "reference" body
     reads the matrices of groups without tiles.
@@ -48,8 +48,8 @@ def grouped_matmul(
         weights: In x's dtype, or uint16 with the bits of `weights_dtype`. XLA:CPU converts bfloat16
             weights of all groups at every call. It does not convert uint16.
         tile_groups: The group of each tile; `num_groups` for tiles without rows, which come last.
-        tile_sizes: The number of rows in each tile. They stand at the tile's first places, and a
-            body may skip the places after them.
+        tile_sizes: The number of rows in each tile. The rows are the first places of the tile; a
+            body may skip the other places.
         weights_dtype: The 16-bit float whose bits uint16 weights hold. None for other weights.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.
@@ -73,8 +73,8 @@ def grouped_matmul(
         require_not_empty(_OP, arg_name, array)
     if x.shape[0] % tile_groups.shape[0]:
         raise ValueError(
-            f"{_OP}: {x.shape[0]} rows of x cannot be {tile_groups.shape[0]} tiles; wanted a "
-            "multiple."
+            f"{_OP}: x has {x.shape[0]} rows; wanted a multiple of the number of tiles, "
+            f"{tile_groups.shape[0]}."
         )
     _check_weights_dtype(weights.dtype, weights_dtype, x.dtype)
     return run_op(
@@ -102,13 +102,13 @@ def _check_weights_dtype(
     if stored == BITS_DTYPE:
         if weights_dtype is None or jnp.dtype(weights_dtype).name not in KV_DTYPES:
             raise ValueError(
-                f"{_OP}: weights of uint16 need weights_dtype, which float their bits are: got "
+                f"{_OP}: uint16 weights need weights_dtype, the float whose bits they hold: got "
                 f"{weights_dtype}, wanted one of {sorted(KV_DTYPES)}."
             )
         stored = jnp.dtype(weights_dtype)
     elif weights_dtype is not None:
         raise ValueError(
-            f"{_OP}: weights_dtype belongs to weights of uint16: got {jnp.dtype(weights_dtype)} "
+            f"{_OP}: weights_dtype is only for uint16 weights: got {jnp.dtype(weights_dtype)} "
             f"with weights of {stored}. Leave it at None."
         )
     if not is_wide_float(stored) or stored != x_dtype:

@@ -8,7 +8,7 @@ import numpy as np
 
 from pallas_kernels.grouped_matmul.group_tiles import GroupTiles, make_group_tiles
 
-# One program for each case instead of one for each operation of it.
+# Compiled as one program per case, instead of one program per operation.
 _make_group_tiles = jax.jit(make_group_tiles, static_argnames=("num_groups", "tile_rows"))
 
 
@@ -116,7 +116,7 @@ def build_inputs(case: GroupedMatmulCase, seed: int = 0) -> GroupedMatmulInputs:
     rows_np[group_ids_np == num_groups] = np.nan
     weights_np = rng.standard_normal((num_groups, case.in_features, case.out_features))
     weights_np[np.array(case.group_sizes) == 0] = np.nan
-    # In NumPy, which compiles nothing.
+    # NumPy casts without compiling a program.
     dtype = jnp.dtype(case.dtype)
     rows_np = rows_np.astype(dtype)
     weights_np = (weights_np / case.in_features**0.5).astype(dtype)

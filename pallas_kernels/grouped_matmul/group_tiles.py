@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.target import Target
 
-# (rows of a tile, limit): tiles of this size are used if a group has fewer rows than the limit on
-# average, and is not below an earlier limit.
+# (rows of a tile, limit): the first size is used for which a group has fewer rows than the limit on
+# average.
 _LIMITS = ((8, 8), (16, 24), (64, 128), (128, math.inf))
 _LIMITS_OF_PLATFORM = {"cpu": ((8, 32), (16, math.inf))}
 # Platform -> the largest total number of rows for which each row gets a tile of its own.
@@ -27,10 +27,10 @@ class GroupTiles(NamedTuple):
         at place 2; place 6 does not exist.
     """
 
-    rows: jax.Array  # i32[num_tiles * tile_rows], the row at each place; any row where it is empty
+    rows: jax.Array  # i32[num_tiles * tile_rows], the row at each place; any row at empty places
     places: jax.Array  # i32[num_rows], the place of each row; num_tiles * tile_rows if it has none
     groups: jax.Array  # i32[num_tiles], the group of each tile; num_groups if it has no rows
-    sizes: jax.Array  # i32[num_tiles], how many rows each tile has, at its first places
+    sizes: jax.Array  # i32[num_tiles], number of rows of each tile, at its first places
 
 
 def num_tiles_of(num_rows: int, num_groups: int, tile_rows: int) -> int:

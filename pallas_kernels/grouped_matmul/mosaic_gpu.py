@@ -21,7 +21,7 @@ from pallas_kernels.tma_boxes import MAX_GRID_YZ
 # Columns of the result that one CTA computes: the first number that divides the matrix's columns.
 # With more columns per CTA, the same rows of x are copied less often.
 _COLUMNS = (128, 64)
-_FEATURES = 64  # input features summed in one turn of the loop: 128 bytes, a row of the swizzle
+_FEATURES = 64  # input features per iteration of the loop: 128 bytes, a row of the swizzle
 _NUM_STAGES = 4
 _TILE_ROWS = (8, 16, 32, 64, 128)
 _COMPUTE, _COPY = 0, 1  # the warpgroups
@@ -53,16 +53,16 @@ def misfit(
     tile_rows = x.shape[0] // tile_groups.shape[0]
     _, in_features, out_features = weights.shape
     if x.dtype not in (jnp.bfloat16, jnp.float16) or weights.dtype != x.dtype:
-        return f"it multiplies 16-bit floats, not {x.dtype} with {weights.dtype}"
+        return f"the kernel multiplies 16-bit floats, not {x.dtype} with {weights.dtype}"
     if tile_rows not in _TILE_ROWS:
         return f"a tile has {tile_rows} rows, not one of {_TILE_ROWS}"
     if in_features % _FEATURES or out_features % min(_COLUMNS):
         return (
-            f"a matrix of {in_features} x {out_features} has no whole pieces of "
+            f"a matrix of {in_features} x {out_features} does not consist of pieces of "
             f"{_FEATURES} x {min(_COLUMNS)}"
         )
     if tile_groups.shape[0] > MAX_GRID_YZ or max(x.size, x.shape[0] * out_features) > INT32_MAX:
-        return f"its indices are int32 and its grid has at most {MAX_GRID_YZ} tiles"
+        return f"indices are int32, and the grid has at most {MAX_GRID_YZ} tiles"
     return None
 
 

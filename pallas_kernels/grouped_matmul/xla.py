@@ -9,9 +9,9 @@ from jax import lax
 
 from pallas_kernels.stored_dtype import as_values
 
-# On a CPU, one turn of the loop adds up this many rows of a matrix.
+# On a CPU, one iteration of the loop adds up this many rows of a matrix.
 _UNROLLED = 8
-# In tiles with at most this many rows, the empty places after them are not computed on a CPU.
+# On a CPU, tiles with at most this many rows are computed without their empty places.
 _FEW_ROWS = 2
 
 
@@ -27,9 +27,9 @@ def grouped_matmul_xla(
 ) -> jax.Array:  # f[num_tiles * tile_rows, out_features]
     """See `api.grouped_matmul`. Reads only the matrices of groups that have rows.
 
-    For a product with a slice of the weights, XLA:CPU copies the slice. If the weights are
-    bfloat16, it converts all of them first. The CPU's code is therefore a sum of outer products, in
-    a loop that reads the rows of a matrix in place.
+    On a CPU, XLA would copy the matrix of a group before each product. If the weights are bfloat16,
+    it would convert all of them first. The CPU's code is therefore a sum of outer products, in a
+    loop that reads the rows of a matrix in place.
     """
     num_groups, _, out_features = weights.shape
     tile_rows = x.shape[0] // tile_groups.shape[0]

@@ -44,9 +44,9 @@ def kv_scatter(
       uint16, `kv_dtype` names the float whose bits are stored.
 
     Args:
-        kv_cache: Of a float dtype of 16 bits or more, or uint16 with `kv_dtype`.
-        v: As wide as `k`; pad a narrower one. `None` if a token has one vector for all uses
-            (`latent_attention`). The cache then holds `k` and is `[num_rows, num_blocks,
+        kv_cache: A float of 16 bits or more, or uint16 with `kv_dtype`.
+        v: As wide as `k`; pad narrower values. `None` if a token has one vector for all uses
+            (`latent_attention`). The cache then holds only `k` and is `[num_rows, num_blocks,
             num_kv_heads, block_size, head_dim]`.
         slots: Slot inside one row, in `[0, num_blocks * block_size)`, all different. A token whose
             slot is `pad_slot(num_rows, num_blocks, block_size)` or more is not written.

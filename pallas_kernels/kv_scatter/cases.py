@@ -34,7 +34,7 @@ class KVScatterInputs:
 
     kv_cache: jax.Array  # [num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]
     k: jax.Array  # f[num_tokens + num_padding_tokens, num_kv_heads, head_dim]
-    v: jax.Array | None  # likewise; None: the cache's second axis is num_blocks
+    v: jax.Array | None  # like k; None if the cache's second axis is num_blocks
     slots: jax.Array  # i32[num_tokens + num_padding_tokens]
     row: int
     kv_dtype: jnp.dtype | None  # what a cache of uint16 holds
@@ -46,7 +46,7 @@ class KVScatterInputs:
 
     @property
     def body_arguments(self) -> tuple[jax.Array | int | None, ...]:
-        """Arguments of a body by position: new tokens are as the cache stores them."""
+        """Arguments of a body by position. K and V have the cache's dtype."""
         jitted = jax.jit(as_stored, static_argnums=(1, 2))
         dtypes = (self.kv_cache.dtype, self.kv_dtype)
         k = jitted(self.k, *dtypes)

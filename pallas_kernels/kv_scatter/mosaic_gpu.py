@@ -1,6 +1,6 @@
 """Mosaic GPU body of `kv_scatter`: a CTA reads a tile of tokens at once and writes each token.
 
-New keys and values are contiguous, so one TMA copy brings a tile of them into shared memory. In the
+New keys and values are contiguous, so one TMA copy loads a tile of them into shared memory. In the
 cache, the keys (or values) of a token are a box with gaps: one row of `head_dim` in each head. One
 TMA copy writes it. All copies of a tile run at the same time.
 """
@@ -37,7 +37,7 @@ class _TokenBox:
     num_kv_heads: int
     num_pieces: int  # head_dim = num_pieces * piece_dim, because a box is at most 256 wide
     piece_dim: int
-    padded_heads: int  # in shared memory, where a token starts at a multiple of 128 bytes
+    padded_heads: int  # heads in shared memory, where a token starts at a multiple of 128 bytes
     padded_bytes: int
 
     @property
@@ -82,7 +82,7 @@ def misfit(
 def kv_scatter_mosaic_gpu(
     kv_cache: jax.Array,  # [num_rows, num_parts * num_blocks, num_kv_heads, block_size, head_dim]
     k: jax.Array,  # of the cache's dtype, [num_tokens, num_kv_heads, head_dim]
-    v: jax.Array | None,  # likewise; None: num_parts is 1, not 2
+    v: jax.Array | None,  # like k; None if num_parts is 1
     slots: jax.Array,  # i32[num_tokens]
     row: jax.Array | int,  # i32[]
     *,
@@ -115,9 +115,9 @@ def kv_scatter_mosaic_gpu(
         has_arrived: jax.Ref,  # barrier
     ) -> None:
         first_own = lax.axis_index("tile") * tile_tokens
-        # The last tile starts earlier, so that it ends with the last token. It does not write the
-        # tokens that the tile before it writes: 10 tokens in tiles of 4 are 0..3, 4..7 and (6, 7,)
-        # 8, 9.
+        # The last tile starts earlier, so that it ends with the last token. It does not write
+        # tokens that the tile before it writes: with 10 tokens in tiles of 4, the last tile reads
+        # 6..9 and writes 8 and 9.
         first = jnp.minimum(first_own, num_tokens - tile_tokens)
         for part_ref, tile in zip(part_refs, tiles, strict=True):
             if not is_padded:
@@ -173,7 +173,7 @@ def _token_box(kv_cache: jax.Array) -> _TokenBox:
     _, _, num_kv_heads, _, head_dim = kv_cache.shape
     piece_dim = widest_minor(head_dim, kv_cache.dtype.itemsize)
     head_bytes = head_dim * kv_cache.dtype.itemsize
-    # Padded to a multiple of 4 heads if a head has 160 bytes: 4 of them fill 5 x 128 bytes.
+    # With heads of 160 bytes, 4 heads are the smallest multiple of 128 bytes.
     heads_a_step = SMEM_ALIGNMENT // math.gcd(SMEM_ALIGNMENT, head_bytes)
     padded_heads = pl.cdiv(num_kv_heads, heads_a_step) * heads_a_step
     return _TokenBox(
@@ -186,6 +186,6 @@ def _token_box(kv_cache: jax.Array) -> _TokenBox:
 
 
 def _tile_tokens(num_tokens: int, token_bytes: int) -> int:
-    """Tokens per CTA: as many as fit in its memory, but fewer if some SMs would get none."""
+    """Tokens per CTA: as many as fit in its memory, or fewer if some SMs would get none."""
     fitting = min(_MAX_TILE_TOKENS, CTA_TILE_BYTES // token_bytes)
     return min(fitting, pl.cdiv(num_tokens, _NUM_SMS))

@@ -27,8 +27,8 @@ from pallas_kernels.async_copy import AsyncCopy
 LANES = 128
 ROW_TILE = 8  # rows that are interleaved in HBM
 
-# Guesses, not measured. With short strips, less is read and written for a decode token; with long
-# ones, a prompt needs fewer copies.
+# Guesses, not measured. Short strips copy less for a decode token. Long strips need fewer copies
+# for a prompt.
 MAX_STRIP_ROWS = 64
 NUM_TOKENS_FOR_LONG_STRIPS = 512
 MAX_STRIPS_UNDER_WAY = 8
@@ -43,13 +43,13 @@ MAX_TOKENS = 2**19 // (3 * 4)
 class _Refs(NamedTuple):
     """The refs of one launch, in the order in which Pallas passes them."""
 
-    # Scalars, in SMEM. Segments that do not exist come last.
+    # Scalars, in SMEM. The segments come first; the entries after `num_segments` are unused.
     row: jax.Ref  # i32[1]
     num_segments: jax.Ref  # i32[1]
     first_slots: jax.Ref  # i32[num_tokens]
     first_tokens: jax.Ref  # i32[num_tokens]
     counts: jax.Ref  # i32[num_tokens]
-    # In HBM. `cache_in` and `cache` are the same memory. The heads of all parts count together.
+    # In HBM. `cache_in` and `cache` are the same memory. `num_heads` counts the heads of all parts.
     new: jax.Ref  # [num_heads, num_tokens, head_dim]
     cache_in: jax.Ref
     cache: jax.Ref  # [num_rows, num_blocks, num_heads, block_size, head_dim]
@@ -64,13 +64,13 @@ class _Refs(NamedTuple):
 def kv_scatter_mosaic_tpu(
     kv_cache: jax.Array,  # f[num_rows, num_parts * num_blocks, num_kv_heads, block_size, head_dim]
     k: jax.Array,  # of the cache's dtype, [num_tokens, num_kv_heads, head_dim]
-    v: jax.Array | None,  # likewise; None: the cache has one part
+    v: jax.Array | None,  # like k; None if the cache has one part
     slots: jax.Array,  # i32[num_tokens]
     row: jax.Array | int,  # i32[]
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
-    """See `api.kv_scatter`; `interpret` is what `pl.pallas_call` takes under this name."""
+    """See `api.kv_scatter`; `interpret` is passed to `pl.pallas_call`."""
     num_tokens = slots.shape[0]
     if num_tokens == 0:
         return kv_cache
@@ -120,16 +120,16 @@ def misfit(
     """Why the kernel cannot take these arguments, or None."""
     del row
     if kv_cache.dtype == jnp.uint16:
-        return "kv_cache is uint16, it takes 16-bit floats in their own dtype"
+        return "kv_cache is uint16; 16-bit floats must be stored in their own dtype"
     if kv_cache.dtype == jnp.float16:
-        return "kv_cache is float16, which a TPU has no arithmetic for"
+        return "kv_cache is float16, for which a TPU has no arithmetic"
     if kv_cache.shape[-1] % LANES:
         # XLA would lay such a cache out with the blocks innermost, and copy it for the kernel.
-        return f"kv_cache has head_dim {kv_cache.shape[-1]}, it needs a multiple of {LANES}"
+        return f"kv_cache has head_dim {kv_cache.shape[-1]}; it must be a multiple of {LANES}"
     if kv_cache.shape[3] % ROW_TILE:
-        return f"block_size is {kv_cache.shape[3]}, strips need a multiple of {ROW_TILE}"
+        return f"block_size is {kv_cache.shape[3]}; it must be a multiple of {ROW_TILE}"
     if slots.shape[0] > MAX_TOKENS:
-        return f"{slots.shape[0]} tokens are more than SMEM has scalars for, {MAX_TOKENS}"
+        return f"{slots.shape[0]} tokens are more than SMEM has room for, {MAX_TOKENS}"
     strip_rows = _strip_rows(slots.shape[0], kv_cache.shape[3])
     num_bytes = 2 * _bytes_of_one(kv_cache, len(_parts(k, v)), strip_rows)
     if num_bytes > MAX_BUFFER_BYTES:
@@ -148,7 +148,7 @@ def _strip_rows(num_tokens: int, block_size: int) -> int:
 
 
 def _ring_length(kv_cache: jax.Array, num_parts: int, strip_rows: int) -> int:
-    """How many buffers of each kind: one is merged while the others are read or written."""
+    """Number of buffers of each kind: one is merged while the others are read or written."""
     fitting = BUFFER_BYTES // _bytes_of_one(kv_cache, num_parts, strip_rows)
     return max(2, min(1 + MAX_STRIPS_UNDER_WAY, fitting))
 
@@ -173,13 +173,13 @@ def _list_segments(
     num_slots: int,
     strip_rows: int,
 ) -> tuple[jax.Array, ...]:
-    """Returns i32[1], how many segments, and their first slots, first tokens, numbers of tokens."""
+    """Number of segments, i32[1], and the first slot, first token and length of each."""
     num_tokens = slots.shape[0]
     token_idx = jnp.arange(num_tokens, dtype=jnp.int32)
     is_real = (slots >= 0) & (slots < num_slots)
     goes_on = (slots[1:] == slots[:-1] + 1) & (slots[1:] % strip_rows != 0)
     goes_on = jnp.pad(goes_on & is_real[1:] & is_real[:-1], (1, 0))
-    # Where a segment that begins with this token ends: at the next token that begins another one.
+    # A segment that begins with this token ends before the next token that begins a segment.
     next_end = lax.cummin(jnp.where(goes_on, num_tokens, token_idx), reverse=True)
     next_end = jnp.append(next_end[1:], jnp.int32(num_tokens))
 
@@ -207,7 +207,7 @@ def _scatter_segments(*refs: jax.Ref, strip_rows: int, ring: int) -> None:
         return (segment == 0) | (strip_of(segment) != before)
 
     def is_read(segment: jax.Array) -> jax.Array:
-        """Whether it reads its strip: if it is the first one there and does not fill it."""
+        """Whether the segment reads its strip: it is the strip's first, and does not fill it."""
         return is_new_strip(segment) & (refs.counts[segment] < strip_rows)
 
     def strip_copy(segment: jax.Array, strip_idx: jax.Array, is_write: bool) -> AsyncCopy:
@@ -234,7 +234,7 @@ def _scatter_segments(*refs: jax.Ref, strip_rows: int, ring: int) -> None:
         )
 
     def fetch(segment: jax.Array, num_strips: jax.Array) -> jax.Array:
-        """Starts the copies of a segment if there is one; returns the strips begun so far."""
+        """Starts the copies of a segment, if it exists. Returns the number of strips begun."""
         exists = segment < num_segments
         segment = jnp.minimum(segment, num_segments - 1)
         begins = exists & is_new_strip(segment)
@@ -300,9 +300,9 @@ def _merge_rows(
     count: jax.Array,
     shift: jax.Array,
 ) -> None:
-    """Puts `count` rows of `new` into `strip` from `first_row` on, moved down by `shift` rows."""
+    """Moves `new` down by `shift` rows, and writes `count` of them to `strip` at `first_row`."""
     strip_rows, num_new_rows = strip.shape[1], new.shape[1]
-    # Rows are moved as float32. A narrower float does not change on the way there and back.
+    # Rows are moved as float32. The casts to float32 and back do not change a narrower float.
     shift = jnp.where(shift < 0, shift + num_new_rows, shift)
 
     def merge_head(head: jax.Array, _: None) -> None:

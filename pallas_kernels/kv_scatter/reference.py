@@ -8,7 +8,7 @@ from jax import lax
 def kv_scatter_reference(
     kv_cache: jax.Array,  # [num_rows, num_parts * num_blocks, num_kv_heads, block_size, head_dim]
     k: jax.Array,  # of the cache's dtype, [num_tokens, num_kv_heads, head_dim]
-    v: jax.Array | None,  # likewise; None: num_parts is 1, not 2
+    v: jax.Array | None,  # like k; None if num_parts is 1
     slots: jax.Array,  # i32[num_tokens]
     row: jax.Array | int,  # i32[]
 ) -> jax.Array:

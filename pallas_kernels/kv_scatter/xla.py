@@ -7,7 +7,7 @@ import jax.numpy as jnp
 def kv_scatter_xla(
     kv_cache: jax.Array,  # [num_rows, num_parts * num_blocks, num_kv_heads, block_size, head_dim]
     k: jax.Array,  # of the cache's dtype, [num_tokens, num_kv_heads, head_dim]
-    v: jax.Array | None,  # likewise; None: num_parts is 1, not 2
+    v: jax.Array | None,  # like k; None if num_parts is 1
     slots: jax.Array,  # i32[num_tokens]
     row: jax.Array | int,  # i32[]
 ) -> jax.Array:
@@ -16,11 +16,11 @@ def kv_scatter_xla(
     num_rows, num_entries, _, block_size, _ = kv_cache.shape
     num_blocks = num_entries // len(parts)
     is_real = (slots >= 0) & (slots < num_blocks * block_size)
-    # A row past the end drops the token, whatever its block. Row and block are two indices of one
-    # scatter: with the axes merged, XLA on the CPU copies a cache of one KV head, because its
-    # layout differs after the axes are split again. Slicing the row out is a copy too.
+    # A padding token gets a row past the end, so its write is dropped. Row and block are two
+    # indices of one scatter: with the axes merged, XLA on the CPU copies a cache of one KV head,
+    # because its layout differs after the axes are split again. Slicing the row out is a copy too.
     row_idx = jnp.where(is_real, row, num_rows)
-    # Unsigned, because signed division takes two more kernels to compile.
+    # Unsigned, because signed division adds two kernels to compile.
     place = slots.astype(jnp.uint32)
     block, offset = ((x.astype(jnp.int32)) for x in (place // block_size, place % block_size))
     if slots.shape[0] == 1:

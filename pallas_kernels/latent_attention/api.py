@@ -48,7 +48,7 @@ def latent_attention(
     implementation: str | None = None,
     target: Target | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attends each request's query tokens, causally, to its cached latents: MLA, absorbed form.
+    """Computes causal attention of query tokens over cached latents: MLA in its absorbed form.
 
     A token has one cached vector for all heads: a latent, followed by a key that carries the rotary
     position. Head h of plain MLA has the key `[W_uk[h] @ latent, rope key]` and the value
@@ -65,12 +65,12 @@ def latent_attention(
 
     Args:
         kv_cache: One vector per token, written by `kv_scatter(..., v=None)`. `width` is at least
-            latent_dim + rope_dim; columns after these are not used. Of a float dtype of 16 bits or
-            more, or uint16 with `kv_dtype`.
+            latent_dim + rope_dim; columns after these are not used. A float of 16 bits or more, or
+            uint16 with `kv_dtype`.
         row: Which row of the cache (the layer's index in its group), in `[0, num_rows)`.
         block_tables: Physical block of each logical block, in `[0, num_blocks)`. Entries past a
-            sequence's end may hold anything, and so may all memory that was never written, NaN
-            included: none of it reaches the result.
+            sequence's end may hold anything. So may memory that was never written, NaN included.
+            Neither changes the result.
         seq_lens: Tokens in the cache after this step's write, in
             `[0, max_blocks_per_req * block_size]`; 0 is an empty request.
         query_start_loc: Starts at 0, non-decreasing; request r owns tokens
@@ -80,18 +80,17 @@ def latent_attention(
             the factor of its YaRN scaling.
         kv_dtype: The float whose bits a uint16 cache holds, float16 or bfloat16; `None` for any
             other cache. Only the bodies in plain XLA and the reference support it.
-        max_query_len: A promise that no request has more query tokens, so that a body may leave out
-            the part for longer requests. 1 means decode attention, `None` promises nothing.
+        max_query_len: A promise that no request has more query tokens, so a body may omit the
+            code for longer requests. 1 means decode attention; `None` promises nothing.
         return_lse: Whether to return the second result too.
         batch_invariant: As in `paged_attention`.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.
 
     Returns:
-        The output, f[num_tokens, num_q_heads, latent_dim] in the dtype of `q_latent`, zero for
-        padding tokens and for tokens that see nothing. With `return_lse` a pair: the output, and
-        the logarithm of the softmax's denominator, f32[num_tokens, num_q_heads], -inf for these
-        tokens.
+        The output, f[num_tokens, num_q_heads, latent_dim] in the dtype of `q_latent`. It is zero
+        for padding tokens and for tokens that see no key. With `return_lse`, also the logarithm of
+        the softmax's denominator, f32[num_tokens, num_q_heads]. It is -inf for these tokens.
 
     Raises:
         ValueError: A shape, a dtype, a static argument or the implementation's name does not fit.
@@ -105,7 +104,7 @@ def latent_attention(
     require_finite(_OP, "scale", scale)
     if max_query_len is not None:
         require_at_least(_OP, "max_query_len", max_query_len, 1)
-    if 0 in (*q_latent.shape, *block_tables.shape):  # nothing is seen
+    if 0 in (*q_latent.shape, *block_tables.shape):  # no token sees a key
         out = jnp.zeros(q_latent.shape, q_latent.dtype)
         lse = jnp.full(q_latent.shape[:2], -jnp.inf, jnp.float32)
         return (out, lse) if return_lse else out

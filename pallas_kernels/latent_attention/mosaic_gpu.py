@@ -1,9 +1,9 @@
 """Mosaic GPU body of `latent_attention`, for Hopper: decode rows by kernels, prompts by plain XLA.
 
-The tiles of all requests form one line (`decode_schedule.py`), which is cut into as many equal
+The tiles of all requests form one list (`decode_schedule.py`), which is cut into as many equal
 shares as there are SMs. So 64 requests keep 132 SMs equally busy. In the attention kernel, one CTA
-computes one share. A request inside one share is finished there. If the end of a share cuts a
-request, each of its shares writes a partial result, and the second kernel joins these.
+computes one share, and the final result of each request that lies in one share. If a request lies
+in several shares, each of them writes a partial result, and the second kernel merges these.
 """
 
 import jax
@@ -56,7 +56,7 @@ def misfit(
     if rope_dim != TILE:
         return f"the rotary part must be {TILE} wide, got {rope_dim}"
     if width != latent_dim + rope_dim:
-        return f"the cached vectors must have no other columns, got {width - latent_dim - rope_dim}"
+        return f"the cache must be {latent_dim + rope_dim} wide (latent, rotary), got {width}"
     if block_size % 8 or (TILE % block_size and block_size % TILE):
         return f"block_size must be 8, 16, 32 or a multiple of {TILE}, got {block_size=}"
     return None

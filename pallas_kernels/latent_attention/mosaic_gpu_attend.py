@@ -1,18 +1,18 @@
 """The attention kernel of decode rows on Hopper: one CTA for one share of the tiles and 64 heads.
 
-Four warpgroups pass tiles on to each other:
+Four warpgroups form a pipeline:
 
-    memory          brings query tiles, and tiles of the cache into a ring of two, by TMA
+    memory          loads query tiles, and tiles of the cache into a ring of two, by TMA
     scores          S = Q K^T, softmax, P = exp(S - max)
     values (two)    O = O * rescale + P V, each for its half of the output's columns
 
-A cache tile is 64 tokens with all their columns, 512 + 64 in DeepSeek, and arrives once: all of it
-is K, and its first 512 columns are V. The 64 x 512 sums of O are 256 registers a thread, more than
-a thread can have, so two warpgroups share them. P overwrites the tile's rotary columns, which S
-needs and V does not; they have P's size, 64 x 64. While the value warpgroups work on one tile, the
-scores of the next are computed.
+A cache tile has 64 tokens with all their columns, 512 + 64 in DeepSeek. It is copied once: all of
+it is K, and its first 512 columns are V. The 64 x 512 sums of O need 256 registers per thread, more
+than a thread can have, so two warpgroups share them. P has the size of the tile's rotary columns,
+64 x 64. It overwrites them, because S needs them and V does not. While the value warpgroups process
+one tile, the scores warpgroup processes the next.
 
-Shared memory in bytes, at 512 + 64 columns of 16 bits: Q 73,728, the ring 147,456, statistics
+Shared memory with 512 + 64 columns of 16 bits, in bytes: Q 73,728, the ring 147,456, statistics
 1,024.
 """
 
@@ -38,18 +38,18 @@ from pallas_kernels.paged_attention.decode_schedule import (
 )
 
 TILE = 64  # tokens of a cache tile, heads of a query tile, columns of a swizzled SMEM tile
-NUM_STAGES = 2  # cache tiles in shared memory; a third does not fit beside Q
+NUM_STAGES = 2  # cache tiles in shared memory; there is no room for a third
 MASKED_LOGIT = -1e30  # finite: -inf minus -inf is NaN
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
-# Registers per thread of each warpgroup: 104 + 2 * 184 + 40 = 512, all that an SM has. The sums of
-# a value warpgroup take 128 of its 184.
+# Registers per thread of each warpgroup: 104 + 2 * 184 + 40 = 512, all that an SM has. A value
+# warpgroup uses 128 of its 184 for its sums.
 SCORES_REGISTERS, VALUES_REGISTERS, MEMORY_REGISTERS = 104, 184, 40
 
 # The most columns of one sum, and so of one wgmma. A kernel of 512 threads starts with 128
-# registers per thread, and ptxas refuses instructions that need more. The sum of a wgmma with 256
-# columns alone would take 128.
+# registers per thread, and ptxas rejects instructions that need more. The sum of a wgmma with 256
+# columns alone would need 128.
 SUM_COLUMNS = 128
 
 RESCALE, DENOMINATOR = range(2)  # the statistics of a tile
@@ -91,8 +91,8 @@ class Segment:
     first_tile: jax.Array  # counted from position 0
     num_tiles: jax.Array  # at least 1
     is_whole: jax.Array  # whether these are all the tiles of the request
-    partial_slot: jax.Array  # where its partial result goes otherwise
-    first_in_share: jax.Array  # tiles of the share before it
+    partial_slot: jax.Array  # the slot of its partial result, if it is not whole
+    first_in_share: jax.Array  # number of tiles of the share before it
     num_in_share: jax.Array  # tiles of the share
 
     def slot(self, i: jax.Array) -> jax.Array:
@@ -104,7 +104,7 @@ class Segment:
         return self.num_in_share - self.first_in_share - i - 1
 
     def num_seen(self, i: jax.Array) -> jax.Array:
-        """Positions of tile i that are in the sequence: at least 1, 64 or more if all of them."""
+        """Positions from the start of tile i to the end of the sequence, at least 1."""
         return self.seq_len - (self.first_tile + i) * TILE
 
 
@@ -135,9 +135,9 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Writes the results of whole requests; returns partial results of requests that shares cut.
 
-    A share has at most two cut requests: one that began in an earlier share, whose part goes to
-    slot `2 * share`, and one that begins in it, whose part goes to `2 * share + 1`. Other slots are
-    not written.
+    A share has at most two cut requests. The part of one that began in an earlier share is written
+    to slot `2 * share`; the part of one that begins here, to `2 * share + 1`. Other slots are not
+    written.
 
     Returns:
         f32[2 * num_shares, num_head_tiles * 64, latent_dim] and f32[2 * num_shares, ...].
@@ -211,7 +211,7 @@ def _kernel_body(*operands: jax.Ref, latent_dim: int, scale: float, is_interpret
 
 
 def _load(refs: Refs, segment: Segment) -> None:
-    """The memory warpgroup: brings the tiles of a segment, and its queries."""
+    """The memory warpgroup: loads the tiles of a segment, and its queries."""
     block_size = refs.blocks.shape[1]
     first_block = refs.first_block[0]
 
@@ -303,12 +303,12 @@ def _weigh(
 
 
 def _add_up(refs: Refs, columns: list[pl.Slice], segment: Segment, *, is_interpreted: bool) -> None:
-    """A value warpgroup: one half of a segment's output, held as sums of `columns` each."""
+    """A value warpgroup: computes one half of a segment's output, in one sum per `columns`."""
     weight_columns = pl.ds(refs.out.shape[-1], TILE)
     last = segment.num_tiles - 1
 
     def release(i: jax.Array) -> None:
-        # After the last tiles of a share, no other tile needs their room.
+        # No other tile of the share needs the room of its last tiles.
         @pl.when(segment.num_after(i) >= NUM_STAGES)
         def _() -> None:
             plgpu.barrier_arrive(refs.tile_is_free.at[segment.slot(i)])
@@ -335,13 +335,13 @@ def _add_up(refs: Refs, columns: list[pl.Slice], segment: Segment, *, is_interpr
 
     @pl.when(segment.is_whole)
     def _() -> None:
-        # Stored through the last tile's memory: no other warpgroup uses these columns any more.
+        # The last tile's memory stages the output: no other warpgroup uses these columns any more.
         staged = refs.ring.at[segment.slot(last)]
         for x, c in zip(sums, columns, strict=True):
             staged[:, c] = x.astype(staged.dtype)
         plgpu.commit_smem()
         half = pl.ds(columns[0].start, sum(c.size for c in columns))
-        # TMA copies contiguous memory: of some columns of a swizzled tile, 8 rows are contiguous.
+        # TMA copies contiguous memory. In some columns of a swizzled tile, 8 rows are contiguous.
         for row in range(0, TILE, 8):
             heads = pl.ds(segment.heads.start + row, 8)
             target = refs.out.at[segment.token, heads, half]
@@ -390,7 +390,7 @@ def _visit_segments(refs: Refs, visit: Callable[[Segment], None]) -> None:
 
 
 def _pieces_of_tile(segment: Segment, i: jax.Array, block_size: int) -> list[Piece]:
-    """The parts of blocks that tile i of a segment is made of."""
+    """The parts of blocks that form tile i of a segment."""
     first_position = (segment.first_tile + i) * TILE
     first_block = lax.div(first_position, jnp.int32(block_size))
     if block_size >= TILE:
@@ -434,7 +434,7 @@ def _sum_columns(half: int, half_dim: int) -> list[pl.Slice]:
 
 
 def _zero_unseen_rows(tile: jax.Ref, columns: list[pl.Slice], num_seen: jax.Array) -> None:
-    """Zeroes V where it was never written: it may be NaN there, and 0 times NaN is NaN."""
+    """Zeroes rows of V that were never written: they may be NaN, and 0 times NaN is NaN."""
 
     @pl.when(num_seen < TILE)
     def _() -> None:
@@ -466,9 +466,9 @@ def _add_products(
 
 
 def _plain_product(a: jax.Array, b: jax.Array) -> jax.Array:  # f32
-    """A product in interpret mode, which cannot carry sums of wgmma or see races with its reads."""
+    """A product in interpret mode, which has no sums of wgmma and sees no races with its reads."""
     product = jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
-    # The reads come before what TMA writes there next.
+    # Orders the reads before the next TMA write.
     plgpu.commit_smem()
     return product
 

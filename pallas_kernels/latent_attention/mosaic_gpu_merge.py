@@ -1,8 +1,8 @@
-"""The second kernel of decode rows on Hopper: joins the partial results of requests cut by shares.
+"""The second kernel of decode rows on Hopper: merges the partial results of cut requests.
 
-One CTA computes one request, 64 heads and some columns. Requests that no share cuts are already
-written; their CTAs end at once. Partial results are a few megabytes that were just written, so most
-of them are still in the L2 cache.
+One CTA computes one request, 64 heads and some columns. Results of requests that no share cuts are
+written already; their CTAs end immediately. Partial results are a few megabytes that were just
+written, so most of them are still in the L2 cache.
 """
 
 import functools
@@ -34,11 +34,11 @@ class Refs(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """The parts joined so far; logarithms are to base 2."""
+    """The parts merged so far; logarithms are to base 2."""
 
-    largest: jax.Array  # f32[64], of the parts' logarithms
-    total: jax.Array  # f32[64], of the parts' denominators, relative to it
-    values: jax.Array  # f32[64, num_columns], likewise
+    largest: jax.Array  # f32[64], the largest of the parts' logarithms
+    total: jax.Array  # f32[64], the sum of the parts' denominators, divided by exp2(largest)
+    values: jax.Array  # f32[64, num_columns], the weighted sum of values, divided likewise
 
 
 def merge_partials(

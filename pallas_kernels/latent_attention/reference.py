@@ -53,7 +53,7 @@ def latent_attention_reference(
     logits = product("thd,tkd->thk", q_latent, latents)
     logits = scale * (logits + product("thd,tkd->thk", q_rope, rope_keys))
     sees_any = jnp.any(is_seen, axis=-1)[:, None, None]
-    # A softmax of -inf alone is NaN: tokens that see nothing get zeros here, their results below.
+    # A softmax of -inf alone is NaN. Tokens that see no key get zeros here; `sees_any` masks them.
     logits = jnp.where(is_seen[:, None, :], logits, jnp.where(sees_any, -jnp.inf, 0.0))
     out = product("thk,tkd->thd", jax.nn.softmax(logits, axis=-1), latents)
     lse = jnp.where(sees_any[..., 0], jax.nn.logsumexp(logits, axis=-1), -jnp.inf)

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentDecodeConfig:
-    """What can be chosen without changing the result.
+    """Choices that change the speed, but not the result.
 
     Args:
-        num_sms: CTAs that can run at once; one takes a whole SM, because of its shared memory.
-        min_share: The fewest tiles of 64 tokens in a share. Each share costs a query tile (72 KiB)
-            to read, and a partial result (128 KiB) to write and to read again. A tile is 72 KiB.
+        num_sms: CTAs that can run at once. The shared memory of a CTA fills a whole SM.
+        min_share: The fewest tiles of 64 tokens (72 KiB each) in a share. Each share also reads a
+            query tile (72 KiB), and writes a partial result (128 KiB) that the merge reads.
         merge_columns: Columns that one CTA of the merge computes: 16, 32 or 64.
         merge_batch: Partial results that one CTA reads together. A long request alone on the GPU
-            has one per share, 132. Waiting for each in turn could take longer than attention.
+            has 132, one per share. Reading them one by one could take longer than attention.
     """
 
     num_sms: int

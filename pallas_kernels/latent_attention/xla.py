@@ -17,9 +17,10 @@ from pallas_kernels.stored_dtype import as_values
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentProblem(AttentionProblem):
-    """One call of the op: `q` is f[num_tokens, 1, num_q_heads, latent_dim + rope_dim].
+    """The arguments of one call of the op.
 
-    `kv_cache` is [num_rows, num_blocks, 1, block_size, width].
+    `q` is f[num_tokens, 1, num_q_heads, latent_dim + rope_dim]. `kv_cache` is [num_rows,
+    num_blocks, 1, block_size, width].
     """
 
     latent_dim: int

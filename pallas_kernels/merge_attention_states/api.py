@@ -25,7 +25,7 @@ def merge_attention_states(
     implementation: str | None = None,
     target: Target | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Joins attention over two disjoint sets of keys into attention over their union.
+    """Merges attention over two disjoint sets of keys into attention over their union.
 
     An lse is the logarithm of a softmax's denominator, so the two outputs are weighted by
     `exp(lse)`: with lse [ln 1, ln 3] and outputs [4, 8] the result is (1 * 4 + 3 * 8) / 4 = 7 and
@@ -40,8 +40,8 @@ def merge_attention_states(
         target: What the program is compiled for; `None` is JAX's default device.
 
     Returns:
-        The output in out_a's dtype, computed in float32, and its lse, f32[num_tokens, num_q_heads];
-        zero and -inf where both are -inf.
+        The output in out_a's dtype, computed in float32, and its lse, f32[num_tokens, num_q_heads].
+        They are zero and -inf where both lse are -inf.
 
     Raises:
         ValueError: A shape, a dtype, or the implementation's name does not fit.

@@ -11,8 +11,8 @@ import numpy as np
 class MergeAttentionStatesCase:
     """Sizes of one example, and which of its states are empty.
 
-    Tokens take the kinds of `empty_kinds` in turn. A kind says which of the two states has seen no
-    key: "both", "a", "b" or "none". Empty states hold NaN.
+    `empty_kinds` says which of a token's two states have seen no key: "both", "a", "b" or "none".
+    Tokens use its entries in turn. Empty states hold NaN.
     """
 
     name: str
@@ -46,7 +46,7 @@ CASES: tuple[MergeAttentionStatesCase, ...] = (
     MergeAttentionStatesCase(name="heads_of_128", num_tokens=7, num_q_heads=8, v_head_dim=128),
     MergeAttentionStatesCase(name="empty_states", num_tokens=9, empty_kinds=_ALL_KINDS),
     MergeAttentionStatesCase(name="nothing_seen", num_tokens=3, empty_kinds=("both",)),
-    # The smaller of two such states has no weight, and exp of either overflows or underflows.
+    # The state with the smaller lse has weight 0. exp(lse) overflows or underflows.
     MergeAttentionStatesCase(name="far_apart", num_tokens=33, largest_lse=1e4),
     MergeAttentionStatesCase(
         name="bfloat16", num_tokens=9, dtype="bfloat16", empty_kinds=_ALL_KINDS

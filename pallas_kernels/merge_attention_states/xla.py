@@ -13,10 +13,10 @@ def merge_attention_states_xla(
     """See `api.merge_attention_states`."""
     largest = jnp.maximum(lse_a, lse_b)
     both_empty = jnp.isneginf(largest)
-    # -inf minus -inf is NaN, -inf minus 0 is -inf, whose weight is 0.
+    # -inf minus -inf is NaN. -inf minus 0 is -inf, which has the weight 0.
     largest = jnp.where(both_empty, 0.0, largest)
     weight_a, weight_b = jnp.exp(lse_a - largest), jnp.exp(lse_b - largest)
-    # At least 1, because the larger one weighs 1.
+    # At least 1, because the state with the larger lse has the weight 1.
     total = jnp.where(both_empty, 1.0, weight_a + weight_b)
     out = _weighted(out_a, weight_a / total) + _weighted(out_b, weight_b / total)
     lse = jnp.where(both_empty, -jnp.inf, largest + jnp.log(total))

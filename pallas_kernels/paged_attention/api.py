@@ -50,26 +50,26 @@ def paged_attention(
     implementation: str | None = None,
     target: Target | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attends each request's query tokens, causally by position, to its own cached tokens.
+    """Computes causal attention of each request's query tokens over its own cached tokens.
 
     The batch is ragged: prompts, chunks of prompts, single decode tokens and empty requests in
     any order. A request's query tokens are the last positions of its sequence: with seq_len 10 and
-    3 query tokens they stand at positions 7, 8, 9. A token at position p reads positions j <= p;
-    with a window w, only j > p - w; with chunks of c, only its own chunk (j // c == p // c). Query
-    head h reads KV head `h // (num_q_heads // num_kv_heads)`.
+    3 query tokens, positions 7, 8 and 9. A token at position p reads positions j <= p; with a
+    window w, only j > p - w; with chunks of c, only its own chunk (j // c == p // c). Query head h
+    reads KV head `h // (num_q_heads // num_kv_heads)`.
 
     Args:
-        kv_cache: The keys of block b at index 2 * b of the second axis, its values at 2 * b + 1
-            (`cache_layout.py`). Of a float dtype of 16 bits or more, or uint16 with `kv_dtype`.
+        kv_cache: The keys of block b are at index 2 * b of the second axis, its values at
+            2 * b + 1 (`cache_layout.py`). A float of 16 bits or more, or uint16 with `kv_dtype`.
         row: Which row of the cache (the layer's index in its group), in `[0, num_rows)`.
         block_tables: Physical block of each logical block, in `[0, num_blocks)`. Entries past a
-            sequence's end, or wholly left of its window or chunk, may hold anything, and so may all
-            memory that was never written, NaN included: none of it reaches the result.
+            sequence's end, or wholly left of its window or chunk, may hold anything. So may memory
+            that was never written, NaN included. Neither changes the result.
         seq_lens: Tokens in the cache after this step's write, in
             `[0, max_blocks_per_req * block_size]`; 0 is an empty request.
-        query_start_loc: Starts at 0, non-decreasing; request r owns tokens
-            `[query_start_loc[r], query_start_loc[r + 1])`, where causal at most `seq_lens[r]` of
-            them. Tokens from the last entry on are padding.
+        query_start_loc: Starts at 0, non-decreasing. Request r owns tokens
+            `[query_start_loc[r], query_start_loc[r + 1])`; with causal attention, at most
+            `seq_lens[r]` of them. Tokens from the last entry on are padding.
         scale: Factor of the logits, usually `head_dim ** -0.5`.
         is_causal: If false, every token of a request reads all its `seq_lens[r]` positions, and
             `sliding_window` and `chunk_size` must be None.
@@ -77,27 +77,26 @@ def paged_attention(
         chunk_size: Length of the chunks of chunked local attention, counted from position 0; `None`
             means no chunks. Must be None with a window.
         soft_cap: `logits = soft_cap * tanh(logits / soft_cap)`, after the scale, before the mask.
-        sinks: One more logit per head, which is in the softmax's denominator and has no value.
-        alibi_slopes: Each head's factor of the distance that is added to its logits, after the
-            soft cap: `slope * (j - p)` for a key at position j. Only the bodies in plain XLA and
-            the reference take it. `None` adds nothing.
+        sinks: One more logit per head, which counts only in the softmax's denominator.
+        alibi_slopes: Each head's slope: `slope * (j - p)` is added to the logit of a key at
+            position j, after the soft cap. Only the bodies in plain XLA and the reference support
+            it. `None` adds nothing.
         kv_dtype: The float whose bits a uint16 cache holds, float16 or bfloat16; `None` for any
             other cache. Only the bodies in plain XLA and the reference support it.
-        max_query_len: A promise that no request has more query tokens, so that a body may leave out
-            the part for longer requests. 1 means decode attention, `None` promises nothing.
+        max_query_len: A promise that no request has more query tokens, so a body may omit the
+            code for longer requests. 1 means decode attention; `None` promises nothing.
         return_lse: Whether to return the second result too.
-        batch_invariant: Whether a token's result must have the same bits for all other tokens and
-            requests in the call, all places of its blocks, and all splits of its request's tokens
-            over calls of the same shapes. Slower.
+        batch_invariant: Whether the bits of a token's result must not depend on the other tokens
+            and requests in the call, the places of its blocks, or how its request's tokens are
+            split over calls of the same shapes. Slower.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.
 
     Returns:
-        The output, f[num_tokens, num_q_heads, head_dim] in q's dtype, zero for padding tokens and
-        for tokens that see nothing. With `return_lse` a pair: the output, and the logarithm of the
-        softmax's denominator (of the sum of exp(logit) over all keys seen and the sink),
-        f32[num_tokens, num_q_heads], -inf for these tokens. `merge_attention_states` joins such
-        pairs.
+        The output, f[num_tokens, num_q_heads, head_dim] in q's dtype. It is zero for padding tokens
+        and for tokens that see no key. With `return_lse`, also the logarithm of the softmax's
+        denominator (the sum of exp(logit) over all keys seen and the sink), f32[num_tokens,
+        num_q_heads]. It is -inf for these tokens. `merge_attention_states` merges such pairs.
 
     Raises:
         ValueError: A shape, a dtype, a static argument or the implementation's name does not fit.
@@ -137,7 +136,7 @@ def paged_attention(
 
 
 def _empty_result(q: jax.Array, return_lse: bool) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """The result without tokens, requests or blocks, when no token sees anything."""
+    """The result if there are no tokens, requests or blocks, so that no token sees a key."""
     out = jnp.zeros(q.shape, q.dtype)
     return (out, jnp.full(q.shape[:2], -jnp.inf, jnp.float32)) if return_lse else out
 
@@ -157,7 +156,7 @@ def _check_rules(
     if len(given) > (1 if is_causal else 0):
         raise ValueError(
             f"{_OP}: too many limits on what a token sees: got {given} with {is_causal=}, wanted "
-            "at most one, and none where attention is not causal."
+            "at most one with causal attention, and none without."
         )
     if soft_cap is None:
         return

@@ -180,7 +180,7 @@ CASES: tuple[PagedAttentionCase, ...] = (
     ),
 )
 
-# Queries of more bits than the cache, for the bodies in plain XLA and the reference only.
+# Queries wider than the cache. Only the bodies in plain XLA and the reference support them.
 NARROW_CACHE_CASES: tuple[PagedAttentionCase, ...] = (
     PagedAttentionCase(name="mixed_float16_cache", requests=_MIXED, cache_dtype="float16"),
     PagedAttentionCase(
@@ -198,7 +198,7 @@ NARROW_CACHE_CASES: tuple[PagedAttentionCase, ...] = (
     ),
 )
 
-# A uint16 cache with the bits of 16-bit floats, for the same bodies only.
+# A uint16 cache with the bits of 16-bit floats. Only the same bodies support it.
 UINT16_CASES: tuple[PagedAttentionCase, ...] = (
     PagedAttentionCase(
         name="bfloat16_as_uint16", requests=_MIXED, dtype="bfloat16", is_uint16=True, num_rows=3
@@ -290,7 +290,7 @@ def build_inputs(case: PagedAttentionCase, seed: int = 0) -> PagedAttentionInput
     sinks_np = rng.standard_normal(case.num_q_heads)
     stored_np = kv_cache_np.astype(cache_dtype)
     query_start_loc_np = np.concatenate([[0], np.cumsum(num_query_np)])
-    # Not `jnp.asarray`, which compiles a program for each dtype and shape.
+    # `jnp.asarray` would compile a program for each dtype and shape.
     return PagedAttentionInputs(
         q=jax.device_put(q_np.astype(jnp.dtype(case.dtype))),
         kv_cache=jax.device_put(stored_np.view(np.uint16) if case.is_uint16 else stored_np),

@@ -1,8 +1,8 @@
 """Divides the decode kernel's work into shares, and merges the partial results.
 
-A unit is one KV tile of one KV head of one request. The line contains all units, ordered by
-request, head and tile. Requests with nothing to do have no units. Example: three requests of 2, 0
-and 3 tiles, and 2 KV heads:
+A unit is one KV tile of one KV head of one request. The list contains all units, ordered by
+request, head and tile. Requests without tiles have no units. Example: three requests of 2, 0 and 3
+tiles, and 2 KV heads:
 
     request        0        0        2           2
     head           0        1        0           1
@@ -24,12 +24,12 @@ START_UNIT, END_UNIT, START_REQUEST = range(3)
 
 
 class DecodeSchedule(NamedTuple):
-    """The line and its shares, in the form in which the kernel reads them.
+    """The list of units and its shares, as the kernel reads them from device memory.
 
-    `requests` has one row per request: its first unit; its number of tiles per head, 0 if there is
-    nothing to do; its first tile, counted from position 0; the first position seen; the end of the
-    sequence; the next request that has tiles. `shares` has one row per share: its first unit, the
-    unit after its last one, and the request of its first unit.
+    `requests` has one row per request: its first unit; its number of tiles per head, possibly 0;
+    its first tile, counted from position 0; the first position seen; the end of the sequence; the
+    next request that has tiles. `shares` has one row per share: its first unit, the unit after its
+    last one, and the request of its first unit.
     """
 
     requests: jax.Array  # i32[num_reqs, 6]
@@ -40,12 +40,12 @@ class DecodeSchedule(NamedTuple):
 
 def schedule_requests(
     first_seen: jax.Array,  # i32[num_reqs]
-    seq_lens: jax.Array,  # i32[num_reqs], 0 where there is nothing to do
+    seq_lens: jax.Array,  # i32[num_reqs], 0 for requests to leave out
     *,
     num_kv_heads: int,
     kv_tile: int,
 ) -> jax.Array:  # i32[num_reqs, 6]
-    """Puts the requests on the line, without tiles wholly left of the first position seen."""
+    """Lists the units of requests, without tiles wholly left of the first position seen."""
     first_tile = first_seen // kv_tile
     num_tiles = jnp.maximum((seq_lens + kv_tile - 1) // kv_tile - first_tile, 0)
     end_unit = jnp.cumsum(num_tiles, dtype=jnp.int32) * num_kv_heads
@@ -74,10 +74,10 @@ def one_share_per_head(requests: jax.Array, num_kv_heads: int) -> DecodeSchedule
 def equal_shares(
     requests: jax.Array, num_kv_heads: int, *, num_shares: int, min_share: int
 ) -> DecodeSchedule:
-    """Split-KV: cuts the line into equal shares, which may hold units of several requests.
+    """Split-KV: cuts the list into equal shares, which may hold units of several requests.
 
-    The last shares are shorter or empty. `min_share` keeps a short line from being cut into tiny
-    shares.
+    The last shares may be shorter or empty. A share has at least `min_share` units, so that a short
+    list is not cut into tiny shares.
     """
     end_unit = requests[:, FIRST_UNIT] + requests[:, NUM_TILES] * num_kv_heads
     num_units = end_unit[-1]
@@ -92,10 +92,10 @@ def equal_shares(
 
 
 def num_partials(num_reqs: int, num_kv_heads: int, num_shares: int | None) -> int:
-    """The most partial results that there can be; `num_shares` is None for a single pass.
+    """The largest number of partial results; `num_shares` is None for a single pass.
 
-    A segment of share c and of (request, head) number g writes to slot c + g. From one segment of
-    the line to the next, c or g or both grow, so no two segments share a slot.
+    A segment of share c and of (request, head) number g writes to slot c + g. From one segment to
+    the next, c or g or both grow, so no two segments have the same slot.
     """
     num_rows = num_reqs * num_kv_heads
     return num_rows if num_shares is None else num_rows + num_shares - 1
@@ -107,10 +107,10 @@ def merge_partials(
     lse: jax.Array,  # f32[num_partials, rows]
     num_kv_heads: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Joins the partial results of each (request, head) by their logarithms of the denominator.
+    """Merges the partial results of each (request, head) by their logarithms of the denominator.
 
-    Slots that no segment wrote may hold anything. Requests without tiles have no segments. Their
-    results may be anything too; the caller masks them.
+    Slots that no segment wrote may hold anything. Requests without tiles have no segments, so their
+    results are undefined; the caller masks them.
 
     Returns:
         f32[num_reqs * num_kv_heads, head_dim, rows] and f32[num_reqs * num_kv_heads, rows].

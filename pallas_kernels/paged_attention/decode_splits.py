@@ -1,21 +1,21 @@
 """Chooses single pass or split-KV, and the number of shares, for the decode kernel.
 
 Single pass: one program for each (request, KV head), which writes the final result. Split-KV: as
-many programs as the device runs at once, each with an equal share of all the KV tiles, and then a
-merge of the partial results in plain JAX, which takes a few small kernels.
+many programs as the device runs at once, each with an equal share of all the KV tiles. Then plain
+JAX merges the partial results, in a few small kernels.
 
-The rule looks at shapes only, since what it chooses is compiled in:
+The rule depends only on shapes, because the choice is compiled into the program:
 
 1. Sequences of at most 8 tiles (512 tokens): single pass. The longest program ends before a merge
    would.
 2. At least 4 times as many (request, KV head) pairs as programs that run at once, and sequences of
    at most 64 tiles (4,096 tokens): single pass. The last round of programs leaves less than a
    quarter of the time unused even if it is nearly empty, and no single program lasts long.
-3. Anything else is split: few requests, which would leave SMs idle, and long block tables, where
-   one long sequence among short ones would keep one program busy long after all others.
+3. Otherwise split. Few requests would leave SMs idle. With long block tables, one long sequence
+   among short ones would keep one program busy long after all others.
 
 Shares divide the real lengths of sequences. So a block table that is wide enough for 131,072 tokens
-costs nothing while sequences are short: no program is launched for its empty end.
+costs nothing while sequences are short: no program computes its empty end.
 
 The three numbers are guesses: nothing was measured. On an H200 with two programs per SM (264):
 
@@ -45,5 +45,5 @@ def choose_num_shares(
         return None
     if num_pairs >= ROUNDS * num_programs and max_tiles <= LONG_TILES:
         return None
-    # No more shares than there can be tiles.
+    # There are never more shares than tiles.
     return min(num_programs, num_pairs * max_tiles)

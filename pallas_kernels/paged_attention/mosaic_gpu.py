@@ -1,8 +1,8 @@
-"""Body of `paged_attention` on Hopper GPUs: two Mosaic GPU kernels whose results are joined.
+"""Body of `paged_attention` on Hopper GPUs: two Mosaic GPU kernels whose results are combined.
 
 The decode kernel computes requests with one query token; it is built to read memory at full speed.
-The ragged kernel computes longer requests; it is built to fill the matrix units. Each kernel writes
-only its own tokens, so a select joins the two results.
+The ragged kernel computes longer requests; it is built to fill the matrix units. For each token, a
+select takes the result of the kernel that computed it.
 """
 
 import jax
@@ -33,7 +33,7 @@ def misfit(
     kv_dtype: jnp.dtype | None,
     max_query_len: int | None,
 ) -> str | None:
-    """Why this body cannot do a call; None if it can. Looks at shapes and static arguments only."""
+    """Why this body cannot do a call; None if it can. Only shapes and static arguments matter."""
     del row, block_tables, seq_lens, query_start_loc
     del is_causal, sliding_window, chunk_size, soft_cap, sinks
     if alibi_slopes is not None:
@@ -66,7 +66,7 @@ def paged_attention_mosaic_gpu(
     interpret: object = False,
 ) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, head_dim], f32[num_tokens, ...]
     """See `api.paged_attention`; `interpret` is False, True or `plgpu.InterpretGPUParams`."""
-    # `misfit` refuses these, and caches of uint16.
+    # `misfit` rejects calls with slopes, and caches of uint16.
     del alibi_slopes, kv_dtype
     num_tokens = q.shape[0]
     num_reqs = block_tables.shape[0]
@@ -89,7 +89,7 @@ def paged_attention_mosaic_gpu(
     is_padding = req_idx == num_reqs
     req_idx = jnp.minimum(req_idx, num_reqs - 1)
 
-    # A single query token stands at the last position, so being causal makes no difference.
+    # A single query token is at the last position, so `is_causal` makes no difference.
     out, lse = decode_rows_mosaic_gpu(
         q[jnp.clip(query_start_loc[:-1], 0, num_tokens - 1)],
         *(kv_cache, row, block_tables),
@@ -110,7 +110,7 @@ def paged_attention_mosaic_gpu(
 
     if sinks is not None:
         out, lse = _add_sinks(out, lse, sinks.astype(jnp.float32))
-    # Selected last: rows that no kernel wrote may hold anything, NaN included.
+    # This select comes last: rows that no kernel wrote may hold anything, NaN included.
     sees_any = ~is_padding & (seq_lens[req_idx] > 0)  # bool[num_tokens]
     out = jnp.where(sees_any[:, None, None], out, 0.0).astype(q.dtype)
     return out, jnp.where(sees_any[:, None], lse, -jnp.inf)

@@ -25,14 +25,14 @@ from pallas_kernels.paged_attention.tuned_blocks import (
     padded_rows,
 )
 
-# Heads up to the first width may be padded to wgmma's tiles; wider heads, up to the second width,
-# must fill them.
+# Heads up to the first width may be padded to the tiles of wgmma. Heads up to the second width must
+# fill whole tiles.
 _MAX_PADDED_HEAD_DIM, MAX_HEAD_DIM = 256, 512
 _DTYPES = ("bfloat16", "float16")
 
 
 def decode_misfit(q: jax.Array, kv_cache: jax.Array) -> str | None:
-    """Why the kernel cannot do a call; None if it can. Looks at shapes and dtypes only."""
+    """Why the kernel cannot do a call; None if it can. Only shapes and dtypes matter."""
     _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
     group_size = q.shape[1] // num_kv_heads
     if q.dtype.name not in _DTYPES:
@@ -46,7 +46,7 @@ def decode_misfit(q: jax.Array, kv_cache: jax.Array) -> str | None:
             f"of 64 up to {MAX_HEAD_DIM}"
         )
     if group_size > (limit := max_group_size(head_dim)):
-        return f"{group_size} query heads share a KV head, more than {limit} do not fit registers"
+        return f"{group_size} query heads share a KV head; registers have room for {limit}"
     kv_tile = decode_config(q.dtype, head_dim, group_size).kv_tile
     if block_size % 8 or (kv_tile % block_size and block_size % kv_tile):
         return f"blocks of {block_size} tokens do not fill tiles of {kv_tile} keys"
@@ -71,15 +71,15 @@ def decode_rows_mosaic_gpu(
     """Attends each request's token at position seq_len - 1 to the positions up to its own.
 
     Args:
-        config: Sizes of tiles; None is the tuned ones.
-        num_shares: The number of shares that the work is cut into; None is a single pass, and with
-            "auto" `decode_splits.py` chooses.
+        config: Sizes of tiles; None uses the tuned sizes.
+        num_shares: The number of shares that the work is cut into. None: one share per KV head of
+            each request, so nothing is merged. "auto": `decode_splits.py` chooses.
         interpret: False or `plgpu.InterpretGPUParams`.
 
     Returns:
-        The output f32[num_reqs, num_q_heads, head_dim] and the logarithm of the softmax's
-        denominator, natural, f32[num_reqs, num_q_heads]; both hold anything, NaN included, for
-        requests left out.
+        The output f32[num_reqs, num_q_heads, head_dim] and the natural logarithm of the softmax's
+        denominator, f32[num_reqs, num_q_heads]. For requests left out, both are undefined, and may
+        be NaN.
     """
     num_reqs, num_q_heads, head_dim = q.shape
     _, num_halves, num_kv_heads, block_size, _ = kv_cache.shape
@@ -141,8 +141,8 @@ def _max_tiles(
 ) -> int:
     """The most KV tiles that the last token of a sequence of up to `max_len` tokens sees.
 
-    With tiles of 64, a window of 65 touches up to 2 tiles, and a window of 66 up to 3: the last key
-    of one, all keys of the next, and the first key of the third.
+    With tiles of 64, a window of 65 overlaps up to 2 tiles, and a window of 66 up to 3: the last
+    key of one tile, all keys of the next, and the first key of the third.
     """
     num_tiles = -(-max_len // kv_tile)
     num_seen = sliding_window if sliding_window is not None else chunk_size

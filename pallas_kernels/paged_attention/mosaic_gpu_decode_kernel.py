@@ -1,6 +1,6 @@
 """The Mosaic GPU kernel of decode attention on Hopper (sm_90a): one query token per request.
 
-The way of a KV tile (bf16, head_dim 128, 4 query heads per KV head; 64 keys are one tile):
+The path of a KV tile (bf16, head_dim 128, 4 query heads per KV head; 64 keys are one tile):
 
     cache, in device memory: blocks 7, 2, 9, 4 of a request, 16 keys each
       |                                                       |
@@ -25,12 +25,12 @@ The 64 rows of a wgmma are keys, not queries. A request has `group_size` query r
 (often 4, padded to 8), so tiles of 64 query rows would be nearly all padding. Logits then take 4
 registers per thread, the output takes 8, and the work between two tiles stays short.
 
-Each warpgroup goes through two rings of tiles, one for K and one for V. For heads wider than 384,
-two rings of two tiles each are too large. There, K and V take turns in one ring of three tiles:
-K 0, V 0, K 1, then V 1 in the place of K 0, and so on.
+There are two rings of tiles, one for K and one for V. For heads wider than 384, two rings of two
+tiles each are too large. Then K and V alternate in one ring of three tiles: K 0, V 0, K 1, then V 1
+in the place of K 0, and so on.
 
 Most of the time goes into reading the cache. Every byte is read once and used for a few
-multiplications, so the kernel only has to keep enough copies in flight and all SMs busy:
+multiplications, so the kernel must keep enough copies in flight and all SMs busy:
 - In flight. An H200's 4.8 TB/s (data sheet) times 1 microsecond (assumed) is 36 KB per SM. Two CTAs
   per SM with 3 stages of 32 KB each have up to 192 KB in flight, and while one CTA is between two
   requests, the other reads.
@@ -41,9 +41,9 @@ multiplications, so the kernel only has to keep enough copies in flight and all 
 - Balance. `decode_splits.py` chooses between one program per (request, KV head) and equal shares.
 
 Memory past a sequence's end may hold NaN, and 0 * NaN is NaN in wgmma. Logits are masked by a
-select. Rows of V that are not seen are set to zero in shared memory, in the first and the last tile
-of a request only. Blocks that lie wholly outside are not read: the tile's nearest seen block is
-read again instead.
+select. Rows of V that are not seen are set to zero in shared memory; only the first and the last
+tile of a request have such rows. Blocks without a seen key are not read: the tile's nearest block
+with a seen key is read again instead.
 """
 
 import functools
@@ -76,7 +76,7 @@ from pallas_kernels.paged_attention.tuned_blocks import (
     v_tile_width,
 )
 
-# Masked logits, and the largest logit before any is seen. Finite: -inf minus -inf is NaN.
+# Value of masked logits and of empty running maxima. Finite, because -inf minus -inf is NaN.
 _MASKED_LOGIT = -1e30
 _LOG2_E = math.log2(math.e)
 # The two warpgroups of a CTA, by their index on the axis "role".
@@ -97,7 +97,7 @@ class _Gmem(NamedTuple):
 
 
 class _Smem(NamedTuple):
-    """The shared memory of a CTA: tiles, and the barriers that hand them over.
+    """The shared memory of a CTA: tiles, and the barriers that pass them between warpgroups.
 
     If K and V share a ring, their entries are the same refs.
     """
@@ -146,12 +146,12 @@ class DecodeKernel:
 
     @property
     def copy_rows(self) -> int:
-        """Keys that one TMA copy brings: a block, or the part of it that one tile holds."""
+        """Number of keys in one TMA copy: a block, or the part of it that one tile holds."""
         return min(self.block_size, self.config.kv_tile)
 
     @property
     def v_copy_rows(self) -> int:
-        """The same for V. A copy fills contiguous memory, with padding columns at most 8 rows."""
+        """The same for V. A copy fills contiguous memory: at most 8 rows if columns are padded."""
         return self.copy_rows if self.v_width == self.head_dim else 8
 
     def launch(
@@ -207,7 +207,7 @@ class DecodeKernel:
         """Types of the refs of `_Smem`, without V's if K and V share a ring."""
         kv_tile, num_stages = self.config.kv_tile, self.config.num_stages
 
-        # 128-byte swizzle is 64 numbers wide; head_dim 96 takes 64-byte, 80 takes 32-byte.
+        # A 128-byte swizzle is 64 numbers wide. head_dim 96 needs 64 bytes, and 80 needs 32 bytes.
         width = swizzle_width(self.head_dim)
         transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width))
 
@@ -254,7 +254,7 @@ class DecodeKernel:
         pl.when(role == _MEMORY)(functools.partial(self._memory_role, gmem, smem))
 
     def _for_each_segment(self, gmem: _Gmem, visit: Callable[[_Segment], None]) -> None:
-        """Visits the segments of this program's share. Both warpgroups do, and meet at barriers."""
+        """Calls `visit` for each segment of this program's share. Both warpgroups call this."""
         share = lax.axis_index("share")
         start_unit = gmem.shares[share, START_UNIT]
         num_steps = gmem.shares[share, END_UNIT] - start_unit
@@ -294,7 +294,7 @@ class DecodeKernel:
                 # Block ids are read before waiting, so that their latency is hidden.
                 logical_blocks, first_row = self._blocks_of_tile(tile)
                 blocks = [
-                    # Entries outside may be garbage. Blocks that are read again are masked.
+                    # Table entries without seen keys may be garbage, so another block is read.
                     gmem.block_tables[segment.req, jnp.clip(logical_block, *seen_blocks)]
                     for logical_block in logical_blocks
                 ]
@@ -335,7 +335,7 @@ class DecodeKernel:
             for free in rings:
                 plgpu.barrier_wait(free.at[lax.rem(turn, num_stages)])
 
-        # Each arrival is waited for once, so the last tile is no special case for computing.
+        # Wait once for each arrival, so that the compute warpgroup can treat all tiles alike.
         num_turns, _ = self._turns(num_steps)
         lax.fori_loop(jnp.maximum(num_turns - num_stages, 0), num_turns, drain, None)
 
@@ -359,7 +359,7 @@ class DecodeKernel:
         def attend_segment(segment: _Segment) -> None:
             head_of_req = segment.req * self.num_kv_heads + segment.head
             plgpu.copy_gmem_to_smem(gmem.q.at[head_of_req], smem.q, smem.q_landed)
-            # Positions are counted from where step 0 would begin.
+            # Positions relative to the position at which step 0 would begin.
             shift = (segment.start_tile - segment.start_step) * kv_tile
             seen_start = gmem.requests[segment.req, FIRST_SEEN] - shift
             seen_end = gmem.requests[segment.req, SEQ_LEN] - shift
@@ -368,7 +368,7 @@ class DecodeKernel:
             def add_tile(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 out, largest, denominators = state
                 k_stage, v_stage = self._stages(step)
-                # The tile's seen keys are [start, end), for inner tiles more than [0, kv_tile).
+                # The tile's seen keys are [start, end). For inner tiles this includes [0, kv_tile).
                 start, end = seen_start - step * kv_tile, seen_end - step * kv_tile
 
                 plgpu.barrier_wait(smem.k_landed.at[k_stage])
@@ -379,7 +379,7 @@ class DecodeKernel:
                 new_largest = jnp.maximum(largest, logits.max(axis=0))
                 rescale = jnp.exp2(largest - new_largest)
                 weights = jnp.exp2(logits - _down_columns(new_largest, kv_tile))
-                # Summed over the keys of a tile only once, at the end of the segment.
+                # The sum over the keys of a tile is computed once, at the end of the segment.
                 denominators = denominators * _down_columns(rescale, kv_tile) + weights
                 self._store_weights(smem, weights)
 
@@ -422,7 +422,7 @@ class DecodeKernel:
         return (1 - 2 / (exp_2x + 1)) * (self.soft_cap * _LOG2_E)
 
     def _mask(self, logits: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
-        """Masks the keys outside of [start, end). Every tile on the line has a key inside."""
+        """Masks the keys outside of [start, end). Every scheduled tile has a key inside."""
         key = plgpu.broadcasted_iota(jnp.int32, logits.shape, 0, layout=plgpu.Layout.WGMMA)
         is_seen = (key >= start) & (key < end) if self.has_left_edge else key < end
         return jnp.where(is_seen, logits, _MASKED_LOGIT)
@@ -430,16 +430,15 @@ class DecodeKernel:
     def _store_weights(self, smem: _Smem, weights: jax.Array) -> None:
         """Puts the weights, f32[kv_tile, group_rows], where wgmma can read them.
 
-        wgmma reads its second operand from shared memory only. The weights are stored transposed,
-        with the keys contiguous, because 8 query rows would not fill the narrowest swizzle, 16
-        numbers.
+        wgmma reads its second operand only from shared memory. The weights are stored transposed,
+        with contiguous keys: 8 query rows would not fill the narrowest swizzle, 16 numbers.
         """
         weights = weights.astype(smem.weights.dtype)
         weights = plgpu.layout_cast(weights, plgpu.Layout.WGMMA_TRANSPOSED)
         smem.weights.transpose((1, 0))[...] = weights
 
     def _clear_rows_outside(self, v_tile: object, start: jax.Array, end: jax.Array) -> None:
-        """Sets the keys of a V tile outside of [start, end) to zero, whatever they held."""
+        """Sets the rows of a V tile outside of [start, end) to zero."""
         width = swizzle_width(self.head_dim)
         for column in range(0, self.head_dim, width):
             piece_ref = v_tile.at[:, pl.ds(column, width)]
@@ -455,9 +454,10 @@ class DecodeKernel:
         instructions than rescaling the output alone.
         """
         if self.is_interpreted:
-            # The interpreter looks for races of plain reads, but not of wgmma's reads.
+            # The interpreter detects races of plain reads, but not of wgmma's reads.
             a, b = a[...], b[...]
-            plgpu.commit_smem()  # before the next copy into the tile: wgmma's reads need no fence
+            # Plain reads need a fence before the next copy into the tile; wgmma's reads do not.
+            plgpu.commit_smem()
             return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
         def multiply(acc_ref: object) -> jax.Array:
@@ -478,14 +478,14 @@ def _filled(shape: tuple[int, ...], value: float, layout: object) -> jax.Array:
 
 
 def _down_columns(row: jax.Array, num_rows: int) -> jax.Array:
-    """f32[group_rows] repeated as every row of f32[num_rows, group_rows]."""
+    """Repeats f32[group_rows] as every row of f32[num_rows, group_rows]."""
     return lax.broadcast_in_dim(row, (num_rows, row.shape[0]), [1])
 
 
 def _store_short_rows(ref: object, value: jax.Array) -> None:
     """Stores registers to device memory in rows shorter than a cache line (8 numbers, mostly).
 
-    TODO: drop when JAX >= 0.12. Older versions have no `plgpu.store` and do not refuse such stores.
+    TODO: drop when JAX >= 0.12. Older versions have no `plgpu.store` and allow such stores.
     """
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)

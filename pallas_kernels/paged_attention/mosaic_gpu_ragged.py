@@ -27,21 +27,21 @@ def ragged_misfit(
     *,
     scale: float,
 ) -> str | None:
-    """Why the kernel cannot do a call; None if it can. Looks at shapes and static facts only."""
+    """Why the kernel cannot do a call; None if it can. Only shapes, dtypes and scale matter."""
     *_, block_size, head_dim = kv_cache.shape
     if q.dtype.name not in _DTYPES:
         return f"wgmma multiplies {' and '.join(_DTYPES)}, q is {q.dtype.name}"
     if kv_cache.dtype != q.dtype:
         return f"the cache's dtype ({kv_cache.dtype.name}) is not q's ({q.dtype.name})"
     if head_dim not in _HEAD_DIMS:
-        return f"head_dim {head_dim} is none of {_HEAD_DIMS}"
+        return f"head_dim is {head_dim}; it must be one of {_HEAD_DIMS}"
     kv_tile = default_ragged_config(
         head_dim=head_dim, group_size=1, itemsize=q.dtype.itemsize
     ).kv_tile
     if block_size % 8 or (kv_tile % block_size and block_size % kv_tile):
         return f"blocks of {block_size} tokens do not fill tiles of {kv_tile} keys"
     if not scale > 0:
-        return f"a scale of {scale}: the running maximum is taken before scaling"
+        return f"scale is {scale}; it must be positive, as maxima are taken before scaling"
     return None
 
 
@@ -70,8 +70,8 @@ def ragged_rows_mosaic_gpu(
         interpret: False or `plgpu.InterpretGPUParams`.
 
     Returns:
-        The output and the logarithm of the softmax's denominator, natural, as `api.paged_attention`
-        without sinks. Rows of padding tokens and of requests left out hold anything, NaN included.
+        The output and the natural logarithm of the softmax's denominator, as `api.paged_attention`
+        without sinks. Rows of padding tokens and of omitted requests are undefined, may be NaN.
     """
     num_tokens, num_q_heads, head_dim = q.shape
     _, num_halves, num_kv_heads, block_size, _ = kv_cache.shape
@@ -83,7 +83,7 @@ def ragged_rows_mosaic_gpu(
     if group_size % config.heads_per_tile:
         raise ValueError(
             f"ragged_rows_mosaic_gpu: got {config.heads_per_tile=} for groups of {group_size} "
-            "query heads, wanted a divisor. Leave config at None to have one chosen that fits."
+            "query heads, wanted a divisor. Pass config=None to use a config that fits."
         )
     seen = SeenKeys(is_causal=is_causal, sliding_window=sliding_window, chunk_size=chunk_size)
     plan, token_rows = plan_tiles(
@@ -109,7 +109,7 @@ def ragged_rows_mosaic_gpu(
         exponent_factor=(scale if soft_cap is None else soft_cap) * LOG2_E,
         is_interpreted=bool(interpret),
     )
-    # The TMA box of a tile's tokens must not be longer than the array, and is 64 columns wide.
+    # The TMA box of a tile is 64 columns wide, and must not have more tokens than the array.
     padding = (max(0, config.tokens_per_warpgroup - num_tokens), 0, -head_dim % CHUNK)
     out, lse_tiles = kernel.launch(
         jnp.pad(q, [(0, missing) for missing in padding]),

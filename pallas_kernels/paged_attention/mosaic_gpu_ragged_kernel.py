@@ -1,4 +1,4 @@
-"""The ragged Mosaic GPU kernel of `mosaic_gpu_ragged`: what one CTA does.
+"""The ragged Mosaic GPU kernel of `mosaic_gpu_ragged`: the program of one CTA.
 
 A CTA computes one tile: 128 rows, which are some query tokens of one request times some query heads
 of one KV head (see `ragged_tiles`). Its three warpgroups, of 128 threads each, are specialised:
@@ -7,16 +7,16 @@ of one KV head (see `ragged_tiles`). Its three warpgroups, of 128 threads each, 
     compute 0   rows 0..63:   S = Q K^T, softmax, O += P V, for one KV tile after the other
     compute 1   rows 64..127: the same, half a step later
 
-The two take turns (`turn` is a barrier at which both meet): the tensor core multiplies for one
-while the other computes exponentials:
+The compute warpgroups take turns: the tensor core multiplies for one while the other computes
+exponentials. Both wait for each other at the barrier `turn`:
 
     compute 0   | S 0 | softmax 0    | PV 0, S 1 | softmax 1    | PV 1, S 2 | ...
     compute 1   |     | S 0          | softmax 0 | PV 0, S 1    | softmax 1 | ...
                       ^ turn         ^ turn      ^ turn         ^ turn
 
-Where heads are wider than 256 columns, the output of 64 rows does not fit a warpgroup's registers.
-The tile is then computed by two CTAs, each with half the columns of V and of the output. Both
-compute the same scores from the whole of Q and K.
+If heads are wider than 256 columns, the output of 64 rows does not fit a warpgroup's registers. Two
+CTAs then compute the tile, each with half the columns of V and of the output. Both compute the same
+scores from all columns of Q and K.
 
 The cycle of a K tile, and likewise of a V tile: the memory warpgroup waits for `k_free` and starts
 the copies, which arrive at `k_landed`. Both compute warpgroups wait there, multiply, and arrive at
@@ -150,7 +150,7 @@ class RaggedKernel:
         }
 
     def _tile(self, q_ref, kv_ref, row_ref, tables_ref, plan_ref, out_ref, lse_ref, **smem):  # noqa: ANN001, ANN202
-        """What a CTA does."""
+        """The program of one CTA."""
         tile = lax.axis_index("tile")
         warpgroup = lax.axis_index("warpgroup")
 
@@ -177,7 +177,7 @@ class RaggedKernel:
         The edges come last, so that their extra work delays no copy.
         """
         if not self.seen.has_left_edge:
-            return step  # the full ones begin at 0, and the right edge follows them
+            return step  # tiles without a mask begin at 0, and the right edge follows them
         num_full = plan(PlanField.FULL_END) - plan(PlanField.FULL_START)
         num_left = plan(PlanField.FULL_START) - plan(PlanField.KV_START)
         edge = step - num_full
@@ -191,7 +191,7 @@ class RaggedKernel:
         The CTA takes 2 x 128 x the first + 128 x the second of an SM's 65,536 registers.
         """
         if self.head_dim > 192:
-            return 240, 24  # its tiles have half the keys, so fewer block ids to hold
+            return 240, 24  # tiles have half the keys, so there are fewer block ids to hold
         if self.seen.has_left_edge and self.copies_per_tile > 8:
             return 224, 56  # 16 block ids, and the first seen key of each tile
         return 232, 40
@@ -207,7 +207,7 @@ class RaggedKernel:
         tokens = config.tokens_per_warpgroup
 
         def swap_turns():  # noqa: ANN202
-            """Both warpgroups meet, and the tensor core passes from one to the other."""
+            """Waits until both warpgroups are here. Then the other one uses the tensor core."""
             plgpu.barrier_arrive(smem["turn"])
             plgpu.barrier_wait(smem["turn"])
 
@@ -254,7 +254,7 @@ class RaggedKernel:
             return pl.run_state(multiply)(plgpu.ACC.init(out))
 
         def attend(step, carry, is_edge):  # noqa: ANN001, ANN202
-            """One KV tile. In the carry the maximum counts in powers of two."""
+            """Adds one KV tile. The maximum in the carry is an exponent of 2."""
             out, largest, denominator = carry
             if is_edge:
                 plgpu.barrier_wait(smem["v_landed"].at[stage_of(step)])
@@ -274,7 +274,8 @@ class RaggedKernel:
             out *= lax.broadcast_in_dim(shrink, out.shape, [0])
             denominator = denominator * shrink + weights.sum(axis=1)
             weights = weights.astype(self.dtype)
-            # The softmax must end before the turn passes; the compiler must not move it after that.
+            # The softmax must end before the other warpgroup's turn. The barrier keeps the compiler
+            # from moving it.
             out, new_largest, denominator, weights = lax.optimization_barrier(
                 (out, new_largest, denominator, weights)
             )
@@ -308,8 +309,8 @@ class RaggedKernel:
             filled(_NOTHING_SEEN, rows, layout=per_row),
             filled(0.0, rows, layout=per_row),
         )
-        # The second warpgroup swaps turns once more at the start, and the first one at the end. So
-        # both meet equally often, half a step apart.
+        # The second warpgroup has one more `swap_turns` at the start, and the first one at the end.
+        # So both call it equally often, and are half a step apart.
         pl.when(warpgroup == 1)(swap_turns)
         carry = lax.fori_loop(0, num_full, functools.partial(attend, is_edge=False), carry)
         carry = lax.fori_loop(num_full, num_steps, functools.partial(attend, is_edge=True), carry)
@@ -317,7 +318,7 @@ class RaggedKernel:
         self.rows.store_rows(plan, carry, out_ref, lse_ref, chunks)
 
     def _mask(self, plan, logits, step):  # noqa: ANN001, ANN202
-        """-inf where a row's token does not see the key."""
+        """Sets logits to -inf where a row's token does not see the key."""
         tokens = self.config.tokens_per_warpgroup
         column = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
         key = column + self._kv_tile_at(plan, step) * self.config.kv_tile
@@ -340,9 +341,9 @@ class RaggedKernel:
     def _clean_values(self, plan, v_tile, v_clean, step):  # noqa: ANN001, ANN202
         """Sets the rows of V that no query sees to zero; returns whether the tile has such rows.
 
-        Keys that no query sees may be NaN, and are masked in the scores. Values cannot be masked
-        by a weight of 0, as 0 * NaN is NaN. The first warpgroup, which is half a step ahead of
-        the other, does it for both.
+        Keys that no query sees may be NaN; the mask of the logits removes them. A weight of 0
+        cannot remove such values, as 0 * NaN is NaN. The first warpgroup, which is half a step
+        ahead of the other, cleans them for both.
         """
         first_key = self._kv_tile_at(plan, step) * self.config.kv_tile
         start = plan(PlanField.SEEN_START) - first_key
@@ -380,8 +381,8 @@ class RaggedKernel:
             return boxes
 
         def copy_tile(boxes, columns, kv_tile_idx, tile_ref, barrier):  # noqa: ANN001, ANN202
-            # If a block is longer than a tile, the part to read: with blocks of 256 and tiles of
-            # 128, odd tiles are the second half.
+            # The part to read of a block that is longer than a tile: with blocks of 256 and tiles
+            # of 128, odd tiles are the second half.
             tile_of_block = lax.rem(
                 kv_tile_idx, jnp.int32(max(1, self.block_size // config.kv_tile))
             )
@@ -428,12 +429,12 @@ class RaggedKernel:
 
 
 def _tiled(swizzle: int, dtype: jnp.dtype) -> tuple[object, ...]:
-    """The transforms of a tile in shared memory that wgmma reads, with a swizzle of some bytes."""
+    """The transforms of a tile in shared memory that wgmma reads, with `swizzle` in bytes."""
     return plgpu.TilingTransform((8, swizzle // dtype.itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
 def _v_swizzle(kv_tile: int, v_width: int, dtype: jnp.dtype) -> int:
-    """Bytes of the swizzle of a V tile: wgmma sums keys in groups of its width."""
+    """Bytes of the swizzle of a V tile. wgmma sums keys in groups of this width."""
     widest = plgpu.find_swizzle(v_width * dtype.itemsize * 8)
     return min(widest, kv_tile * dtype.itemsize)
 
@@ -451,8 +452,8 @@ def _tanh(x: jax.Array) -> jax.Array:  # f32[...], both
 def _zero_rows_outside(tile_ref, start, end):  # noqa: ANN001, ANN202
     """Sets the rows of a V tile (f[kv_tile, head_dim], in SMEM) outside [start, end) to zero.
 
-    In pieces of 64 rows by the widest swizzle, so that few registers hold one. A tile of 32 rows is
-    cleared as its transpose, because registers hold 64 rows.
+    Works in pieces of 64 rows by the widest swizzle, so that a piece needs few registers. A tile of
+    32 rows is cleared as its transpose, because a layout in registers has 64 rows.
     """
     num_rows, num_columns = tile_ref.shape
     width = plgpu.find_swizzle(num_columns * tile_ref.dtype.itemsize * 8) // tile_ref.dtype.itemsize

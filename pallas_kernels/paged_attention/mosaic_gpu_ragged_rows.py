@@ -1,9 +1,9 @@
 """Loads (Q) and stores (output) the 64 rows of a compute warpgroup of the ragged kernel.
 
 A row is a query token of one head: with 4 heads per tile, rows 0..15 are 16 tokens of the first
-head, and rows 16..31 the same tokens of the second. The tokens may begin anywhere in the batch. TMA
-could copy into the 8-row tiles that wgmma reads only from every 8th token. So Q arrives untiled, in
-chunks of 64 columns, and the threads rearrange it. The output goes the same way back.
+head, and rows 16..31 the same tokens of the second. wgmma reads tiles of 8 rows. TMA could copy
+into these tiles only from every 8th token of the batch, but the rows may begin at any token. So TMA
+copies untiled chunks of 64 columns, and the threads rearrange them. The output is stored likewise.
 """
 
 import math
@@ -38,12 +38,12 @@ class RowTransfer:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks that hold a head; the last may be filled in part."""
+        """Number of chunks of one head; the last may be filled in part."""
         return pl.cdiv(self.head_dim, CHUNK)
 
     @property
     def num_out_chunks(self) -> int:
-        """Chunks that hold the columns of the output that a CTA computes."""
+        """Number of chunks of the output columns that one CTA computes."""
         return pl.cdiv(v_part_width(self.head_dim), CHUNK)
 
     def chunk_columns(self, chunk: int) -> int:
@@ -52,16 +52,16 @@ class RowTransfer:
 
     @property
     def boxes_per_warpgroup(self) -> int:
-        """TMA copies that bring a warpgroup's Q."""
+        """Number of TMA copies for a warpgroup's Q."""
         return self.config.heads_per_tile * self.num_chunks
 
     def scratch(self, tiled: tuple[object, ...], is_interpreted: bool) -> object:
-        """Memory of all compute warpgroups' Q and output: as wgmma reads it, and in chunks.
+        """Shared memory for the Q and output of all compute warpgroups, tiled and in chunks.
 
         Args:
-            tiled: The transforms of what wgmma reads.
-            is_interpreted: Whether this is for interpret mode. It reports a race if two warpgroups
-                use different members of a union, even if each uses only its own part.
+            tiled: The transforms of the tiles that wgmma reads.
+            is_interpreted: Interpret mode reports a race if two warpgroups use different members
+                of a union, even if each uses only its own part. So it gets no union.
 
         Returns:
             Two refs: f[NUM_COMPUTE_WARPGROUPS, 64, head_dim], f[.., num_chunks, 64, CHUNK].
@@ -88,9 +88,9 @@ class RowTransfer:
         first_column=0,  # noqa: ANN001
         first_row=0,  # noqa: ANN001
     ):
-        """Calls copy(GMEM, SMEM) for boxes of `num_tokens` tokens, by heads, 64 columns at a time.
+        """Calls copy(GMEM, SMEM) for each head, for boxes of `num_tokens` tokens and 64 columns.
 
-        Token t of head h stands in row h * tokens_per_warpgroup + t of each chunk.
+        Token t of head h is row h * tokens_per_warpgroup + t of each chunk.
         """
         first_head = lax.axis_index("head_group") * self.config.heads_per_tile
         for head in range(self.config.heads_per_tile):
@@ -103,7 +103,7 @@ class RowTransfer:
                 )
 
     def load_queries(self, first_token, q_ref, chunks, q_tile, landed) -> None:  # noqa: ANN001
-        """Brings a warpgroup's 64 rows of Q into the order that wgmma reads."""
+        """Loads a warpgroup's 64 rows of Q in the order that wgmma reads."""
 
         def copy(source, target):  # noqa: ANN001, ANN202
             plgpu.copy_gmem_to_smem(source, target, landed)
@@ -111,7 +111,7 @@ class RowTransfer:
         boxes = {"num_tokens": self.config.tokens_per_warpgroup, "num_chunks": self.num_chunks}
         self._for_each_box(copy, q_ref, chunks, first_token=first_token, **boxes)
         plgpu.barrier_wait(landed)
-        # The two may share memory in different orders, so all is read before anything is written.
+        # Chunks and tile may share memory, so all chunks are read before the tile is written.
         values = [
             plgpu.load(chunks.at[chunk], layout=plgpu.Layout.WGMMA)
             for chunk in range(self.num_chunks)
@@ -124,7 +124,7 @@ class RowTransfer:
     def store_rows(self, plan, carry, out_ref, lse_ref, chunks) -> None:  # noqa: ANN001
         """Writes a warpgroup's rows: all tokens at once, or one by one where the request ends.
 
-        There is no masked store, and what follows the last token belongs to another request.
+        There is no masked store, and the rows after the last token belong to another request.
         """
         out, largest, denominator = carry
         has_seen = denominator > 0.0

@@ -1,7 +1,6 @@
 """Mosaic TPU body of `paged_attention`: arranges the arguments and launches the kernel.
 
-`mosaic_tpu_plan.py` says how the batch is cut into tiles and passes, `mosaic_tpu_kernel.py` what
-one pass does.
+`mosaic_tpu_plan.py` cuts the batch into tiles and passes. `mosaic_tpu_kernel.py` computes a pass.
 """
 
 import functools
@@ -51,8 +50,8 @@ def paged_attention_mosaic_tpu(
     max_query_len: int | None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, head_dim], f32[num_tokens, ...]
-    """See `api.paged_attention`; `interpret` is what `pl.pallas_call` takes under this name."""
-    del alibi_slopes, kv_dtype  # None: `misfit` refuses calls that need them
+    """See `api.paged_attention`; `interpret` is passed to `pl.pallas_call`."""
+    del alibi_slopes, kv_dtype  # None, because `misfit` rejects other calls
     num_tokens, num_q_heads, _ = q.shape
     plan = make_plan(q, kv_cache)
     rules = AttentionRules(
@@ -104,23 +103,23 @@ def misfit(
     if kwargs["alibi_slopes"] is not None:
         return ALIBI_MISFIT
     if q.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"q is {q.dtype}, it computes in bfloat16 or float32"
+        return f"q is {q.dtype}; it must be bfloat16 or float32"
     if kv_cache.dtype == jnp.uint16:
-        return "kv_cache is uint16, it takes 16-bit floats in their own dtype"
+        return "kv_cache is uint16; 16-bit floats must be stored in their own dtype"
     if kv_cache.dtype == jnp.float16:
-        return "kv_cache is float16, which a TPU has no arithmetic for"
+        return "kv_cache is float16, for which a TPU has no arithmetic"
     if kv_cache.shape[-1] % LANES:
         # XLA would lay such a cache out with the blocks innermost, and copy it for the kernel.
-        return f"kv_cache has head_dim {kv_cache.shape[-1]}, it needs a multiple of {LANES}"
+        return f"kv_cache has head_dim {kv_cache.shape[-1]}; it must be a multiple of {LANES}"
     if kv_cache.shape[3] % HBM_ROW_TILE:
-        return f"block_size is {kv_cache.shape[3]}, copies need a multiple of {HBM_ROW_TILE}"
+        return f"block_size is {kv_cache.shape[3]}; it must be a multiple of {HBM_ROW_TILE}"
     plan = make_plan(q, kv_cache)
     num_bytes = scalar_bytes(plan, q, block_tables)
     if num_bytes > MAX_SCALAR_BYTES:
-        return f"its scalars would take {num_bytes} bytes of SMEM, more than {MAX_SCALAR_BYTES}"
+        return f"passes and tables need {num_bytes} bytes of SMEM, more than {MAX_SCALAR_BYTES}"
     num_bytes = scratch_bytes(plan, q, kv_cache)
     if num_bytes > MAX_SCRATCH_BYTES:
-        return f"its tiles would take {num_bytes} bytes of VMEM, more than {MAX_SCRATCH_BYTES}"
+        return f"tiles would take {num_bytes} bytes of VMEM, more than {MAX_SCRATCH_BYTES}"
     return None
 
 
@@ -169,7 +168,7 @@ def _launch(
             ],
         ),
         compiler_params=pltpu.CompilerParams(
-            # In order: the KV tiles and the running softmax pass from one step to the next.
+            # Steps run in order, because each uses KV tiles that the step before has fetched.
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=VMEM_LIMIT_BYTES,
         ),
@@ -179,7 +178,7 @@ def _launch(
 
 
 def _whole_lanes(block_tables: jax.Array) -> jax.Array:  # i32[num_reqs, 1, max_blocks_per_req]
-    """One row of whole lanes per request, so that it can be copied alone."""
+    """Pads a request's block table to one row of whole lanes, so that it can be copied alone."""
     padding = round_up(block_tables.shape[1], LANES) - block_tables.shape[1]
     return jnp.pad(block_tables, ((0, 0), (0, padding)))[:, None]
 
@@ -205,7 +204,7 @@ def _add_sinks(
     lse: jax.Array,  # f32[num_tokens, num_q_heads]
     sinks: jax.Array,  # f32[num_q_heads]
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds one more logit per head to softmaxes that are already finished."""
+    """Adds one more logit per head to finished softmaxes."""
     with_sink = jnp.logaddexp(lse, sinks.astype(jnp.float32))
     sees_any = lse > -jnp.inf
     share = jnp.where(sees_any, jnp.exp(lse - with_sink), 0.0)

@@ -1,9 +1,9 @@
-"""Kernel body of ragged paged attention on a TPU: what one pass does.
+"""Kernel body of ragged paged attention on a TPU: computes one pass.
 
 One grid step is one pass (see `mosaic_tpu_plan.py`). It multiplies its tokens' rows of Q, for all
 KV heads, with the request's keys, one KV tile at a time. A KV tile is a few blocks. One copy from
-HBM brings the keys and values of all heads of a block. There are two buffers: while one tile is
-multiplied, the next is copied. After the last tile of a pass comes the first of the next pass.
+HBM loads the keys and values of all heads of a block. There are two buffers: while one tile is
+multiplied, the next is copied, across the boundaries of passes.
 """
 
 import functools
@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.async_copy import AsyncCopy
 from pallas_kernels.paged_attention.mosaic_tpu_plan import ROW_TILE, PassField, TilePlan
 
-# Masked logits and empty running maxima. Finite, because -inf minus -inf is NaN.
+# Value of masked logits and of empty running maxima. Finite, because -inf minus -inf is NaN.
 MASKED_LOGIT = -1e30
 # The parts of a block.
 KEYS, VALUES = 0, 1
@@ -134,7 +134,7 @@ class _Copies:
         return self._refs.passes[PassField.FIRST_KEY, pass_idx] // self._plan.kv_tile_tokens
 
     def end_tile(self, pass_idx: jax.Array) -> jax.Array:
-        """One past the last KV tile; a pass that sees nothing has one tile, of no blocks."""
+        """One past the last KV tile; a pass that sees no key has one tile without blocks."""
         end_key = self._refs.passes[PassField.END_KEY, pass_idx]
         end = pl.cdiv(end_key, self._plan.kv_tile_tokens)
         return jnp.maximum(end, self.first_tile(pass_idx) + 1)
@@ -167,7 +167,7 @@ class _Copies:
         lax.fori_loop(*self._blocks(pass_idx, kv_tile), wait, None)
 
     def _blocks(self, pass_idx: jax.Array | int, kv_tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The logical blocks of a tile with a key that some token sees. Others are not read."""
+        """The range of a tile's logical blocks that have a key seen by a token of the pass."""
         plan, passes = self._plan, self._refs.passes
         first = passes[PassField.FIRST_KEY, pass_idx] // plan.block_size
         end = pl.cdiv(passes[PassField.END_KEY, pass_idx], plan.block_size)
@@ -220,7 +220,7 @@ def _in_window(
     pass_idx: jax.Array,
     work: Callable[[_Window], None],
 ) -> None:
-    """Runs `work(window)` on the whole query tile, or for one token on a few rows around it."""
+    """Runs `work(window)` on the whole query tile, or on a few rows if the pass has one token."""
 
     def run(start: jax.Array | int, num_rows: int) -> None:
         work(
@@ -270,9 +270,9 @@ def _empty_softmax(window: _Window) -> None:
 def _clear_unwritten_values(
     refs: KernelRefs, plan: TilePlan, pass_idx: jax.Array, kv_tile: jax.Array, slot: jax.Array
 ) -> None:
-    """Sets values that no token sees to zero: they may be NaN, and a weight of 0 times NaN is NaN.
+    """Zeroes values that no token sees: they may be NaN, and a weight of 0 times NaN is NaN.
 
-    Only the first and the last tile of a pass can hold any.
+    Only the first and the last tile of a pass can hold such values.
     """
     first_key = refs.passes[PassField.FIRST_KEY, pass_idx] - kv_tile * plan.kv_tile_tokens
     end_key = refs.passes[PassField.END_KEY, pass_idx] - kv_tile * plan.kv_tile_tokens

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 LANES = 128
 # Rows that are interleaved in VMEM: 8 of float32, 16 of bfloat16. Slices of Q are aligned to it.
 ROW_TILE = 16
-# Rows that are interleaved in HBM, for every dtype. A block must be a multiple to be copied.
+# Rows that are interleaved in HBM, for every dtype. Copied blocks must be a multiple of it.
 HBM_ROW_TILE = 8
 
-# Guesses, not measured: rows of Q of one KV head (a matrix unit is 128 or 256 high), rows of all KV
-# heads together (they and their accumulator stay in VMEM), keys of a KV tile, and how much VMEM the
-# KV tiles may take before they are made shorter.
+# Limits of tiles; guesses, not measured: rows of Q of one KV head (a matrix unit is 128 or 256
+# high), rows of all KV heads (they and their accumulator stay in VMEM), keys of a KV tile, and VMEM
+# of the KV tiles, which are shortened if they exceed it.
 MAX_TILE_ROWS = 256
 MAX_TILE_ROWS_OF_ALL_HEADS = 2048
 MAX_KV_TILE_TOKENS = 512
@@ -40,7 +40,7 @@ class TilePlan:
     num_kv_heads: int
     group_size: int  # query heads of one KV head; their rows of a token are next to each other
     tile_tokens: int
-    # Rows that a pass of one token works on: an aligned window that holds the token's rows.
+    # Rows that a pass with one token computes: an aligned window that contains the token's rows.
     window_rows: int
     block_size: int
     tile_blocks: int  # blocks of one KV tile
@@ -70,7 +70,7 @@ def make_plan(q: jax.Array, kv_cache: jax.Array) -> TilePlan:
     reach = ROW_TILE - math.gcd(group_size, ROW_TILE) + group_size
     window_rows = min(round_up(reach, ROW_TILE), tile_tokens * group_size)
 
-    # A KV tile is whole blocks, and whole lanes, because it is the minor axis of the logits.
+    # A KV tile has whole blocks. It also has whole lanes, because it is the logits' minor axis.
     step_blocks = LANES // math.gcd(block_size, LANES)
     fitting = min(MAX_KV_TILE_TOKENS // block_size, KV_TILES_BYTES // (2 * _block_bytes(kv_cache)))
     return TilePlan(
@@ -84,7 +84,7 @@ def make_plan(q: jax.Array, kv_cache: jax.Array) -> TilePlan:
 
 
 def scratch_bytes(plan: TilePlan, q: jax.Array, kv_cache: jax.Array) -> int:
-    """VMEM that the kernel's buffers take: KV tiles, Q and output twice, running softmax."""
+    """VMEM of the kernel's buffers: KV tiles, two each for Q and output, and running softmax."""
     kv_bytes = 2 * plan.tile_blocks * _block_bytes(kv_cache)
     head_dim = round_up(kv_cache.shape[-1], LANES)
     row_bytes = 4 * head_dim * q.dtype.itemsize + 4 * (head_dim + 3 * LANES)
@@ -92,7 +92,7 @@ def scratch_bytes(plan: TilePlan, q: jax.Array, kv_cache: jax.Array) -> int:
 
 
 def scalar_bytes(plan: TilePlan, q: jax.Array, block_tables: jax.Array) -> int:
-    """SMEM that the kernel takes: the passes, and the block tables of two requests."""
+    """SMEM of the kernel: the passes, and the block tables of two requests."""
     num_reqs, max_blocks_per_req = block_tables.shape
     num_passes = round_up(max_passes(q.shape[0], num_reqs, plan.tile_tokens), LANES)
     return 4 * (8 * num_passes + 2 * round_up(max_blocks_per_req, LANES))
@@ -110,7 +110,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 class PassField(enum.IntEnum):
-    """Lines of the array of passes."""
+    """Rows of the array of passes."""
 
     TILE = 0
     REQ = 1
@@ -122,7 +122,7 @@ class PassField(enum.IntEnum):
 
 
 def max_passes(num_tokens: int, num_reqs: int, tile_tokens: int) -> int:
-    """The most passes that there can be: each request begins one, and so does each tile."""
+    """The largest number of passes: each request begins one, and so does each tile."""
     return -(-num_tokens // tile_tokens) + num_reqs
 
 

@@ -1,4 +1,4 @@
-"""The work of the ragged Mosaic GPU kernel cut into tiles: their sizes, and the plan of a batch.
+"""Cuts the work of the ragged Mosaic GPU kernel into tiles: their sizes, and a batch's plan.
 
 A tile is the work of one CTA: some consecutive query tokens of one request times some of the query
 heads that share a KV head. Its rows are cut in two halves, one for each compute warpgroup.
@@ -16,7 +16,7 @@ ROWS_PER_WARPGROUP = 64
 NUM_COMPUTE_WARPGROUPS = 2
 # Columns of Q and of the output that one TMA box holds: 128 bytes, the widest swizzle.
 CHUNK = 64
-# A CTA's shared memory on an H100 or H200 (227 KiB); the part for barriers and alignment.
+# A CTA's shared memory on an H100 or H200 (227 KiB), and the part for barriers and alignment.
 SMEM_BYTES = 232_448
 _SMEM_RESERVE_BYTES = 2_048
 _MAX_STAGES = 4
@@ -43,8 +43,8 @@ class RaggedConfig:
         if self.kv_tile != 32 and (self.kv_tile < 64 or self.kv_tile % 64):
             raise ValueError(f"kv_tile: got {self.kv_tile}, wanted 32 or a multiple of 64.")
         if self.num_stages < 2:
-            # The two warpgroups are half a step apart, so with one stage each would wait for the
-            # other to free it.
+            # The two warpgroups are half a step apart. With one stage, each would wait until the
+            # other frees the stage.
             raise ValueError(f"num_stages is too small: got {self.num_stages}, wanted at least 2.")
 
     @property
@@ -58,7 +58,7 @@ class RaggedConfig:
     def smem_bytes(self, head_dim: int, itemsize: int) -> int:
         """Bytes of the Q (and output) tile and of all stages of K and V."""
         chunk_columns = -(-head_dim // CHUNK) * CHUNK
-        # The tile that wgmma reads and the chunks share memory only if they have one shape.
+        # The tile that wgmma reads and the chunks share memory only if their sizes are equal.
         q_columns = head_dim if chunk_columns == head_dim else head_dim + chunk_columns
         q_elements = NUM_COMPUTE_WARPGROUPS * ROWS_PER_WARPGROUP * q_columns
         kv_columns = head_dim + v_part_width(head_dim)
@@ -75,7 +75,7 @@ def v_part_width(head_dim: int) -> int:
 
 
 def default_ragged_config(*, head_dim: int, group_size: int, itemsize: int) -> RaggedConfig:
-    """The sizes that are used until better ones are measured. All of them are guesses.
+    """Sizes to use until better sizes are measured. All of them are guesses.
 
     - heads_per_tile: a power of two that divides the group, so that no row is padding. With more
       heads, a tile has fewer tokens, so the causal diagonal and the ends of requests cut off less
@@ -132,21 +132,21 @@ class SeenKeys:
         return jnp.zeros_like(position)
 
     def end(self, position: jax.Array, seq_len: jax.Array) -> jax.Array:  # i32[...]
-        """One more than the last key that it sees."""
+        """One past the last key that the token sees."""
         return jnp.minimum(position + 1, seq_len) if self.is_causal else seq_len
 
 
 class PlanField(IntEnum):
-    """Columns of a plan: what a CTA must know about its tile.
+    """Columns of a plan. They describe the tile of a CTA.
 
     The KV tiles that a tile reads are [KV_START, KV_END). Every token of the tile sees all keys in
-    [FULL_START, FULL_END), so these need no mask. The others, at either edge, need one.
+    [FULL_START, FULL_END), so these KV tiles need no mask. KV tiles at either edge need a mask.
     """
 
     TILE_IDX = 0  # place of the tile in the order of the batch
     REQ_IDX = 1
     FIRST_TOKEN = 2  # index in the batch of the tile's first query token
-    NUM_TOKENS = 3  # query tokens of the tile; 0: nothing to do
+    NUM_TOKENS = 3  # query tokens of the tile; 0 for an unused row
     FIRST_POSITION = 4  # position of the first query token in its request
     SEQ_LEN = 5
     SEEN_START = 6  # first key that any token of the tile sees
@@ -179,11 +179,11 @@ def plan_tiles(
 
     Returns:
         The plan, with one row per CTA, the longest first, so that the last CTAs to start are short.
-        And each token's row if all tiles followed each other, unsorted: tile * tokens_per_tile +
+        And each token's row in the concatenation of the unsorted tiles: tile * tokens_per_tile +
         token of the tile. Tokens that are in no tile get any row.
 
-    All pairs are compared instead of searched: XLA turns a binary search into a while loop. On a
-    GPU, it costs more than these small tables and cannot be in a CUDA graph.
+    All pairs are compared: XLA would turn a binary search into a while loop. On a GPU, the loop
+    costs more than these small tables, and cannot be in a CUDA graph.
     """
     tokens_per_tile = config.tokens_per_tile
     num_reqs = seq_lens.shape[0]

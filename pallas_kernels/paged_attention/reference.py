@@ -85,7 +85,7 @@ def _read_sequences(
     block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
     group_size: int,
 ) -> jax.Array:  # f32[num_reqs, num_q_heads, max_blocks_per_req * block_size, head_dim]
-    """Copies each request's blocks in order, a KV head once for each of its query heads."""
+    """Copies each request's blocks in order, and repeats a KV head for each of its query heads."""
     num_reqs = block_tables.shape[0]
     num_blocks, num_kv_heads, _, head_dim = pages.shape
     blocks = pages[jnp.clip(block_tables, 0, num_blocks - 1)].astype(jnp.float32)

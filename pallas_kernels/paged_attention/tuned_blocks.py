@@ -11,15 +11,16 @@ import jax.numpy as jnp
 
 from pallas_kernels.target import default_target
 
-# Query heads that may share a KV head, by the width of a V tile. Their logits, weights and outputs
-# stay in registers: larger groups spill. With up to `_GROUP_OF_TWO_CTAS` a thread needs at most 128
-# registers, so that two CTAs fit an SM. Found by compiling for sm_90a with JAX 0.11.2 and 0.12.0.
+# Most query heads that may share a KV head, by the width of a V tile. Registers hold the logits,
+# weights and outputs of these heads; larger groups spill. With up to `_GROUP_OF_TWO_CTAS` heads, a
+# thread needs at most 128 registers, so two CTAs fit an SM. Found by compiling for sm_90a with JAX
+# 0.11.2 and 0.12.0.
 _MAX_GROUP_SIZE = {64: 64, 128: 64, 192: 40, 256: 32, 320: 24, 384: 16, 448: 16, 512: 16}
 _GROUP_OF_TWO_CTAS = {64: 24, 128: 16, 192: 16, 256: 8}
-# Source: CUDA C++ Programming Guide, compute capability 9.0: shared memory of an SM and of a CTA.
-# The system takes 1 KiB per CTA.
+# Shared memory in bytes: of an SM, most of a CTA, and reserved by the system per CTA.
+# Source: CUDA C++ Programming Guide, compute capability 9.0.
 _SMEM_PER_SM, _SMEM_PER_CTA, _SMEM_RESERVED = 233_472, 232_448, 1_024
-# For barriers, and for the alignment of swizzled tiles.
+# Room for barriers, and for the alignment of swizzled tiles.
 _SMEM_SLACK = 2_048
 _NUM_SMS = {"NVIDIA H200": 132, "NVIDIA H100 80GB HBM3": 132, "NVIDIA H100 PCIe": 114}
 _USUAL_NUM_SMS = 132
@@ -29,12 +30,12 @@ _USUAL_NUM_SMS = 132
 class DecodeConfig:
     """Sizes of the decode kernel."""
 
-    kv_tile: int  # keys of a tile, a multiple of 64
-    num_stages: int  # tiles of a ring, which are loaded ahead
-    ctas_per_sm: int  # that fit in an SM with the sizes above
+    kv_tile: int  # keys per tile, a multiple of 64
+    num_stages: int  # tiles per ring, which are loaded ahead
+    ctas_per_sm: int  # CTAs that fit in an SM with the sizes above
     num_sms: int  # of the device
-    min_share: int  # tiles that a share of a split has at least
-    # K and V tiles take turns in one ring, which can have an odd number of tiles: for wide heads.
+    min_share: int  # smallest number of tiles in a share of a split
+    # K and V tiles alternate in one ring, which may have an odd number of tiles. For wide heads.
     has_one_ring: bool = False
 
     @property
@@ -47,7 +48,7 @@ class DecodeConfig:
         return group_rows // 8 * 1_024
 
     def smem_bytes(self, itemsize: int, head_dim: int, group_size: int) -> int:
-        """Shared memory of a CTA, at most."""
+        """An upper bound of a CTA's shared memory."""
         group_rows = padded_rows(group_size)
         widths = head_dim if self.has_one_ring else head_dim + v_tile_width(head_dim)
         tiles = self.num_stages * self.kv_tile * widths
@@ -60,12 +61,12 @@ class DecodeConfig:
 
 
 def padded_rows(group_size: int) -> int:
-    """Query rows of a KV head as the kernel holds them: wgmma takes multiples of 8."""
+    """Rows that the kernel has for a KV head's queries: wgmma needs a multiple of 8."""
     return -(-group_size // 8) * 8
 
 
 def v_tile_width(head_dim: int) -> int:
-    """Columns of a V tile in shared memory, a multiple of 64: they are rows of wgmma's result."""
+    """Columns of a V tile in shared memory, a multiple of 64: rows of a wgmma result."""
     return -(-head_dim // 64) * 64
 
 
@@ -75,7 +76,7 @@ def swizzle_width(head_dim: int) -> int:
 
 
 def max_group_size(head_dim: int) -> int:
-    """How many query heads may share a KV head."""
+    """Largest number of query heads that may share a KV head."""
     return _MAX_GROUP_SIZE[v_tile_width(head_dim)]
 
 
@@ -83,8 +84,8 @@ _KV_TILE = 64
 _MIN_SHARE = 4
 _MAX_STAGES = 6
 
-# (device kind, head_dim) -> (num_stages, ctas_per_sm), 2-byte numbers, groups that
-# leave room for two CTAs. Guesses, all of them.
+# (device kind, head_dim) -> (num_stages, ctas_per_sm), for 2-byte numbers and groups that leave
+# room for two CTAs. All are guesses.
 _TUNED = {
     ("NVIDIA H200", 64): (6, 2),  # stages of 16 KiB
     ("NVIDIA H200", 128): (3, 2),  # of 32 KiB
@@ -102,8 +103,8 @@ def decode_config(
     """The sizes for a call: from the table if it has them, otherwise as many stages as fit.
 
     Args:
-        device_kind: As JAX names it; `None` is JAX's default device. A kind without an entry, such
-            as a CPU that compiles for a GPU, has the H200's.
+        device_kind: JAX's name of the device; `None` is JAX's default device. A kind without an
+            entry, such as a CPU that compiles for a GPU, uses the H200's entry.
     """
     if device_kind is None:
         device_kind = default_target().device_kind
@@ -116,7 +117,7 @@ def decode_config(
     if tuned is not None and itemsize == 2 and has_room_for_two:
         candidates = [(*tuned, False)]
     else:
-        # Two CTAs per SM if each can have two stages, and always the most stages that fit.
+        # Prefer two CTAs per SM, if each can have two stages; then the most stages that fit.
         candidates = [(n, 2, False) for n in stages if has_room_for_two]
         candidates += [(n, 1, False) for n in stages]
         if v_tile_width(head_dim) == head_dim:

@@ -1,8 +1,8 @@
-"""Fast plain-JAX body of `paged_attention`: two loops whose trip counts follow the real work.
+"""Fast plain-JAX body of `paged_attention`: one loop over blocks, and one over tiles.
 
-Requests with one query token share a loop over the blocks that exist; longer ones go through a
-loop over tiles. Both find their work on the device, so the cost does not depend on the longest
-context, and one compiled program serves every mix.
+Requests with one query token share the loop over their blocks. Longer requests use the loop over
+tiles. The device computes both trip counts, so the cost does not depend on the longest context, and
+one compiled program serves every mix of requests.
 """
 
 import jax
@@ -35,7 +35,7 @@ def attend_all_rows(
         lse = jnp.full(problem.out_shape[:-1], -jnp.inf, jnp.float32)
     else:
         out, lse = attend_prefill_rows(problem)
-    # In a step with prompts there is little to gain: their products take most of the time.
+    # In steps with prompts, sharing a prefix saves little: most of the time goes into prompts.
     decode_out, decode_lse, is_decode = attend_decode_rows(
         problem, looks_for_shared_prefix=max_query_len == 1
     )

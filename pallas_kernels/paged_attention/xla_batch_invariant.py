@@ -2,8 +2,8 @@
 
 Rounding depends on the order of sums and on the shape of products. So every token attends alone to
 its own keys, in the order of positions, in tiles that begin at multiples of a fixed number of
-positions. Every product has the same shape in every batch. A tile of which a token sees no key does
-not change its bits: it adds zeros and multiplies by one.
+positions. Every product has the same shape in every batch. If a token sees no key of a tile, the
+tile does not change the token's bits: it adds zeros and multiplies by one.
 
 The cost is that the tokens of a prompt do not share the keys that they read.
 """
@@ -37,7 +37,7 @@ def paged_attention_batch_invariant(
 
 
 def attend_rows_alike(problem: AttentionProblem) -> tuple[jax.Array, jax.Array]:
-    """Attends all query tokens, each one by the same instructions.
+    """Attends all query tokens with the same instructions.
 
     Returns:
         Output f32[num_tokens, num_kv_heads, group_size, value_dim] and lse f32[num_tokens,
@@ -68,7 +68,7 @@ def attend_rows_alike(problem: AttentionProblem) -> tuple[jax.Array, jax.Array]:
 def _attend_tile(
     problem: AttentionProblem, start: jax.Array
 ) -> tuple[jax.Array, jax.Array]:  # f32[QUERY_TILE, num_kv_heads, group_size, head_dim], f32[...]
-    """Attends tokens `start` to `start + QUERY_TILE`, all of them by the same instructions."""
+    """Attends the `QUERY_TILE` tokens from `start` on, all with the same instructions."""
     num_reqs, max_blocks_per_req = problem.block_tables.shape
     token_idx = start + jnp.arange(QUERY_TILE)
     q = lax.dynamic_slice_in_dim(problem.q, start, QUERY_TILE)
@@ -122,7 +122,7 @@ def _add_keys(
     logits = problem.logits(products, seen_of_heads, distance_of_heads, head_axis=1)
     largest = jnp.maximum(softmax.largest, logits.max(axis=-1))
     rescale = jnp.exp(softmax.largest - largest)
-    # A token that has seen no key yet has no largest logit, and exp alone would give 1.
+    # If a token has seen no key yet, all its logits are equal, and exp alone would give 1.
     weights = jnp.where(is_seen[:, None, None, :], jnp.exp(logits - largest[..., None]), 0.0)
     return RunningSoftmax(
         largest,

@@ -1,4 +1,4 @@
-"""The one list of blocks that the decode loop of the plain-JAX body goes through."""
+"""The list of blocks over which the decode loop of the plain-JAX body iterates."""
 
 from typing import NamedTuple
 
@@ -15,12 +15,12 @@ MAX_SORTED_ENTRIES = 8192
 class BlockList(NamedTuple):
     """Entries of the block tables that the decode loop reads.
 
-    `codes` has the entries to read in the order of physical blocks, and then all others. Reading
-    memory from one end to the other is faster than reading it in any order, even a block at a time.
-    If there are too many entries to sort, `codes` is None, and the order is that of the tables.
+    `codes` has the entries to read, in the order of physical blocks, and then all others. Reading
+    blocks in the order of memory is faster than in another order. If there are too many entries to
+    sort, `codes` is None, and entries have the order of the tables.
     """
 
-    num_entries: jax.Array  # i32[], how many there are
+    num_entries: jax.Array  # i32[], number of entries to read
     first_needed: jax.Array  # i32[num_reqs], the first logical block that is read
     entry_ends: jax.Array  # i32[num_reqs], cumulative sum of blocks read
     codes: jax.Array | None  # i32[num_reqs * max_blocks_per_req], req_idx * max_blocks + logical
@@ -63,7 +63,7 @@ def list_blocks(
         is_needed = logical_block >= first_needed[:, None]
         is_needed &= logical_block < (first_needed + num_needed)[:, None]
         codes = _order_by_block(block_tables.reshape(-1), is_needed.reshape(-1), num_blocks)
-    # Not `entry_ends[-1]`, so that a program with a sorted list need not compute `entry_ends`.
+    # A sum instead of `entry_ends[-1]`: programs with a sorted list then omit `entry_ends`.
     num_entries = num_needed.sum(dtype=jnp.int32)
     return BlockList(num_entries, first_needed, entry_ends, codes)
 
@@ -79,7 +79,7 @@ def _order_by_block(
     they do not fit, neighboring blocks count as one: the order need not be exact.
     """
     (num_entries,) = block_ids.shape
-    room = 2**32 // num_entries - 1  # block places 0 to room - 1, then that of unneeded entries
+    room = 2**32 // num_entries - 1  # places 0 to room - 1 for blocks, and one for unneeded entries
     neighbours = -(-num_blocks // room)
     place = jnp.where(is_needed, block_ids, 0).astype(jnp.uint32) // jnp.uint32(neighbours)
     place = jnp.where(is_needed, place, jnp.uint32(room))

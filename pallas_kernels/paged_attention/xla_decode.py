@@ -17,13 +17,13 @@ from pallas_kernels.paged_attention.xla_shared_prefix import (
     find_shared_prefix,
 )
 
-# Numbers of K, and as many of V, that one step of the loop reads: few enough to stay in a core's
-# cache until they are multiplied (docs/design/cpu.md).
+# One step of the loop reads this many numbers of K, and as many of V. They stay in a core's cache
+# until they are multiplied (docs/design/cpu.md).
 CHUNK_NUMBERS = 2**17
 # Each chunk has a fixed cost, and with few heads larger chunks gain nothing.
 MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 128, 1024
-# Up to this many query heads of a KV head have a product each, which XLA:CPU runs in half the time
-# of one stacked product. With more heads, a stacked product is as fast (docs/design/cpu.md).
+# With up to this many query heads per KV head, each head has its own product: XLA:CPU needs half
+# the time of one stacked product. With more heads, both are equally fast (docs/design/cpu.md).
 MAX_SEPARATE_HEADS = 8
 # Writes past the last row are dropped. No index is negative (`rows_at`).
 _DROPPED = {"mode": "drop", "wrap_negative_indices": False}
@@ -35,8 +35,8 @@ def attend_decode_rows(
     """Attends the query token of every request that has exactly one.
 
     Args:
-        looks_for_shared_prefix: Whether leading blocks that many requests hold are read once for
-            all of them. The code for it takes time to compile.
+        looks_for_shared_prefix: Read leading blocks that many requests hold once for all of them.
+            The code for it takes time to compile.
 
     Returns:
         Output f32[num_reqs, num_kv_heads, group_size, head_dim] and lse f32[num_reqs,
@@ -98,7 +98,7 @@ def _add_blocks(
 ) -> RunningSoftmax:
     """Adds each block to the running softmax of its request."""
     k, v = problem.gather_blocks(block_ids, is_real)
-    # Entries that are not real read some request's query, and their sums are dropped.
+    # Padding entries read the query of any request. Their sums are dropped.
     written_req = jnp.where(is_real, req_idx, problem.seq_lens.shape[0])
     # Unwritten memory may hold NaN, and a weight of 0 times NaN is NaN.
     v = jnp.where(is_seen[:, None, :, None], v, 0)

@@ -42,7 +42,7 @@ def attend_prefill_rows(problem: AttentionProblem) -> tuple[jax.Array, jax.Array
         num_query_of_req = rows_at(num_query, req_idx)
         is_query = query_idx < num_query_of_req  # bool[query_tile]
         token_idx = rows_at(problem.query_start_loc, req_idx) + query_idx
-        # Where attention is not causal, every token sees what the last one sees.
+        # Without causal masking, every token sees the same keys as the last token.
         offset = query_idx - num_query_of_req if problem.is_causal else -jnp.ones_like(query_idx)
         position = rows_at(problem.seq_lens, req_idx) + offset
         written_idx = jnp.where(is_query, token_idx, num_tokens)

@@ -1,4 +1,4 @@
-"""Operands, masking and running softmax, which the loops of the plain-JAX body share."""
+"""The operands, masks and running softmax that both loops of the plain-JAX body use."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,13 +9,12 @@ from jax import lax
 
 from pallas_kernels.stored_dtype import as_values
 
-# Masked logits and empty running maxima: below every logit, and finite, because -inf minus -inf is
-# NaN.
+# Value of masked logits and of empty running maxima. Finite, because -inf minus -inf is NaN.
 MASKED_LOGIT = float(jnp.finfo(jnp.float32).min)
 
 
 class RunningSoftmax(NamedTuple):
-    """A softmax over the keys seen so far; both sums are relative to the largest logit."""
+    """A softmax over the keys seen so far. Both sums are scaled by exp(-largest)."""
 
     largest: jax.Array  # f32[...]
     denominator: jax.Array  # f32[...]
@@ -31,7 +30,7 @@ class RunningSoftmax(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionProblem:
-    """One call of the op, heads grouped by KV head."""
+    """The arguments of one call of the op. Query heads are grouped by KV head."""
 
     q: jax.Array  # f[num_tokens, num_kv_heads, group_size, head_dim]
     kv_cache: jax.Array  # [num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]
@@ -86,11 +85,10 @@ class AttentionProblem:
     ) -> tuple[jax.Array, jax.Array]:
         """Reads the keys and the values of blocks of the row.
 
-        An id that is not real may be anything; block 0 is read instead. K and V are two gathers:
-        one gather of whole pages, split afterwards, is slower on the CPU. Row and block are two
-        indices of one gather: slicing the row out first would copy the row, and with the two axes
-        merged, XLA on the CPU copies a cache of one KV head that the same program writes. Bits
-        become floats after the gather.
+        Where `is_real` is False, block 0 is read, whatever the id. K and V are two gathers: on the
+        CPU, one gather of whole pages that are split afterwards is slower. Row and block are two
+        indices of one gather. Slicing the row out first would copy the row. With the two axes
+        merged, XLA on the CPU copies a cache of one KV head that the same program writes.
         """
         readable_ids = jnp.where(is_real, block_ids, 0)
         stored = (rows_at(self.kv_cache, self.row, 2 * readable_ids + part) for part in (0, 1))
@@ -100,15 +98,15 @@ class AttentionProblem:
     def as_weights(self, weights: jax.Array) -> jax.Array:
         """Casts weights for the product with values, to the wider one of q's dtype and the cache's.
 
-        So a 16-bit model multiplies 16 bits, and float32 queries stay float32 with a narrower
-        cache.
+        A 16-bit model then multiplies 16-bit numbers, and float32 queries keep their precision if
+        the cache is narrower.
         """
         return weights.astype(jnp.promote_types(self.q.dtype, self.kv_dtype or self.kv_cache.dtype))
 
     def logits(
         self, products: jax.Array, is_seen: jax.Array, distance: jax.Array, head_axis: int
     ) -> jax.Array:
-        """Scales, caps, biases and masks products of queries and keys, in this order.
+        """Scales, caps, biases (ALiBi) and masks products of queries and keys, in this order.
 
         Args:
             distance: i32, the position of each key minus that of its query. It broadcasts like
@@ -135,7 +133,7 @@ class AttentionProblem:
     def empty_softmax(self, leading: tuple[int, ...], trailing: tuple[int, ...]) -> RunningSoftmax:
         """A softmax f32[*leading, num_kv_heads, group_size, *trailing] that has seen no key yet.
 
-        With sinks it has seen one logit per head, whose weight is 1 and whose value is zero.
+        With sinks, it contains one key per head: the sink's logit, with a value vector of zeros.
         """
         *heads, value_dim = self.out_shape[1:]
         shape = (*leading, *heads, *trailing)
@@ -180,13 +178,13 @@ def make_problem(
 def rows_at(array: jax.Array, *indices: jax.Array) -> jax.Array:
     """`array[indices]` for indices that are in bounds and not negative.
 
-    `[]` would add code for negative indices, in separate kernels.
+    Plain indexing would add kernels that convert negative indices.
     """
     return array.at[indices].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def running_totals(counts: jax.Array) -> jax.Array:  # i32[n] -> i32[n]
-    """`jnp.cumsum`: n * n additions in one kernel, where XLA would make five for 64 requests."""
+    """`jnp.cumsum` in one kernel of n * n additions. XLA would make five kernels for n = 64."""
     idx = jnp.arange(counts.shape[0], dtype=jnp.int32)
     return jnp.where(idx <= idx[:, None], counts, 0).sum(axis=1, dtype=jnp.int32)
 

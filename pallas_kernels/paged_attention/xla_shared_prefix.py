@@ -27,13 +27,13 @@ class SharedPrefix(NamedTuple):
 
 def find_shared_prefix(
     block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
-    num_full: jax.Array,  # i32[num_reqs], leading blocks that the query token sees all of
+    num_full: jax.Array,  # i32[num_reqs], number of leading blocks of which all keys are seen
 ) -> SharedPrefix:
     """Finds the first block that most requests share, and the blocks that they share after it.
 
-    Blocks are compared by their place in memory, so it does not matter why they are shared: by the
-    prefix cache, by beams, or by the samples of one prompt. Other requests are left out, and so are
-    further prefixes, even if many share them.
+    Blocks are compared by their place in memory, so the reason for sharing does not matter: the
+    prefix cache, beams, or samples of one prompt. Other requests and further prefixes are ignored,
+    even if many requests share them.
 
     Example: tables [[7, 3, 4], [5, 6, 0], [7, 3, 8], [7, 3, 9]], all blocks full -> 2 blocks, of
     requests 0, 2 and 3.
@@ -42,7 +42,8 @@ def find_shared_prefix(
     req_idx = jnp.arange(num_reqs, dtype=jnp.int32)
     first = jnp.where(num_full > 0, block_tables[:, 0], -1 - req_idx)
     votes = (first[:, None] == first[None, :]).sum(axis=1, dtype=jnp.int32)
-    # Of these, the request with the most blocks, found by plain reductions, which compile faster.
+    # The request with the most blocks among those with the most votes. Plain reductions find it,
+    # because they compile faster.
     leader = jnp.where(votes == votes.max(), num_full * num_reqs + req_idx, 0).max()
     leader = lax.rem(leader, num_reqs)
     column = jnp.arange(max_blocks_per_req, dtype=jnp.int32)

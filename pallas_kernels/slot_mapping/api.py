@@ -43,7 +43,7 @@ def slot_mapping(
     rank 0 into slots [28, 29, -, -, 30, 31, -, -], by rank 1 into [-, -, 28, 29, -, -, 30, 31].
 
     Args:
-        positions: Where each token is written in its request, in
+        positions: Position of each token in its request, in
             `[0, max_blocks_per_req * block_size * cp_world_size)`. Padding may hold anything.
         block_tables: Physical block of each logical block. Entries that no position reaches may
             hold anything.
@@ -53,7 +53,7 @@ def slot_mapping(
         pad_slot: The slot of padding tokens, from `pallas_kernels.pad_slot`.
         cp_world_size: The number of ranks; 1 means no context parallelism.
         cp_rank: The rank whose slots to find, in `[0, cp_world_size)`.
-        cp_interleave: Neighboring positions that a rank holds; it divides `block_size`.
+        cp_interleave: Number of neighboring positions that a rank holds; it divides `block_size`.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.
 

@@ -3,9 +3,9 @@
 In each step of the search, every thread reads a different array element. Pallas loads boxes, not
 single elements, so these loads and the store are written one level below (`inline_mgpu`).
 
-Compiled for an H200, the op is three kernels in plain XLA, because the unrolled search is too long
-for one fusion, and one kernel here. This body is preferred because it saves two launches; neither
-was measured.
+Compiled for an H200, this op is one kernel. Plain XLA needs three, because the unrolled search is
+too long for one fusion. This body is preferred because it saves two launches; the gain was not
+measured.
 """
 
 import jax
@@ -34,7 +34,7 @@ def misfit(
         return "an array is empty"
     num_groups = positions.shape[0]
     if num_groups > MAX_GRID_YZ or max(positions.size, block_tables.size) > INT32_MAX:
-        return f"its indices are int32 and its grid has at most {MAX_GRID_YZ} groups"
+        return f"indices are int32, and the grid has at most {MAX_GRID_YZ} groups"
     return None
 
 
@@ -75,7 +75,7 @@ def slot_mapping_mosaic_gpu(
 
         # A binary search for the number of requests that end at or before the token, num_reqs for
         # padding. It sets the highest bit first: with 5 requests the steps are 4, 2, 1.
-        # Cast, because a constant has no layout of its own and `inline_mgpu` does not give it one.
+        # The cast gives the constant a layout, which `inline_mgpu` needs.
         req_idx = plgpu.layout_cast(jnp.zeros_like(token_idx), _ONE_A_THREAD)
         for step in (1 << bit for bit in reversed(range(num_reqs.bit_length()))):
             end = load_each(query_start_loc_ref, jnp.minimum(req_idx + step, num_reqs))

@@ -1,4 +1,4 @@
-"""Fast plain-JAX body of `slot_mapping`: each token's request by comparison, and one gather."""
+"""Fast plain-JAX body of `slot_mapping`: finds requests by comparison, and blocks by one gather."""
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,15 @@ def slot_mapping_xla(
     num_groups, num_tokens = positions.shape
     _, num_reqs, max_blocks_per_req = block_tables.shape
     token_idx = jnp.arange(num_tokens, dtype=jnp.int32)
-    # One fused sum. A binary search would be about log2(num_reqs) gathers in sequence, and each of
-    # them a kernel to compile.
+    # "compare_all" is one fused sum. A binary search would need about log2(num_reqs) gathers in
+    # sequence, each in its own kernel.
     req_idx = jnp.searchsorted(
         query_start_loc[1:], token_idx, side="right", method="compare_all"
     ).astype(jnp.int32)  # i32[num_tokens], num_reqs for padding
     is_padding = req_idx == num_reqs
 
     # Divisions by constants; with one rank the offset is the position's place in its block.
-    # Unsigned, because no token's position is negative, and signs take more kernels to compile.
+    # Unsigned, because no token's position is negative, and signed division adds kernels.
     virtual_block_size = block_size * cp_world_size
     place = positions.astype(jnp.uint32)
     virtual_offset = place % virtual_block_size

@@ -33,16 +33,16 @@ def ssd_scan(
         x: Inputs, scaled by the token's time step.
         b: Shared by the `num_heads / num_groups` consecutive heads of a group; so is `c`.
         log_decay: At most 0.
-        states: Before this step; zeros before a request's start.
+        states: The states before this step; zeros for a request that starts.
         query_start_loc: Request r has tokens `query_start_loc[r]:query_start_loc[r + 1]`.
-        has_one_token_each: Request r has token r, or no token. All tokens are then computed at
-            once.
+        has_one_token_each: Whether request r has token r or no token. All tokens are then computed
+            at once.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.
 
     Returns:
-        The results, f32[num_tokens, num_heads, head_dim], anything for tokens of no request. And
-        the states after the step, f32, anything for requests without tokens.
+        The results, f32[num_tokens, num_heads, head_dim], and the states after the step, f32.
+        Results of tokens of no request, and states of requests without tokens, are undefined.
 
     Raises:
         ValueError: A shape, a dtype, or the implementation's name does not fit.

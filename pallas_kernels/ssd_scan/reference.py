@@ -1,4 +1,4 @@
-"""Reference body of `ssd_scan`: one token after the other, in sums of products."""
+"""Reference body of `ssd_scan`: one token after the other."""
 
 import jax
 import jax.numpy as jnp

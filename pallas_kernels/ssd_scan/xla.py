@@ -1,4 +1,4 @@
-"""Plain-JAX body of `ssd_scan`: products per group of heads, of one token each or in turn."""
+"""Plain-JAX body of `ssd_scan`: one step per request, or a scan over tokens."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ragged_requests import scan_tokens, step_rows
 
-# Float32 sums on every device: a state adds up the errors of all tokens.
+# Full float32 precision on every device, because a state accumulates the errors of all tokens.
 _dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -23,7 +23,7 @@ def ssd_scan_xla(
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.ssd_scan`."""
     num_groups = b.shape[1]
-    # Rows of a group's heads together, so that a group's product is one of matrix and vector.
+    # The heads of a group form one matrix, so that each group needs one matrix-vector product.
     grouped_x = x.astype(jnp.float32).reshape(x.shape[0], num_groups, -1)
     decay = jnp.repeat(jnp.exp(log_decay.astype(jnp.float32)), x.shape[2], axis=1)
     tokens = (

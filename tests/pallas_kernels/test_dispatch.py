@@ -187,14 +187,14 @@ def test_an_op_without_a_mosaic_body_is_xla_and_silent(bodies, new_jax, caplog):
     [
         (HOPPER, None),
         (TPU, None),
-        (AMPERE, "compute capability 9.0 .* this is 'NVIDIA A100' with 8.0"),
-        (BLACKWELL, "compute capability 9.0 .* this is 'NVIDIA B200' with 10.0"),
-        (Target(platform="gpu"), "this is '' with None"),
+        (AMPERE, "compute capability 9.0 .*, and 'NVIDIA A100' has 8.0"),
+        (BLACKWELL, "compute capability 9.0 .*, and 'NVIDIA B200' has 10.0"),
+        (Target(platform="gpu"), "and '' has None"),
         (
             Target(platform="gpu", device_kind="AMD Instinct MI300X", compute_capability="gfx942"),
-            "this is 'AMD Instinct MI300X' with gfx942",
+            "and 'AMD Instinct MI300X' has gfx942",
         ),
-        (OLD_TPU, "planned for the memory of .*TPU v5 lite.*, this is 'TPU v4'"),
+        (OLD_TPU, "fit the memory of .*TPU v5 lite.*, and the device is 'TPU v4'"),
         (CPU, "no Mosaic body is written for the platform 'cpu'"),
     ],
     ids=str,
@@ -227,8 +227,8 @@ def test_the_reason_is_said_once_for_each_op_and_reason(bodies, new_jax, caplog)
     said = [message for message in caplog.messages if "op_said_once" in message]
     assert said == [
         "op_said_once runs as plain XLA, not as mosaic_gpu: x is negative.",
-        "op_said_once runs as plain XLA, not as mosaic_gpu: its instructions need compute "
-        "capability 9.0 (H100, H200), this is 'NVIDIA A100' with 8.0.",
+        "op_said_once runs as plain XLA, not as mosaic_gpu: it needs compute capability "
+        "9.0 (H100, H200), and 'NVIDIA A100' has 8.0.",
         "another_op_said_once runs as plain XLA, not as mosaic_gpu: x is negative.",
     ]
 

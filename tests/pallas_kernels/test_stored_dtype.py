@@ -64,12 +64,12 @@ def test_other_caches_need_no_kv_dtype():
 @pytest.mark.parametrize(
     ("cache_dtype", "kv_dtype", "message"),
     [
-        ("uint16", None, "op: a kv_cache of uint16 needs kv_dtype.* got None, wanted one of"),
+        ("uint16", None, "op: a uint16 kv_cache needs kv_dtype.* got None, wanted one of"),
         ("uint16", "float32", "got float32, wanted one of .*'bfloat16', 'float16'"),
         (
             "float16",
             "float16",
-            "kv_dtype belongs to a kv_cache of uint16: got float16 with a cache",
+            "kv_dtype is only for a uint16 kv_cache: got float16 with a cache",
         ),
         ("int8", "bfloat16", "got bfloat16 with a cache of int8. Leave it at None"),
         ("int32", None, "kv_cache has the wrong dtype: got int32, wanted a float of 16 bits"),

@@ -87,7 +87,7 @@ def test_every_usual_cache_fits(dtype):
         (pages_of(64), 3, "bfloat16[64] cannot be cut into TMA boxes"),
         (pages_of(8, 17), 3, "cannot be cut into TMA boxes"),
         (pages_of(2, 8, 64, num_rows=65_536), 3, "at most 65535 rows"),
-        (pages_of(2, 8, 16, 128, num_rows=2, num_blocks=2**29), 3, "its indices are int32"),
+        (pages_of(2, 8, 16, 128, num_rows=2, num_blocks=2**29), 3, "indices are int32"),
     ],
     ids=str,
 )

@@ -50,17 +50,17 @@ def test_result_has_a_row_for_each_place_and_the_dtype_of_x(implementation):
         (
             {"tile_groups": ((5,), jnp.int32), "tile_sizes": ((5,), jnp.int32)},
             {},
-            "24 rows of x cannot be 5 tiles",
+            "x has 24 rows; wanted a multiple of the number of tiles, 5",
         ),
         ({"x": ((24, 64), jnp.int8)}, {}, "x has the wrong dtype: got int8, wanted a float"),
         ({"x": ((24, 64), jnp.float32)}, {}, "weights are bfloat16; wanted x's dtype, float32"),
-        ({"weights": ((5, 64, 128), jnp.uint16)}, {}, "uint16 need weights_dtype"),
+        ({"weights": ((5, 64, 128), jnp.uint16)}, {}, "uint16 weights need weights_dtype"),
         (
             {"weights": ((5, 64, 128), jnp.uint16)},
             {"weights_dtype": "float16"},
             "weights are float16; wanted x's dtype, bfloat16",
         ),
-        ({}, {"weights_dtype": "bfloat16"}, "weights_dtype belongs to weights of uint16"),
+        ({}, {"weights_dtype": "bfloat16"}, "weights_dtype is only for uint16 weights"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(changes, options, message):

@@ -138,9 +138,9 @@ def test_a_cache_of_uint16_holds_the_bits_of_kv_dtype(case, implementation):
 
 def test_a_kv_dtype_that_does_not_fit_is_refused():
     uint16 = {"kv_cache": (SHAPES["kv_cache"][0], jnp.uint16)}
-    with pytest.raises(ValueError, match="kv_scatter: a kv_cache of uint16 needs kv_dtype"):
+    with pytest.raises(ValueError, match="kv_scatter: a uint16 kv_cache needs kv_dtype"):
         shape_of_result(uint16)
-    with pytest.raises(ValueError, match="kv_scatter: kv_dtype belongs to a kv_cache of uint16"):
+    with pytest.raises(ValueError, match="kv_scatter: kv_dtype is only for a uint16 kv_cache"):
         shape_of_result({}, kv_dtype=jnp.float16)
 
 

@@ -75,7 +75,7 @@ def test_arrays_that_do_not_fit_are_refused(changes, message):
     [
         ({"max_query_len": 0}, "max_query_len is too small: got 0"),
         ({"scale": float("nan")}, "scale must be a finite number"),
-        ({"kv_dtype": jnp.bfloat16}, "kv_dtype belongs to a kv_cache of uint16"),
+        ({"kv_dtype": jnp.bfloat16}, "kv_dtype is only for a uint16 kv_cache"),
         (
             {"batch_invariant": True, "implementation": "reference"},
             "no such implementation: got 'reference'",

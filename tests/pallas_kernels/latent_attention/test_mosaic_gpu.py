@@ -154,7 +154,7 @@ def test_both_kernels_lower_for_cuda(sizes, mosaic_gpu, lower_for_cuda):
         ({"latent_dim": 192}, "multiple of 128, at most 512, got latent_dim=192"),
         ({"latent_dim": 640}, "multiple of 128, at most 512, got latent_dim=640"),
         ({"rope_dim": 32}, "rotary part must be 64 wide, got 32"),
-        ({"num_unused_columns": 64}, "must have no other columns, got 64"),
+        ({"num_unused_columns": 64}, "wide (latent, rotary), got"),
         ({"block_size": 48}, "multiple of 64, got block_size=48"),
         ({"block_size": 4}, "multiple of 64, got block_size=4"),
         ({"num_q_heads": 0}, "an array is empty"),

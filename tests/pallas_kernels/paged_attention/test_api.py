@@ -112,11 +112,11 @@ def test_options_that_do_not_fit_are_refused(options, message):
 def test_a_kv_dtype_that_does_not_fit_is_refused():
     uint16 = {"kv_cache": ((2, 10, 2, 16, 32), jnp.uint16)}
     assert shape_of_result(uint16, kv_dtype=jnp.bfloat16).dtype == jnp.float32
-    with pytest.raises(ValueError, match="paged_attention: a kv_cache of uint16 needs kv_dtype"):
+    with pytest.raises(ValueError, match="paged_attention: a uint16 kv_cache needs kv_dtype"):
         shape_of_result(uint16)
     with pytest.raises(ValueError, match="got float32, wanted one of"):
         shape_of_result(uint16, kv_dtype=jnp.float32)
-    with pytest.raises(ValueError, match="kv_dtype belongs to a kv_cache of uint16: got bfloat16"):
+    with pytest.raises(ValueError, match="kv_dtype is only for a uint16 kv_cache: got bfloat16"):
         shape_of_result({}, kv_dtype=jnp.bfloat16)
 
 

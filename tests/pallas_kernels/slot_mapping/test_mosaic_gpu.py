@@ -92,7 +92,7 @@ def test_lowers_for_cuda(sizes, cp, mosaic_gpu, lower_for_cuda):
         ({"num_tokens": 0}, "an array is empty"),
         ({"num_reqs": 0}, "an array is empty"),
         ({"num_groups": 65_536}, "at most 65535 groups"),
-        ({"num_reqs": 2**16, "max_blocks_per_req": 2**15}, "its indices are int32"),
+        ({"num_reqs": 2**16, "max_blocks_per_req": 2**15}, "indices are int32"),
     ],
     ids=str,
 )
