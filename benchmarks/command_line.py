@@ -18,7 +18,7 @@ def run_benchmark(main: Callable[[], int | None], *refusals: type[Exception]) ->
     """Runs a benchmark's `main`; returns the exit code of the process.
 
     Args:
-        refusals: Further errors to print in one line, like errors of benchmarks and paxkv.
+        refusals: Further types of errors that are printed in one line, without a traceback.
     """
 
     def run() -> int | None:

@@ -4,10 +4,10 @@
 
 measures steps in which all requests decode: the scheduler alone (`decode_step_us`: `schedule` and
 `update_from_output`), and the scheduler with the runner's host half (`host_step_us`: it also
-updates the rows, builds the step's buffer and records the tokens). A third case is the admission of
-a prompt whose blocks are all cached. The scheduler has one full-attention group, block size 16 and
-prefix caching. Sampled tokens are invented, which is not timed. Requests are spread over all
-positions of a block, so one in 16 of them needs a new block in each step.
+updates the rows, builds the step's buffer and records the tokens). It also measures the admission
+of a prompt whose blocks are all cached. The scheduler has one full-attention group, block size 16
+and prefix caching. Tokens are not sampled; making them up is not timed. Requests are spread over
+all positions of a block, so one in 16 of them needs a new block in each step.
 """
 
 import argparse
@@ -149,7 +149,7 @@ def measure_admission(num_repetitions: int) -> tuple[list[float], list[float]]:
         scheduler.update_from_output(output, answer(output, scheduler))
         scheduler.finish_requests(["r"])
         scheduler.schedule()
-        # The last block is computed again: at least one token must be, and hits are whole blocks.
+        # Hits are whole blocks, and at least one token must be computed: here the whole last block.
         num_computed_tokens = output.scheduled_new_reqs[0].num_computed_tokens
         assert num_computed_tokens == (NUM_ADMITTED_TOKENS - BLOCK_SIZE if repetition else 0)
         if repetition:
@@ -182,8 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     num_tokens = max(arguments.num_running) * (arguments.num_steps + NUM_OTHER_TOKENS)
     if num_tokens > (NUM_BLOCKS - 1) * BLOCK_SIZE:
         parser.error(
-            f"the requests need {num_tokens} tokens, the pool has {(NUM_BLOCKS - 1) * BLOCK_SIZE}; "
-            "lower --num-running or --num-steps"
+            f"the requests need {num_tokens} slots; the pool has {(NUM_BLOCKS - 1) * BLOCK_SIZE}. "
+            "Lower --num-running or --num-steps."
         )
     figures = {
         (f"num_running={num_running}", metric): measure_decode(

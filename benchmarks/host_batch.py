@@ -1,4 +1,4 @@
-"""The host's half of `ModelRunner`: it builds steps, and their results are invented tokens."""
+"""The host's half of `ModelRunner`: builds steps, and returns random tokens as their results."""
 
 import numpy as np
 

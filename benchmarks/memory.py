@@ -2,18 +2,19 @@
 
     python -m benchmarks.memory
 
-Runs the engine's scheduler and block pool until every request is finished. The runner answers at
-once, so the figures are exact and need no device. After each step, over all running requests:
+Runs the engine's scheduler and block pool until every request is finished. Tokens are drawn on the
+host, so the figures are exact and need no device. After each step, it counts over all running
+requests:
 
     paged       positions of the blocks that they hold, a shared block once, compared with positions
                 that hold a computed token; for each of --block-sizes
     contiguous  positions that a cache with one piece of memory per request would reserve, compared
                 with the tokens of each request; the piece has one of three sizes:
                   max_model_len    2,048 positions, the only safe choice for unknown output lengths
-                  power of two     the next one above the request's final length
+                  power of two     the next power of two above the request's final length
                   exact            the final length, which no server knows: this is a bound
 
-Waste is 1 - used / allocated, both summed over all steps. Contiguous figures leave out external
+Waste is 1 - used / allocated, both summed over all steps. Contiguous figures omit external
 fragmentation, which can only add waste.
 
 Length distributions (the first four are workloads of benchmarks/workloads.py):
@@ -21,13 +22,13 @@ Length distributions (the first four are workloads of benchmarks/workloads.py):
     mixed        prompts of 32 to 256 tokens, outputs of 32 to 128
     skewed       prompts of 32 to 128 tokens, few long outputs (192 to 256) among short (8 to 32)
     uniform-256  256 requests, prompts and outputs of 100 to 1,024 tokens
-    prefix       512 shared tokens and 32 own, outputs of 16
+    prefix       512 shared tokens and 32 of each request's own, outputs of 16
     chat         log-normal: prompts around 100 tokens, outputs around 200, both with a long tail
     long         prompts of 500 to 1,500 tokens, outputs of 16 to 512; a third share a prefix
 
-Waste does not show what sharing saves. Two more figures do: the memory that paging held in percent
-of pieces of max_model_len, and the mean number of running requests in a pool of --pool-tokens
-positions. `python -m benchmarks.report` draws the rows.
+Waste does not show what sharing saves. Two more figures do: paging's memory in percent of the
+memory of pieces of max_model_len, and the mean number of running requests in a pool of
+--pool-tokens positions. `python -m benchmarks.report` plots the rows.
 """
 
 import argparse
@@ -58,7 +59,7 @@ VOCAB_SIZE = 32_000
 MAX_MODEL_LEN = 2048
 MAX_PROMPT_LEN = 1500
 MAX_NUM_SEQS = 256
-# Size of a contiguous piece -> positions reserved for a request of a final length.
+# Name of a scheme -> function from a request's final length to the positions reserved for it.
 RESERVATIONS: Mapping[str, Callable[[int], int]] = {
     "contiguous max_model_len": lambda num_tokens: MAX_MODEL_LEN,
     "contiguous power of two": lambda num_tokens: 1 << (num_tokens - 1).bit_length(),
@@ -290,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("lengths", "block_sizes", "seeds"):
         values = getattr(arguments, name)
         if len(set(values)) < len(values):
-            parser.error(f"--{name.replace('_', '-')} names one of them twice; name each once")
+            parser.error(f"--{name.replace('_', '-')} has a value twice; give each value once")
     figures = {
         name: measure_distribution(
             name,

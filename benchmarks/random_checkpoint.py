@@ -125,7 +125,7 @@ MODEL_SHAPES: dict[str, ModelShape | LatentShape] = {
         intermediate_size=1536,
         vocab_size=16_384,
     ),
-    # A token is multiplied with as many weights as in "small".
+    # Multiplies each token with as many weights as "small" does.
     "small-moe": ModelShape(
         hidden_size=512,
         num_layers=8,

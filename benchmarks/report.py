@@ -2,11 +2,11 @@
 
     python -m benchmarks.report benchmarks/results/*.jsonl --out report
 
-writes report/report.md, which has every figure and links to the plots. If a figure was
-measured several times, the last row of the file counts. Rows with an engine and a workload in their
-case become bars of tokens per second, one plot per workload; any other metric becomes one bar per
-case, if there are two cases or more. The thin line on a bar is the range of its repetitions. Rows
-that say why a figure is missing, and rows of rehearsals, are left out.
+writes report/report.md, which has every figure and links to the plots. If a figure was measured
+several times, the report uses the last row. Rows whose case has an engine and a workload become
+bars of tokens per second, one plot per workload. Every other metric with two cases or more becomes
+one bar per case. The thin line on a bar is the range of its repetitions. The report omits rows of
+rehearsals and rows without a figure.
 """
 
 import argparse
@@ -47,7 +47,7 @@ MAX_LABEL_CHARS = 60
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A result row as its file has it; see `result_rows.py` for the fields."""
+    """A result row as read from a file; see `result_rows.py` for the fields."""
 
     date: str
     benchmark: str
@@ -80,7 +80,7 @@ def read_rows(files: Sequence[Path]) -> list[Row]:
     """The last row of each benchmark, case, metric and device, in order of appearance.
 
     Raises:
-        BenchmarkError: A file cannot be read, or a line is no result row.
+        BenchmarkError: A file cannot be read, or a line is not a result row.
     """
     found: dict[tuple[str, str, str, str], Row] = {}
     for file in files:
@@ -96,8 +96,8 @@ def read_rows(files: Sequence[Path]) -> list[Row]:
                 row = _row_of(fields)
             except (ValueError, RecursionError) as error:
                 raise BenchmarkError(
-                    f"{file}:{idx} is no result row: {error}. Take the line out of the file, "
-                    "or write it again with its benchmark."
+                    f"{file}:{idx} is not a result row: {error}. Delete the line, or run its "
+                    "benchmark again."
                 ) from error
             found[row.benchmark, row.case, row.metric, row.device] = row
     return list(found.values())
@@ -168,7 +168,7 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _write_plots(rows: Sequence[Row], folder: Path, name: Sequence[str]) -> list[Path]:
-    """All plots of one benchmark on one device; `name` begins the names of their files."""
+    """Writes all plots of one benchmark on one device; their file names start with `name`."""
     plots = []
     ratios = {(row.case, row.metric): row.median for row in rows}
     engine_rows = [row for row in rows if row.is_of_an_engine]
@@ -180,13 +180,13 @@ def _write_plots(rows: Sequence[Row], folder: Path, name: Sequence[str]) -> list
         plots.append(_save(_plot_engines(of_figure, ratios), folder, *name, *key))
     by_metric: dict[str, list[Row]] = {}
     for row in rows:
-        # Ratios are notes on the bars of their engines.
+        # Ratios are drawn as notes on the bars of engines.
         if not row.is_of_an_engine and not (engine_rows and row.metric in RATIO_METRICS.values()):
             by_metric.setdefault(row.metric, []).append(row)
     # Metrics of the same cases share a figure.
     by_cases: dict[tuple[str, ...], list[list[Row]]] = {}
     for of_metric in by_metric.values():
-        # One bar alone, or bars of zero, show nothing; the table has the figures.
+        # A single bar or bars of length 0 show nothing; the table has the figures.
         if len(of_metric) == 1 or not any(row.max for row in of_metric):
             continue
         by_cases.setdefault(tuple(row.case for row in of_metric), []).append(of_metric)
@@ -256,7 +256,7 @@ def _plot_cases(metrics: Sequence[Sequence[Row]]) -> Figure:
     """One bar per case, and one set of bars per metric."""
     cases = [row.case for row in metrics[0]]
     common, labels = short_cases(cases)
-    # A case that has only the common fields is drawn whole.
+    # If a case has only the common fields, all labels show the whole case.
     if not all(labels):
         common, labels = "", cases
     labels = [_in_two_lines(label) for label in labels]

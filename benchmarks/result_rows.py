@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 RESULTS_FOLDER = (Path(__file__).parent / "results").resolve()
-# The field that marks rows of rehearsals, whose figures mean nothing.
+# The field that marks rows of rehearsals, whose figures are meaningless.
 REHEARSAL = "rehearsal"
 _PACKAGES = ("paxkv", "jax", "numpy")
-# Peers that paxkv is compared with, named only where they are installed.
+# Peers of paxkv. Rows have their versions only if they are installed.
 _PEER_PACKAGES = ("torch", "transformers")
 # Flags of /proc/cpuinfo, the newest first.
 _VECTORS = (("avx512f", "AVX-512"), ("avx2", "AVX2"), ("avx", "AVX"))
@@ -33,8 +33,8 @@ class ResultRow:
         case: What was measured, with its parameters.
         metric: Name of the figure with its unit, such as `waste_percent`.
         values: One per repetition; empty in a row that says why there is no figure.
-        device: Chip that did the work; host benchmarks name the processor.
-        details: More fields of the row. A name that every row has replaces that row's value.
+        device: The chip that did the work; for host benchmarks, the processor.
+        details: More fields of the row. They override fields that every row has.
     """
 
     benchmark: str
@@ -68,7 +68,7 @@ class ResultRow:
 
 
 def processor_name() -> str:
-    """The host's processor: its name and, where /proc/cpuinfo has them, its family and vectors.
+    """The host's processor: its name and, if /proc/cpuinfo has them, family and vector extension.
 
     Clouds give several generations of a processor one name, but their figures differ.
     """
@@ -108,7 +108,7 @@ def append_rows(rows: Sequence[ResultRow], file: Path) -> None:
 
 
 def drop_unfinished_line(file: Path) -> None:
-    """Cuts off a last line without an end, which a full disk or a lost machine leaves."""
+    """Cuts off an incomplete last line, which a full disk or a lost machine can leave."""
     if not file.is_file():
         return
     written = file.read_bytes()
@@ -120,7 +120,7 @@ def drop_unfinished_line(file: Path) -> None:
 
 @functools.cache
 def package_versions() -> dict[str, str]:
-    """Package -> version, of Python and of all that figures depend on."""
+    """Package -> version, for Python and all packages that figures depend on."""
     versions = {"python": platform.python_version()}
     for package in (*_PACKAGES, *_PEER_PACKAGES):
         try:

@@ -1,4 +1,4 @@
-"""Tables, spreads and names of cases, as benchmarks print them."""
+"""Formats tables, numbers, spreads and names of cases for benchmarks."""
 
 import re
 import statistics
@@ -32,7 +32,7 @@ def short_cases(cases: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def number(value: float) -> str:
-    """At least three digits: 12.3 for 12.345 and 12,346 for 12345.6."""
+    """Formats a number with at least three digits: 12.345 -> 12.3, and 12345.6 -> 12,346."""
     if value == 0 or abs(value) >= 100 or value == int(value):
         return f"{value:,.0f}"
     return f"{value:.3g}"

@@ -44,7 +44,7 @@ class Workload:
         return sum(request.num_output_tokens for request in self.requests)
 
     def first(self, num_requests: int, max_output_tokens: int | None = None) -> "Workload":
-        """The first requests, with outputs of at most a length."""
+        """The first requests, with outputs of at most `max_output_tokens`."""
         requests = self.requests[:num_requests]
         if max_output_tokens is not None:
             requests = [

@@ -6,16 +6,16 @@
 Engines that paxkv is compared with:
 
     static-N       transformers' `generate` on static batches of N requests in order of arrival,
-                   padded on the left; a batch runs until its longest output
+                   padded on the left; a batch runs until its longest output is complete
     continuous     transformers' continuous batching with the settings of `generate_batch`: all
                    requests at once, up to 8,192 tokens per step, which suits GPUs
     continuous-N   the same with settings for a CPU: at most N requests at once, 512 tokens per step
     contiguous-N   a plain torch loop on static batches of N with a preallocated contiguous cache
 
-Each engine has a process of its own, pinned to the same --threads processors, which is loaded and
-warmed up once. The engines run in turn, A B C A B C; the others must not use the processor, which
-is checked. Only tokens that a request asked for count. "Ratio" is paxkv's figure divided by the
-other engine's figure of the same repetition.
+Each engine has its own process, pinned to the same --threads processors. It is loaded and warmed up
+once. The engines run in turn, A B C A B C. A line UNFAIR names each engine that used the processor
+while others ran. Only tokens that a request asked for count. "Ratio" is paxkv's figure divided by
+the other engine's figure of the same repetition.
 
 In float32, all engines must make the same greedy tokens. Otherwise the command exits with 1 and
 names the first difference and the gap between the logits of the two tokens.
@@ -53,7 +53,7 @@ from benchmarks.tables import markdown_table, spread
 from benchmarks.workloads import Workload
 
 BENCHMARK = "benchmarks.compare_torch"
-# Kind of peer -> its module, and the setting that the number after its name stands for.
+# Kind of peer -> its module, and the setting to which the number after its name belongs.
 PEERS = {
     "static": ("benchmarks.compare_torch.static_batches", "batch_size"),
     "continuous": ("benchmarks.compare_torch.continuous_batching", "max_requests"),
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_options(parser, argv)
     # Runs are stored by these names.
     if len(set(arguments.engines)) < len(arguments.engines):
-        parser.error("--engines names one of them twice; name each once")
+        parser.error("--engines has a value twice; give each value once")
     workload = chosen_workload(arguments)
     with work_folder(arguments, workload) as folder, contextlib.ExitStack() as stack:
         try:
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     for line in (*unfair_engines(runs), *problems):
         print(line)
     if problems:
-        print("No row is written, because a wrong answer has no speed.")
+        print("No row is written, because the speed of wrong answers is meaningless.")
     return 1 if problems else 0
 
 
@@ -121,7 +121,7 @@ def _engine(name: str) -> tuple[str, int | None]:
 def _start(
     arguments: argparse.Namespace, folder: Path, stack: contextlib.ExitStack
 ) -> dict[str, EngineProcess]:
-    """One process for paxkv and one for each kind of peer; the numbers are settings of runs."""
+    """Starts one process for paxkv and one for each kind of peer. Numbers are settings of runs."""
     kinds = dict.fromkeys(kind for kind, _ in arguments.engines)
     modules = {"paxkv": PAXKV_MODULE} | {kind: PEERS[kind][0] for kind in kinds}
     processes = {}

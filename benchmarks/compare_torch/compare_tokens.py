@@ -16,7 +16,7 @@ class TokenDifference:
     Args:
         position: Index among the request's new tokens.
         logit_gap: Logit of `wanted` minus logit of `got` after all preceding tokens; None if no
-            engine can compute it. If it is as small as rounding, both tokens are right.
+            engine can compute it. If it is only a rounding error, both tokens are right.
     """
 
     request_idx: int

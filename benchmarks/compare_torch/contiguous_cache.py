@@ -63,8 +63,8 @@ class Qwen3:
     ) -> torch.Tensor:  # f[batch_size, vocab_size]
         """Logits after each prompt.
 
-        Padding writes into the cache after the row's last position. The row's own tokens overwrite
-        it before it is read.
+        Padding tokens are written after the row's last position. The row's next tokens overwrite
+        them before they are read.
         """
         batch_size, num_tokens = token_ids.shape
         positions = torch.arange(num_tokens).expand(batch_size, -1)
@@ -94,7 +94,7 @@ class Qwen3:
             q, k, v = self._qkv(layer_idx, hidden, positions[:, None])
             cache.k[layer_idx, rows, :, positions] = k[:, :, 0]
             cache.v[layer_idx, rows, :, positions] = v[:, :, 0]
-            # The query heads of a KV head take the place of query tokens, so no key is repeated.
+            # The query heads of a KV head are passed as query tokens, so no key is repeated.
             attended = F.scaled_dot_product_attention(
                 q.view(batch_size, num_kv_heads, -1, head_dim),
                 cache.k[layer_idx, :batch_size, :, :num_keys],

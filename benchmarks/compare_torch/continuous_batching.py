@@ -4,8 +4,8 @@
 they are passed to its manager one by one, as `generate_batch` itself does.
 
 On a CPU, transformers uses no block tables, graphs or overlapped steps. A step gathers the keys and
-values of all its requests from the paged cache and attends with SDPA under one mask over all of
-them. The cost of a step grows with the square of the tokens that its requests hold. Fewer requests
+values of all its requests from the paged cache, and attends with SDPA under one joint mask. So the
+cost of a step grows with the square of the number of tokens that its requests hold. Fewer requests
 and shorter steps (`max_requests`) are therefore faster than transformers' defaults, which are all
 requests at once and 8,192 tokens per step.
 """
@@ -21,7 +21,7 @@ from benchmarks.workloads import Workload
 
 # Smaller than transformers' 256, which is as fast and reserves more memory.
 PAGE_SIZE = 32
-# Most tokens per step, where the number of requests is limited.
+# Largest number of tokens per step if the number of requests is limited.
 MAX_BATCH_TOKENS = 512
 # A run fails after this long without a finished request.
 _RESULT_TIMEOUT_S = 600.0
@@ -38,7 +38,7 @@ def run_requests(
     """Sends all requests at once; returns the new tokens of each, in the order of the workload.
 
     Args:
-        name: Begins the ids of the requests; runs of one manager need different names.
+        name: Prefix of the request ids; runs with the same manager need different names.
 
     Raises:
         RuntimeError: transformers reports an error, or finishes no request for a long time.
@@ -63,7 +63,7 @@ def run_requests(
 
 
 class ContinuousBatching:
-    """Each run has a manager of its own, so that it finds no prefixes of other runs.
+    """Runs workloads, each with a new manager, so that it finds no cached prefixes of other runs.
 
     Args:
         num_blocks: Blocks of the cache, enough for the whole workload, so none is evicted.

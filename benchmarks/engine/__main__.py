@@ -6,13 +6,13 @@
 
 The engine is a process pinned to --threads processors. It is loaded, compiled and warmed up before
 the clock starts. Each repetition adds all requests at once and ends with the last token; the prefix
-cache is reset between repetitions. On a CPU, the first repetition also pays for memory: Linux
-provides a page of the KV cache when a step first writes to it. Printed, and with --out written as
-rows:
+cache is reset between repetitions. On a CPU, the first repetition is slower, because Linux provides
+a page of the KV cache when a step first writes to it. The program prints these figures, and with
+--out writes them as rows:
 
     tokens_per_s           output tokens per second of wall time
-    tokens_per_cpu_s       output tokens per second of CPU time of all threads, which other work of
-                           the machine disturbs least
+    tokens_per_cpu_s       output tokens per second of CPU time of all threads; other work on the
+                           machine disturbs this figure least
     ttft_p50_ms, _p99_ms   from the start of the run to a request's first token
     kv_waste_percent       allocated token positions of the KV cache that hold no token
     preemptions            requests that lost their blocks and were computed again
@@ -68,17 +68,17 @@ def main(argv: list[str] | None = None) -> int:
         type=named_setting,
         action="append",
         default=[],
-        help="a further setting of a second engine; may be repeated",
+        help="one more setting of a second engine; may be repeated",
     )
     decided_by = {"enable_prefix_caching": "--prefix-caching"}
     arguments = parse_options(parser, argv, decided_by=decided_by)
     if arguments.beside and arguments.prefix_caching == "both":
-        parser.error("--beside and --prefix-caching both: choose one")
+        parser.error("--beside cannot be used with --prefix-caching both; choose one of them")
     checked_settings(parser, arguments.beside, decided_by=MODEL_FLAGS)
     settings = _settings_of_modes(arguments)
     configs = [engine_config(settings_by_part(of_mode)) for of_mode in settings.values()]
     if arguments.beside and configs[0] == configs[1]:
-        parser.error("--beside has only settings of the first engine: nothing to compare")
+        parser.error("--beside changes no setting of the first engine, so both would be equal")
     modes = tuple(settings)
     workload = chosen_workload(arguments)
     with work_folder(arguments, workload) as folder, contextlib.ExitStack() as processes:
@@ -154,9 +154,9 @@ def _token_problem(runs: dict[str, list[EngineRun]]) -> str | None:
             wrong = [idx for idx, ids in enumerate(run.token_ids) if ids != first[idx]]
             if wrong:
                 return (
-                    f"DIFFERENT: engine {mode!r}, repetition {repetition}: tokens of "
-                    f"{len(wrong)} of {len(first)} requests, the first is {wrong[0]}. No row is "
-                    "written."
+                    f"DIFFERENT: engine {mode!r}, repetition {repetition}: the tokens of "
+                    f"{len(wrong)} of {len(first)} requests differ, first of request {wrong[0]}. "
+                    "No row is written."
                 )
     return None
 

@@ -4,9 +4,9 @@
     python -m benchmarks.engine.draws --requests 1 --repetitions 3 --out FILE
 
 The model has random weights in the shape of Qwen3-0.6B: 28 layers and a vocabulary of 151,936. One
-engine in this process answers a number of equal prompts in each case, in turn. A repetition
-generates a short and a long answer; the difference of the two times is the time of decode steps
-alone. Printed, and with --out written as rows:
+engine in this process runs the cases in turn; in each case, it answers a number of equal prompts. A
+repetition generates a short and a long answer; the difference of the two times is the time of
+decode steps alone. The program prints these figures, and with --out writes them as rows:
 
     step_ms        wall time of a step
     times_greedy   the same, divided by that of the greedy case in the same repetition
@@ -56,7 +56,7 @@ CASES: Mapping[str, Mapping[str, object]] = {
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Writes a tokenizer with a byte, or a word of several letters, for each token id."""
+    """Writes a tokenizer in which each token is one byte or a word of several letters."""
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     words = sorted(byte_level.alphabet())
     letters = "abcdefghijklmnopqrstuvwxyz"

@@ -9,7 +9,7 @@ from benchmarks.result_rows import ResultRow
 
 # An engine that uses more than this share of a processor while others run disturbs them.
 MAX_IDLE_SHARE = 0.02
-# Shorter waits are not judged.
+# Shorter idle times are not checked.
 MIN_IDLE_WALL_S = 1.0
 
 
@@ -29,7 +29,7 @@ class Contender:
 def run_in_turn(
     contenders: Sequence[Contender], num_repetitions: int
 ) -> dict[str, list[EngineRun]]:
-    """Runs A B C A B C, so that changes of the machine's load affect all engines alike.
+    """Runs contenders in the order A B C A B C, so that changes in load affect all engines alike.
 
     Raises:
         EngineProcessError: An engine failed.
@@ -58,7 +58,7 @@ def unfair_engines(runs: Mapping[str, Sequence[EngineRun]]) -> list[str]:
 
 
 def ratios(ours: Sequence[EngineRun], others: Sequence[EngineRun], figure: str) -> list[float]:
-    """Our figure divided by theirs, repetition by repetition.
+    """Our figure divided by the other engine's, per repetition.
 
     Args:
         figure: A property of `EngineRun`.
@@ -70,7 +70,7 @@ def ratios(ours: Sequence[EngineRun], others: Sequence[EngineRun], figure: str) 
 def speed_rows(
     benchmark: str, case: str, runs: Sequence[EngineRun], device: str
 ) -> list[ResultRow]:
-    """Tokens per second of both clocks, and every figure that the engine counted."""
+    """Rows of tokens per CPU-second and per second, and of every figure that the engine counted."""
     values = {
         "tokens_per_cpu_s": [run.tokens_per_cpu_s for run in runs],
         "tokens_per_s": [run.tokens_per_s for run in runs],

@@ -1,4 +1,4 @@
-"""Command line options of the offline benchmarks, and the objects that they stand for."""
+"""Command line options of the offline benchmarks, and the objects made from them."""
 
 import argparse
 import contextlib
@@ -48,7 +48,7 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--repetitions", type=positive_int, default=3)
     parser.add_argument("--dtype", choices=list(NUMPY_DTYPES), default="float32")
     parser.add_argument(
-        "--seed", type=seed_number, default=0, help="of the weights and the workload"
+        "--seed", type=seed_number, default=0, help="seed of the weights and the workload"
     )
     parser.add_argument(
         "--num-requests", type=positive_int, help="run only the first N requests of the workload"
@@ -74,7 +74,7 @@ def parse_options(
     *,
     decided_by: Mapping[str, str] = {},
 ) -> argparse.Namespace:
-    """Reads a command line of `make_parser`; a mistake ends the program with its usage.
+    """Parses a command line with `make_parser`'s parser; on an error, prints the usage and exits.
 
     Args:
         decided_by: paxkv's setting -> flag that sets it instead of --set.
@@ -89,7 +89,7 @@ def parse_options(
 
 
 def paxkv_settings(arguments: argparse.Namespace) -> dict[str, Setting]:
-    """paxkv's settings, including those with an option of their own."""
+    """paxkv's settings, including the ones with their own option."""
     settings = dict(arguments.settings)
     for name in ("block_size", "max_num_seqs"):
         if getattr(arguments, name) is not None:
@@ -98,7 +98,7 @@ def paxkv_settings(arguments: argparse.Namespace) -> dict[str, Setting]:
 
 
 def rounded_dtype(arguments: argparse.Namespace, settings: Mapping[str, Setting]) -> str | None:
-    """The dtype that rounds so much that different batches may choose different tokens, if any.
+    """A dtype whose rounding may make different batches choose different tokens; None if unused.
 
     Args:
         settings: paxkv's settings.
@@ -112,7 +112,7 @@ def chosen_workload(arguments: argparse.Namespace) -> Workload:
     """The workload that the options name.
 
     Raises:
-        BenchmarkError: The workload has fewer requests.
+        BenchmarkError: The workload has fewer than --num-requests requests.
     """
     vocab_size = MODEL_SHAPES[arguments.model].vocab_size
     workload = make_workload(arguments.workload, vocab_size=vocab_size, seed=arguments.seed)
@@ -155,7 +155,7 @@ def engine_spec(
 
 
 def case_of(arguments: argparse.Namespace, engine: str, settings: dict[str, Setting]) -> str:
-    """ "model=small workload=mixed ... engine=paxkv ...", all parameters of the work."""
+    """All parameters of a run, as in "model=small workload=mixed ... engine=paxkv ..."."""
     fields: dict[str, Setting] = {
         "model": arguments.model,
         "workload": arguments.workload,

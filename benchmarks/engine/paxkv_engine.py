@@ -50,7 +50,7 @@ def kv_cache_bytes(spec: EngineSpec, workload: Workload, settings: Mapping[str, 
     """Bytes of a cache that holds the longest requests that may run at once, so none is preempted.
 
     Args:
-        settings: paxkv's, of any part. Each of several engines has a cache of this size.
+        settings: paxkv's settings, of any part. If there are several engines, each has this size.
     """
     parts = settings_by_part(settings)
     model = read_model_config(Path(spec.checkpoint))
@@ -61,7 +61,7 @@ def kv_cache_bytes(spec: EngineSpec, workload: Workload, settings: Mapping[str, 
         most_at_once = min(most_at_once, 5 * len(workload.requests) // (4 * num_engines) + 3)
     longest = sorted((r.num_tokens for r in workload.requests), reverse=True)[:most_at_once]
     num_tokens = sum(longest) + SPARE_TOKENS_PER_REQUEST * len(longest)
-    # paxkv refuses a cache smaller than the longest request that the model allows.
+    # paxkv rejects a cache smaller than the longest request that the model allows.
     num_tokens = max(num_tokens, model.max_position_embeddings) + SPARE_TOKENS
     # The size is ignored on accelerators, which measure their memory.
     wanted = parts["cache"].get("kv_cache_dtype", "auto")
@@ -113,14 +113,14 @@ class PaxkvEngine:
         return EngineOutput(token_ids=[token_ids[req_id] for req_id in req_ids], figures=figures)
 
     def logit_gap(self, token_ids: list[int], first: int, second: int) -> float:
-        raise NotImplementedError("paxkv reports no logits; another engine judges.")
+        raise NotImplementedError("paxkv reports no logits; another engine must compute the gap.")
 
     def close(self) -> None:
         self._client.close()
 
 
 def check_engines(stats: SchedulerStats) -> None:
-    """Checks that all engines run. If one had ended, the others would do its work.
+    """Checks that all engines run. After one has ended, the others would do its work.
 
     Raises:
         RuntimeError: An engine has ended.
@@ -132,7 +132,7 @@ def check_engines(stats: SchedulerStats) -> None:
 class OutputTap:
     """A transport that records the time of each request's first token, and the engine's statistics.
 
-    This costs almost nothing, whereas streaming would make one output per token.
+    This costs almost nothing. Streaming would cost more, because it makes one output per token.
     """
 
     def __init__(self, transport: EngineTransport) -> None:
@@ -199,6 +199,6 @@ def _counted(before: SchedulerStats, after: SchedulerStats) -> dict[str, float]:
         "preemptions": after.num_preemptions - before.num_preemptions,
         "padding_waste_ratio": num_padded / (num_padded + num_scheduled),
         "prefix_hit_percent": 100 * num_hits / num_queries if num_queries else 0.0,
-        # Since the engine is ready, the warm-up and earlier runs included.
+        # Counted since the engine was ready, so the warm-up and earlier runs are included.
         "compiles_after_ready": after.num_compiles_after_ready,
     }

@@ -1,4 +1,4 @@
-"""Starts an engine in a process of its own, pinned to processors, and runs workloads on it."""
+"""Starts an engine in a separate process, pinned to processors, and runs workloads on it."""
 
 import contextlib
 import dataclasses
@@ -71,7 +71,7 @@ class EngineProcess:
 
     def close(self) -> None:
         """Ends the process; may be repeated."""
-        # A dead process has closed its end.
+        # A process that has ended has closed its end of the pipe.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
@@ -89,7 +89,7 @@ class EngineProcess:
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
-        # An interrupted run is not waited for.
+        # Do not wait for the end of an interrupted run.
         if exc_type is None:
             self.close()
         else:
@@ -101,7 +101,7 @@ class EngineProcess:
             self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            # The process closes its end before it writes the reason.
+            # Wait for the process: it closes its pipe before it writes the reason to the log.
             self.close()
             lines = self._log_file.read_text(errors="replace").splitlines()[-_NUM_LOG_LINES:]
             raise EngineProcessError(f"{self._spec.module} died:\n" + "\n".join(lines))
@@ -128,7 +128,7 @@ def pinned(num_threads: int) -> Iterator[None]:
         raise ValueError(
             f"num_threads={num_threads} is more than the {len(allowed)} processors of this machine."
         )
-    # The last ones, because interrupts mostly go to the first.
+    # The last processors, because interrupts mostly go to the first.
     os.sched_setaffinity(0, set(sorted(allowed)[-num_threads:]))
     try:
         yield

@@ -31,7 +31,7 @@ def settings_by_part(settings: Mapping[str, Setting]) -> dict[str, dict[str, Set
 
 
 def engine_config(parts: Mapping[str, Mapping[str, Setting]]) -> EngineConfig:
-    """The config of settings by part.
+    """Builds the config from the result of `settings_by_part`.
 
     Raises:
         ConfigError: A value is not allowed.

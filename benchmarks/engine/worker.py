@@ -1,7 +1,7 @@
 """The process of one engine: loads it, then runs the workload for each command on stdin.
 
-`process.py` starts it, already pinned. Each line in and each line out is a JSON object; what
-libraries print goes to stderr. Between commands the process waits without using the processor.
+`process.py` starts it, already pinned. Each line of stdin and of stdout is a JSON object; output of
+libraries goes to stderr. Between commands, the process waits without using the processor.
 """
 
 import contextlib
@@ -97,8 +97,8 @@ def _serve(commands: TextIO, answers: TextIO) -> None:
     workload = Workload.read(Path(start["workload"]))
     try:
         engine = importlib.import_module(spec.module).load_engine(spec, workload)
-    # A refused setting, a wrong model, or a peer that is not installed. Any other error is a crash,
-    # whose traceback is in the log.
+    # A rejected setting, a wrong model, or a peer that is not installed. Any other error is a
+    # crash, whose traceback is in the log.
     except (PaxkvError, ValueError, ImportError) as error:
         traceback.print_exception(error)
         _answer(answers, {"error": str(error)})
@@ -108,7 +108,7 @@ def _serve(commands: TextIO, answers: TextIO) -> None:
     for line in commands:
         try:
             answer = worker.answer(json.loads(line))
-        # The reason why a peer cannot run on this machine is a result.
+        # A peer may not run on this machine. The reason is sent to the parent.
         except Exception as error:
             traceback.print_exception(error)
             answer = {"error": f"{type(error).__name__}: {error}"}

@@ -1,4 +1,4 @@
-"""Does paxkv work on this GPU, and how fast is it?
+"""Checks whether paxkv works on this GPU, and measures its speed.
 
     python -m benchmarks.gpu
 
@@ -16,11 +16,11 @@ runs these units, the most important first:
     transformers    the same models, with transformers' continuous batching for the throughput
     XLA             the XLA body of every op against float64
 
-Units run in worker processes, so a crash or a hang costs one unit, and each has a time limit. Each
-result is appended to --out at once; the report is written next to it, as gpu.gpu.md next to
+Units run in worker processes with a time limit, so a crash or a hang costs only one unit. Each
+result is appended to --out immediately. The report is written next to it, as gpu.gpu.md next to
 gpu.jsonl. The run ends within --time-limit and lists the units that are left. The same command with
 the same --out runs the units that have no result yet. `python -m benchmarks.ops --platform gpu`
-runs the units of the kernels alone, with the same rows.
+runs only the units of the ops, with the same rows.
 """
 
 import argparse

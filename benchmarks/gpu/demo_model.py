@@ -28,8 +28,8 @@ SYSTEM_PROMPT = (
     "You are a careful assistant. You answer questions about arithmetic and about paxkv. "
     "Keep every answer short and exact, and do not add anything that was not asked for."
 )
-# Sizes that cover the cases of the scheduler: more questions than run at once, chunks of prompts in
-# the same step as decodes, and bursts.
+# Sizes that cover cases of the scheduler: waiting requests, steps with both chunks of prompts and
+# decodes, and bursts.
 SIZES = Sizes(
     max_num_seqs=8,
     max_num_batched_tokens=64,
@@ -38,7 +38,7 @@ SIZES = Sizes(
     block_size=16,
     num_cache_tokens=2048,
 )
-# One sum, which needs two programs.
+# A rehearsal answers one sum, which needs two programs.
 REHEARSED_SIZES = Sizes(
     max_num_seqs=1,
     max_num_batched_tokens=32,
@@ -53,7 +53,7 @@ NUM_QUESTIONS = 24
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PaddedHeads(GPU):
-    """Pads the model's heads from 32 to 64 numbers, the least that the kernel for prompts takes."""
+    """Pads the model's heads from 32 to 64, the smallest width that the prompt kernel supports."""
 
     head_dim_step: ClassVar[int] = 64
 

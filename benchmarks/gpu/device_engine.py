@@ -44,7 +44,7 @@ class DeviceEngine:
         implementation: The body of every op. With "default", the engine chooses as in a server.
 
     Attributes:
-        chosen: The engine's choice of a body for all ops. None: each op chooses for itself.
+        chosen: The engine's choice of a body for all ops; None if each op chooses for itself.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class DeviceEngine:
         """Runs all requests with a new engine and an empty prefix cache.
 
         Raises:
-            ValueError: A request did not get as many tokens as it wants.
+            ValueError: A request did not get the number of tokens that the workload specifies.
         """
         core = EngineCore(
             AsyncScheduler(

@@ -1,4 +1,4 @@
-"""paxkv's engine with a model whose weights are random and drawn on the device."""
+"""Measures paxkv's engine with a model whose random weights are drawn on the device."""
 
 import tempfile
 from pathlib import Path
@@ -23,7 +23,7 @@ class PaxkvModel(Subject):
         self._engine = DeviceEngine(loaded, self.sizes)
 
     def throughput(self, seed: int) -> Measured:
-        """Measures tokens per second with requests of many lengths, which all arrive at once."""
+        """Measures tokens per second with requests of many lengths that arrive at once."""
         workload = self.throughput_workload(seed)
         # The first of the three runs compiles, and is not counted.
         seconds = [self.run(workload)[-1].end_s for _ in range(3)][1:]

@@ -1,4 +1,4 @@
-"""The models and workloads for measurements on a GPU, and the measurements of any engine."""
+"""The models and workloads for measurements on a GPU, and measurements of any engine."""
 
 import abc
 import dataclasses
@@ -72,10 +72,10 @@ class Sizes:
     """Sizes of the engine and of the workloads.
 
     Args:
-        block_size: The KV cache's block size. None: the device's default.
+        block_size: The KV cache's block size; None for the device's default.
         decode_batches: Numbers of requests that decode together, one measurement each.
         decode_prompt, num_decode_tokens: Prompt and output tokens of each of these requests.
-        throughput_prompts, throughput_outputs: Least and most tokens; lengths are uniform between.
+        throughput_prompts, throughput_outputs: Least and most tokens of uniform lengths.
     """
 
     max_num_seqs: int = 256
@@ -141,7 +141,7 @@ def steady_decode(steps: list[EngineStep], num_reqs: int) -> dict[str, list[floa
     steady = [step for step in steps if step.num_started == num_reqs and not step.num_finished]
     if len(steady) < 3:
         raise ValueError(f"got {len(steady)} steps of steady decode, wanted at least 3.")
-    # Leaves out the first quarter, in which bursts are still shorter.
+    # Omit the first quarter, in which bursts are still shorter.
     first, last = steady[len(steady) // 4], steady[-1]
     num_steps = (last.num_tokens - first.num_tokens) / num_reqs
     wall_s = last.end_s - first.end_s

@@ -1,8 +1,8 @@
-"""transformers with one model on the device.
+"""Measures transformers with one model on the device.
 
-The model is set up by transformers' defaults: attention is SDPA, or flash attention if transformers
-finds it for continuous batching, and the forward pass is not compiled. Requests of one shape go to
-`generate`.
+The model has transformers' default settings: attention is SDPA, or flash attention if transformers
+finds it for continuous batching, and the forward pass is not compiled. Requests of one shape are
+run by `generate`.
 """
 
 import tempfile
@@ -48,7 +48,7 @@ class TransformersModel(Subject):
         workload = self.throughput_workload(seed)
         is_cuda = self._device.type == "cuda"
         settings = ContinuousBatchingConfig(
-            # By default, continuous batching takes most of a CPU's memory.
+            # The default number of blocks fills most of the memory of a machine without a GPU.
             num_blocks=None if is_cuda else 64,
             max_requests_per_batch=len(workload.requests),
         )
@@ -63,8 +63,7 @@ class TransformersModel(Subject):
             warmup=is_cuda,
             workload_hints=hints,
         ) as manager:
-            # The first run captures the graphs that the warm-up has not captured. The second one
-            # is measured.
+            # The first run captures graphs that the warm-up missed. The second run is measured.
             for name in ("first", "second"):
                 start_s = time.perf_counter()
                 num_tokens = sum(map(len, run_requests(manager, workload, name)))
@@ -88,7 +87,7 @@ class TransformersModel(Subject):
         steps: list[EngineStep] = []
 
         def record(token_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-            """A stopping criterion that stops nothing; `generate` calls it after each token."""
+            """A stopping criterion that never stops; `generate` calls it after each token."""
             self._wait()
             num_made = token_ids.shape[1] - prompt_len
             steps.append(

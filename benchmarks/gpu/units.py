@@ -42,7 +42,7 @@ def process_key(unit: Unit) -> object:
 
 def demo_units(*, is_rehearsal: bool) -> list[Unit]:
     """Units that run the demo model: with Mosaic bodies, the engine's choice, XLA, and float32."""
-    # With interpreted kernels, an engine hangs: a step and its callbacks wait for the same threads.
+    # An engine with interpreted kernels hangs: a step and its callbacks wait for the same threads.
     kernel_body = "xla" if is_rehearsal else ops.kernel_body(is_rehearsal=False)
     # (case, body, dtype, whether heads are padded for the Mosaic bodies)
     engines = (

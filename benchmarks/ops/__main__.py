@@ -1,4 +1,4 @@
-"""Does every op of `pallas_kernels` agree with float64, and how fast is it?
+"""Checks every op of `pallas_kernels` against float64, and measures its speed.
 
 On a GPU (JAX with CUDA):
 
@@ -6,7 +6,7 @@ On a GPU (JAX with CUDA):
 
 measures the device (a copy, a matrix product), checks every op on random inputs against float64,
 times each body at full size, and prints a table. Units run in worker processes, so a crash or a
-hang of one kernel costs that unit only. Each result is appended to --out at once; the report is
+hang of a kernel costs only one unit. Each result is appended to --out immediately. The report is
 written next to it, as gpu.ops.md next to gpu.jsonl. The run ends within --time-limit, and the same
 command continues it.
 
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--platform", choices=("gpu", "cpu"), required=True)
-    parser.add_argument("--quick", action="store_true", help="CPU: less of everything")
+    parser.add_argument("--quick", action="store_true", help="CPU: fewer and smaller measurements")
     add_run_arguments(parser.add_argument_group("GPU"))
     arguments = parser.parse_args(argv)
     if arguments.platform == "gpu":
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, value in vars(arguments).items():
         if name not in shared and value != parser.get_default(name):
             flag = f"--{name.replace('_', '-')}"
-            parser.error(f"{flag} is no flag of --platform cpu; leave it out or use --platform gpu")
+            parser.error(f"{flag} needs --platform gpu; omit it, or use --platform gpu")
     return run_cpu(quick=arguments.quick, out=arguments.out)
 
 

@@ -29,7 +29,7 @@ _SHAPES = (
     *((128, block_size, 8, 2) for block_size in (8, 16, 32, 64, 128, 256)),
     *((64, 16, 8, 8), (64, 64, 16, 1), (80, 8, 4, 4), (96, 16, 6, 2)),
     *((192, 32, 8, 2), (256, 16, 8, 4), (256, 64, 4, 1)),
-    # A block of 16 is a quarter of a tile; 16 query heads per KV head are the most at this width.
+    # A block of 16 is a quarter of a tile. This width allows at most 16 query heads per KV head.
     *((512, 16, 8, 4), (512, 64, 16, 1)),
 )
 # Head sizes of the decode kernel alone.

@@ -93,7 +93,7 @@ def timed_problem(case: PagedAttentionCase, seed: int) -> Problem:
 
 
 def draw_batch(case: PagedAttentionCase, seed: int) -> tuple[jax.Array, ...]:
-    """Arguments of `paged_attention`, drawn on the device; every block lies anywhere."""
+    """Arguments of `paged_attention`, drawn on the device; blocks are at random places."""
     num_needed = [-(-seq_len // case.block_size) for _, seq_len in case.requests]
     num_blocks = 1 + sum(num_needed)
     block_ids = 1 + np.random.default_rng(seed).permutation(num_blocks - 1)

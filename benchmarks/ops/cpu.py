@@ -1,8 +1,8 @@
 """The CPU half of `python -m benchmarks.ops`: XLA's attention, experts and scatter on one core.
 
-Every body is checked against float64 before it is timed. Then our attention, torch's attention on
-contiguous keys and values (if torch is installed) and a sequential read of the same number of bytes
-run in turn in one process. The read is the lower limit of the time.
+Every body is checked against float64 before it is timed. Then paxkv's attention, torch's attention
+on contiguous keys and values (if torch is installed) and a sequential read of the same number of
+bytes run in turn in one process. The time of the read is the lower limit.
 """
 
 import os
@@ -42,8 +42,8 @@ class CpuSizes:
     """Amounts of work.
 
     Args:
-        bytes_in_turn: Data that is read between two reads of the same data, which is more than the
-            last cache level holds.
+        bytes_in_turn: Bytes read between two reads of the same data; more than the last cache level
+            holds.
     """
 
     num_samples: int
@@ -76,10 +76,10 @@ QUICK = CpuSizes(
 
 
 def run_cpu(*, quick: bool, out: Path | None) -> int:
-    """Checks and times; prints a table and appends one row per figure to `out`, if given.
+    """Checks and times bodies, prints a table, and appends one row per figure to `out`, if given.
 
     Returns:
-        The exit code: 1 if a result was wrong. That body was then not timed.
+        The exit code: 1 if a result was wrong. Bodies with wrong results are not timed.
     """
     with one_core(), jax.default_device(jax.local_devices(backend="cpu")[0]):
         return run_sizes(QUICK if quick else FULL, batches(), out)
@@ -176,7 +176,7 @@ def _measure_scatter(sizes: CpuSizes, failures: list[str]) -> list[ResultRow]:
     for num_bytes in sizes.scatter_bytes:
         name = f"scatter of {NUM_TOKENS} tokens, cache of {num_bytes / 2**30:.2f} GiB"
         if num_bytes > _free_bytes() // 2:
-            print(f"{name}: left out, {_free_bytes() / 2**30:.1f} GiB of memory are free")
+            print(f"{name}: skipped, only {_free_bytes() / 2**30:.1f} GiB of memory are free")
             continue
         cache = build_cache(num_bytes)
         call = scatter_call(cache)
@@ -185,7 +185,7 @@ def _measure_scatter(sizes: CpuSizes, failures: list[str]) -> list[ResultRow]:
         if holds_what_was_written(cache):
             calls[name] = call
         else:
-            failures.append(f"{name}: the cache does not hold what was written, or holds more")
+            failures.append(f"{name}: the cache differs from what was written")
     if not calls:
         return []
     seconds = sample_in_turn(calls, num_data_sets=NUM_ROWS, num_samples=4 * sizes.num_samples)

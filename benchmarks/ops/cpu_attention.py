@@ -1,4 +1,4 @@
-"""Attention on a CPU: batches, paged caches, our body, and its check against float64."""
+"""Attention on a CPU: batches, paged caches, paxkv's body, and its check against float64."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class CpuBatch:
 
 
 def batches() -> tuple[CpuBatch, ...]:
-    """64 decodes at several contexts, and the chunk of a prompt together with 32 decodes."""
+    """64 decodes at several contexts, and a chunk of a prompt together with 32 decodes."""
     ragged = np.random.default_rng(0).permutation(np.linspace(32, 512, 64).astype(int))
     return (
         *(
@@ -102,7 +102,7 @@ def build_paged_data(
 
 
 def paged_call(data: PagedData) -> Callable[[int], jax.Array]:
-    """Our body on one row of the cache, compiled with the row as an argument."""
+    """Returns a function that runs paxkv's body on one row of the cache."""
 
     @jax.jit
     def plain(row: jax.Array, *arrays: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""One product of a layer with experts on the CPU, where a step hits few experts of many."""
+"""One product of an experts layer on the CPU, in a step that uses few of many experts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

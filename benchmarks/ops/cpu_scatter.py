@@ -1,4 +1,4 @@
-"""Writes of one step's keys and values on the CPU, for caches of several sizes."""
+"""Times writes of one step's keys and values on the CPU, for caches of several sizes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def build_cache(num_bytes: int) -> ScatterCache:
 
 
 def scatter_call(cache: ScatterCache, seed: int = 0) -> Callable[[int], None]:
-    """Writes 64 tokens to random slots of row `data_idx`, in place."""
+    """Returns a function that writes 64 tokens to random slots of row `data_idx`, in place."""
     rng = np.random.default_rng(seed)
     slots = jnp.asarray(_slots(cache.kv_cache.shape[1] // 2), jnp.int32)
     shape = (NUM_TOKENS, NUM_KV_HEADS, HEAD_DIM)

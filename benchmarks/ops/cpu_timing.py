@@ -1,7 +1,7 @@
 """Timing on a CPU: one core, calls in turn, and memory bandwidth in the same run.
 
 A sample is CPU time of the process. On one core of an idle machine it equals wall time. On a busy
-machine it leaves out the time of other processes, but not the cost of their memory traffic.
+machine it excludes the time of other processes, but not the cost of their memory traffic.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ def one_core() -> Iterator[None]:
         yield
         return
     allowed = os.sched_getaffinity(0)
-    # The last one, because interrupts mostly go to the first.
+    # The last core, because interrupts mostly go to the first.
     os.sched_setaffinity(0, {max(allowed)})
     try:
         yield
@@ -68,7 +68,7 @@ class SequentialReads:
         self._next = 0
 
     def call(self, num_bytes: int) -> Call:
-        """A call that reads the `num_bytes` of the buffer whose last read is the longest ago."""
+        """A call that reads the `num_bytes` of the buffer that were read longest ago."""
         size = num_bytes // 4
         num_places = len(self._buffer) // size
         if num_places < 2:

@@ -15,16 +15,16 @@ HAS_TORCH = torch is not None
 
 
 def use_one_thread() -> None:
-    """Limits torch to one thread, if it is installed; call it before other functions."""
+    """Limits torch to one thread, if torch is installed. Call it before other functions."""
     if HAS_TORCH:
         torch.set_num_threads(1)
 
 
 def sdpa_call(data: PagedData, num_rows: int) -> Callable[[int], object]:
-    """Attention of the whole batch on one row, without padding.
+    """Returns a function that computes attention of the whole batch on one row, without padding.
 
-    Requests of one shape share a call. A chunk needs a mask, because its query tokens are the last
-    of the sequence and torch's causal mask counts from the first key.
+    Requests of equal shape share a call. A chunk needs a mask, because its query tokens are the
+    last of the sequence, and torch's causal mask counts from the first key.
     """
     attention = torch.nn.functional.scaled_dot_product_attention
     starts_np = np.asarray(data.query_start_loc)

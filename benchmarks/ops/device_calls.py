@@ -1,4 +1,4 @@
-"""Calls an op on the device once and verifies the result; then times many calls if asked to."""
+"""Calls an op on the device once and verifies the result; then can time many calls."""
 
 import dataclasses
 import functools
@@ -15,15 +15,15 @@ from jax import lax
 import pallas_kernels
 from benchmarks.units.unit import Finding, Measured, Unit
 
-# A sample is a queue of programs at least this long, so launching the first and waiting for the
-# last, about 0.1 ms, are under 0.3 % of it.
+# A sample is a queue of programs that takes at least this long. Launching the first program and
+# waiting for the last take about 0.1 ms, under 0.3 % of it.
 SAMPLE_S = 0.04
 MAX_CALLS = 200
 NUM_SAMPLES = 20
-# Compilation takes most of it.
+# Most of a check is compilation.
 CHECK_TIME_LIMIT_S = 30.0
 BUDGET_S = 1.5
-# Rates of about an H200, used only to guess the time of a call before it is measured.
+# About the rates of an H200. They only serve to guess the time of a call before it is measured.
 GUESSED_BYTES_PER_S, GUESSED_FLOPS_PER_S = 4e12, 6e14
 # A program with shorter calls repeats them for this long, which hides the cost of launching it.
 PROGRAM_S = 2e-4
@@ -35,7 +35,7 @@ NUM_POISON_BUFFERS, POISON_BYTES = 8, 2**26
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The least that one call moves and computes: each input and output once."""
+    """Lower bounds of what one call moves (each input and output once) and computes."""
 
     num_bytes: int
     num_flops: int = 0
@@ -111,7 +111,7 @@ def _measure(
     work: Work | None,
     seed: int,
 ) -> Measured:
-    """Calls the op once and verifies its outputs; with `work`, a right result is then timed."""
+    """Calls the op once and verifies its outputs. With `work` and a right result, times it too."""
     problem = build(case, seed)
     implementation = None if body == "default" else body
     rules = {**problem.rules, "implementation": implementation}
@@ -165,8 +165,8 @@ def _repeat(
 def _depending_on(outputs: Any, arrays: Any) -> Any:
     """The arrays, with a zero that comes from `outputs` added to the smallest one.
 
-    The compiler does not know that it is zero. Equal calls without a dependency would be moved out
-    of the loop, or fused into one.
+    The compiler does not know that it is zero. Without this dependency, it would move equal calls
+    out of the loop, or fuse them into one.
     """
     first = jax.tree.leaves(outputs)[0]
     zero = first[(0,) * first.ndim] == 12_345

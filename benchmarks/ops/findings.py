@@ -1,12 +1,12 @@
-"""Compares results with expected values: in the norm, row by row, or bit by bit."""
+"""Compares results with expected values: by the norm of the array or of rows, or bit by bit."""
 
 import numpy as np
 
 from benchmarks.units.unit import Finding
 
-# Relative error in the norm that a correct body stays under, by the dtype it computes in.
+# Largest relative error of a correct body, in the norm, by the dtype in which it computes.
 ERROR_LIMITS = {"bfloat16": 1e-2, "float16": 5e-3, "float32": 1e-5}
-# One wrong row among many does not move the norm of all, so each row has a limit too.
+# One wrong row among many hardly changes the norm of the array, so each row has a limit too.
 ROW_LIMIT_FACTOR = 10.0
 
 

@@ -1,6 +1,6 @@
-"""Attention in float64 NumPy, request by request: what every body is checked against.
+"""Attention in float64 NumPy, request by request. Every body is checked against it.
 
-It shares nothing with the ops: no block tables, no tiles, no running maximum.
+It shares no code with the ops: it has no block tables, no tiles and no running maximum.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenRule:
-    """Which positions a token sees, and what is done to its logits; see `paged_attention`."""
+    """The rules for the positions that a token sees, and for its logits; see `paged_attention`."""
 
     scale: float
     is_causal: bool = True

@@ -36,7 +36,7 @@ _PAGED_ATTENTION = MeasuredOp(
 )
 
 
-# The work of a rehearsal, whose rates mean nothing: two calls per program.
+# The work of a rehearsal: two calls per program. Its rates are meaningless.
 _REHEARSED_WORK = Work(num_bytes=round(PROGRAM_S * GUESSED_BYTES_PER_S / 2))
 
 
@@ -88,7 +88,7 @@ def kernel_body(*, is_rehearsal: bool) -> str:
 
 
 def _measured_ops(*, is_rehearsal: bool) -> list[MeasuredOp]:
-    """All ops; the first case of each has a dtype that the Mosaic bodies take."""
+    """All ops. The first case of each has a dtype that the Mosaic bodies support."""
     ops = []
     for measured in (_PAGED_ATTENTION, *OTHER_OPS, *RECURRENT_OPS, *INDEX_OPS):
         cases = sorted(measured.cases, key=lambda case: getattr(case, "dtype", "") == "float32")
@@ -111,7 +111,7 @@ def run_gpu(arguments: argparse.Namespace) -> int:
 
 
 def process_key(unit: Unit) -> object:
-    """Units with the same value share a process, which a fault of a kernel would end."""
+    """Units with the same value share a process. A fault of a kernel ends its process."""
     return unit.body.startswith("mosaic")
 
 

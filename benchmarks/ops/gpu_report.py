@@ -6,19 +6,19 @@ from typing import Any
 
 from benchmarks.tables import markdown_table
 
-# Reading is somewhat faster than copying. A body that is even faster did less work than was
-# counted, except that small inputs may come from a cache.
+# Reading is somewhat faster than copying. A body above this share did less work than was counted.
+# Inputs smaller than `MIN_BYTES_OF_MEMORY` may be in a cache, so they are not checked.
 MAX_SHARE_OF_COPY = 1.3
 MIN_BYTES_OF_MEMORY = 2**28
 _MAX_REASON_CHARS = 260
 
 
 def report(rows: Sequence[Mapping[str, Any]], device: str) -> str:
-    """Markdown.
+    """Builds the report in Markdown.
 
     Args:
         rows: Rows of all units, including earlier runs.
-        device: For the title.
+        device: Its name, for the title.
     """
     ceilings = device_rates(rows)
     rates = [f"- {name.replace('_', ' ')}: {value:,.0f}" for name, value in ceilings.items()]
@@ -40,7 +40,7 @@ def device_rates(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def check_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line per op and body: how many checks were right, and the worst error."""
+    """A line per op and body: the number of checks that were right, and the worst error."""
     families: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         kind, op, _, body = row["unit"].split("|")
@@ -60,7 +60,7 @@ def check_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def problem_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Units that are wrong, failed or died; absent units once per reason."""
+    """A line per unit that is wrong, failed or died, and a line per reason for absent units."""
     lines, absent = [], defaultdict(list)
     for unit, row in {row["unit"]: row for row in rows}.items():
         if row.get("is_right") is False:
@@ -75,7 +75,7 @@ def problem_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def timing_table(rows: Sequence[Mapping[str, Any]], ceilings: Mapping[str, float]) -> str:
-    """Timings with the bodies of one case below each other."""
+    """The timings. Bodies of the same case are in adjacent lines."""
     timings = [row for row in rows if row["metric"] == "call_ms"]
     order = list(dict.fromkeys(row["unit"].rpartition("|")[0] for row in timings))
     timings.sort(key=lambda row: order.index(row["unit"].rpartition("|")[0]))

@@ -28,7 +28,7 @@ from pallas_kernels.slot_mapping import cases as slot_mapping_cases
 
 
 def _with_half_precision(cases: Sequence[Any]) -> list[Any]:
-    """The cases, and those in float32 again in bfloat16, which the Mosaic bodies take."""
+    """The cases, and copies of the float32 cases in bfloat16, which the Mosaic bodies support."""
     in_half = [
         dataclasses.replace(case, name=f"{case.name}, bfloat16", dtype="bfloat16")
         for case in cases
@@ -92,7 +92,7 @@ def _same_as_reference(
     rules: Mapping[str, int] = {},
     updates_first: bool = False,
 ) -> Problem:
-    """A call that only moves data: its outputs must have the bits of the reference on the CPU."""
+    """A call that only moves data: its output bits must equal those of the reference on the CPU."""
     cpu = jax.devices("cpu")[0]
     function = functools.partial(getattr(pallas_kernels, op), **rules, implementation="reference")
     outputs = jax.jit(function)(*jax.device_put(arrays, cpu))
@@ -193,7 +193,7 @@ def _large_latents(
         dtype="bfloat16",
         scale=192**-0.5,
     )
-    # Latents once for all heads; queries and outputs.
+    # Each latent is read once for all heads. Queries are read and outputs are written.
     return case, Work(
         num_bytes=2 * 16 * (8192 * 576 + num_q_heads * (576 + 512)),
         num_flops=2 * 16 * 8192 * num_q_heads * (2 * 512 + 64),
@@ -212,7 +212,7 @@ def _large_experts(
         out_features=768,
         dtype="bfloat16",
     )
-    # Every matrix once; rows in and out.
+    # Every matrix is read once. Rows are read and written.
     num_numbers = 128 * 2048 * 768 + num_rows * (2048 + 768)
     return case, Work(num_bytes=2 * num_numbers, num_flops=2 * num_rows * 2048 * 768)
 

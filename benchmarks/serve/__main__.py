@@ -1,11 +1,11 @@
-"""Puts load on any OpenAI-compatible server and reports the latencies that its clients measure.
+"""Sends load to any OpenAI-compatible server, and reports the latencies that clients see.
 
 Start a server, then run this from the same or another machine:
 
     python -m paxkv.serve
     python -m benchmarks.serve --num-prompts 200 --request-rate 10 --ignore-eos
 
-Requests are streamed from /v1/completions. When they are sent:
+Answers are streamed from /v1/completions. These flags decide when requests are sent:
 
     open loop     --request-rate 10         requests arrive at random, 10 per second on average
                                             (Poisson), independent of the server's speed
@@ -20,11 +20,11 @@ The prompts:
                              --random-output-len; with --random-range-ratio 0.5, lengths from 0.5 to
                              1.5 times these
     --dataset shared-prefix  random prompts after --shared-prefix-len tokens that all requests share
-                             (with --num-prefixes: that groups of requests share)
+                             (with --num-prefixes, each group of requests shares its own)
     --dataset sharegpt       first questions of the conversations in --dataset-path, a JSON file in
                              ShareGPT's format
 
-Reported in milliseconds, as mean, p50, p90 and p99 over the answered requests:
+The report has milliseconds, as mean, p50, p90 and p99 over the answered requests:
 
     TTFT    from sending a request to its first token
     TPOT    from the first token to the last, per token; one figure per request
@@ -35,7 +35,7 @@ Reported in milliseconds, as mean, p50, p90 and p99 over the answered requests:
             --max-concurrency. Without that flag it must be near 0, or this program is too slow
 
 Output tokens are counted from the server's `usage`. If the server sends none, pieces are counted,
-and the report says so. Goodput is the rate of requests that keep all bounds of --goodput. Failed
+and the report says so. Goodput is the rate of requests that meet all bounds of --goodput. Failed
 requests are counted and shown, but their latencies are not. The exit code is 1 if no request was
 answered. The first key in PAXKV_API_KEY, VLLM_API_KEY or OPENAI_API_KEY is sent, if there is one.
 """
@@ -118,7 +118,7 @@ async def _run_load(
     if arguments.ignore_eos:
         fields["ignore_eos"] = True
     fields |= arguments.extra_body
-    # Warm-up requests are not part of the load, so that its prompts are not cached.
+    # Warm-up requests have other prompts than the load, so that the load's prompts are not cached.
     await warm_up(client, inputs[: arguments.num_warmups], fields)
     arrivals = poisson_arrivals(arguments.num_prompts, arguments.request_rate, seed)
     return await send_load(

@@ -34,9 +34,9 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     server = parser.add_argument_group("server")
     server.add_argument("--base-url", type=_base_url, default="http://127.0.0.1:8000/v1")
     server.add_argument(
-        "--model", help="name of the model; the first that the server lists if left out"
+        "--model", help="name of the model; by default, the first that the server lists"
     )
-    server.add_argument("--device", default="not named", help="chip of the server, for the rows")
+    server.add_argument("--device", default="not named", help="the server's chip, for the rows")
     server.add_argument(
         "--timeout-s",
         type=positive_float,
@@ -97,7 +97,7 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
         "--max-concurrency",
         type=positive_int,
         metavar="N",
-        help="most requests that run at once; no limit if left out",
+        help="largest number of requests that run at once; no limit by default",
     )
     group.add_argument(
         "--num-warmups",
@@ -111,7 +111,7 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
         "--seed",
         type=natural,
         default=0,
-        help="of prompts and arrivals; each repetition uses the next one",
+        help="seed of prompts and arrivals; each repetition uses the next seed",
     )
 
 
@@ -164,7 +164,7 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
         type=positive_int,
         default=1024,
         metavar="N",
-        help="leave out conversations with more tokens of question and answer",
+        help="omit conversations whose question and answer have more tokens together",
     )
 
 
@@ -199,5 +199,5 @@ def _bound(text: str) -> tuple[str, float]:
     name, colon, bound_ms = text.partition(":")
     name = _BOUND_SYNONYMS.get(name, name)
     if not colon or name not in BOUNDED:
-        raise argparse.ArgumentTypeError(f"{text}: wanted NAME:MS, NAME of {', '.join(BOUNDED)}")
+        raise argparse.ArgumentTypeError(f"{text}: wanted NAME:MS, NAME in {', '.join(BOUNDED)}")
     return name, positive_float(bound_ms)

@@ -57,7 +57,7 @@ class AnswerStream:
         try:
             chunk = self._decoder.decode(data)
         except msgspec.MsgspecError as error:
-            raise ServerError(f"an event is no chunk: {error}; got {_shorten(data)}") from error
+            raise ServerError(f"an event is not a chunk: {error}; got {_shorten(data)}") from error
         if chunk.error is not None:
             raise ServerError(f"error in the stream: {_shorten(msgspec.json.encode(chunk.error))}")
         self.usage = chunk.usage or self.usage
@@ -65,8 +65,8 @@ class AnswerStream:
             self.is_complete |= choice.finish_reason is not None
             if choice.text:
                 self.texts.append(choice.text)
-            # A last event without text holds no token. Other events without text may hold tokens
-            # that do not complete a character.
+            # The last event has no token if it has no text. Other events without text may have
+            # tokens that do not complete a character.
             if choice.text or choice.finish_reason is None:
                 self.chunk_times.append(now)
 
@@ -75,7 +75,7 @@ class CompletionsClient:
     """A client of one server; an asynchronous context manager.
 
     Args:
-        base_url: With the version, such as "http://127.0.0.1:8000/v1".
+        base_url: The address with the API's version, such as "http://127.0.0.1:8000/v1".
         api_key: Sent as a bearer token; None sends none.
         timeout_s: A request fails after this long without data from the server.
     """

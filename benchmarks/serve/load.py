@@ -13,7 +13,7 @@ from benchmarks.serve.request_record import RequestRecord
 
 
 def poisson_arrivals(num_requests: int, request_rate: float, seed: int) -> list[float]:
-    """Seconds at which requests arrive, independent of each other, `request_rate` per second.
+    """Random arrival times in seconds, independent of each other, `request_rate` per second.
 
     The first request arrives at 0; with an infinite rate, all do.
     """

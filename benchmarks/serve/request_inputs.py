@@ -68,7 +68,7 @@ def shared_prefix_inputs(
     """Random prompts after `num_prefixes` prefixes, which the requests use in turn.
 
     Args:
-        lengths: Of the part after the prefix, and of the output.
+        lengths: Lengths of the part after the prefix, and of the output.
     """
     low, high = token_ids
     if not 0 <= low < high:
@@ -107,7 +107,7 @@ def sharegpt_inputs(
 
     Args:
         tokenizer_file: A `tokenizer.json`, or its folder. With it, an output is as long as the
-            answer in the file, and conversations of more than `max_total_len` tokens are left out.
+            answer in the file, and conversations of more than `max_total_len` tokens are omitted.
         output_len: Length of every output; required without a tokenizer.
     """
     if tokenizer_file is None and output_len is None:

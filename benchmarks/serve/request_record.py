@@ -1,4 +1,4 @@
-"""RequestRecord: one request, its answer and their times."""
+"""RequestRecord: one request, its answer, and when each part arrived."""
 
 import dataclasses
 from typing import Literal

@@ -50,7 +50,7 @@ def _resident_bytes(pid: int) -> int:
 
 @contextlib.contextmanager
 def running_server(*flags: str) -> Iterator[ServerProcess]:
-    """A server on a free loopback port; the end of the block stops it, by force if necessary.
+    """Starts a server on a free loopback port, and stops it at the end of the `with` block.
 
     Raises:
         ServerError: The server ended before it was ready.

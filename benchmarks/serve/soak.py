@@ -8,18 +8,18 @@ after `--`. In the first part, each of --num-streams clients sends its next requ
 for --duration-s. In the second part, --burst-size requests are sent at once, again and again, up to
 --num-burst-requests. All answers are streamed.
 
-Counted over both parts: failed requests, and answers that differ from the offline ones. During the
-first part, the memory of the server's and the engine's process is measured once per second. Its
-growth is measured in the second half of this part, from the median of the first fifth to the median
-of the last fifth. The number of requests in the server is read equally often; if it is far below
+Both parts count failed requests, and answers that differ from the offline ones. During the first
+part, the memory of the server's and the engine's process is measured once per second. Its growth is
+measured in the second half of this part, from the median of the first fifth to the median of the
+last fifth. The number of requests in the server is also read once per second. If it is far below
 --num-streams, this program limits the load. Latencies are measured in this program, so they include
-its own delay, `streams_client_lag_ms_p99`. At the end, an idle server must hold no request and no
-block. The exit code is 1 if a request failed, an answer differs, something is still held, or memory
-grew by 2 % or more.
+its own delay, `streams_client_lag_ms_p99`. At the end, the idle server must hold no request and no
+block. The exit code is 1 if a request failed, an answer differs, the server still holds a request
+or a block, or memory grew by 2 % or more.
 
-Answers are drawn from seeds, so rounding may decide one in about 100,000 tokens, and rounding
-depends on the other requests of a step. --batch-invariant applies to both sides and removes that
-dependence: every answer must then be equal to the last character. Steps take longer.
+Most answers are sampled. Rounding may change one in about 100,000 tokens, and rounding depends on
+the other requests of a step. --batch-invariant applies to the server and to `LLM.generate`, and
+removes that dependence: then the answers must be equal. Steps take longer.
 """
 
 import argparse
@@ -74,7 +74,7 @@ class SoakResult:
     Args:
         figures: Name with unit -> value.
         errors: Reason of failures -> number of requests.
-        differing: Requests with another answer than the offline one, and that answer.
+        differing: Requests whose answer differs from the offline one, and that answer.
         held: The metrics in `HELD` at the end.
     """
 
@@ -84,18 +84,20 @@ class SoakResult:
     held: Mapping[str, float]
 
     @property
-    def broken_promises(self) -> list[str]:
+    def failures(self) -> list[str]:
         """Failures in words; empty if the soak test passed."""
-        broken = [f"{count} x {error}" for error, count in self.errors.items()]
+        failures = [f"{count} x {error}" for error, count in self.errors.items()]
         if self.differing:
-            broken.append(f"{len(self.differing)} answers differ from LLM.generate")
-        broken += [f"{name} is {value:g} at the end" for name, value in self.held.items() if value]
-        broken += [
+            failures.append(f"{len(self.differing)} answers differ from LLM.generate")
+        failures += [
+            f"{name} is {value:g} at the end" for name, value in self.held.items() if value
+        ]
+        failures += [
             f"{name} is {value:.2f}, wanted less than {MAX_GROWTH_PERCENT:g}"
             for name, value in self.figures.items()
             if name.endswith("_growth_percent") and value >= MAX_GROWTH_PERCENT
         ]
-        return broken
+        return failures
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +155,7 @@ async def soak(
 
 
 async def _stream(url: str, requests: Sequence[SoakRequest], size: SoakSize) -> _Answered:
-    """Clients that each run one request at a time, until the time is over."""
+    """Runs clients that each send one request at a time, until the time is over."""
     answered: _Answered = []
     start = time.perf_counter()
 
@@ -206,7 +208,7 @@ async def _watch(server: ServerProcess, samples: list[_Sample]) -> None:
 
 
 async def _watch_own_lag(lags_s: list[float]) -> None:
-    """Records how much too late this program wakes up, which it adds to the measured times."""
+    """Records how late this program wakes up. The measured times include this delay."""
     while True:
         due = time.perf_counter() + _LAG_EVERY_S
         await asyncio.sleep(_LAG_EVERY_S)
@@ -214,7 +216,7 @@ async def _watch_own_lag(lags_s: list[float]) -> None:
 
 
 async def _held(server: ServerProcess) -> dict[str, float]:
-    """The metrics in `HELD`, as soon as all are 0 or after a while."""
+    """The metrics in `HELD`, as soon as all are 0, or after `_IDLE_WITHIN_S`."""
     deadline = time.perf_counter() + _IDLE_WITHIN_S
     async with httpx.AsyncClient(base_url=server.url, timeout=_TIMEOUT_S) as client:
         while True:
@@ -279,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     append_rows(result_rows(arguments, result), arguments.out)
     print(report(result))
-    return 1 if exit_code or result.broken_promises else 0
+    return 1 if exit_code or result.failures else 0
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -300,8 +302,8 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="number of different requests",
     )
-    parser.add_argument("--batch-invariant", action="store_true", help="on both sides; see above")
-    parser.add_argument("--seed", type=seed_number, default=0, help="of the requests")
+    parser.add_argument("--batch-invariant", action="store_true", help="see above")
+    parser.add_argument("--seed", type=seed_number, default=0, help="seed of the requests")
     parser.add_argument(
         "--out",
         type=output_file,
@@ -320,7 +322,7 @@ def report(result: SoakResult) -> str:
     for request, text in result.differing[:_NUM_SHOWN]:
         lines += ["", f"asked:  {request.prompt!r}, {request.fields}"]
         lines += [f"wanted: {request.answer!r}", f"got:    {text!r}"]
-    lines += ["", *(result.broken_promises or ["All promises held."])]
+    lines += ["", *(result.failures or ["No failures."])]
     return "\n".join(lines)
 
 

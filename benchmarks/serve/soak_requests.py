@@ -41,7 +41,7 @@ class SoakRequest:
 
 
 def make_requests(count: int, seed: int) -> list[SoakRequest]:
-    """Different requests; three in four are sampled, each with its own seed.
+    """Makes different requests; three in four are sampled, each with its own seed.
 
     Their answers are long and differ from each other, so a piece in the wrong stream is noticed.
     """
@@ -67,7 +67,7 @@ def make_requests(count: int, seed: int) -> list[SoakRequest]:
 def answer_offline(requests: Sequence[SoakRequest], *, batch_invariant: bool) -> list[SoakRequest]:
     """Adds the answers of `LLM.generate` to the requests.
 
-    Leaves out requests with an empty answer, because their stream has no piece.
+    Omits requests with an empty answer, because their stream has no pieces.
     """
     params = [
         SamplingParams(

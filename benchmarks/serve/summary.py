@@ -26,7 +26,7 @@ class LoadSummary:
     """One load.
 
     Args:
-        figures: Name with unit, such as `ttft_ms_p99` -> value; unknown values are left out.
+        figures: Name with unit, such as `ttft_ms_p99` -> value, without unknown values.
         errors: Reason of failures -> number of requests, in order of time.
         num_ended_early: Answered requests whose output is shorter than requested.
         counted_by: How output tokens were counted -> number of requests.
@@ -46,7 +46,7 @@ class LoadSummary:
 def summarize(
     records: Sequence[RequestRecord], goodput: Mapping[str, float], *, has_arrivals: bool
 ) -> LoadSummary:
-    """The figures of a load. Latencies leave out failed requests.
+    """The figures of a load. Latencies exclude failed requests.
 
     Args:
         goodput: Bounds in milliseconds by name, see `BOUNDED`; may be empty.
@@ -109,6 +109,6 @@ def _statistics(name: str, times_s: Sequence[float]) -> dict[str, float]:
 
 
 def _is_good(record: RequestRecord, bounds_ms: Mapping[str, float]) -> bool:
-    """True if the request keeps all bounds; one with a single token keeps any bound on TPOT."""
+    """True if the request meets all bounds. A request with one token meets any bound on TPOT."""
     times_s = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2e": record.e2e_s}
     return all(1e3 * times_s[name] <= bound_ms for name, bound_ms in bounds_ms.items())

@@ -5,11 +5,11 @@
     python -m benchmarks.startup --shape qwen3-0.6b --num-repetitions 1
 
 Each repetition starts `python -m paxkv.serve` twice on a free port: first with an empty folder of
-compiled programs (cold), then with the programs that the first start left there (warm). It asks for
-one token when the server is ready, then stops it. Flags after `--` go to the server; with
-`--compiled-dir FOLDER`, both starts load what `python -m paxkv.compile` wrote. With --shape, the
-model is a random checkpoint in the shape of a published one. It is written before the first start
-and deleted after the last.
+compiled programs (cold), then with the programs that the first start stored there (warm). It asks
+for one token when the server is ready, then stops the server. Flags after `--` are the server's;
+with `--compiled-dir FOLDER`, both starts load programs that `python -m paxkv.compile` wrote. With
+--shape, the model is a random checkpoint in the shape of a published model. It is written before
+the first start and deleted after the last.
 
 Milestones, in seconds since the start of the process:
 
@@ -21,13 +21,13 @@ Milestones, in seconds since the start of the process:
 After the first token, on Linux, the costs of the server and its engine processes are read:
 
     CPU s          user and system time
-    peak RSS       each process's own peak of resident memory, summed
-    RSS            resident memory now; weights that were read from a mapped file may count too
+    peak RSS       the sum of the processes' peaks of resident memory
+    RSS            resident memory now; weights that were read from a mapped file may be included
     anonymous      the part of RSS that is not a file
 
 A process imports everything before the first measurement, so that the files are in memory in every
-measured start. The cache folder is a fresh XDG_CACHE_HOME, and JAX_COMPILATION_CACHE_DIR is removed
-from the server's environment. `python -m benchmarks.report` draws the rows.
+measured start. The cache folder is a new XDG_CACHE_HOME, and JAX_COMPILATION_CACHE_DIR is removed
+from the server's environment. `python -m benchmarks.report` plots the rows.
 """
 
 import argparse
@@ -75,7 +75,7 @@ _NUM_SHOWN_LINES = 20
 
 
 class StartError(Exception):
-    """The server made no token; the message includes its last lines."""
+    """The server produced no token; the message includes the last lines of its output."""
 
 
 def measure_start(
@@ -152,7 +152,7 @@ def _with_all_milestones(figures: dict[str, float], printed: Sequence[str]) -> d
     missing = [name for name in _LINES if name not in figures]
     if missing:
         raise StartError(
-            f"the server is ready, but printed no line of {', '.join(missing)}. "
+            f"the server is ready, but printed no line for {', '.join(missing)}. "
             f"{_last_lines(printed)}"
         )
     return figures
@@ -304,9 +304,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--num-repetitions", type=positive_int, default=3, metavar="N")
     parser.add_argument(
-        "--timeout-s", type=positive_float, default=600.0, metavar="S", help="longest start"
+        "--timeout-s", type=positive_float, default=600.0, metavar="S", help="limit of each start"
     )
-    parser.add_argument("--device", default=processor_name(), help="chip, for the rows")
+    parser.add_argument("--device", default=processor_name(), help="the chip, for the rows")
     parser.add_argument("--out", type=output_file, default=str(RESULTS_FOLDER / "startup.jsonl"))
     parser.add_argument(
         "serve_arguments", nargs="*", metavar="-- FLAG", help="flags of python -m paxkv.serve"

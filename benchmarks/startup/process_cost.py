@@ -12,9 +12,9 @@ def process_cost(root_pid: int, proc: Path = _PROC) -> dict[str, float]:
     """The cost until now of a running process and all its descendants that still run.
 
     Returns:
-        "cpu_s" of user and system time, including children that have ended; "peak_rss_mib", each
-        process's own peak of resident memory, summed; "rss_mib" and "anonymous_mib", the resident
-        memory now, and the part of it that is not a file. Empty on a system without /proc.
+        "cpu_s": user and system time, including children that have ended. "peak_rss_mib": the sum
+        of the processes' peaks of resident memory. "rss_mib": resident memory now.
+        "anonymous_mib": the part of it that is not a file. Empty on a system without /proc.
     """
     if not (proc / str(os.getpid())).is_dir():
         return {}
@@ -23,19 +23,19 @@ def process_cost(root_pid: int, proc: Path = _PROC) -> dict[str, float]:
 
 
 def _parents(proc: Path) -> dict[int, int]:
-    """Process -> its parent, of every process that runs."""
+    """The parent of every running process, by process id."""
     found = {}
     for folder in proc.iterdir():
         if folder.name.isdecimal():
             try:
                 found[int(folder.name)] = int(_stat_fields(folder)[1])
             except (FileNotFoundError, ProcessLookupError):
-                continue  # it ended just now
+                continue  # the process ended after the folder was listed
     return found
 
 
 def _descendants(root_pid: int, parents: Mapping[int, int]) -> list[int]:
-    """The process itself comes first."""
+    """Ids of the process, which comes first, and of all its descendants."""
     found = [root_pid]
     for pid in found:
         found += [child for child, parent in parents.items() if parent == pid]

@@ -2,8 +2,8 @@
 
     python -m benchmarks.startup.shapes --shape qwen3-0.6b --out FOLDER
 
-Each checkpoint is bfloat16, has no tokenizer, and has a config.json with the published sizes, so a
-start compiles the programs of the published model. Its answers mean nothing.
+Each checkpoint is bfloat16 and has no tokenizer. Its config.json has the published sizes, so the
+same programs are compiled as for the published model. Its answers have no meaning.
 """
 
 import argparse
@@ -80,8 +80,8 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
         },
     },
 }
-# Weights are drawn from this many different numbers, which is much faster than a normal
-# distribution: a billion weights take seconds.
+# Weights are drawn from this many normal numbers. A billion weights then take seconds; drawing
+# each from a normal distribution takes much longer.
 _NUM_DRAWN = 2**16
 
 
@@ -93,7 +93,7 @@ def write_shape(folder: Path, name: str, *, seed: int = 0) -> Path:
     rng = np.random.default_rng(seed)
     values_np = rng.standard_normal(_NUM_DRAWN, dtype=np.float32)
     shapes = dict(weight_shapes(config))
-    # One tensor after the other, because the whole file would not fit into some machines' memory.
+    # Tensors are written one by one, because some machines cannot hold the whole file in memory.
     with (folder / "model.safetensors").open("wb") as file:
         file.write(_header(shapes))
         for weight_name, shape in shapes.items():

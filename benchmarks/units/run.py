@@ -1,4 +1,4 @@
-"""Runs a list of units in order, and writes each result at once. Skips units with a written row."""
+"""Runs units in order, and writes each result immediately. Skips units that have a row already."""
 
 import argparse
 import collections
@@ -31,17 +31,18 @@ from benchmarks.result_rows import (
 from benchmarks.units.runner import DEVICE_UNIT, ListUnits, UnitRunner
 from benchmarks.units.unit import PEERS, Result, Unit
 
-# The limit of a whole run. Its last `REPORT_S` seconds are for ending processes and the report.
+# The limit of a whole run. Its last `REPORT_S` seconds are reserved for ending processes and for
+# the report.
 TIME_LIMIT_S, REPORT_S = 530.0, 8.0
 NO_GPU_EXIT, UNFINISHED_EXIT = 2, 3
 # Most of a check is compilation on the host, so several run at once.
 MAX_CHECKING_AT_ONCE = 6
 MAX_UNITS_PER_GROUP = 12
 _CHECKOUT = RESULTS_FOLDER.parents[1]
-# Git ignores it. Rows of rehearsals may be nowhere else in the checkout.
+# Git ignores this folder. Inside the checkout, rows of rehearsals may only be here.
 REHEARSALS_FOLDER = _CHECKOUT / "build" / "rehearsals"
 
-# Rows of all units (including earlier runs), title of the device -> Markdown.
+# Makes the Markdown report. Arguments: rows of all units (earlier runs included), device name.
 Report = Callable[[Sequence[Mapping[str, Any]], str], str]
 
 
@@ -53,29 +54,29 @@ def add_run_arguments(parser: argparse._ActionsContainer) -> None:
         type=_time_limit_s,
         default=TIME_LIMIT_S,
         metavar="S",
-        help=f"in seconds, more than {REPORT_S:g}",
+        help=f"limit of the run in seconds, more than {REPORT_S:g}",
     )
-    parser.add_argument("--seed", type=seed_number, help="of the inputs; drawn if left out")
+    parser.add_argument("--seed", type=seed_number, help="seed of the inputs; random by default")
     parser.add_argument(
         "--again",
         action="store_true",
-        help="also run units with a result of this commit, JAX and device in --out",
+        help="also run units that have a result in --out for this commit, JAX and device",
     )
-    parser.add_argument("--commit", help="names the code in the rows, if git cannot")
+    parser.add_argument("--commit", help="the code's commit in the rows; by default, git's")
     parser.add_argument(
         "--rehearse",
         action="store_true",
-        help="run tiny shapes with interpreted kernels on any device, to test the program; rows "
-        f"are marked, and --out is in {REHEARSALS_FOLDER.relative_to(_CHECKOUT)} if left out",
+        help="run tiny shapes with interpreted kernels on any device, to test this program; rows "
+        f"are marked; the default of --out is in {REHEARSALS_FOLDER.relative_to(_CHECKOUT)}",
     )
-    parser.add_argument("--list", action="store_true", help="print the units and end")
+    parser.add_argument("--list", action="store_true", help="only print the units")
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="only units with this text in a line of --list"
+        "--only", default="", metavar="TEXT", help="run only units with this text in --list"
     )
 
 
 def _time_limit_s(text: str) -> float:
-    """A type for `add_argument`: seconds that leave some for units."""
+    """A type for `add_argument`: seconds that leave time for units."""
     value = positive_float(text)
     if value <= REPORT_S:
         raise argparse.ArgumentTypeError(
@@ -105,7 +106,7 @@ class UnitRun:
         self._group_key = group_key
         self._started = time.monotonic()
         self._commit = arguments.commit or commit_hash()
-        # Code that no commit names may differ from one run to the next.
+        # Code without a known commit may differ from one run to the next.
         self._is_code_known = bool(arguments.commit) or not self._commit.endswith(("unknown", "+"))
         self._out = _output_file(arguments)
         self._report_file = self._out.with_name(
@@ -121,7 +122,7 @@ class UnitRun:
             if unit.kind == "machine" or arguments.only in unit.key
         ]
         if not any(arguments.only in unit.key for unit in self._units):
-            raise BenchmarkError(f"--only {arguments.only} is in no line of --list.")
+            raise BenchmarkError(f"--only {arguments.only} matches no unit; see --list.")
         self._logs = Path(tempfile.mkdtemp(prefix="paxkv_units_"))
         self._seed = secrets.randbits(30) if arguments.seed is None else arguments.seed
         self._runner = UnitRunner(
@@ -138,9 +139,8 @@ class UnitRun:
         Ctrl-C and SIGTERM end the run early. The report of the finished units is still written.
 
         Returns:
-            The exit code: 0 if every unit ran, 1 if paxkv's code was wrong, failed or died in this
-            run or in the last run of a unit that counts, 2 without a GPU, 3 if units are left for
-            the next run.
+            The exit code: 0 if every unit ran; 1 if the last row of a unit says that paxkv's code
+            was wrong, failed or died; 2 without a GPU; 3 if units are left for the next run.
 
         Raises:
             BenchmarkError: JAX's device is not known.
@@ -178,7 +178,7 @@ class UnitRun:
         num_checking = min(MAX_CHECKING_AT_ONCE, num_usable_processors())
         try:
             for kind, of_stage in itertools.groupby(units, key=lambda unit: unit.kind):
-                # A few deaths end a group. If the same units died first in every run, the units
+                # A few crashes end a group. If the same units crashed first in every run, the units
                 # after them would never run.
                 stage = sorted(of_stage, key=lambda unit: num_deaths[unit.key])
                 self._runner.run_groups(
@@ -197,7 +197,7 @@ class UnitRun:
 
     def _finish(self, text: str, rows: Sequence[Mapping[str, Any]], left: Sequence[Unit]) -> int:
         if left:
-            note = "" if self._is_code_known else f" It starts anew: {self._unknown_code()}"
+            note = "" if self._is_code_known else f" It repeats all units: {self._unknown_code()}"
             text += "\n\n" + left_section(left, note)
         self._report_file.write_text(text + "\n")
         print(text, flush=True)
@@ -207,8 +207,8 @@ class UnitRun:
 
     def _unknown_code(self) -> str:
         return (
-            f"no commit names the code ({self._commit!r}), so its rows do not count for a "
-            "later run. Commit the changes, or pass --commit ID."
+            f"the code's commit is not known ({self._commit!r}), so a later run ignores its rows. "
+            "Commit the changes, or pass --commit ID."
         )
 
     def _read_rows(self) -> list[Mapping[str, Any]]:
@@ -251,10 +251,10 @@ class UnitRun:
 
 
 def _output_file(arguments: argparse.Namespace) -> Path:
-    """The file of the rows. Without --out, it is the same for both commands for a GPU.
+    """The file of the rows. By default, both GPU benchmarks use the same file.
 
     Raises:
-        BenchmarkError: The file is no place for rows, or a rehearsal cannot run here.
+        BenchmarkError: Rows may not be written to the file, or a rehearsal cannot run here.
     """
     folder = REHEARSALS_FOLDER if arguments.rehearse else RESULTS_FOLDER
     out: Path = arguments.out or folder / "gpu.jsonl"
@@ -273,8 +273,8 @@ def _output_file(arguments: argparse.Namespace) -> Path:
     place = out.resolve()
     if place.is_relative_to(_CHECKOUT) and not place.is_relative_to(REHEARSALS_FOLDER):
         raise BenchmarkError(
-            f"--out {out} is in the checkout, where rows of a rehearsal belong only in "
-            f"{REHEARSALS_FOLDER}. Leave --out out, or choose a file there or outside the checkout."
+            f"--out {out} is in the checkout, where rows of a rehearsal may only be in "
+            f"{REHEARSALS_FOLDER}. Omit --out, or choose a file there or outside the checkout."
         )
     return out
 
@@ -297,7 +297,7 @@ def last_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def is_our_fault(row: Mapping[str, Any]) -> bool:
-    """Whether paxkv's code was wrong, failed or died, judged by a row of a unit."""
+    """Whether a row says that paxkv's code was wrong, failed or died."""
     is_bad = row["outcome"] in ("failed", "died") or row.get("is_right") is False
     return is_bad and row["unit"].rpartition("|")[2] not in PEERS
 

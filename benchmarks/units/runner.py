@@ -24,8 +24,8 @@ from benchmarks.units.unit import PEERS, Measured, Outcome, Result, Unit
 POLL_S = 0.5
 # The time limit for the start of a process, imports included.
 MAX_START_S = 120.0
-# After this many crashes and hangs in a group, its other units are left for the next run: each hang
-# takes a unit's whole time limit.
+# After this many crashes and hangs in a group, its other units are skipped in this run, because
+# each hang takes a unit's whole time limit.
 MAX_DEATHS_PER_GROUP = 3
 # Interpreted kernels on a CPU take longer than compiled ones on a GPU.
 REHEARSAL_LIMIT_FACTOR = 6
@@ -68,8 +68,8 @@ def run_units(
     # Several processes share the device: memory is allocated when needed.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if is_rehearsal:
-        # Threads of XLA's CPU client. An interpreted kernel blocks up to four of them at barriers,
-        # and stands still if none is left to release them.
+        # Threads of XLA's CPU client. An interpreted kernel blocks up to four threads at barriers,
+        # and hangs if no thread is left to release them.
         os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
     # The machine may have no network; the Hub's client would wait for it.
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -150,7 +150,7 @@ class UnitRunner:
         while remaining:
             if self._is_over(deadline) or num_deaths == MAX_DEATHS_PER_GROUP:
                 self._finish_all(
-                    remaining, "skipped", "out of time, or too many units of the group died"
+                    remaining, "skipped", "out of time, or too many units of the group crashed"
                 )
                 return
             current, reason = self._run_process(remaining, deadline)
@@ -159,7 +159,7 @@ class UnitRunner:
                 num_deaths += 1
                 self._finish_all({current: remaining.pop(current)}, "died", reason)
             elif not self._is_over(deadline):
-                # The process ended between units or could not start, and so would the next one.
+                # The process could not start or ended between units. The next one would do so too.
                 self._finish_all(remaining, "died", reason)
 
     def _run_process(self, remaining: dict[str, Unit], deadline: float) -> tuple[str | None, str]:

@@ -68,7 +68,7 @@ def test_flags_that_cannot_work_are_refused(read, flags: str, capsys) -> None:
 def test_flag_of_the_other_platform_is_refused_with_what_to_do(capsys) -> None:
     with pytest.raises(SystemExit):
         ops.main(["--platform", "cpu", "--time-limit", "99"])
-    assert "--time-limit is no flag of --platform cpu; leave it out or" in capsys.readouterr().err
+    assert "--time-limit needs --platform gpu; omit it, or" in capsys.readouterr().err
 
 
 def test_workload_has_no_more_requests_than_it_has() -> None:

@@ -44,5 +44,5 @@ def test_last_row_of_a_case_and_device_counts_and_must_be_a_number(tmp_path) -> 
     found = read_rows([write(tmp_path / "rows.jsonl", rows)])
     assert [(r.case, r.device, r.median) for r in found] == [("c", "cpu", 1.1), ("c", "gpu", 1.0)]
     file = write(tmp_path / "rows.jsonl", [rows[0], row("b", "c", "m", math.nan)])
-    with pytest.raises(BenchmarkError, match=r"rows\.jsonl:2 is no result row: .* is nan"):
+    with pytest.raises(BenchmarkError, match=r"rows\.jsonl:2 is not a result row: .* is nan"):
         read_rows([file])

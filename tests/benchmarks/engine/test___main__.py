@@ -57,7 +57,8 @@ def test_cache_that_changes_an_answer_is_no_result(tmp_path, capsys, fake) -> No
     out = tmp_path / "rows.jsonl"
     assert main([*OPTIONS, *BOTH, "--out", str(out)]) == 1
     assert not out.exists()
-    assert "DIFFERENT: engine 'off', repetition 0: tokens of 1 of 4" in capsys.readouterr().out
+    text = "DIFFERENT: engine 'off', repetition 0: the tokens of 1 of 4 requests differ"
+    assert text in capsys.readouterr().out
 
 
 def test_engines_take_turns_and_ratios_are_of_the_same_repetition() -> None:

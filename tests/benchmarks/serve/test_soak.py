@@ -21,7 +21,7 @@ class GrowingServer:
         return {"server": 10**6, "engine": int(10**6 * 1.1**self._num_samples)}
 
 
-def test_broken_promises_are_reported_and_counted(monkeypatch) -> None:
+def test_failures_are_reported_and_counted(monkeypatch) -> None:
     monkeypatch.setattr(soak_module, "_SAMPLE_EVERY_S", 0.02)
     monkeypatch.setattr(soak_module, "_IDLE_WITHIN_S", 0.01)
     # One in five requests expects another answer than the server gives.
@@ -41,7 +41,7 @@ def test_broken_promises_are_reported_and_counted(monkeypatch) -> None:
     assert 0.1 < len(result.differing) / num_all < 0.3
     assert all(request.answer == "aaab" and got == "aaaa" for request, got in result.differing)
     result = dataclasses.replace(result, errors={"ReadError": 2})
-    broken = "\n".join(result.broken_promises)
+    broken = "\n".join(result.failures)
     for words in ("2 x ReadError", "differ from LLM.generate", "kv_cache_usage_perc is 0.25"):
         assert words in broken
     assert "engine_growth_percent" in broken and "server_growth_percent" not in broken

@@ -64,7 +64,7 @@ def test_group_whose_units_keep_dying_is_given_up(tmp_path, monkeypatch) -> None
     monkeypatch.setattr(runner, "MAX_DEATHS_PER_GROUP", 2)
     results = run(tmp_path, "kills", "first", "kills again", "last")
     assert [result.outcome for result in results.values()] == ["died", "done", "died", "skipped"]
-    assert "too many units of the group died" in results["last"].reason
+    assert "too many units of the group crashed" in results["last"].reason
 
 
 @pytest.mark.parametrize("error", [math.nan, math.inf, 1e-2, 0.5])
