@@ -255,7 +255,7 @@ class CacheConfig:
     enable_prefix_caching: bool = setting("share KV blocks between equal prompt prefixes", True)
     disable_hybrid_kv_cache_manager: bool = setting(
         "keep all KV blocks of sliding-window layers, so that all layers share one block table: "
-        "less work for the scheduler, more memory",
+        "less work for the scheduler, but more memory",
         False,
     )
     num_gpu_blocks_override: int | None = setting(

@@ -8,7 +8,7 @@ PACKAGES = (
     + ("tokenizers", "jinja2", "msgspec", "pyzmq", "starlette", "uvicorn", "prometheus_client")
     + ("llguidance", "torch", "transformers", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 )  # fmt: skip
-# Variables that a report shows. The names of other variables are not shown either.
+# Variables that a report shows. Other variables, and their names, are not shown.
 _VARIABLES = (
     ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_X64", "XLA_FLAGS")
     + ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION", "CUDA_VISIBLE_DEVICES")

@@ -38,7 +38,7 @@ def find_sampling_defaults(
 
 
 def generation_config_folder(source: str, model_folder: Path) -> Path:
-    """The folder whose generation_config.json is used. In the model's folder it may be missing.
+    """The folder whose generation_config.json is used. The model's folder may lack the file.
 
     Raises:
         ConfigError: `source` names another folder, which has no such file.
@@ -91,6 +91,6 @@ def read_generation_config(folder: Path, *, without: Collection[str] = ()) -> Ge
 
 
 def _as_written(name: str, value: object) -> object:
-    """The value; 20.0 becomes 20 if the setting is an integer."""
+    """Returns the value. 20.0 becomes 20 if the field is an integer."""
     is_whole = isinstance(value, float) and value.is_integer()
     return int(value) if is_whole and name in _INTEGERS else value

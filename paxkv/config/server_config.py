@@ -305,8 +305,8 @@ class ServerConfig:
         if path in _OWN_PATHS or folder is not None:
             below = "" if folder is None else f", which is {folder} or below it"
             raise ConfigError(
-                f"root_path must not be a path of our own, got {path!r}{below}; let the proxy add "
-                "another prefix, as in /api/v1/models."
+                f"root_path must not be a path of the server, got {path!r}{below}; let the proxy "
+                "add another prefix, as in /api/v1/models."
             )
         for path in sorted(self.paths_without_access_log):
             if not path.startswith("/"):

@@ -26,9 +26,8 @@ def setting(
         environment: Environment variables to read if the flag is left out. The first variable with
             a value is used.
         is_secret: Omit the value from the config's `repr` and from `GET /server_info`.
-        is_hidden: Omit the flag from `--help`, but still parse it. For settings of unfinished
-            parts.
-        spellings: Words for values, such as {"half": "float16"} or {"auto": -1}.
+        is_hidden: Omit the flag from `--help`, but still parse it. For unfinished features.
+        spellings: Words that stand for values, such as {"half": "float16"} or {"auto": -1}.
     """
     metadata = {
         "help": help_text,

@@ -29,9 +29,8 @@ class SpeculativeConfig:
             two limits is set, the other one is equal to it. If none is set, both are 5.
         prompt_lookup_max: The largest number of tokens to find. The drafter tries this number
             first, and then smaller ones.
-
-        adapts_drafts: A step verifies as many drafts as measured times and acceptance make
-            worthwhile, often none. False: it verifies all drafts. vLLM has no such field.
+        adapts_drafts: Choose the number of drafts that a step verifies from measured times and
+            acceptance; it is often 0. If False, verify all drafts. vLLM has no such field.
 
     Raises:
         ConfigError: A value is invalid, or the method has no drafter.
@@ -102,7 +101,7 @@ class SpeculativeConfig:
         if is_built and missing:
             raise ConfigError(f"{where} needs {' and '.join(missing)}; got {dict(fields)!r}.")
         try:
-            # A method without a drafter is the mistake to name, not its fields.
+            # If the method has no drafter, the error must name the method and not its fields.
             checked = {name: given[name] for name in known if name in given}
             return cls(**({"num_speculative_tokens": 1} | checked))
         except ConfigError as error:

@@ -18,8 +18,8 @@ class StructuredOutputsConfig:
     Args:
         disable_any_whitespace: As in `StructuredOutputsParams`, but for every request.
         disable_additional_properties: As in `StructuredOutputsParams`, but for every request.
-        enable_in_reasoning: The grammar applies to the whole answer, so the model writes no
-            thoughts before it.
+        enable_in_reasoning: The grammar applies from the first token, so the model cannot write
+            reasoning before its answer.
 
     Raises:
         ConfigError: A value is invalid.

@@ -57,7 +57,7 @@ class StructuredOutputsParams:
         sent_in: The request field that contained the grammar. For a list of calls, the fields of
             the tools follow it. Empty means `structured_outputs`. Used only in error messages.
         thoughts: The text before the grammar applies. "none": no text. "maybe": thoughts between
-            `<think>` and `</think>`, if the first token opens them. "begun": thoughts that the
+            `<think>` and `</think>`, if the first token is `<think>`. "begun": thoughts that the
             prompt has opened.
 
     Raises:
@@ -117,7 +117,7 @@ class StructuredOutputsParams:
             )
 
     def field_of(self, tool: str | None = None) -> FormField:
-        """The request field of `tool`, if `sent_in` has it; else that of the whole grammar."""
+        """The request field of `tool` if `sent_in` has it, or the field of the whole grammar."""
         if not self.sent_in:
             return FormField(name=f"structured_outputs.{self.kind}")
         found = (field for field in self.sent_in if tool is not None and field.tool == tool)
@@ -140,7 +140,7 @@ class StructuredOutputsParams:
             raise _error(f"{self.field_of()} is not JSON: {error}.") from None
 
     def _check_is_unicode(self) -> None:
-        """Refuses lone surrogates: they are no characters, and cannot cross to the engine."""
+        """Rejects lone surrogates: they are not characters, and cannot be sent to the engine."""
         try:
             self.source_text.encode("utf-8")
         except UnicodeEncodeError as error:

@@ -1,6 +1,7 @@
-"""vLLM's flags that paxkv does not have: what happens to a command line, or to `LLM()`, with one.
+"""vLLM's flags that paxkv does not have: which of them it ignores, and which it refuses.
 
-A flag is ignored only if no answer, no memory limit and no access depends on it.
+They may be flags of a command line or arguments of `LLM()`. paxkv ignores a flag only if no answer,
+no memory limit and no access depends on it.
 """
 
 import dataclasses
@@ -18,13 +19,13 @@ class VllmFlag:
     """One flag of vLLM.
 
     Args:
-        names: The long name first, then vLLM's short ones.
-        reason: Half a sentence: why paxkv does not have the flag, or what to use instead.
-        num_values: How many values follow the flag; "+" is one or more, "?" is none or one. A flag
+        names: The long name first, then vLLM's short names.
+        reason: Part of a message: why paxkv does not have the flag, or what to use instead.
+        num_values: Number of values after the flag; "+" is one or more, "?" is none or one. A flag
             with 0 is a switch, and also exists with "--no-".
-        is_refused: Whether other values than the neutral ones end the program. Otherwise they are
-            ignored with a warning.
-        neutral: Values that ask for what paxkv does anyway.
+        is_refused: Whether values that are not neutral end the program. Otherwise they are ignored
+            with a warning.
+        neutral: Values that match paxkv's behavior, so they are accepted.
     """
 
     names: tuple[str, ...]
@@ -34,9 +35,9 @@ class VllmFlag:
     neutral: tuple[object, ...] = ()
 
     def verdict(self, value: object) -> Verdict:
-        """What happens to a value, which may be Python's or a word of a command line.
+        """Judges a value, which may be a Python object or a word of a command line.
 
-        None is neutral: it leaves the choice to the engine.
+        None is neutral, because it leaves the choice to the engine.
         """
         if value is None or self._is_neutral(value):
             return "neutral"
@@ -50,7 +51,7 @@ class VllmFlag:
 
 
 def plain_value(value: object) -> object:
-    """The value of a word, in JSON's or Python's spelling.
+    """The value that a word of a command line spells in JSON or Python.
 
     "0" -> 0, "{}" -> {}, "auto" -> "auto", "None" -> None, "true" and "True" -> True.
     """
@@ -65,7 +66,7 @@ def plain_value(value: object) -> object:
 
 
 def accepted_values(flag: VllmFlag) -> list[str]:
-    """The neutral values as a command line has them; of a switch "on" or "off"."""
+    """The neutral values as words of a command line; "on" and "off" for a switch."""
     if flag.num_values == 0:
         return ["on" if value else "off" for value in flag.neutral]
     words = [value if isinstance(value, str) else json.dumps(value) for value in flag.neutral]
@@ -73,7 +74,7 @@ def accepted_values(flag: VllmFlag) -> list[str]:
 
 
 def _is_same(value: object, neutral: object) -> bool:
-    # In Python True == 1, but `nnodes=True` does not ask for one node.
+    # In Python True == 1, but `nnodes=True` does not mean one node.
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
@@ -169,7 +170,7 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     *_refused("one process serves HTTP", "--api-server-count, -asc", 1),
     *_ignored("one process serves HTTP", "--renderer-num-workers", 1),
     *_ignored_switches(
-        "the engine is always a process of its own", "--disable-frontend-multiprocessing"
+        "the engine is always a separate process", "--disable-frontend-multiprocessing"
     ),
     *_refused_switches("the number of engines is fixed", "--enable-elastic-ep --enable-scale-out"),
     *_ignored("the number of engines is fixed", "--elastic-ep-max-dp-size"),
@@ -340,7 +341,7 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     *_ignored_switches("paxkv has no documentation page", "--enable-offline-docs"),
     *_ignored("streams have no keep-alive events", "--sse-keep-alive-interval", 0),
     *_refused("answers contain no fingerprint", "--fingerprint-mode --fingerprint-value"),
-    *_refused("paxkv has no flag of this name; --help lists what there is", "--args"),
+    *_refused("paxkv has no flag of this name; --help lists all flags", "--args"),
     # Logs, metrics and traces.
     *_ignored_switches(_LOGS, "--disable-log-requests --enable-log-requests"),
     *_ignored_switches(_LOGS, "--enable-log-outputs --enable-log-deltas"),

@@ -204,7 +204,7 @@ class Scheduler(Protocol):
         """Whether the next step must report finished requests to the runner."""
         ...
 
-    def is_waiting_for_outside(self) -> bool:
+    def may_schedule_nothing(self) -> bool:
         """Whether the last step may be empty, because requests wait for another component."""
         ...
 
@@ -227,7 +227,7 @@ class Scheduler(Protocol):
         """Empties the prefix cache. While requests hold blocks, only returns False."""
         ...
 
-    def take_events(self) -> list[KVCacheEvent]:
+    def drain_events(self) -> list[KVCacheEvent]:
         """KV cache events since the last call, in order; empty if events are disabled."""
         ...
 

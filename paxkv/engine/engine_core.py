@@ -283,7 +283,7 @@ class EngineCore:
     def _publish_kv_events(self) -> None:
         if self._kv_event_publisher is None:
             return
-        events = self._scheduler.take_events()
+        events = self._scheduler.drain_events()
         if events:
             self._kv_event_publisher.publish(KVEventBatch(ts=time.time(), events=events))
 
@@ -333,7 +333,7 @@ class EngineCore:
         if num_scheduled_tokens > 0 or is_idle or is_computing:
             self._num_empty_steps = 0
             return
-        if self._scheduler.is_waiting_for_outside():
+        if self._scheduler.may_schedule_nothing():
             time.sleep(_WAIT_S)
             return
         self._num_empty_steps += 1

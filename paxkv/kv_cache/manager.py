@@ -93,7 +93,7 @@ class KVCacheManager:
         return self.block_pool.get_usage()
 
     def get_computed_blocks(self, request: CacheRequest) -> tuple[KVCacheBlocks, int]:
-        """Finds the longest cached prefix of the request: its blocks, and their number of tokens.
+        """Finds the longest cached prefix of the request: its blocks and its number of tokens.
 
         The blocks are not allocated here. The caller must pass them to `allocate_slots` before any
         other change of the pool.
@@ -146,8 +146,9 @@ class KVCacheManager:
             |           computed before          | now |
             |            cached, where full            |
 
-        First, blocks that no token from `new` on reads are freed. If the request will write into a
-        block that another request holds or could find by its hash, a copy replaces this block.
+        First, blocks that the `new` and later tokens do not read are freed. If the request will
+        write into a block that another request holds or could find by its hash, a copy replaces
+        this block.
 
         Args:
             num_new_tokens: Tokens to compute in this step; 0 while external tokens are loaded.
@@ -156,14 +157,14 @@ class KVCacheManager:
             num_lookahead_tokens: Slots after the new tokens, for tokens not yet known.
             num_external_computed_tokens: Tokens after the computed ones that a connector loads.
             delay_cache_blocks: The caller calls `cache_blocks` later.
-            num_encoder_tokens: Tokens of cross-attention, when the request is admitted.
+            num_encoder_tokens: Encoder tokens for cross-attention, given at admission.
             full_sequence_must_fit: Return None unless the free blocks suffice for all known tokens
                 of the request, computed `num_new_tokens` per step.
 
         Returns:
             The new blocks, without `new_computed_blocks`. None means that there is no room, so the
-            caller should preempt a request. Then nothing was allocated, but blocks that are no
-            longer read stay freed.
+            caller should preempt a request. Then nothing was allocated, but the blocks that are no
+            longer read were freed.
         """
         if num_new_tokens < 1 and num_external_computed_tokens < 1:
             raise InvariantError(f"{num_new_tokens=} must be at least 1.")
@@ -235,7 +236,7 @@ class KVCacheManager:
             )
         )
 
-    def get_num_tokens_before_block_work(
+    def get_max_tokens_before_allocate(
         self, request: CacheRequest, *, are_cached_late: bool = False
     ) -> int:
         """Largest number of tokens for which `allocate_slots` has nothing to do.
@@ -246,15 +247,15 @@ class KVCacheManager:
         forked or loses its blocks.
 
         Args:
-            are_cached_late: The caller caches full blocks itself by `cache_blocks`, because their
-                tokens are computed before they are known. Then full blocks do not count as work.
+            are_cached_late: Ignore that blocks become full. The caller calls `cache_blocks` itself,
+                because it knows their tokens only after they are computed.
         """
-        return self.coordinator.get_num_tokens_before_block_work(
+        return self.coordinator.get_max_tokens_before_allocate(
             request.request_id, are_cached_late=are_cached_late
         )
 
     def drain_block_copies(self) -> list[BlockCopy]:
-        """Block copies since the last call, which the runner does all at once.
+        """Block copies since the last call, which the runner makes all at once.
 
         No two copies have the same target. Call it when a step is decided; later changes belong to
         the next step.
@@ -290,7 +291,7 @@ class KVCacheManager:
         self.block_pool.evict_blocks(block_ids)
 
     def reset_prefix_cache(self) -> bool:
-        """Empties the prefix cache. While a request holds blocks, only returns False."""
+        """Empties the prefix cache. Returns False, and changes nothing, if requests hold blocks."""
         if not self.block_pool.reset_prefix_cache():
             return False
         self.prefix_cache_stats.on_reset()
@@ -315,9 +316,8 @@ class KVCacheManager:
         """Number of slots in held blocks, and number of slots that hold a computed token.
 
         A shared block counts once; slots of sinks and blocks of states do not count. The cost is
-        O(requests): a request
-        writes only into blocks that no other request holds, so unused slots are at the end of one
-        request's table.
+        O(requests): a request writes only into blocks that no other request holds, so unused slots
+        are at the end of one request's table.
 
         Args:
             requests: All requests that hold blocks.
@@ -346,9 +346,7 @@ class KVCacheManager:
                 num_holders.update(block.block_id for block in blocks if not block.is_null)
         for block in self.block_pool.blocks:
             if block.ref_cnt != num_holders[block.block_id]:
-                raise InvariantError(
-                    f"{block!r} stands in {num_holders[block.block_id]} block tables."
-                )
+                raise InvariantError(f"{block!r} is in {num_holders[block.block_id]} block tables.")
 
     def _full_sequence_fits(
         self,
@@ -379,7 +377,7 @@ class KVCacheManager:
     ) -> None:
         """Starts the block tables of an admitted request, and records its prefix hit."""
         is_new = not any(self.coordinator.get_blocks(request.request_id))
-        # Forks and requests that waited for a load (`is_new` is False) looked up nothing now.
+        # Forks, and requests that waited for a load (`is_new` is False), made no look-up now.
         if is_new and not computed_blocks.is_fork:
             self._miss_explainer.record(request, num_new_computed_tokens)
             if self.enable_caching and not request.skip_reading_prefix_cache:
@@ -388,7 +386,7 @@ class KVCacheManager:
                     num_hits=num_new_computed_tokens,
                     is_resumed=request.num_preemptions > 0,
                 )
-        # All groups get their hits before any group gets a new block, because a new block must not
+        # All groups get their hits before any group gets a new block. Otherwise a new block might
         # be another group's hit.
         if num_external_computed_tokens > 0 or not computed_blocks.is_empty():
             self.coordinator.allocate_new_computed_blocks(

@@ -75,7 +75,7 @@ class AdmissionGate:
         return True
 
     def find_computed_prefix(self, request: Request) -> ComputedPrefix | None:
-        """Finds the tokens that need no computation; None if the connector does not know them yet.
+        """Finds the tokens that need no computation; None if the connector has no answer yet.
 
         The blocks are not allocated here. The caller must pass them to `allocate_slots` before any
         other change of the pool.

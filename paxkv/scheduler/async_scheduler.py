@@ -18,7 +18,7 @@ class AsyncScheduler(Scheduler):
                         schedule 2: computes 5, whose token is not known, then 2 placeholders
                         update 1: 1 token known, 1 placeholder
 
-    A burst returns one token for each that it computes, or fewer if the request ends.
+    A burst returns one token for each token that it computes, or fewer if the request ends.
 
     A step that verifies drafts returns an unknown number of tokens, and a step that draws a token
     also returns the drafts for the next step. While there are drafts, the scheduler therefore
@@ -53,8 +53,8 @@ class AsyncScheduler(Scheduler):
         if request.num_output_placeholders > 0:
             if len(token_ids) > num_wanted:
                 raise InvariantError(
-                    f"{request!r} got {len(token_ids)} tokens of a step without drafts; the "
-                    f"scheduler counted on at most {num_wanted}."
+                    f"{request!r} got {len(token_ids)} tokens from a step without drafts; "
+                    f"at most {num_wanted} were scheduled."
                 )
             request.num_output_placeholders -= len(token_ids)
         num_hashes = len(request.block_hashes)
@@ -65,5 +65,5 @@ class AsyncScheduler(Scheduler):
             manager.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
             if request.num_output_placeholders == 0:
                 # With placeholders left, the token is computed later and fills the block then.
-                request.note_block_work(manager.get_num_tokens_before_block_work(request))
+                request.set_tokens_before_allocate(manager.get_max_tokens_before_allocate(request))
         return output

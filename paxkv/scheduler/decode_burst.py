@@ -12,9 +12,9 @@ class DecodeBursts:
     """Turns steps in which every request decodes into bursts.
 
     Args:
-        connector: The connector must run after every step, to save what the step has written.
-        may_change_logits: Whether the runner changes logits within a burst. Runners up to trace
-            version 2 did not.
+        connector: Prevents bursts, because it must save after every step what the step has written.
+        may_change_logits: Whether the runner can change logits within a burst. False when traces
+            of version 2 or below are replayed.
 
     Attributes:
         are_possible: False with a connector.
@@ -34,9 +34,9 @@ class DecodeBursts:
     def extend(self, plan: StepPlan, waiting: RequestQueue, max_decode_steps: int) -> None:
         """Turns the step into a burst, if every request decodes one token and no request waits.
 
-        The burst has up to `max_decode_steps` steps, and no more than free blocks allow: no request
-        is preempted for a burst. Each request gets one slot per step, or fewer if it reaches its
-        maximum length in the burst.
+        The burst has up to `max_decode_steps` steps. It is shortened until the free blocks suffice,
+        because no request is preempted for a burst. Each request gets one slot per step, or fewer
+        if it reaches its maximum length in the burst.
         """
         if max_decode_steps <= 1 or not self.are_possible or waiting:
             return
@@ -70,21 +70,21 @@ class DecodeBursts:
         """
         if not request.is_finished and num_sampled_tokens != num_wanted:
             raise InvariantError(
-                f"{request!r} got {num_sampled_tokens} tokens of a burst; {num_wanted} were "
-                "scheduled, and none of them ends it."
+                f"{request!r} got {num_sampled_tokens} tokens from a burst and did not end; "
+                f"{num_wanted} were scheduled."
             )
         if request.is_finished:
             # The device may not have computed the tokens after the one that ended the request.
             request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         num_known_tokens = min(request.num_computed_tokens, request.num_tokens)
         self._manager.cache_blocks(request, num_known_tokens)
-        request.note_block_work(self._manager.get_num_tokens_before_block_work(request))
+        request.set_tokens_before_allocate(self._manager.get_max_tokens_before_allocate(request))
 
     def _has_room(self, requests: list[Request], num_left: list[int], num_steps: int) -> bool:
         num_blocks = 0
         for request, num_left_tokens in zip(requests, num_left, strict=True):
             num_tokens = request.num_computed_tokens + min(num_steps, num_left_tokens)
-            if num_tokens > request.num_tokens_before_block_work:
+            if num_tokens > request.max_tokens_before_allocate:
                 num_blocks += self._manager.get_num_blocks_to_reserve(request, num_tokens)
         return num_blocks <= self._manager.block_pool.get_num_free_blocks()
 
@@ -92,12 +92,12 @@ class DecodeBursts:
         req_id = request.request_id
         plan.num_scheduled_tokens[req_id] = num_new_tokens
         num_tokens = request.num_computed_tokens + num_new_tokens
-        if num_tokens <= request.num_tokens_before_block_work:
+        if num_tokens <= request.max_tokens_before_allocate:
             return
         new_blocks = self._manager.reserve_slots(request, num_tokens)
         if new_blocks.is_empty():
             return
-        request.note_block_work(self._manager.get_num_tokens_before_block_work(request))
+        request.set_tokens_before_allocate(self._manager.get_max_tokens_before_allocate(request))
         # `schedule_running` may have allocated a block in this step already.
         first = plan.blocks.get(req_id, self._manager.empty_kv_cache_blocks)
         plan.blocks[req_id] = KVCacheBlocks(

@@ -25,8 +25,8 @@ class RequestLimits:
         num_usable_blocks: Blocks of the pool that requests can get.
         kv_cache_specs: One per KV cache group.
         num_lookahead_tokens: Slots that a running request has beyond its tokens.
-        max_encoder_tokens: Encoder tokens of the largest item (an image, for example) that can be
-            encoded. For an encoder-decoder model: of all items of a request together.
+        max_encoder_tokens: Most encoder tokens of an item, such as an image. For an encoder-decoder
+            model: most encoder tokens of all items of a request together.
     """
 
     max_model_len: int

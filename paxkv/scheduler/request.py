@@ -93,8 +93,8 @@ class Request:
         "num_plain_tokens",
         "num_preemptions",
         "num_prompt_tokens",
-        "num_tokens_before_block_work",
-        "num_tokens_to_look_at",
+        "max_tokens_before_allocate",
+        "checks_from_num_tokens",
         "priority",
         "prompt_token_ids",
         "request_id",
@@ -159,8 +159,8 @@ class Request:
         self.spec_token_ids: list[int] = []
         # Tokens that steps still in flight will add to `all_token_ids`.
         self.num_output_placeholders = 0
-        # See `note_block_work`.
-        self.num_tokens_before_block_work = 0
+        # See `set_tokens_before_allocate`.
+        self.max_tokens_before_allocate = 0
         self.num_plain_tokens = 0
         self.num_preemptions = 0
         # Prompt tokens that were already computed at the first admission.
@@ -175,7 +175,7 @@ class Request:
         self._ends_from = 0 if self.scarce_token_ids else max_num_tokens
         # From this `num_tokens` on, any token may fill a block or be the last: the smaller of the
         # two numbers above, so that a decode step needs only one comparison.
-        self.num_tokens_to_look_at = self._ends_from
+        self.checks_from_num_tokens = self._ends_from
         if self.num_tokens >= self._num_tokens_to_hash_at:
             self._hash_full_blocks()
 
@@ -218,15 +218,15 @@ class Request:
         """Order under the priority policy, lowest first; the id makes keys unique."""
         return (self.priority, self.arrival_time, self.request_id)
 
-    def note_block_work(self, num_tokens: int) -> None:
-        """Stores the result of `KVCacheManager.get_num_tokens_before_block_work`.
+    def set_tokens_before_allocate(self, num_tokens: int) -> None:
+        """Stores the result of `KVCacheManager.get_max_tokens_before_allocate`.
 
         Also sets `num_plain_tokens`. A step that computes one of the first `num_plain_tokens`
         tokens needs no blocks, no grammar and no encoder, so the scheduler only counts it. The
         number is 0 for requests with a grammar or with encoder items. The last token of a request
         is not plain, because it is never computed.
         """
-        self.num_tokens_before_block_work = num_tokens
+        self.max_tokens_before_allocate = num_tokens
         is_plain = not self.needs_grammar and not self.mm_features
         self.num_plain_tokens = min(num_tokens, self.max_num_tokens - 1) if is_plain else 0
 
@@ -265,7 +265,7 @@ class Request:
         assert hasher is not None
         hasher.extend(self.block_hashes, self.all_token_ids, self._extra_key_sources)
         self._num_tokens_to_hash_at = (len(self.block_hashes) + 1) * hasher.block_size
-        self.num_tokens_to_look_at = min(self._ends_from, self._num_tokens_to_hash_at)
+        self.checks_from_num_tokens = min(self._ends_from, self._num_tokens_to_hash_at)
 
     def __repr__(self) -> str:
         return (

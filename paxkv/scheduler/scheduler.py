@@ -52,7 +52,7 @@ class Scheduler:
             store.
         grammar_gate: Reports which grammars are compiled. Without it, requests with a grammar are
             rejected.
-        num_lookahead_tokens: Most drafts of a request; above 0, there is a drafter. A running
+        num_lookahead_tokens: Largest number of drafts of a request; 0 without a drafter. A running
             request gets this many slots beyond its tokens.
         use_eagle: Compute the last block of a prefix hit again, because the drafter needs its
             hidden states.
@@ -104,7 +104,7 @@ class Scheduler:
             scheduler_config,
             kv_cache_config,
             max_model_len=max_model_len,
-            # Attention sinks have taken their permanent blocks already.
+            # Attention sinks hold their permanent blocks already.
             num_usable_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
             num_lookahead_tokens=num_lookahead_tokens,
         )
@@ -165,8 +165,8 @@ class Scheduler:
         self.num_steps = 0
         self.num_scheduled_tokens = 0
         self._slot_counts = (0, 0)
-        # Whether in the last step the connector could not yet say what it can load for a request.
-        self._has_asked_later = False
+        # Whether the connector had no answer yet when the last step asked what it can load.
+        self._is_connector_undecided = False
 
     @property
     def max_tokens_that_fit(self) -> int:
@@ -228,7 +228,7 @@ class Scheduler:
 
         There is no prefill phase and no decode phase: each request gets tokens until its
         `num_computed_tokens` reaches its `num_tokens` and its drafts. At least one token is
-        scheduled if there are unfinished requests and `is_waiting_for_outside` is False.
+        scheduled if there are unfinished requests and `may_schedule_nothing` is False.
 
         Args:
             max_decode_steps: Largest number of steps of a burst.
@@ -240,7 +240,7 @@ class Scheduler:
         # another request.
         if not plan.preempted_req_ids:
             self._step_scheduler.schedule_waiting(plan)
-        self._has_asked_later = plan.has_asked_later
+        self._is_connector_undecided = plan.is_connector_undecided
         if not self.is_waiting_for_drafts:
             self._decode_bursts.extend(plan, self.waiting, max_decode_steps)
         requests = plan.requests()
@@ -330,7 +330,7 @@ class Scheduler:
             pass
         return self.kv_cache_manager.reset_prefix_cache()
 
-    def take_events(self) -> list[KVCacheEvent]:
+    def drain_events(self) -> list[KVCacheEvent]:
         """KV cache events since the last call, in order; empty if events are disabled."""
         return [] if self._event_recorder is None else self._event_recorder.drain()
 
@@ -371,15 +371,15 @@ class Scheduler:
             num_scheduled_tokens=self.num_scheduled_tokens,
         )
 
-    def is_waiting_for_outside(self) -> bool:
-        """Whether the next step may be empty because requests wait for something outside.
+    def may_schedule_nothing(self) -> bool:
+        """Whether `schedule` may schedule no token although there are unfinished requests.
 
-        They may wait for a step in flight, the connector, a transfer or a grammar. Call it after
-        `schedule`.
+        Requests may wait for a step in flight, the connector, a transfer or a grammar. Call it
+        after `schedule`.
         """
         return (
             len(self.steps_in_flight) > 0
-            or self._has_asked_later
+            or self._is_connector_undecided
             or (self.remote_kv is not None and self.remote_kv.has_transfers())
             or any(request.status is RequestStatus.WAITING_FOR_FSM for request in self.waiting)
         )
@@ -389,11 +389,11 @@ class Scheduler:
 
         Raises:
             InvariantError: No token was scheduled, there are unfinished requests, and
-                `is_waiting_for_outside` is False.
+                `may_schedule_nothing` is False.
         """
-        if self.requests and not output.num_scheduled_tokens and not self.is_waiting_for_outside():
+        if self.requests and not output.num_scheduled_tokens and not self.may_schedule_nothing():
             raise InvariantError(
-                "nothing runs, though something could: no token was scheduled for "
+                "no token was scheduled, although a request could run: "
                 f"{list(self.requests.values())!r}."
             )
 
@@ -488,7 +488,8 @@ class Scheduler:
             # A burst samples tokens for every request. `finish_burst` raises if there are none.
             if request is None or (not token_ids and not is_burst):
                 if request is not None and req_id in drafts:
-                    # No token was drawn after its last one, which counts as computed.
+                    # The step sampled no token after the request's last one, so the request would
+                    # not continue. Preempt it, to compute it again.
                     self._step_scheduler.preempt_running(request)
                     self._reset_req_ids.add(req_id)
                 continue
@@ -496,7 +497,7 @@ class Scheduler:
             num_rejected = num_rejected_tokens(num_drafts, len(token_ids))
             request.num_computed_tokens -= num_rejected
             if request.num_computed_tokens < request.num_tokens:
-                raise InvariantError(f"{request!r} got a token before its last was computed.")
+                raise InvariantError(f"{request!r} got a token before its tokens were computed.")
             num_wanted = num_scheduled_tokens[req_id] if is_burst else 1
             logprobs = runner_output.logprobs[place]
             output = self._append_tokens(request, token_ids, logprobs, num_wanted)

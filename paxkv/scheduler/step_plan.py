@@ -27,9 +27,9 @@ class StepPlan:
         self.running: dict[str, Request] = {}
         self.new: list[Request] = []
         self.resumed: list[Request] = []
-        # Whether the connector could not yet say what it can load for a waiting request.
-        self.has_asked_later = False
-        # For a running request that got blocks: these. For an admitted request: all its blocks.
+        # Whether the connector had no answer yet when it was asked what it can load for a request.
+        self.is_connector_undecided = False
+        # The new blocks of running requests, and all blocks of admitted requests.
         self.blocks: dict[str, KVCacheBlocks] = {}
 
     def requests(self) -> dict[str, Request]:
@@ -68,7 +68,7 @@ class StepPlan:
         request.spec_token_ids = []
 
     def add_preempted(self, request: Request) -> None:
-        """Records a preemption, and withdraws what the request got earlier in this step."""
+        """Records a preemption, and takes back the request's tokens and blocks of this step."""
         req_id = request.request_id
         self.preempted_req_ids.add(req_id)
         if self.running.pop(req_id, None) is not None:

@@ -9,7 +9,7 @@ from paxkv.scheduler.admission import AdmissionGate, ComputedPrefix
 from paxkv.scheduler.participants.encoder_inputs import EncoderDemand, EncoderInputs
 from paxkv.scheduler.participants.invalid_blocks import (
     block_ids_from,
-    can_go_on_from,
+    can_continue_from,
     num_valid_tokens,
 )
 from paxkv.scheduler.participants.remote_kv import RemoteKV
@@ -24,9 +24,9 @@ class _Admission(enum.Enum):
     """The result of an attempt to admit the request in front of the waiting queue."""
 
     ADMITTED = enum.auto()
-    # The request waits for something other than room. Requests behind it may pass it.
+    # The request waits, but not for room. Later requests may be admitted before it.
     SKIPPED = enum.auto()
-    # The step or the pool has no room for it. Requests behind it may not pass it.
+    # The step or the pool has no room for it. Later requests must not be admitted before it.
     NO_ROOM = enum.auto()
 
 
@@ -93,11 +93,11 @@ class StepScheduler:
             # Otherwise an earlier request preempted it in this step.
             elif request.status is RequestStatus.RUNNING:
                 plan.token_budget = token_budget
-                self._schedule_closely(request, plan)
+                self._schedule_one(request, plan)
                 token_budget = plan.token_budget
         plan.token_budget = token_budget
 
-    def _schedule_closely(self, request: Request, plan: StepPlan) -> None:
+    def _schedule_one(self, request: Request, plan: StepPlan) -> None:
         """Schedules the next tokens of one running request, within every limit."""
         num_new_tokens = len(request.all_token_ids) - request.num_computed_tokens
         demand = None
@@ -107,10 +107,10 @@ class StepScheduler:
             if num_new_tokens <= 0:
                 return  # a step in flight still computes its next token
         num_slots = request.num_computed_tokens + num_new_tokens + self._num_lookahead_tokens
-        if num_slots > request.num_tokens_before_block_work and not self._allocate_or_preempt(
+        if num_slots > request.max_tokens_before_allocate and not self._allocate_or_preempt(
             request, num_new_tokens, plan
         ):
-            # vLLM ends the scan here. The requests behind it have work, and now also free blocks.
+            # vLLM ends the scan here. But later requests have work too, and blocks are free now.
             return
         req_id = request.request_id
         plan.running[req_id] = request
@@ -151,10 +151,10 @@ class StepScheduler:
             )
             if new_blocks is not None:
                 # With placeholders, `AsyncScheduler` caches a full block when its tokens are known.
-                num_tokens = manager.get_num_tokens_before_block_work(
+                num_tokens = manager.get_max_tokens_before_allocate(
                     request, are_cached_late=request.num_output_placeholders > 0
                 )
-                request.note_block_work(num_tokens)
+                request.set_tokens_before_allocate(num_tokens)
                 if not new_blocks.is_empty():
                     plan.blocks[request.request_id] = new_blocks
                 return True
@@ -183,8 +183,8 @@ class StepScheduler:
         # prefix cache: if the load fails later, no request holds them any more.
         victim.num_computed_tokens = self._steps_in_flight.num_sure_tokens(victim)
         self._kv_cache_manager.free(victim)
-        self._encoder_inputs.give_back(victim)
-        self._forget_next_tokens(victim)
+        self._encoder_inputs.release_preempted(victim)
+        self._drop_next_tokens(victim)
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
         victim.num_preemptions += 1
@@ -238,8 +238,8 @@ class StepScheduler:
             if request.status is not RequestStatus.RUNNING:
                 self._spare_blocks.drop_loaded(request)
                 continue
-            self._forget_next_tokens(request)
-            if not can_go_on_from(self._kv_cache_manager, request, num_valid):
+            self._drop_next_tokens(request)
+            if not can_continue_from(self._kv_cache_manager, request, num_valid):
                 victims.append(request)
         self._kv_cache_manager.evict_blocks(invalid)
         # The last request is preempted first, so the queue keeps the order in which they ran.
@@ -248,12 +248,12 @@ class StepScheduler:
             self.preempt(victim)
         return {victim.request_id for victim in victims}
 
-    def _forget_next_tokens(self, request: Request) -> None:
-        """Drops a request's tokens in flight and its drafts, and resets its block work."""
+    def _drop_next_tokens(self, request: Request) -> None:
+        """Drops a request's tokens in flight and its drafts, and makes its next step allocate."""
         self._steps_in_flight.discard(request)
         request.spec_token_ids = []
         request.num_output_placeholders = 0
-        request.note_block_work(0)
+        request.set_tokens_before_allocate(0)
 
     def schedule_waiting(self, plan: StepPlan) -> None:
         """Admits waiting requests in the order of the queue, within the remaining token budget."""
@@ -275,7 +275,7 @@ class StepScheduler:
             return _Admission.SKIPPED
         prefix = self._admission_gate.find_computed_prefix(request)
         if prefix is None:
-            plan.has_asked_later = True
+            plan.is_connector_undecided = True
             return _Admission.SKIPPED
         num_computed_tokens = (
             request.num_computed_tokens + prefix.num_local_tokens + prefix.num_external_tokens
@@ -296,7 +296,7 @@ class StepScheduler:
             return self._try_admit(request, plan)
         if prefix.fork_source is not None:
             # The two requests share a block, and the source may write into it: it needs a check.
-            prefix.fork_source.note_block_work(0)
+            prefix.fork_source.set_tokens_before_allocate(0)
         if self._remote_kv is not None:
             self._remote_kv.record_allocated(request, prefix.num_external_tokens)
         if prefix.is_loaded_async:
@@ -374,7 +374,9 @@ class StepScheduler:
     ) -> None:
         """Moves a waiting request that has its blocks to the running requests."""
         request.num_computed_tokens = num_computed_tokens
-        request.note_block_work(self._kv_cache_manager.get_num_tokens_before_block_work(request))
+        request.set_tokens_before_allocate(
+            self._kv_cache_manager.get_max_tokens_before_allocate(request)
+        )
         request.fork_source = None
         is_new = request.status is RequestStatus.WAITING
         if is_new:

@@ -37,9 +37,9 @@ def append_plain(
     runner_output: ModelRunnerOutput,
     num_wanted: Mapping[str, int] | None,
 ) -> tuple[list[EngineCoreOutput | None], list[int]]:
-    """Appends a step's tokens to the requests that need no further work. Most requests are such.
+    """Appends a step's tokens to the requests that need no further work, as most do.
 
-    This loop runs for every token that the device returns, so it calls no function of paxkv's own.
+    This loop runs for every token that the device returns, so it calls no function of paxkv.
 
     Args:
         num_wanted: Number of tokens that each request should get; None means one each.
@@ -60,7 +60,7 @@ def append_plain(
             all_token_ids = request.all_token_ids
             num_tokens, num_new_tokens = len(all_token_ids), len(token_ids)
             if (
-                num_tokens + num_new_tokens < request.num_tokens_to_look_at
+                num_tokens + num_new_tokens < request.checks_from_num_tokens
                 and num_new_tokens == (1 if num_wanted is None else num_wanted[req_id])
                 and request.num_computed_tokens >= num_tokens
                 and request.ending_token_ids.isdisjoint(token_ids)
@@ -122,7 +122,7 @@ def append_until_stop(
 
 
 def end_pooled(request: Request, pooling_output: list[float]) -> EngineCoreOutput:
-    """Ends a pooled request whose prompt is computed."""
+    """Ends a pooled request when its prompt is computed."""
     request.finish("stop")
     return EngineCoreOutput(
         request_id=request.request_id,

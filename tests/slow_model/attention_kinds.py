@@ -1,7 +1,7 @@
-"""What each kind of attention reads, as definitions: which earlier tokens a token sees.
+"""Definitions of what each kind of attention reads: which earlier tokens a token attends to.
 
-Everything else about a kind follows from this: which blocks a prefix hit must have, which blocks
-a request may give up, which blocks it needs.
+Everything else follows from this: which blocks a prefix hit needs, which blocks a request may
+free, and how many blocks it needs.
 """
 
 import dataclasses
@@ -36,40 +36,40 @@ def first_visible(kind, position):
 
 
 def blocks_to_continue(kind, length):
-    """Indices of the blocks that must be there when the tokens from `length` on are computed.
+    """Indices of the blocks needed before `length` to compute the tokens from `length` on.
 
-    A later token sees nothing before `length` that the token at `length` does not see.
+    A later token reads nothing before `length` that the token at `length` does not read.
     """
     return {pos // kind.block_size for pos in range(first_visible(kind, length), length)}
 
 
-def num_blocks_left_behind(kind, length):
-    """Leading blocks that no token from `length` on reads."""
+def num_skipped_blocks(kind, length):
+    """Number of leading blocks that no token from `length` on reads."""
     return first_visible(kind, length) // kind.block_size
 
 
 def is_hit(kind, length, is_cached):
-    """Whether a prefix of `length` tokens can be taken over from the cache.
+    """Whether a prefix of `length` tokens can be reused from the cache.
 
     Args:
-        is_cached: Block index -> whether a block with that content can be found.
+        is_cached: Block index -> whether a block with that content is in the cache.
     """
     return all(is_cached(i) for i in blocks_to_continue(kind, length))
 
 
 def is_eagle_hit(kind, length, is_cached):
-    """The same where the drafter needs the last block's tokens computed once more.
+    """The same with a drafter that needs the tokens of the last hit block computed again.
 
-    The block behind the prefix was hit too, and dropped.
+    The block after the prefix is cached too, but is dropped from the hit.
     """
     return is_hit(kind, length, is_cached) and is_cached(length // kind.block_size)
 
 
 def longest_hit(kinds, max_length, is_cached, *, use_eagle=False):
-    """Most tokens that every group can take over, by trying every length from the top.
+    """The longest prefix that every group can reuse, found by trying every length from the top.
 
     Args:
-        is_cached: (group, block index) -> whether such a block can be found.
+        is_cached: (group, block index) -> whether such a block is in the cache.
     """
     step = math.lcm(*(kind.block_size for kind in kinds))
     for length in range(max_length // step * step, 0, -step):

@@ -1,16 +1,16 @@
-"""KVMemory: what each slot of the pool holds, so that a wrong read is seen.
+"""KVMemory: the content of each slot of the pool, so that a wrong read is detected.
 
 A token's keys and values depend on all tokens before it and on its KV cache group. So a slot
-holds (group, the chain of tokens up to its own), and a read names what it expects to find.
+holds (group, chain hash of the tokens up to its own), and a read states what it expects.
 """
 
-from tests.slow_model.attention_kinds import first_visible, num_blocks_left_behind
+from tests.slow_model.attention_kinds import first_visible, num_skipped_blocks
 
 
 def chain(token_ids, scope):
-    """Content of each position: equal exactly where everything up to there is equal."""
+    """Content of each position: equal if and only if all tokens up to it are equal."""
     contents = []
-    # Of integers alone: those of strings differ from run to run.
+    # Only integers are hashed: hashes of strings differ from run to run.
     before = hash(tuple(str(scope).encode()))
     for token_id in token_ids:
         before = hash((before, token_id))
@@ -19,7 +19,7 @@ def chain(token_ids, scope):
 
 
 class KVMemory:
-    """Slots by (block id, offset). A state fills all blocks of its table, written over and over."""
+    """Slots by (block id, offset). A state fills all blocks of its table and is overwritten."""
 
     def __init__(self, kinds):
         self.kinds = kinds
@@ -29,7 +29,7 @@ class KVMemory:
         self.slots = {slot: c for slot, c in self.slots.items() if slot[0] not in set(block_ids)}
 
     def copy(self, pairs):
-        """Copies whole blocks, all at once: each source is read as it was before."""
+        """Copies whole blocks, all at once: each source is read as it was before the call."""
         targets = [target for _, target in pairs]
         assert len(set(targets)) == len(targets), f"copies {pairs} have a target twice"
         before = dict(self.slots)
@@ -55,7 +55,7 @@ class KVMemory:
 
         Args:
             written: Slots written in this step or burst so far, and the tables of their requests.
-                No two tokens may meet in a slot. A state is written over, by its own request.
+                No two tokens may write one slot, but a request overwrites its own state.
         """
         for group, (kind, table) in enumerate(zip(self.kinds, tables, strict=True)):
             if kind.name == "cross":
@@ -71,19 +71,19 @@ class KVMemory:
             written |= mine
 
     def load(self, tables, contents, start, end):
-        """Fills positions from outside, but for those that no token reads: their block is null."""
+        """Fills positions as a connector does, except those no token reads: their block is null."""
         for group, (kind, table) in enumerate(zip(self.kinds, tables, strict=True)):
             if not kind.holds_tokens:
                 continue
             for position in range(start, end):
                 slot = self.slot(group, table, position)
                 if slot[0] == 0:
-                    assert position // kind.block_size < num_blocks_left_behind(kind, end)
+                    assert position // kind.block_size < num_skipped_blocks(kind, end)
                 else:
                     self.slots[slot] = (group, contents[position])
 
     def read(self, tables, contents, start, end):
-        """Reads all that the tokens `start` to `end` see, themselves included."""
+        """Reads all positions that the tokens `start` to `end` attend to, themselves included."""
         for group, (kind, table) in enumerate(zip(self.kinds, tables, strict=True)):
             if not kind.holds_tokens:
                 continue
@@ -113,7 +113,7 @@ class KVMemory:
                 )
 
     def holds(self, group, block_id, contents, block_idx):
-        """Whether a block holds what `contents` puts into block `block_idx` of a sequence."""
+        """Whether a block holds the part of `contents` that belongs in block `block_idx`."""
         kind = self.kinds[group]
         end = (block_idx + 1) * kind.block_size
         return all(

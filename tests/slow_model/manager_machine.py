@@ -1,7 +1,7 @@
-"""ManagerMachine: the KV cache manager and SlowKVCache side by side, with the memory beneath them.
+"""ManagerMachine: runs the KV cache manager, SlowKVCache and a KVMemory on the same operations.
 
-Requests are admitted, forked, continued, rejected, freed in the middle of a step, and each step
-really writes and reads: what a block table names must hold what the request's tokens wrote.
+Requests are admitted, forked, continued, rejected and freed in the middle of a step. Each step
+writes and reads the memory: a block in a table must hold what the request's tokens wrote.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from paxkv.kv_cache.hashing.block_hash import (
 from paxkv.kv_cache.hashing.extra_keys import ExtraKeySources
 from paxkv.kv_cache.manager import KVCacheManager
 from paxkv.kv_cache.observers.event_recorder import KVEventRecorder
-from tests.slow_model.attention_kinds import num_blocks_left_behind
+from tests.slow_model.attention_kinds import num_skipped_blocks
 from tests.slow_model.kv_memory import KVMemory, chain
 from tests.slow_model.slow_kv_cache import SlowKVCache
 from tests.slow_model.slow_request import SlowRequest
@@ -30,7 +30,7 @@ MAX_MODEL_LEN = 24
 
 
 class RealRequest:
-    """What the manager reads of a request; its numbers equal the slow request's."""
+    """The part of a request that the manager reads; its values come from the SlowRequest."""
 
     def __init__(self, slow, hasher):
         self.slow = slow
@@ -63,10 +63,10 @@ class RealRequest:
 
 @dataclasses.dataclass
 class Pending:
-    """What a request computes in the step being put together.
+    """What a request computes in the next step.
 
     Args:
-        num_requests: How many there were so far; those that come later may share what it writes.
+        num_requests: Requests made so far. A later request may hit the blocks this one writes.
     """
 
     start: int
@@ -76,12 +76,12 @@ class Pending:
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """One family of groups; `KINDS` are the combinations that an example may draw."""
+    """Rules and checks; `KINDS` lists the combinations of groups that an example may draw."""
 
     KINDS = ((full(2),),)
     CACHING = (True,)
-    # A state cannot be taken back, and nothing loads one: with states, there are no drafts and no
-    # external tokens.
+    # A state cannot be rolled back, and no connector loads one: with states there are no drafts
+    # and no external tokens.
     MAX_DRAFTS = 2
 
     @initialize(
@@ -92,7 +92,7 @@ class ManagerMachine(RuleBasedStateMachine):
     )
     def start(self, data, num_tokens, use_eagle, hash_block_size):
         self.kinds = data.draw(st.sampled_from(self.KINDS))
-        # Block hashes do not name what the encoder saw.
+        # Block hashes do not cover the input of the encoder, so there is no caching with one.
         has_encoder = any(kind.name == "cross" for kind in self.kinds)
         self.has_states = any(kind.name == "state" for kind in self.kinds)
         self.caching = data.draw(st.sampled_from(self.CACHING))
@@ -159,8 +159,8 @@ class ManagerMachine(RuleBasedStateMachine):
             computed, computed + num_new, drafts, self.num_requests
         )
 
-    def note_hashes(self, request, real):
-        """Which content each hash stands for, as far as the slow model knows it."""
+    def record_hashes(self, request, real):
+        """Records which content each hash stands for, and checks that it never changes."""
         for group, kind in enumerate(self.kinds):
             if kind.name == "cross" or not self.caching:
                 continue
@@ -176,7 +176,7 @@ class ManagerMachine(RuleBasedStateMachine):
         draw = random.Random(seed)
         request = self.make_request(draw)
         real = RealRequest(request, self.hasher)
-        self.note_hashes(request, real)
+        self.record_hashes(request, real)
         found, num_found = self.real.get_computed_blocks(real)
         hits, num_hit = self.slow.get_computed(request)
         assert num_found == num_hit
@@ -192,10 +192,10 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(seed=st.integers(0, 2**32), must_fit=st.booleans())
     def fork(self, seed, must_fit):
-        """A request that begins like another one takes over its blocks, the last one in part.
+        """Forks a request: the fork shares the source's blocks and copies a partly filled one.
 
-        Not one that came in this step: what it hit may be there only after the step, and copies
-        are made before it.
+        The source must have run: what a new request hit may be written only during the step,
+        and copies are made before it.
         """
         draw = random.Random(seed)
         source = self.requests[draw.choice(sorted(self.requests))]
@@ -216,7 +216,7 @@ class ManagerMachine(RuleBasedStateMachine):
             fork_from=source.request_id,
         )
         real = RealRequest(request, self.hasher)
-        self.note_hashes(request, real)
+        self.record_hashes(request, real)
         blocks = self.slow.forked(source.request_id, num_shared, source.num_computed)
         found = self.real.get_forked_blocks(self.real_requests[source.request_id], num_shared)
         assert (found is None) == (blocks is None), (num_shared, source, blocks)
@@ -272,13 +272,13 @@ class ManagerMachine(RuleBasedStateMachine):
         num_new = min(num_new, MAX_MODEL_LEN - 1 - request.num_computed)
         if num_new < 1:
             return
-        limit = self.real.get_num_tokens_before_block_work(real)
+        limit = self.real.get_max_tokens_before_allocate(real)
         lookahead = min(num_drafts, self.MAX_DRAFTS)
         before = self.slow_state()
         expected = self.slow.allocate(request, num_new, lookahead=lookahead)
         if request.num_computed + num_new + lookahead <= limit:
-            # The scheduler would not even have asked.
-            assert expected and self.slow_state() == before, "there was block work to do"
+            # The scheduler would not call `allocate_slots`.
+            assert expected and self.slow_state() == before, "allocate_slots had work to do"
             self.plan(request, num_new, drafts)
             return
         got = self.real.allocate_slots(real, num_new, num_lookahead_tokens=lookahead)
@@ -340,17 +340,17 @@ class ManagerMachine(RuleBasedStateMachine):
             if len(request.tokens) < MAX_MODEL_LEN:
                 request.tokens.append(draw.randrange(3))
             real.hash()
-            self.note_hashes(request, real)
+            self.record_hashes(request, real)
 
     # -- the end of requests ----------------------------------------------------------------
 
     @precondition(lambda self: self.requests)
     @rule(which=st.integers(0, 100))
     def free(self, which):
-        """Also in the middle of a step: then what the step was to compute is never there.
+        """Frees a request, also one in the next step: then its tokens are never computed.
 
-        But not when others may have hit it: a scheduler lets nobody in before it preempts; nor
-        when it was let in with tokens to be loaded.
+        Not if later requests may have hit its blocks (a scheduler preempts before it admits),
+        nor if the request was admitted with tokens still to be loaded.
         """
         req_id = sorted(self.requests)[which % len(self.requests)]
         if req_id in self.loads:
@@ -378,7 +378,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert list(tables) == self.slow.tables[request.request_id]
 
     def check_contents(self):
-        """Whatever can be found has been written, and is what its key says."""
+        """Each cached block has been written and holds the content that its key names."""
         for (group, scope, tokens), block_id in self.slow.pool.cached:
             i = len(tokens) // self.kinds[group].block_size - 1
             assert self.memory.holds(group, block_id, chain(tokens, scope), i)
@@ -427,7 +427,7 @@ class ManagerMachine(RuleBasedStateMachine):
             for table, kind in zip(self.slow.tables[req_id], self.kinds, strict=True):
                 if not kind.holds_tokens:
                     continue
-                left = num_blocks_left_behind(kind, request.num_computed)
+                left = num_skipped_blocks(kind, request.num_computed)
                 assert all(table[left : request.num_computed // kind.block_size])
             self.free_request(req_id)
         self.is_the_same()

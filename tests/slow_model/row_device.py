@@ -1,4 +1,4 @@
-"""RowDevice: computes packed steps on a memory that knows which text each slot holds."""
+"""RowDevice: computes packed steps on a memory that records the text of each slot."""
 
 import itertools
 
@@ -13,26 +13,26 @@ EMPTY_TEXT = 1
 
 
 def text_with(text, token_id):
-    """Content of the slot of a token after a text."""
+    """Content of the slot of a token that follows a text."""
     return (text * 1_000_003 + token_id * 7919 + 12_345) % 2**61
 
 
 def next_token(text):
-    """The model. A text that was read from wrong slots is negative, and has any next token."""
+    """The model. A text read from wrong slots is negative, so its next token is arbitrary."""
     return (text >> 7) % VOCAB_SIZE
 
 
 class RowDevice:
-    """Takes nothing but the buffer of a step, and the last tokens of the step before it.
+    """Its only inputs are the buffer of a step and the last tokens of the previous step.
 
     Args:
-        windows: Of each KV cache group; None sees all.
-        block_sizes: Of each KV cache group.
+        windows: Window of each KV cache group; None is full attention.
+        block_sizes: Block size of each KV cache group.
     """
 
     def __init__(self, windows, *, block_sizes, max_num_seqs):
         self.windows, self.block_sizes = windows, block_sizes
-        # By group, (block, offset) -> text up to the token, and text before it.
+        # Per group: (block, offset) -> (text up to and including the token, text before it).
         self.slots = [{} for _ in windows]
         self.prev_tokens_np = np.zeros(max_num_seqs, np.int32)
         self.garbage = itertools.count(1)
@@ -48,7 +48,7 @@ class RowDevice:
                         slots[copy.target_block_id, offset] = found
 
     def compute(self, built):
-        """The results of a step, as they come from the device; results of features are zeros."""
+        """The results of a step, shaped like the device's; results of features are zeros."""
         fields = PackedLayout(built.shape).views(built.packed_np.copy())
         max_num_seqs = len(self.prev_tokens_np)
         source_np = fields["token_source"]
@@ -97,7 +97,7 @@ class RowDevice:
         return [group_np[row] for array_np in arrays_np for group_np in array_np]
 
     def _write(self, tables_np, position, token_id):
-        """Writes a token after the text that it reads; returns the text, equal for all groups."""
+        """Writes a token into each group; returns its text, which all groups must agree on."""
         texts = set()
         befores = []
         groups = list(zip(self.slots, tables_np, self.block_sizes, strict=True))
@@ -112,12 +112,12 @@ class RowDevice:
         return text
 
     def _read(self, slots, window, table_np, block_size, position):
-        """Text before a position, and whether each slot that the position sees goes on the last."""
+        """Text before a position, and whether each slot it reads continues the slot before it."""
         if position == 0:
             return EMPTY_TEXT, True
         first = 0 if window is None else max(0, position - window + 1)
         seen = [slots.get(self._slot(table_np, block_size, idx)) for idx in range(first, position)]
-        if not seen:  # a window of one: its own token alone
+        if not seen:  # a window of 1: a token reads only itself
             before = self._slot(table_np, block_size, position - 1)
             return slots.get(before, (EMPTY_TEXT,))[0], True
         if None in seen:

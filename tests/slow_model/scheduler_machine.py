@@ -1,9 +1,9 @@
-"""SchedulerMachine: the scheduler and SlowScheduler side by side, any traffic, any settings.
+"""SchedulerMachine: runs the scheduler and SlowScheduler on the same random requests and settings.
 
-Each step is predicted: who runs, with how many tokens, from which position, with which drafts,
-who is preempted, in which blocks, and what is free after it. Each step is then really executed,
-on a memory that knows what every slot holds; and in the end each request's tokens are those that
-it gets alone.
+Each step is predicted: which requests run, with how many tokens, from which position, with which
+drafts, which are preempted, their blocks, and the free blocks after it. Each step is then executed
+on a memory that records what every slot holds. Each request's tokens must equal those that it
+gets alone.
 """
 
 import random
@@ -28,7 +28,7 @@ EOS = 5
 
 
 def expected_output(request, params):
-    """Tokens and finish reason by the rules alone: no schedule, no blocks, no batch."""
+    """Tokens and finish reason of a request that runs alone: no schedule, no blocks, no batch."""
     token_ids, output = list(request.prompt_token_ids), []
     while True:
         output.append(next_token(chain(token_ids + output, request.cache_salt)[-1]))
@@ -44,9 +44,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     POLICY = "fcfs"
     KINDS = ((full(2),), (full(4),))
     SCHEDULER = Scheduler
-    # Steps that are scheduled before the tokens of the oldest are given back.
+    # Steps scheduled before the tokens of the oldest one are returned.
     NUM_STEPS_IN_FLIGHT = 1
-    # Of the examples: so few requests, each with much to say, that many steps are bursts.
+    # Share of examples with so few requests, each with many tokens, that many steps are bursts.
     QUIET_SHARE = 0.1
 
     @initialize(data=st.data(), seed=st.integers(0, 2**32))
@@ -64,7 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for kind in self.kinds
         )
         self.max_num_seqs = draw.randint(2, 5)
-        # Often so small that a prompt takes several steps, and one request leaves little to others.
+        # Often so small that a prompt takes several steps and leaves little for other requests.
         self.budget = draw.choice([draw.randint(self.max_num_seqs, 8), draw.randint(6, 40)])
         has_states = any(kind.name == "state" for kind in self.kinds)
         self.num_drafts = 0 if has_states else draw.choice([0, 0, 2])
@@ -134,7 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live or self.slow.kept)
     @rule(seed=st.integers(0, 2**32), num_requests=st.integers(1, 3))
     def fork(self, seed, num_requests):
-        """Requests that begin with the tokens of another one, as far as it has come."""
+        """Adds requests that begin with the tokens another request has so far."""
         draw = random.Random(seed)
         source = self.slow.find(draw.choice(sorted({*self.live, *self.slow.kept})))
         length = draw.randint(1, len(source.tokens))
@@ -164,7 +164,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ),
             eos_token_ids=(EOS,),
             arrival_time=float(self.num_requests // 2),
-            # Often more urgent than all before: then it may take what they were given.
+            # Often more urgent than all earlier requests: then it may preempt them.
             priority=draw.choice([0, 1, -self.num_requests, -self.num_requests]),
             keep_blocks=draw.random() < (0.4 if self.is_quiet else 0.1),
             **options,
@@ -215,8 +215,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             fork_from=request.fork_from,
             keep_blocks=request.keep_blocks,
             external=external,
-            # A victim loses the tokens that are on their way to it. In a pool so small, one whose
-            # blocks are always wanted for somebody's load would lose each of its tokens.
+            # A preempted request loses its tokens in flight. In a pool this small, a request whose
+            # blocks are always taken for other requests' loads would lose every token.
             is_async=draw.random() < 0.5 and self.NUM_STEPS_IN_FLIGHT == 1,
         )
 
@@ -229,7 +229,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = self.live.pop(req_id)
         self.real.finish_requests([req_id, "unknown"], "abort")
         self.slow.abort(req_id)
-        if reuse_id and req_id not in self.slow.loading_for_nobody:
+        if reuse_id and req_id not in self.slow.loading_after_end:
             self.add_request(request)
 
     @rule(reset_running=st.booleans())
@@ -237,7 +237,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.real.reset_prefix_cache(reset_running) == self.slow.reset(reset_running)
 
     @rule()
-    def connector_makes_up_its_mind(self):
+    def connector_decides(self):
         for request in (*self.slow.running, *self.slow.waiting):
             if request.external is None:
                 request.external = len(request.tokens) // 2
@@ -312,12 +312,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert all(not self.may_run(request) for request in self.slow.waiting)
 
     def may_run(self, request):
-        """Whether only the scheduler keeps it from running, in a step without running requests."""
+        """Whether the scheduler has no reason to leave it waiting in a step where none runs."""
         if self.in_flight:
             return False
         is_loading = any(r.status == "remote" and not r.is_loaded for r in self.slow.waiting)
-        if is_loading or self.slow.loading_for_nobody:
-            return False  # and they may hold what it needs
+        if is_loading or self.slow.loading_after_end:
+            return False  # requests being loaded may hold the blocks it needs
         return request.external is not None and not self.slow.waits_for_source(request)
 
     def check_results(self, results, expected):
@@ -335,7 +335,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert result.num_cached_tokens < len(request.prompt_token_ids)
 
     def check_contents(self):
-        """Whatever can be found has been written, and is what its key says."""
+        """Each cached block has been written and holds the content that its key names."""
         for (group, scope, tokens), block_id in self.slow.kv.pool.cached:
             i = len(tokens) // self.kinds[group].block_size - 1
             assert self.runner.memory.holds(group, block_id, chain(tokens, scope), i)
@@ -387,10 +387,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "live"):
             return
-        self.connector_makes_up_its_mind()
-        # Alone, each request takes a step for each of its tokens; preemption repeats some.
+        self.connector_decides()
+        # A request needs at most one step per token; preemption repeats some of them.
         for _ in range(100 + 10 * MAX_MODEL_LEN * len(self.live)):
-            if not self.live and not self.slow.loading_for_nobody and not self.in_flight:
+            if not self.live and not self.slow.loading_after_end and not self.in_flight:
                 break
             self.run_step()
         while self.in_flight:

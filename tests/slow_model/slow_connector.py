@@ -1,10 +1,10 @@
-"""SlowConnector: keys and values from outside, as many tokens as a request was said to have."""
+"""SlowConnector: a KV connector that has `external` tokens of each SlowRequest."""
 
 from paxkv.contracts.scheduler_output import KVConnectorMetadata, KVTransfer
 
 
 class SlowConnector:
-    """A KVConnector with the answers of the SlowRequests in `plans`.
+    """A KVConnector whose answers come from the SlowRequests in `plans`.
 
     Attributes:
         tokens_to_load: Request id -> the tokens whose keys and values are loaded.

@@ -1,6 +1,6 @@
-"""SlowKVCache: block tables of several groups over one pool, by building each table anew."""
+"""SlowKVCache: block tables of several groups in one pool; each call rebuilds whole tables."""
 
-from tests.slow_model.attention_kinds import longest_hit, num_blocks_left_behind
+from tests.slow_model.attention_kinds import longest_hit, num_skipped_blocks
 from tests.slow_model.slow_pool import SlowPool
 
 NULL = SlowPool.NULL
@@ -12,9 +12,9 @@ def blocks_for(num_tokens, block_size):
 
 
 def most_blocks_at_once(kind, num_tokens, num_new):
-    """Most blocks that a request of `num_tokens` holds if it computes `num_new` a step.
+    """Most blocks that a request of `num_tokens` holds at once if a step computes `num_new`.
 
-    What it reads before a step's tokens, and these, may begin anywhere in a block.
+    The first token that a step reads may be anywhere in a block.
     """
     if kind.name == "state":
         return kind.size
@@ -27,16 +27,16 @@ def most_blocks_at_once(kind, num_tokens, num_new):
 
 class SlowKVCache:
     """Block tables per request and group. A request has `request_id`, `tokens`, `scope` (salt,
-    adapter: whatever separates equal tokens), `num_computed` and `skips_reading`.
+    adapter: whatever keeps equal tokens apart), `num_computed` and `skips_reading`.
 
-    `copies` collects (source, target) of copy-on-write until the test takes them; all are done at
+    `copies` collects (source, target) of copy-on-write until the test takes them; all are made at
     once, before the step's writes.
     """
 
     def __init__(self, kinds, num_blocks, *, max_model_len, caching, use_eagle=False):
         self.kinds = kinds
         self.pool = SlowPool(num_blocks)
-        # Sinks belong to the layers: they are taken first, and stand in no request's table.
+        # Sinks belong to the layers: they are allocated first and are in no request's table.
         self.sinks = [
             self.pool.get_new(kind.size // kind.block_size) for kind in kinds if kind.name == "sink"
         ]
@@ -44,9 +44,9 @@ class SlowKVCache:
         self.caching = caching and not any(kind.name == "state" for kind in kinds)
         self.use_eagle = use_eagle
         self.tables = {}
-        # Per request and group: leading blocks that were made findable, or were found.
+        # Per request and group: number of leading blocks that were cached or hit.
         self.num_registered = {}
-        # Tokens that were there when it was admitted, in hits or in another's blocks.
+        # Per request: tokens already computed at admission, in hits or in a source's blocks.
         self.num_found = {}
         self.copies = []
 
@@ -55,7 +55,7 @@ class SlowKVCache:
         return (group, request.scope, tuple(request.tokens[:end]))
 
     def get_computed(self, request):
-        """Block ids per group of the longest hit, and its tokens; the last token is computed."""
+        """Block ids per group of the longest hit, and its length; the last token is never hit."""
         nothing = [[] for _ in self.kinds]
         if not self.caching or request.skips_reading:
             return nothing, 0
@@ -71,17 +71,17 @@ class SlowKVCache:
         )
         blocks = []
         for group, kind in enumerate(self.kinds):
-            left = num_blocks_left_behind(kind, length)
+            left = num_skipped_blocks(kind, length)
             num = length // kind.block_size
             blocks.append([NULL if i < left else found(group, i) for i in range(num)])
         return blocks, length
 
     def forked(self, source_id, num_tokens, num_computed):
-        """The source's blocks of its first `num_tokens` tokens; None where some are not there."""
+        """The source's blocks of its first `num_tokens` tokens; None if any is missing."""
         tables = self.tables.get(source_id)
         if tables is None or num_tokens > num_computed:
             return None
-        # A state is that of the last token computed, and of none that another could go on from.
+        # Only the state after the last computed token exists, so states are never forked.
         if any(kind.name == "state" for kind in self.kinds):
             return None
         blocks = []
@@ -90,7 +90,7 @@ class SlowKVCache:
                 blocks.append(list(table))
                 continue
             part = table[: blocks_for(num_tokens, kind.block_size)]
-            left = num_blocks_left_behind(kind, num_tokens)
+            left = num_skipped_blocks(kind, num_tokens)
             if any(block_id == NULL for block_id in part[left:]):
                 return None
             blocks.append([NULL] * left + part[left:])
@@ -99,11 +99,11 @@ class SlowKVCache:
     def planned_tables(self, request, computed, end, hits, encoder):
         """Each group's table after the allocation.
 
-        An entry is a block id, or NEW, or ("copy", block id): a new block that begins with the
-        content of that one, or ("replace", block id): a new block instead of that one.
+        An entry is a block id, or NEW, or ("copy", block id): a new block with a copy of that
+        block's content, or ("replace", block id): a new block in place of that one.
 
         Args:
-            computed: Tokens whose keys and values are there before the step.
+            computed: Tokens whose keys and values exist before the step.
             end: Tokens that must have a slot.
         """
         planned = []
@@ -112,14 +112,14 @@ class SlowKVCache:
                 self.tables[request.request_id][group] if request.request_id in self.tables else []
             )
             if kind.name == "cross":
-                # The encoder's tokens are all there from the start, and are never written again.
+                # The encoder's tokens are all written at the start and never again.
                 held = old or hits[group]
                 planned.append(held + [NEW] * (blocks_for(encoder, kind.block_size) - len(held)))
                 continue
             if kind.name == "state":
                 planned.append(list(old) or [NEW] * kind.size)
                 continue
-            left = num_blocks_left_behind(kind, computed)
+            left = num_skipped_blocks(kind, computed)
             table = []
             for i in range(max(len(old), blocks_for(end, kind.block_size))):
                 if i < left:
@@ -143,18 +143,18 @@ class SlowKVCache:
         return num_others > 0 or self.pool.key_of(block_id) is not None
 
     def cost(self, table):
-        """Free blocks that it takes: new ones, copies, and hits without a holder."""
+        """Free blocks that the table takes: new blocks, copies, and hits with no reference."""
         num_new = sum(isinstance(entry, tuple) for entry in table)
         named = {entry[1] if isinstance(entry, tuple) else entry for entry in table}
         return num_new + sum(self.pool.refs[block_id] == 0 for block_id in named - {None, NULL})
 
-    def leave_behind(self, request, computed):
-        """Gives up what no later token reads: the newest first, group by group."""
+    def free_skipped(self, request, computed):
+        """Frees the blocks that no later token reads: group by group, the newest first."""
         for kind, table in zip(self.kinds, self.tables.get(request.request_id, ()), strict=False):
-            left = min(num_blocks_left_behind(kind, computed), len(table))
+            left = min(num_skipped_blocks(kind, computed), len(table))
             if not kind.holds_tokens:
                 continue
-            self.pool.give_back([table[i] for i in reversed(range(left))])
+            self.pool.release_blocks([table[i] for i in reversed(range(left))])
             for i in range(left):
                 table[i] = NULL
 
@@ -171,11 +171,11 @@ class SlowKVCache:
         encoder=0,
         must_fit=False,
     ):
-        """True if there was room. If not, nothing changed but what left the window."""
+        """True if there was room. If not, only the blocks that no later token reads are freed."""
         hits = hits or [[] for _ in self.kinds]
         computed = request.num_computed + num_hit + external
         end = min(computed + num_new + lookahead, self.max_model_len)
-        self.leave_behind(request, computed)
+        self.free_skipped(request, computed)
         planned = self.planned_tables(request, computed, end, hits, encoder)
         if sum(map(self.cost, planned)) > len(self.pool.free):
             return False
@@ -187,9 +187,9 @@ class SlowKVCache:
         return True
 
     def extend(self, requests, ends):
-        """Gives each request empty blocks up to its end, or none to anybody where they are short.
+        """Gives each request new blocks up to its end; if they do not suffice, none gets any.
 
-        All of them have the slots of the step being decided.
+        Each request already has slots for one step.
         """
         missing = [
             [
@@ -206,7 +206,7 @@ class SlowKVCache:
         return True
 
     def whole_sequence_fits(self, request, computed, num_new, hits, encoder):
-        """Whether all tokens that are known could be computed, `num_new` of them a step."""
+        """Whether all known tokens could be computed, `num_new` in each step."""
         whole = min(max(computed + num_new, len(request.tokens)), self.max_model_len)
         planned = self.planned_tables(request, computed, whole, hits, encoder)
         num_needed = 0
@@ -216,10 +216,10 @@ class SlowKVCache:
         return num_needed <= len(self.pool.free)
 
     def execute(self, request, planned, num_found):
-        """Takes the blocks of `planned`.
+        """Allocates the blocks of `planned`.
 
         Args:
-            num_found: Tokens whose keys and values were in blocks before: held, hit or forked.
+            num_found: Tokens whose keys and values were already in blocks: held, hit or forked.
         """
         is_first = request.request_id not in self.tables
         if is_first:
@@ -229,7 +229,7 @@ class SlowKVCache:
                 num_found // kind.block_size if kind.holds_tokens else 0 for kind in self.kinds
             ]
         tables = self.tables[request.request_id]
-        # Hits of all groups come first: a new block must not be one of them.
+        # The hits of all groups are taken first, so that no new block is one of them.
         for old, table in zip(tables, planned, strict=True):
             entries = [entry[1] if isinstance(entry, tuple) else entry for entry in table]
             self.pool.touch([entry for entry in entries[len(old) :] if entry is not None])
@@ -239,16 +239,16 @@ class SlowKVCache:
                 if isinstance(entry, tuple):
                     (table[i],) = self.pool.get_new(1)
                     if entry[0] == "copy":
-                        # What is still to be copied there is what it will hold.
+                        # The source may itself be the target of a pending copy.
                         source = {target: first for first, target in self.copies}
                         self.copies.append((source.get(entry[1], entry[1]), table[i]))
                     if entry != NEW:
                         dropped.append(entry[1])
-            self.pool.give_back(dropped)
+            self.pool.release_blocks(dropped)
             tables[group] = table
 
     def register(self, request, num_tokens):
-        """Makes findable what the first `num_tokens` tokens fill."""
+        """Caches the blocks that the first `num_tokens` tokens fill."""
         for group, kind in enumerate(self.kinds):
             if not kind.holds_tokens:
                 continue
@@ -261,7 +261,7 @@ class SlowKVCache:
             self.num_registered[request.request_id][group] = max(done, num_full)
 
     def free(self, request):
-        """Gives all up, the last block first; what was never computed cannot be found any more."""
+        """Frees all blocks, the last first; blocks that were never computed leave the cache."""
         tables = self.tables.pop(request.request_id, None)
         if tables is None:
             return
@@ -270,6 +270,6 @@ class SlowKVCache:
         for kind, table, num in zip(self.kinds, tables, registered, strict=True):
             for i in range(num_there // kind.block_size, num):
                 self.pool.forget(table[i])
-            self.pool.give_back(table[::-1])
-        # Copies to blocks without holders are not needed.
+            self.pool.release_blocks(table[::-1])
+        # A copy into a block without references is not needed.
         self.copies = [copy for copy in self.copies if self.pool.refs[copy[1]] > 0]

@@ -1,12 +1,12 @@
-"""SlowPool: the rules of the block pool, written with lists and dicts, in O(n) everywhere."""
+"""SlowPool: the rules of the block pool, written with lists and dicts, each in O(n)."""
 
 
 class SlowPool:
-    """Who holds which block, in which order free blocks are handed out, and what can be found.
+    """Reference counts, the order in which free blocks are allocated, and the cached blocks.
 
-    `free` holds the ids of blocks that nobody holds, the next to be handed out in front. `cached`
-    holds (key, block id) pairs in the order in which they became findable: a look-up takes the
-    first. A key is whatever names a block's content; here it is the content itself.
+    `free` holds the ids of blocks without references; the first is allocated next. `cached` holds
+    (key, block id) pairs in the order in which they were cached: a lookup takes the first match.
+    A key stands for a block's content; here it is the content itself.
     """
 
     NULL = 0
@@ -18,7 +18,7 @@ class SlowPool:
         self.cached = []
 
     def get_new(self, num_blocks):
-        """The first free blocks; what they cached is forgotten now, not when they were freed."""
+        """The first free blocks; they leave the cache now, not when they were freed."""
         assert num_blocks <= len(self.free), "more blocks than are free"
         taken = self.free[:num_blocks]
         self.free = self.free[num_blocks:]
@@ -35,8 +35,8 @@ class SlowPool:
                 self.free.remove(block_id)
             self.refs[block_id] += 1
 
-    def give_back(self, block_ids):
-        """Removes one holder of each; blocks without holders join the queue in the given order."""
+    def release_blocks(self, block_ids):
+        """Removes a reference from each block; those left with none are appended to `free`."""
         freed = []
         for block_id in block_ids:
             if block_id == self.NULL:
@@ -53,7 +53,7 @@ class SlowPool:
         self.cached.append((key, block_id))
 
     def find(self, key):
-        """The block that became findable under `key` first, or None."""
+        """The block that was cached first under `key`, or None."""
         for cached_key, block_id in self.cached:
             if cached_key == key:
                 return block_id
@@ -69,7 +69,7 @@ class SlowPool:
         self.cached = [entry for entry in self.cached if entry[1] != block_id]
 
     def reset(self, num_permanent=0):
-        """Forgets all cached blocks, if no block is held except permanent ones."""
+        """Empties the cache if only permanent blocks have references; returns whether it did."""
         if sum(self.refs.values()) > num_permanent:
             return False
         self.cached = []

@@ -1,4 +1,4 @@
-"""What SlowScheduler knows of a request, and what it says of a step."""
+"""SlowRequest: a request of SlowScheduler; Prediction: what SlowScheduler expects of a step."""
 
 import dataclasses
 
@@ -8,10 +8,10 @@ class SlowRequest:
     """One request. `status` is "waiting", "remote", "running", "preempted" or "finished".
 
     Args:
-        scope: What separates equal tokens of two requests: salt, adapter.
+        scope: What keeps equal tokens of two requests apart: salt, adapter.
         max_tokens: Prompt and output tokens at which it ends by its length.
         stop_at: Tokens that end it.
-        external: Tokens that the connector has of its prompt; None while it does not know.
+        external: Tokens of its prompt that the connector has; None while it does not know.
         is_async: Whether they are loaded while other steps run.
     """
 
@@ -37,8 +37,8 @@ class SlowRequest:
     is_loaded: bool = False
     source: "SlowRequest | None" = None
     drafts: list = dataclasses.field(default_factory=list)
-    # Tokens of its own that steps in flight bring.
-    num_on_their_way: int = 0
+    # Sampled tokens that steps in flight will return for it.
+    num_placeholders: int = 0
 
     @property
     def order(self):
@@ -50,7 +50,7 @@ class Prediction:
     """What one step must look like.
 
     Args:
-        wanted: Requests by id that its tokens are for: not those that ended or fell since.
+        wanted: Request id -> request that its tokens are for; ended or preempted ones are removed.
         num_decode_steps: More than 1 in a burst.
     """
 
@@ -61,6 +61,6 @@ class Prediction:
     new: list
     resumed: list
     wanted: dict = dataclasses.field(default_factory=dict)
-    # Request id -> first token that the step loads for it.
+    # Request id -> first token that the connector loads for it in the step.
     loads: dict = dataclasses.field(default_factory=dict)
     num_decode_steps: int = 1

@@ -1,4 +1,4 @@
-"""SlowRunner: does what a SchedulerOutput says on a KVMemory, and fails when a read is wrong."""
+"""SlowRunner: executes a SchedulerOutput on a KVMemory and fails when a read is wrong."""
 
 import dataclasses
 
@@ -9,17 +9,17 @@ VOCAB_SIZE = 20
 
 
 def next_token(content):
-    """The model: the token after a prefix is a function of what the cache holds for it."""
+    """The model: the token after a prefix is a function of the content of the last slot."""
     return content % 9973 % VOCAB_SIZE
 
 
 @dataclasses.dataclass
 class Row:
-    """One request as the runner knows it.
+    """The runner's copy of a request.
 
     Args:
         ends_at: Tokens that end it.
-        has_ended: One did, in a burst; what the scheduler sent off before it knew is for nobody.
+        has_ended: One of them did, in a burst; later steps return no tokens for it.
     """
 
     token_ids: list
@@ -36,10 +36,10 @@ class Row:
 
 
 class SlowRunner:
-    """The device's half of a step. Scopes of requests are registered in `scope_of`.
+    """The runner's part of a step. `scope_of` holds the scope of each request.
 
     Args:
-        max_model_len: No position at or past it is ever computed or sampled.
+        max_model_len: No position from it on is ever computed or sampled.
     """
 
     def __init__(self, kinds, *, num_blocks, max_model_len):
@@ -49,9 +49,9 @@ class SlowRunner:
         self.memory = KVMemory(kinds)
         self.scope_of = {}
         self.rows = {}
-        # Tokens that end a request, also one that is preempted.
+        # Tokens that end a request; kept while it is preempted.
         self.ends_of = {}
-        # Loads under way: request id -> transfer; and what is to be loaded.
+        # Request id -> transfer of each load in progress, and the tokens of each load.
         self.loading = {}
         self.tokens_to_load = {}
 
@@ -59,10 +59,10 @@ class SlowRunner:
         """Runs one step.
 
         Args:
-            draw: random.Random, for drafts right and wrong.
+            draw: random.Random, for right and wrong drafts.
             num_drafts: Most draft tokens that a request gets for its next step.
             tokens_per_sample: Tokens that a request without drafts samples in one step.
-            load_done: Whether loads under way end in this step.
+            load_done: Whether loads in progress finish in this step.
         """
         self.update_rows(output)
         self.memory.copy([(c.source_block_id, c.target_block_id) for c in output.block_copies])
@@ -92,17 +92,17 @@ class SlowRunner:
         proposes = num_drafts > 0 and draw.random() < 0.7
         for req_id, row, _start, end, drafts, _contents in work:
             if drafts and draw.random() < 0.1:
-                continue  # an answer without tokens
+                continue  # as if the row returned no token
             sampled[req_id] = self.sample(row, end, drafts, tokens_per_sample)
             if proposes and sampled[req_id]:
                 proposals[req_id] = self.propose(row, draw, num_drafts)
         return self.answer(sampled, proposals, connector_output)
 
     def decode(self, output, draw):
-        """A burst: a token a step, each computed when the one before it is sampled.
+        """A burst: one token per step, each computed once the one before it is sampled.
 
-        Where a token ends a request the burst is over for it; but now and then the runner does
-        not know of that token, and goes on.
+        A token that ends a request ends the burst for it; but sometimes the runner does not
+        know of that token and continues.
         """
         sampled = {req_id: [] for req_id in output.num_scheduled_tokens}
         knows_end = {req_id: draw.random() < 0.8 for req_id in sampled}
@@ -133,13 +133,13 @@ class SlowRunner:
         return sampled
 
     def write_garbage(self, row, num_tokens, written):
-        """What the device may do for a request of whose end the scheduler has not heard."""
+        """What the device may write for a request whose end the scheduler does not know yet."""
         start, end = row.num_computed, row.num_computed + num_tokens
         self.memory.write(row.tables, ["garbage"] * end, start, end, written)
         row.num_computed = end
 
     def answer(self, sampled, proposals, connector_output):
-        # The runner's order is its own.
+        # The runner may return requests in any order.
         req_ids = list(sampled)[::-1]
         return ModelRunnerOutput(
             req_ids=req_ids,
@@ -150,7 +150,7 @@ class SlowRunner:
         )
 
     def sample(self, row, end, drafts, tokens_per_sample):
-        """Accepts drafts as far as they are right, and adds the token after them."""
+        """Accepts the leading drafts that are right, and adds the token after them."""
         if end < len(row.token_ids):
             row.num_computed = end
             return []
@@ -166,7 +166,7 @@ class SlowRunner:
         return sampled
 
     def propose(self, row, draw, num_drafts):
-        """Drafts for the next step: each right, but now and then one is wrong."""
+        """Drafts for the next step, some of them wrong."""
         token_ids = list(row.token_ids)
         for _ in range(draw.randint(0, num_drafts)):
             token = next_token(chain(token_ids, row.scope)[-1])
@@ -174,7 +174,7 @@ class SlowRunner:
         return token_ids[len(row.token_ids) :]
 
     def load(self, output, load_done):
-        """Fills blocks from outside; what is loaded is what the tokens would have written."""
+        """Fills blocks as a connector does, with what the tokens would have written."""
         metadata = output.kv_connector_metadata
         if metadata is None:
             return None
@@ -225,9 +225,9 @@ class SlowRunner:
                     table += new
             row = self.rows[req_id]
             if row.has_ended:
-                # The scheduler counts on tokens that do not come.
+                # The scheduler counts tokens that the runner never returns.
                 row.num_computed = computed
                 continue
-            # Positions are scheduled one after the other, without a gap or a repetition.
+            # Positions are scheduled in order, without a gap or a repetition.
             assert computed == row.num_computed
             assert cached.num_output_tokens[i] == len(row.token_ids) - row.num_prompt_tokens

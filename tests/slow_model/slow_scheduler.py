@@ -1,4 +1,4 @@
-"""SlowScheduler: the rules of scheduling, over SlowKVCache, one request after the other."""
+"""SlowScheduler: the rules of scheduling on a SlowKVCache, one request after the other."""
 
 from tests.slow_model.slow_kv_cache import SlowKVCache
 from tests.slow_model.slow_request import Prediction
@@ -36,21 +36,21 @@ class SlowScheduler:
         self.threshold = threshold
         self.must_fit = must_fit
         self.lookahead = lookahead
-        # Whether a step may be decided before the tokens of the one before it are known.
+        # Whether a step may be scheduled before the tokens of the previous one are known.
         self.is_async = is_async
-        # While the last step proposed something, nothing is decided before its tokens are known.
+        # While the last step proposed drafts, no step is scheduled before its tokens are known.
         self.waits_for_drafts = lookahead > 0
-        # Who saves what each step wrote sees every step.
+        # A connector that saves what each step wrote must see every step.
         self.may_burst = not has_connector
         self.can_fork = not any(kind.name == "state" for kind in kinds)
         self.in_flight = []
         self.running = []
         self.waiting = []
-        # Ended, but their blocks are kept for forks, or a load still writes into them.
+        # Ended requests whose blocks are kept for forks, or are still being loaded into.
         self.kept = {}
-        self.loading_for_nobody = {}
-        # Preempted by a reset since the last step.
-        self.taken_by_reset = []
+        self.loading_after_end = {}
+        # Ids of requests preempted between steps: by a reset, or by a result without tokens.
+        self.preempted_by_reset = []
 
     def add(self, request):
         if request.fork_from is not None and self.can_fork:
@@ -66,41 +66,41 @@ class SlowScheduler:
         self.budget = self.max_budget
         self.step = Prediction({}, {}, {}, [], [], [])
         self.schedule_running()
-        # Requests that just lost blocks go first: no new request is admitted.
+        # Preempted requests come first: none is admitted in a step that preempts.
         if not self.step.preempted:
             self.schedule_waiting()
         self.make_burst(max_decode_steps)
-        self.step.preempted += self.taken_by_reset
-        self.taken_by_reset = []
+        self.step.preempted += self.preempted_by_reset
+        self.preempted_by_reset = []
         for request in self.running:
             req_id = request.request_id
             if req_id in self.step.num_scheduled:
                 self.step.computed_before[req_id] = request.num_computed
                 request.num_computed += self.step.num_scheduled[req_id]
                 self.step.wanted[req_id] = request
-                num_sure = len(request.tokens) + request.num_on_their_way
+                num_sure = len(request.tokens) + request.num_placeholders
                 if self.is_async and self.step.num_decode_steps > 1:
-                    request.num_on_their_way += self.step.num_scheduled[req_id]
+                    request.num_placeholders += self.step.num_scheduled[req_id]
                 elif (
                     self.is_async and not self.waits_for_drafts and request.num_computed == num_sure
                 ):
-                    request.num_on_their_way += 1
+                    request.num_placeholders += 1
         self.in_flight.append(self.step)
         return self.step
 
     def make_burst(self, max_decode_steps):
-        """Gives more steps to decoding requests if there are no other requests.
+        """Makes the step a burst if every scheduled request decodes and no request waits.
 
-        Nobody gives a block up for it: where there are too few, half as many steps are tried.
+        Blocks are never taken from a request for it: if they are short, the steps are halved.
         """
         step = self.step
         scheduled = [r for r in self.running if r.request_id in step.num_scheduled]
         is_quiet = not (self.waiting or step.new or step.resumed or step.preempted or step.drafts)
         if not (self.may_burst and is_quiet and scheduled) or self.waits_for_drafts:
             return
-        if any(r.num_computed + 1 != len(r.tokens) + r.num_on_their_way for r in scheduled):
+        if any(r.num_computed + 1 != len(r.tokens) + r.num_placeholders for r in scheduled):
             return
-        # A request's last token is sampled and not computed.
+        # A request's last token is sampled but never computed.
         most = {r.request_id: r.max_tokens - r.num_computed - 1 for r in scheduled}
         num_steps = min(max_decode_steps, max(most.values()))
         while num_steps > 1:
@@ -120,11 +120,11 @@ class SlowScheduler:
             if request not in self.running:
                 continue
             num_new = len(request.tokens) + len(request.drafts) - request.num_computed
-            num_new += request.num_on_their_way
+            num_new += request.num_placeholders
             num_new = self.within_threshold(num_new)
             num_new = min(num_new, self.budget)
-            # Its last token is only ever sampled: no draft that could not be kept is computed,
-            # and nothing at max_model_len - 1.
+            # Its last token is sampled but never computed, so neither is position max_model_len - 1
+            # nor a draft that could not be kept.
             num_new = min(num_new, request.max_tokens - 1 - request.num_computed)
             if num_new <= 0:
                 continue
@@ -145,7 +145,7 @@ class SlowScheduler:
         self.step.num_scheduled[request.request_id] = num_new
         self.budget -= num_new
         end = request.num_computed + num_new
-        num_drafts = max(0, end - len(request.tokens) - request.num_on_their_way)
+        num_drafts = max(0, end - len(request.tokens) - request.num_placeholders)
         if num_drafts:
             self.step.drafts[request.request_id] = request.drafts[:num_drafts]
         request.drafts = []
@@ -156,41 +156,41 @@ class SlowScheduler:
         return self.running[-1]
 
     def preempt(self, victim):
-        self.take_back(victim)
+        self.return_to_waiting(victim)
         self.step.preempted.append(victim.request_id)
         self.budget += self.step.num_scheduled.pop(victim.request_id, 0)
         self.step.drafts.pop(victim.request_id, None)
 
-    def take_back(self, victim):
-        """Takes a running request's blocks; it starts anew, in front of those that never ran."""
+    def return_to_waiting(self, victim):
+        """Preempts a running request: it frees its blocks and waits in front of the others."""
         self.running.remove(victim)
-        self.trust_no_load_on_its_way(victim)
+        self.discard_loads_in_flight(victim)
         self.kv.free(victim)
         victim.status = "preempted"
         victim.num_computed = 0
         victim.is_loaded = False
         victim.drafts = []
-        self.forget_tokens_on_their_way(victim)
+        self.drop_tokens_in_flight(victim)
         self.waiting.insert(0, victim)
         self.sort_waiting()
 
-    def trust_no_load_on_its_way(self, request):
-        """It may fail, so what came from it is not to be found when the request is gone."""
+    def discard_loads_in_flight(self, request):
+        """A load in flight may fail, so the blocks it fills must not stay cached without it."""
         for step in self.in_flight:
             if step.wanted.get(request.request_id) is request:
                 first = step.loads.get(request.request_id, request.num_computed)
                 request.num_computed = min(request.num_computed, first)
 
-    def forget_tokens_on_their_way(self, request):
-        request.num_on_their_way = 0
+    def drop_tokens_in_flight(self, request):
+        request.num_placeholders = 0
         for step in self.in_flight:
             if step.wanted.get(request.request_id) is request:
                 del step.wanted[request.request_id]
 
     def schedule_waiting(self):
-        """Lets requests in from the front, until one must stop the scan.
+        """Admits waiting requests from the front until one must stop the scan.
 
-        One that cannot start for reasons of its own stays where it is, and blocks nobody.
+        A request that waits for its own load, source or connector is skipped.
         """
         for request in list(self.waiting):
             if self.budget == 0 or len(self.running) == self.max_num_seqs:
@@ -199,14 +199,14 @@ class SlowScheduler:
                 return
 
     def try_to_admit(self, request):
-        """False where the scan ends with this request."""
+        """False if the scan ends at this request."""
         if request.status == "remote":
             if not request.is_loaded:
                 return True
-            self.take_loaded(request)
+            self.use_loaded(request)
         hits, num_hit, external, is_async = None, 0, 0, False
         forked = None
-        # Otherwise its blocks were loaded while it waited.
+        # If it has computed tokens, its blocks were loaded while it waited.
         if request.num_computed == 0:
             if self.waits_for_source(request):
                 return True
@@ -223,7 +223,7 @@ class SlowScheduler:
         num_new = 0
         if not is_async:
             num_new = self.within_threshold(len(request.tokens) - computed)
-            # More than any step has is always split, or it would wait forever.
+            # More tokens than the budget of a step are always split, or it would wait forever.
             may_split = self.chunked or num_new > self.max_budget
             if num_new > self.budget and not may_split:
                 return False
@@ -236,10 +236,10 @@ class SlowScheduler:
             lookahead=self.admission_lookahead(request),
             external=external,
             delay=is_async,
-            # It protects those who run.
+            # This check protects running requests.
             must_fit=self.must_fit and bool(self.running),
         ):
-            # No running request is preempted, but blocks without a running request are freed.
+            # No running request is preempted for it, but kept and loaded blocks are freed.
             if self.release_oldest_kept():
                 continue
             if self.running:
@@ -248,7 +248,7 @@ class SlowScheduler:
                 continue
             if forked is None:
                 return False
-            # All blocks are free, but a copy of a shared one would be one too many.
+            # All other blocks are free, but the copy of a shared block does not fit.
             request.source = None
             return self.try_to_admit(request)
         if is_async:
@@ -278,29 +278,29 @@ class SlowScheduler:
         self.give(request, num_new)
 
     def external_tokens(self, request, num_hit):
-        """What the connector has beyond the hits, but for the last token, which is computed.
+        """Tokens that the connector has beyond the hits, never the last token of the request.
 
-        None while it does not know.
+        None while the connector does not know.
         """
         if request.external is None:
             return None
         return max(0, min(request.external, len(request.tokens) - 1) - num_hit)
 
     def waits_for_source(self, request):
-        """Whether a fork should wait; a source that cannot be waited for is forgotten."""
+        """Whether a fork should wait; drops a source that is not worth waiting for."""
         source = request.source
         if source is None or (source.status == "finished" and source in self.kept.values()):
             return False
         if source.status in ("finished", "preempted"):
             request.source = None
             return False
-        # What it hit may be written in this very step, after a fork's copies.
+        # The blocks it hit may be written in this step, after a fork's copies.
         if source.request_id in self.step.new + self.step.resumed:
             return True
         return source.num_computed < self.num_shared(request)
 
     def num_shared(self, request):
-        """Tokens at the start that are the same in the source; the fork's last is its own."""
+        """Number of leading tokens equal to the source's, never the fork's last token."""
         if request.skips_reading or request.scope != request.source.scope:
             return 0
         num_shared = 0
@@ -311,7 +311,7 @@ class SlowScheduler:
         return num_shared
 
     def forked(self, request, num_hit):
-        """Blocks and tokens of the source, where they are more than the prefix hit; or None."""
+        """Blocks and number of tokens shared with the source; None if not more than the hit."""
         if request.source is None:
             return None
         num_shared = min(self.num_shared(request), request.source.num_computed)
@@ -328,16 +328,16 @@ class SlowScheduler:
         return None
 
     def loaded(self, request_ids):
-        """The connector has filled these requests' blocks."""
-        for request_id in list(self.loading_for_nobody):
+        """The connector has loaded these requests' blocks."""
+        for request_id in list(self.loading_after_end):
             if request_id in request_ids:
-                self.kv.free(self.loading_for_nobody.pop(request_id))
+                self.kv.free(self.loading_after_end.pop(request_id))
         for request in self.waiting:
             if request.request_id in request_ids:
                 request.is_loaded = True
 
-    def take_loaded(self, request):
-        """What was loaded counts, and others may hit it, from when the scan comes by."""
+    def use_loaded(self, request):
+        """Loaded tokens count as computed, and are cached, once the scan reaches the request."""
         request.status = "preempted" if request.has_run else "waiting"
         request.num_computed = request.num_loading
         if self.kv.caching:
@@ -358,13 +358,13 @@ class SlowScheduler:
             num_drafts = len(step.drafts.get(req_id, []))
             if not tokens:
                 if num_drafts:
-                    self.taken_by_reset.append(req_id)
-                    self.take_back(request)
+                    self.preempted_by_reset.append(req_id)
+                    self.return_to_waiting(request)
                 continue
             if num_drafts:
                 request.num_computed -= num_drafts + 1 - len(tokens)
             num_awaited = len(tokens) if step.num_decode_steps > 1 else 1
-            request.num_on_their_way = max(0, request.num_on_their_way - num_awaited)
+            request.num_placeholders = max(0, request.num_placeholders - num_awaited)
             kept, reason = [], None
             for token in tokens:
                 request.tokens.append(token)
@@ -374,13 +374,13 @@ class SlowScheduler:
                     break
             results[req_id] = (kept, reason)
             if reason is None and self.is_async and self.kv.caching:
-                # Blocks that were full before their last token was known.
+                # Caches blocks that were full before their last token was known.
                 self.kv.register(request, min(request.num_computed, len(request.tokens)))
             if step.num_decode_steps > 1 and reason is not None:
-                # The token that ended it may not have been computed, nor anything after it.
+                # Its last token and all after it may not have been computed.
                 request.num_computed = min(request.num_computed, len(request.tokens) - 1)
             if step.num_decode_steps > 1 and self.kv.caching:
-                # So too in a burst.
+                # The same in a burst.
                 self.kv.register(request, min(request.num_computed, len(request.tokens)))
             if reason is None and request.num_computed < len(request.tokens):
                 request.drafts = list(proposals.get(req_id, []))
@@ -402,39 +402,39 @@ class SlowScheduler:
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)
-        if request.request_id in self.taken_by_reset:
-            self.taken_by_reset.remove(request.request_id)
+        if request.request_id in self.preempted_by_reset:
+            self.preempted_by_reset.remove(request.request_id)
         is_loading = request.status == "remote" and not request.is_loaded
         if any(
             step.num_decode_steps > 1 and step.wanted.get(request.request_id) is request
             for step in self.in_flight
         ):
-            # Nothing of it may be computed any more.
+            # The rest of the burst may not compute its last token.
             request.num_computed = min(request.num_computed, len(request.tokens) - 1)
-        self.trust_no_load_on_its_way(request)
-        self.forget_tokens_on_their_way(request)
+        self.discard_loads_in_flight(request)
+        self.drop_tokens_in_flight(request)
         request.status = "finished"
         if is_loading:
-            self.loading_for_nobody[request.request_id] = request
+            self.loading_after_end[request.request_id] = request
         elif request.keep_blocks and self.can_fork:
-            # A step may have been sent off for drafts past its end.
+            # A step may have been scheduled for drafts past its end.
             request.num_computed = min(request.num_computed, len(request.tokens))
             self.kept[request.request_id] = request
         else:
             self.kv.free(request)
 
     def reset(self, reset_running):
-        """Forgets all cached blocks, if none is held or running requests may lose them."""
+        """Empties the cache if no request holds a block, or if those that do may be preempted."""
         loaded = self.loaded_requests()
-        if self.loading_for_nobody or any(r.status == "remote" for r in self.waiting):
+        if self.loading_after_end or any(r.status == "remote" for r in self.waiting):
             return False
         if (self.running or loaded) and not reset_running:
             return False
         for request in reversed(loaded):
             self.drop_loaded(request)
         for request in reversed(list(self.running)):
-            self.taken_by_reset.append(request.request_id)
-            self.take_back(request)
+            self.preempted_by_reset.append(request.request_id)
+            self.return_to_waiting(request)
         while self.release_oldest_kept():
             pass
         return self.kv.pool.reset()
@@ -447,7 +447,7 @@ class SlowScheduler:
         return True
 
     def loaded_requests(self):
-        """Those that wait and hold blocks that nothing is loaded into any more."""
+        """Waiting requests whose load has finished; they hold blocks."""
         return [request for request in self.waiting if request.is_loaded]
 
     def drop_last_loaded(self, spared):

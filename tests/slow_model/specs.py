@@ -1,4 +1,4 @@
-"""KV cache configs of small groups, from the slow model's own description of them."""
+"""Builds KV cache configs of small groups from the slow model's `Kind`s."""
 
 from paxkv.contracts.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
@@ -41,7 +41,7 @@ def sink(size, block_size):
 
 
 def make_spec(kind):
-    """Block sizes differ, so numbers of heads do: every page has the same bytes."""
+    """Chooses the number of heads by the block size, so that all pages have equal bytes."""
     if kind.name == "state":
         return StateSpec(
             block_size=kind.block_size,

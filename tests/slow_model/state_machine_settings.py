@@ -6,7 +6,7 @@ STEPS_PER_EXAMPLE = 50
 
 
 def quick(num_examples):
-    """The same examples in every run. What fails is not made smaller, which may take minutes."""
+    """The same examples in every run. Failures are not shrunk: that may take minutes."""
     return settings(
         max_examples=num_examples,
         stateful_step_count=STEPS_PER_EXAMPLE,
@@ -20,7 +20,7 @@ def quick(num_examples):
 
 
 def long(num_examples):
-    """Other examples in every run; a failing one is made smaller."""
+    """Different examples in every run; a failing one is shrunk."""
     return settings(
         quick(num_examples),
         stateful_step_count=2 * STEPS_PER_EXAMPLE,

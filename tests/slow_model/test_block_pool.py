@@ -1,4 +1,4 @@
-"""The block pool against SlowPool: any traffic of blocks, compared after each step."""
+"""BlockPool against SlowPool: random operations, compared after each one."""
 
 import types
 
@@ -37,7 +37,7 @@ def real_key(key):
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Tables of blocks, as managers keep them, that grow, are shared, filled, and given back."""
+    """Block tables, as managers keep them, that grow, are shared, filled and released."""
 
     @initialize(num_blocks=st.integers(2, 12))
     def start(self, num_blocks):
@@ -49,7 +49,7 @@ class PoolMachine(RuleBasedStateMachine):
             observers=[self.event_recorder],
         )
         self.slow = SlowPool(num_blocks)
-        # (content, group, blocks), null blocks among them.
+        # (content, group, block ids); some are the null block.
         self.tables = []
         self.known_outside = set()
 
@@ -81,7 +81,7 @@ class PoolMachine(RuleBasedStateMachine):
     def fill(self, which, left, right):
         content, group, table = self.tables[which % len(self.tables)]
         left, right = min(left, len(table)), min(right, len(table))
-        # What was findable already, as part of a hit, is not made so again.
+        # A block that is already cached, as part of a hit, is not cached again.
         if any(b and self.slow.key_of(b) is not None for b in table[left:right]):
             return
         self.real.cache_full_blocks(
@@ -121,11 +121,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.tables)
     @rule(which=st.integers(0, 100), reverse=st.booleans())
-    def give_back(self, which, reverse):
+    def release_blocks(self, which, reverse):
         _, _, table = self.tables.pop(which % len(self.tables))
         ordered = table[::-1] if reverse else table
         self.real.free_blocks(self.blocks(ordered))
-        self.slow.give_back(ordered)
+        self.slow.release_blocks(ordered)
 
     @precondition(lambda self: self.tables)
     @rule(which=st.integers(0, 100), num=st.integers(1, 3))
@@ -133,12 +133,12 @@ class PoolMachine(RuleBasedStateMachine):
         _, _, table = self.tables[which % len(self.tables)]
         left = table[:num][::-1]
         self.real.free_blocks(self.blocks(left))
-        self.slow.give_back(left)
+        self.slow.release_blocks(left)
         table[:num] = [0] * len(left)
 
     @rule(which=st.integers(0, 100))
-    def free_what_nobody_holds(self, which):
-        """A double free raises; nothing has changed."""
+    def free_twice(self, which):
+        """A double free raises and changes nothing."""
         if self.slow.free:
             block_id = self.slow.free[which % len(self.slow.free)]
             with pytest.raises(InvariantError):
@@ -170,7 +170,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.check_events()
 
     def check_events(self):
-        """Whoever follows the events knows what can be found, and nothing else."""
+        """The events tell a subscriber exactly which blocks are cached."""
         for event in self.event_recorder.drain():
             if isinstance(event, AllBlocksCleared):
                 self.known_outside.clear()
@@ -194,7 +194,7 @@ class PoolMachine(RuleBasedStateMachine):
         if not hasattr(self, "real"):
             return
         while self.tables:
-            self.give_back(0, True)
+            self.release_blocks(0, True)
         self.is_the_same()
         assert self.real.get_usage() == 0
         assert self.real.reset_prefix_cache()

@@ -1,4 +1,4 @@
-"""The KV cache manager is the slow model of it, over every kind of group."""
+"""The KV cache manager behaves as its slow model does, with every kind of group."""
 
 import pytest
 

@@ -1,7 +1,7 @@
 """The longest prefix hit against the definition of each kind of attention.
 
-Any set of blocks may be in the cache, also sets that no traffic leaves behind. The definition
-says which lengths can be taken over; the longest of them, tried one by one, must be found.
+Any set of blocks may be in the cache, also sets that no requests leave behind. The definition
+says which lengths can be reused; the manager must find the longest of them.
 """
 
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paxkv.kv_cache.hashing.block_hash import BlockHasher
 from paxkv.kv_cache.manager import KVCacheManager
-from tests.slow_model.attention_kinds import Kind, longest_hit, num_blocks_left_behind
+from tests.slow_model.attention_kinds import Kind, longest_hit, num_skipped_blocks
 from tests.slow_model.manager_machine import RealRequest
 from tests.slow_model.slow_request import SlowRequest
 from tests.slow_model.specs import chunk, full, make_config, window
@@ -50,7 +50,7 @@ SEVERAL_KINDS = [
 
 
 def fill_cache(manager, real, kinds, is_cached):
-    """Puts exactly the given (group, block index) pairs in the cache; returns their block ids."""
+    """Caches exactly the given (group, block index) pairs; returns their block ids."""
     pool = manager.block_pool
     block_ids, blocks = {}, []
     for group, i in sorted(is_cached):
@@ -70,7 +70,7 @@ def fill_cache(manager, real, kinds, is_cached):
 
 
 def check(kinds, num_tokens, holes, use_eagle):
-    """Everything is in the cache but the holes."""
+    """Checks the longest hit when every block except `holes` is cached."""
     every_block = {
         (group, i) for group, kind in enumerate(kinds) for i in range(num_tokens // kind.block_size)
     }
@@ -96,7 +96,7 @@ def check(kinds, num_tokens, holes, use_eagle):
     assert num_found == expected
     tables = found.get_block_ids()
     for group, kind in enumerate(kinds):
-        left = num_blocks_left_behind(kind, num_found)
+        left = num_skipped_blocks(kind, num_found)
         num_blocks = num_found // kind.block_size
         assert tables[group] == [0 if i < left else block_ids[group, i] for i in range(num_blocks)]
 

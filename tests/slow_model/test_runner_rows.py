@@ -1,7 +1,7 @@
-"""The runner's rows and buffers under the real scheduler: every token is read from its own slots.
+"""The runner's rows and buffers with the real scheduler: every token is read from its own slots.
 
-Steady decode takes short cuts on both sides: tokens that are only counted, rows that are written
-late, bursts that repeat the one before. With and without them the decisions are the same, and each
+Steady decode has shortcuts in both: tokens that are only counted, rows that are written late,
+bursts that repeat the previous one. With and without them all decisions are equal, and each
 request gets the tokens that it gets alone.
 """
 
@@ -35,14 +35,14 @@ EOS = 5
 
 def make_spec(window, block_size):
     fields = {"block_size": block_size, "num_kv_heads": 1, "dtype": "float32"}
-    fields["head_size"] = 64 // block_size  # pages of all groups have the same bytes
+    fields["head_size"] = 64 // block_size  # so that pages of all groups have equal bytes
     if window is None:
         return FullAttentionSpec(**fields)
     return SlidingWindowSpec(sliding_window=window, **fields)
 
 
 def tokens_alone(request, max_model_len):
-    """Its tokens and why it ends, by the rules alone."""
+    """Tokens and finish reason of a request that runs alone."""
     params, text, token_ids = request.sampling_params, EMPTY_TEXT, []
     for token_id in request.prompt_token_ids:
         text = text_with(text, token_id)
@@ -58,10 +58,10 @@ def tokens_alone(request, max_model_len):
 
 
 class Traffic:
-    """Random settings, requests, aborts and resets; all of it follows from the seed.
+    """Random settings, requests, aborts and resets, all determined by the seed.
 
     Attributes:
-        decisions: All that was decided and told, to be compared with another run.
+        decisions: All scheduler outputs, results and stats, to compare with another run.
     """
 
     def __init__(self, seed):
@@ -95,7 +95,7 @@ class Traffic:
             for idx, (window, size) in enumerate(zip(windows, block_sizes, strict=True))
         }
         groups = make_kv_cache_groups(specs)
-        # Each layer has a group of its own, in the order of the layers.
+        # Each layer is a group of its own, in the order of the layers.
         assert [group.layer_names for group in groups.kv_cache_groups] == [(n,) for n in specs]
         self.scheduler = (AsyncScheduler if is_async else Scheduler)(
             scheduler_config=scheduler_config,
@@ -130,7 +130,7 @@ class Traffic:
         self.decisions = []
 
     def run(self):
-        # Now and then so few arrive that most steps are bursts of the same requests.
+        # In half of the runs so few requests arrive that most steps are bursts of the same ones.
         is_quiet = self.draw.random() < 0.5
         for _ in range(40):
             if not self.live or self.draw.random() < (0.1 if is_quiet else 0.5):
@@ -208,9 +208,9 @@ class Traffic:
             self.abort()
         is_idle = not output.num_scheduled_tokens
         while self.in_flight and (is_idle or len(self.in_flight) >= self.num_steps_in_flight):
-            self.take_home(*self.in_flight.popleft())
+            self.finish_oldest_step(*self.in_flight.popleft())
 
-    def take_home(self, output, step):
+    def finish_oldest_step(self, output, step):
         for told in self.scheduler.update_from_output(output, step.sample_tokens()):
             req_id = told.request_id
             self.decisions.append(told)
@@ -220,15 +220,15 @@ class Traffic:
                 got = (self.token_ids[req_id], told.finish_reason)
                 assert got == tokens_alone(request, self.max_model_len)
         stats = self.scheduler.make_stats()
-        # Of times.
+        # Residency contains times, which differ.
         self.decisions.append(msgspec.structs.replace(stats, kv_block_residency=BlockResidency()))
 
 
-def take_no_short_cuts(monkeypatch):
-    note_block_work, note_drawn = Request.note_block_work, InputBatch.note_drawn
+def disable_shortcuts(monkeypatch):
+    set_tokens, note_drawn = Request.set_tokens_before_allocate, InputBatch.note_drawn
 
     def is_never_plain(self, num_tokens):
-        note_block_work(self, num_tokens)
+        set_tokens(self, num_tokens)
         self.num_plain_tokens = 0
 
     def is_written_at_once(self, rows_np, num_drawn_np):
@@ -238,14 +238,14 @@ def take_no_short_cuts(monkeypatch):
         num_reqs = len(runner_output.req_ids)
         return [None] * num_reqs, list(range(num_reqs))
 
-    monkeypatch.setattr(Request, "note_block_work", is_never_plain)
+    monkeypatch.setattr(Request, "set_tokens_before_allocate", is_never_plain)
     monkeypatch.setattr(InputBatch, "note_drawn", is_written_at_once)
     monkeypatch.setattr(BurstRepeater, "repeat", lambda *_: None)
     monkeypatch.setattr(scheduler_module, "append_plain", append_nothing)
 
 
-def check_short_cuts(seeds, monkeypatch):
-    """Returns how often a burst was one before it, moved on, and how often it was built anew."""
+def check_shortcuts(seeds, monkeypatch):
+    """Returns how many bursts repeated the previous one and how many were built anew."""
     num_bursts = Counter()
     repeat = BurstRepeater.repeat
 
@@ -260,17 +260,17 @@ def check_short_cuts(seeds, monkeypatch):
             patch.setattr(BurstRepeater, "repeat", count)
             short.run()
         with monkeypatch.context() as patch:
-            take_no_short_cuts(patch)
+            disable_shortcuts(patch)
             long.run()
         assert short.decisions == long.decisions
     return num_bursts
 
 
-def test_short_cuts_of_steady_decode_change_nothing(monkeypatch):
-    num_bursts = check_short_cuts(range(8), monkeypatch)
+def test_shortcuts_of_steady_decode_do_not_change_results(monkeypatch):
+    num_bursts = check_shortcuts(range(8), monkeypatch)
     assert min(num_bursts["repeated"], num_bursts["anew"]) > 100
 
 
 @pytest.mark.slow  # a minute: pytest -m slow tests/slow_model/test_runner_rows.py
-def test_short_cuts_of_steady_decode_change_nothing_for_long(monkeypatch):
-    check_short_cuts(range(1000, 1300), monkeypatch)
+def test_shortcuts_of_steady_decode_do_not_change_results_for_long(monkeypatch):
+    check_shortcuts(range(1000, 1300), monkeypatch)

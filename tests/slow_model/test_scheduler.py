@@ -1,4 +1,4 @@
-"""The scheduler is the slow model of it, and each request gets the tokens that it gets alone."""
+"""The scheduler behaves as its slow model does; each request gets the tokens it gets alone."""
 
 import pytest
 

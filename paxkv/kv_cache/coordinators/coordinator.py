@@ -147,7 +147,7 @@ class KVCacheCoordinator(ABC):
         total_computed_tokens: int,
         num_tokens_main_model: int,
     ) -> GroupBlocks:
-        """Gives the request slots for `num_tokens` tokens; returns the new blocks.
+        """Allocates blocks until the request has slots for `num_tokens` tokens; returns them.
 
         Shared blocks that the request will write into are replaced by copies.
         """
@@ -172,7 +172,7 @@ class KVCacheCoordinator(ABC):
         """Frees the request's blocks; see `SingleTypeKVCacheManager.free`."""
         for manager in self.single_type_managers:
             manager.free(request_id, num_computed_tokens)
-        self.device_block_work.forget_freed_targets()
+        self.device_block_work.drop_freed_targets()
 
     def get_blocks(self, request_id: str) -> GroupBlocks:
         """The request's block tables."""
@@ -190,15 +190,13 @@ class KVCacheCoordinator(ABC):
             forked_blocks.append(blocks)
         return tuple(forked_blocks)
 
-    def get_num_tokens_before_block_work(
+    def get_max_tokens_before_allocate(
         self, request_id: str, *, are_cached_late: bool = False
     ) -> int:
         """The smallest result of all groups; see `SingleTypeKVCacheManager`."""
         return min(
             [
-                manager.get_num_tokens_before_block_work(
-                    request_id, are_cached_late=are_cached_late
-                )
+                manager.get_max_tokens_before_allocate(request_id, are_cached_late=are_cached_late)
                 for manager in self._managers_of_each_spec
             ]
         )

@@ -32,7 +32,7 @@ def get_kv_cache_coordinator(
     """
     groups = kv_cache_config.kv_cache_groups
     if not groups:
-        raise ConfigError("the KV cache has no groups; a model without attention has no cache.")
+        raise ConfigError("the KV cache has no groups; it needs at least one.")
     hash_block_size = kv_cache_config.resolved_hash_block_size
     block_sizes = sorted({group.kv_cache_spec.block_size for group in groups})
     if enable_caching and any(block_size % hash_block_size for block_size in block_sizes):

@@ -99,7 +99,7 @@ class BlockHasher:
     """Hashes the full blocks of requests.
 
     Args:
-        block_size: Tokens that one hash covers: `KVCacheConfig.resolved_hash_block_size`.
+        block_size: Tokens per hash: `KVCacheConfig.resolved_hash_block_size`.
         seed: Engines with the same seed, algorithm and block size compute equal hashes for equal
             blocks. With None the chain starts from random bytes, so that an attacker cannot
             prepare a prompt whose hash collides.

@@ -69,7 +69,7 @@ def _end(item: MultiModalFeature) -> int:
 
 
 def extra_key_sources(request: EngineRequest) -> ExtraKeySources | None:
-    """The sources of a request's extra keys; None if it has none, as most requests."""
+    """The sources of a request's extra keys; None if it has none, which is usual."""
     if request.lora_name is None and request.cache_salt is None and not request.mm_features:
         return None
     return ExtraKeySources(

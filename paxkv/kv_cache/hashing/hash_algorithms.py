@@ -88,7 +88,8 @@ class CborAlgorithm:
     """SHA-256 of canonical CBOR (RFC 8949), which other programs can compute too.
 
     A block is encoded as `[parent hash, [tokens], extra keys]`. The extra keys are an array of
-    arrays such as `["salt", "tenant-1"]`, or null if there are none. The root is the seed's text.
+    arrays such as `["salt", "tenant-1"]`, or null if there are none. The root hash is the hash of
+    the seed's text.
     """
 
     def root_hash(self, seed: str | None, block_size: int) -> bytes:
@@ -123,7 +124,7 @@ def _sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-# Their hashes have 32, 32 and 16 bytes.
+# The hashes have 32, 32 and 16 bytes.
 _ALGORITHMS: dict[PrefixCachingHashAlgo, HashAlgorithm] = {
     "sha256": PackedBytesAlgorithm(_sha256),
     "sha256_cbor": CborAlgorithm(),

@@ -17,9 +17,9 @@ from paxkv.kv_cache.pool.block_pool import BlockPool
 class CrossAttentionManager(SingleTypeKVCacheManager):
     """Block tables of cross-attention layers, allocated once at admission.
 
-    This manager counts encoder tokens where other managers count decoder tokens. Its blocks are
-    not cached, because block hashes cover the decoder's tokens. Forks share the blocks, because
-    they are not written again.
+    This manager counts encoder tokens; other managers count decoder tokens. Its blocks are not
+    cached, because block hashes cover the decoder's tokens. Forks share the blocks, because they
+    are not written again.
     """
 
     is_written_by_decoder: ClassVar[bool] = False
@@ -97,10 +97,10 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
     ) -> list[KVCacheBlock] | None:
         return list(self.get_blocks(request_id))
 
-    def get_num_tokens_before_block_work(
+    def get_max_tokens_before_allocate(
         self, request_id: str, *, are_cached_late: bool = False
     ) -> int:
-        # Decoder tokens need no blocks here.
+        # Decoder tokens need no blocks of this group.
         return sys.maxsize
 
     def get_num_unused_slots(self, request_id: str, num_computed_tokens: int) -> int:

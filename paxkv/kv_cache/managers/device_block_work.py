@@ -8,7 +8,7 @@ class DeviceBlockWork:
     """Collects block copies while a step is decided."""
 
     def __init__(self) -> None:
-        # Target id -> (source, target). The source's content is as before the step.
+        # Target id -> (source, target). Copies read the content from before the step.
         self._copies: dict[int, tuple[KVCacheBlock, KVCacheBlock]] = {}
 
     def record_copy(self, source: KVCacheBlock, target: KVCacheBlock) -> None:
@@ -19,7 +19,7 @@ class DeviceBlockWork:
             source = self._copies[source.block_id][0]
         self._copies[target.block_id] = (source, target)
 
-    def forget_freed_targets(self) -> None:
+    def drop_freed_targets(self) -> None:
         """Drops copies into blocks that have lost their holder: other requests may get them."""
         if self._copies:
             self._copies = {

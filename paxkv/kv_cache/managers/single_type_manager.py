@@ -144,7 +144,7 @@ class SingleTypeKVCacheManager(ABC):
 
         Blocks that no later token reads become null blocks, also for external tokens. The other
         external tokens get blocks from `allocate_new_blocks`, after all groups have touched their
-        hits: a new block must not be another group's hit.
+        hits. Otherwise a new block might be another group's hit.
 
         Args:
             num_local_computed_tokens: Tokens in `new_computed_blocks`.
@@ -159,7 +159,7 @@ class SingleTypeKVCacheManager(ABC):
         if not new_computed_blocks and num_skipped == 0:
             return
         if request_id in self.req_to_blocks:
-            raise InvariantError(f"computed blocks for {request_id=}, which holds blocks already.")
+            raise InvariantError(f"{request_id=} got computed blocks, but holds blocks already.")
         kept_blocks = new_computed_blocks[num_skipped:]
         self._touch(kept_blocks)
         self.req_to_blocks[request_id] = [self.block_pool.null_block] * num_skipped
@@ -202,7 +202,7 @@ class SingleTypeKVCacheManager(ABC):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> Sequence[KVCacheBlock]:
-        """Gives the request slots for `num_tokens` tokens; returns the new blocks.
+        """Allocates blocks until the request has slots for `num_tokens` tokens; returns them.
 
         Args:
             num_tokens_main_model: `num_tokens` without lookahead.
@@ -297,12 +297,13 @@ class SingleTypeKVCacheManager(ABC):
             return None
         return [self.block_pool.null_block] * num_skipped + needed
 
-    def get_num_tokens_before_block_work(
+    def get_max_tokens_before_allocate(
         self, request_id: str, *, are_cached_late: bool = False
     ) -> int:
-        """Largest number of tokens, including new and lookahead tokens, that need no block work.
+        """Largest number of tokens for which `allocate_slots` has nothing to do.
 
-        Up to this number every token has a slot, no block becomes full, and no block is freed.
+        Up to this number, including new and lookahead tokens, every token has a slot, no block
+        becomes full, and no block is freed.
 
         Args:
             are_cached_late: Ignore that blocks become full, because the caller calls `cache_blocks`
@@ -360,7 +361,7 @@ class SingleTypeKVCacheManager(ABC):
         """
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
-        """Number of leading blocks that every request holds; any running request will do."""
+        """Number of leading blocks that every request holds. Any running request can be passed."""
         return 0
 
     def check_invariants(self) -> None:

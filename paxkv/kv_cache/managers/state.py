@@ -72,7 +72,7 @@ class StateManager(SingleTypeKVCacheManager):
     ) -> list[KVCacheBlock] | None:
         return None
 
-    def get_num_tokens_before_block_work(
+    def get_max_tokens_before_allocate(
         self, request_id: str, *, are_cached_late: bool = False
     ) -> int:
         # A request that has its slot needs no further blocks.

@@ -33,7 +33,7 @@ class WindowedManager(SingleTypeKVCacheManager):
         total_computed_tokens: int,
         num_new_tokens: int,
     ) -> int:
-        # The request never holds more blocks at once than the second number.
+        # `max_held_blocks` is the largest number of blocks that the request holds at once.
         return min(
             super().get_num_blocks_for_full_sequence(
                 request_id, num_tokens, new_computed_blocks, total_computed_tokens, num_new_tokens
@@ -43,10 +43,10 @@ class WindowedManager(SingleTypeKVCacheManager):
             ),
         )
 
-    def get_num_tokens_before_block_work(
+    def get_max_tokens_before_allocate(
         self, request_id: str, *, are_cached_late: bool = False
     ) -> int:
-        num_tokens = super().get_num_tokens_before_block_work(
+        num_tokens = super().get_max_tokens_before_allocate(
             request_id, are_cached_late=are_cached_late
         )
         num_skipped = self.num_skipped_blocks.get(request_id, 0)

@@ -27,9 +27,9 @@ _BYTES = np.dtype(f"V{CONTENT.itemsize}")
 class BlockChangeLog(BlockPoolObserver):
     """The content of each block, and the blocks that changed since the last `drain_changed`.
 
-    During a step, events are only appended to buffers, which is cheap. Reading the log processes
-    the buffers for many blocks at once. Memory is bounded by the number of blocks, even if the log
-    is never read.
+    During a step, events are only appended to buffers, which is cheap. When the log is read, the
+    buffered events are applied all at once. Memory is bounded by the number of blocks, even if the
+    log is never read.
 
     Args:
         blocks: All blocks of the pool, in order.
@@ -120,7 +120,7 @@ class BlockChangeLog(BlockPoolObserver):
             self._ids.append(block_id)
             self._depths.append(block_idx + 1)
             self._keys += block.block_hash
-            # For the first block this is some other hash; `_learn` clears it where depth is 1.
+            # For the first block, this appends a wrong hash; `_learn` clears it where depth is 1.
             self._parents += block_hashes[block_idx - 1]
             if self._keeps_tokens:
                 start = block_idx * block_size

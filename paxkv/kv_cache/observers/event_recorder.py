@@ -18,9 +18,9 @@ from paxkv.kv_cache.pool.block import KVCacheBlock
 class KVEventRecorder(BlockPoolObserver):
     """Records hashes that enter and leave the prefix cache.
 
-    If two blocks have the same hash, it is reported once as stored and once as removed. So a
-    receiver that adds stored hashes to a set, and deletes removed ones, always has the set of
-    cached hashes.
+    If several blocks have the same hash, it is reported as stored with the first block, and as
+    removed with the last. So a receiver that adds stored hashes to a set, and deletes removed
+    hashes, always has the set of cached hashes.
 
     Args:
         specs: Of the KV cache groups, in order.

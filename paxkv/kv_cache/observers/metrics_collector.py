@@ -13,7 +13,7 @@ from paxkv.kv_cache.pool.block import KVCacheBlock
 
 
 class _Residency:
-    """One stay of a sampled block in the cache: times in seconds."""
+    """One stay of a sampled block in the cache. Times are in seconds."""
 
     __slots__ = ("birth", "idle_since", "last_use")
 

@@ -17,14 +17,14 @@ from paxkv.kv_cache.pool.block_pool import BlockPool
 
 MAX_ANSWERS = 1024
 MAX_FIRST_BLOCKS = 4096
-# Salts and adapters that are remembered per first block of tokens.
+# Number of (salt, adapter) pairs that are remembered per first block of tokens.
 _MAX_NAMES_PER_FIRST_BLOCK = 8
-# Tokens: longer than any window.
+# A number of tokens that is larger than any window.
 _FAR = 2**40
 
 
 class PrefixGroup(NamedTuple):
-    """One KV cache group, as far as prefix hits depend on it.
+    """The properties of a KV cache group on which prefix hits depend.
 
     Args:
         block_size: Tokens of a block.
@@ -91,7 +91,7 @@ class PrefixCacheMissExplainer:
 
     Args:
         groups: The KV cache groups that take part in prefix hits.
-        hash_block_size: Tokens that one of a request's `block_hashes` covers.
+        hash_block_size: Number of tokens that each of a request's `block_hashes` covers.
     """
 
     def __init__(

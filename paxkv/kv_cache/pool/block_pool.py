@@ -19,8 +19,9 @@ from paxkv.kv_cache.pool.block import FreeKVCacheBlockQueue, KVCacheBlock
 class BlockHashToBlockMap:
     """Cached blocks by hash.
 
-    Several blocks may have the same hash: an equal block never replaces one in a block table.
-    Nearly every hash has one block, which is stored directly; several are stored in a dict by id.
+    Several blocks may have the same hash, because block tables keep their blocks when an equal
+    block exists. Nearly every hash has one block, which is stored directly; several are stored in
+    a dict by id.
     """
 
     def __init__(self) -> None:
@@ -87,8 +88,8 @@ class BlockPool:
     only when it is allocated again. The block at the front of the queue is allocated first.
 
     Args:
-        hash_block_size: Tokens that one of a request's `block_hashes` covers. It divides every
-            group's block size. None if all block sizes equal it.
+        hash_block_size: Number of tokens that each of a request's `block_hashes` covers. It
+            divides every group's block size. None if all block sizes equal it.
         observers: Receive every change of the blocks, in this order; see `add_observer`.
 
     Attributes:
@@ -233,7 +234,7 @@ class BlockPool:
         """
         if num_blocks >= self.get_num_free_blocks():
             raise ConfigError(
-                f"layers keep {num_blocks} KV cache blocks for good, and only "
+                f"layers need {num_blocks} permanent KV cache blocks, and only "
                 f"{self.get_num_free_blocks()} are free; at least one must remain for requests. "
                 "Give the KV cache more memory."
             )
@@ -306,7 +307,7 @@ class BlockPool:
         self.evict(self.blocks[block_id] for block_id in block_ids)
 
     def reset_prefix_cache(self) -> bool:
-        """Empties the prefix cache. While a request holds blocks, only returns False."""
+        """Empties the prefix cache. Returns False, and changes nothing, if requests hold blocks."""
         if self.get_num_free_blocks() != self.num_blocks - 1 - self.num_permanent_blocks:
             return False
         self.cached_block_hash_to_block = BlockHashToBlockMap()

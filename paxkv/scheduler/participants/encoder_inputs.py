@@ -14,8 +14,7 @@ class EncoderDemand:
         num_new_tokens: Tokens that can be computed: all before the first item that cannot be
             encoded now.
         input_ids: Items in the chunk, including cached ones. `commit` decides which of them the
-            step must encode, because a request that was going to encode one may be preempted
-            before.
+            step must encode: a cached item is lost if the request that encodes it is preempted.
     """
 
     num_new_tokens: int
@@ -102,10 +101,10 @@ class EncoderInputs:
                 self.cache_manager.allocate(request, input_id)
                 self._budget -= feature.length
                 self._scheduled.setdefault(request.request_id, []).append(input_id)
-        # Again, for an item that occurs twice in the chunk.
+        # An item that occurs twice in the chunk is cached only now.
         self.cache_manager.hold(request, demand.input_ids)
 
-    def give_back(self, request: Request) -> None:
+    def release_preempted(self, request: Request) -> None:
         """Releases a preempted request's items, and cancels what this step encodes for it.
 
         If another request of this step needs one of these items, the step encodes it for that

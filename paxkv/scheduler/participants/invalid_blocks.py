@@ -30,11 +30,11 @@ def block_ids_from(manager: KVCacheManager, request: Request, num_tokens: int) -
     }
 
 
-def can_go_on_from(manager: KVCacheManager, request: Request, num_tokens: int) -> bool:
+def can_continue_from(manager: KVCacheManager, request: Request, num_tokens: int) -> bool:
     """Whether the request can recompute its tokens from `num_tokens` on in the blocks it holds.
 
-    It cannot if another request holds one of these blocks, or if a block has left a window, because
-    its tokens may be needed again.
+    It cannot if another request holds one of these blocks. It cannot either if one of its blocks
+    has left a window, because the tokens of that block may be needed again.
     """
     return num_tokens > 0 and not any(
         any(block.is_null for block in blocks)

@@ -4,7 +4,7 @@ from paxkv.contracts.protocols import KVConnector
 from paxkv.contracts.scheduler_output import KVConnectorMetadata, KVConnectorOutput
 from paxkv.errors import InvariantError
 from paxkv.kv_cache.manager import KVCacheManager
-from paxkv.scheduler.participants.invalid_blocks import can_go_on_from
+from paxkv.scheduler.participants.invalid_blocks import can_continue_from
 from paxkv.scheduler.request import Request
 
 
@@ -64,7 +64,7 @@ class RemoteKV:
         num_tokens = self._loading.pop(req_id)
         has_failed = req_id in self._failed
         self._failed.discard(req_id)
-        if has_failed and not can_go_on_from(self._manager, request, num_tokens):
+        if has_failed and not can_continue_from(self._manager, request, num_tokens):
             self._manager.free(request)
             return True
         request.num_computed_tokens = num_tokens
@@ -75,7 +75,7 @@ class RemoteKV:
         """Whether the request's load has ended and `finish_loading` has not completed it yet."""
         return request.request_id in self._loaded
 
-    def forget_loaded(self, request: Request) -> None:
+    def discard_loaded(self, request: Request) -> None:
         """Discards a load that has ended. The caller frees the request's blocks."""
         self._loaded.discard(request.request_id)
         self._failed.discard(request.request_id)

@@ -43,15 +43,15 @@ class SpareBlocks:
     def drop_loaded(self, request: Request) -> None:
         """Frees a waiting request's loaded blocks. The request starts again when it is admitted."""
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            self._remote_kv.forget_loaded(request)
+            self._remote_kv.discard_loaded(request)
             has_run = request.num_preemptions > 0
             request.status = RequestStatus.PREEMPTED if has_run else RequestStatus.WAITING
         self._manager.free(request)
         request.num_computed_tokens = 0
 
     def _is_loaded(self, request: Request) -> bool:
-        # The status changes only when the scan of the queue reaches the request. It may never get
-        # there if the loaded blocks leave no room for the request at the front.
+        # The status changes only when the scan of the queue reaches the request. It may never reach
+        # it if the loaded blocks leave no room for the request at the front.
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             return self._remote_kv is not None and self._remote_kv.has_loaded(request)
         return request.num_computed_tokens > 0

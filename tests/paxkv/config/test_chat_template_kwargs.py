@@ -1,4 +1,4 @@
-"""Variables of the chat template: a request's own ones come before the server's."""
+"""Variables of the chat template: a request's variables override the server's."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from paxkv.config.chat_template_kwargs import ChatTemplateKwargs
 from paxkv.errors import ConfigError
 
 
-def test_the_requests_own_come_first():
+def test_variables_of_the_request_override_the_servers():
     kwargs = ChatTemplateKwargs.from_fields({"enable_thinking": False, "a": 1})
     assert kwargs.with_request({"a": 2, "b": 3}) == {"enable_thinking": False, "a": 2, "b": 3}
     assert kwargs.with_request(None) == {"enable_thinking": False, "a": 1}
@@ -21,6 +21,6 @@ def test_the_requests_own_come_first():
         ({"messages": [], "tools": []}, "must not set messages, tools"),
     ],
 )
-def test_what_is_no_variable_is_refused(fields, words):
+def test_reserved_names_and_other_types_are_rejected(fields, words):
     with pytest.raises(ConfigError, match=words):
         ChatTemplateKwargs.from_fields(fields)

@@ -1,4 +1,4 @@
-"""Flags are the fields of config classes, and what they say becomes a config."""
+"""Flags are the fields of config classes, and a config is built from their values."""
 
 import argparse
 import dataclasses
@@ -48,7 +48,7 @@ def test_none_is_the_default_of_every_flag_with_a_value():
     for field in dataclasses.fields(Oven):
         if field.name != "door_is_open":
             assert parse("--" + field.name.replace("_", "-"), "None") == Oven()
-    # The last one counts, and a list may have the word in it.
+    # The last value counts, and a list may contain the word None.
     assert parse("--degrees", "180", "--degrees", "None").degrees == 220
     assert parse("--helpers", "None", "Ann").helpers == ("None", "Ann")
     assert parse("--lamp", "cold").lamp == "cold"
@@ -78,7 +78,7 @@ def test_a_field_may_have_no_flag_and_then_has_its_default(capsys):
     assert "--shelf" in capsys.readouterr().err
 
 
-def test_help_shows_fields_defaults_and_the_class():
+def test_help_shows_fields_defaults_and_class_docstring():
     parser = argparse.ArgumentParser()
     add_config_flags(parser, Oven)
     text = parser.format_help()
@@ -86,7 +86,7 @@ def test_help_shows_fields_defaults_and_the_class():
     assert "heat in % (default: 220)" in text
 
 
-def test_a_hidden_flag_is_parsed_and_not_in_the_help():
+def test_a_hidden_flag_is_parsed_but_not_in_the_help():
     parser = argparse.ArgumentParser()
     add_config_flags(parser, Oven)
     assert "trays" not in parser.format_help()
@@ -107,12 +107,12 @@ def test_a_hidden_flag_is_parsed_and_not_in_the_help():
         ("0", 0),
     ],
 )
-def test_integers_have_vllms_short_forms(text, value):
+def test_integers_may_have_vllms_short_forms(text, value):
     assert parse(f"--degrees={text}").degrees == value
 
 
 @pytest.mark.parametrize("text", ["8kb", "1.5", "1.5K", "0.1234k", "k", "1e3", "", "8 k", "0x10"])
-def test_other_forms_are_no_integers(text, capsys):
+def test_other_forms_of_integers_are_rejected(text, capsys):
     with pytest.raises(SystemExit):
         parse(f"--degrees={text}")
     assert "expected a" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Configuration is checked when it is made, with a message that says what is allowed."""
+"""A config is checked when it is built. The error says what is allowed."""
 
 import pytest
 
@@ -65,12 +65,12 @@ def test_defaults_are_valid() -> None:
         (lambda: ServerConfig(shutdown_timeout_s=float("inf")), "shutdown_timeout_s"),
     ],
 )
-def test_bad_setting_names_itself(make, word: str) -> None:
+def test_the_error_names_the_invalid_setting(make, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         make()
 
 
-def test_kv_events_are_what_the_json_says_and_off_without_it() -> None:
+def test_kv_events_follow_the_json_and_are_off_by_default() -> None:
     assert CacheConfig().kv_events is None
     text = '{"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "ipc:///run/r", "topic": "kv"}'
     assert CacheConfig(kv_events_config=text).kv_events == KVEventsConfig(
@@ -82,7 +82,7 @@ def test_kv_events_are_what_the_json_says_and_off_without_it() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:0", "tcp://127.0.0.1:*", "tcp://[::1]:65535"])
-def test_kv_events_config_takes_any_port_that_is_one(endpoint: str) -> None:
+def test_kv_events_config_accepts_every_valid_port(endpoint: str) -> None:
     assert KVEventsConfig(endpoint=endpoint).endpoint == endpoint
 
 
@@ -112,7 +112,7 @@ def test_kv_events_config_takes_any_port_that_is_one(endpoint: str) -> None:
         ('{"data_parallel_rank": -1}', "data_parallel_rank must be an integer of at least 0"),
     ],
 )
-def test_kv_events_config_is_refused_with_what_is_wrong(text: str, words: str) -> None:
+def test_the_error_names_the_mistake_in_kv_events_config(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match="kv_events_config") as error:
         CacheConfig(kv_events_config=text)
     assert words in str(error.value)
@@ -126,12 +126,12 @@ def test_kv_events_need_prefix_caching() -> None:
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, "some", True, float("nan")])
-def test_the_sampled_share_of_blocks_is_a_share(share: object) -> None:
+def test_kv_cache_metrics_sample_must_be_in_0_to_1(share: object) -> None:
     with pytest.raises(ConfigError, match="kv_cache_metrics_sample"):
         CacheConfig(kv_cache_metrics_sample=share)
 
 
 @pytest.mark.parametrize("window_s", [0, -1.0, 3601, "some", True, float("nan")])
-def test_window_of_expert_load_is_a_positive_number_of_seconds(window_s: object) -> None:
+def test_expert_load_window_must_be_a_positive_number_of_seconds(window_s: object) -> None:
     with pytest.raises(ConfigError, match="expert_load_window must be a number of seconds"):
         RunnerConfig(expert_load_window=window_s)

@@ -1,4 +1,4 @@
-"""API keys in the environment: paxkv's variable wins over vLLM's."""
+"""API keys in the environment: paxkv's variable overrides vLLM's."""
 
 import pytest
 

@@ -14,7 +14,7 @@ from paxkv.config.sampling_defaults import GenerationConfig, SamplingDefaults
 from paxkv.errors import ConfigError
 
 NOTHING = GenerationConfig()
-# As in Qwen3's, and a length.
+# As in Qwen3's file, with a length limit.
 FIELDS = {
     "bos_token_id": 151643,
     "do_sample": True,
@@ -33,7 +33,7 @@ def write(folder: Path, content: object) -> Path:
     return folder
 
 
-def test_a_file_is_read_and_what_it_does_not_say_is_left_open(tmp_path: Path) -> None:
+def test_fields_that_the_file_lacks_stay_unset(tmp_path: Path) -> None:
     defaults = find_sampling_defaults("auto", NOTHING, write(tmp_path, FIELDS))
     assert defaults == SamplingDefaults(
         generation_config=GenerationConfig(
@@ -51,7 +51,7 @@ def test_a_file_is_read_and_what_it_does_not_say_is_left_open(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        # What transformers adds where the file is silent is not meant.
+        # Defaults that transformers adds to the file do not count.
         ({}, {}),
         ({"top_k": 50}, {"top_k": 50}),
         ({"do_sample": False}, {}),
@@ -60,7 +60,7 @@ def test_a_file_is_read_and_what_it_does_not_say_is_left_open(tmp_path: Path) ->
         ({"temperature": None, "max_new_tokens": None, "min_p": 0.1}, {"min_p": 0.1}),
     ],
 )
-def test_what_is_written_counts_and_nothing_else(tmp_path: Path, fields, expected) -> None:
+def test_only_values_in_the_file_count(tmp_path: Path, fields, expected) -> None:
     assert read_generation_config(write(tmp_path, fields)).given == expected
 
 
@@ -68,7 +68,7 @@ def test_a_model_without_the_file_has_no_defaults(tmp_path: Path) -> None:
     assert find_sampling_defaults("auto", NOTHING, tmp_path) == SamplingDefaults()
 
 
-def test_settings_choose_the_file_and_stand_on_top_of_it(tmp_path: Path) -> None:
+def test_settings_choose_the_file_and_override_it(tmp_path: Path) -> None:
     model = write(tmp_path / "model", FIELDS)
     other = write(tmp_path / "other", {"top_p": 0.5, "max_new_tokens": 64})
     override = GenerationConfig(temperature=0.2, max_new_tokens=8)
@@ -81,7 +81,7 @@ def test_settings_choose_the_file_and_stand_on_top_of_it(tmp_path: Path) -> None
     assert found("auto", override) == ({"temperature": 0.2, **filters, "max_new_tokens": 8}, 8)
     assert found("vllm", NOTHING) == ({}, None)
     assert found("vllm", override) == ({"temperature": 0.2, "max_new_tokens": 8}, 8)
-    # Another folder is what the operator says too.
+    # Another folder is also the operator's choice.
     assert found(str(other), NOTHING) == ({"top_p": 0.5, "max_new_tokens": 64}, 64)
     assert found(str(other), override)[1] == 8
     assert generation_config_folder(str(other), model) == other
@@ -103,7 +103,7 @@ def test_settings_choose_the_file_and_stand_on_top_of_it(tmp_path: Path) -> None
         ("max_new_tokens", 2**31, "an integer in"),
     ],
 )
-def test_a_bad_value_names_its_place_and_the_way_around(tmp_path, name, value, wanted) -> None:
+def test_the_error_names_file_value_and_alternatives(tmp_path, name, value, wanted) -> None:
     write(tmp_path, {name: value})
     with pytest.raises(ConfigError, match=wanted) as raised:
         find_sampling_defaults("auto", NOTHING, tmp_path)
@@ -116,7 +116,7 @@ def test_a_bad_value_names_its_place_and_the_way_around(tmp_path, name, value, w
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "\x80", "[" * 10**5], ids=[*"abc", "deep"])
-def test_a_file_that_is_no_object_is_named(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_not_an_object_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "generation_config.json").write_text(content, encoding="latin-1")
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
         find_sampling_defaults("auto", NOTHING, tmp_path)
@@ -130,7 +130,7 @@ def test_another_folder_must_have_the_file(tmp_path: Path) -> None:
         find_sampling_defaults(str(tmp_path), NOTHING, tmp_path)
 
 
-def test_null_in_an_override_takes_back_what_the_file_says(tmp_path: Path) -> None:
+def test_null_in_an_override_resets_the_files_value(tmp_path: Path) -> None:
     override = GenerationConfig.from_fields({"temperature": None, "top_k": None})
     defaults = find_sampling_defaults("auto", override, write(tmp_path, FIELDS))
     config = defaults.generation_config

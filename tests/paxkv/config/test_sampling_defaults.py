@@ -1,4 +1,4 @@
-"""Sampling defaults take what some request could have, and say what they change."""
+"""Sampling defaults accept values that a request could have, and list their changes."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from paxkv.config.sampling_defaults import GenerationConfig
 from paxkv.errors import ConfigError
 
 
-def test_an_override_is_an_object_of_known_values() -> None:
+def test_an_override_must_be_an_object_of_known_fields() -> None:
     assert GenerationConfig.from_fields({"top_k": 5}) == GenerationConfig(top_k=5)
     for fields, complaint in (
         ([], "must be a JSON object"),
@@ -19,6 +19,6 @@ def test_an_override_is_an_object_of_known_values() -> None:
             GenerationConfig.from_fields(fields)
 
 
-def test_changes_are_what_is_not_neutral() -> None:
+def test_changes_are_the_values_that_are_not_neutral() -> None:
     config = GenerationConfig(temperature=1.0, top_k=20, min_p=0.0, max_new_tokens=5)
     assert config.changes == {"top_k": 20, "max_new_tokens": 5}

@@ -1,4 +1,4 @@
-"""SamplingParams refuses what it cannot honour and says what is allowed."""
+"""SamplingParams rejects invalid values, and says what is allowed."""
 
 import math
 
@@ -91,7 +91,7 @@ def test_defaults_are_vllms() -> None:
         ("logit_bias", dict.fromkeys(range(1025), 1.0)),
     ],
 )
-def test_bad_value_names_the_field(field: str, value: object) -> None:
+def test_the_error_names_the_field(field: str, value: object) -> None:
     with pytest.raises(InvalidRequestError, match=field) as caught:
         SamplingParams(**{field: value})
     assert caught.value.param == field
@@ -99,15 +99,15 @@ def test_bad_value_names_the_field(field: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_logprobs", "max_logprobs", "is_told"),
+    ("num_logprobs", "max_logprobs", "is_allowed"),
     [(None, 0, True), (0, 0, True), (20, 20, True), (21, 20, False), (-1, 20, False)]
     + [(-1, -1, True), (50, -1, True), (51, -1, False), (-1, 50, True), (-1, 49, False)],
 )
-def test_number_of_logprobs_follows_the_setting(num_logprobs, max_logprobs, is_told) -> None:
+def test_max_logprobs_limits_the_number_of_logprobs(num_logprobs, max_logprobs, is_allowed) -> None:
     def check() -> None:
         check_num_logprobs("logprobs", num_logprobs, max_logprobs=max_logprobs, vocab_size=50)
 
-    if is_told:
+    if is_allowed:
         check()
         return
     with pytest.raises(InvalidRequestError, match="--max-logprobs") as caught:
@@ -142,7 +142,7 @@ def test_settings_that_change_logits_before_every_draw(fields, changes) -> None:
     ],
     ids=repr,
 )
-def test_what_passes_the_door_crosses_to_the_engine(fields: dict[str, object]) -> None:
+def test_accepted_values_can_be_sent_to_the_engine(fields: dict[str, object]) -> None:
     request = EngineRequest(
         request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams(**fields)
     )
@@ -158,7 +158,7 @@ def test_what_passes_the_door_crosses_to_the_engine(fields: dict[str, object]) -
         {"logit_bias": dict.fromkeys(range(10_000), 1.0)},
     ],
 )
-def test_errors_do_not_repeat_all_that_was_sent(fields: dict[str, object]) -> None:
+def test_errors_shorten_long_values(fields: dict[str, object]) -> None:
     with pytest.raises(InvalidRequestError, match=r"\.\.\.") as raised:
         SamplingParams(**fields)
     assert len(str(raised.value)) < 400
@@ -169,7 +169,7 @@ def test_stop_strings_need_text() -> None:
         SamplingParams(stop="END", detokenize=False)
 
 
-def test_several_completions_need_a_temperature() -> None:
+def test_n_above_1_needs_a_temperature() -> None:
     assert SamplingParams(n=128).n == 128
     assert SamplingParams(n=1, temperature=0).n == 1
     with pytest.raises(
@@ -201,7 +201,7 @@ def test_beam_search_params_have_vllms_defaults() -> None:
         ("include_stop_str_in_output", None),
     ],
 )
-def test_bad_beam_search_value_names_the_field(field: str, value: object) -> None:
+def test_the_error_names_the_field_of_beam_search(field: str, value: object) -> None:
     with pytest.raises(InvalidRequestError, match=field) as caught:
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, field: value})
     assert caught.value.param == field

@@ -22,7 +22,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
         ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, (2, 4)),
     ],
 )
-def test_limit_that_is_not_set_is_that_of_vllm(limits, lengths):
+def test_unset_limits_have_vllms_defaults(limits, lengths):
     assert SpeculativeConfig.from_fields(NGRAM | limits).lookup_lengths == lengths
 
 
@@ -43,7 +43,7 @@ def test_limit_that_is_not_set_is_that_of_vllm(limits, lengths):
         ([], "must be a JSON object"),
     ],
 )
-def test_mistake_is_named(fields, message):
+def test_the_error_names_the_mistake(fields, message):
     with pytest.raises(ConfigError, match=f"speculative_config.*{message}"):
         SpeculativeConfig.from_fields(fields)
 
@@ -62,6 +62,6 @@ def test_flag_reads_the_object():
         parse("--speculative-config", '{"method": "medusa"}')
 
 
-def test_object_that_was_not_read_is_refused():
+def test_an_unparsed_object_is_rejected():
     with pytest.raises(ConfigError, match="must be a SpeculativeConfig"):
         RunnerConfig(speculative_config=NGRAM)

@@ -1,4 +1,4 @@
-"""What a server says of all structured output is checked once, and added to what requests ask."""
+"""A server's settings for structured outputs are checked once, and applied to every request."""
 
 import pytest
 
@@ -29,12 +29,12 @@ def test_fields_are_vllms():
         {"enable_in_thinking": True},
     ],
 )
-def test_others_are_refused(fields):
+def test_unknown_fields_and_wrong_types_are_rejected(fields):
     with pytest.raises(ConfigError):
         StructuredOutputsConfig.from_fields(fields)
 
 
-def test_requests_have_what_holds_for_all():
+def test_settings_apply_to_every_request():
     config = StructuredOutputsConfig(
         disable_any_whitespace=True, disable_additional_properties=True
     )

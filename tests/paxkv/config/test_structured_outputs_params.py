@@ -1,4 +1,4 @@
-"""Exactly one kind of form can be asked for."""
+"""Exactly one kind of grammar can be set."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_the_kind_is_the_field_that_is_set(fields, kind, source):
         {"json_object": True, "thoughts": "many"},
     ],
 )
-def test_anything_else_is_refused(fields):
+def test_other_values_are_rejected(fields):
     with pytest.raises(InvalidRequestError) as raised:
         StructuredOutputsParams(**fields)
     assert raised.value.param.partition(".")[0] == "structured_outputs"
@@ -67,13 +67,13 @@ def test_anything_else_is_refused(fields):
         ({"regex": "a\ud800"}, "structured_outputs.regex"),
     ],
 )
-def test_half_a_character_is_refused(fields, param):
+def test_a_lone_surrogate_is_rejected(fields, param):
     with pytest.raises(InvalidRequestError, match=r"has a lone surrogate, '\\ud800'") as raised:
         StructuredOutputsParams(**fields)
     assert raised.value.param == param
 
 
-def test_errors_name_the_field_that_a_form_was_sent_in():
+def test_errors_name_the_request_field_of_the_grammar():
     fields = (FormField(name="tools"), FormField(name="tools[3].input_schema", tool="f"))
     with pytest.raises(InvalidRequestError, match="^tools has 262150 characters") as raised:
         StructuredOutputsParams(json="a" * 262_150, sent_in=fields)

@@ -1,4 +1,4 @@
-"""The table of vLLM's flags: its verdicts, and that nothing in it is there twice."""
+"""The table of vLLM's flags: its verdicts, and no duplicates."""
 
 import re
 
@@ -39,18 +39,18 @@ BY_NAME = {name: flag for flag in VLLM_FLAGS for name in flag.names}
         ("--compilation-config", "{", "ignored"),
     ],
 )
-def test_neutral_values_are_recognized(name, value, verdict):
+def test_neutral_values_are_distinguished_from_others(name, value, verdict):
     assert BY_NAME[name].verdict(value) == verdict
 
 
-def test_no_flag_is_named_twice_and_every_reason_is_half_a_sentence():
+def test_flags_are_unique_and_reasons_are_parts_of_a_sentence():
     names = [name for flag in VLLM_FLAGS for name in flag.names]
     assert len(names) == len(set(names))
     assert all(re.fullmatch(r"--?[a-zA-Z0-9-]+", name) for name in names)
     assert not [flag.reason for flag in VLLM_FLAGS if flag.reason.endswith(".")]
 
 
-def test_accepted_values_are_shown_as_a_command_line_has_them():
+def test_accepted_values_are_words_of_a_command_line():
     shown = [accepted_values(BY_NAME[name]) for name in ("--enable-lora", "--pooler-config")]
     assert shown == [["off"], ["{}"]]
     assert accepted_values(BY_NAME["--worker-extension-cls"]) == ['""']

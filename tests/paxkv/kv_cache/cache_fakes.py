@@ -1,4 +1,4 @@
-"""Small specs, requests and managers that the tests of the KV cache are made of."""
+"""Small specs, requests and managers for the tests of the KV cache."""
 
 from paxkv.contracts.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
@@ -96,7 +96,7 @@ def make_config(*specs, num_blocks=20, hash_block_size=None):
 
 
 def make_manager(*specs, num_blocks=20, max_model_len=64, hash_block_size=None, **settings):
-    """A KVCacheManager with one group per spec; one of full attention without any."""
+    """A KVCacheManager with one group per spec; without specs, one group of full attention."""
     return KVCacheManager(
         kv_cache_config=make_config(
             *(specs or (full(),)), num_blocks=num_blocks, hash_block_size=hash_block_size
@@ -107,13 +107,13 @@ def make_manager(*specs, num_blocks=20, max_model_len=64, hash_block_size=None, 
 
 
 def make_group(manager_class, spec, *, num_blocks=20, enable_caching=True, **settings):
-    """One group's manager over a pool of its own."""
+    """One group's manager with its own pool."""
     pool = BlockPool(num_blocks=num_blocks, enable_caching=enable_caching)
     return manager_class(kv_cache_spec=spec, block_pool=pool, kv_cache_group_id=0, **settings)
 
 
 def admit(manager, request, num_new_tokens=None, **arguments):
-    """Prefix lookup and allocation, as at admission; True when it fitted."""
+    """Looks up the prefix and allocates, as at admission; True if there was room."""
     hits, num_hits = manager.get_computed_blocks(request)
     num_new_tokens = num_new_tokens or request.num_tokens - num_hits
     if manager.allocate_slots(request, num_new_tokens, num_hits, hits, **arguments) is None:
@@ -127,7 +127,7 @@ def finish_step(request, num_tokens=None):
 
 
 def run_alone(manager, request_id, token_ids, **settings):
-    """A request that is computed whole; it still holds its blocks."""
+    """A request whose tokens are all computed. It still holds its blocks."""
     request = FakeRequest(request_id, token_ids, **settings)
     assert admit(manager, request)
     finish_step(request)
@@ -163,7 +163,7 @@ def table(manager, request, group=0):
 
 
 def state(manager):
-    """Everything that a failed allocation must leave alone."""
+    """Everything that a failed allocation must not change."""
     pool = manager.block_pool
     return (
         ids(pool.free_block_queue.get_all_free_blocks()),
@@ -182,7 +182,7 @@ def state(manager):
 
 
 def count_slots_block_by_block(manager, requests):
-    """The same from every block and position: O(tokens)."""
+    """Like `count_slots`, by visiting every block and position, in O(tokens)."""
     num_allocated = num_used = 0
     for group, group_manager in enumerate(manager.coordinator.single_type_managers):
         if not group_manager.holds_tokens:

@@ -1,4 +1,4 @@
-"""Ranks together hold each token exactly once, in blocks that they fill from the left."""
+"""All ranks together hold each token exactly once, in blocks that they fill from the left."""
 
 import pytest
 
@@ -29,11 +29,11 @@ def test_example_by_hand():
 
 @pytest.mark.parametrize("layout", layouts(), ids=str)
 def test_simulated_ranks_hold_each_token_exactly_once(layout):
-    """Decodes token by token into ranks that are plain lists, and asks where each token went."""
+    """Decodes token by token into ranks (plain lists) and checks the place of each token."""
     ranks = [[] for _ in range(layout.world_size)]
     turn = 0
     for position in range(layout.virtual_block_size * 2 + 3):
-        # The plain rule: the same rank for `interleave` tokens, then the next.
+        # The simple rule: the same rank for `interleave` tokens, then the next rank.
         if position and position % layout.interleave == 0:
             turn = (turn + 1) % layout.world_size
         ranks[turn].append(position)
@@ -59,6 +59,6 @@ def test_simulated_ranks_hold_each_token_exactly_once(layout):
         ({"block_size": 8, "world_size": 0}, "at least 1"),
     ],
 )
-def test_layout_that_cannot_be_dealt_out_is_a_config_error(sizes, message):
+def test_an_impossible_layout_raises_config_error(sizes, message):
     with pytest.raises(ConfigError, match=message):
         ContextParallelLayout(**sizes)

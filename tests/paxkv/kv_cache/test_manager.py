@@ -1,4 +1,4 @@
-"""KVCacheManager: hits, room or None, and memory that always reads back what was written."""
+"""KVCacheManager: hits, None without room, and memory that always reads back written tokens."""
 
 import pytest
 from hypothesis import given
@@ -27,7 +27,7 @@ from tests.paxkv.kv_cache.cache_fakes import (
 from tests.slow_model.state_machine_settings import long, quick
 
 
-def test_the_request_of_the_architecture_document_in_numbers():
+def test_the_example_of_the_architecture_page():
     manager = make_manager(num_blocks=10)
     first = FakeRequest("first", [1, 2, 3, 4])
     assert admit(manager, first)
@@ -69,15 +69,15 @@ def test_equal_prompts_in_one_step_share_blocks():
     assert manager.count_slots([first, second]) == (16, 12)
 
 
-def test_only_tokens_that_exist_are_cached():
+def test_only_blocks_of_known_tokens_are_cached():
     manager = make_manager(num_blocks=10)
     request = FakeRequest("r", range(7))
-    # The 8th slot is for a draft token, which may yet be rejected.
+    # The 8th slot is for a draft, which may still be rejected.
     manager.allocate_slots(request, 8)
     assert manager.get_computed_blocks(FakeRequest("s", range(20)))[1] == 4
 
 
-def test_lookahead_reserves_room_up_to_max_model_len():
+def test_lookahead_slots_end_at_max_model_len():
     manager = make_manager(num_blocks=10, max_model_len=12)
     request = FakeRequest("r", range(7))
     assert len(manager.allocate_slots(request, 7, num_lookahead_tokens=2).blocks[0]) == 3
@@ -86,7 +86,7 @@ def test_lookahead_reserves_room_up_to_max_model_len():
     assert manager.allocate_slots(request, 4, num_lookahead_tokens=9).is_empty()
 
 
-def test_caching_can_be_left_for_later():
+def test_delay_cache_blocks_leaves_caching_to_the_caller():
     manager = make_manager(num_blocks=10)
     request = FakeRequest("r", range(8))
     manager.allocate_slots(request, 8, delay_cache_blocks=True)
@@ -95,7 +95,7 @@ def test_caching_can_be_left_for_later():
     assert manager.get_computed_blocks(FakeRequest("s", range(9)))[1] == 8
 
 
-def test_none_means_no_room_and_changes_nothing():
+def test_allocate_slots_without_room_returns_none_and_changes_nothing():
     manager = make_manager(num_blocks=4)
     first = FakeRequest("first", range(8))
     admit(manager, first)
@@ -121,7 +121,7 @@ def test_free_hits_count_as_blocks_to_allocate():
     assert manager.get_block_ids("fits") == ([1, 2, 3],)
 
 
-def test_blocks_allocated_but_not_computed_are_not_found_after_free():
+def test_blocks_that_were_not_computed_are_not_found_after_free():
     manager = make_manager(num_blocks=10)
     request = FakeRequest("r", range(12))
     admit(manager, request, num_new_tokens=6)
@@ -142,7 +142,7 @@ def test_freed_tail_is_evicted_before_prefix():
     assert manager.get_computed_blocks(FakeRequest("s", range(20)))[1] == 8
 
 
-def test_salted_prompts_share_only_with_their_own_salt():
+def test_prompts_share_blocks_only_with_equal_salts():
     manager = make_manager(num_blocks=10)
     request = FakeRequest("r", range(8), salt="tenant")
     admit(manager, request)
@@ -151,7 +151,7 @@ def test_salted_prompts_share_only_with_their_own_salt():
     assert manager.get_computed_blocks(FakeRequest("s", range(9), salt="tenant"))[1] == 8
 
 
-def test_a_request_may_decline_hits_but_still_fills_the_cache():
+def test_a_request_that_skips_reading_still_fills_the_cache():
     manager = make_manager(num_blocks=10)
     for request_id in ("first", "second"):
         request = FakeRequest(request_id, range(9), skip_reading_prefix_cache=True)
@@ -195,7 +195,7 @@ def test_several_groups_work_without_prefix_caching():
     manager.check_invariants()
 
 
-def test_reset_forgets_everything_once_nothing_is_held():
+def test_reset_empties_the_cache_only_if_no_block_is_held():
     manager = make_manager(num_blocks=10)
     request = FakeRequest("r", range(8))
     admit(manager, request)
@@ -211,41 +211,41 @@ def test_scheduling_no_tokens_raises():
         make_manager(num_blocks=10).allocate_slots(FakeRequest("r", range(3)), 0)
 
 
-def test_check_invariants_sees_a_reference_that_no_table_has():
+def test_check_invariants_detects_a_reference_without_a_table():
     manager = make_manager(num_blocks=10)
     admit(manager, FakeRequest("r", range(8)))
     manager.check_invariants()
     manager.block_pool.touch(manager.get_blocks("r").blocks[0][:1])
-    with pytest.raises(InvariantError, match="stands in 1 block tables"):
+    with pytest.raises(InvariantError, match="is in 1 block tables"):
         manager.check_invariants()
 
 
-def test_the_five_parts_of_a_request_in_numbers():
+def test_allocate_slots_with_all_five_kinds_of_tokens():
     manager = make_manager(full(), window(6), num_blocks=30)
     first = run_alone(manager, "first", range(8))
     assert manager.get_block_ids("first") == ([1, 2], [3, 4])
-    # 8 tokens hit, 6 from outside, 5 computed now, 3 slots more: 22 positions, 6 blocks.
+    # 8 hit tokens, 6 external, 5 computed now, 3 more slots: 22 positions, 6 blocks.
     request = FakeRequest("r", range(30))
     hits, num_hits = manager.get_computed_blocks(request)
     new_blocks = manager.allocate_slots(
         request, 5, num_hits, hits, num_lookahead_tokens=3, num_external_computed_tokens=6
     )
-    # The token at 14 sees 9..14: of the window's group blocks 0 and 1 are never needed.
+    # The token at 14 sees 9..14: the window's group never needs blocks 0 and 1.
     assert manager.get_block_ids("r") == ([1, 2, 5, 6, 7, 8], [0, 0, 9, 10, 11, 12])
     assert new_blocks.get_block_ids() == ([5, 6, 7, 8], [9, 10, 11, 12])
-    # 19 tokens exist and are computed: 4 blocks are full, and can be found.
+    # 19 tokens are known and computed: 4 blocks are full and cached.
     assert manager.get_computed_blocks(FakeRequest("s", range(30)))[1] == 16
     assert first.num_computed_tokens == 8
     manager.check_invariants()
 
 
-def test_the_whole_sequence_must_fit_where_that_is_asked():
+def test_full_sequence_must_fit_needs_blocks_for_all_tokens():
     manager = make_manager(num_blocks=5)
     request = FakeRequest("r", range(20))
     before = state(manager)
     assert manager.allocate_slots(request, 4, full_sequence_must_fit=True) is None
     assert state(manager) == before
-    # 17 tokens would need a fifth block too; 16 fit. Without the demand the first part is enough.
+    # 17 tokens would need a fifth block; 16 fit. Without the setting, the first part must fit.
     assert not manager.allocate_slots(FakeRequest("t", range(17)), 4, full_sequence_must_fit=True)
     fits = FakeRequest("u", range(16))
     assert manager.allocate_slots(fits, 4, full_sequence_must_fit=True)
@@ -253,22 +253,22 @@ def test_the_whole_sequence_must_fit_where_that_is_asked():
     assert manager.allocate_slots(request, 4) is not None
 
 
-def test_hits_count_in_what_the_whole_sequence_needs():
+def test_full_sequence_must_fit_counts_free_hits():
     manager = make_manager(num_blocks=6)
     first = run_alone(manager, "first", range(8))
     request = FakeRequest("r", range(20))
-    # 5 blocks, of which 2 are hits that another one holds: 3 are free.
+    # 5 blocks, of which another request holds 2, which are hits: 3 are free.
     hits, num_hits = manager.get_computed_blocks(request)
     assert manager.allocate_slots(request, 1, num_hits, hits, full_sequence_must_fit=True)
     manager.free(request)
     manager.free(first)
     longer = FakeRequest("longer", range(21))
     hits, num_hits = manager.get_computed_blocks(longer)
-    # 6 blocks; the hits are free now and count as well, so 5 free ones are too few.
+    # 6 blocks. The hits are free now and count too, so 5 free blocks are too few.
     assert not manager.allocate_slots(longer, 1, num_hits, hits, full_sequence_must_fit=True)
 
 
-def test_a_request_whose_blocks_were_loaded_is_counted_once():
+def test_a_request_with_loaded_blocks_is_counted_once():
     manager = make_manager()
     request = FakeRequest("r", range(9))
     hits, _ = manager.get_computed_blocks(request)
@@ -281,7 +281,7 @@ def test_a_request_whose_blocks_were_loaded_is_counted_once():
     assert manager.prefix_cache_stats.num_queries == 9
 
 
-def test_evicted_blocks_are_not_found_and_stay_with_their_holder():
+def test_evicted_blocks_are_not_found_but_still_held():
     manager = make_manager()
     request = run_alone(manager, "r", range(9))
     manager.evict_blocks([2])
@@ -290,18 +290,18 @@ def test_evicted_blocks_are_not_found_and_stay_with_their_holder():
     manager.check_invariants()
 
 
-def test_the_miss_of_an_admission_can_be_asked_for():
+def test_the_miss_of_an_admission_is_explained():
     manager = make_manager()
     run_alone(manager, "first", range(9))
     request = FakeRequest("r", [*range(6), 50, 51, 52])
     assert manager.explain_miss(request).reason == "block_differs"
     admit(manager, request)
-    # Its own blocks are cached now; the answer is of the moment when it was admitted.
+    # Its own blocks are cached now, but the answer is about the time of its admission.
     answer = manager.explain_miss(request)
     assert (answer.reason, answer.block_idx, answer.num_hit_tokens) == ("block_differs", 1, 4)
 
 
-def test_events_are_recorded_where_they_are_asked_for():
+def test_events_are_recorded_if_there_is_a_recorder():
     recorder = KVEventRecorder([full()])
     manager = make_manager(observers=[recorder])
     run_alone(manager, "r", range(9))
@@ -317,7 +317,7 @@ def test_events_are_recorded_where_they_are_asked_for():
     enable_caching=st.booleans(),
     data=st.data(),
 )
-def test_slots_are_counted_right_and_idle_calls_are_idle(specs, enable_caching, data):
+def test_slot_counts_are_right_and_skipped_calls_have_no_work(specs, enable_caching, data):
     manager = make_manager(*specs, num_blocks=60, enable_caching=enable_caching)
     requests = []
     for step in range(data.draw(st.integers(1, 12))):
@@ -340,7 +340,7 @@ def test_slots_are_counted_right_and_idle_calls_are_idle(specs, enable_caching, 
             manager.free(request)
         else:
             num_new = data.draw(st.integers(1, 6))
-            limit = manager.get_num_tokens_before_block_work(request)
+            limit = manager.get_max_tokens_before_allocate(request)
             before = state(manager)
             request.all_token_ids += [1] * num_new
             if manager.allocate_slots(request, num_new) is None:
@@ -355,7 +355,7 @@ def test_slots_are_counted_right_and_idle_calls_are_idle(specs, enable_caching, 
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """The manager over a model of the memory itself: what does each slot hold right now?
+    """Compares the manager with a model of the memory: the content of each slot.
 
     A slot's content is the whole prefix up to its token, as a key's and value's really depend
     on all of it. `cached` names which blocks should be found, and by which prefix.
@@ -380,7 +380,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return (request.cache_salt, tuple(request.all_token_ids[:length]))
 
     def allocate(self, request, num_new_tokens, num_hits, hits):
-        """Allocates and compares with the model; True when it fitted."""
+        """Allocates and compares with the model; True if there was room."""
         old_table = self.table(request)
         held = {b for r in self.live.values() for b in self.table(r)}
         hit_ids = hits.get_block_ids()[0] if hits else []
@@ -459,12 +459,12 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.scheduled)
     @rule(data=st.data())
-    def preempt_before_the_step_ran(self, data):
+    def preempt_before_the_step_runs(self, data):
         request_id = data.draw(st.sampled_from(sorted(self.scheduled)))
         request = self.live[request_id]
         table = self.table(request)
         unwritten = table[request.num_computed_tokens // BLOCK_SIZE :]
-        # A scheduler never does this to blocks that others have hit in the same step.
+        # A scheduler never does this to blocks that other requests have hit in the same step.
         if any(
             b in self.table(r) for r in self.live.values() if r is not request for b in unwritten
         ):

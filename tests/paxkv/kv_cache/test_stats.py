@@ -1,4 +1,4 @@
-"""Prefix cache numbers: totals, a window of requests, and preempted ones apart."""
+"""Prefix cache numbers: totals, a window of requests, and separate counts of resumed ones."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from paxkv.kv_cache.stats import CachingMetrics, PrefixCacheStats
 from tests.paxkv.kv_cache.cache_fakes import make_manager, run_alone
 
 
-def test_requests_that_resume_count_apart():
+def test_resumed_requests_are_counted_separately():
     stats = PrefixCacheStats()
     stats.record(num_tokens=10, num_hits=4, is_resumed=False)
     stats.record(num_tokens=20, num_hits=16, is_resumed=True)
@@ -17,7 +17,7 @@ def test_requests_that_resume_count_apart():
     assert (stats.recent.num_queries, stats.recent.num_hits) == (10, 4)
 
 
-def test_the_window_lets_go_of_the_oldest_request():
+def test_the_oldest_request_leaves_the_window():
     window = CachingMetrics(max_recent_requests=2)
     assert window.hit_rate == 0.0
     window.observe(100, 100)
@@ -49,7 +49,7 @@ def test_the_window_is_the_sum_of_the_last_requests(size, requests):
     assert window.num_requests == len(requests[-size:])
 
 
-def test_where_nothing_is_looked_up_nothing_is_counted():
+def test_without_look_ups_the_hit_rate_is_0():
     for enable_caching, skips in ((False, False), (True, True)):
         manager = make_manager(enable_caching=enable_caching)
         run_alone(manager, "a", range(9), skip_reading_prefix_cache=skips)

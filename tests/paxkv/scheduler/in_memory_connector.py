@@ -5,20 +5,20 @@ from tests.paxkv.scheduler.stepping import FunctionRunner, answer
 
 
 class InMemoryConnector:
-    """The scheduler's half: knows which token chains are stored, in whole blocks.
+    """The scheduler's half of a connector. It stores chains of tokens, in whole blocks.
 
     Args:
-        is_async: Loads run beside other steps.
-        delays_free: Blocks of ended requests are saved, and stay until that is done.
+        is_async: Loads run during other steps.
+        delays_free: Blocks of finished requests are saved, and held until the save ends.
     """
 
     def __init__(self, *, block_size=4, is_async=False, delays_free=False):
         self.block_size = block_size
         self.is_async = is_async
         self.delays_free = delays_free
-        # What is stored: each block is named by all tokens up to its end.
+        # The stored blocks, each as the tuple of all tokens up to its end.
         self.chains = set()
-        # Requests that are to be asked for again later.
+        # Requests for which the connector has no answer yet.
         self.undecided = set()
         self.num_asked = 0
         self._matched = {}
@@ -78,9 +78,9 @@ class InMemoryConnector:
 
 
 class MemoryRunner(FunctionRunner):
-    """One KV cache group, slot by slot: a slot holds the chain of tokens that it was written for.
+    """One KV cache group. Each slot holds the chain of tokens for which it was written.
 
-    Reading anything else fails, so what is loaded, saved and shared must be right.
+    Reading another chain fails, so loads, saves and sharing must be right.
     """
 
     def __init__(self, connector):
@@ -88,7 +88,7 @@ class MemoryRunner(FunctionRunner):
         self.connector = connector
         self.memory = {}
         self.tables = {}
-        # Transfers under way; a test ends them.
+        # Transfers in progress; the test ends them.
         self.loading = {}
         self.saving = {}
 
@@ -115,7 +115,7 @@ class MemoryRunner(FunctionRunner):
         return frozenset(invalid)
 
     def save(self, request_id):
-        """Ends a save; what is stored is what the blocks hold now."""
+        """Ends a save. It stores the content that the blocks have now."""
         transfer = self.saving.pop(request_id)
         size = self.connector.block_size
         for end in range(size, transfer.num_tokens + 1, size):
@@ -124,7 +124,7 @@ class MemoryRunner(FunctionRunner):
             self.connector.chains.add(chain)
 
     def start_transfers(self, output):
-        """Transfers begin; a load of a request that runs in this step ends before it computes."""
+        """Starts the step's transfers. Loads of requests in the step end before it computes."""
         metadata = output.kv_connector_metadata
         self.loading |= {load.request_id: load for load in metadata.loads}
         self.saving |= {save.request_id: save for save in metadata.saves}
@@ -151,7 +151,7 @@ class MemoryRunner(FunctionRunner):
         return answer(sampled, drafts=drafts, transfers=transfers)
 
     def write(self, request_id, start, num_tokens):
-        """What is computed from anything else than the tokens before it is worth nothing."""
+        """Writes slots; invalid ones if the slots before them do not hold the right tokens."""
         tokens = tuple(self.token_ids[request_id])
         is_valid = self.is_valid(request_id, start)
         for position in range(start, start + num_tokens):

@@ -1,4 +1,4 @@
-"""A scheduler with small blocks, and a runner whose next token is a function of those before it."""
+"""A scheduler with small blocks, and a runner whose next token depends on all tokens before it."""
 
 from paxkv.config.engine_config import CacheConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
@@ -53,7 +53,7 @@ def make_scheduler(
 
 
 def add(scheduler, request_id, prompt, *, max_tokens=20, params=None, **fields):
-    """`prompt` is token ids, or a length of tokens that no other request has."""
+    """`prompt` is token ids, or a length, for tokens that no other request has."""
     if isinstance(prompt, int):
         prompt = [1000 * (1 + sum(request_id.encode())) + i for i in range(prompt)]
     scheduler.add_request(
@@ -72,7 +72,7 @@ def next_token(token_ids):
 
 
 def continuation(prompt, num_tokens):
-    """The tokens of a request, which do not depend on other requests."""
+    """The tokens that a request must get, whatever else runs."""
     token_ids = list(prompt)
     for _ in range(num_tokens):
         token_ids.append(next_token(token_ids))
@@ -80,10 +80,10 @@ def continuation(prompt, num_tokens):
 
 
 class FunctionRunner:
-    """Keeps the tokens of each request itself, as a device does, and samples from them alone.
+    """Stores the tokens of each request itself, as a device does, and samples only from them.
 
     Args:
-        knows_ends: Whether a burst is over for a request when a token ends it; else all its
+        knows_ends: Whether a burst stops for a request when a token ends it. If False, all its
             tokens are sampled.
     """
 
@@ -91,7 +91,7 @@ class FunctionRunner:
         self.knows_ends = knows_ends
         self.token_ids = {}
         self.ending_token_ids = {}
-        # Those that a burst has ended, which the scheduler may not know yet.
+        # Requests that a burst has ended. The scheduler may not know it yet.
         self.ended = set()
 
     def execute(self, output, *, drafts=None, transfers=None):
@@ -160,7 +160,7 @@ def answer(sampled, *, drafts=None, transfers=None):
 
 
 def step(scheduler, runner, max_decode_steps=1, **answers):
-    """One step, checked before and after its tokens come."""
+    """Runs one step, with checks before and after its tokens are returned."""
     output = scheduler.schedule(max_decode_steps)
     scheduler.check_invariants()
     scheduler.check_progress(output)

@@ -1,4 +1,4 @@
-"""A step may be scheduled before the one before it is back; the tokens are the same."""
+"""A step may be scheduled before the previous step has returned; the tokens are the same."""
 
 import random
 from collections import deque
@@ -22,7 +22,7 @@ from tests.paxkv.scheduler.stepping import (
 
 
 class LateExecutor:
-    """Computes at once, as a device does in its own order, and brings tokens home later."""
+    """Executes each step immediately, and returns its tokens to the scheduler later."""
 
     def __init__(self, scheduler, *, depth, knows_ends=True):
         self.scheduler = scheduler
@@ -32,16 +32,16 @@ class LateExecutor:
         self.outputs = {}
 
     def step(self, max_decode_steps=1, drafts=None):
-        """Schedules one step, and takes home as many as leaves `depth - 1` of them out."""
+        """Schedules one step, and returns old steps until `depth - 1` are in flight."""
         output = self.scheduler.schedule(max_decode_steps)
         self.scheduler.check_invariants()
         self.scheduler.check_progress(output)
         self.in_flight.append((output, self.runner.execute(output, drafts=drafts)))
         while len(self.in_flight) >= self.depth:
-            self.bring_home()
+            self.return_oldest_step()
         return output
 
-    def bring_home(self):
+    def return_oldest_step(self):
         for result in self.scheduler.update_from_output(*self.in_flight.popleft()):
             self.outputs.setdefault(result.request_id, []).extend(result.new_token_ids)
         self.scheduler.check_invariants()
@@ -52,10 +52,10 @@ class LateExecutor:
                 break
             self.step(max_decode_steps)
         while self.in_flight:
-            self.bring_home()
+            self.return_oldest_step()
 
 
-def test_placeholders_stand_for_tokens_on_their_way():
+def test_placeholders_count_tokens_of_steps_in_flight():
     scheduler = make_scheduler(AsyncScheduler)
     request = add(scheduler, "a", range(5))
     executor = LateExecutor(scheduler, depth=3)
@@ -64,15 +64,15 @@ def test_placeholders_stand_for_tokens_on_their_way():
     output = executor.step()
     assert counts(output) == {"a": 1}
     assert output.scheduled_cached_reqs.num_computed_tokens == [5]
-    # The device has the token; the scheduler has not seen it.
+    # The device has the token, but the scheduler does not know it.
     assert output.scheduled_cached_reqs.num_output_tokens == [1]
     assert (request.num_tokens, request.num_output_placeholders) == (5, 2)
-    executor.bring_home()
+    executor.return_oldest_step()
     assert (request.num_tokens, request.num_output_placeholders) == (6, 1)
     assert request.all_token_ids[5:] == continuation(range(5), 1)
 
 
-def test_a_prompt_in_pieces_expects_no_token():
+def test_a_partial_prompt_has_no_placeholder():
     scheduler = make_scheduler(AsyncScheduler, max_num_batched_tokens=4)
     request = add(scheduler, "a", 9)
     executor = LateExecutor(scheduler, depth=4)
@@ -80,7 +80,7 @@ def test_a_prompt_in_pieces_expects_no_token():
     assert request.num_output_placeholders == 1
 
 
-def test_a_block_whose_last_token_no_step_computes_yet_is_not_cached():
+def test_a_block_is_not_cached_before_its_last_token_is_computed():
     scheduler = make_scheduler(AsyncScheduler)
     request = add(scheduler, "a", range(7))
     LateExecutor(scheduler, depth=1).step()
@@ -98,11 +98,11 @@ def test_a_block_is_cached_when_its_last_token_is_known():
     (blocks,) = scheduler.kv_cache_manager.get_blocks("a").blocks
     assert request.num_computed_tokens == 8
     assert [block.block_hash is not None for block in blocks] == [True, False]
-    executor.bring_home()
+    executor.return_oldest_step()
     assert [block.block_hash is not None for block in blocks] == [True, True]
 
 
-def test_no_step_is_wasted_on_a_request_that_is_sure_to_end():
+def test_a_request_that_will_reach_its_length_is_not_scheduled_again():
     scheduler = make_scheduler(AsyncScheduler)
     add(scheduler, "a", 5, max_tokens=2)
     executor = LateExecutor(scheduler, depth=4)
@@ -111,7 +111,7 @@ def test_no_step_is_wasted_on_a_request_that_is_sure_to_end():
     assert executor.outputs["a"] == continuation(executor.runner.token_ids["a"][:5], 2)
 
 
-def test_tokens_of_steps_after_the_end_are_dropped():
+def test_tokens_of_steps_after_the_end_of_a_request_are_dropped():
     tokens = continuation(range(5), 3)
     scheduler = make_scheduler(AsyncScheduler)
     add(scheduler, "a", range(5), params={"stop_token_ids": [tokens[1]]})
@@ -121,19 +121,19 @@ def test_tokens_of_steps_after_the_end_are_dropped():
     assert scheduler.make_stats().kv_cache_usage == 0
 
 
-def test_tokens_in_flight_of_an_aborted_request_are_dropped_also_if_its_id_is_reused():
+def test_tokens_in_flight_of_an_aborted_request_are_dropped_even_if_its_id_is_reused():
     scheduler = make_scheduler(AsyncScheduler)
     add(scheduler, "a", range(5))
     executor = LateExecutor(scheduler, depth=3)
     executor.step()
     scheduler.finish_requests(["a"])
     add(scheduler, "a", range(20, 28), max_tokens=3)
-    executor.step()  # the new one already runs when the old one's token comes home
+    executor.step()  # the new request already runs when the old one's token returns
     executor.run()
     assert executor.outputs["a"] == continuation(range(20, 28), 3)
 
 
-def test_a_preempted_request_drops_what_is_on_its_way_and_samples_it_again():
+def test_a_preempted_request_drops_tokens_in_flight_and_samples_them_again():
     scheduler = make_scheduler(AsyncScheduler)
     request = add(scheduler, "a", range(5), max_tokens=4)
     executor = LateExecutor(scheduler, depth=3)
@@ -148,98 +148,63 @@ def test_a_preempted_request_drops_what_is_on_its_way_and_samples_it_again():
     assert executor.outputs["a"] == continuation(range(5), 4)
 
 
-def test_a_request_whose_drafts_are_being_verified_waits_for_the_answer():
+def test_a_request_waits_until_its_drafts_are_verified():
     scheduler = make_scheduler(AsyncScheduler)
     request = add(scheduler, "a", range(5))
     executor = LateExecutor(scheduler, depth=2)
     right = continuation(range(5), 6)
     executor.step()
-    executor.bring_home()
+    executor.return_oldest_step()
     request.spec_token_ids = [right[1], 999]
     assert counts(executor.step()) == {"a": 3}
     output = scheduler.schedule()
     assert counts(output) == {}
     scheduler.check_progress(output)
     scheduler.check_invariants()
-    executor.bring_home()
+    executor.return_oldest_step()
     assert request.all_token_ids[5:] == right[:3]
     assert (request.num_computed_tokens, request.num_output_placeholders) == (7, 0)
 
 
-def test_drafts_are_counted_when_their_answer_comes():
-    scheduler = make_scheduler(AsyncScheduler, num_lookahead_tokens=3)
-    request = add(scheduler, "a", range(5))
-    executor = LateExecutor(scheduler, depth=2)
-    right = continuation(range(5), 9)
-    executor.step()
-    executor.bring_home()
-    for drafts in ([right[1], right[2], 999], [999], right[5:7]):
-        request.spec_token_ids = list(drafts)
-        executor.step()
-        executor.bring_home()
-    assert request.all_token_ids[5:] == right[: request.num_output_tokens]
-    stats = scheduler.make_stats()
-    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 6, 4)
-    assert stats.num_accepted_per_pos == (2, 2, 0)
-
-
-def test_engine_waits_for_drafts_only_after_a_step_that_names_a_request():
-    scheduler = make_scheduler(AsyncScheduler, num_lookahead_tokens=3)
-    add(scheduler, "a", range(5))
-    executor = LateExecutor(scheduler, depth=3)
-    assert scheduler.is_waiting_for_drafts
-    executor.step(8)
-    assert counts(executor.step(8)) == {}
-    executor.bring_home()
-    # The step had no drafts.
-    assert not scheduler.is_waiting_for_drafts
-    assert executor.step(8, drafts={"a": []}).num_decode_steps == 8
-    assert executor.step(8).num_decode_steps == 8
-    executor.bring_home()
-    # The first burst names a request without drafts.
-    assert scheduler.is_waiting_for_drafts
-    assert executor.step(8).num_decode_steps == 1
-
-
-def test_drafts_in_flight_move_no_window():
+def test_drafts_in_flight_do_not_move_a_window():
     scheduler = make_scheduler(AsyncScheduler, specs=(window(5),))
     request = add(scheduler, "a", range(8))
     executor = LateExecutor(scheduler, depth=2)
     executor.step()
-    executor.bring_home()
+    executor.return_oldest_step()
     request.spec_token_ids = [990, 991, 992, 993, 994, 995]
     assert counts(executor.step()) == {"a": 7}
-    # Were they right, token 15 would see 11 to 15. They are not, and token 9 sees 5 to 9.
+    # If the drafts were right, token 15 would see 11 to 15. They are not: token 9 sees 5 to 9.
     assert request.num_computed_tokens == 15
     assert counts(scheduler.schedule()) == {}
-    executor.bring_home()
+    executor.return_oldest_step()
     assert request.num_computed_tokens == 9
     executor.step()
     (table,) = scheduler.kv_cache_manager.get_block_ids("a")
     assert [block_id == 0 for block_id in table] == [True, False, False, False]
 
 
-def test_drafts_that_come_late_are_not_kept():
+def test_late_drafts_are_not_kept():
     scheduler = make_scheduler(AsyncScheduler)
     request = add(scheduler, "a", range(5))
     executor = LateExecutor(scheduler, depth=3)
     executor.step(drafts={"a": [1, 2]})
     executor.step()
-    executor.bring_home()
+    executor.return_oldest_step()
     assert request.spec_token_ids == []
 
 
-def test_steps_come_back_in_order_and_with_one_token():
+def test_results_out_of_order_or_with_several_tokens_raise():
     scheduler = make_scheduler(AsyncScheduler)
     add(scheduler, "a", range(5))
     first, second = scheduler.schedule(), scheduler.schedule()
     with pytest.raises(InvariantError, match="not the oldest of the 2 in flight"):
         scheduler.update_from_output(second, answer({"a": [7]}))
-    with pytest.raises(InvariantError, match="counted on at most 1"):
+    with pytest.raises(InvariantError, match="at most 1 were scheduled"):
         scheduler.update_from_output(first, answer({"a": [7, 8]}))
 
 
-def test_a_burst_returns_a_token_for_each_that_it_computes():
+def test_a_burst_returns_one_token_per_computed_token():
     scheduler = make_scheduler(AsyncScheduler)
     request = add(scheduler, "a", range(5))
     executor = LateExecutor(scheduler, depth=4)
@@ -250,8 +215,8 @@ def test_a_burst_returns_a_token_for_each_that_it_computes():
     assert output.scheduled_cached_reqs.num_computed_tokens == [8]
     assert output.scheduled_cached_reqs.num_output_tokens == [4]
     assert (request.num_computed_tokens, request.num_output_placeholders) == (10, 6)
-    executor.bring_home()
-    executor.bring_home()
+    executor.return_oldest_step()
+    executor.return_oldest_step()
     assert (request.num_tokens, request.num_output_placeholders) == (9, 2)
     executor.run(max_decode_steps=3)
     assert executor.outputs["a"] == continuation(range(5), 20)
@@ -278,7 +243,7 @@ def test_consecutive_bursts_give_each_request_its_own_tokens():
 
 
 @pytest.mark.parametrize("max_decode_steps", [1, 4])
-def test_tokens_scheduled_after_a_burst_that_ends_early_are_dropped(max_decode_steps):
+def test_steps_scheduled_after_a_burst_that_ends_early_are_dropped(max_decode_steps):
     tokens = continuation(range(5), 4)
     scheduler = make_scheduler(AsyncScheduler)
     add(scheduler, "a", range(5), params={"stop_token_ids": [tokens[2]]}, keep_blocks=True)
@@ -292,7 +257,7 @@ def test_tokens_scheduled_after_a_burst_that_ends_early_are_dropped(max_decode_s
     }
     assert executor.outputs["a"] == tokens[:3]
     (kept,) = scheduler.kept_requests
-    # The last token was to be computed by the step behind, and the device knew better.
+    # The next step should compute the last token, but the device knew of the end.
     assert (kept.num_tokens, kept.num_computed_tokens) == (8, 7)
     add(scheduler, "fork", [*range(5), *tokens[:3], 99], max_tokens=2, fork_from="a")
     assert executor.step().scheduled_new_reqs[0].num_computed_tokens == 7
@@ -301,7 +266,7 @@ def test_tokens_scheduled_after_a_burst_that_ends_early_are_dropped(max_decode_s
     assert executor.outputs["b"] == continuation(range(6), 20)
 
 
-def test_a_single_step_that_ends_a_request_leaves_its_last_token_to_the_next_burst():
+def test_tokens_of_a_burst_in_flight_do_not_count_for_an_ended_request():
     tokens = continuation(range(5), 1)
     scheduler = make_scheduler(AsyncScheduler)
     add(scheduler, "a", range(5), params={"stop_token_ids": tokens}, keep_blocks=True)
@@ -312,7 +277,7 @@ def test_a_single_step_that_ends_a_request_leaves_its_last_token_to_the_next_bur
     assert (kept.num_tokens, kept.num_computed_tokens) == (6, 5)
 
 
-def test_the_burst_of_an_aborted_request_is_dropped_also_if_its_id_is_reused():
+def test_an_aborted_request_drops_its_burst_even_if_its_id_is_reused():
     scheduler = make_scheduler(AsyncScheduler)
     add(scheduler, "a", range(5))
     executor = LateExecutor(scheduler, depth=3)
@@ -338,8 +303,8 @@ def test_a_preempted_request_samples_its_burst_again():
     assert executor.outputs["a"] == continuation(range(5), 9)
 
 
-def test_a_burst_in_flight_gives_way_where_blocks_run_out():
-    # 7 blocks: 3 and 3 after the burst, and then there is one for both.
+def test_a_request_in_a_burst_is_preempted_when_blocks_run_out():
+    # 7 blocks: each request has 3 after the burst, and one is free.
     scheduler = make_scheduler(AsyncScheduler, num_blocks=8, caching=False)
     first = add(scheduler, "a", range(6), max_tokens=10)
     second = add(scheduler, "b", range(7), max_tokens=10)
@@ -354,28 +319,28 @@ def test_a_burst_in_flight_gives_way_where_blocks_run_out():
     assert executor.outputs["b"] == continuation(range(7), 10)
 
 
-def test_blocks_that_fill_up_in_a_burst_are_cached_when_its_tokens_arrive():
+def test_blocks_filled_in_a_burst_are_cached_when_it_returns():
     scheduler = make_scheduler(AsyncScheduler)
     add(scheduler, "a", range(5))
     executor = LateExecutor(scheduler, depth=3)
     executor.step()
     executor.step(8)
     (blocks,) = scheduler.kv_cache_manager.get_blocks("a").blocks
-    executor.bring_home()
+    executor.return_oldest_step()
     assert [block.block_hash is not None for block in blocks] == [True, False, False, False]
-    executor.bring_home()
+    executor.return_oldest_step()
     assert [block.block_hash is not None for block in blocks] == [True, True, True, False]
 
 
-@pytest.mark.parametrize(("num_tokens", "message"), [(2, "of a burst; 3"), (4, "at most 3")])
-def test_a_burst_returns_neither_fewer_tokens_nor_more(num_tokens, message):
+@pytest.mark.parametrize(("num_tokens", "message"), [(2, "did not end; 3"), (4, "at most 3")])
+def test_a_burst_with_too_few_or_too_many_tokens_raises(num_tokens, message):
     scheduler = make_scheduler(AsyncScheduler)
     add(scheduler, "a", range(5))
     executor = LateExecutor(scheduler, depth=2)
     executor.step()
     output = scheduler.schedule(3)
     scheduler.schedule(3)
-    executor.bring_home()
+    executor.return_oldest_step()
     with pytest.raises(InvariantError, match=message):
         scheduler.update_from_output(output, answer({"a": list(range(500, 500 + num_tokens))}))
 
@@ -391,7 +356,7 @@ def test_a_burst_returns_neither_fewer_tokens_nor_more(num_tokens, message):
     max_decode_steps=st.sampled_from([1, 4, 8]),
     knows_ends=st.booleans(),
 )
-def test_late_tokens_equal_the_sequential_order(
+def test_asynchronous_and_sequential_scheduling_give_equal_tokens(
     seed, policy, caching, must_fit, num_blocks, specs, depth, max_decode_steps, knows_ends
 ):
     draw = random.Random(seed)
@@ -438,7 +403,7 @@ def test_late_tokens_equal_the_sequential_order(
 
 
 class OpenGate:
-    """Every grammar is compiled."""
+    """A grammar gate for which every grammar is compiled."""
 
     def is_ready(self, request_id):
         return True
@@ -448,12 +413,12 @@ def test_request_with_a_grammar_waits_for_its_last_token():
     scheduler = make_scheduler(AsyncScheduler, grammar_gate=OpenGate(), max_num_batched_tokens=4)
     bound = add(scheduler, "a", range(6), needs_grammar=True, max_tokens=3)
     executor = LateExecutor(scheduler, depth=3)
-    # Pieces of its prompt do not wait for each other.
+    # Parts of its prompt do not wait for each other.
     assert [counts(executor.step(8)) for _ in range(2)] == [{"a": 4}, {"a": 2}]
     add(scheduler, "b", range(2))
     assert counts(executor.step(8)) == {"b": 2}
     assert bound.num_output_placeholders == 1
-    executor.bring_home()
+    executor.return_oldest_step()
     output = executor.step(8)
     assert (counts(output), output.num_decode_steps) == ({"a": 1, "b": 1}, 1)
     executor.run(max_decode_steps=8)

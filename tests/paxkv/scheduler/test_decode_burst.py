@@ -1,4 +1,4 @@
-"""A step in which all decode may be a burst: whose, how long, in which blocks, and how it ends."""
+"""Bursts: when a step becomes a burst, its length, its blocks, and how requests end in it."""
 
 import pytest
 
@@ -25,7 +25,7 @@ STATE = StateSpec(block_size=4, page_bytes=256, state_bytes=32, blocks_per_state
 def make_decoding(
     lengths=(5,), *, max_tokens=20, runner=None, params=None, eos_token_ids=(), **settings
 ):
-    """Requests "a", "b" and so on, whose prompts are computed, and that have one token more."""
+    """Requests "a", "b" and so on, whose prompts are computed and that have one sampled token."""
     scheduler = make_scheduler(**settings)
     runner = FunctionRunner() if runner is None else runner
     for name, length in zip("abcd", lengths, strict=False):
@@ -46,7 +46,7 @@ def new_block_ids(output):
     return dict(zip(cached.req_ids, cached.new_block_ids, strict=True))
 
 
-def test_where_all_decode_a_step_is_a_burst_that_may_pass_the_budget():
+def test_a_burst_of_decodes_may_exceed_the_token_budget():
     scheduler, runner = make_decoding((5, 7), max_num_batched_tokens=12)
     output = step(scheduler, runner, 8)
     assert output.num_decode_steps == 8
@@ -56,29 +56,29 @@ def test_where_all_decode_a_step_is_a_burst_that_may_pass_the_budget():
     for name, length in (("a", 5), ("b", 7)):
         request = scheduler.requests[name]
         assert request.all_token_ids[length:] == continuation(range(length), 9)
-        # The last one is the next step's.
+        # The last token is computed by the next step.
         assert request.num_computed_tokens == length + 8
     output = step(scheduler, runner)
     assert (output.num_decode_steps, counts(output)) == (1, {"a": 1, "b": 1})
 
 
-def test_no_more_steps_than_were_allowed():
+def test_a_burst_has_at_most_the_allowed_number_of_steps():
     scheduler, runner = make_decoding()
     for max_decode_steps in (1, 2, 3, 5):
         output = step(scheduler, runner, max_decode_steps)
         assert output.num_decode_steps == counts(output)["a"] == max_decode_steps
 
 
-def test_who_waits_does_not_wait_for_a_burst():
+def test_there_is_no_burst_while_a_request_waits():
     scheduler, runner = make_decoding((5, 5), max_tokens=3, max_num_seqs=1)
     assert step(scheduler, runner, 8).num_decode_steps == 1
     step(scheduler, runner, 8)
     assert list(scheduler.requests) == ["b"]
-    # In the step in which "b" is admitted there is none either, and then there is.
+    # The step that admits "b" is no burst either, but the next one is.
     assert [step(scheduler, runner, 8).num_decode_steps for _ in range(2)] == [1, 2]
 
 
-def test_a_prompt_that_is_being_computed_keeps_all_to_single_steps():
+def test_there_is_no_burst_while_a_prompt_is_computed():
     scheduler, runner = make_decoding((5,), max_num_batched_tokens=6)
     add(scheduler, "b", 12)
     steps = [step(scheduler, runner, 4) for _ in range(4)]
@@ -90,7 +90,7 @@ def test_a_prompt_that_is_being_computed_keeps_all_to_single_steps():
     ]
 
 
-def test_a_resumed_request_is_computed_first():
+def test_there_is_no_burst_while_a_request_resumes():
     scheduler, runner = make_decoding()
     assert scheduler.reset_prefix_cache(True)
     output = step(scheduler, runner, 4)
@@ -98,17 +98,17 @@ def test_a_resumed_request_is_computed_first():
     assert step(scheduler, runner, 4).num_decode_steps == 4
 
 
-def test_drafts_are_verified_in_a_step_of_their_own():
+def test_there_is_no_burst_while_drafts_are_verified():
     scheduler, runner = make_decoding()
     step(scheduler, runner, drafts={"a": [1]})
     output = step(scheduler, runner, 4)
     assert (output.num_decode_steps, counts(output)) == (1, {"a": 2})
-    # The draft was wrong, and its slot is used again.
+    # The draft was wrong, so its slot is used again.
     assert counts(step(scheduler, runner, 4)) == {"a": 4}
 
 
-def test_a_step_that_preempts_is_no_burst():
-    # All 10 blocks are full, and both want another: "b" gives up its 6.
+def test_a_step_that_preempts_is_not_a_burst():
+    # All 10 blocks are full, and both requests need another: "b" loses its 6.
     scheduler, runner = make_decoding((16, 24), max_tokens=9, num_blocks=11, caching=False)
     output = step(scheduler, runner, 4)
     assert output.preempted_req_ids == {"b"}
@@ -125,7 +125,7 @@ def test_a_step_that_preempts_is_no_burst():
         ({"specs": (STATE,)}, True),
     ],
 )
-def test_connectors_never_have_bursts(settings, are_possible):
+def test_there_are_no_bursts_with_a_connector(settings, are_possible):
     scheduler, runner = make_decoding(**settings)
     bursts = DecodeBursts(scheduler.kv_cache_manager, settings.get("connector"))
     assert bursts.are_possible is are_possible
@@ -134,27 +134,27 @@ def test_connectors_never_have_bursts(settings, are_possible):
     assert output.num_decode_steps == counts(output)["a"] == (4 if are_possible else 1)
 
 
-def test_nobody_gets_more_tokens_than_are_left_to_its_end():
+def test_a_burst_computes_no_token_past_a_requests_end():
     scheduler, runner = make_scheduler(), FunctionRunner()
     for name, max_tokens in (("a", 4), ("b", 20), ("c", 2)):
         add(scheduler, name, range(5), max_tokens=max_tokens)
     step(scheduler, runner)
     output = step(scheduler, runner, 8)
-    # One is there, and the last is only sampled.
+    # One token is computed, and the last is only sampled.
     assert counts(output) == {"a": 3, "b": 8, "c": 1}
     assert output.num_decode_steps == 8
     assert list(scheduler.requests) == ["b"]
     assert counts(step(scheduler, runner, 8)) == {"b": 8}
     output = step(scheduler, runner, 8)
-    # 20 - 1 - 8 - 8: no step is computed without a request.
+    # 20 - 1 - 8 - 8 = 3: no step of the burst is without requests.
     assert (output.num_decode_steps, counts(output)) == (3, {"b": 3})
     assert not scheduler.requests
 
 
-def test_a_burst_ends_where_the_context_does():
+def test_a_burst_ends_at_max_model_len():
     scheduler, runner = make_decoding((12,), max_tokens=None, max_model_len=16)
     output = step(scheduler, runner, 8)
-    # Token 15 is sampled, and that is all; 13 tokens are there.
+    # Token 15 is only sampled; 13 tokens are computed.
     assert (output.num_decode_steps, counts(output)) == (3, {"a": 3})
     assert not scheduler.requests
 
@@ -163,10 +163,10 @@ def test_a_burst_ends_where_the_context_does():
     ("num_prompt_tokens", "num_free_blocks", "num_steps"),
     [(13, 4, 8), (13, 3, 4), (13, 2, 4), (13, 1, 2), (13, 0, 2), (15, 1, 1), (15, 0, 1)],
 )
-def test_a_burst_is_short_if_blocks_are_scarce_and_preempts_no_request(
+def test_a_burst_is_shortened_instead_of_preempting_requests(
     num_prompt_tokens, num_free_blocks, num_steps
 ):
-    # Each has 16 slots, of which 3 or 1 are left.
+    # Each has 16 slots, of which 3 or 1 are unused.
     scheduler, runner = make_decoding(
         (num_prompt_tokens,) * 2, max_tokens=9, caching=False, num_blocks=9 + num_free_blocks
     )
@@ -177,35 +177,35 @@ def test_a_burst_is_short_if_blocks_are_scarce_and_preempts_no_request(
     assert scheduler.num_preemptions == 0
 
 
-def test_blocks_kept_for_forks_are_not_given_up_for_a_burst():
+def test_blocks_kept_for_forks_are_not_freed_for_a_burst():
     scheduler, runner = make_scheduler(num_blocks=6, caching=False), FunctionRunner()
     add(scheduler, "kept", range(9), max_tokens=1, keep_blocks=True)
     step(scheduler, runner)
     add(scheduler, "a", range(5), max_tokens=9)
     step(scheduler, runner)
-    # No block is free; 3 slots of "a" are, and 4 tokens would want a block.
+    # No block is free. "a" has 3 unused slots, and 4 tokens would need a block.
     assert step(scheduler, runner, 8).num_decode_steps == 2
     assert len(scheduler.kept_requests) == 1
 
 
-def test_blocks_of_the_step_and_of_the_burst_come_in_order():
+def test_blocks_of_the_step_precede_blocks_of_the_burst():
     scheduler, runner = make_decoding((8, 5), specs=(FULL, window(6)))
     tables = {name: scheduler.kv_cache_manager.get_block_ids(name) for name in "ab"}
-    # Token 8 of "a" is the first of a block, which the step takes; the burst takes the other.
+    # Token 8 of "a" begins a block, which the step allocates; the burst allocates the other.
     output = scheduler.schedule(7)
     new = new_block_ids(output)
     assert new == {"a": ([7, 9], [8, 10]), "b": ([11], [12])}
     for name in "ab":
         for group, table in enumerate(scheduler.kv_cache_manager.get_block_ids(name)):
             num_before = len(tables[name][group])
-            # The runner appends what it gets, and has the same table.
+            # The runner appends the new blocks, and has the same table.
             assert table[num_before:] == new[name][group]
     scheduler.update_from_output(output, runner.execute(output))
     # The burst has filled the last block of "b".
     assert new_block_ids(scheduler.schedule()) == {"a": None, "b": ([13], [14])}
 
 
-def test_a_block_that_the_known_token_fills_is_cached_and_not_copied():
+def test_a_block_filled_by_the_known_token_is_cached_and_not_copied():
     scheduler, runner = make_decoding((7,))
     output = step(scheduler, runner, 3)
     assert counts(output) == {"a": 3}
@@ -216,13 +216,13 @@ def test_a_block_that_the_known_token_fills_is_cached_and_not_copied():
     assert [block.block_hash is not None for block in blocks] == [True, True, False]
 
 
-def test_blocks_that_fill_up_in_a_burst_are_findable_when_its_tokens_are_there():
+def test_blocks_filled_in_a_burst_are_cached_when_its_tokens_are_known():
     scheduler, runner = make_decoding((5,))
     output = scheduler.schedule(8)
     (blocks,) = scheduler.kv_cache_manager.get_blocks("a").blocks
     assert [block.block_hash is not None for block in blocks] == [True, False, False, False]
     scheduler.update_from_output(output, runner.execute(output))
-    # 14 tokens, 13 of them computed.
+    # 13 of 14 tokens are computed.
     assert [block.block_hash is not None for block in blocks] == [True, True, True, False]
 
 
@@ -251,13 +251,13 @@ def test_a_token_that_ends_a_request_ends_its_burst(knows_ends, ends, stop_reaso
     scheduler.check_invariants()
     assert scheduler.make_stats().kv_cache_usage == 0
     assert scheduler.schedule().finished_req_ids == {"a"}
-    # 9 of its 10 tokens are surely computed: 2 blocks.
+    # 9 of its 10 tokens are certainly computed: 2 blocks.
     add(scheduler, "b", [*range(5), *tokens[:5], 1])
     output = scheduler.schedule()
     assert output.scheduled_new_reqs[0].num_computed_tokens == 8
 
 
-def test_the_others_go_on_where_one_ends():
+def test_other_requests_continue_when_one_ends_in_a_burst():
     tokens = continuation(range(5), 3)
     scheduler, runner = make_scheduler(), FunctionRunner()
     add(scheduler, "a", range(5), params={"stop_token_ids": [tokens[2]]})
@@ -270,14 +270,14 @@ def test_the_others_go_on_where_one_ends():
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3, 5])
-def test_a_request_that_continues_must_have_all_its_tokens(num_tokens):
+def test_a_continuing_request_with_missing_tokens_raises(num_tokens):
     scheduler, _ = make_decoding()
     output = scheduler.schedule(4)
-    with pytest.raises(InvariantError, match="of a burst; 4 were scheduled"):
+    with pytest.raises(InvariantError, match="from a burst and did not end; 4 were scheduled"):
         scheduler.update_from_output(output, answer({"a": [500 + i for i in range(num_tokens)]}))
 
 
-def test_nobody_is_scheduled_again_before_a_burst_is_back():
+def test_no_request_is_scheduled_again_before_its_burst_returns():
     scheduler, runner = make_decoding()
     output = scheduler.schedule(4)
     scheduler.check_invariants()
@@ -286,12 +286,12 @@ def test_nobody_is_scheduled_again_before_a_burst_is_back():
     assert counts(scheduler.schedule(4)) == {"a": 4}
 
 
-def test_a_window_moves_when_the_burst_is_over():
+def test_a_window_moves_after_the_burst():
     scheduler, runner = make_decoding((8,), specs=(window(5),))
     output = step(scheduler, runner, 8)
     assert counts(output) == {"a": 8}
     (table,) = scheduler.kv_cache_manager.get_block_ids("a")
-    # Token 8 sees 4 to 8, so block 0 was left behind when the burst began.
+    # Token 8 sees 4 to 8, so block 0 was freed when the burst began.
     assert [block_id == 0 for block_id in table] == [True, False, False, False]
     step(scheduler, runner)
     (table,) = scheduler.kv_cache_manager.get_block_ids("a")
@@ -309,13 +309,13 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("params", [*CHANGES, {"min_tokens": 3}], ids=str)
-def test_requests_whose_logits_are_changed_take_part_in_bursts(params):
+def test_requests_with_changed_logits_can_be_in_bursts(params):
     scheduler, runner = make_decoding(params=params)
     assert step(scheduler, runner, 8).num_decode_steps == 8
 
 
 @pytest.mark.parametrize("params", CHANGES, ids=str)
-def test_older_runners_change_logits_in_single_steps_alone(params):
+def test_old_runners_change_logits_only_in_single_steps(params):
     scheduler, runner = make_decoding(params=params, bursts_change_logits=False)
     add(scheduler, "b", 5)
     step(scheduler, runner)
@@ -324,20 +324,20 @@ def test_older_runners_change_logits_in_single_steps_alone(params):
     assert step(scheduler, runner, 8).num_decode_steps == 8
 
 
-def test_older_runners_take_single_steps_until_min_tokens_are_there():
+def test_old_runners_use_single_steps_below_min_tokens():
     scheduler, runner = make_decoding(params={"min_tokens": 3}, bursts_change_logits=False)
-    # One token is there; the next two draws are below it.
+    # One token is there; the next two samples are below min_tokens.
     assert [step(scheduler, runner, 4).num_decode_steps for _ in range(3)] == [1, 1, 4]
 
 
-def test_logprobs_that_only_the_host_picks_out_keep_all_to_single_steps():
+def test_logprobs_that_the_host_selects_prevent_bursts():
     scheduler, runner = make_decoding(params={"logprobs": MAX_LOGPROBS + 1})
     assert step(scheduler, runner, 8).num_decode_steps == 1
     scheduler, runner = make_decoding(params={"logprobs": MAX_LOGPROBS})
     assert step(scheduler, runner, 8).num_decode_steps == 8
 
 
-def test_a_pooled_request_that_computes_its_last_token_is_in_no_burst():
+def test_a_pooled_request_is_never_in_a_burst():
     scheduler, _ = make_decoding(max_num_batched_tokens=8)
     add(scheduler, "pooled", range(50, 58), is_pooled=True)
     assert scheduler.schedule(8).num_scheduled_tokens == {"a": 1, "pooled": 7}

@@ -1,4 +1,4 @@
-"""Requests, queues and blocks in no possible state are seen; the possible ones pass."""
+"""Impossible states of requests, queues and blocks are detected; possible states pass."""
 
 import pytest
 
@@ -56,9 +56,7 @@ def test_a_waiting_request_passes(status):
         (RequestStatus.FINISHED_STOPPED, 4, 4),
     ],
 )
-def test_a_running_request_in_no_possible_state_is_seen(
-    status, num_computed_tokens, num_prompt_tokens
-):
+def test_an_impossible_running_request_is_detected(status, num_computed_tokens, num_prompt_tokens):
     request = make_request(
         status, num_computed_tokens=num_computed_tokens, num_prompt_tokens=num_prompt_tokens
     )
@@ -66,7 +64,7 @@ def test_a_running_request_in_no_possible_state_is_seen(
         check_requests({"r": request}, [request], [])
 
 
-def test_drafts_in_flight_and_tokens_on_their_way_may_be_computed():
+def test_drafts_and_placeholders_may_be_computed():
     request = make_request(RequestStatus.RUNNING, num_computed_tokens=6)
     check_requests({"r": request}, [request], [], {"r": 2})
     request.num_output_placeholders = 1
@@ -75,7 +73,7 @@ def test_drafts_in_flight_and_tokens_on_their_way_may_be_computed():
         check_requests({"r": request}, [request], [], {"another": 9})
 
 
-def test_a_waiting_request_that_holds_tokens_or_runs_is_seen():
+def test_a_waiting_request_with_tokens_or_running_status_is_detected():
     for request in (
         make_request(RequestStatus.PREEMPTED, num_computed_tokens=1),
         make_request(RequestStatus.RUNNING),
@@ -84,7 +82,7 @@ def test_a_waiting_request_that_holds_tokens_or_runs_is_seen():
             check_requests({"r": request}, [], [request])
 
 
-def test_only_a_connector_gives_waiting_requests_tokens():
+def test_waiting_requests_have_computed_tokens_only_with_a_connector():
     loaded = make_request(RequestStatus.WAITING, num_computed_tokens=1)
     check_requests({"r": loaded}, [], [loaded], has_connector=True)
     for request in (
@@ -95,7 +93,7 @@ def test_only_a_connector_gives_waiting_requests_tokens():
             check_requests({"r": request}, [], [request], has_connector=True)
 
 
-def test_a_waiting_request_that_expects_tokens_is_seen():
+def test_a_waiting_request_with_drafts_or_placeholders_is_detected():
     for name, value in (("num_output_placeholders", 1), ("spec_token_ids", [7])):
         request = make_request(RequestStatus.PREEMPTED)
         setattr(request, name, value)
@@ -103,7 +101,7 @@ def test_a_waiting_request_that_expects_tokens_is_seen():
             check_requests({"r": request}, [], [request])
 
 
-def test_lost_and_doubled_and_foreign_requests_are_seen():
+def test_lost_duplicate_and_unknown_requests_are_detected():
     request = make_request(RequestStatus.WAITING)
     for known, waiting in (
         ({"r": request}, []),
@@ -124,7 +122,7 @@ def manager_with_blocks_for(request, num_tokens, *kinds):
     return manager
 
 
-def test_blocks_are_held_where_they_may_be():
+def test_permitted_block_holders_pass():
     running = make_request(RequestStatus.RUNNING, num_computed_tokens=4)
     check_blocks(manager_with_blocks_for(running, 4), [running], [], [])
     loading = make_request(RequestStatus.WAITING_FOR_REMOTE_KVS)
@@ -135,7 +133,7 @@ def test_blocks_are_held_where_they_may_be():
     check_blocks(manager_with_blocks_for(kept, 4), [], [], [kept])
 
 
-def test_encoder_tokens_need_no_blocks_for_the_decoders():
+def test_blocks_of_encoder_tokens_are_not_compared_with_decoder_tokens():
     running = make_request(RequestStatus.RUNNING, num_computed_tokens=4)
     check_blocks(manager_with_blocks_for(running, 4, full(2), cross(2)), [running], [], [])
 

@@ -1,4 +1,4 @@
-"""The scheduler's door: what can never run to its end is refused, with numbers."""
+"""Requests that could never finish are rejected, with numbers in the error."""
 
 import pytest
 
@@ -54,7 +54,7 @@ def make_request(num_prompt_tokens, max_tokens, **fields):
     ("num_tokens", "num_groups", "expected"),
     [(0, 1, 0), (1, 1, 1), (4, 1, 1), (5, 1, 2), (5, 3, 6)],
 )
-def test_blocks_are_counted_whole_and_in_every_group(num_tokens, num_groups, expected):
+def test_whole_blocks_of_every_group_are_counted(num_tokens, num_groups, expected):
     limits = make_limits(kv_cache_specs=(full(),) * num_groups)
     assert limits.required_blocks(num_tokens) == expected
 
@@ -64,13 +64,13 @@ def test_each_group_counts_in_its_own_block_size():
     assert make_limits(kv_cache_specs=(full(4), full(8))).required_blocks(9) == 5
 
 
-def test_a_window_needs_blocks_for_itself_and_one_step_only():
-    # Window 5 and steps of 8: 12 tokens are 3 blocks, and one more for a crooked start.
+def test_a_window_needs_blocks_only_for_itself_and_one_step():
+    # Window 5 and steps of 8: 12 tokens are 3 blocks, and one more as they may start in a block.
     limits = make_limits(kv_cache_specs=(window(5),), max_model_len=1000)
     assert [limits.required_blocks(n) for n in (4, 12, 16, 17, 900)] == [1, 3, 4, 4, 4]
     limits.check(make_request(500, 400))
     assert limits.max_tokens_that_fit >= 1000
-    # Beside it full attention grows: 4 + 4 blocks for 16 tokens, 4 + 5 for 17.
+    # With a full attention group: 4 + 4 blocks for 16 tokens, 4 + 5 for 17.
     both = make_limits(kv_cache_specs=(full(), window(5)), num_usable_blocks=8, max_model_len=99)
     assert both.max_tokens_that_fit == 16
     both.check(make_request(10, 7))
@@ -78,7 +78,7 @@ def test_a_window_needs_blocks_for_itself_and_one_step_only():
         both.check(make_request(10, 8))
 
 
-def test_lookahead_slots_are_a_part_of_what_must_fit():
+def test_lookahead_slots_must_fit_too():
     # A window of 5 and a step of 8 + 3: 15 tokens are 4 blocks, and one more.
     window_limits = make_limits(
         kv_cache_specs=(window(5),), num_lookahead_tokens=3, max_model_len=1000
@@ -90,7 +90,7 @@ def test_lookahead_slots_are_a_part_of_what_must_fit():
         limits.check(make_request(10, 5))
 
 
-def test_an_item_that_no_step_can_encode_is_refused():
+def test_an_item_that_no_step_can_encode_is_rejected():
     def with_item(num_tokens):
         item = MultiModalFeature(identifier="i", offset=0, length=num_tokens)
         return make_request(9, 2, mm_features=(item,))
@@ -146,7 +146,7 @@ def test_the_largest_request_that_fits_fills_the_pool():
         make_limits().check(make_request(10, 8))
 
 
-def test_length_is_cut_at_max_model_len_before_it_is_judged():
+def test_length_is_limited_by_max_model_len_before_the_check():
     limits = make_limits(max_model_len=17)
     assert limits.max_num_tokens(make_request(10, 1000)) == 17
     assert limits.max_num_tokens(make_request(10, None)) == 17
@@ -163,12 +163,12 @@ def test_a_prompt_must_leave_room_for_a_token():
         limits.check(make_request(32, 5))
 
 
-def test_an_empty_prompt_is_refused():
+def test_an_empty_prompt_is_rejected():
     with pytest.raises(InvalidRequestError, match="no tokens"):
         make_limits().check(make_request(0, 5))
 
 
-def test_a_prompt_that_must_not_be_split_has_to_fit_a_step():
+def test_a_prompt_that_must_not_be_split_must_fit_in_a_step():
     limits = make_limits(max_prompt_tokens=8)
     limits.check(make_request(8, 2))
     with pytest.raises(PromptTooLongError, match="9 tokens > 8 max.* fit in one step") as caught:
@@ -177,5 +177,5 @@ def test_a_prompt_that_must_not_be_split_has_to_fit_a_step():
 
 
 def test_a_fork_may_be_longer_than_a_step():
-    # A beam of a search grows by one token with each of its requests.
+    # In beam search, each new request of a beam is one token longer.
     make_limits(max_prompt_tokens=8).check(make_request(9, 2, fork_from="source"))

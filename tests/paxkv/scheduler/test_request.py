@@ -1,4 +1,4 @@
-"""Request: its tokens, its hashes and its end."""
+"""Request: its tokens, its block hashes and its end."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def make_request(token_ids, *, block_hasher=None, cache_salt=None, **params):
     )
 
 
-def test_tokens_are_counted_and_the_prompt_stays_as_it_came():
+def test_appended_tokens_are_counted_and_the_prompt_does_not_change():
     prompt = [5, 6, 7]
     request = make_request(prompt)
     request.append_output_tokens([8])
@@ -34,7 +34,7 @@ def test_tokens_are_counted_and_the_prompt_stays_as_it_came():
     assert prompt == request.prompt_token_ids == [5, 6, 7]
 
 
-def test_hashes_follow_the_tokens_as_they_are_sampled():
+def test_block_hashes_are_extended_when_tokens_are_appended():
     hasher = BlockHasher(block_size=2, seed="s")
     request = make_request([1, 2, 3], block_hasher=hasher, cache_salt="t")
     assert len(request.block_hashes) == 1
@@ -49,7 +49,7 @@ def test_without_a_hasher_there_are_no_hashes():
     assert make_request([1] * 9).block_hashes == []
 
 
-def test_ignore_eos_leaves_the_stop_tokens():
+def test_ignore_eos_keeps_the_stop_tokens():
     request = make_request([1], stop_token_ids=[4])
     assert (request.eos_token_id, request.ending_token_ids) == (2, {2, 3, 4})
     request = make_request([1], ignore_eos=True, stop_token_ids=[2])
@@ -66,7 +66,7 @@ def test_ignore_eos_leaves_the_stop_tokens():
         ("ignored", RequestStatus.FINISHED_IGNORED, "length"),
     ],
 )
-def test_every_finish_reason_is_an_end(reason, status, told):
+def test_every_finish_reason_finishes_a_request(reason, status, told):
     request = make_request([1])
     request.finish(reason, stop_reason=3)
     assert request.is_finished
@@ -74,7 +74,7 @@ def test_every_finish_reason_is_an_end(reason, status, told):
     assert status.name in repr(request)
 
 
-def test_no_other_status_is_an_end():
+def test_other_statuses_are_unfinished():
     request = make_request([1])
     unfinished = [s for s in RequestStatus if not s.name.startswith("FINISHED")]
     assert len(unfinished) == 6
@@ -84,7 +84,7 @@ def test_no_other_status_is_an_end():
         assert request.finish_reason is None
 
 
-def test_a_request_with_a_grammar_begins_by_waiting_for_it():
+def test_a_request_with_a_grammar_starts_in_waiting_for_fsm():
     request = Request(
         EngineRequest(
             request_id="r",
@@ -98,19 +98,19 @@ def test_a_request_with_a_grammar_begins_by_waiting_for_it():
     assert make_request([1]).status is RequestStatus.WAITING
 
 
-def test_drafts_count_after_the_tokens():
+def test_drafts_are_counted_after_the_tokens():
     request = make_request([5, 6, 7])
     request.spec_token_ids = [8, 9]
     assert (request.num_tokens, request.num_tokens_with_spec) == (3, 5)
 
 
-def test_a_request_ends_with_tokens_of_either_kind():
+def test_eos_and_stop_tokens_are_ending_tokens():
     assert make_request([1], stop_token_ids=[7]).ending_token_ids == {2, 3, 7}
     assert make_request([1], stop_token_ids=[7], ignore_eos=True).ending_token_ids == {7}
 
 
 @pytest.mark.parametrize("enable_caching", [True, False])
-def test_a_hasher_is_made_where_prefixes_are_cached(enable_caching):
+def test_a_hasher_is_made_only_with_prefix_caching(enable_caching):
     spec = FullAttentionSpec(block_size=8, num_kv_heads=1, head_size=8, dtype="float32")
     config = KVCacheConfig(
         num_blocks=4,
@@ -128,18 +128,18 @@ def test_a_hasher_is_made_where_prefixes_are_cached(enable_caching):
 def test_prompt_logprobs_skip_reading_the_prefix_cache():
     request = make_request([1, 2])
     assert not request.skip_reading_prefix_cache
-    # The door refuses the field so far; the rule is the scheduler's.
+    # Clients cannot set this field yet; the scheduler has the rule already.
     object.__setattr__(request.sampling_params, "prompt_logprobs", 0)
     assert request.skip_reading_prefix_cache
 
 
-def test_single_tokens_are_plain_up_to_block_work_and_before_the_last():
+def test_tokens_are_plain_before_the_next_allocation_and_before_the_last():
     request = make_request([5, 6, 7])  # ends with 10 tokens, of which the last is never computed
     assert request.num_plain_tokens == 0
     for num_tokens, wanted in ((4, 4), (9, 9), (16, 9), (0, 0)):
-        request.note_block_work(num_tokens)
-        assert request.num_tokens_before_block_work == num_tokens
+        request.set_tokens_before_allocate(num_tokens)
+        assert request.max_tokens_before_allocate == num_tokens
         assert request.num_plain_tokens == wanted
     request.needs_grammar = True
-    request.note_block_work(8)
-    assert (request.num_tokens_before_block_work, request.num_plain_tokens) == (8, 0)
+    request.set_tokens_before_allocate(8)
+    assert (request.max_tokens_before_allocate, request.num_plain_tokens) == (8, 0)

@@ -72,7 +72,7 @@ def test_requests_can_be_removed_from_anywhere(policy):
     assert drain(queue) == "bde"
 
 
-def test_those_that_are_left_keep_the_order_of_priority():
+def test_remaining_requests_keep_the_priority_order():
     queue = create_request_queue("priority")
     for request_id in "afbghcd":
         queue.add_request(make_request(request_id, arrival_time=float(ord(request_id))))
@@ -90,7 +90,7 @@ def test_an_empty_queue_has_no_front(policy):
         queue.pop_request()
 
 
-def test_skipped_requests_go_back_to_the_head_in_their_old_order():
+def test_skipped_requests_return_to_the_front_in_order():
     for policy in ("fcfs", "priority"):
         queue = create_request_queue(policy)
         for arrival_time, request_id in enumerate("abcd"):

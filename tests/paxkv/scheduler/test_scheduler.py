@@ -1,4 +1,4 @@
-"""The scheduler's rules, one by one, with the expected step worked out by hand."""
+"""The scheduler's rules, one by one, with expected steps computed by hand."""
 
 import pytest
 
@@ -55,7 +55,7 @@ def window(num_tokens):
 
 
 def add(scheduler, request_id, prompt, *, max_tokens=20, **fields):
-    """`prompt` is token ids, or a length of tokens that no other request has."""
+    """`prompt` is token ids, or a length, for tokens that no other request has."""
     if isinstance(prompt, int):
         prompt = [1000 * (1 + sum(request_id.encode())) + i for i in range(prompt)]
     params = SamplingParams(max_tokens=max_tokens, stop_token_ids=[99])
@@ -75,7 +75,7 @@ def answer(output, tokens):
 
 
 def step(scheduler, token_ids=(7,)):
-    """One step in which every request that is done computing gets `token_ids`."""
+    """Runs one step. Every request whose tokens are all computed gets `token_ids`."""
     output = scheduler.schedule()
     scheduler.check_invariants()
     tokens = {}
@@ -96,7 +96,7 @@ def ids(queue):
     return [request.request_id for request in queue]
 
 
-def test_prompts_and_decodes_share_one_budget_running_first():
+def test_running_requests_get_tokens_of_the_budget_before_waiting_ones():
     scheduler = make_scheduler(max_num_batched_tokens=10)
     add(scheduler, "a", 6)
     add(scheduler, "b", 13)
@@ -106,7 +106,7 @@ def test_prompts_and_decodes_share_one_budget_running_first():
     assert counts(step(scheduler)) == {"a": 1, "b": 1, "c": 5}
 
 
-def test_long_prefill_threshold_applies_before_the_budget_also_to_running_requests():
+def test_long_prefill_threshold_limits_waiting_and_running_requests():
     scheduler = make_scheduler(max_num_batched_tokens=10, long_prefill_token_threshold=3)
     add(scheduler, "a", 8)
     add(scheduler, "b", 9)
@@ -127,7 +127,7 @@ def test_without_chunked_prefill_a_prompt_over_the_budget_ends_the_scan():
     assert counts(step(scheduler)) == {"a": 1, "b": 1, "c": 2}
 
 
-def test_without_chunked_prefill_a_prompt_that_no_step_can_hold_is_refused():
+def test_without_chunked_prefill_a_prompt_longer_than_a_step_is_rejected():
     config = {"max_num_batched_tokens": 10, "enable_chunked_prefill": False}
     with pytest.raises(InvalidRequestError, match="11 tokens > 10 .* without chunked prefill"):
         add(make_scheduler(**config), "a", 11)
@@ -193,7 +193,7 @@ def test_running_requests_are_reported_as_differences():
 
 
 def make_full_pool(**config):
-    """Four blocks; two prompts of 7 take two each, and need a third in the third step."""
+    """Four blocks. Two prompts of 7 tokens hold two each, and need a third in the third step."""
     scheduler = make_scheduler(num_blocks=5, **config)
     add(scheduler, "a", 7, max_tokens=4)
     add(scheduler, "b", 7, max_tokens=4)
@@ -202,7 +202,7 @@ def make_full_pool(**config):
     return scheduler
 
 
-def test_fcfs_preempts_the_last_and_admits_no_request_in_that_step():
+def test_fcfs_preempts_the_last_request_and_admits_none_in_that_step():
     scheduler = make_full_pool()
     add(scheduler, "c", 1, max_tokens=4)
     output = step(scheduler)
@@ -212,7 +212,7 @@ def test_fcfs_preempts_the_last_and_admits_no_request_in_that_step():
     victim = scheduler.requests["b"]
     assert victim.status is RequestStatus.PREEMPTED
     assert (victim.num_computed_tokens, victim.num_preemptions, victim.num_tokens) == (0, 1, 9)
-    # "b" needs 3 blocks and 1 is free; "c" would fit but does not overtake it.
+    # "b" needs 3 blocks and 1 is free; "c" would fit, but is not admitted before "b".
     output = step(scheduler)
     assert (counts(output), output.preempted_req_ids) == ({"a": 1}, frozenset())
 
@@ -227,18 +227,18 @@ def test_a_resumed_request_is_reported_in_full_and_hits_its_own_blocks():
     assert output.finished_req_ids == {"a"}
     assert (cached.req_ids, cached.resumed_req_ids) == (["b"], {"b"})
     assert cached.all_token_ids == {"b": [*prompt, 7, 7]}
-    # Of its blocks 3 and 4, freed in reverse, "a" took 4; tokens 0..3 are still in 3.
+    # Its blocks 3 and 4 were freed in reverse, and "a" got 4. Tokens 0..3 are still in 3.
     assert cached.num_computed_tokens == [4]
     assert counts(output) == {"b": 5}
     (table,) = cached.new_block_ids[0]
     assert (table[0], len(table)) == (3, 3)
-    # What is reported to the user is the first admission's hit.
+    # Users see the hit of the first admission.
     assert scheduler.requests["b"].num_cached_tokens == 0
     assert scheduler.make_stats().prefix_cache_hits == 0
     assert scheduler.make_stats().num_preemptions == 1
 
 
-def test_the_request_in_need_may_itself_be_the_victim():
+def test_a_request_that_needs_a_block_may_preempt_itself():
     scheduler = make_scheduler(num_blocks=5)
     add(scheduler, "a", 5, max_tokens=4)
     add(scheduler, "b", 8, max_tokens=4)
@@ -247,7 +247,7 @@ def test_the_request_in_need_may_itself_be_the_victim():
     assert (counts(output), output.preempted_req_ids) == ({"a": 1}, {"b"})
 
 
-def test_priority_takes_back_what_a_victim_was_given_in_this_step():
+def test_priority_takes_back_tokens_of_a_request_preempted_in_this_step():
     scheduler = make_scheduler(
         num_blocks=12, policy="priority", max_num_batched_tokens=17, long_prefill_token_threshold=12
     )
@@ -256,30 +256,30 @@ def test_priority_takes_back_what_a_victim_was_given_in_this_step():
     add(scheduler, "high", 4, priority=0, max_tokens=2)
     add(scheduler, "mid", 7, priority=1, max_tokens=1)
     assert counts(step(scheduler)) == {"low": 12, "high": 4, "mid": 1}
-    # "low" comes first and takes 12 tokens and the last 3 blocks; "high" then needs a block.
-    # With the 12 tokens back, "mid" gets all its 6; only 4 would be left otherwise.
+    # "low" is scheduled first, with 12 tokens and the last 3 blocks; then "high" needs a block.
+    # As the 12 tokens are taken back, "mid" gets all its 6. Otherwise only 4 would be left.
     output = step(scheduler)
     assert (counts(output), output.preempted_req_ids) == ({"high": 1, "mid": 6}, {"low"})
     assert output.scheduled_cached_reqs.req_ids == ["high", "mid"]
-    # The 3 blocks were named after tokens 24..35 but never written. "high" and "mid" took two
-    # of them, tokens 24..27 would be hit in the third: "low" must find only what it computed.
+    # The 3 blocks had the hashes of tokens 24..35, but were never written. "high" and "mid" got
+    # two of them; the third must not be a hit: "low" must find only computed tokens.
     output = step(scheduler)
     assert output.scheduled_cached_reqs.num_computed_tokens == [24]
     assert counts(output) == {"low": 12}
 
 
-def test_under_priority_a_request_that_preempts_itself_does_not_stop_later_ones():
+def test_under_priority_self_preemption_does_not_stop_later_requests():
     scheduler = make_scheduler(num_blocks=5, policy="priority")
     add(scheduler, "low", 7, priority=5, max_tokens=4)
     step(scheduler)
     add(scheduler, "high", 8, priority=0, max_tokens=4)
     assert counts(step(scheduler)) == {"low": 1, "high": 8}
-    # All 4 blocks are taken, and both need a third; "low" is asked first.
+    # All 4 blocks are held, and both requests need a third; "low" is scheduled first.
     output = step(scheduler)
     assert (counts(output), output.preempted_req_ids) == ({"high": 1}, {"low"})
 
 
-def test_under_priority_the_latest_arrival_among_equals_is_preempted():
+def test_under_priority_the_latest_of_equal_requests_is_preempted():
     scheduler = make_scheduler(num_blocks=5, policy="priority")
     add(scheduler, "late", 7, arrival_time=2.0, max_tokens=4)
     step(scheduler)
@@ -289,7 +289,7 @@ def test_under_priority_the_latest_arrival_among_equals_is_preempted():
     assert (counts(output), output.preempted_req_ids) == ({"early": 1}, {"late"})
 
 
-def test_a_request_without_work_is_passed_over():
+def test_a_request_without_tokens_to_compute_is_skipped():
     scheduler = make_scheduler()
     add(scheduler, "a", 3)
     add(scheduler, "b", 3)
@@ -298,7 +298,7 @@ def test_a_request_without_work_is_passed_over():
     assert counts(step(scheduler)) == {"b": 1}
 
 
-def test_priority_decides_admission_and_arrival_breaks_ties():
+def test_requests_are_admitted_by_priority_then_arrival():
     scheduler = make_scheduler(policy="priority", max_num_seqs=3)
     for request_id, priority, arrival_time in (("a", 1, 0.0), ("b", 0, 2.0), ("c", 0, 1.0)):
         add(scheduler, request_id, 2, priority=priority, arrival_time=arrival_time)
@@ -316,7 +316,7 @@ def test_a_request_ends_at_max_model_len_and_never_computes_its_last_position():
     assert not scheduler.has_unfinished_requests()
 
 
-def test_several_tokens_a_step_are_all_computed_in_the_next():
+def test_several_sampled_tokens_are_all_computed_in_the_next_step():
     scheduler = make_scheduler()
     add(scheduler, "a", 5)
     step(scheduler, token_ids=(7, 8, 9))
@@ -339,7 +339,7 @@ def test_a_stop_token_ends_the_request_and_frees_its_blocks():
     assert not scheduler.has_finished_requests()
 
 
-def test_requests_can_be_finished_wherever_they_are():
+def test_running_waiting_and_unknown_requests_can_be_finished():
     scheduler = make_full_pool()
     step(scheduler)
     add(scheduler, "c", 1, max_tokens=4)
@@ -359,7 +359,7 @@ def test_tokens_of_a_request_finished_while_the_step_ran_are_dropped():
     add(scheduler, "b", 5)
     output = scheduler.schedule()
     scheduler.finish_requests(["a", "b"], "stop")
-    add(scheduler, "b", 6)  # another request, under the same id
+    add(scheduler, "b", 6)  # another request with the same id
     runner_output = answer(output, {"a": [7], "b": [7]})
     assert scheduler.update_from_output(output, runner_output) == []
     assert scheduler.requests["b"].num_output_tokens == 0
@@ -368,7 +368,7 @@ def test_tokens_of_a_request_finished_while_the_step_ran_are_dropped():
     assert [new.req_id for new in output.scheduled_new_reqs] == ["b"]
 
 
-def test_an_id_in_use_is_refused():
+def test_an_id_in_use_is_rejected():
     scheduler = make_scheduler()
     add(scheduler, "a", 5)
     with pytest.raises(InvalidRequestError, match="'a' is taken"):
@@ -376,7 +376,7 @@ def test_an_id_in_use_is_refused():
     assert scheduler.num_unfinished_requests() == 1
 
 
-def test_a_request_that_could_never_finish_is_refused_at_the_door():
+def test_add_request_rejects_a_request_that_could_never_finish():
     scheduler = make_scheduler(num_blocks=5)
     assert scheduler.max_tokens_that_fit == 16
     with pytest.raises(NeverFitsError, match="5 KV cache blocks; there are 4"):
@@ -389,14 +389,14 @@ def test_a_request_that_could_never_finish_is_refused_at_the_door():
     assert scheduler.num_preemptions == 0
 
 
-def test_a_runner_that_answers_what_was_not_asked_is_caught():
+def test_runner_output_that_does_not_fit_the_step_raises():
     scheduler = make_scheduler(max_num_batched_tokens=4)
     add(scheduler, "a", 5)
     add(scheduler, "b", 5)
     output = scheduler.schedule()
     with pytest.raises(InvariantError, match="'b' was computed but not scheduled"):
         scheduler.update_from_output(output, answer(output, {"b": [7]}))
-    with pytest.raises(InvariantError, match="before its last was computed"):
+    with pytest.raises(InvariantError, match="before its tokens were computed"):
         scheduler.update_from_output(output, answer(output, {"a": [7]}))
 
 
@@ -408,7 +408,7 @@ def test_a_step_without_requests_is_empty():
     assert scheduler.make_stats().num_steps == 0
 
 
-def test_reset_waits_for_the_last_request():
+def test_reset_fails_until_the_last_request_ends():
     scheduler = make_scheduler()
     add(scheduler, "a", list(range(9)))
     step(scheduler)
@@ -419,7 +419,7 @@ def test_reset_waits_for_the_last_request():
     assert step(scheduler).scheduled_new_reqs[0].num_computed_tokens == 0
 
 
-def test_check_invariants_sees_a_waiting_request_that_holds_blocks():
+def test_check_invariants_detects_a_waiting_request_that_holds_blocks():
     scheduler = make_scheduler(max_num_seqs=1)
     add(scheduler, "a", 5)
     add(scheduler, "b", 5)
@@ -429,7 +429,7 @@ def test_check_invariants_sees_a_waiting_request_that_holds_blocks():
         scheduler.check_invariants()
 
 
-def test_common_prefix_blocks_are_counted_where_asked_for():
+def test_common_prefix_blocks_are_counted_if_enabled():
     for is_asked, expected in ((True, [[2], [2]]), (False, [[], []])):
         scheduler = make_scheduler(count_common_prefix_blocks=is_asked)
         for request_id in "ab":
@@ -439,27 +439,27 @@ def test_common_prefix_blocks_are_counted_where_asked_for():
         assert scheduler.schedule().num_common_prefix_blocks == expected[0]
 
 
-def test_events_are_taken_once():
+def test_drain_events_returns_each_event_once():
     scheduler = make_scheduler(kv_events_config='{"endpoint": "tcp://127.0.0.1:*"}')
     add(scheduler, "a", list(range(9)))
     step(scheduler)
-    (event,) = scheduler.take_events()
+    (event,) = scheduler.drain_events()
     assert (type(event).__name__, event.token_ids) == ("BlockStored", list(range(8)))
-    assert scheduler.take_events() == []
+    assert scheduler.drain_events() == []
 
 
-def test_without_a_publisher_no_events_are_kept():
+def test_without_kv_events_config_no_events_are_recorded():
     scheduler = make_scheduler()
     add(scheduler, "a", list(range(9)))
     step(scheduler)
-    assert scheduler.take_events() == []
+    assert scheduler.drain_events() == []
     observers = scheduler.kv_cache_manager.block_pool.observers
     assert [type(observer) for observer in observers] == [KVCacheMetricsCollector]
     without = make_scheduler(kv_cache_metrics_sample=0.0)
     assert without.kv_cache_manager.block_pool.observers == ()
 
 
-def test_a_miss_is_explained_also_after_the_end():
+def test_a_prefix_cache_miss_is_explained_even_after_the_request_ended():
     scheduler = make_scheduler()
     add(scheduler, "a", [1, 2], max_tokens=1)
     assert scheduler.explain_prefix_cache_miss("a").reason == "too_short"
@@ -469,7 +469,7 @@ def test_a_miss_is_explained_also_after_the_end():
         scheduler.explain_prefix_cache_miss("unknown")
 
 
-def test_slots_are_counted_when_asked_and_repeated_otherwise():
+def test_make_stats_counts_slots_or_repeats_the_last_count():
     scheduler = make_scheduler()
     add(scheduler, "a", 5)
     step(scheduler)
@@ -479,7 +479,7 @@ def test_slots_are_counted_when_asked_and_repeated_otherwise():
     assert scheduler.make_stats().num_used_slots == 6
 
 
-def test_a_window_bounds_what_a_long_request_holds():
+def test_a_window_limits_the_blocks_of_a_long_request():
     scheduler = make_scheduler(num_blocks=6, specs=(window(5),), max_num_batched_tokens=8)
     # 40 tokens would need 10 blocks; a window of 5 and a chunk of 8 need 4 at once.
     add(scheduler, "a", 30, max_tokens=10)

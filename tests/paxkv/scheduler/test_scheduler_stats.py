@@ -1,4 +1,4 @@
-"""The numbers of a snapshot come from the manager, and from blocks where they are measured."""
+"""A snapshot has the manager's numbers, and block residency if it is measured."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.paxkv.kv_cache.cache_fakes import make_manager, run_alone
 
 
 @pytest.mark.parametrize("is_measured", [False, True])
-def test_the_residency_of_blocks_is_reported_where_it_is_measured(is_measured):
+def test_block_residency_is_reported_if_it_is_measured(is_measured):
     collector = KVCacheMetricsCollector(1.0) if is_measured else None
     manager = make_manager(num_blocks=4, observers=[collector] if is_measured else [])
     for name in ("a", "b"):
@@ -29,7 +29,7 @@ def test_the_residency_of_blocks_is_reported_where_it_is_measured(is_measured):
         num_steps=2,
         num_scheduled_tokens=24,
     )
-    # "b" took the blocks of "a".
+    # "b" got the blocks of "a".
     assert sum(stats.kv_block_residency.lifetime.bucket_counts) == (3 if is_measured else 0)
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 9, 3)
     assert stats.num_accepted_per_pos == (2, 1, 0)

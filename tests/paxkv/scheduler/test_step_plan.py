@@ -1,4 +1,4 @@
-"""StepPlan: what is decided is written down once, and a victim's share is taken back."""
+"""StepPlan: records the decisions of a step, and takes back those for a preempted request."""
 
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
@@ -26,7 +26,7 @@ def blocks(*block_ids):
 
 
 def run(plan, request, num_new_tokens, new_blocks=None):
-    """What the scheduler does for a running request."""
+    """Plans a running request as the scheduler does."""
     plan.running[request.request_id] = request
     plan.num_scheduled_tokens[request.request_id] = num_new_tokens
     plan.token_budget -= num_new_tokens
@@ -34,7 +34,7 @@ def run(plan, request, num_new_tokens, new_blocks=None):
         plan.blocks[request.request_id] = new_blocks
 
 
-def test_each_kind_of_request_is_reported_in_its_way():
+def test_new_running_and_resumed_requests_are_reported_separately():
     plan = StepPlan(10)
     run(plan, make_request("a", num_computed_tokens=3, num_output_tokens=1), 1)
     run(plan, make_request("b", num_computed_tokens=4, num_output_tokens=2), 1, blocks(5))
@@ -58,7 +58,7 @@ def test_each_kind_of_request_is_reported_in_its_way():
     assert cached.all_token_ids == {"d": [1, 2, 3, 9]}
 
 
-def test_outputs_on_their_way_count_as_outputs():
+def test_placeholders_count_as_output_tokens():
     plan = StepPlan(10)
     request = make_request("a", num_computed_tokens=4, num_output_tokens=1)
     request.num_output_placeholders = 1
@@ -66,7 +66,7 @@ def test_outputs_on_their_way_count_as_outputs():
     assert plan.build_cached().num_output_tokens == [2]
 
 
-def test_a_victim_gives_back_all_it_was_given_and_is_not_reported_as_scheduled():
+def test_a_preempted_request_loses_its_tokens_and_is_not_reported_as_scheduled():
     plan = StepPlan(10)
     victim = make_request("a", num_computed_tokens=3, num_output_tokens=1)
     victim.spec_token_ids = [5, 6, 7]
@@ -83,7 +83,7 @@ def test_a_victim_gives_back_all_it_was_given_and_is_not_reported_as_scheduled()
     assert plan.preempted_req_ids == {"a", "never scheduled"}
 
 
-def test_drafts_past_the_scheduled_tokens_are_cut():
+def test_drafts_past_the_scheduled_tokens_are_dropped():
     plan = StepPlan(10)
     request = make_request("a", num_computed_tokens=3, num_output_tokens=1)
     request.spec_token_ids = [5, 6, 7]
@@ -95,7 +95,7 @@ def test_drafts_past_the_scheduled_tokens_are_cut():
     assert (plan.spec_decode_tokens, request.spec_token_ids) == ({}, [])
 
 
-def test_what_is_built_does_not_change_with_the_request():
+def test_built_output_does_not_change_with_the_request():
     plan = StepPlan(10)
     request = make_request("a", num_output_tokens=1)
     plan.add_admitted(request, 4, blocks(1), is_new=False)

@@ -1,4 +1,4 @@
-"""Running requests get tokens and are preempted; waiting requests are admitted, passed or held."""
+"""Running requests get tokens or are preempted; waiting requests are admitted or skipped."""
 
 import pytest
 
@@ -19,14 +19,14 @@ from tests.paxkv.scheduler.stepping import (
 
 
 def make_decoding(prompt=range(5), **settings):
-    """One request "a" whose prompt is computed, and that has one token more."""
+    """One request "a" whose prompt is computed and that has one sampled token."""
     scheduler, runner = make_scheduler(**settings), FunctionRunner()
     request = add(scheduler, "a", list(prompt))
     step(scheduler, runner)
     return scheduler, runner, request
 
 
-def test_drafts_are_verified_and_the_wrong_ones_taken_back():
+def test_rejected_drafts_do_not_count_as_computed():
     scheduler, runner, request = make_decoding()
     right = continuation(range(5), 8)
     step(scheduler, runner, drafts={"a": [right[2], right[3], 999]})
@@ -34,7 +34,7 @@ def test_drafts_are_verified_and_the_wrong_ones_taken_back():
     output = step(scheduler, runner)
     assert output.scheduled_spec_decode_tokens == {"a": [right[2], right[3], 999]}
     assert counts(output) == {"a": 4}
-    # 7 known tokens; positions 6, 7 and 8 hold right ones, position 9 a wrong one.
+    # 7 known tokens. Positions 6, 7 and 8 have right tokens, position 9 a wrong one.
     assert request.all_token_ids[5:] == right[:5]
     assert request.num_computed_tokens == 9
     output = step(scheduler, runner)
@@ -55,7 +55,7 @@ def test_drafts_are_never_cached():
     scheduler.check_invariants()
 
 
-def test_drafts_past_the_budget_or_the_last_token_are_cut():
+def test_drafts_past_the_budget_or_the_last_token_are_dropped():
     scheduler, runner, _ = make_decoding(max_num_batched_tokens=6)
     add(scheduler, "b", 9)
     drafts = {"a": [91, 92, 93, 94, 95, 96, 97]}
@@ -67,12 +67,12 @@ def test_drafts_past_the_budget_or_the_last_token_are_cut():
     scheduler, runner, request = make_decoding(max_model_len=9)
     step(scheduler, runner, drafts=drafts)
     output = step(scheduler, runner)
-    # Position 7 is the last that is computed: position 8 would only be sampled.
+    # Position 7 is the last computed position: position 8 would only be sampled.
     assert output.scheduled_spec_decode_tokens == {"a": [91]}
     assert request.num_computed_tokens <= 8
 
 
-def test_drafts_of_a_finished_request_and_of_a_prompt_in_pieces_are_not_kept():
+def test_drafts_of_a_finished_request_or_a_partial_prompt_are_not_kept():
     scheduler, runner = make_scheduler(max_num_batched_tokens=4), FunctionRunner()
     long = add(scheduler, "long", 9)
     step(scheduler, runner, drafts={"long": [1, 2]})
@@ -93,13 +93,13 @@ def test_tokens_after_a_stop_among_accepted_drafts_are_dropped():
     output = scheduler.schedule()
     (result,) = scheduler.update_from_output(output, runner.execute(output))
     assert (result.new_token_ids, result.stop_reason) == (right[2:4], right[3])
-    # Tokens computed past the end do not count for forks.
+    # Forks do not count tokens that were computed past the end.
     (kept,) = scheduler.kept_requests
     assert kept.num_computed_tokens == kept.num_tokens == 9
     scheduler.check_invariants()
 
 
-def test_a_victim_loses_its_drafts():
+def test_a_preempted_request_loses_its_drafts():
     scheduler = make_scheduler(num_blocks=5)
     runner = FunctionRunner()
     add(scheduler, "a", 7, max_tokens=6)
@@ -112,9 +112,9 @@ def test_a_victim_loses_its_drafts():
     assert "b" not in output.scheduled_spec_decode_tokens
 
 
-def test_running_requests_have_slots_for_lookahead():
+def test_running_requests_have_lookahead_slots():
     scheduler, runner, _ = make_decoding(num_lookahead_tokens=4)
-    # Its first step has no drafts yet: 5 tokens in 2 blocks.
+    # Its first step has no drafts: 5 tokens in 2 blocks.
     assert [len(table) for table in scheduler.kv_cache_manager.get_block_ids("a")] == [2]
     step(scheduler, runner)
     # 6 tokens and 4 slots: 3 blocks of 4.
@@ -122,7 +122,7 @@ def test_running_requests_have_slots_for_lookahead():
 
 
 @pytest.mark.parametrize("settings", [{}, {"specs": (window(5),)}, {"caching": False}])
-def test_a_request_in_the_middle_of_a_block_takes_no_call(settings, monkeypatch):
+def test_a_decode_in_the_middle_of_a_block_does_not_call_the_manager(settings, monkeypatch):
     scheduler, runner = make_scheduler(**settings), FunctionRunner()
     request = add(scheduler, "a", 5, max_tokens=40)
     called_at = []
@@ -136,13 +136,13 @@ def test_a_request_in_the_middle_of_a_block_takes_no_call(settings, monkeypatch)
     for _ in range(30):
         step(scheduler, runner)
     assert request.num_computed_tokens == 34
-    # A block begins at each multiple of 4, and fills 3 later; the rest has nothing to do.
+    # A block begins at each multiple of 4, and is full 3 tokens later. Other tokens need no call.
     wanted = {8, 12, 16, 20, 24, 28, 32}
     assert wanted <= set(called_at)
     assert not {at for at in called_at if at % 4 == 2}
 
 
-def test_an_item_that_cannot_be_encoded_ends_the_chunk_and_waits():
+def test_an_item_that_cannot_be_encoded_yet_ends_the_chunk():
     items = (
         MultiModalFeature(identifier="x", offset=1, length=4),
         MultiModalFeature(identifier="y", offset=6, length=5),
@@ -153,7 +153,7 @@ def test_an_item_that_cannot_be_encoded_ends_the_chunk_and_waits():
     runner = FunctionRunner()
     add(scheduler, "a", 13, mm_features=items)
     outputs = [step(scheduler, runner) for _ in range(4)]
-    # 0..5 with "x"; 6..12 with "y", when the cache has room again.
+    # Tokens 0..5 with "x"; 6..12 with "y", when the cache has room again.
     assert [counts(output).get("a") for output in outputs] == [6, 7, 1, 1]
     assert [output.scheduled_encoder_inputs for output in outputs[:3]] == [
         {"a": [0]},
@@ -163,7 +163,7 @@ def test_an_item_that_cannot_be_encoded_ends_the_chunk_and_waits():
     assert [output.free_encoder_mm_hashes for output in outputs[:2]] == [[], ["x"]]
 
 
-def test_a_preempted_request_returns_its_encoder_budget_and_passes_a_shared_item_on():
+def test_preemption_returns_encoder_budget_and_passes_a_shared_item_on():
     shared = MultiModalFeature(identifier="x", offset=4, length=4)
     scheduler = make_scheduler(
         num_blocks=9,
@@ -179,7 +179,7 @@ def test_a_preempted_request_returns_its_encoder_budget_and_passes_a_shared_item
     step_1 = scheduler.schedule()
     scheduler.update_from_output(step_1, runner.execute(step_1))
     assert ids(scheduler.running) == ["high", "mid", "low"]
-    # "low" is asked first: it gets to encode "x" and "mid" counts on that.
+    # "low" is scheduled first and encodes "x", and "mid" uses it too.
     scheduler.running.reverse()
     taken = scheduler.kv_cache_manager.block_pool.get_new_blocks(3)
     output = scheduler.schedule()
@@ -189,7 +189,7 @@ def test_a_preempted_request_returns_its_encoder_budget_and_passes_a_shared_item
     scheduler.kv_cache_manager.block_pool.free_blocks(taken)
 
 
-def test_an_item_of_a_preempted_request_is_encoded_for_the_preempting_one():
+def test_an_item_of_a_preempted_request_is_encoded_for_the_preempting_request():
     shared = MultiModalFeature(identifier="x", offset=4, length=4)
     scheduler = make_scheduler(
         num_blocks=9,
@@ -201,7 +201,7 @@ def test_an_item_of_a_preempted_request_is_encoded_for_the_preempting_one():
     add(scheduler, "low", 24, priority=5, max_tokens=1, mm_features=(shared,))
     add(scheduler, "mid", 24, priority=1, max_tokens=1, mm_features=(shared,))
     step(scheduler, runner)
-    # "low" is asked first, and takes the one block that is free.
+    # "low" is scheduled first, and gets the one free block.
     scheduler.running.reverse()
     pool = scheduler.kv_cache_manager.block_pool
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - 1)
@@ -211,7 +211,7 @@ def test_an_item_of_a_preempted_request_is_encoded_for_the_preempting_one():
     pool.free_blocks(taken)
 
 
-def test_a_reset_takes_nothing_back_from_a_step_on_its_way():
+def test_a_reset_does_not_cancel_items_of_a_step_in_flight():
     item = MultiModalFeature(identifier="x", offset=0, length=4)
     scheduler, runner = make_scheduler(), FunctionRunner()
     add(scheduler, "a", 5, max_tokens=2, mm_features=(item,))
@@ -219,11 +219,11 @@ def test_a_reset_takes_nothing_back_from_a_step_on_its_way():
     assert scheduler.reset_prefix_cache(True)
     assert output.scheduled_encoder_inputs == {"a": [0]}
     scheduler.update_from_output(output, runner.execute(output))
-    # The runner has it already.
+    # The runner has the item already.
     assert step(scheduler, runner).scheduled_encoder_inputs == {}
 
 
-def test_reset_puts_running_requests_back_in_the_order_in_which_they_ran():
+def test_reset_queues_running_requests_in_the_order_in_which_they_ran():
     scheduler = make_scheduler()
     for name in "abc":
         add(scheduler, name, 3, max_tokens=4)
@@ -235,7 +235,7 @@ def test_reset_puts_running_requests_back_in_the_order_in_which_they_ran():
     scheduler.check_invariants()
 
 
-def test_finished_requests_leave_the_running_ones():
+def test_finished_requests_are_removed_from_running():
     scheduler = make_scheduler()
     add(scheduler, "a", 3, max_tokens=1)
     add(scheduler, "b", 3, max_tokens=2)
@@ -252,7 +252,7 @@ class Grammars:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_a_request_without_its_grammar_is_passed_and_keeps_its_place(policy):
+def test_a_request_that_waits_for_its_grammar_is_skipped_and_keeps_its_place(policy):
     gate = Grammars()
     scheduler = make_scheduler(grammar_gate=gate, policy=policy, max_num_seqs=1)
     runner = FunctionRunner()
@@ -267,19 +267,19 @@ def test_a_request_without_its_grammar_is_passed_and_keeps_its_place(policy):
         )
     assert scheduler.requests["a"].status is RequestStatus.WAITING_FOR_FSM
     assert counts(step(scheduler, runner)) == {"c": 3}
-    # Both stand where they stood, in their old order.
+    # Both keep their places in the queue.
     assert ids(scheduler.waiting) == ["a", "b", "d"]
     gate.ready = {"b"}
     assert counts(step(scheduler, runner)) == {"b": 3}
     assert ids(scheduler.waiting) == ["a", "d"]
     assert counts(step(scheduler, runner)) == {"d": 3}
-    output = step(scheduler, runner)  # nothing to do, and no one's fault
-    assert (counts(output), scheduler.is_waiting_for_outside()) == ({}, True)
+    output = step(scheduler, runner)  # an empty step, which is legitimate
+    assert (counts(output), scheduler.may_schedule_nothing()) == ({}, True)
     gate.ready = {"a"}
     assert counts(step(scheduler, runner)) == {"a": 3}
 
 
-def test_a_grammar_without_a_compiler_is_refused():
+def test_a_grammar_without_a_grammar_gate_is_rejected():
     with pytest.raises(InvalidRequestError, match="compiles no grammars"):
         add(make_scheduler(), "a", 3, needs_grammar=True)
 
@@ -291,13 +291,13 @@ def test_a_pooled_request_cannot_have_a_grammar():
     assert not scheduler.requests
 
 
-def test_a_whole_prompt_must_fit_unless_that_is_turned_off():
+def test_a_whole_prompt_must_fit_unless_the_setting_is_off():
     def admitted(**config):
         scheduler = make_scheduler(num_blocks=6, max_num_batched_tokens=8, **config)
         add(scheduler, "a", 8, max_tokens=2)
         runner = FunctionRunner()
         step(scheduler, runner)
-        # 2 of 5 blocks are taken; the first piece of 7 tokens fits in 3, all 14 tokens do not.
+        # 2 of 5 blocks are held. The first 7 tokens fit in 3 blocks, but all 14 tokens do not.
         add(scheduler, "b", 14, max_tokens=2)
         return counts(step(scheduler, runner))
 
@@ -305,7 +305,7 @@ def test_a_whole_prompt_must_fit_unless_that_is_turned_off():
     assert admitted(full_sequence_must_fit=False) == {"a": 1, "b": 7}
 
 
-def test_a_waiting_request_that_does_not_fit_ends_the_scan_without_preemption():
+def test_a_request_that_does_not_fit_ends_the_scan_without_preemption():
     scheduler = make_scheduler(num_blocks=6)
     runner = FunctionRunner()
     add(scheduler, "a", 8, max_tokens=3)
@@ -317,7 +317,7 @@ def test_a_waiting_request_that_does_not_fit_ends_the_scan_without_preemption():
     assert ids(scheduler.waiting) == ["big", "small"]
 
 
-def test_an_item_that_cannot_be_encoded_now_ends_the_scan():
+def test_a_waiting_request_whose_item_cannot_be_encoded_ends_the_scan():
     def item(name):
         return (MultiModalFeature(identifier=name, offset=0, length=3),)
 
@@ -329,18 +329,18 @@ def test_an_item_that_cannot_be_encoded_now_ends_the_scan():
     outputs = [step(scheduler, runner) for _ in range(3)]
     assert [counts(output) for output in outputs] == [{"x": 5}, {"y": 5}, {"z": 5, "text": 2}]
     assert outputs[1].scheduled_encoder_inputs == {"y": [0]}
-    # 8 tokens keep two items of 3; "x" made room for "z".
+    # 8 tokens have room for two items of 3; "x" was evicted for "z".
     assert [output.free_encoder_mm_hashes for output in outputs] == [[], [], ["x"]]
     add(scheduler, "again", 5, max_tokens=1, mm_features=item("y"))
     assert step(scheduler, runner).scheduled_encoder_inputs == {}
 
 
-def test_a_request_that_waits_for_nothing_and_gets_nothing_is_an_error():
+def test_an_empty_step_raises_if_a_request_could_run():
     scheduler = make_scheduler(num_blocks=5)
     add(scheduler, "a", 12, max_tokens=3)
     lost = scheduler.kv_cache_manager.block_pool.get_new_blocks(4)
     output = scheduler.schedule()
-    with pytest.raises(InvariantError, match="nothing runs, though something could"):
+    with pytest.raises(InvariantError, match="although a request could run"):
         scheduler.check_progress(output)
     scheduler.kv_cache_manager.block_pool.free_blocks(lost)
     scheduler.check_progress(scheduler.schedule())
@@ -361,7 +361,7 @@ def test_no_request_is_admitted_after_a_preemption(monkeypatch):
     assert len(called) == 2
 
 
-def test_who_ends_after_a_reset_is_only_reported_as_ended():
+def test_a_request_that_ends_after_a_reset_is_reported_only_as_finished():
     scheduler, runner = make_scheduler(), FunctionRunner()
     for name in "ab":
         add(scheduler, name, 6, max_tokens=4)
@@ -385,7 +385,7 @@ def test_a_reset_preempts_running_requests_and_keeps_their_order(policy):
     scheduler.check_invariants()
     assert (ids(scheduler.running), ids(scheduler.waiting)) == ([], ["a", "b", "c"])
     output = step(scheduler, runner)
-    # They come back at once, compute everything anew, and the runner hears of both.
+    # Both resume in the next step and compute all tokens again. The preemptions are reported.
     assert output.preempted_req_ids == {"a", "b"}
     assert output.scheduled_cached_reqs.resumed_req_ids == {"a", "b"}
     assert output.scheduled_cached_reqs.num_computed_tokens == [0, 0]

@@ -1,4 +1,4 @@
-"""Steps return in the order in which they were scheduled, without discarded ones."""
+"""Steps return in the order in which they were scheduled, without discarded requests."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_the_oldest_step_comes_first():
         steps.get_requests(second)
 
 
-def test_a_discarded_request_is_in_no_step_but_its_namesake_stays():
+def test_discard_removes_a_request_but_not_another_with_the_same_id():
     steps, request, (first, second) = make_steps()
     _, namesake, _ = make_steps(0)
     steps.discard(namesake)
@@ -42,7 +42,7 @@ def test_a_discarded_request_is_in_no_step_but_its_namesake_stays():
     assert steps.get_requests(second) == {}
 
 
-def test_tokens_from_a_load_in_flight_on_are_not_sure_until_its_step_is_back():
+def test_tokens_after_a_load_in_flight_are_not_sure_until_its_step_returns():
     connector = InMemoryConnector()
     connector.store(range(12))
     scheduler = make_scheduler(AsyncScheduler, connector=connector)
@@ -50,7 +50,7 @@ def test_tokens_from_a_load_in_flight_on_are_not_sure_until_its_step_is_back():
     steps, outputs = scheduler.steps_in_flight, [scheduler.schedule()]
     request = add(scheduler, "b", range(14))
     outputs += [scheduler.schedule(), scheduler.schedule()]
-    # 4 tokens are hits in what "a" loads; 8 are loaded, and 2 and 1 computed.
+    # 4 tokens are hits in blocks that "a" loads; 8 are loaded, and 2 and 1 are computed.
     assert (request.num_computed_tokens, steps.num_sure_tokens(request)) == (15, 4)
     assert steps.num_sure_tokens(hit) == 0
     steps.remove(outputs[0])
@@ -60,9 +60,7 @@ def test_tokens_from_a_load_in_flight_on_are_not_sure_until_its_step_is_back():
 
 
 @pytest.mark.parametrize(("scheduler_class", "num_unknown"), [(AsyncScheduler, 0), (Scheduler, 3)])
-def test_tokens_of_a_burst_are_unknown_where_no_placeholder_stands_for_them(
-    scheduler_class, num_unknown
-):
+def test_tokens_of_a_burst_without_placeholders_are_unknown(scheduler_class, num_unknown):
     scheduler, runner = make_scheduler(scheduler_class), FunctionRunner()
     add(scheduler, "a", 5)
     step(scheduler, runner)
@@ -82,7 +80,7 @@ def test_drafts_are_unknown_until_they_are_verified():
     assert scheduler.steps_in_flight.count_unknown_tokens() == {"a": 2}
 
 
-def test_after_a_request_ended_the_tokens_of_a_later_burst_are_uncertain():
+def test_tokens_of_a_burst_after_the_end_of_a_request_are_not_sure():
     scheduler = make_scheduler(AsyncScheduler)
     request = add(scheduler, "a", 5)
     outputs = [scheduler.schedule(), scheduler.schedule(4)]
@@ -94,7 +92,7 @@ def test_after_a_request_ended_the_tokens_of_a_later_burst_are_uncertain():
     assert steps.num_sure_tokens(request) == 5
 
 
-def test_a_step_without_requests_is_no_step():
+def test_a_step_without_requests_is_not_recorded():
     scheduler = make_scheduler()
     output = scheduler.schedule()
     assert len(scheduler.steps_in_flight) == 0

@@ -1,4 +1,4 @@
-"""Stopping: which token ends a request, why, and what becomes of the tokens after it."""
+"""Stopping: the token that ends a request, the reason, and the tokens after it."""
 
 import pytest
 
@@ -41,12 +41,12 @@ def make_request(*, max_num_tokens=10, block_hasher=None, bad_words=(), scarce=(
     [
         ({}, 7, None),
         ({}, EOS, ("stop", None)),
-        # A further one of the model is a stop token.
+        # A further EOS token of the model is a stop token.
         ({}, 3, ("stop", 3)),
         ({"ignore_eos": True}, EOS, None),
         ({"ignore_eos": True}, 3, None),
         ({"stop_token_ids": [7, 8]}, 8, ("stop", 8)),
-        # EOS is looked at first, unless it is ignored.
+        # EOS is checked first, unless it is ignored.
         ({"stop_token_ids": [EOS]}, EOS, ("stop", None)),
         ({"stop_token_ids": [EOS], "ignore_eos": True}, EOS, ("stop", EOS)),
         # At the last possible token, a stop is still a stop.
@@ -56,13 +56,13 @@ def make_request(*, max_num_tokens=10, block_hasher=None, bad_words=(), scarce=(
         ({"max_num_tokens": 5}, 7, None),
     ],
 )
-def test_the_first_rule_that_holds_ends_the_request(params, token_id, expected):
+def test_the_first_matching_rule_ends_the_request(params, token_id, expected):
     request = make_request(**params)
     request.append_output_tokens([token_id])
     assert check_stop(request) == expected
 
 
-def test_tokens_after_the_stop_are_dropped_and_the_stop_is_kept():
+def test_tokens_after_the_stop_token_are_dropped():
     request = make_request(stop_token_ids=[9])
     result = append_until_stop(request, [7, 9, 8], None)
     assert result.new_token_ids == [7, 9]
@@ -71,15 +71,15 @@ def test_tokens_after_the_stop_are_dropped_and_the_stop_is_kept():
     assert request.all_token_ids == [EOS, 50, 60, 7, 9]
 
 
-def test_a_request_ends_where_no_token_is_left():
-    """7 is all that is allowed, and not three times."""
+def test_a_request_ends_if_no_token_is_allowed():
+    """Only 7 is allowed, and not three times in a row."""
     settings = {"bad_words": ((9,), (7, 7, 7)), "scarce": (7,)}
     request = make_request(**settings)
     result = append_until_stop(request, [7, 7, 0], None)
     assert (result.new_token_ids, result.finish_reason) == ([7, 7], "stop")
     assert result.stop_reason == request.stop_reason == NO_TOKEN_LEFT
     assert request.status is RequestStatus.FINISHED_STOPPED
-    # Another end is told first.
+    # Other reasons have precedence.
     for ends, expected in (
         ({"max_num_tokens": 4}, ("length", None)),
         ({"stop_token_ids": [7]}, ("stop", 7)),
@@ -89,7 +89,7 @@ def test_a_request_ends_where_no_token_is_left():
         assert (request.finish_reason, request.stop_reason) == expected
 
 
-def test_an_end_token_before_min_tokens_is_not_a_token_that_is_left():
+def test_eos_below_min_tokens_is_not_an_allowed_token():
     settings = {"bad_words": ((7, 7),), "stop_token_ids": [9], "scarce": (7, 9)}
     for min_tokens, expected in ((1, None), (2, ("stop", NO_TOKEN_LEFT))):
         request = make_request(min_tokens=min_tokens, **settings)
@@ -97,14 +97,14 @@ def test_an_end_token_before_min_tokens_is_not_a_token_that_is_left():
         assert check_stop(request) == expected
 
 
-def test_length_cuts_a_run_of_tokens():
+def test_several_tokens_are_cut_at_the_length_limit():
     request = make_request(max_num_tokens=5)
     result = append_until_stop(request, [7, 8, 9], None)
     assert (result.new_token_ids, result.finish_reason) == ([7, 8], "length")
     assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
 
 
-def test_a_request_that_continues_reports_its_tokens():
+def test_a_continuing_request_reports_its_tokens():
     request = make_request()
     result = append_until_stop(request, [7, 8], None)
     assert (result.request_id, result.new_token_ids) == ("r", [7, 8])
@@ -113,7 +113,7 @@ def test_a_request_that_continues_reports_its_tokens():
     assert request.status is RequestStatus.RUNNING
 
 
-def test_outputs_tell_how_often_their_request_was_preempted():
+def test_outputs_contain_the_number_of_preemptions():
     request = make_request(max_tokens=9)
     request.num_preemptions = 2
     assert append_until_stop(request, [70], None).num_preemptions == 2
@@ -128,7 +128,7 @@ def plain_output(request, token_ids, logprobs):
     return outputs[0]
 
 
-def test_plain_tokens_are_appended_as_any_are():
+def test_append_plain_and_append_until_stop_agree():
     logprobs = [TokenLogprobs(token_logprob=0.0, token_rank=1, top_token_ids=[], top_logprobs=[])]
     plain, other = make_request(), make_request()
     plain.num_output_placeholders = 3
@@ -144,12 +144,12 @@ def test_plain_tokens_are_appended_as_any_are():
         ([EOS], {}),
         ([7, 3, 8], {}),
         ([7], {"stop_token_ids": [7]}),
-        # The rules are asked below min_tokens, too.
+        # Also below min_tokens, such a token needs a check.
         ([EOS], {"min_tokens": 5}),
         ([7, 8], {"max_num_tokens": 5}),
         ([7], {"block_hasher": BlockHasher(block_size=4, seed="")}),
         ([7, 8, 9], {"block_hasher": BlockHasher(block_size=5, seed="")}),
-        # Each may be the last that is allowed, in the middle of a block too.
+        # After each token, no token may be allowed, also in the middle of a block.
         ([7], {"scarce": (7, 8), "bad_words": ((7, 7), (7, 8))}),
         (
             [7],
@@ -161,13 +161,13 @@ def test_plain_tokens_are_appended_as_any_are():
         ),
     ],
 )
-def test_tokens_that_may_do_more_than_come_are_not_plain(token_ids, settings):
+def test_tokens_that_need_a_check_are_not_plain(token_ids, settings):
     request = make_request(**settings)
     assert plain_output(request, token_ids, None) is None
     assert request.all_token_ids == [EOS, 50, 60] and not request.block_hashes
 
 
-def test_block_fills_up_though_no_token_ends_the_request():
+def test_a_full_block_is_hashed_if_no_token_ends_the_request():
     request = make_request(block_hasher=BlockHasher(block_size=2, seed=""))
     append_until_stop(request, [7, 8, 9], None)
     assert len(request.block_hashes) == 3
@@ -175,14 +175,14 @@ def test_block_fills_up_though_no_token_ends_the_request():
     assert plain_output(request, [7], None) is None
 
 
-def test_burst_without_a_token_ends_nothing():
+def test_a_burst_without_tokens_ends_no_request():
     request = make_request()
     request.append_output_tokens([EOS])
     result = append_until_stop(request, [], None)
     assert (result.new_token_ids, result.finish_reason) == ([], None)
 
 
-def test_logprobs_are_cut_with_their_tokens():
+def test_logprobs_of_dropped_tokens_are_dropped():
     logprobs = [
         TokenLogprobs(token_logprob=-float(i), token_rank=1, top_token_ids=[], top_logprobs=[])
         for i in range(3)
@@ -195,7 +195,7 @@ def test_logprobs_are_cut_with_their_tokens():
     ("token_id", "num_tokens", "expected"),
     [(EOS, 1, None), (9, 1, None), (EOS, 2, ("stop", None)), (9, 2, ("stop", 9))],
 )
-def test_below_min_tokens_only_the_length_ends_a_request(token_id, num_tokens, expected):
+def test_below_min_tokens_only_the_length_limit_ends_a_request(token_id, num_tokens, expected):
     request = make_request(stop_token_ids=[9])
     request.min_tokens = 2
     for _ in range(num_tokens - 1):
@@ -217,5 +217,5 @@ def test_below_min_tokens_only_the_length_ends_a_request(token_id, num_tokens, e
         ([7], [7, 8, 9], 0),
     ],
 )
-def test_drafts_after_the_first_wrong_one_are_rejected(drafts, sampled, expected):
+def test_drafts_after_the_first_wrong_draft_are_rejected(drafts, sampled, expected):
     assert num_rejected_tokens(len(drafts), len(sampled)) == expected

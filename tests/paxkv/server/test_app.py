@@ -504,7 +504,7 @@ def test_no_path_of_the_server_may_be_the_root_path():
     first_words = {route.path.split("/")[1] for route in app.routes} - {""}
     assert len(first_words) > 10
     for word in first_words:
-        with pytest.raises(ConfigError, match=f"a path of our own, got '/{word}'"):
+        with pytest.raises(ConfigError, match=f"a path of the server, got '/{word}'"):
             ServerConfig(root_path=f"/{word}")
         assert ServerConfig(root_path=f"/{word}s/{word}").root_path == f"/{word}s/{word}"
 

@@ -1,4 +1,4 @@
-"""Coordinators: all groups do together what one group does, over one pool."""
+"""Coordinators: every call applies to all groups, over one pool."""
 
 import types
 
@@ -53,7 +53,7 @@ def hashed(block_hashes):
     return types.SimpleNamespace(request_id="r", block_hashes=block_hashes)
 
 
-def test_each_group_gets_its_own_blocks_of_one_pool():
+def test_groups_get_different_blocks_of_one_pool():
     coordinator = plain(full(), full(), full())
     assert num_to_allocate(coordinator, 5) == 6
     assert group_ids(new_blocks(coordinator, 5)) == ([1, 2], [3, 4], [5, 6])
@@ -89,7 +89,7 @@ def test_cross_attention_counts_encoder_tokens():
     assert coordinator.get_num_blocks_for_full_sequence("s", 40, nothing, 9, 0, 4) == 3 + 10
 
 
-def test_without_prefix_cache_nothing_is_ever_found():
+def test_without_prefix_caching_there_are_no_hits():
     coordinator = plain(full())
     new_blocks(coordinator, 4)
     coordinator.cache_blocks(hashed([b"a"]), 4)
@@ -106,8 +106,8 @@ def test_unitary_hit_counts_its_tokens():
     assert coordinator.get_num_common_prefix_blocks("r") == [2]
 
 
-def test_a_hash_may_cover_less_than_a_block():
-    # Hashes of 2 tokens: a block of 4 is named by every second of them.
+def test_a_hash_may_cover_fewer_tokens_than_a_block():
+    # Each hash covers 2 tokens: every second hash identifies a block of 4.
     coordinator = UnitaryKVCacheCoordinator(
         make_config(full(), hash_block_size=2), enable_caching=True
     )
@@ -118,7 +118,7 @@ def test_a_hash_may_cover_less_than_a_block():
     assert coordinator.find_longest_cache_hit([b"0", b"x"], 100)[1] == 0
 
 
-def test_with_context_parallelism_a_hit_is_blocks_of_all_ranks():
+def test_with_context_parallelism_a_hit_counts_tokens_of_all_ranks():
     coordinator = unitary(full(), dcp_world_size=2)
     new_blocks(coordinator, 16)
     coordinator.cache_blocks(hashed([b"0", b"1", b"2", b"3"]), 15)
@@ -126,33 +126,33 @@ def test_with_context_parallelism_a_hit_is_blocks_of_all_ranks():
     assert (group_ids(blocks), num_tokens) == (([1],), 8)
 
 
-def test_with_eagle_a_block_less_is_hit():
+def test_with_eagle_a_hit_is_one_block_shorter():
     coordinator = unitary(full(), use_eagle=True)
     new_blocks(coordinator, 8)
     coordinator.cache_blocks(hashed([b"a", b"b"]), 8)
     assert coordinator.find_longest_cache_hit([b"a", b"b"], 100)[1] == 4
 
 
-def test_block_work_is_due_when_the_first_group_has_some():
+def test_tokens_before_allocate_are_the_minimum_of_all_groups():
     coordinator = plain(full(4), full(8))
     new_blocks(coordinator, 3)
-    assert coordinator.get_num_tokens_before_block_work("r") == 4
+    assert coordinator.get_max_tokens_before_allocate("r") == 4
 
 
 @pytest.mark.parametrize("enable_caching", [True, False])
-def test_slots_are_reserved_after_the_slots_of_a_step(enable_caching):
+def test_slots_of_a_burst_are_reserved_after_the_steps_slots(enable_caching):
     manager = make_manager(full(), window(5), full(8), enable_caching=enable_caching)
     request = FakeRequest("r", range(8))
     admit(manager, request, 7)
     finish_step(request, 7)
-    # The last token that is known fills blocks, which can be found from now on.
+    # The last known token fills blocks, which are cached from now on.
     assert manager.allocate_slots(request, 1).is_empty()
     before = state(manager)
     tables = manager.get_block_ids("r")
     assert manager.get_num_blocks_to_reserve(request, 8) == 0
     assert manager.reserve_slots(request, 8).is_empty()
     assert state(manager) == before
-    # 15 tokens: 4 blocks of 4, and 2 of 8.
+    # 15 tokens need 4 blocks of 4, and 2 of 8.
     assert manager.get_num_blocks_to_reserve(request, 15) == 2 + 2 + 1
     new = manager.reserve_slots(request, 15).get_block_ids()
     assert [len(group) for group in new] == [2, 2, 1]

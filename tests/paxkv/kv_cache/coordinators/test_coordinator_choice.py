@@ -1,4 +1,4 @@
-"""Which coordinator a KV cache gets, and which KV caches are refused."""
+"""The coordinator class of a KV cache, and the KV caches that are rejected."""
 
 import pytest
 
@@ -21,32 +21,32 @@ from tests.paxkv.kv_cache.cache_fakes import cross, full, make_config, sinks, wi
         ((full(), window(8)), True, HybridKVCacheCoordinator),
         ((full(),), False, KVCacheCoordinatorNoPrefixCache),
         ((full(), window(8)), False, KVCacheCoordinatorNoPrefixCache),
-        # What a decoder caches depends on the encoder's input, which hashes do not name.
+        # The decoder's K and V depend on the encoder's input, which hashes do not cover.
         ((full(), cross()), True, KVCacheCoordinatorNoPrefixCache),
     ],
 )
-def test_the_coordinator_fits_groups_and_caching(specs, enable_caching, coordinator_class):
+def test_groups_and_caching_decide_the_coordinator_class(specs, enable_caching, coordinator_class):
     coordinator = get_kv_cache_coordinator(make_config(*specs), enable_caching=enable_caching)
     assert type(coordinator) is coordinator_class
     is_cached = coordinator_class is not KVCacheCoordinatorNoPrefixCache
     assert coordinator.enable_caching == coordinator.block_pool.enable_caching == is_cached
 
 
-def test_a_cache_without_groups_is_refused():
+def test_a_cache_without_groups_is_rejected():
     with pytest.raises(ConfigError, match="no groups"):
         get_kv_cache_coordinator(make_config(), enable_caching=False)
 
 
-def test_a_hash_must_not_cover_tokens_of_two_blocks():
+def test_hash_block_size_must_divide_every_block_size():
     config = make_config(full(4), full(6), hash_block_size=4)
     with pytest.raises(ConfigError, match=r"hash_block_size=4 must divide .* \[4, 6\]"):
         get_kv_cache_coordinator(config, enable_caching=True)
-    # Without caching nothing is hashed.
+    # Without caching there are no hashes.
     get_kv_cache_coordinator(config, enable_caching=False)
     get_kv_cache_coordinator(make_config(full(4), full(6)), enable_caching=True)
 
 
-def test_only_full_attention_is_spread_over_ranks():
+def test_only_full_attention_supports_context_parallelism():
     with pytest.raises(ConfigError, match="SlidingWindowSpec cannot be spread"):
         get_kv_cache_coordinator(
             make_config(full(), window(8)), enable_caching=True, pcp_world_size=2

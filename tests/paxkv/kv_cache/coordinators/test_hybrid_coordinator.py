@@ -1,4 +1,4 @@
-"""Hybrid coordinator: the longest hit that every kind of group can go on from."""
+"""Hybrid coordinator: the longest hit after which every kind of group can continue."""
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ HASHES = [bytes([65 + i]) for i in range(NUM_TOKENS // 2)]  # of 2 tokens each
 
 
 def make(*specs, cached, use_eagle=False):
-    """A coordinator where blocks `cached[group]` of the prompt can be found.
+    """A coordinator in which blocks `cached[group]` of the prompt are cached.
 
     Block i of the prompt is block `100 * group + i + 1` of the pool.
     """
@@ -42,13 +42,13 @@ def test_equal_groups_are_merged_and_full_attention_comes_first():
     assert coordinator.lcm_block_size == 8
 
 
-def test_a_hit_is_what_all_groups_have():
+def test_a_hit_needs_blocks_of_every_group():
     coordinator = make(full(), window(5), cached=[range(5), (1, 2)])
-    # The window of 5 needs the last block alone: at 12 tokens it is there, at 16 and 20 not.
+    # The window of 5 needs only the last block, which is cached at 12 tokens, but not at 16 and 20.
     assert find(coordinator) == ([[1, 2, 3], [0, 0, 103]], 12)
 
 
-def test_equal_groups_hit_together():
+def test_groups_with_equal_specs_have_hits_of_equal_length():
     coordinator = make(full(), full(), cached=[range(5), range(3)])
     assert find(coordinator) == ([[1, 2, 3], [101, 102, 103]], 12)
 
@@ -58,15 +58,15 @@ def test_a_miss_in_one_group_is_a_miss():
     assert find(make(full(), window(5), cached=[(), range(5)])) == ([[], []], 0)
 
 
-def test_a_window_is_asked_again_when_a_later_kind_shortens_the_hit():
+def test_a_window_searches_again_when_a_later_kind_shortens_the_hit():
     # In one round: full 24, window 24 (block 5), chunks of 16: 16 tokens, as block 4 is missing.
-    # But at 16 the window lacks block 3, so what all accept is 8.
+    # But at 16 the window lacks block 3, so all kinds accept 8.
     coordinator = make(full(), window(5), chunked(16), cached=[range(6), (1, 5), (0, 1, 2, 3, 5)])
     assert find(coordinator) == ([[1, 2], [0, 102], [201, 202]], 8)
 
 
 def test_two_windows_shorten_each_other_until_both_agree():
-    # The first accepts 28, 20, 12, 4; the second 24, 16, 8: they never meet.
+    # The first accepts 28, 20, 12, 4; the second 24, 16, 8. No length is common.
     coordinator = make(window(5), window(4), cached=[(6, 4, 2, 0), (5, 3, 1)])
     assert find(coordinator) == ([[], []], 0)
     coordinator = make(window(5), window(4), cached=[(6, 4, 2, 0), (5, 3, 1, 0)])
@@ -74,12 +74,12 @@ def test_two_windows_shorten_each_other_until_both_agree():
 
 
 def test_a_window_before_full_attention_in_the_config_makes_no_difference():
-    # If the window were asked last and only once, 24 would be called a hit of full attention.
+    # If the window were searched last and only once, 24 would be a hit of full attention.
     coordinator = make(window(9), full(), cached=[(1, 2, 4, 5), range(4)])
     assert find(coordinator) == ([[0, 2, 3], [101, 102, 103]], 12)
 
 
-def test_hits_end_where_blocks_of_all_sizes_end():
+def test_hits_end_at_a_block_boundary_of_every_group():
     # Blocks of 4 and 6: a hit is a multiple of 12.
     coordinator = make(full(4), full(6), cached=[range(9), range(5)])
     assert find(coordinator) == ([[1, 2, 3, 4, 5, 6], [101, 102, 103, 104]], 24)
@@ -88,7 +88,7 @@ def test_hits_end_where_blocks_of_all_sizes_end():
     assert find(coordinator, 31) == ([[1, 2, 3, 4], [0, 102]], 16)
 
 
-def test_with_eagle_one_block_is_dropped_and_not_one_for_each_kind():
+def test_with_eagle_only_one_block_is_dropped_for_all_kinds():
     coordinator = make(full(), window(5), cached=[range(5), range(5)], use_eagle=True)
     assert find(coordinator) == ([[1, 2, 3, 4], [0, 0, 0, 104]], 16)
     coordinator = make(
@@ -97,12 +97,12 @@ def test_with_eagle_one_block_is_dropped_and_not_one_for_each_kind():
     assert find(coordinator) == ([[1, 2, 3, 4], [0, 0, 0, 104], [0, 0, 203, 204]], 16)
 
 
-def test_with_eagle_the_dropped_block_must_be_there_in_every_group():
+def test_with_eagle_every_group_must_have_the_dropped_block():
     coordinator = make(full(), window(5), cached=[range(5), (0, 1, 2)], use_eagle=True)
     assert find(coordinator) == ([[1, 2], [0, 102]], 8)
     coordinator = make(full(), window(5), cached=[range(3), (1, 2, 3, 4)], use_eagle=True)
     assert find(coordinator) == ([[1, 2], [0, 102]], 8)
-    # Nor may it reach past the most that is allowed.
+    # The dropped block must not exceed the largest length either.
     coordinator = make(full(), window(5), cached=[range(5), range(5)], use_eagle=True)
     assert find(coordinator, 19)[1] == 12
 

@@ -1,4 +1,4 @@
-"""Block hashes: the same exactly when all tokens up to the block's end are the same."""
+"""Block hashes: equal exactly if all tokens up to the block's end are equal."""
 
 import subprocess
 import sys
@@ -54,9 +54,7 @@ def test_a_different_token_changes_its_block_and_every_later_one(algorithm):
     salt=st.sampled_from([None, "a"]),
     lora=st.sampled_from([None, "b"]),
 )
-def test_extending_in_any_steps_gives_the_hashes_of_the_whole(
-    algorithm, token_ids, steps, salt, lora
-):
+def test_hashes_do_not_depend_on_how_tokens_are_appended(algorithm, token_ids, steps, salt, lora):
     sources = ExtraKeySources(cache_salt=salt, lora_name=lora)
     hasher = BlockHasher(block_size=4, seed="s", algorithm=algorithm)
     block_hashes, length = [], 0
@@ -65,12 +63,12 @@ def test_extending_in_any_steps_gives_the_hashes_of_the_whole(
         hasher.extend(block_hashes, token_ids[:length], sources)
     assert block_hashes == hashes(token_ids, algorithm=algorithm, cache_salt=salt, lora_name=lora)
     if salt is None and lora is None:
-        # Sources without a key are as good as no sources.
+        # Sources without a key give the same hashes as no sources.
         assert block_hashes == hashes(token_ids, algorithm=algorithm)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_cache_salt_separates_every_block_of_tenants(algorithm):
+def test_cache_salts_separate_all_blocks(algorithm):
     tokens = list(range(8))
     plain = hashes(tokens, algorithm=algorithm)
     salted, other = (hashes(tokens, algorithm=algorithm, cache_salt=s) for s in ("a", "b"))
@@ -80,13 +78,13 @@ def test_cache_salt_separates_every_block_of_tenants(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_salt_that_is_no_valid_unicode_is_hashed_too(algorithm):
+def test_a_salt_with_invalid_unicode_is_hashed(algorithm):
     plain = hashes([1, 2, 3, 4], algorithm=algorithm)
     assert hashes([1, 2, 3, 4], algorithm=algorithm, cache_salt="\ud800") != plain
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_equal_seeds_agree_and_engines_without_a_seed_do_not(algorithm):
+def test_engines_agree_on_hashes_only_with_equal_seeds(algorithm):
     tokens = [1, 2, 3, 4]
     same, other, random, random_again = (
         hashes(tokens, algorithm=algorithm, seed=seed) for seed in ("x", "y", None, None)
@@ -97,8 +95,8 @@ def test_equal_seeds_agree_and_engines_without_a_seed_do_not(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
-def test_block_sizes_share_no_chain(algorithm):
-    """Tokens have no count in these bytes, so the chain's root has to keep the sizes apart."""
+def test_different_block_sizes_give_different_hashes(algorithm):
+    """The hashed bytes contain no number of tokens, so the root hash must depend on the size."""
     roots = {
         BlockHasher(block_size=size, seed="x", algorithm=algorithm).none_hash for size in (4, 8)
     }
@@ -118,7 +116,7 @@ def test_a_fixed_seed_gives_equal_hashes_in_another_process():
     result = subprocess.run(
         [sys.executable, "-c", program],
         cwd=Path(__file__).resolve().parents[4],
-        # Python's own string hashing differs between processes; ours must not depend on it.
+        # Python's string hashing differs between processes; block hashes must not depend on it.
         env={"PYTHONHASHSEED": "random", "PYTHONPATH": "."},
         capture_output=True,
         text=True,
@@ -137,7 +135,7 @@ def test_a_fixed_seed_gives_equal_hashes_in_another_process():
     assert result.stdout.splitlines() == expected
 
 
-def test_group_id_travels_with_the_hash():
+def test_a_key_contains_hash_and_group_id():
     block_hash = hashes([1, 2, 3, 4])[0]
     keys = [make_block_hash_with_group_id(block_hash, group_id) for group_id in (0, 1, 70000)]
     assert len(set(keys)) == 3
@@ -149,7 +147,7 @@ def test_group_id_travels_with_the_hash():
     ]
 
 
-def test_larger_blocks_are_named_by_the_last_small_hash_in_them():
+def test_a_larger_block_has_the_hash_of_its_last_small_block():
     small = [b"0", b"1", b"2", b"3", b"4"]
     merged = BlockHashListWithBlockSize(small, 16, 32)
     assert list(merged) == [b"1", b"3"]
@@ -162,7 +160,7 @@ def test_larger_blocks_are_named_by_the_last_small_hash_in_them():
     assert list(merged) == [b"1", b"3", b"5"]
 
 
-def test_equal_block_sizes_need_no_view_and_others_must_divide():
+def test_block_sizes_must_be_equal_or_a_multiple():
     small = [b"0", b"1", b"2"]
     assert with_block_size(small, 16, 16) is small
     assert list(with_block_size(small, 16, 48)) == [b"2"]
@@ -176,7 +174,7 @@ def test_equal_block_sizes_need_no_view_and_others_must_divide():
     second=st.lists(st.integers(0, 2), max_size=16),
     scale=st.integers(1, 3),
 )
-def test_merged_hashes_are_equal_exactly_when_all_tokens_before_are(first, second, scale):
+def test_merged_hashes_are_equal_only_after_equal_tokens(first, second, scale):
     size = 2 * scale
     views = [with_block_size(hashes(tokens, block_size=2), 2, size) for tokens in (first, second)]
     for block_idx in range(min(len(first), len(second)) // size):

@@ -1,4 +1,4 @@
-"""Extra keys: which block gets which, in which order."""
+"""Extra keys: the keys of each block, and their order."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,14 +12,14 @@ def item(identifier, offset, length):
     return MultiModalFeature(identifier=identifier, offset=offset, length=length)
 
 
-def test_a_request_without_any_has_no_sources():
+def test_a_request_without_extra_keys_has_no_sources():
     request = EngineRequest(
         request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams(max_tokens=1)
     )
     assert extra_key_sources(request) is None
 
 
-def test_every_source_of_a_request_is_taken_over():
+def test_sources_contain_every_field_of_the_request():
     fields = {
         "cache_salt": "",
         "lora_name": "l",
@@ -56,8 +56,8 @@ def test_salt_is_a_key_of_the_first_block_and_lora_of_every_block():
     assert with_item.block_keys(4, 0, 2) == [(("mm", "i", 0), salt), (("mm", "i", -4),)]
 
 
-def test_an_item_is_a_key_of_each_block_it_touches_with_its_offset_there():
-    # Positions 2..9 and 11: blocks 0, 1 and 2 of 4 tokens.
+def test_an_item_is_a_key_of_each_block_it_overlaps_with_its_offset():
+    # Positions 2..9 and 11 are in blocks 0, 1 and 2 of 4 tokens.
     sources = ExtraKeySources(mm_features=(item("i", 2, 8), item("j", 11, 1)))
     assert sources.block_keys(4, 0, 4) == [
         (("mm", "i", 2),),
@@ -65,11 +65,11 @@ def test_an_item_is_a_key_of_each_block_it_touches_with_its_offset_there():
         (("mm", "i", -6), ("mm", "j", 3)),
         (),
     ]
-    # Not the block that begins where it ends.
+    # The block that begins at its end has no key.
     assert ExtraKeySources(mm_features=(item("i", 0, 4),)).block_keys(4, 4, 1) == [()]
 
 
-def test_the_same_item_at_the_same_place_of_another_block_has_the_same_key():
+def test_an_item_at_the_same_offset_of_another_block_has_the_same_key():
     early = ExtraKeySources(mm_features=(item("i", 1, 2),)).block_keys(4, 0, 3)
     late = ExtraKeySources(mm_features=(item("i", 9, 2),)).block_keys(4, 0, 3)
     assert early[0] == late[2]
@@ -81,7 +81,7 @@ def test_the_same_item_at_the_same_place_of_another_block_has_the_same_key():
     num_blocks=st.integers(0, 6),
     block_size=st.integers(1, 5),
 )
-def test_item_keys_equal_a_search_at_every_position(gaps, start_block, num_blocks, block_size):
+def test_item_keys_equal_a_search_over_all_positions(gaps, start_block, num_blocks, block_size):
     items, position = [], 0
     for gap, length in gaps:
         items.append(item(f"i{position}", position + gap, length))

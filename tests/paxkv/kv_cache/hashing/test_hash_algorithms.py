@@ -23,7 +23,7 @@ def one_hash(algorithm, tokens, keys=(), parent=PARENT):
     return block_hash
 
 
-def test_sha256_is_of_parent_and_tokens_of_four_little_endian_bytes():
+def test_sha256_covers_parent_and_little_endian_tokens():
     expected = []
     for parent, tokens in ((PARENT, (1, 2)), (None, (2**31 - 1, 0))):
         data = (expected[-1] if parent is None else parent) + struct.pack("<ii", *tokens)
@@ -32,14 +32,14 @@ def test_sha256_is_of_parent_and_tokens_of_four_little_endian_bytes():
     assert algorithm.hash_chain(PARENT, [1, 2, 2**31 - 1, 0], 2, None) == expected
 
 
-def test_xxhash_is_xxh3_with_128_bits_of_the_same_bytes():
+def test_xxhash_is_xxh3_128_of_the_same_bytes():
     expected = xxhash.xxh3_128_digest(PARENT[:16] + struct.pack("<ii", 1, 2))
     algorithm = get_hash_algorithm("xxhash")
     assert algorithm.hash_chain(PARENT[:16], [1, 2], 2, None) == [expected]
 
 
-def test_cbor_hash_can_be_computed_by_others():
-    """Bytes written by hand from RFC 8949, so that the wire format itself is held."""
+def test_the_cbor_hash_equals_sha256_of_handwritten_cbor():
+    """The bytes are written by hand from RFC 8949, so that the format itself is tested."""
     root = hashlib.sha256(b"\x61s").digest()  # text of length 1
     algorithm = get_hash_algorithm("sha256_cbor")
     assert algorithm.root_hash("s", 16) == root
@@ -54,14 +54,14 @@ def test_cbor_hash_can_be_computed_by_others():
     assert algorithm.hash_chain(root, tokens, 3, [(("salt", "t"),)]) == [salted]
 
 
-def test_cbor_hash_of_all_kinds_of_keys_is_that_of_the_documented_arrays():
+def test_the_cbor_hash_with_all_keys_equals_the_documented_arrays():
     keys = [("lora", "l"), ("mm", "img", -3), ("salt", "t")]
     message = cbor2.dumps([PARENT, [5, 6], [list(key) for key in keys]], canonical=True)
     assert one_hash("sha256_cbor", [5, 6], keys) == hashlib.sha256(message).digest()
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_extra_keys_cannot_be_confused_with_each_other(algorithm):
+def test_different_extra_keys_give_different_hashes(algorithm):
     key_lists = [
         (),
         (("salt", "a"),),
@@ -83,7 +83,7 @@ def test_extra_keys_cannot_be_confused_with_each_other(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
-def test_tokens_cannot_pose_as_keys(algorithm):
+def test_tokens_cannot_imitate_extra_keys(algorithm):
     """Seven tokens have the bytes of two tokens and a salt; only the chain's root differs."""
     hashed = []
     spy = PackedBytesAlgorithm(lambda data: hashed.append(data) or b"")
@@ -95,13 +95,13 @@ def test_tokens_cannot_pose_as_keys(algorithm):
         for tokens, keys in (([1, 2], [(("salt", "aa"),)]), (posing, None))
     )
     assert honest != forged
-    # The danger is real: under one root they would be the same.
+    # With the same root, the hashes would be equal.
     assert one_hash(algorithm, [1, 2], [("salt", "aa")]) == one_hash(algorithm, posing)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_equal_keys_of_neighboring_blocks_count_in_both(algorithm):
-    """Encoding the keys once for a run of blocks must not carry them into the next run."""
+def test_equal_keys_of_neighboring_blocks_are_hashed_in_both(algorithm):
+    """Keys are encoded once per run of equal keys; the next run must not use them."""
     chain = get_hash_algorithm(algorithm).hash_chain
     lora, plain = (("lora", "l"),), ()
     for pattern in itertools.product([lora, plain], repeat=3):
@@ -125,10 +125,10 @@ KEYS = st.lists(
     first=st.tuples(st.lists(st.integers(0, 2), min_size=2, max_size=2), KEYS),
     second=st.tuples(st.lists(st.integers(0, 2), min_size=2, max_size=2), KEYS),
 )
-def test_hashes_are_equal_exactly_when_inputs_are(algorithm, first, second):
+def test_hashes_are_equal_only_for_equal_inputs(algorithm, first, second):
     assert (one_hash(algorithm, *first) == one_hash(algorithm, *second)) == (first == second)
 
 
-def test_a_token_id_that_fits_no_four_bytes_is_refused():
+def test_a_token_id_above_four_bytes_raises():
     with pytest.raises(OverflowError):
         one_hash("sha256", [2**31])

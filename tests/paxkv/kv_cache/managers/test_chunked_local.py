@@ -1,4 +1,4 @@
-"""Chunked local attention: a hit needs its last chunk's blocks, and earlier ones are given up."""
+"""Chunked local attention: a hit needs the blocks of its last chunk; earlier blocks are freed."""
 
 import pytest
 
@@ -32,8 +32,8 @@ def hit(chunk_size, cached_idxs, max_length, *, use_eagle=False, alignment_token
     return ids(found)
 
 
-def test_only_blocks_of_the_chunk_at_the_end_are_needed():
-    # Chunks of 8: 15 tokens end in the chunk 8..15, of which 8..11 is a whole block.
+def test_a_hit_needs_only_blocks_of_its_last_chunk():
+    # Chunks of 8: 15 tokens end in the chunk 8..15, in which 8..11 is a full block.
     assert hit(8, (2,), 15) == [0, 0, 3]
     assert hit(8, (), 15) == [0, 0]
     assert hit(8, (0, 1, 2, 3), 31) == [0, 0, 0, 0, 0, 0]
@@ -41,7 +41,7 @@ def test_only_blocks_of_the_chunk_at_the_end_are_needed():
     assert hit(16, (0, 2), 15) == [1]
 
 
-def test_a_hit_that_ends_with_a_chunk_needs_nothing():
+def test_a_hit_that_ends_with_a_chunk_needs_no_blocks():
     assert hit(8, (), 16) == [0, 0, 0, 0]
 
 
@@ -69,7 +69,7 @@ def test_the_end_of_a_hit_is_aligned():
     ("num_computed", "expected"),
     [(7, [1, 2, 3, 4]), (8, [0, 0, 3, 4]), (15, [0, 0, 3, 4]), (16, [0, 0, 0, 0])],
 )
-def test_earlier_chunks_are_given_up(num_computed, expected):
+def test_blocks_of_earlier_chunks_are_freed(num_computed, expected):
     manager = make(8)
     manager.allocate_new_blocks("r", 16, 16)
     manager.remove_skipped_blocks("r", num_computed)
@@ -77,7 +77,7 @@ def test_earlier_chunks_are_given_up(num_computed, expected):
     manager.check_invariants()
 
 
-def test_a_block_of_two_chunks_is_kept_until_the_second_ends():
+def test_a_block_of_two_chunks_is_held_until_the_second_ends():
     manager = make(6)
     manager.allocate_new_blocks("r", 16, 16)
     manager.remove_skipped_blocks("r", 6)
@@ -88,9 +88,9 @@ def test_a_block_of_two_chunks_is_kept_until_the_second_ends():
     assert ids(manager.get_blocks("r")) == [0, 0, 0, 4]
 
 
-def test_tokens_before_block_work_end_with_the_chunk():
+def test_max_tokens_before_allocate_ends_with_the_chunk():
     manager = make(8, enable_caching=False)
     manager.allocate_new_blocks("r", 16, 16)
-    assert manager.get_num_tokens_before_block_work("r") == 8
+    assert manager.get_max_tokens_before_allocate("r") == 8
     manager.remove_skipped_blocks("r", 8)
-    assert manager.get_num_tokens_before_block_work("r") == 16
+    assert manager.get_max_tokens_before_allocate("r") == 16

@@ -1,4 +1,4 @@
-"""Cross-attention: blocks for the encoder's tokens, once, and never found by prefix."""
+"""Cross-attention: blocks for encoder tokens are allocated once, and are never hits."""
 
 from paxkv.kv_cache.managers.cross_attention import CrossAttentionManager
 from tests.paxkv.kv_cache.cache_fakes import (
@@ -18,7 +18,7 @@ from tests.paxkv.kv_cache.cache_fakes import (
 )
 
 
-def test_blocks_cover_the_encoder_tokens_and_are_allocated_once():
+def test_blocks_for_encoder_tokens_are_allocated_once():
     manager = make_manager(full(), cross())
     request = FakeRequest("r", range(3))
     assert admit(manager, request, num_encoder_tokens=9)
@@ -40,8 +40,8 @@ def test_encoder_blocks_count_in_the_capacity_check():
     assert admit(manager, FakeRequest("r", range(3)), num_encoder_tokens=12)
 
 
-def test_nothing_is_found_by_prefix():
-    # The decoder's K and V depend on what was encoded, which no hash names.
+def test_there_are_no_prefix_hits():
+    # The decoder's K and V depend on the encoder's input, which hashes do not cover.
     manager = make_manager(full(), cross(), enable_caching=True)
     run_alone_with_encoder = FakeRequest("r", range(9))
     admit(manager, run_alone_with_encoder, num_encoder_tokens=4)
@@ -52,7 +52,7 @@ def test_nothing_is_found_by_prefix():
     assert manager.explain_miss(FakeRequest("s", range(9))).reason == "disabled"
 
 
-def test_a_fork_shares_the_encoder_blocks_and_copies_only_its_own():
+def test_a_fork_shares_encoder_blocks_and_copies_decoder_blocks():
     manager = make_manager(full(), cross())
     source = FakeRequest("r", range(6))
     admit(manager, source, num_encoder_tokens=6)
@@ -66,20 +66,20 @@ def test_a_fork_shares_the_encoder_blocks_and_copies_only_its_own():
     assert manager.block_pool.blocks[3].ref_cnt == 1
 
 
-def test_a_fork_needs_room_for_no_encoder_token():
+def test_a_fork_needs_no_room_for_encoder_tokens():
     manager = make_manager(full(), cross(), num_blocks=6)
     source = FakeRequest("r", range(6))
     admit(manager, source, num_encoder_tokens=6)
     finish_step(source)
-    # One block is free, which is that of its copy.
+    # One block is free, which the copy needs.
     assert fork(manager, source, "s", 6, num_encoder_tokens=6) is not None
     assert manager.usage == 1
 
 
-def test_decoding_is_no_work_for_it():
+def test_decode_steps_need_no_allocation():
     manager = make_group(CrossAttentionManager, cross())
     manager.allocate_new_blocks("r", 5, 5)
-    assert manager.get_num_tokens_before_block_work("r") > 10**9
+    assert manager.get_max_tokens_before_allocate("r") > 10**9
     manager.replace_shared_blocks("r", 3, 8)
     assert ids(manager.get_blocks("r")) == [1, 2]
 
@@ -92,12 +92,12 @@ def test_slots_after_the_last_encoder_token_are_unused():
     # 2 blocks of 4 hold 6 tokens, 2 of 8 hold 9.
     assert manager.count_slots([source]) == (24, 15)
     forked = fork(manager, source, "s", 6)
-    # It has a copy of the second block; with its own token there are 7 in two blocks, one shared.
+    # The fork has a copy of the second block: 7 tokens in two blocks, one of them shared.
     finish_step(forked)
     assert manager.count_slots([source, forked]) == (28, 18)
 
 
-def test_a_reused_id_counts_nothing_of_the_first_request():
+def test_a_reused_id_does_not_count_earlier_encoder_tokens():
     manager = make_manager(full(), cross())
     first, source = FakeRequest("s", range(4)), FakeRequest("r", range(4))
     for request, num_encoder_tokens in ((first, 5), (source, 8)):
@@ -105,11 +105,11 @@ def test_a_reused_id_counts_nothing_of_the_first_request():
         finish_step(request)
     manager.free(first)
     forked = fork(manager, source, "s", 4)
-    # The fork has a block of its own, which is empty yet; all others are full.
+    # The fork's own block is still empty; all other blocks are full.
     assert manager.count_slots([source, forked]) == (16, 12)
 
 
-def test_a_finished_request_leaves_nothing():
+def test_free_removes_all_records_of_a_request():
     manager = make_manager(full(), cross())
     assert run_alone(manager, "r", range(5)).num_computed_tokens == 5
     manager.free(FakeRequest("r", ()))
@@ -117,7 +117,7 @@ def test_a_finished_request_leaves_nothing():
     assert manager.count_slots([FakeRequest("r", ())]) == (0, 0)
 
 
-def test_only_the_decoders_tokens_have_slots_reserved():
+def test_slots_are_reserved_only_for_decoder_tokens():
     manager = make_manager(full(), cross())
     request = FakeRequest("r", range(4))
     manager.allocate_slots(request, 4, num_encoder_tokens=9)

@@ -10,7 +10,7 @@ HASHES = [b"a", b"b", b"c"]
 
 
 class Hashed:
-    """A request that is nothing but its hashes."""
+    """A request that has only hashes."""
 
     def __init__(self, request_id, block_hashes=HASHES):
         self.request_id = request_id
@@ -92,12 +92,12 @@ def test_a_hit_is_a_multiple_of_the_alignment():
     assert hit_ids(manager, 12, alignment_tokens=8) == ([1, 2],)
     assert hit_ids(manager, 12, alignment_tokens=12) == ([1, 2, 3],)
     assert hit_ids(manager, 12, alignment_tokens=16) == ([],)
-    # The dropped block need not be aligned, what stays must be.
+    # The dropped block need not be aligned, but the rest must be.
     assert hit_ids(manager, 12, alignment_tokens=8, use_eagle=True) == ([1, 2],)
     assert hit_ids(manager, 8, alignment_tokens=8, use_eagle=True) == ([],)
 
 
-def test_blocks_are_cached_once_as_tokens_fill_them():
+def test_each_block_is_cached_once_when_it_is_full():
     manager = make()
     new_blocks(manager, "r", 12)
     for num_tokens, num_hits in ((3, 0), (4, 1), (7, 1), (11, 2), (12, 3), (12, 3)):
@@ -115,19 +115,19 @@ def test_a_free_hit_needs_a_block_and_a_held_one_does_not():
     assert num_to_allocate(manager, "s", 13) == 4
 
 
-def test_room_is_allocated_only_where_it_is_missing():
+def test_only_missing_blocks_are_allocated():
     manager = make()
     assert ids(new_blocks(manager, "r", 5)) == [1, 2]
     assert num_to_allocate(manager, "r", 8) == 0
     assert new_blocks(manager, "r", 8) == ()
     assert ids(new_blocks(manager, "r", 9)) == [3]
     assert ids(manager.get_blocks("r")) == [1, 2, 3]
-    # Drafts that were rejected leave more room than is needed now.
+    # After rejected drafts, the request has more slots than it needs.
     assert num_to_allocate(manager, "r", 5) == 0
     assert new_blocks(manager, "r", 5) == ()
 
 
-def test_hits_cannot_join_a_block_table_that_exists():
+def test_hits_for_an_existing_block_table_raise():
     manager = make()
     blocks = new_blocks(manager, "r", 4)
     with pytest.raises(InvariantError, match="holds blocks already"):
@@ -138,22 +138,22 @@ def test_freed_tail_is_evicted_before_prefix():
     manager = make(num_blocks=4)
     cached_blocks(manager)
     manager.free("r", 12)
-    manager.free("r", 12)  # it has none left: nothing happens
+    manager.free("r", 12)  # it holds no blocks, so this does nothing
     for num_left in (2, 1, 0):
         manager.block_pool.get_new_blocks(1)
         assert len(hit_ids(manager, 12)[0]) == num_left
 
 
-def test_blocks_never_written_leave_the_cache_when_freed():
+def test_freed_blocks_that_were_never_written_leave_the_cache():
     manager = make()
     cached_blocks(manager)
-    # Tokens 0..6 were written: block 0 is whole, block 1 is not.
+    # Tokens 0..6 were written: block 0 is full, block 1 is not.
     manager.free("r", 7)
     assert hit_ids(manager, 12) == ([1],)
     manager.block_pool.check_invariants()
 
 
-def test_common_prefix_is_what_every_request_holds():
+def test_the_common_prefix_is_the_blocks_that_every_request_holds():
     manager = make()
     new_blocks(manager, "r", 12)
     shared = manager.get_blocks("r")[:2]
@@ -166,7 +166,7 @@ def test_common_prefix_is_what_every_request_holds():
     assert manager.get_num_common_prefix_blocks("unknown") == 0
 
 
-def test_shared_blocks_after_an_own_block_are_no_common_prefix():
+def test_shared_blocks_after_an_unshared_block_are_not_in_the_common_prefix():
     manager = make()
     own, shared = new_blocks(manager, "r", 8)
     (equal,) = new_blocks(manager, "gone", 4)

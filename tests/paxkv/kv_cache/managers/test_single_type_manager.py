@@ -1,4 +1,4 @@
-"""Block tables of any kind: copy-on-write, forks, external tokens, and what their checks see."""
+"""Block tables of any kind: copy-on-write, forks, external tokens, and checks of invariants."""
 
 import pytest
 from hypothesis import given
@@ -26,7 +26,7 @@ from tests.paxkv.kv_cache.cache_fakes import (
 
 
 def make_forked(num_tokens, *, num_source_tokens=6, **settings):
-    """A source that computed its tokens, and a fork that shares the first of them."""
+    """A source whose tokens are computed, and a fork that shares the first of them."""
     manager = make_manager(**settings)
     source = run_alone(manager, "source", range(num_source_tokens))
     return manager, source, fork(manager, source, "fork", num_tokens)
@@ -48,11 +48,11 @@ def test_a_fork_at_a_block_boundary_copies_nothing():
 
 
 def test_a_fork_in_the_middle_of_a_full_block_copies_it():
-    # Block 2 is full and can be found by its hash, so it must not be written again.
+    # Block 2 is full and cached, so no request may write into it.
     manager, source, forked = make_forked(6, num_source_tokens=8)
     assert (table(manager, source), table(manager, forked)) == ([1, 2], [1, 3])
     assert copies(manager) == [(2, 3)]
-    # The copy's own hash comes when it is full, with the fork's tokens.
+    # The copy gets its own hash when the fork's tokens fill it.
     forked.all_token_ids.append(98)
     finish_step(forked, 7)
     manager.allocate_slots(forked, 1)
@@ -62,8 +62,8 @@ def test_a_fork_in_the_middle_of_a_full_block_copies_it():
     manager.check_invariants()
 
 
-def test_a_block_that_only_can_be_found_is_copied_too():
-    # The source is gone, so the fork alone holds its blocks; block 2 is still in the cache.
+def test_a_cached_block_without_other_holders_is_copied():
+    # The source has ended, so only the fork holds its blocks; block 2 is still cached.
     manager = make_manager()
     source = run_alone(manager, "source", range(8))
     blocks = manager.get_forked_blocks(source, 6)
@@ -72,14 +72,14 @@ def test_a_block_that_only_can_be_found_is_copied_too():
     assert manager.allocate_slots(forked, 1, 6, blocks) is not None
     assert table(manager, forked) == [1, 3]
     assert copies(manager) == [(2, 3)]
-    # Nobody holds the original any more, and it can still be found.
+    # No request holds the original any more, but it is still cached.
     assert ids(manager.block_pool.free_block_queue.get_all_free_blocks())[-1] == 2
     assert manager.get_computed_blocks(FakeRequest("s", range(9)))[1] == 8
     manager.check_invariants()
 
 
-def test_a_block_without_other_holders_is_taken_over_without_a_copy():
-    # The source is gone and its half-filled block has no hash: the fork writes on in it.
+def test_an_unshared_uncached_block_is_not_copied():
+    # The source has ended and its half-filled block has no hash, so the fork continues in it.
     manager = make_manager()
     source = run_alone(manager, "source", range(6))
     blocks = manager.get_forked_blocks(source, 6)
@@ -103,11 +103,11 @@ def test_forks_work_without_prefix_caching():
     manager.check_invariants()
 
 
-def test_forks_of_forks_each_own_the_block_that_they_write():
+def test_forks_of_forks_each_hold_the_block_that_they_write():
     manager, source, child = make_forked(6)
     grandchild = fork(manager, child, "grandchild", 6, token_ids=[*range(6), 7])
     assert [table(manager, r) for r in (source, child, grandchild)] == [[1, 2], [1, 3], [1, 4]]
-    # The child's block is written to by a copy of this very step: its content is the source's.
+    # The child's block is the target of a copy of the same step, so the copy reads the source.
     assert copies(manager) == [(2, 3), (2, 4)]
     finish_step(child)
     finish_step(grandchild)
@@ -120,7 +120,7 @@ def test_forks_of_forks_each_own_the_block_that_they_write():
     assert manager.usage == 0
 
 
-def test_a_copy_for_a_fork_that_ends_before_the_step_is_not_done():
+def test_the_copy_for_a_fork_that_ends_before_the_step_is_dropped():
     manager, source, forked = make_forked(6)
     manager.free(forked)
     assert copies(manager) == []
@@ -128,7 +128,7 @@ def test_a_copy_for_a_fork_that_ends_before_the_step_is_not_done():
     assert copies(manager) == [(2, table(manager, other)[1])]
 
 
-def test_a_fork_needs_tokens_that_are_computed_and_blocks_that_are_held():
+def test_a_fork_needs_computed_tokens_and_held_blocks():
     manager = make_manager()
     source = run_alone(manager, "source", range(6))
     assert manager.get_forked_blocks(source, 7) is None
@@ -139,7 +139,7 @@ def test_a_fork_needs_tokens_that_are_computed_and_blocks_that_are_held():
     assert manager.get_forked_blocks(FakeRequest("unknown", range(6)), 6) is None
 
 
-def test_a_fork_is_no_look_up_in_the_prefix_cache():
+def test_a_fork_does_not_count_as_a_prefix_cache_look_up():
     manager = make_manager()
     source = run_alone(manager, "source", range(6))
     before = str(manager.prefix_cache_stats)
@@ -147,7 +147,7 @@ def test_a_fork_is_no_look_up_in_the_prefix_cache():
     assert str(manager.prefix_cache_stats) == before
 
 
-def test_a_fork_that_has_no_room_for_its_copy_changes_nothing():
+def test_a_fork_without_room_for_its_copy_changes_nothing():
     manager = make_manager(num_blocks=3)
     source = run_alone(manager, "source", range(6))
     blocks = manager.get_forked_blocks(source, 6)
@@ -155,7 +155,7 @@ def test_a_fork_that_has_no_room_for_its_copy_changes_nothing():
     assert manager.allocate_slots(FakeRequest("fork", range(7)), 1, 6, blocks) is None
     assert state(manager) == before
     assert copies(manager) == []
-    # At a boundary it takes a new block as well.
+    # At a boundary it needs a new block as well.
     assert (
         manager.allocate_slots(
             FakeRequest("fork", range(7)), 1, 4, manager.get_forked_blocks(source, 4)
@@ -165,8 +165,8 @@ def test_a_fork_that_has_no_room_for_its_copy_changes_nothing():
     assert state(manager) == before
 
 
-def test_whoever_writes_into_a_shared_block_gets_the_copy():
-    # Two requests hold a half-filled block, however that came; the next one to write copies it.
+def test_the_request_that_writes_into_a_shared_block_gets_the_copy():
+    # Two requests hold a half-filled block. The next request that writes into it gets a copy.
     manager = make_group(FullAttentionManager, full())
     manager.allocate_new_blocks("r", 6, 6)
     manager.allocate_new_computed_blocks("s", list(manager.get_blocks("r")), 6, 0)
@@ -181,8 +181,8 @@ def test_whoever_writes_into_a_shared_block_gets_the_copy():
     manager.check_invariants()
 
 
-def test_a_shared_block_that_is_written_from_its_start_is_replaced_without_a_copy():
-    # Block 2 was reserved for lookahead; nothing is in it that the writer needs.
+def test_a_shared_block_written_from_its_start_is_replaced_without_a_copy():
+    # Block 2 was reserved for lookahead, so it has no content that the writer needs.
     manager = make_group(FullAttentionManager, full())
     manager.allocate_new_blocks("r", 6, 4)
     manager.allocate_new_computed_blocks("s", list(manager.get_blocks("r")), 8, 0)
@@ -197,9 +197,9 @@ def test_a_shared_block_that_is_written_from_its_start_is_replaced_without_a_cop
     specs=st.sampled_from([(full(),), (window(6), full(8)), (full(), states(2), window(3, 8))]),
     data=st.data(),
 )
-def test_a_request_that_ran_holds_alone_what_it_writes_so_that_its_table_only_grows(specs, data):
-    # Whoever shares blocks does so when it is admitted, and leaves alone what others write into;
-    # therefore the runner needs to hear of appended blocks only.
+def test_block_tables_of_running_requests_only_grow(specs, data):
+    # A request shares blocks only at its admission, and never blocks into which others write.
+    # Therefore the runner gets only appended blocks.
     manager = make_manager(*specs, num_blocks=200)
     requests = [run_alone(manager, "r", [0] * data.draw(st.integers(1, 20)))]
     for step in range(data.draw(st.integers(1, 12))):
@@ -232,7 +232,7 @@ def test_a_request_that_ran_holds_alone_what_it_writes_so_that_its_table_only_gr
                 assert all(b.ref_cnt == 1 and b.block_hash is None for b in written)
 
 
-def test_copies_are_made_of_every_shared_block_that_is_written():
+def test_every_shared_block_that_is_written_is_copied():
     manager = make_group(FullAttentionManager, full())
     manager.allocate_new_blocks("r", 12, 12)
     manager.allocate_new_computed_blocks("s", list(manager.get_blocks("r")), 12, 0)
@@ -245,10 +245,10 @@ def test_copies_are_made_of_every_shared_block_that_is_written():
     manager.check_invariants()
 
 
-def test_a_block_that_is_written_again_is_cached_again():
+def test_a_rewritten_block_is_cached_again():
     manager = make_manager()
     request = run_alone(manager, "r", range(8))
-    # Its last four tokens turned out to be wrong: they are computed once more.
+    # Its last four tokens were invalid, so they are computed again.
     request.num_computed_tokens = 4
     request.all_token_ids[4:] = [50, 51, 52, 53]
     manager.allocate_slots(request, 4)
@@ -259,13 +259,13 @@ def test_a_block_that_is_written_again_is_cached_again():
     manager.check_invariants()
 
 
-def test_external_tokens_get_blocks_and_are_cached_when_they_are_there():
+def test_blocks_of_external_tokens_are_cached_after_the_load():
     manager = make_manager()
     first = run_alone(manager, "first", range(4))
     request = FakeRequest("r", range(14))
     hits, num_hits = manager.get_computed_blocks(request)
     assert num_hits == 4
-    # Loaded before anything is computed: 0 new tokens, 8 from outside.
+    # Loaded before any token is computed: 0 new tokens, 8 external ones.
     new = manager.allocate_slots(
         request, 0, 4, hits, num_external_computed_tokens=8, delay_cache_blocks=True
     )
@@ -279,7 +279,7 @@ def test_external_tokens_get_blocks_and_are_cached_when_they_are_there():
     manager.check_invariants()
 
 
-def test_hits_of_a_request_that_ends_while_it_is_loaded_stay_in_the_cache():
+def test_hits_of_a_request_that_ends_during_its_load_stay_cached():
     manager = make_manager()
     run_alone(manager, "first", range(8))
     request = FakeRequest("r", range(20))
@@ -287,18 +287,18 @@ def test_hits_of_a_request_that_ends_while_it_is_loaded_stay_in_the_cache():
     manager.allocate_slots(
         request, 0, 8, hits, num_external_computed_tokens=8, delay_cache_blocks=True
     )
-    # It counts no computed tokens before the load is done; its hits were computed by another.
+    # It has no computed tokens before the load ends; another request computed its hits.
     manager.free(request)
     assert manager.get_computed_blocks(FakeRequest("s", range(20)))[1] == 8
     manager.check_invariants()
 
 
-def test_a_hit_that_was_replaced_and_never_written_is_withdrawn():
+def test_a_replaced_hit_that_was_never_written_leaves_the_cache():
     manager = make_manager()
     run_alone(manager, "first", range(8))
     request = FakeRequest("r", range(9))
     assert admit(manager, request)
-    # It goes back to token 4, now with other tokens behind it, and ends before the step runs.
+    # It goes back to token 4, now with other tokens after it, and ends before the step runs.
     request.num_computed_tokens = 4
     request.all_token_ids[4:8] = [50, 51, 52, 53]
     manager.allocate_slots(request, 5)
@@ -309,7 +309,7 @@ def test_a_hit_that_was_replaced_and_never_written_is_withdrawn():
 
 
 def test_a_new_block_is_never_another_groups_hit():
-    # The pool has 4 free blocks, three of them hits; what is external needs a fourth and no more.
+    # The pool has 4 free blocks, three of them hits; the external tokens need only the fourth.
     manager = make_manager(full(), window(5), num_blocks=5)
     first = FakeRequest("first", range(5))
     assert admit(manager, first)
@@ -326,19 +326,19 @@ def test_a_new_block_is_never_another_groups_hit():
     manager.check_invariants()
 
 
-def test_tokens_before_block_work_end_where_a_block_becomes_full_or_is_missing():
+def test_max_tokens_before_allocate_ends_at_a_full_or_missing_block():
     manager = make_group(FullAttentionManager, full())
     manager.allocate_new_blocks("r", 6, 6)
-    # 4 tokens fill the first block: that is caching, so three are free of work.
-    assert manager.get_num_tokens_before_block_work("r") == 3
+    # 4 tokens fill the first block, which must then be cached: only three need no call.
+    assert manager.get_max_tokens_before_allocate("r") == 3
     manager.num_cached_blocks["r"] = 1
-    assert manager.get_num_tokens_before_block_work("r") == 7
+    assert manager.get_max_tokens_before_allocate("r") == 7
     manager.num_cached_blocks["r"] = 2
-    assert manager.get_num_tokens_before_block_work("r") == 8
+    assert manager.get_max_tokens_before_allocate("r") == 8
     plain = make_group(FullAttentionManager, full(), enable_caching=False)
     plain.allocate_new_blocks("r", 6, 6)
-    assert plain.get_num_tokens_before_block_work("r") == 8
-    assert plain.get_num_tokens_before_block_work("unknown") == 0
+    assert plain.get_max_tokens_before_allocate("r") == 8
+    assert plain.get_max_tokens_before_allocate("unknown") == 0
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_tokens_before_block_work_end_where_a_block_becomes_full_or_is_missing()
         (lambda m: setattr(m, "kv_cache_group_id", 1), "another group"),
     ],
 )
-def test_check_invariants_sees(break_it, complaint):
+def test_check_invariants_detects(break_it, complaint):
     manager = make_manager()
     run_alone(manager, "r", range(6))
     (group,) = manager.coordinator.single_type_managers

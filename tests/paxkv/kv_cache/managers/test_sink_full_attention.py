@@ -1,4 +1,4 @@
-"""Sinks: blocks that belong to the layer, taken once and never given back."""
+"""Sinks: blocks of the layers, allocated once and never freed."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def sink_ids(manager, group=0):
     return ids(group_manager.sink_blocks)
 
 
-def test_sinks_are_the_first_blocks_of_the_pool_and_stand_in_no_table():
+def test_sinks_are_the_first_blocks_and_in_no_block_table():
     manager = make_manager(sinks(8), num_blocks=6)
     assert sink_ids(manager) == [1, 2]
     request = FakeRequest("r", range(9))
@@ -37,12 +37,12 @@ def test_sinks_are_the_first_blocks_of_the_pool_and_stand_in_no_table():
     manager.check_invariants()
 
 
-def test_each_group_with_sinks_has_its_own():
+def test_each_group_has_its_own_sinks():
     manager = make_manager(sinks(4), full(), sinks(8))
     assert (sink_ids(manager, 0), sink_ids(manager, 2)) == ([1], [2, 3])
 
 
-def test_hits_are_the_same_as_for_full_attention():
+def test_sinks_do_not_change_prefix_hits():
     manager = make_manager(sinks(8))
     request = run_alone(manager, "r", range(9))
     hits, num_hits = manager.get_computed_blocks(FakeRequest("s", range(9)))
@@ -68,11 +68,11 @@ def test_an_idle_pool_with_sinks_is_empty():
 
 
 @pytest.mark.parametrize("sink_len", [0, 3, 6])
-def test_sinks_fill_whole_blocks(sink_len):
+def test_sinks_must_fill_whole_blocks(sink_len):
     with pytest.raises(ConfigError, match=f"{sink_len=} must be a positive multiple of the 4"):
         make_manager(sinks(sink_len))
 
 
-def test_a_pool_that_sinks_would_fill_is_refused():
-    with pytest.raises(ConfigError, match="layers keep 4 KV cache blocks for good, and only 4"):
+def test_a_pool_that_sinks_fill_completely_is_rejected():
+    with pytest.raises(ConfigError, match="layers need 4 permanent KV cache blocks, and only 4"):
         make_manager(sinks(16), num_blocks=5)

@@ -1,4 +1,4 @@
-"""Sliding window: which blocks a hit needs, and which a request gives up."""
+"""Sliding window: the blocks that a hit needs, and the blocks that a request frees."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def make(sliding_window, num_blocks=30, block_size=4, **settings):
 
 
 def hit(manager, cached_idxs, max_length, *, use_eagle=False, alignment_tokens=None):
-    """Block ids of the hit, 0 for null, where blocks `cached_idxs` of the prompt are cached.
+    """Block ids of the hit, 0 for null, if blocks `cached_idxs` of the prompt are cached.
 
     Block i of the prompt is block i + 1 of the pool.
     """
@@ -65,13 +65,13 @@ def test_a_hit_needs_the_blocks_of_its_window(sliding_window, expected):
 
 
 def test_the_run_is_searched_from_right_to_left():
-    # Two blocks in a row: 5, 6 and 1, 2 are; the last is alone.
+    # A hit needs two blocks in a row, such as 5, 6 or 1, 2; the last cached block is alone.
     assert hit(make(9), (0, 1, 4, 5, 7), 32) == [0, 0, 0, 0, 5, 6]
     assert hit(make(9), (0, 1, 3, 5, 7), 32) == [1, 2]
     assert hit(make(9), (1, 2, 5, 7), 32) == [0, 2, 3]
 
 
-def test_a_shorter_run_that_starts_at_position_0_is_a_hit():
+def test_a_short_run_from_position_0_is_a_hit():
     assert hit(make(100), (0, 1, 2, 4, 5), 32) == [1, 2, 3]
     assert hit(make(9), (0, 2, 4), 32) == [1]
     assert hit(make(9), (1, 3, 5), 32) == []
@@ -83,7 +83,7 @@ def test_a_hit_is_whole_blocks_within_max_length():
     assert hit(make(5), range(8), 1000) == [0, 0, 0, 0, 0, 0, 0, 8]
 
 
-def test_with_eagle_one_block_more_must_be_there_and_is_dropped():
+def test_with_eagle_one_more_block_must_be_cached_and_is_dropped():
     assert hit(make(9), (2, 3, 4), 32, use_eagle=True) == [0, 0, 3, 4]
     # Without a third block in a row there is nothing to drop.
     assert hit(make(9), (2, 3, 5, 6), 32, use_eagle=True) == []
@@ -93,21 +93,21 @@ def test_with_eagle_one_block_more_must_be_there_and_is_dropped():
 
 
 def test_the_end_of_a_hit_is_aligned():
-    # Multiples of 8 tokens: a run may end behind block 2, 4, 6 or 8.
+    # Multiples of 8 tokens: a run may end after 2, 4, 6 or 8 blocks.
     assert hit(make(9), (1, 2, 4, 5), 32, alignment_tokens=8) == [0, 0, 0, 0, 5, 6]
     assert hit(make(9), (2, 3, 4), 32, alignment_tokens=8) == [0, 0, 3, 4]
     assert hit(make(9), (1, 2, 3, 4), 20, alignment_tokens=8) == [0, 0, 3, 4]
     assert hit(make(9), (0, 1, 2), 32, alignment_tokens=8) == [1, 2]
     assert hit(make(9), (1, 2), 32, alignment_tokens=8) == []
-    # Block 5 is the one dropped; 3 and 4 end at an aligned position.
+    # Block 5 is dropped; 3 and 4 end at an aligned position.
     assert hit(make(9), (2, 3, 4), 32, alignment_tokens=8, use_eagle=True) == [0, 0, 3, 4]
     assert hit(make(9), (3, 4, 5), 32, alignment_tokens=8, use_eagle=True) == []
 
 
-def test_blocks_that_left_the_window_are_given_up_and_become_null():
+def test_blocks_that_left_the_window_are_freed_and_become_null():
     manager = make(6)
     manager.allocate_new_blocks("r", 16, 16)
-    # Tokens 0..4 are out of sight of the token at 10, so block 0 goes; block 1 is needed in part.
+    # The token at 10 does not see tokens 0..4, so block 0 is freed; part of block 1 is needed.
     manager.remove_skipped_blocks("r", 10)
     assert ids(manager.get_blocks("r")) == [0, 2, 3, 4]
     manager.remove_skipped_blocks("r", 12)
@@ -118,7 +118,7 @@ def test_blocks_that_left_the_window_are_given_up_and_become_null():
     manager.check_invariants()
 
 
-def test_given_up_blocks_are_reused_newest_first():
+def test_blocks_that_left_the_window_are_reused_newest_first():
     manager = make(2, num_blocks=6)
     manager.allocate_new_blocks("r", 20, 20)
     manager.remove_skipped_blocks("r", 9)
@@ -129,7 +129,7 @@ def test_given_up_blocks_are_reused_newest_first():
     assert ids(manager.block_pool.free_block_queue.get_all_free_blocks()) == [2, 1, 5, 4, 3]
 
 
-def test_what_was_given_up_before_is_not_looked_at_again():
+def test_freed_blocks_are_not_visited_again():
     manager = make(2, num_blocks=1100)
     manager.allocate_new_blocks("r", 4096, 4096)
     manager.remove_skipped_blocks("r", 4000)
@@ -145,14 +145,14 @@ def test_what_was_given_up_before_is_not_looked_at_again():
         manager.remove_skipped_blocks("r", num_computed)
 
 
-def test_a_window_wider_than_the_sequence_gives_up_nothing():
+def test_a_window_longer_than_the_sequence_frees_nothing():
     manager = make(100)
     manager.allocate_new_blocks("r", 16, 16)
     manager.remove_skipped_blocks("r", 16)
     assert ids(manager.get_blocks("r")) == [1, 2, 3, 4]
 
 
-def test_window_1_keeps_only_the_block_that_is_written():
+def test_a_window_of_1_holds_only_the_block_being_written():
     manager = make_manager(window(1), num_blocks=4, enable_caching=False)
     request = FakeRequest("r", range(9))
     assert admit(manager, request, num_new_tokens=8)
@@ -163,7 +163,7 @@ def test_window_1_keeps_only_the_block_that_is_written():
     manager.check_invariants()
 
 
-def test_a_long_sequence_holds_no_more_than_its_window():
+def test_a_long_sequence_holds_only_the_blocks_of_its_window():
     # Window 512 of 16-token blocks: 32 blocks of the window and one being written.
     manager = make_manager(window(512, 16), num_blocks=300, max_model_len=5000, hash_block_size=16)
     request = FakeRequest("r", range(4096), hash_block_size=16)
@@ -175,13 +175,13 @@ def test_a_long_sequence_holds_no_more_than_its_window():
     request.all_token_ids.append(0)
     manager.allocate_slots(request, 1)
     assert manager.coordinator.single_type_managers[0].num_held_blocks == 33
-    # 511 tokens before a step of 64: at most 36 blocks, and one for where they begin.
+    # 511 tokens before a step of 64: at most 36 blocks, and one as they may start in a block.
     assert most <= 37
     manager.free(request)
     assert manager.block_pool.get_num_free_blocks() == 299
 
 
-def test_hits_left_of_the_window_are_not_taken():
+def test_hits_left_of_the_window_are_not_held():
     manager = make_manager(full(), window(6))
     first = run_alone(manager, "first", range(16))
     second = FakeRequest("second", range(17))
@@ -193,7 +193,7 @@ def test_hits_left_of_the_window_are_not_taken():
 
 
 def test_external_tokens_outside_the_window_get_no_blocks():
-    # The token at 16 sees 11..16: blocks 2, 3 and its own, which is all that there is.
+    # The token at 16 sees 11..16: blocks 2, 3 and its own, which are all blocks of the pool.
     manager = make_manager(window(6), num_blocks=4)
     request = FakeRequest("r", range(20))
     assert admit(manager, request, num_new_tokens=1, num_external_computed_tokens=16)
@@ -209,36 +209,36 @@ def test_external_tokens_push_local_hits_out_of_the_window():
     request = FakeRequest("r", [*range(12), *range(50, 62)])
     hits, num_hits = manager.get_computed_blocks(request)
     assert (hits.get_block_ids(), num_hits) == (([0, 2, 3],), 12)
-    # 20 computed: the token there sees 15..20, so none of the hits is taken, and the three
-    # blocks of the pool are enough.
+    # 20 tokens are computed. The token at 20 sees 15..20, so no hit is held, and the three
+    # blocks of the pool suffice.
     assert manager.allocate_slots(request, 4, 12, hits, num_external_computed_tokens=8) is not None
     assert table(manager, request)[:3] == [0, 0, 0]
     assert sorted(table(manager, request)[3:]) == [1, 2, 3]
     manager.check_invariants()
 
 
-def test_one_fork_source_block_that_left_the_window_is_enough_to_refuse():
+def test_a_fork_fails_if_one_source_block_left_the_window():
     manager = make(6)
     manager.allocate_new_blocks("r", 16, 16)
     manager.remove_skipped_blocks("r", 14)
     assert ids(manager.get_blocks("r")) == [0, 0, 3, 4]
     assert ids(manager.get_blocks_to_fork("r", 14, 14)) == [0, 0, 3, 4]
     assert ids(manager.get_blocks_to_fork("r", 13, 14)) == [0, 0, 3, 4]
-    # The token at 12 sees 7..12, and block 1 is gone.
+    # The token at 12 sees 7..12, and block 1 was freed.
     assert manager.get_blocks_to_fork("r", 12, 14) is None
 
 
-def test_tokens_before_block_work_counts_blocks_that_leave():
+def test_max_tokens_before_allocate_ends_before_a_block_leaves_the_window():
     manager = make(6, enable_caching=False)
     manager.allocate_new_blocks("r", 16, 16)
-    # With 9 computed tokens block 0 is out of sight: until there are that many, nothing leaves.
-    assert manager.get_num_tokens_before_block_work("r") == 9
+    # With 9 computed tokens, block 0 has left the window. With fewer, no block leaves.
+    assert manager.get_max_tokens_before_allocate("r") == 9
     manager.remove_skipped_blocks("r", 9)
-    assert manager.get_num_tokens_before_block_work("r") == 13
+    assert manager.get_max_tokens_before_allocate("r") == 13
     manager.remove_skipped_blocks("r", 13)
-    assert manager.get_num_tokens_before_block_work("r") == 16
+    assert manager.get_max_tokens_before_allocate("r") == 16
 
 
-def test_it_cannot_be_spread_over_ranks():
+def test_context_parallelism_is_rejected():
     with pytest.raises(ConfigError, match="SlidingWindowSpec cannot be spread"):
         make(6, dcp_world_size=2)

@@ -1,4 +1,4 @@
-"""Every kind of spec has its manager, and no other."""
+"""Every kind of spec has a manager class."""
 
 import pytest
 
@@ -26,10 +26,10 @@ from tests.paxkv.kv_cache.cache_fakes import HEADS, chunked, cross, full, sinks,
         (sinks(4), SinkFullAttentionManager),
     ],
 )
-def test_each_kind_has_its_manager(spec, manager_class):
+def test_each_kind_of_spec_has_a_manager(spec, manager_class):
     assert get_manager_class(spec) is manager_class
 
 
-def test_an_unknown_kind_is_refused():
+def test_an_unknown_kind_of_spec_is_rejected():
     with pytest.raises(ConfigError, match="no KV cache manager for KVCacheSpec; this version has"):
         get_manager_class(KVCacheSpec(block_size=4))

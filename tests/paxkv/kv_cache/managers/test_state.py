@@ -1,4 +1,4 @@
-"""Slots of states: one per request, complete and never shared; also under a scheduler."""
+"""Slots of states: one complete slot per request, never shared; also with a scheduler."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def make(num_parts=2, blocks_per_state=3, **settings):
     return make_group(StateManager, states(num_parts, blocks_per_state), **settings)
 
 
-def test_a_slot_is_taken_once_and_freed_as_a_whole():
+def test_a_slot_is_allocated_once_and_freed_as_a_whole():
     manager = make()
     assert manager.get_num_blocks_to_allocate("r", 1, (), 0, 1) == 6
     assert manager.get_num_blocks_for_full_sequence("r", 1000, (), 0, 8) == 6
@@ -45,7 +45,7 @@ def test_a_slot_is_taken_once_and_freed_as_a_whole():
     assert manager.block_pool.get_num_free_blocks() == 19
 
 
-def test_pool_without_room_for_a_slot_admits_no_request_and_changes_nothing():
+def test_without_room_for_a_slot_allocation_changes_nothing():
     manager = make_manager(full(), states(2), num_blocks=8)
     assert not admit(manager, FakeRequest("r", range(5)))
     assert manager.block_pool.get_num_free_blocks() == 7
@@ -54,7 +54,7 @@ def test_pool_without_room_for_a_slot_admits_no_request_and_changes_nothing():
     manager.check_invariants()
 
 
-def test_nothing_is_found_and_nothing_is_forked():
+def test_there_are_no_hits_and_no_forks():
     manager = make_manager(full(), states())
     request = run_alone(manager, "r", range(9))
     assert not manager.enable_caching
@@ -62,7 +62,7 @@ def test_nothing_is_found_and_nothing_is_forked():
     assert [manager.get_forked_blocks(request, n) for n in (4, 9)] == [None, None]
 
 
-def test_tokens_without_their_state_are_refused():
+def test_computed_tokens_without_a_state_raise():
     with pytest.raises(InvariantError, match="no state of its first 8 tokens"):
         make().allocate_new_computed_blocks("r", (), 0, 8)
 
@@ -96,7 +96,7 @@ def test_a_slot_is_allocated_at_admission_and_freed_at_the_end():
     scheduler.check_invariants()
 
 
-def test_equal_prompts_share_nothing_and_hash_nothing():
+def test_equal_prompts_share_no_blocks_and_have_no_hashes():
     scheduler, runner = make_scheduler(specs=(full(), SLOTS)), FunctionRunner()
     for name in "ab":
         request = add(scheduler, name, range(9))
@@ -106,7 +106,7 @@ def test_equal_prompts_share_nothing_and_hash_nothing():
     assert not tables[0] & tables[1]
 
 
-def test_pool_without_room_for_a_slot_preempts_and_starts_over():
+def test_without_room_for_a_slot_a_request_is_preempted_and_computed_again():
     # 2 x 6 blocks of slots leave 4 blocks for the tokens of both requests.
     scheduler = make_scheduler(specs=(full(), SLOTS), num_blocks=17, full_sequence_must_fit=False)
     runner = FunctionRunner()
@@ -122,13 +122,13 @@ def test_pool_without_room_for_a_slot_preempts_and_starts_over():
     assert sum(request.num_preemptions for request in requests.values()) > 0
 
 
-def test_request_that_could_never_get_its_slot_is_refused():
+def test_a_request_that_could_never_get_a_slot_is_rejected():
     scheduler = make_scheduler(specs=(full(), SLOTS), num_blocks=7)
     with pytest.raises(NeverFitsError, match="may need 7 KV cache blocks; there are 6"):
         add(scheduler, "a", 1, max_tokens=1)
 
 
-def test_a_fork_computes_all_its_tokens_and_no_slot_is_kept_for_forks():
+def test_forks_compute_all_tokens_and_slots_are_not_kept():
     scheduler, runner = make_scheduler(specs=(full(), SLOTS)), FunctionRunner()
     add(scheduler, "a", range(9), keep_blocks=True, max_tokens=1)
     step(scheduler, runner)
@@ -145,7 +145,7 @@ def test_a_fork_computes_all_its_tokens_and_no_slot_is_kept_for_forks():
 @pytest.mark.parametrize(
     "settings", [{"num_lookahead_tokens": 1}, {"connector": InMemoryConnector()}]
 )
-def test_drafts_and_connectors_are_refused(settings):
+def test_drafts_and_connectors_are_rejected(settings):
     with pytest.raises(
         ConfigError, match="a model with states cannot use a KV connector or drafts"
     ):

@@ -1,4 +1,4 @@
-"""Kinds that give up blocks: the search for a hit, and what a whole sequence needs."""
+"""Managers that free blocks early: the search for a hit, and the blocks of a whole sequence."""
 
 import pytest
 from hypothesis import given, settings
@@ -44,7 +44,7 @@ def first_token_seen(kind, size, position):
     max_length=st.integers(0, 40),
     use_eagle=st.booleans(),
 )
-def test_the_hit_is_the_longest_that_has_all_its_next_token_reads(
+def test_the_hit_is_the_longest_with_all_blocks_that_the_next_token_reads(
     kind, size, block_size, alignment, cached, max_length, use_eagle
 ):
     manager_class, spec = {
@@ -72,7 +72,7 @@ def test_the_hit_is_the_longest_that_has_all_its_next_token_reads(
         end = num_blocks * block_size
         seen = range(first_token_seen(kind, size, end), end)
         idxs = {position // block_size for position in seen}
-        # With EAGLE the block behind must have been there too.
+        # With EAGLE, the next block must be cached too.
         return idxs | ({num_blocks} if use_eagle else set())
 
     most = min(max_length // block_size, NUM_BLOCKS) - (1 if use_eagle else 0)
@@ -84,7 +84,7 @@ def test_the_hit_is_the_longest_that_has_all_its_next_token_reads(
     assert ids(found) == [i + 1 if i in read else 0 for i in range(expected)]
 
 
-def test_a_hit_of_several_groups_needs_the_run_in_each():
+def test_a_hit_needs_the_run_of_blocks_in_every_group():
     pool = BlockPool(num_blocks=30, enable_caching=True)
     for group_id, idxs in ((0, (0, 1, 2, 3)), (1, (0, 1, 3))):
         for idx in idxs:
@@ -107,13 +107,13 @@ def test_a_hit_of_several_groups_needs_the_run_in_each():
     # Window 9: 8 tokens before the step's own, anywhere in their first block; at most all 25.
     [(1, 4), (4, 4), (8, 5), (100, 25)],
 )
-def test_a_whole_sequence_needs_a_window_and_a_step_at_once(num_new_tokens, num_needed):
+def test_a_whole_sequence_needs_blocks_for_a_window_and_a_step(num_new_tokens, num_needed):
     manager = make_group(SlidingWindowManager, window(9), num_blocks=40)
     num_blocks = manager.get_num_blocks_for_full_sequence("r", 100, (), 0, num_new_tokens)
     assert num_blocks == num_needed
 
 
-def test_a_long_prompt_with_a_small_window_is_admitted_into_a_small_pool():
+def test_a_long_prompt_with_a_small_window_fits_a_small_pool():
     # 25 blocks of a full group would not fit; 5 of a window do.
     manager = make_manager(window(9), num_blocks=6, max_model_len=200)
     request = FakeRequest("r", range(100))
@@ -124,12 +124,12 @@ def test_a_long_prompt_with_a_small_window_is_admitted_into_a_small_pool():
     manager.check_invariants()
 
 
-def test_blocks_that_left_the_window_stay_freed_when_the_rest_does_not_fit():
+def test_blocks_that_left_the_window_stay_freed_if_the_request_does_not_fit():
     manager = make_manager(full(), window(5), num_blocks=13)
     request = run_alone(manager, "r", range(16))
     other = run_alone(manager, "other", range(50, 54))
     request.all_token_ids += range(12)
-    # Three new blocks in each group, and 2 are free: those that left the window make it 5.
+    # Three new blocks in each group, and 2 are free; with the blocks that left the window, 5.
     assert manager.block_pool.get_num_free_blocks() == 2
     assert manager.allocate_slots(request, 12) is None
     assert table(manager, request, 1)[:3] == [0, 0, 0]
@@ -139,7 +139,7 @@ def test_blocks_that_left_the_window_stay_freed_when_the_rest_does_not_fit():
     assert manager.allocate_slots(request, 8) is not None
 
 
-def test_slots_are_counted_where_the_window_moved_past_what_was_computed():
+def test_slots_are_counted_if_the_window_moved_past_the_computed_tokens():
     manager = make_manager(window(5), num_blocks=20)
     request = run_alone(manager, "r", range(16))
     request.all_token_ids += range(100, 108)
@@ -147,7 +147,7 @@ def test_slots_are_counted_where_the_window_moved_past_what_was_computed():
     finish_step(request)
     request.all_token_ids += [1]
     manager.allocate_slots(request, 1)
-    # Tokens 20 to 24 are left. The last step ran for nobody: the request had ended at token 9.
+    # Tokens 20 to 24 are left. The last step was useless: the request had ended at token 9.
     finish_step(request, 9)
     assert [block_id == 0 for block_id in table(manager, request)] == [True] * 5 + [False] * 2
     assert (

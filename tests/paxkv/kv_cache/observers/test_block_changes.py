@@ -1,4 +1,4 @@
-"""The log names every block that changed, what is in it, and how often that was found."""
+"""The log has every changed block, its content, and the number of its hits."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def changed(log, new_blocks=()):
     return log.drain_changed(new_blocks).tolist()
 
 
-def test_every_change_is_named_once_and_then_forgotten():
+def test_every_changed_block_is_drained_once():
     pool = BlockPool(num_blocks=8, enable_caching=True)
     log = BlockChangeLog(pool.blocks)
     pool.add_observer(log)
@@ -28,12 +28,12 @@ def test_every_change_is_named_once_and_then_forgotten():
     assert (a.ref_cnt, b.ref_cnt, c.ref_cnt) == (1, 0, 1)
     assert changed(log) == []
     assert log.num_hits.tolist() == [0, 1] + [0] * 6
-    # Nobody finds again what was never cached.
+    # Blocks that were never cached have no hits.
     pool.free_blocks([a])
     assert not log.num_hits.any()
 
 
-def test_a_block_is_named_when_it_becomes_findable_and_when_it_is_no_more():
+def test_caching_and_evicting_a_block_are_changes():
     scheduler, runner = make_scheduler(num_blocks=3), FunctionRunner()
     pool = scheduler.kv_cache_manager.block_pool
     log = BlockChangeLog(pool.blocks)
@@ -42,7 +42,7 @@ def test_a_block_is_named_when_it_becomes_findable_and_when_it_is_no_more():
     step(scheduler, runner)
     (block,) = scheduler.kv_cache_manager.coordinator.get_blocks("a")[0]
     assert changed(log, (block,)) == [block.block_id]
-    # The first token that it draws fills the block.
+    # The first sampled token fills the block.
     scheduler.schedule()
     assert changed(log) == [block.block_id]
     pool.evict_blocks([block.block_id])
@@ -50,7 +50,7 @@ def test_a_block_is_named_when_it_becomes_findable_and_when_it_is_no_more():
 
 
 def contents(log):
-    """By depth, (id, hash, parent) of all content whose place is known."""
+    """Depth -> (id, hash, parent) of all content whose depth is known."""
     return sorted(
         (int(content["depth"]), block_id, bytes(content["hash"]), bytes(content["parent"]))
         for block_id, content in enumerate(log.contents)
@@ -59,7 +59,7 @@ def contents(log):
 
 
 @pytest.mark.parametrize("look_in_between", [False, True])
-def test_content_and_hits_live_as_long_as_the_block_is_cached(look_in_between):
+def test_content_and_hits_are_kept_while_the_block_is_cached(look_in_between):
     scheduler = make_scheduler(num_blocks=6)
     pool, runner = scheduler.kv_cache_manager.block_pool, FunctionRunner()
     log = BlockChangeLog(pool.blocks, keeps_tokens=True)
@@ -76,7 +76,7 @@ def test_content_and_hits_live_as_long_as_the_block_is_cached(look_in_between):
     other = add(scheduler, "other", 17, max_tokens=1)
     step(scheduler, runner)
     assert log.num_evictions == 2 and not log.num_hits.any()
-    # Blocks that were cached, evicted and cached again between two looks hold the latest.
+    # Blocks that were cached, evicted and cached again between two reads have the latest content.
     hashes = [block_hash[:HASH_BYTES] for block_hash in other.block_hashes]
     assert [row[2] for row in contents(log)] == hashes and len(hashes) == 4
     assert (0, 1, 2, 3) not in log.token_ids.values()
@@ -85,7 +85,7 @@ def test_content_and_hits_live_as_long_as_the_block_is_cached(look_in_between):
     assert not any(bytes(content["hash"]).strip(b"\0") for content in log.contents)
 
 
-def test_what_was_cached_before_has_a_place_when_a_request_shows_it():
+def test_on_seen_completes_content_cached_before_the_log():
     scheduler = make_scheduler()
     pool, runner = scheduler.kv_cache_manager.block_pool, FunctionRunner()
     request = add(scheduler, "a", list(range(9)), max_tokens=5)
@@ -99,7 +99,7 @@ def test_what_was_cached_before_has_a_place_when_a_request_shows_it():
     assert contents(log) == [(2, second.block_id, hashes[1], hashes[0])]
 
 
-def test_buffers_do_not_outgrow_the_pool_without_a_reader():
+def test_buffers_do_not_outgrow_the_pool_without_reads():
     scheduler = make_scheduler(num_blocks=6)
     pool, runner = scheduler.kv_cache_manager.block_pool, FunctionRunner()
     log = BlockChangeLog(pool.blocks)

@@ -7,7 +7,7 @@ from paxkv.kv_cache.pool.block_pool import BlockPool
 
 
 class Hashed:
-    """As much of a request as caching its blocks asks for."""
+    """A request with only the fields that caching needs."""
 
     block_hashes = (b"first", b"second")
 
@@ -22,7 +22,7 @@ def pool(log: BlockMovementLog) -> BlockPool:
     return BlockPool(num_blocks=4, enable_caching=True, observers=[log])
 
 
-def test_life_of_a_block_is_reported_in_order(pool: BlockPool, log: BlockMovementLog) -> None:
+def test_movements_of_a_block_are_reported_in_order(pool: BlockPool, log: BlockMovementLog) -> None:
     blocks = pool.get_new_blocks(2)
     pool.cache_full_blocks(
         request=Hashed(),
@@ -34,10 +34,10 @@ def test_life_of_a_block_is_reported_in_order(pool: BlockPool, log: BlockMovemen
     )
     assert log.drain() == BlockMovements(allocated=[1, 2], cached=[1, 2])
     pool.touch(blocks[:1])
-    pool.free_blocks(reversed(blocks))  # block 1 has another holder still
+    pool.free_blocks(reversed(blocks))  # block 1 still has another holder
     assert log.drain() == BlockMovements(shared=[1], freed=[2])
     pool.free_blocks(blocks[:1])
-    # Block 3 was never used; then the one that was freed first.
+    # First block 3, which was never used, and then the block that was freed first.
     pool.get_new_blocks(2)
     assert log.drain() == BlockMovements(freed=[1], allocated=[3, 2], evicted=[2])
     assert log.drain() == BlockMovements()
@@ -59,7 +59,7 @@ def test_reset_evicts_what_is_cached(pool: BlockPool, log: BlockMovementLog) -> 
     assert log.drain() == BlockMovements(evicted=[1])
 
 
-def test_null_blocks_do_not_move(pool: BlockPool, log: BlockMovementLog) -> None:
+def test_null_blocks_are_not_reported(pool: BlockPool, log: BlockMovementLog) -> None:
     pool.touch([pool.null_block])
     pool.free_blocks([pool.null_block])
     assert log.drain() == BlockMovements()

@@ -1,4 +1,4 @@
-"""KV events: when they come, what they say, and that a reader of them knows the cache exactly."""
+"""KV events: when they are sent, their content, and that a reader always knows the cache."""
 
 import types
 
@@ -84,7 +84,7 @@ def test_blocks_cached_in_one_call_are_one_event_with_tokens_and_parent():
     assert recorder.drain() == []
 
 
-def test_an_event_keeps_the_tokens_of_its_moment():
+def test_an_event_does_not_change_with_the_request():
     (pool, recorder), request = make_pool(), make_request([1, 2])
     cache(pool, request, pool.get_new_blocks(1))
     request.all_token_ids[:] = [9, 9]
@@ -117,7 +117,7 @@ def test_null_blocks_are_in_no_event():
     assert recorder.drain() == []
 
 
-def test_a_freed_block_is_removed_only_when_its_memory_is_handed_out():
+def test_a_freed_block_is_reported_removed_only_when_it_is_reallocated():
     (pool, recorder), request = make_pool(num_blocks=4), make_request([1, 2, 3, 4])
     h0, h1 = request.block_hashes
     blocks = pool.get_new_blocks(2)
@@ -127,7 +127,7 @@ def test_a_freed_block_is_removed_only_when_its_memory_is_handed_out():
     pool.touch(blocks[:1])
     pool.free_blocks(blocks[:1])
     assert recorder.drain() == []
-    pool.get_new_blocks(1)  # block 3, which held nothing
+    pool.get_new_blocks(1)  # block 3, which had no content
     assert recorder.drain() == []
     pool.get_new_blocks(2)
     assert recorder.drain() == [removed(h1, h0)]
@@ -152,7 +152,7 @@ def test_withdrawn_and_evicted_blocks_are_removed_per_group():
     assert recorder.drain() == [removed(h0)]
 
 
-def test_content_in_two_blocks_is_stored_once_and_removed_with_the_last():
+def test_equal_blocks_are_reported_stored_once_and_removed_with_the_last():
     (pool, recorder), request = make_pool(), make_request([1, 2])
     (h0,) = request.block_hashes
     first, second = pool.get_new_blocks(2)
@@ -170,7 +170,7 @@ def test_content_in_two_blocks_is_stored_once_and_removed_with_the_last():
     assert recorder.drain() == [removed(h0)]
 
 
-def test_a_reset_clears_all_and_a_refused_one_says_nothing():
+def test_only_a_successful_reset_is_reported():
     (pool, recorder), request = make_pool(), make_request([1, 2])
     blocks = pool.get_new_blocks(1)
     cache(pool, request, blocks)
@@ -229,7 +229,7 @@ class Subscriber:
         for idx, block_hash in enumerate(event.block_hashes):
             assert (event.group_id, block_hash) not in self.known
             self.known.add((event.group_id, block_hash))
-            # A parent behind a null block is named, but its tokens were never told.
+            # A parent after a null block has a hash, but its tokens were never sent.
             before = self.tokens_of.get(parent, []) if parent is not None else []
             if parent is None or parent in self.tokens_of:
                 self.tokens_of[block_hash] = before + event.token_ids[idx * size : (idx + 1) * size]
@@ -237,7 +237,7 @@ class Subscriber:
 
 
 class EventMachine(RuleBasedStateMachine):
-    """Any use of a pool: after each step, who only reads the events knows what can be found."""
+    """Random use of a pool: after each step, a reader of the events knows all cached hashes."""
 
     def __init__(self):
         super().__init__()
@@ -291,7 +291,7 @@ class EventMachine(RuleBasedStateMachine):
         self.pool.reset_prefix_cache()
 
     @invariant()
-    def subscriber_knows_the_cache(self):
+    def subscriber_has_the_cached_hashes(self):
         self.subscriber.read(self.recorder.drain())
         findable = {
             (get_group_id(key), get_block_hash(key))

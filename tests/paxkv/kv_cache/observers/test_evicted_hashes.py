@@ -1,9 +1,9 @@
-"""The memory of evicted hashes: bounded, and able to say what was gone when."""
+"""The memory of evicted hashes: it is bounded, and knows the order of evictions."""
 
 from paxkv.kv_cache.observers.evicted_hashes import EvictedHashes
 
 
-def test_a_hash_is_known_as_evicted_after_it_was_and_not_before():
+def test_contains_is_true_only_after_the_eviction():
     evicted = EvictedHashes()
     evicted.add([b"a"])
     evicted.add([b"b", b"c"])
@@ -17,7 +17,7 @@ def test_a_hash_is_known_as_evicted_after_it_was_and_not_before():
     assert not evicted.contains(b"d", before=3)
 
 
-def test_the_oldest_are_forgotten_and_the_clock_runs_on():
+def test_the_oldest_hashes_are_dropped_and_the_clock_continues():
     evicted = EvictedHashes(max_hashes=2)
     evicted.add([b"a", b"b", b"c"])
     assert not evicted.contains(b"a", before=3)
@@ -25,7 +25,7 @@ def test_the_oldest_are_forgotten_and_the_clock_runs_on():
     assert not evicted.contains(b"c", before=2)
 
 
-def test_cleared_memory_knows_nothing_and_learns_again():
+def test_cleared_memory_is_empty_and_records_new_hashes():
     evicted = EvictedHashes()
     evicted.add([b"a"])
     evicted.clear()

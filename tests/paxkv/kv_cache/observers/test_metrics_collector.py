@@ -1,4 +1,4 @@
-"""Block residency: durations by hand, and a fair sample."""
+"""Block residency: durations computed by hand, and a fair sample."""
 
 import math
 import random
@@ -15,7 +15,7 @@ from paxkv.kv_cache.pool.block_pool import BlockPool
 
 
 class Clock:
-    """A clock that only the test advances."""
+    """A clock that the test moves."""
 
     def __init__(self):
         self.now = 100.0
@@ -43,13 +43,13 @@ def cache(pool, blocks):
 
 
 def durations(histogram):
-    """Buckets that hold something, by upper bound; and the sum."""
+    """Counts of buckets that are not empty, by upper bound, and the sum."""
     bounds = (*RESIDENCY_BUCKETS_S, math.inf)
     counts = zip(bounds, histogram.bucket_counts, strict=True)
     return {bound: count for bound, count in counts if count}, histogram.sum_s
 
 
-def test_a_life_is_measured_from_hand_out_to_hand_out():
+def test_lifetime_is_measured_from_allocation_to_reallocation():
     pool, collector, clock = make_pool(num_blocks=2)
     (block,) = pool.get_new_blocks(1)
     cache(pool, [block])
@@ -66,13 +66,13 @@ def test_a_life_is_measured_from_hand_out_to_hand_out():
     assert durations(collector.snapshot().lifetime) == ({}, 0)
     pool.get_new_blocks(1)
     residency = collector.snapshot()
-    # 3 + 4 + 0.5 + 6 + 15 s, of which it lay idle for the last 15.
+    # 3 + 4 + 0.5 + 6 + 15 s, of which the block was idle for the last 15.
     assert durations(residency.lifetime) == ({30: 1}, 28.5)
     assert durations(residency.idle_before_evict) == ({20: 1}, 15)
     assert durations(residency.reuse_gap) == ({10: 1, 0.5: 1}, 7.5)
 
 
-def test_a_block_withdrawn_while_held_was_never_idle():
+def test_a_block_evicted_while_held_was_never_idle():
     pool, collector, clock = make_pool()
     blocks = pool.get_new_blocks(2)
     cache(pool, blocks)
@@ -81,14 +81,14 @@ def test_a_block_withdrawn_while_held_was_never_idle():
     residency = collector.snapshot()
     assert durations(residency.lifetime) == ({10: 1}, 8)
     assert durations(residency.idle_before_evict) == ({0.001: 1}, 0)
-    # Its life is over: what becomes of the memory is not counted again.
+    # Its lifetime is over, so further events of the block are not counted.
     clock.now += 8
     pool.free_blocks(blocks[:1])
     pool.get_new_blocks(2)
     assert durations(collector.snapshot().lifetime) == ({10: 1}, 8)
 
 
-def test_a_block_withdrawn_after_a_hit_was_idle_before_the_hit_only():
+def test_an_evicted_block_was_not_idle_after_a_hit():
     pool, collector, clock = make_pool()
     blocks = pool.get_new_blocks(1)
     cache(pool, blocks)
@@ -100,7 +100,7 @@ def test_a_block_withdrawn_after_a_hit_was_idle_before_the_hit_only():
     assert durations(collector.snapshot().idle_before_evict) == ({0.001: 1}, 0)
 
 
-def test_a_block_that_was_never_cached_has_a_life_too():
+def test_lifetime_of_a_block_that_was_never_cached_is_measured():
     pool, collector, clock = make_pool(num_blocks=2)
     pool.free_blocks(pool.get_new_blocks(1))
     clock.now += 2
@@ -108,7 +108,7 @@ def test_a_block_that_was_never_cached_has_a_life_too():
     assert durations(collector.snapshot().lifetime) == ({2: 1}, 2)
 
 
-def test_a_reset_forgets_the_blocks_and_keeps_the_counts():
+def test_a_reset_drops_the_blocks_and_keeps_the_counts():
     pool, collector, clock = make_pool(num_blocks=3)
     first, second = pool.get_new_blocks(2)
     cache(pool, [first, second])
@@ -124,13 +124,13 @@ def test_the_longest_durations_have_a_bucket():
     pool, collector, clock = make_pool(num_blocks=2)
     pool.get_new_blocks(1)
     clock.now += 10**6
-    pool.evict_blocks([1])  # not cached: nothing ends
+    pool.evict_blocks([1])  # not cached, so no lifetime ends
     pool.free_blocks([pool.blocks[1]])
     pool.get_new_blocks(1)
     assert durations(collector.snapshot().lifetime) == ({math.inf: 1}, 10**6)
 
 
-def test_a_snapshot_stays_the_same_until_something_happens():
+def test_the_snapshot_is_the_same_object_until_a_count_changes():
     pool, collector, _ = make_pool(num_blocks=2)
     before = collector.snapshot()
     assert collector.snapshot() is before
@@ -141,18 +141,18 @@ def test_a_snapshot_stays_the_same_until_something_happens():
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
 @pytest.mark.parametrize("num_at_once", [1, 7, 100])
-def test_the_share_of_blocks_is_followed_however_they_are_handed_out(share, num_at_once):
+def test_the_sampled_share_does_not_depend_on_batch_sizes(share, num_at_once):
     num_blocks = 20_000 // num_at_once * num_at_once
     pool, collector, _ = make_pool(num_blocks=num_at_once + 1, sample_share=share)
-    for _ in range(num_blocks // num_at_once + 1):  # the last round ends the lives of the others
+    for _ in range(num_blocks // num_at_once + 1):  # the last round ends all lifetimes
         pool.free_blocks(pool.get_new_blocks(num_at_once))
     num_followed = sum(collector.snapshot().lifetime.bucket_counts)
     # Five standard deviations of a binomial.
     assert abs(num_followed - share * num_blocks) <= 5 * math.sqrt(num_blocks * share * (1 - share))
 
 
-def test_every_place_in_a_batch_is_as_likely():
-    """Sampling by gaps must not favour the first blocks of a hand-out."""
+def test_every_place_in_a_batch_is_equally_likely():
+    """Sampling by gaps must not prefer the first blocks of an allocation."""
     counts = [0] * 4
     clock = Clock()
     collector = KVCacheMetricsCollector(0.5, clock=clock, rng=random.Random(1))

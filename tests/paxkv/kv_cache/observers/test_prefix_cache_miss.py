@@ -1,4 +1,4 @@
-"""Reasons of prefix cache misses: each in a pool where it applies."""
+"""Reasons of prefix cache misses, each in a pool to which it applies."""
 
 import types
 
@@ -25,7 +25,7 @@ BLOCK_SIZE = 2
 
 
 class Cache:
-    """A pool with one group, admitted to as a manager would."""
+    """A pool with one group, to which requests are admitted as by a manager."""
 
     def __init__(self, *, num_blocks=20, enable_caching=True, group_block_sizes=None):
         self.hasher = BlockHasher(block_size=BLOCK_SIZE, seed="s")
@@ -91,7 +91,7 @@ class Cache:
         return answer.reason, answer.num_hit_tokens, answer.block_idx
 
 
-def test_a_full_hit_is_one_up_to_the_last_token():
+def test_a_full_hit_excludes_the_last_token():
     cache = Cache()
     cache.admit(cache.request("a", [1, 2, 3, 4]))
     for request_id, tokens in (("b", [1, 2, 3, 4]), ("c", [1, 2, 3])):
@@ -112,7 +112,7 @@ def test_the_first_differing_block_is_named():
     assert cache.why("c") == ("first_block_differs", 0, 0)
 
 
-def test_another_salt_and_another_adapter_are_distinguished():
+def test_a_different_salt_and_a_different_adapter_are_distinguished():
     cache = Cache()
     tokens = [1, 2, 3, 4, 5]
     cache.admit(cache.request("plain", tokens))
@@ -120,7 +120,7 @@ def test_another_salt_and_another_adapter_are_distinguished():
         ("salted", {"salt": "s"}, "salt"),
         ("other salt", {"salt": "t"}, "salt"),
         ("adapted", {"lora": "l"}, "lora"),
-        ("both", {"lora": "l", "salt": "s"}, "lora"),  # salt s is there, with another adapter
+        ("both", {"lora": "l", "salt": "s"}, "lora"),  # salt s is cached, with another adapter
         ("again", {"lora": "l", "salt": "s"}, "hit"),
         ("new salt, new adapter", {"lora": "m", "salt": "u"}, "salt"),
     ]
@@ -129,14 +129,14 @@ def test_another_salt_and_another_adapter_are_distinguished():
         assert cache.why(request_id)[0] == reason, request_id
 
 
-def test_a_salt_whose_blocks_are_gone_is_no_reason():
+def test_a_salt_whose_blocks_were_evicted_is_not_a_reason():
     cache = Cache()
     cache.pool.evict(cache.admit(cache.request("a", [1, 2, 3], salt="s")))
     cache.admit(cache.request("b", [1, 2, 3]))
     assert cache.why("b") == ("first_block_differs", 0, 0)
 
 
-def test_an_evicted_block_is_known_as_such():
+def test_an_evicted_block_is_reported_as_evicted():
     cache = Cache(num_blocks=5)
     cache.pool.free_blocks(reversed(cache.admit(cache.request("a", [1, 2, 3, 4, 5, 6]))))
     cache.pool.free_blocks(cache.pool.get_new_blocks(2))  # the unused block, and the tail of a
@@ -144,7 +144,7 @@ def test_an_evicted_block_is_known_as_such():
     assert cache.why("b") == ("evicted", 4, 2)
 
 
-def test_what_is_evicted_later_is_no_reason_for_an_earlier_miss():
+def test_a_later_eviction_does_not_explain_an_earlier_miss():
     cache = Cache()
     cache.admit(cache.request("a", [1, 2, 3, 4]))
     request = cache.request("b", [1, 2, 5, 6, 7])
@@ -155,7 +155,7 @@ def test_what_is_evicted_later_is_no_reason_for_an_earlier_miss():
     assert cache.why("c") == ("evicted", 0, 0)
 
 
-def test_short_prompts_and_prompts_that_read_no_cache():
+def test_short_prompts_and_disabled_reading_have_their_own_reasons():
     cache = Cache()
     cache.admit(cache.request("short", [1, 2]))
     assert cache.why("short") == ("too_short", 0, None)
@@ -166,7 +166,7 @@ def test_short_prompts_and_prompts_that_read_no_cache():
     assert cache.why("off") == ("disabled", 0, None)
 
 
-def test_a_block_that_one_group_lacks_is_no_difference_of_prompts():
+def test_a_block_missing_in_one_group_is_not_a_different_prompt():
     cache = Cache(group_block_sizes={0: 2, 1: 4})
     request = cache.request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9])
     cache.admit(request)  # into group 0 alone
@@ -181,20 +181,20 @@ def test_a_block_that_one_group_lacks_is_no_difference_of_prompts():
         kv_cache_group_id=1,
     )
     assert cache.explainer.explain(request, 8).reason == "hit"
-    # Everything is there, and yet the hit was cut, as for speculative decoding.
+    # All blocks are cached, but the hit was shortened, as for speculative decoding.
     assert cache.explainer.explain(request, 4).reason == "shortened"
-    # Under one block of the larger group nothing can be found.
+    # A hit is at least one block of the larger group.
     assert cache.explainer.explain(cache.request("b", [1, 2, 3, 4]), 0).reason == "too_short"
 
 
-def test_asking_in_advance_keeps_nothing():
+def test_explain_records_nothing():
     cache = Cache()
     request = cache.request("a", [1, 2, 3, 4])
     assert cache.explainer.explain(request, 0).reason == "first_block_differs"
     assert cache.explainer.answer("a") is None
 
 
-def test_a_request_that_resumes_keeps_the_answer_of_its_first_admission():
+def test_a_resumed_request_keeps_the_answer_of_its_first_admission():
     cache = Cache()
     request = cache.request("a", [1, 2, 3, 4, 5])
     cache.pool.free_blocks(cache.admit(request))
@@ -203,7 +203,7 @@ def test_a_request_that_resumes_keeps_the_answer_of_its_first_admission():
     assert cache.why("a") == ("first_block_differs", 0, 0)
 
 
-def test_a_reset_cache_has_forgotten_what_it_evicted():
+def test_a_reset_clears_evicted_hashes():
     cache = Cache()
     blocks = cache.admit(cache.request("a", [1, 2, 3, 4]))
     cache.pool.evict(blocks)
@@ -229,7 +229,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch):
     for number, reason in ((0, "first_block_differs"), (4, "salt")):
         request = cache.request("x", [number, 0, 0], salt="s")
         assert cache.explainer.explain(request, 0).reason == reason
-    # Many tenants with one prompt: the latest of them are remembered.
+    # Many salts with one prompt: the latest are remembered.
     for number in range(20):
         cache.admit(cache.request(f"s{number}", [7, 7, 7], salt=str(number)))
     assert cache.why("s19")[0] == "salt"
@@ -246,11 +246,11 @@ def evict(manager, request, group_id, block_idxs):
 
 
 @pytest.mark.parametrize("specs", [(window(8), full()), (full(), window(8))])
-def test_a_window_that_lost_its_blocks_is_named_at_the_end_of_the_known_prefix(specs):
+def test_missing_window_blocks_are_named_at_the_end_of_the_known_prefix(specs):
     manager = make_manager(*specs, num_blocks=40)
     window_id = specs.index(window(8))
     first = run_alone(manager, "first", range(33))
-    # The same first 28 tokens; a hit of 28 needs blocks 5 and 6 of the window.
+    # The first 28 tokens are the same. A hit of 28 needs blocks 5 and 6 of the window.
     request = FakeRequest("second", [*range(28), 99, 98, 97, 96, 95])
     assert explain(manager, request) == ("block_differs", 28, 7)
     evict(manager, first, window_id, [6])
@@ -261,14 +261,14 @@ def test_a_window_that_lost_its_blocks_is_named_at_the_end_of_the_known_prefix(s
     assert explain(manager, request) == ("shortened", 0, 6)
 
 
-def test_windows_alone_name_what_differs_where_no_later_block_is_cached():
+def test_with_windows_only_a_block_differs_if_no_later_block_is_cached():
     manager = make_manager(window(8), window(12), num_blocks=40)
     first = run_alone(manager, "first", range(33))
     request = FakeRequest("second", [*range(16), *range(50, 67)])
     assert explain(manager, request) == ("block_differs", 16, 4)
     other = FakeRequest("other", range(50, 83))
     assert explain(manager, other) == ("first_block_differs", 0, 0)
-    # Block 3 of the second window is left, so that the first 16 tokens are known.
+    # Block 3 of the second window is still cached, so the first 16 tokens are known.
     evict(manager, first, 0, [0, 1, 2, 3])
     assert explain(manager, request) == ("evicted", 0, 3)
     # No group knows any of the tokens now.
@@ -277,7 +277,7 @@ def test_windows_alone_name_what_differs_where_no_later_block_is_cached():
     assert explain(manager, request) == ("first_block_differs", 0, 0)
 
 
-def test_salts_are_compared_although_a_window_lost_the_first_block():
+def test_salts_are_compared_even_if_a_window_freed_the_first_block():
     manager = make_manager(window(8), full(), num_blocks=40)
     first = run_alone(manager, "first", range(33), salt="a")
     evict(manager, first, 0, [0])
@@ -294,7 +294,7 @@ GROUPS = [
 
 @quick(200)
 @given(st.sampled_from(GROUPS), st.integers(0, 33), st.data())
-def test_the_named_block_is_missing_and_a_difference_is_one_for_every_group(specs, shared, data):
+def test_the_named_block_is_missing_and_differs_in_every_group(specs, shared, data):
     manager = make_manager(*specs, num_blocks=80, hash_block_size=4)
     first = run_alone(manager, "first", range(33))
     for group_id, blocks in enumerate(manager.coordinator.get_blocks("first")):

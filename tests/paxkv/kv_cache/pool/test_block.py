@@ -1,4 +1,4 @@
-"""The free queue: order, O(1) removal from the middle, and refusal of mistakes."""
+"""The free queue: order, O(1) removal from the middle, and errors."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def free_ids(queue):
     return [block.block_id for block in queue.get_all_free_blocks()]
 
 
-def test_blocks_come_out_in_the_order_they_went_in():
+def test_blocks_leave_the_queue_in_the_order_of_insertion():
     blocks, queue = make_queue(4)
     assert queue.popleft() is blocks[0]
     assert queue.popleft_n(2) == [blocks[1], blocks[2]]
@@ -46,7 +46,7 @@ def test_a_queue_can_run_empty_and_fill_again():
     assert FreeKVCacheBlockQueue([]).num_free_blocks == 0
 
 
-def test_taking_more_than_there_is_raises_and_takes_nothing():
+def test_popping_too_many_blocks_raises_and_pops_nothing():
     _, queue = make_queue(2)
     with pytest.raises(InvariantError, match="num_blocks=3"):
         queue.popleft_n(3)
@@ -56,7 +56,7 @@ def test_taking_more_than_there_is_raises_and_takes_nothing():
         queue.popleft()
 
 
-def test_a_block_cannot_enter_twice_or_leave_twice():
+def test_appending_or_removing_a_block_twice_raises():
     blocks, queue = make_queue(2)
     with pytest.raises(InvariantError, match="already"):
         queue.append(blocks[1])
@@ -65,14 +65,14 @@ def test_a_block_cannot_enter_twice_or_leave_twice():
         queue.remove(blocks[0])
 
 
-def test_a_refusal_names_one_block_of_many():
+def test_the_error_names_the_block_that_was_appended_twice():
     blocks, queue = make_queue(2000)
     with pytest.raises(InvariantError) as refusal:
         queue.append(blocks[1000])
     assert len(str(refusal.value)) < 200
 
 
-def test_the_next_to_be_handed_out_are_looked_at_in_their_order():
+def test_get_first_returns_the_next_blocks_in_order():
     blocks, queue = make_queue(3)
     queue.append(queue.popleft())
     assert queue.get_first(2) == [blocks[1], blocks[2]]

@@ -1,4 +1,4 @@
-"""The block pool: reference counts, eviction order, finding by hash, and a slow model of it all."""
+"""The block pool: reference counts, eviction order, look-ups by hash, and a slow model."""
 
 import types
 
@@ -29,7 +29,7 @@ def cache(pool, blocks, block_hashes, *, num_cached_blocks=0, group_id=0):
     )
 
 
-def test_block_0_is_never_handed_out():
+def test_block_0_is_never_allocated():
     pool = BlockPool(num_blocks=4, enable_caching=True)
     assert pool.null_block is pool.blocks[0]
     assert pool.get_num_free_blocks() == 3
@@ -40,7 +40,7 @@ def test_block_0_is_never_handed_out():
         pool.get_new_blocks(1)
 
 
-def test_a_pool_needs_a_block_besides_the_null_block():
+def test_a_pool_needs_at_least_two_blocks():
     with pytest.raises(ConfigError, match="num_blocks=1"):
         BlockPool(num_blocks=1, enable_caching=True)
 
@@ -59,12 +59,12 @@ def test_the_null_block_is_neither_counted_nor_cached():
 
 def test_blocks_are_reused_in_the_order_they_were_freed():
     pool = BlockPool(num_blocks=6, enable_caching=True)
-    first = pool.get_new_blocks(3)  # 1 2 3, and 4 5 stay free
+    first = pool.get_new_blocks(3)  # 1 2 3; 4 and 5 stay free
     pool.free_blocks(reversed(first))
     assert block_ids(pool.get_new_blocks(5)) == [4, 5, 3, 2, 1]
 
 
-def test_a_freed_block_is_found_until_its_memory_is_handed_out():
+def test_a_freed_block_is_found_until_it_is_reallocated():
     pool = BlockPool(num_blocks=4, enable_caching=True)
     blocks = pool.get_new_blocks(2)
     cache(pool, blocks, [b"a", b"b"])
@@ -93,7 +93,7 @@ def test_touched_block_leaves_the_free_queue_and_keeps_its_content():
     pool.check_invariants()
 
 
-def test_freeing_an_unheld_block_raises():
+def test_freeing_a_free_block_raises():
     pool = BlockPool(num_blocks=4, enable_caching=True)
     blocks = pool.get_new_blocks(1)
     pool.free_blocks(blocks)
@@ -120,7 +120,7 @@ def test_a_hit_needs_a_block_of_every_group():
     assert block_ids(pool.get_cached_block(b"a", [1])) == [2]
 
 
-def test_a_run_of_a_group_ends_at_its_first_gap():
+def test_a_cached_run_ends_at_the_first_gap():
     pool = BlockPool(num_blocks=8, enable_caching=True)
     blocks = pool.get_new_blocks(5)
     cache(pool, blocks[:3], [b"a", b"b", b"d"])
@@ -134,7 +134,7 @@ def test_a_run_of_a_group_ends_at_its_first_gap():
     assert pool.get_cached_run([b"a"], 0) == blocks[:1]
 
 
-def test_a_block_that_is_evicted_twice_in_one_call_is_forgotten_once():
+def test_a_block_that_is_passed_twice_is_evicted_once():
     log = BlockMovementLog()
     pool = BlockPool(num_blocks=4, enable_caching=True, observers=[log])
     cache(pool, pool.get_new_blocks(2), [b"a", b"b"])
@@ -144,7 +144,7 @@ def test_a_block_that_is_evicted_twice_in_one_call_is_forgotten_once():
     pool.check_invariants()
 
 
-def test_evicted_block_is_no_longer_found_and_still_held():
+def test_an_evicted_block_is_not_found_but_still_held():
     pool = BlockPool(num_blocks=4, enable_caching=True)
     blocks = pool.get_new_blocks(2)
     cache(pool, blocks, [b"a", b"b"])
@@ -155,7 +155,7 @@ def test_evicted_block_is_no_longer_found_and_still_held():
     pool.check_invariants()
 
 
-def test_blocks_are_evicted_by_id_and_equal_ones_stay():
+def test_evicting_a_block_by_id_keeps_equal_blocks():
     pool = BlockPool(num_blocks=4, enable_caching=True)
     blocks = pool.get_new_blocks(2)
     cache(pool, blocks[:1], [b"a"])
@@ -169,7 +169,7 @@ def test_blocks_are_evicted_by_id_and_equal_ones_stay():
     pool.check_invariants()
 
 
-def test_larger_blocks_are_found_by_the_hash_that_ends_with_them():
+def test_larger_blocks_are_found_by_their_last_small_hash():
     pool = BlockPool(num_blocks=4, enable_caching=True, hash_block_size=8)
     blocks = pool.get_new_blocks(2)
     pool.cache_full_blocks(
@@ -184,7 +184,7 @@ def test_larger_blocks_are_found_by_the_hash_that_ends_with_them():
     assert found == {b"a": None, b"b": blocks[:1], b"c": None, b"d": blocks[1:], b"e": None}
 
 
-def test_without_caching_nothing_is_looked_for_in_blocks_handed_out():
+def test_without_caching_allocation_does_not_evict():
     pool = BlockPool(num_blocks=3, enable_caching=False)
     pool.free_blocks(pool.get_new_blocks(2))
     assert block_ids(pool.get_new_blocks(2)) == [1, 2]
@@ -192,7 +192,7 @@ def test_without_caching_nothing_is_looked_for_in_blocks_handed_out():
     pool.check_invariants()
 
 
-def test_every_movement_is_logged_in_its_order():
+def test_the_movement_log_has_all_movements_in_order():
     log = BlockMovementLog()
     pool = BlockPool(num_blocks=4, enable_caching=True, observers=[log])
     blocks = pool.get_new_blocks(2)
@@ -208,7 +208,7 @@ def test_every_movement_is_logged_in_its_order():
     assert (moved.allocated, moved.evicted, moved.freed) == ([3, 2], [2], [1])
 
 
-def test_reset_logs_what_is_found_no_more():
+def test_reset_reports_the_evicted_blocks():
     log = BlockMovementLog()
     pool = BlockPool(num_blocks=4, enable_caching=True, observers=[log])
     blocks = pool.get_new_blocks(2)
@@ -218,7 +218,7 @@ def test_reset_logs_what_is_found_no_more():
     assert log.drain().evicted == [2]
 
 
-def test_reset_is_refused_while_a_block_is_in_use():
+def test_reset_fails_while_a_block_is_held():
     pool = BlockPool(num_blocks=4, enable_caching=True)
     blocks = pool.get_new_blocks(1)
     cache(pool, blocks, [b"a"])
@@ -249,7 +249,7 @@ def test_map_keeps_equal_blocks_apart():
     assert len(cached) == 0
 
 
-def test_check_invariants_sees_each_kind_of_damage():
+def test_check_invariants_detects_each_kind_of_damage():
     def damaged(damage):
         pool = BlockPool(num_blocks=4, enable_caching=True)
         blocks = pool.get_new_blocks(2)
@@ -298,7 +298,7 @@ def test_check_invariants_sees_each_kind_of_damage():
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """The pool against lists and dicts: same blocks, same order, same hits."""
+    """Compares the pool with lists and dicts: the same blocks, order and hits."""
 
     NUM_BLOCKS = 8
 
@@ -341,7 +341,7 @@ class PoolMachine(RuleBasedStateMachine):
             num_cached += 1
         if any(block_id in self.hash_of for block_id in blocks[num_cached:]):
             return
-        # Few different hashes, so that several blocks often share one.
+        # Few different hashes, so several blocks often have the same hash.
         new_hashes = [bytes([data.draw(st.integers(0, 3))]) for _ in blocks[num_cached:]]
         cache(
             self.pool,
@@ -399,7 +399,7 @@ class TestPoolMachineForLong(PoolMachine.TestCase):
 
 
 class EventList(BlockPoolObserver):
-    """Keeps every event, with the ids of its blocks."""
+    """Records every event, with the ids of its blocks."""
 
     def __init__(self):
         self.events = []
@@ -440,7 +440,7 @@ def test_observers_get_every_event_after_the_change():
     cache(pool, with_null[:3], [b"null", b"a", b"b"])
     pool.touch(with_null[:2])
     pool.free_blocks(iter([blocks[2], blocks[1], blocks[0], pool.null_block]))
-    pool.evict([blocks[1], pool.null_block])  # its hash stays, in another block
+    pool.evict([blocks[1], pool.null_block])  # another block still has its hash
     pool.get_new_blocks(2)
     pool.report_replaced("r")
     assert not pool.reset_prefix_cache()
@@ -462,7 +462,7 @@ def test_observers_get_every_event_after_the_change():
     ]
 
 
-def test_an_observer_may_come_later_and_leave():
+def test_observers_can_be_added_later_and_removed():
     first, second = EventList(), EventList()
     pool = BlockPool(num_blocks=4, enable_caching=True, observers=[first])
     blocks = pool.get_new_blocks(1)

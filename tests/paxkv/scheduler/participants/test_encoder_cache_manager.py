@@ -1,4 +1,4 @@
-"""Encoder outputs are counted by who needs them, and leave only when their room is needed."""
+"""Encoder outputs have holders, and are evicted only when their room is needed."""
 
 import random
 
@@ -12,7 +12,7 @@ from paxkv.scheduler.request import Request
 
 
 def make_request(request_id, *items):
-    """Items are (identifier, length), one after another."""
+    """Items are (identifier, length), one after the other."""
     features, offset = [], 0
     for identifier, length in items:
         features.append(MultiModalFeature(identifier=identifier, offset=offset, length=length))
@@ -28,7 +28,7 @@ def make_request(request_id, *items):
     )
 
 
-def test_an_item_stays_as_long_as_somebody_needs_it():
+def test_an_item_stays_cached_while_a_request_needs_it():
     cache = EncoderCacheManager(10)
     a, b = make_request("a", ("x", 6)), make_request("b", ("x", 6))
     cache.allocate(a, 0)
@@ -38,12 +38,12 @@ def test_an_item_stays_as_long_as_somebody_needs_it():
     cache.free_encoder_input(b, 0)
     assert cache.num_allocatable_tokens(set()) == 10
     assert cache.num_allocatable_tokens({"x"}) == 4
-    # Nobody needs it, but its room is not needed either.
+    # No request holds it, but its room is not needed either.
     assert cache.is_cached(a.mm_features[0])
     assert cache.drain_freed_identifiers() == []
 
 
-def test_room_is_made_from_what_has_been_unneeded_longest():
+def test_the_item_without_holders_for_longest_is_evicted_first():
     cache = EncoderCacheManager(10)
     request = make_request("a", ("x", 3), ("y", 3), ("z", 3), ("new", 4))
     for input_id in (0, 1, 2):
@@ -59,7 +59,7 @@ def test_room_is_made_from_what_has_been_unneeded_longest():
     cache.check_invariants({"a": request})
 
 
-def test_an_item_twice_in_a_request_is_needed_until_its_last_place():
+def test_an_item_that_occurs_twice_is_held_until_its_last_position():
     cache = EncoderCacheManager(10)
     request = make_request("a", ("x", 4), ("y", 2), ("x", 4))
     cache.allocate(request, 0)
@@ -70,7 +70,7 @@ def test_an_item_twice_in_a_request_is_needed_until_its_last_place():
     assert cache.num_allocatable_tokens(set()) == 10
 
 
-def test_what_does_not_fit_or_is_there_is_an_error():
+def test_allocating_a_cached_or_too_large_item_raises():
     cache = EncoderCacheManager(5)
     request = make_request("a", ("x", 3), ("y", 3))
     cache.allocate(request, 0)
@@ -82,7 +82,7 @@ def test_what_does_not_fit_or_is_there_is_an_error():
         cache.withdraw("x")
 
 
-def test_a_withdrawn_item_was_never_with_the_runner():
+def test_a_withdrawn_item_is_not_reported_as_freed():
     cache = EncoderCacheManager(5)
     request = make_request("a", ("x", 3))
     cache.allocate(request, 0)
@@ -91,7 +91,7 @@ def test_a_withdrawn_item_was_never_with_the_runner():
     assert (cache.num_free_tokens, cache.drain_freed_identifiers()) == (5, [])
 
 
-def test_books_that_do_not_agree_are_seen():
+def test_check_invariants_detects_wrong_counts():
     cache = EncoderCacheManager(10)
     request = make_request("a", ("x", 4))
     cache.allocate(request, 0)
@@ -104,7 +104,7 @@ def test_books_that_do_not_agree_are_seen():
         cache.check_invariants({"a": request})
 
 
-def test_thousands_of_operations_keep_the_books():
+def test_invariants_hold_after_random_operations():
     draw = random.Random(0)
     cache = EncoderCacheManager(20)
     lengths = {f"i{n}": 1 + n % 6 for n in range(8)}

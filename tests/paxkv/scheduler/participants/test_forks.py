@@ -1,4 +1,4 @@
-"""Forks share what both requests have in common, and finished sources stay while there is room."""
+"""Forks share the common tokens of two requests; finished sources are kept while there is room."""
 
 import pytest
 
@@ -34,12 +34,12 @@ def make_request(request_id="r", prompt=(1, 2, 3, 4, 5), *, params=None, **field
     ("child", "expected"),
     [
         ([1, 2, 3, 4, 5, 6, 7], 5),
-        ([1, 2, 3, 4, 5], 4),  # the last is its own
+        ([1, 2, 3, 4, 5], 4),  # the last token is the child's own
         ([1, 2, 9, 4, 5], 2),
         ([9], 0),
     ],
 )
-def test_common_tokens_are_shared_but_the_last_of_the_child(child, expected):
+def test_common_tokens_are_shared_except_the_last_of_the_child(child, expected):
     assert num_shareable_tokens(make_request(), make_request(prompt=child)) == expected
 
 
@@ -51,11 +51,11 @@ def test_common_tokens_are_shared_but_the_last_of_the_child(child, expected):
         {"params": {"skip_reading_prefix_cache": True}},
     ],
 )
-def test_what_is_computed_in_another_way_is_not_shared(fields):
+def test_requests_with_different_salt_adapter_or_cache_use_share_nothing(fields):
     assert num_shareable_tokens(make_request(), make_request(**fields)) == 0
 
 
-def test_tokens_from_the_first_unequal_item_on_are_not_shared():
+def test_tokens_after_the_first_different_item_are_not_shared():
     def item(name, offset):
         return MultiModalFeature(identifier=name, offset=offset, length=1)
 
@@ -70,7 +70,7 @@ def test_tokens_from_the_first_unequal_item_on_are_not_shared():
         assert num_shareable_tokens(source, make_request(mm_features=items)) == expected
 
 
-def test_kept_requests_leave_oldest_first():
+def test_the_oldest_kept_request_is_popped_first():
     kept = KeptRequests()
     requests = [make_request(name) for name in "abc"]
     for request in requests:
@@ -84,7 +84,7 @@ def test_kept_requests_leave_oldest_first():
     ]
 
 
-def test_a_fork_waits_until_its_source_is_computed_and_blocks_no_other_request():
+def test_a_fork_waits_for_its_source_without_blocking_other_requests():
     scheduler = make_scheduler(max_num_batched_tokens=8)
     runner = FunctionRunner()
     prompt = list(range(10))
@@ -105,7 +105,7 @@ def test_a_fork_waits_until_its_source_is_computed_and_blocks_no_other_request()
     scheduler.update_from_output(output, runner.execute(output))
     output = step(scheduler, runner)
     b, c = output.scheduled_new_reqs
-    # Blocks 1 and 2 are shared; the third is filled in part, and each writes into its own copy.
+    # Blocks 1 and 2 are shared; the third is partly filled, and each request writes its own copy.
     assert (b.req_id, b.num_computed_tokens, counts(output)["b"]) == ("b", 9, 1)
     (a_table,) = scheduler.kv_cache_manager.get_block_ids("a")
     assert [new.block_ids[0][:2] for new in (b, c)] == [a_table[:2]] * 2
@@ -117,16 +117,16 @@ def test_a_fork_waits_until_its_source_is_computed_and_blocks_no_other_request()
     assert scheduler.num_preemptions == 0
 
 
-def test_a_source_asks_for_its_blocks_anew_after_a_fork():
+def test_a_source_calls_allocate_again_after_a_fork():
     scheduler, runner = make_scheduler(), FunctionRunner()
     source = add(scheduler, "a", range(9))
     step(scheduler, runner)
-    assert source.num_tokens_before_block_work > source.num_tokens
+    assert source.max_tokens_before_allocate > source.num_tokens
     add(scheduler, "b", [*range(9), 99], fork_from="a")
     step(scheduler, runner)
-    assert source.num_tokens_before_block_work == 0
+    assert source.max_tokens_before_allocate == 0
     step(scheduler, runner)
-    assert source.num_tokens_before_block_work > 0
+    assert source.max_tokens_before_allocate > 0
 
 
 def test_forks_use_fewer_blocks_than_copies():
@@ -144,12 +144,12 @@ def test_forks_use_fewer_blocks_than_copies():
         assert [runner.token_ids[name][30:] for name in "abcd"] == [continuation(prompt, 6)] * 4
         return most
 
-    # 35 tokens are 9 blocks; of 29 shared ones 7 blocks are whole.
+    # 35 tokens need 9 blocks; 29 shared tokens fill 7 blocks.
     assert peak() == 36
     assert peak(fork_from="a") == 7 + 4 * 2
 
 
-def test_forks_do_not_wait_for_a_source_that_is_gone_or_preempted():
+def test_forks_do_not_wait_for_an_ended_or_preempted_source():
     scheduler, runner = make_scheduler(), FunctionRunner()
     add(scheduler, "a", range(10), max_tokens=5)
     add(scheduler, "b", range(10), max_tokens=5, fork_from="a")
@@ -158,7 +158,7 @@ def test_forks_do_not_wait_for_a_source_that_is_gone_or_preempted():
     assert counts(step(scheduler, runner)) == {"b": 10, "c": 2}
     add(scheduler, "d", range(50, 60), max_tokens=5, fork_from="b")
     scheduler.reset_prefix_cache(True)
-    # "b" comes back first; what it found may be written in that very step.
+    # "b" resumes first; the blocks that it found may be written in the same step.
     assert "d" not in counts(step(scheduler, runner))
     assert counts(step(scheduler, runner))["d"] == 10
 
@@ -170,26 +170,26 @@ def test_a_fork_does_not_wait_for_a_preempted_source_to_run_again():
     for _ in range(3):
         step(scheduler, runner)
     assert source.status is RequestStatus.PREEMPTED
-    # One block is free: enough for the fork, and not for its source.
+    # One block is free: enough for the fork, but not for its source.
     prompt = [*source.prompt_token_ids[:3], 99]
     add(scheduler, "c", prompt, max_tokens=1, priority=1, fork_from="b")
     assert counts(step(scheduler, runner)) == {"a": 1, "c": 4}
 
 
-def test_a_source_whose_tokens_left_the_window_is_not_shared():
+def test_a_source_whose_blocks_left_the_window_is_not_shared():
     scheduler = make_scheduler(specs=(window(4),), caching=False)
     runner = FunctionRunner()
     add(scheduler, "a", range(16), max_tokens=9)
     for _ in range(2):
         step(scheduler, runner)
-    # Both blocks that token 6 would read are gone.
+    # Both blocks that token 6 would read were freed.
     add(scheduler, "b", [*range(6), 99], max_tokens=2, fork_from="a")
     assert step(scheduler, runner).scheduled_new_reqs[0].num_computed_tokens == 0
     add(scheduler, "c", [*range(16), 99], max_tokens=2, fork_from="a")
     assert step(scheduler, runner).scheduled_new_reqs[0].num_computed_tokens == 16
 
 
-def test_a_longer_prefix_hit_is_taken_instead():
+def test_a_longer_prefix_hit_is_preferred_to_a_fork():
     scheduler, runner = make_scheduler(), FunctionRunner()
     add(scheduler, "long", range(20), max_tokens=1)
     step(scheduler, runner)
@@ -210,7 +210,7 @@ def make_kept(**settings):
     return scheduler, runner
 
 
-def test_a_kept_source_serves_forks_after_its_end():
+def test_forks_share_blocks_of_a_kept_source_after_its_end():
     scheduler, runner = make_kept(caching=False)
     assert scheduler.make_stats().num_free_blocks == 99 - 3
     first, second = continuation(range(10), 2)
@@ -225,7 +225,7 @@ def test_a_kept_source_serves_forks_after_its_end():
     assert scheduler.make_stats().num_free_blocks == 99
 
 
-def test_an_abort_keeps_nothing():
+def test_an_aborted_request_keeps_no_blocks():
     scheduler, runner = make_scheduler(), FunctionRunner()
     add(scheduler, "a", range(10), keep_blocks=True)
     step(scheduler, runner)
@@ -233,11 +233,11 @@ def test_an_abort_keeps_nothing():
     assert scheduler.make_stats().num_free_blocks == 99
     add(scheduler, "a", range(10), keep_blocks=True)
     step(scheduler, runner)
-    scheduler.finish_requests(["a"], "stop")  # a stop string: an end like any other
+    scheduler.finish_requests(["a"], "stop")  # a stop string ends a request like any other end
     assert scheduler.make_stats().num_free_blocks == 99 - 3
 
 
-def test_kept_blocks_give_way_before_anyone_is_preempted_or_kept_out():
+def test_kept_blocks_are_freed_before_a_request_is_preempted_or_must_wait():
     scheduler, runner = make_kept(num_blocks=7)
     add(scheduler, "b", range(100, 112), max_tokens=3)
     # 3 blocks are free; the third token of "b" needs a fourth.
@@ -253,7 +253,7 @@ def test_kept_blocks_give_way_before_anyone_is_preempted_or_kept_out():
     assert len(scheduler.kept_requests) == 0
 
 
-def test_a_fork_survives_the_release_of_its_own_source():
+def test_a_fork_is_admitted_by_releasing_its_own_kept_source():
     scheduler, runner = make_kept(num_blocks=5, caching=False)
     tokens = continuation(range(10), 1)
     add(scheduler, "b", [*range(10), *tokens, 5, 6, 7], max_tokens=2, fork_from="a")
@@ -264,17 +264,17 @@ def test_a_fork_survives_the_release_of_its_own_source():
     assert len(scheduler.kept_requests) == 0
 
 
-def test_a_fork_that_lacks_only_the_copy_of_a_shared_block_starts_without_it():
+def test_a_fork_without_room_for_the_block_copy_starts_without_sharing():
     scheduler, runner = make_kept(num_blocks=5)
-    # All 4 blocks for its 16 tokens: shared with "a" are block 0 and half of block 1, which is
-    # full there and can be found, so that it needs a copy, and a fifth block.
+    # All 4 blocks for its 16 tokens. It shares block 0 and half of block 1 with "a". Block 1 is
+    # full and cached, so it needs a copy, which would be a fifth block.
     add(scheduler, "b", [*range(6), *range(50, 60)], max_tokens=1, fork_from="a")
     output = step(scheduler, runner)
     assert output.scheduled_new_reqs[0].num_computed_tokens == 4
     assert (counts(output), output.block_copies) == ({"b": 12}, [])
 
 
-def test_a_reset_gives_up_kept_blocks_and_an_id_may_come_again():
+def test_a_reset_or_a_reused_id_frees_kept_blocks():
     scheduler, _ = make_kept()
     add(scheduler, "a", 3)
     scheduler.check_invariants()

@@ -1,11 +1,11 @@
-"""Blocks that could not be loaded: the request continues before them, and they are never hits."""
+"""Blocks that could not be loaded: their request continues before them, and they are never hits."""
 
 import pytest
 
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.participants.invalid_blocks import (
     block_ids_from,
-    can_go_on_from,
+    can_continue_from,
     num_valid_tokens,
 )
 from tests.paxkv.scheduler.in_memory_connector import InMemoryConnector, MemoryRunner
@@ -41,36 +41,36 @@ def test_valid_tokens_end_at_the_first_invalid_block_of_any_group():
     assert block_ids_from(manager, request, 4) == {*first[1:], *second[1:]}
 
 
-def test_a_request_continues_only_in_complete_blocks_of_its_own():
+def test_a_request_continues_only_in_unshared_blocks_without_gaps():
     scheduler, runner = make_scheduler(), FunctionRunner()
     request = add(scheduler, "a", range(10))
     step(scheduler, runner)
     manager = scheduler.kv_cache_manager
-    assert can_go_on_from(manager, request, 4)
-    assert not can_go_on_from(manager, request, 0)
+    assert can_continue_from(manager, request, 4)
+    assert not can_continue_from(manager, request, 0)
     add(scheduler, "b", range(10))
     step(scheduler, runner)
-    assert not can_go_on_from(manager, request, 4)
-    assert can_go_on_from(manager, request, 8)
+    assert not can_continue_from(manager, request, 4)
+    assert can_continue_from(manager, request, 8)
 
     scheduler, runner = make_scheduler(specs=(window(4),)), FunctionRunner()
     request = add(scheduler, "a", range(10))
     for _ in range(2):
         step(scheduler, runner)
-    assert not can_go_on_from(scheduler.kv_cache_manager, request, 8)
+    assert not can_continue_from(scheduler.kv_cache_manager, request, 8)
 
 
-def test_a_load_within_the_step_that_fails_is_computed_from_there():
+def test_after_a_failed_synchronous_load_tokens_are_computed_from_there():
     scheduler, runner = make()
     request = add(scheduler, "a", PROMPT, max_tokens=3)
     output = scheduler.schedule()
     assert counts(output) == {"a": 2}
     result = runner.execute(output, failed_blocks=[1])
-    # Its token came from blocks that were not there.
+    # Its token was computed from blocks that were not loaded.
     assert scheduler.update_from_output(output, result) == []
     scheduler.check_invariants()
     assert (request.num_computed_tokens, request.num_tokens) == (4, 14)
-    # Only the first block can be hit.
+    # Only the first block is cached.
     assert scheduler.kv_cache_manager.get_computed_blocks(request)[1] == 4
     runner.token_ids["a"] = list(PROMPT)
     output = step(scheduler, runner)
@@ -82,7 +82,7 @@ def test_a_load_within_the_step_that_fails_is_computed_from_there():
     assert runner.token_ids["a"][14:] == continuation(PROMPT, 3)
 
 
-def test_requests_that_share_a_failed_block_are_preempted_in_their_order():
+def test_requests_that_share_a_failed_block_are_preempted_in_order():
     scheduler, runner = make(max_num_seqs=8)
     for name in ("a", "b"):
         add(scheduler, name, PROMPT, max_tokens=3)
@@ -95,7 +95,7 @@ def test_requests_that_share_a_failed_block_are_preempted_in_their_order():
     for name in ("a", "b"):
         runner.token_ids[name] = list(PROMPT)
     output = step(scheduler, runner)
-    # The runner hears of it, and they come back in the same step.
+    # The preemptions are reported, and the requests resume in the same step.
     assert output.preempted_req_ids == {"a", "b"}
     assert output.scheduled_cached_reqs.resumed_req_ids == {"a", "b"}
     for _ in range(3):
@@ -105,16 +105,16 @@ def test_requests_that_share_a_failed_block_are_preempted_in_their_order():
 
 
 @pytest.mark.parametrize(("failed", "num_valid"), [(2, 8), (0, 0)])
-def test_a_load_during_other_steps_keeps_the_tokens_that_arrived(failed, num_valid):
+def test_a_failed_asynchronous_load_keeps_the_tokens_before_the_failure(failed, num_valid):
     scheduler, runner = make(is_async=True)
     add(scheduler, "a", PROMPT, max_tokens=2)
     step(scheduler, runner)
     invalid = runner.load("a", failed_blocks=[failed])
-    # Blocks may fail before the load as a whole ends.
+    # Blocks may fail before the whole load ends.
     step(scheduler, runner, transfers={"invalid_block_ids": invalid})
     step(scheduler, runner, transfers={"finished_recving": frozenset("a")})
     if num_valid == 0:
-        # It has nothing, holds nothing, and asks again.
+        # The request has no tokens and no blocks, so it is loaded again.
         output = step(scheduler, runner)
         assert len(output.kv_connector_metadata.loads) == 1
         return
@@ -125,7 +125,7 @@ def test_a_load_during_other_steps_keeps_the_tokens_that_arrived(failed, num_val
     assert runner.token_ids["a"][14:] == continuation(PROMPT, 2)
 
 
-def test_who_shares_only_what_was_computed_from_a_failed_block_is_preempted_too():
+def test_sharing_blocks_computed_from_a_failed_block_also_preempts():
     connector = InMemoryConnector()
     connector.store(range(12))
     scheduler = make_scheduler(connector=connector, specs=(window(5),))
@@ -145,7 +145,7 @@ def test_who_shares_only_what_was_computed_from_a_failed_block_is_preempted_too(
     assert scheduler.kv_cache_manager.get_computed_blocks(scheduler.requests["b"])[1] == 0
 
 
-def test_blocks_of_an_aborted_request_with_a_load_in_flight_are_never_hits():
+def test_blocks_that_an_aborted_request_computed_from_a_load_in_flight_are_not_cached():
     connector = InMemoryConnector()
     connector.store(range(12))
     scheduler = make_scheduler(connector=connector, specs=(window(5),))
@@ -156,13 +156,13 @@ def test_blocks_of_an_aborted_request_with_a_load_in_flight_are_never_hits():
     failed = {"invalid_block_ids": frozenset({table[2]})}
     scheduler.update_from_output(output, answer({"a": [7]}, transfers=failed))
     connector.chains.clear()
-    # Block 3 was computed from block 2, and alone holds all that token 16 would read.
+    # Block 3 was computed from block 2. Token 16 would read only block 3.
     add(scheduler, "b", range(18))
     assert counts(scheduler.schedule()) == {"b": 18}
     scheduler.check_invariants()
 
 
-def test_nor_what_a_victim_of_the_next_step_computes_from_it():
+def test_blocks_that_a_preempted_request_computed_from_a_load_in_flight_are_not_cached():
     connector = InMemoryConnector()
     connector.store(PROMPT)
     scheduler = make_scheduler(AsyncScheduler, connector=connector, num_blocks=7)
@@ -171,7 +171,7 @@ def test_nor_what_a_victim_of_the_next_step_computes_from_it():
     first = scheduler.schedule()
     (blocks,) = scheduler.kv_cache_manager.get_blocks("a").blocks
     failed = {"invalid_block_ids": frozenset({blocks[1].block_id})}
-    # "old" takes the last of the 4 blocks of "a" before it is known that the second one is bad.
+    # "old" gets the last of the 4 blocks of "a" before the second is known to be invalid.
     second = scheduler.schedule()
     assert (counts(second), second.preempted_req_ids) == ({"old": 1}, {"a"})
     scheduler.update_from_output(first, answer({"old": [7], "a": [7]}, transfers=failed))
@@ -179,7 +179,7 @@ def test_nor_what_a_victim_of_the_next_step_computes_from_it():
     scheduler.check_invariants()
 
 
-def test_a_load_that_failed_behind_a_window_is_given_up():
+def test_after_a_failed_load_with_a_window_all_tokens_are_computed():
     connector = InMemoryConnector(is_async=True)
     connector.store(range(12))
     scheduler = make_scheduler(connector=connector, specs=(window(5),))
@@ -193,7 +193,7 @@ def test_a_load_that_failed_behind_a_window_is_given_up():
     ended = {"finished_recving": frozenset({"a"})}
     scheduler.update_from_output(output, answer({}, transfers=ended))
     connector.chains.clear()
-    # 8 tokens came through, but the blocks that token 8 would read were never loaded.
+    # 8 tokens were loaded, but the blocks that token 8 would read were not.
     output = scheduler.schedule()
     scheduler.check_invariants()
     assert output.scheduled_new_reqs[0].num_computed_tokens == 0

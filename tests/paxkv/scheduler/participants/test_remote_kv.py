@@ -1,4 +1,4 @@
-"""Remote keys and values: loads within and during steps, failures, saves, late freeing."""
+"""A KV connector: synchronous and asynchronous loads, failures, saves, and delayed freeing."""
 
 import random
 
@@ -32,7 +32,7 @@ def make(*, stored=PROMPT, is_async=False, delays_free=False, **settings):
 
 
 def finish(scheduler, runner):
-    """Runs to the end; every transfer ends in the step after it began."""
+    """Runs all requests to their end; every transfer ends in the step after it began."""
     for _ in range(200):
         if not scheduler.has_unfinished_requests() and not runner.saving:
             return
@@ -46,7 +46,7 @@ def finish(scheduler, runner):
     raise AssertionError("requests that never finish")
 
 
-def test_a_load_within_the_step_leaves_the_rest_to_it():
+def test_a_step_computes_the_tokens_after_a_synchronous_load():
     scheduler, runner, _ = make()
     add(scheduler, "a", PROMPT, max_tokens=3)
     output = step(scheduler, runner)
@@ -55,7 +55,7 @@ def test_a_load_within_the_step_leaves_the_rest_to_it():
     assert counts(output) == {"a": 2}
     (load,) = output.kv_connector_metadata.loads
     assert (load.start_token_idx, load.num_tokens) == (0, 12)
-    # Others may hit what was loaded, even in the same step.
+    # Other requests may hit loaded blocks, even in the same step.
     add(scheduler, "b", PROMPT, max_tokens=1)
     output = step(scheduler, runner)
     assert output.kv_connector_metadata.loads == []
@@ -64,7 +64,7 @@ def test_a_load_within_the_step_leaves_the_rest_to_it():
     assert runner.token_ids["a"][14:] == continuation(PROMPT, 3)
 
 
-def test_a_load_within_the_step_leaves_at_least_one_token():
+def test_a_synchronous_load_excludes_the_last_token():
     scheduler, runner, _ = make(stored=PROMPT[:12])
     add(scheduler, "a", PROMPT[:12], max_tokens=1)
     output = step(scheduler, runner)
@@ -72,7 +72,7 @@ def test_a_load_within_the_step_leaves_at_least_one_token():
     assert output.kv_connector_metadata.loads[0].num_tokens == 11
 
 
-def test_a_load_during_other_steps_holds_blocks_and_no_tokens():
+def test_a_request_with_an_asynchronous_load_holds_blocks_and_gets_no_tokens():
     scheduler, runner, _ = make(is_async=True)
     request = add(scheduler, "a", PROMPT, max_tokens=3)
     add(scheduler, "b", 3, max_tokens=9)
@@ -84,7 +84,7 @@ def test_a_load_during_other_steps_holds_blocks_and_no_tokens():
     )
     (table,) = scheduler.kv_cache_manager.get_block_ids("a")
     assert len(table) == 3
-    # Nobody may hit what is not there yet.
+    # Blocks that are not loaded yet are not hits.
     assert scheduler.kv_cache_manager.get_computed_blocks(request)[1] == 0
     assert ids(scheduler.waiting) == ["a"]
     assert not scheduler.reset_prefix_cache(True)
@@ -103,7 +103,7 @@ def test_a_load_during_other_steps_holds_blocks_and_no_tokens():
     assert runner.token_ids["a"][14:] == continuation(PROMPT, 3)
 
 
-def test_a_whole_prompt_that_was_loaded_computes_its_last_token():
+def test_after_an_asynchronous_load_the_last_token_is_computed():
     scheduler, runner, _ = make(stored=PROMPT[:12], is_async=True)
     add(scheduler, "a", PROMPT[:12], max_tokens=2)
     step(scheduler, runner)
@@ -111,7 +111,7 @@ def test_a_whole_prompt_that_was_loaded_computes_its_last_token():
     assert runner.token_ids["a"][12:] == continuation(PROMPT[:12], 2)
 
 
-def test_a_connector_without_an_answer_is_asked_again_and_blocks_no_request():
+def test_an_undecided_connector_is_asked_again_without_blocking_requests():
     scheduler, runner, connector = make()
     connector.undecided = {"a"}
     add(scheduler, "a", PROMPT, max_tokens=1)
@@ -123,7 +123,7 @@ def test_a_connector_without_an_answer_is_asked_again_and_blocks_no_request():
     assert counts(step(scheduler, runner)) == {"a": 2}
 
 
-def test_an_abort_while_loading_frees_when_the_load_is_done():
+def test_blocks_of_a_request_aborted_while_loading_are_freed_after_the_load():
     scheduler, runner, _ = make(is_async=True)
     add(scheduler, "a", PROMPT)
     step(scheduler, runner)
@@ -139,7 +139,7 @@ def test_an_abort_while_loading_frees_when_the_load_is_done():
 
 
 @pytest.mark.parametrize("num_steps", [0, 1])
-def test_an_abort_after_loading_frees_at_once(num_steps):
+def test_blocks_of_a_request_aborted_after_loading_are_freed_immediately(num_steps):
     scheduler, runner, _ = make(is_async=True)
     add(scheduler, "a", PROMPT)
     step(scheduler, runner)
@@ -152,13 +152,13 @@ def test_an_abort_after_loading_frees_at_once(num_steps):
     assert scheduler.make_stats().num_free_blocks == 99
 
 
-def test_blocks_of_an_ended_request_stay_until_they_are_saved():
+def test_blocks_of_a_finished_request_are_held_until_they_are_saved():
     scheduler, runner, connector = make(stored=[], delays_free=True)
     add(scheduler, "a", PROMPT, max_tokens=3)
     for _ in range(3):
         step(scheduler, runner)
     assert not scheduler.has_unfinished_requests()
-    # 16 computed tokens in 4 blocks.
+    # 16 computed tokens are in 4 blocks.
     assert scheduler.make_stats().num_free_blocks == 99 - 4
     assert not scheduler.reset_prefix_cache(True)
     output = step(scheduler, runner)
@@ -173,7 +173,7 @@ def test_blocks_of_an_ended_request_stay_until_they_are_saved():
     assert len(connector.chains) == 4
 
 
-def test_a_reset_takes_what_was_loaded_for_a_request_that_still_waits():
+def test_a_reset_frees_blocks_loaded_for_a_waiting_request():
     scheduler, runner, _ = make(
         is_async=True, stored=PROMPT[:8], num_blocks=7, full_sequence_must_fit=False
     )
@@ -182,7 +182,7 @@ def test_a_reset_takes_what_was_loaded_for_a_request_that_still_waits():
     request = add(scheduler, "a", PROMPT, max_tokens=3)
     step(scheduler, runner)
     runner.load("a")
-    # "b" takes the last of 6 blocks, so that "a" has 8 tokens in 2 blocks and no room for more.
+    # "b" gets the last of 6 blocks, so "a" has 8 tokens in 2 blocks and no room for more.
     step(scheduler, runner, transfers={"finished_recving": frozenset("a")})
     assert counts(step(scheduler, runner)) == {"b": 1}
     assert (request.status, request.num_computed_tokens) == (RequestStatus.WAITING, 8)
@@ -194,15 +194,15 @@ def test_a_reset_takes_what_was_loaded_for_a_request_that_still_waits():
     scheduler.check_invariants()
 
 
-def test_a_transfer_that_was_never_begun_is_an_error():
+def test_the_end_of_a_transfer_that_never_began_raises():
     for transfers in ({"finished_recving": frozenset("x")}, {"finished_sending": frozenset("x")}):
         scheduler, runner, _ = make()
         with pytest.raises(InvariantError, match="'x'"):
             step(scheduler, runner, transfers=transfers)
 
 
-def test_loaded_blocks_may_be_taken_when_no_request_could_run_otherwise():
-    # Two prompts of 15 tokens are loaded into 3 blocks each of 7; each needs 2 more to its end.
+def test_loaded_blocks_are_freed_when_no_request_could_run_otherwise():
+    # Two prompts of 15 tokens are loaded into 3 of 7 blocks each. Each needs 2 more to finish.
     prompts = {name: [*range(i, i + 12), 1, 2, 3] for i, name in ((0, "a"), (50, "b"))}
     scheduler, runner, connector = make(
         stored=prompts["a"], is_async=True, num_blocks=8, full_sequence_must_fit=False
@@ -218,8 +218,8 @@ def test_loaded_blocks_may_be_taken_when_no_request_could_run_otherwise():
     assert scheduler.make_stats().num_free_blocks == 7
 
 
-def test_loaded_blocks_of_a_request_do_not_keep_it_waiting_when_none_runs():
-    # Full attention and a window of 5: 40 tokens, 8 a step, are 10 blocks and 4, all there are.
+def test_loaded_blocks_do_not_block_their_own_request_when_no_request_runs():
+    # Full attention and a window of 5: 40 tokens, 8 per step, need 10 and 4 blocks: the whole pool.
     prompt = list(range(40))
     scheduler, _, _ = make(
         stored=prompt[:12],
@@ -249,7 +249,7 @@ def test_loaded_blocks_of_a_request_do_not_keep_it_waiting_when_none_runs():
     policy=st.sampled_from(["fcfs", "priority"]),
     must_fit=st.booleans(),
 )
-def test_any_traffic_reads_what_it_should(seed, is_async, delays_free, caching, policy, must_fit):
+def test_random_traffic_reads_right_data(seed, is_async, delays_free, caching, policy, must_fit):
     draw = random.Random(seed)
     scheduler, runner, connector = make(
         stored=[],
@@ -308,7 +308,7 @@ def test_any_traffic_reads_what_it_should(seed, is_async, delays_free, caching, 
             if done.finish_reason is not None:
                 tokens = wanted[done.request_id]
                 assert runner.token_ids[done.request_id][-len(tokens) :] == tokens
-        # The device rolls back as the scheduler does.
+        # The device discards tokens as the scheduler does.
         for request_id, request in scheduler.requests.items():
             if request_id in runner.token_ids:
                 runner.token_ids[request_id] = list(request.all_token_ids)

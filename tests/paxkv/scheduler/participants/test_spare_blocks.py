@@ -1,4 +1,4 @@
-"""Blocks without a running request are freed one holder at a time, in a fixed order."""
+"""Blocks of requests that do not run are freed one request at a time, in a fixed order."""
 
 from paxkv.scheduler.participants.spare_blocks import SpareBlocks
 from paxkv.scheduler.request import RequestStatus
@@ -6,7 +6,7 @@ from tests.paxkv.scheduler.in_memory_connector import InMemoryConnector, MemoryR
 from tests.paxkv.scheduler.stepping import FunctionRunner, add, ids, make_scheduler, step
 
 
-def test_kept_blocks_go_oldest_first_or_by_name():
+def test_kept_blocks_are_released_oldest_first_or_by_request_id():
     scheduler, runner = make_scheduler(), FunctionRunner()
     for name in "abc":
         add(scheduler, name, 5, max_tokens=1, keep_blocks=True)
@@ -24,7 +24,7 @@ def test_kept_blocks_go_oldest_first_or_by_name():
     assert scheduler.make_stats().num_free_blocks == 99
 
 
-def test_loaded_blocks_go_from_the_last_in_the_queue():
+def test_loaded_blocks_are_dropped_from_the_end_of_the_queue():
     connector = InMemoryConnector(is_async=True)
     prompts = {name: [100 * i + j for j in range(9)] for i, name in enumerate("abc")}
     for prompt in prompts.values():
@@ -39,7 +39,7 @@ def test_loaded_blocks_go_from_the_last_in_the_queue():
     for name in "ab":
         assert scheduler.remote_kv.finish_loading(scheduler.requests[name])
         scheduler.requests[name].status = RequestStatus.WAITING
-    # "c" is still being loaded: its blocks are not anyone's to give.
+    # "c" is still being loaded, so its blocks cannot be freed.
     assert ids(scheduler.spare_blocks.loaded_requests()) == ["a", "b"]
     assert scheduler.spare_blocks.drop_last_loaded(scheduler.requests["b"])
     assert ids(scheduler.spare_blocks.loaded_requests()) == ["b"]
