@@ -157,7 +157,7 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StateSpec(KVCacheSpec):
+class MambaSpec(KVCacheSpec):
     """States of fixed size. A request keeps them in a slot of blocks, whatever its length.
 
     A slot has `num_parts` parts of `blocks_per_state` blocks each. The state of the group's layer i
@@ -249,7 +249,7 @@ class KVCacheGroupSpec:
     def num_rows(self) -> int:
         """Rows of the cache arrays that the layers use."""
         spec = self.kv_cache_spec
-        num_parts = spec.num_parts if isinstance(spec, StateSpec) else 1
+        num_parts = spec.num_parts if isinstance(spec, MambaSpec) else 1
         return cdiv(len(self.layer_names), num_parts)
 
 
@@ -257,7 +257,7 @@ class KVCacheGroupSpec:
 class KVCacheConfig:
     """The whole KV cache: one pool of `num_blocks` blocks (block 0 is the null block).
 
-    Layer j of every group uses row j of the cache arrays; for groups of states, see `StateSpec`. So
+    Layer j of every group uses row j of the cache arrays; for groups of states, see `MambaSpec`. So
     a block of the pool consists of `num_rows` pages, one per row of the largest group.
 
     Args:
@@ -298,7 +298,7 @@ class KVCacheConfig:
 
     @property
     def has_states(self) -> bool:
-        return any(isinstance(group.kv_cache_spec, StateSpec) for group in self.kv_cache_groups)
+        return any(isinstance(group.kv_cache_spec, MambaSpec) for group in self.kv_cache_groups)
 
     @property
     def can_share_prefixes(self) -> bool:
@@ -309,4 +309,4 @@ class KVCacheConfig:
         token, which no other request can continue from.
         """
         specs = [group.kv_cache_spec for group in self.kv_cache_groups]
-        return not any(isinstance(spec, (CrossAttentionSpec, StateSpec)) for spec in specs)
+        return not any(isinstance(spec, (CrossAttentionSpec, MambaSpec)) for spec in specs)

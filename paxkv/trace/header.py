@@ -14,10 +14,10 @@ from paxkv.contracts.kv_cache_spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
-    StateSpec,
 )
 from paxkv.errors import ConfigError, TraceFileError
 from paxkv.trace.json_errors import JSON_ERRORS
@@ -36,7 +36,7 @@ SPEC_CLASSES = {
         MLAAttentionSpec,
         SlidingWindowSpec,
         ChunkedLocalAttentionSpec,
-        StateSpec,
+        MambaSpec,
         CrossAttentionSpec,
         SinkFullAttentionSpec,
     )

@@ -18,7 +18,7 @@ from models import load_model
 from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.contracts.kv_cache_spec import StateSpec
+from paxkv.contracts.kv_cache_spec import MambaSpec
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.runner.batch.device_step import DeviceStep
 from paxkv.runner.model_runner import ModelRunner
@@ -133,7 +133,7 @@ class RecordingRunner:
     def keeps_tokens(self) -> bool:
         """Whether a request needs more blocks as it grows. Otherwise it is never preempted."""
         groups = self.runner.kv_cache_config.kv_cache_groups
-        return not all(isinstance(group.kv_cache_spec, StateSpec) for group in groups)
+        return not all(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
 
 
 @contextlib.contextmanager

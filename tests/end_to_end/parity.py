@@ -11,7 +11,7 @@ import numpy as np
 
 from models import LoadedModel, load_model
 from paxkv.config.sampling_params import SamplingParams
-from paxkv.contracts.kv_cache_spec import StateSpec
+from paxkv.contracts.kv_cache_spec import MambaSpec
 from paxkv.generate import CompiledGenerator, GenerateShape
 from paxkv.runner.model_runner import ModelRunner
 from tests.end_to_end.engine_harness import (
@@ -244,7 +244,7 @@ class ParityEngine:
         groups = self._ordinary.runner.kv_cache_config.kv_cache_groups
         num_held = {True: 0, False: 0}  # by whether the blocks are those of states
         for group in groups:
-            num_held[isinstance(group.kv_cache_spec, StateSpec)] += (
+            num_held[isinstance(group.kv_cache_spec, MambaSpec)] += (
                 group.kv_cache_spec.max_held_blocks(
                     max_model_len=num_tokens, max_num_batched_tokens=_ROOMY.max_num_batched_tokens
                 )

@@ -6,9 +6,9 @@ from paxkv.contracts.kv_cache_spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
-    StateSpec,
 )
 from tests.slow_model.attention_kinds import Kind
 
@@ -43,7 +43,7 @@ def sink(size, block_size):
 def make_spec(kind):
     """Chooses the number of heads by the block size, so that all pages have equal bytes."""
     if kind.name == "state":
-        return StateSpec(
+        return MambaSpec(
             block_size=kind.block_size,
             page_bytes=_PAGE_BYTES,
             state_bytes=_PAGE_BYTES,

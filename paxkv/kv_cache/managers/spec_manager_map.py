@@ -5,26 +5,26 @@ from paxkv.contracts.kv_cache_spec import (
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
-    StateSpec,
 )
 from paxkv.errors import ConfigError
 from paxkv.kv_cache.managers.chunked_local import ChunkedLocalAttentionManager
 from paxkv.kv_cache.managers.cross_attention import CrossAttentionManager
 from paxkv.kv_cache.managers.full_attention import FullAttentionManager
+from paxkv.kv_cache.managers.mamba import MambaManager
 from paxkv.kv_cache.managers.single_type_manager import SingleTypeKVCacheManager
 from paxkv.kv_cache.managers.sink_full_attention import SinkFullAttentionManager
 from paxkv.kv_cache.managers.sliding_window import SlidingWindowManager
-from paxkv.kv_cache.managers.state import StateManager
 
 _SPEC_MANAGER_MAP: dict[type[KVCacheSpec], type[SingleTypeKVCacheManager]] = {
     FullAttentionSpec: FullAttentionManager,
     MLAAttentionSpec: FullAttentionManager,
     SlidingWindowSpec: SlidingWindowManager,
     ChunkedLocalAttentionSpec: ChunkedLocalAttentionManager,
-    StateSpec: StateManager,
+    MambaSpec: MambaManager,
     CrossAttentionSpec: CrossAttentionManager,
     SinkFullAttentionSpec: SinkFullAttentionManager,
 }

@@ -15,9 +15,9 @@ from paxkv.contracts.kv_cache_spec import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
-    StateSpec,
 )
 from paxkv.errors import ConfigError, InvariantError
 from paxkv.runner.shapes.program_shapes import TableShape
@@ -76,7 +76,7 @@ class KVCacheGroups:
         groups = iter(self.kv_cache_groups)
         for inputs_idx, specs in enumerate(self._specs_by_inputs()):
             for group_idx, spec in enumerate(specs):
-                num_parts = spec.num_parts if isinstance(spec, StateSpec) else 1
+                num_parts = spec.num_parts if isinstance(spec, MambaSpec) else 1
                 for layer_idx, name in enumerate(next(groups).layer_names):
                     row, part = divmod(layer_idx, num_parts)
                     found[name] = CachePlace(
@@ -94,14 +94,14 @@ class KVCacheGroups:
 
 def _inputs_kind(spec: KVCacheSpec) -> Hashable:
     """Returns equal values for groups whose block tables can share an array."""
-    if isinstance(spec, StateSpec):
+    if isinstance(spec, MambaSpec):
         return spec
     return spec.block_size, isinstance(spec, CrossAttentionSpec)
 
 
 def _table_shape(specs: Sequence[KVCacheSpec], max_model_len: int) -> TableShape:
     first = specs[0]
-    if isinstance(first, StateSpec):
+    if isinstance(first, MambaSpec):
         return TableShape(
             num_groups=first.num_parts,
             max_blocks_per_req=first.blocks_per_state,
@@ -233,7 +233,7 @@ def cache_spec(cache: CacheFormat, block_size: int, page_bytes: int) -> KVCacheS
             page_size_padded=padded_bytes,
         )
     if _is_state(cache):
-        return StateSpec(
+        return MambaSpec(
             block_size=block_size,
             page_bytes=page_bytes,
             state_bytes=cache.content_bytes(block_size),
@@ -339,7 +339,7 @@ def _groups_of_kind(spec: KVCacheSpec, layers: Sequence[tuple[str, ...]]) -> lis
     Args:
         layers: Results of `group_layers`: group i has every n-th layer, from layer i on.
     """
-    if isinstance(spec, StateSpec):
+    if isinstance(spec, MambaSpec):
         in_order = [name for names in itertools.zip_longest(*layers) for name in names if name]
         spec = dataclasses.replace(spec, num_parts=len(layers))
         return [KVCacheGroupSpec(layer_names=tuple(in_order), kv_cache_spec=spec)]

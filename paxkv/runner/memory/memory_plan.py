@@ -15,8 +15,8 @@ from paxkv.contracts.kv_cache_spec import (
     AttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
-    StateSpec,
 )
 from paxkv.errors import ConfigError, InvariantError, KVCacheTooSmallError
 from paxkv.runner.memory.kv_cache_groups import KVCacheGroups
@@ -183,11 +183,11 @@ class MemoryPlan:
 
     @property
     def _token_specs(self) -> list[KVCacheSpec]:
-        return [spec for spec in self._specs if not isinstance(spec, StateSpec)]
+        return [spec for spec in self._specs if not isinstance(spec, MambaSpec)]
 
     @property
     def _num_slot_blocks(self) -> int:
-        return sum(spec.num_slot_blocks for spec in self._specs if isinstance(spec, StateSpec))
+        return sum(spec.num_slot_blocks for spec in self._specs if isinstance(spec, MambaSpec))
 
     @property
     def _num_usable_blocks(self) -> int:

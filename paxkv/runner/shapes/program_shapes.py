@@ -15,7 +15,7 @@ class TableShape:
 
     Args:
         is_state: The columns are the blocks of a state, and not of token positions (`StateInputs`).
-            The groups are then the parts of the slots of one KV cache group (`StateSpec`).
+            The groups are then the parts of the slots of one KV cache group (`MambaSpec`).
     """
 
     num_groups: int

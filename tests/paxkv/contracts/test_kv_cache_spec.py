@@ -9,10 +9,10 @@ from paxkv.contracts.kv_cache_spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
-    StateSpec,
 )
 from paxkv.errors import ConfigError
 from paxkv.trace.header import SPEC_CLASSES
@@ -24,9 +24,9 @@ def spec(dtype: str = "float32", **fields: object) -> FullAttentionSpec:
     return FullAttentionSpec(**(FIELDS | fields), dtype=dtype)
 
 
-def states(**fields: object) -> StateSpec:
+def states(**fields: object) -> MambaSpec:
     sizes = {"page_bytes": 64, "state_bytes": 150, "blocks_per_state": 3}
-    return StateSpec(**({"block_size": 64} | sizes | fields))
+    return MambaSpec(**({"block_size": 64} | sizes | fields))
 
 
 @pytest.mark.parametrize(

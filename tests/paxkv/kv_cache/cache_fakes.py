@@ -6,9 +6,9 @@ from paxkv.contracts.kv_cache_spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
-    StateSpec,
 )
 from paxkv.kv_cache.hashing.block_hash import BlockHasher
 from paxkv.kv_cache.hashing.extra_keys import ExtraKeySources
@@ -35,7 +35,7 @@ def chunked(chunk_size, block_size=BLOCK_SIZE):
 
 def states(num_parts=1, blocks_per_state=3):
     page_bytes = full().page_size_bytes
-    return StateSpec(
+    return MambaSpec(
         block_size=BLOCK_SIZE,
         page_bytes=page_bytes,
         state_bytes=blocks_per_state * page_bytes - 4,

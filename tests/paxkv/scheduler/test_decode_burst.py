@@ -3,7 +3,7 @@
 import pytest
 
 from paxkv.config.sampling_params import MAX_LOGPROBS
-from paxkv.contracts.kv_cache_spec import StateSpec
+from paxkv.contracts.kv_cache_spec import MambaSpec
 from paxkv.errors import InvariantError
 from paxkv.scheduler.decode_burst import DecodeBursts
 from tests.paxkv.scheduler.in_memory_connector import InMemoryConnector
@@ -19,7 +19,7 @@ from tests.paxkv.scheduler.stepping import (
     window,
 )
 
-STATE = StateSpec(block_size=4, page_bytes=256, state_bytes=32, blocks_per_state=1)
+STATE = MambaSpec(block_size=4, page_bytes=256, state_bytes=32, blocks_per_state=1)
 
 
 def make_decoding(

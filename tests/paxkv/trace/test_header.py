@@ -25,7 +25,7 @@ ARGUMENTS = {
     "MLAAttentionSpec": ATTENTION,
     "SlidingWindowSpec": ATTENTION | {"sliding_window": 40},
     "ChunkedLocalAttentionSpec": ATTENTION | {"attention_chunk_size": 64},
-    "StateSpec": {
+    "MambaSpec": {
         "block_size": 16,
         "page_bytes": 64,
         "state_bytes": 100,
@@ -152,6 +152,6 @@ def test_invalid_value_of_a_setting_is_rejected() -> None:
 
 
 def test_unknown_kv_cache_spec_is_rejected() -> None:
-    line = encode_header(make_header()).replace(b"StateSpec", b"OtherSpec")
+    line = encode_header(make_header()).replace(b"MambaSpec", b"OtherSpec")
     with pytest.raises(TraceFileError, match="'OtherSpec'; known specs are FullAttentionSpec"):
         decode_header(line)

@@ -7,10 +7,10 @@ from paxkv.errors import ConfigError
 from paxkv.kv_cache.managers.chunked_local import ChunkedLocalAttentionManager
 from paxkv.kv_cache.managers.cross_attention import CrossAttentionManager
 from paxkv.kv_cache.managers.full_attention import FullAttentionManager
+from paxkv.kv_cache.managers.mamba import MambaManager
 from paxkv.kv_cache.managers.sink_full_attention import SinkFullAttentionManager
 from paxkv.kv_cache.managers.sliding_window import SlidingWindowManager
 from paxkv.kv_cache.managers.spec_manager_map import get_manager_class
-from paxkv.kv_cache.managers.state import StateManager
 from tests.paxkv.kv_cache.cache_fakes import HEADS, chunked, cross, full, sinks, states, window
 
 
@@ -21,7 +21,7 @@ from tests.paxkv.kv_cache.cache_fakes import HEADS, chunked, cross, full, sinks,
         (MLAAttentionSpec(block_size=4, **HEADS), FullAttentionManager),
         (window(8), SlidingWindowManager),
         (chunked(8), ChunkedLocalAttentionManager),
-        (states(), StateManager),
+        (states(), MambaManager),
         (cross(), CrossAttentionManager),
         (sinks(4), SinkFullAttentionManager),
     ],

@@ -11,9 +11,9 @@ from models.cache.state_format import StateFormat
 from paxkv.contracts.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
-    StateSpec,
 )
 from paxkv.errors import ConfigError, InvariantError
 from paxkv.runner.memory.kv_cache_groups import (
@@ -137,7 +137,7 @@ def test_any_mixture_is_grouped_whole_with_equal_pages(formats):
     for group in groups.kv_cache_groups:
         spec = group.kv_cache_spec
         for name in group.layer_names:
-            assert isinstance(spec, StateSpec) == (own[name].kind == "state")
+            assert isinstance(spec, MambaSpec) == (own[name].kind == "state")
             if own[name].kind == "state":
                 num_bytes = own[name].content_bytes(spec.block_size)
                 assert spec.blocks_per_state == -(-num_bytes // spec.page_size_bytes)
@@ -258,7 +258,7 @@ def test_states_are_one_group_with_slots_of_several_parts():
     groups = groups_of(*layers)
     assert names(groups) == [tuple(f"{i}.kv" for i in (0, 1, 2, 4, 5, 7, 8)), ("3.kv", "6.kv")]
     spec = groups.kv_cache_groups[0].kv_cache_spec
-    assert spec == StateSpec(
+    assert spec == MambaSpec(
         block_size=16, page_bytes=4096, state_bytes=9400, blocks_per_state=4, num_parts=4
     )
     assert groups.config(2).num_rows == 2
@@ -445,7 +445,7 @@ def test_each_kind_of_cache_is_planned_as_what_holds_its_blocks():
         assert isinstance(spec, MLAAttentionSpec) and spec.block_size == 16
         assert (spec.head_size, spec.dtype) == (96, "bfloat16")
         assert (spec.real_page_size_bytes, spec.page_size_bytes) == (96 * 2 * 16, 4096)
-    assert cache_spec(state(75), 64, 512) == StateSpec(
+    assert cache_spec(state(75), 64, 512) == MambaSpec(
         block_size=64, page_bytes=512, state_bytes=300, blocks_per_state=1
     )
     cross = IndexFormat(width=96, dtype="bfloat16", kind="cross")

@@ -3,7 +3,7 @@
 import pytest
 
 from paxkv.errors import ConfigError, InvariantError, NeverFitsError
-from paxkv.kv_cache.managers.state import StateManager
+from paxkv.kv_cache.managers.mamba import MambaManager
 from tests.paxkv.kv_cache.cache_fakes import (
     FakeRequest,
     admit,
@@ -28,7 +28,7 @@ SLOTS = states(2)  # 6 blocks
 
 
 def make(num_parts=2, blocks_per_state=3, **settings):
-    return make_group(StateManager, states(num_parts, blocks_per_state), **settings)
+    return make_group(MambaManager, states(num_parts, blocks_per_state), **settings)
 
 
 def test_a_slot_is_allocated_once_and_freed_as_a_whole():

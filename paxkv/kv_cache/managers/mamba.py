@@ -1,10 +1,10 @@
-"""StateManager: the slots in which requests keep the states of recurrent layers."""
+"""MambaManager: the slots in which requests keep the states of recurrent layers."""
 
 import sys
 from collections.abc import Sequence
 from typing import ClassVar
 
-from paxkv.contracts.kv_cache_spec import KVCacheSpec, StateSpec
+from paxkv.contracts.kv_cache_spec import KVCacheSpec, MambaSpec
 from paxkv.contracts.protocols import CacheRequest
 from paxkv.errors import InvariantError
 from paxkv.kv_cache.hashing.block_hash import BlockHash
@@ -13,7 +13,7 @@ from paxkv.kv_cache.pool.block import KVCacheBlock
 from paxkv.kv_cache.pool.block_pool import BlockPool
 
 
-class StateManager(SingleTypeKVCacheManager):
+class MambaManager(SingleTypeKVCacheManager):
     """One slot per request: allocated at admission, written in place, freed as a whole.
 
     A slot holds the state after the request's last computed token. No other request can read it, so
@@ -21,7 +21,7 @@ class StateManager(SingleTypeKVCacheManager):
     """
 
     holds_tokens: ClassVar[bool] = False
-    kv_cache_spec: StateSpec
+    kv_cache_spec: MambaSpec
 
     def get_num_blocks_to_allocate(
         self,
