@@ -42,7 +42,7 @@ class IndexedLatentConfig(LatentAttentionConfig):
         if self.index is not None and self.index.head_dim < self.rope_dim:
             raise ModelConfigError(
                 f"config.json: index_head_dim is {self.index.head_dim}; expected at least "
-                f"qk_rope_head_dim={self.rope_dim}, because so many dimensions are turned."
+                f"qk_rope_head_dim={self.rope_dim}, because this number of dimensions is turned."
             )
 
     def formats(self, kv_dtype: str) -> dict[str, CacheFormat]:

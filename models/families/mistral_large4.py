@@ -61,7 +61,7 @@ _DEFAULT_ROPE = {
     "beta_slow": 1.0,
     "attention_factor": 1.0,
 }
-# Checkpoints have Mistral's own names, also those that transformers saves.
+# Checkpoints have Mistral's own names, also if transformers saved them.
 _STORED_NAMES = {
     "model.embed_tokens.": "tok_embeddings.",
     "model.layers.": "layers.",

@@ -46,11 +46,11 @@ class _Panel(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class ScaledKernel(StoredKernel):
-    """Implements `StoredKernel`. The scale of a number is that of its output and group of inputs.
+    """Implements `StoredKernel`. Numbers of one output and one group of inputs share a scale.
 
-    Activations are not rounded: products are those of the widened matrix in x's dtype. A loop
+    Activations are not rounded: x is multiplied by the widened matrix, in its own dtype. A loop
     widens one panel of columns at a time. On a CPU, a panel stays in the processor's cache, so that
-    memory traffic is that of the stored bits.
+    only the stored bits are read from memory.
 
     A byte holds two numbers of 4 bits: row r of a group in its low bits, and row
     `r + group_size / 2` in its high bits. Stacks have one axis more, of experts, in front.

@@ -1,8 +1,8 @@
 """Plain-JAX body of `index_top_k`.
 
 All tokens are computed alike, in tiles of rows. A row reads its own keys, in the order of their
-positions, and keeps the best tokens of those that it has read. Temporary memory: tiles of 32 rows
-and of as many keys as are chosen, or of 512 keys.
+positions, and keeps the best tokens so far. Temporary memory: tiles of 32 rows and of 512 keys, or
+of `top_k` keys if that is more.
 """
 
 import jax

@@ -42,7 +42,7 @@ def sparse_latent_attention(
 ) -> jax.Array:  # f[num_tokens, num_q_heads, latent_dim]
     """Attends each query token to the cached latents at the given positions of its sequence.
 
-    Queries, cache and result are those of `latent_attention`. The caller chooses the positions
+    Queries, cache and result are as in `latent_attention`. The caller chooses the positions
     (`index_top_k`), and sees to it that no token attends to later ones.
 
     Temporary memory does not depend on the lengths of sequences or on top_k.

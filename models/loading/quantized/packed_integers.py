@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledIntegers:
-    """A weight `(number - zero) * scale`. The arguments are those of `scale_groups`."""
+    """A weight `(number - zero) * scale`. The arguments are the same as of `scale_groups`."""
 
     numbers: np.ndarray
     scales: np.ndarray

@@ -39,7 +39,7 @@ class WeightFormat(Protocol):
     def read_integers(self, module: str, arrays: Mapping[str, np.ndarray]) -> ScaledIntegers | None:
         """Unpacks the numbers, scales and zero points; None if the numbers are not integers.
 
-        The arguments are those of `dequantize`.
+        The arguments are the same as of `dequantize`.
         """
         ...
 

@@ -56,7 +56,7 @@ class DraftPacer:
         # Tokens and seconds of the average step while the engine waits.
         self._waiting_tokens, self._waiting_s = 0.0, 0.0
         # The last decisions: whether the engine runs ahead. The steps in flight after a change were
-        # decided before it, so their times are those of neither.
+        # decided before it, so their times belong to neither way.
         self._is_ahead: deque[bool] = deque([True], maxlen=2)
 
     def record_step(

@@ -54,7 +54,7 @@ def make_batch(
     """Makes a batch of requests with any number of tokens. See `ForwardBatch` for the arguments.
 
     Args:
-        state_rows: The rows of states. None: those of the batch, which are all alive.
+        state_rows: The rows of states. None: the rows of the batch, which are all alive.
     """
     state_rows = state_rows or StateRows(
         num_computed=seq_lens - (query_start_loc[1:] - query_start_loc[:-1]),
@@ -95,7 +95,7 @@ def make_decode_batch(
 
     Args:
         is_alive: See `StateInputs`.
-        state_rows: The rows of states. None: those of the batch.
+        state_rows: The rows of states. None: the rows of the batch.
     """
     row_idx = jnp.arange(token_ids.shape[0] + 1, dtype=jnp.int32)
     query_start_loc = jnp.minimum(row_idx, num_used)

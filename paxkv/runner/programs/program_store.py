@@ -414,8 +414,8 @@ def _check_trusted(path: Path) -> None:
         raise ConfigError(
             f"compiled programs in {path} cannot be trusted: it belongs to user {status.st_uid} "
             f"and has mode {stat.filemode(status.st_mode)}; wanted user {os.geteuid()} or root, "
-            "and no right to write for everybody. Whoever can write there decides what runs here. "
-            "Change that (chown, chmod o-w), or choose another folder."
+            "and no right to write for everybody. A user who can write there decides what runs "
+            "here. Change that (chown, chmod o-w), or choose another folder."
         )
 
 
