@@ -56,9 +56,9 @@ def llm(monkeypatch: pytest.MonkeyPatch):
     """Its scheduler has so few of the device's blocks that requests are preempted, too."""
     make_scheduler = build._make_scheduler
 
-    def make_small_scheduler(config, kv_cache_config, *others):
-        small = dataclasses.replace(kv_cache_config, num_blocks=NUM_BLOCKS)
-        return make_scheduler(config, small, *others)
+    def make_small_scheduler(header, *others):
+        small = dataclasses.replace(header.kv_cache_config, num_blocks=NUM_BLOCKS)
+        return make_scheduler(dataclasses.replace(header, kv_cache_config=small), *others)
 
     monkeypatch.setattr(build, "_make_scheduler", make_small_scheduler)
     with process_engine_compilations():

@@ -44,9 +44,10 @@ def test_500_requests_replay_exactly_without_jax(tmp_path: Path) -> None:
         timeout=120,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    first, last = done.stdout.splitlines()
+    first, drafts, last = done.stdout.splitlines()
     assert first.startswith(f"{num_steps} steps, 500 requests, ")
     assert " 0 preemptions" not in first and " 0 prompt tokens shared" not in first
+    assert drafts.endswith(" accepted") and not drafts.endswith(" 0 accepted")
     assert last.startswith("exact: ")
 
 

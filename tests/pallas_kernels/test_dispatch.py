@@ -245,7 +245,7 @@ def test_an_unknown_name_is_refused_with_the_allowed_ones(bodies):
 
 
 def test_a_named_body_that_cannot_do_the_call_refuses_it(bodies, new_jax):
-    message = "fake: the body 'mosaic_gpu' cannot do this call: x is negative. Leave implementation"
+    message = "fake: the body 'mosaic_gpu' cannot do this call: x is negative. Pass implementation"
     with pytest.raises(ValueError, match=message):
         run_op("fake", bodies, "mosaic_gpu", CPU, -1)
 

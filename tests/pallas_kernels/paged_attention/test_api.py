@@ -91,7 +91,7 @@ def test_arrays_that_do_not_fit_are_refused(changes, message):
         ),
         (
             {"sliding_window": 4, "is_causal": False},
-            r"too many limits .* with is_causal=False, wanted .* none where attention is not",
+            r"too many limits .* with is_causal=False, wanted .* none without",
         ),
         ({"chunk_size": 4, "is_causal": False}, r"too many limits .* got {'chunk_size': 4}"),
         ({"soft_cap": 0.0}, "soft_cap is out of range: got 0.0"),
