@@ -5,12 +5,14 @@ from dataclasses import dataclass, fields
 
 from models.cache.format import CacheFormat
 from models.cache.index_format import IndexFormat
-from models.config.fields import read_count
+from models.config.fields import read_count, refuse_other_values
 from models.config.latent_config import LatentAttentionConfig
 from models.errors import ModelConfigError, UnsupportedModelError
 
 # The local name of a layer's cache of index keys.
 INDEX_KEYS = "self_attn.indexer"
+# The name of index attention in `layer_types`, and its name in older files.
+_LAYER_TYPES = ("indexed_attention", "deepseek_sparse_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,15 @@ def with_index(
 def read_index(
     hf_config: Mapping[str, object], *, default_num_heads: int, turns_neighbors: bool
 ) -> IndexConfig:
-    """Reads the sizes of an index."""
+    """Reads the sizes of an index.
+
+    Raises:
+        UnsupportedModelError: The index or its attention turns other pairs of dimensions. The
+            attention turns neighbors in all families with an index.
+    """
+    refuse_other_values(
+        hf_config, {"rope_interleave": True, "indexer_rope_interleave": turns_neighbors}
+    )
     return IndexConfig(
         num_heads=read_count(hf_config, "index_n_heads", default_num_heads),
         head_dim=read_count(hf_config, "index_head_dim", 128),
@@ -114,7 +124,10 @@ def refuse_other_layer_types(hf_config: Mapping[str, object], num_layers: int) -
         UnsupportedModelError: `layer_types` says that one has not.
     """
     layer_types = hf_config.get("layer_types")
-    if layer_types not in (None, ["indexed_attention"] * num_layers):
+    if layer_types is None:
+        return
+    is_list = isinstance(layer_types, list) and len(layer_types) == num_layers
+    if not is_list or any(name not in _LAYER_TYPES for name in layer_types):
         raise UnsupportedModelError(
             f"config.json: layer_types is {layer_types!r}; paxkv supports 'indexed_attention' for "
             f"each of the {num_layers} layers."

@@ -5,12 +5,20 @@ from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 
-from models.config.fields import read_count
-from models.config.index_config import read_index, refuse_other_layer_types, with_index
+from models.config.fields import read_count, with_defaults
+from models.config.index_config import (
+    read_has_index,
+    read_index,
+    refuse_other_layer_types,
+    with_index,
+)
 from models.config.moe_config import read_mlp_layer_types
 from models.errors import UnsupportedModelError
 from models.families.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
 from models.layers.index_attention import IndexedLatentAttention
+
+# Defaults of fields that a config.json may leave out.
+_DEFAULTS = {"rope_interleave": True}
 
 
 class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
@@ -18,8 +26,15 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> DeepseekV3Config:
+        hf_config = with_defaults(hf_config, _DEFAULTS)
         config = super().read_config(hf_config)
-        has_index = [True] * config.num_layers
+        has_index = read_has_index(hf_config, config.num_layers)
+        if not all(has_index):
+            raise UnsupportedModelError(
+                "config.json: an index in some layers only (indexer_types, index_topk_pattern or "
+                "index_topk_freq) is not supported for DeepseekV32ForCausalLM; paxkv supports an "
+                "index in each layer."
+            )
         return with_indexes(
             hf_config, config, has_index=has_index, default_num_heads=64, turns_neighbors=False
         )

@@ -24,6 +24,7 @@ _DEFAULTS = {
     "q_lora_rank": 2048,
     "qk_nope_head_dim": 192,
     "rms_norm_eps": 1e-5,
+    "rope_interleave": True,
     "topk_group": 1,
     "v_head_dim": 256,
 }

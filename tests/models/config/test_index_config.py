@@ -35,6 +35,8 @@ SHARED = {"no_rope_layers": [1, 1, 0, 0, 1, 1], "kv_source_layers": [0, 0, 2, 2,
         (GLM | {"index_topk_pattern": ["full"] * 3 + ["shared"] * 3}, "GlmMoeDsaConfig"),
         (GLM | {"index_n_heads": 4, "index_head_dim": 96, "index_topk": 7}, "GlmMoeDsaConfig"),
         (V32 | {"mlp_layer_types": ["sparse", "dense"] * 3}, "DeepseekV32Config"),
+        (V32 | {"layer_types": ["deepseek_sparse_attention"] * 6}, "DeepseekV32Config"),
+        (GLM | {"layer_types": ["deepseek_sparse_attention"] * 6}, "GlmMoeDsaConfig"),
         (MISTRAL | SHARED | {"indexer_types": ["full", "shared"] * 3}, "MistralLarge4TextConfig"),
         (MISTRAL | {"no_rope_layer_interval": 2}, "MistralLarge4TextConfig"),
         (MISTRAL | {"rope_parameters": {"rope_type": "default"}}, "MistralLarge4TextConfig"),
@@ -43,6 +45,12 @@ SHARED = {"no_rope_layers": [1, 1, 0, 0, 1, 1], "kv_source_layers": [0, 0, 2, 2,
 def test_fields_mean_what_they_mean_in_transformers(hf_config, config_class):
     theirs = as_transformers_reads_it(hf_config, config_class)
     assert read_config(hf_config) == read_config(theirs)
+
+
+@pytest.mark.parametrize("hf_config", [GLM, V32, MISTRAL])
+def test_attention_always_turns_neighbors(hf_config):
+    # Unlike in DeepSeek V3, for which null means the opposite.
+    assert read_config(hf_config | {"rope_interleave": None}) == read_config(hf_config)
 
 
 def test_layers_share_indexes_and_latents():
@@ -83,6 +91,16 @@ def test_layers_that_contradict_each_other_are_named(hf_config, message):
     [
         (V32 | {"q_lora_rank": None}, "q_lora_rank=null is not supported"),
         (V32 | {"layer_types": ["full_attention"] * 6}, "'indexed_attention' for each of the 6"),
+        (V32 | {"layer_types": ["indexed_attention"] * 5}, "'indexed_attention' for each of the 6"),
+        (V32 | {"index_topk_freq": 2}, "an index in some layers only"),
+        (V32 | {"index_topk_pattern": "FFFSSS"}, "an index in some layers only"),
+        (V32 | {"indexer_types": ["full", "shared"] * 3}, "an index in some layers only"),
+        (V32 | {"rope_interleave": False}, "rope_interleave=False is not supported"),
+        (GLM | {"rope_interleave": False}, "rope_interleave=False is not supported"),
+        (MISTRAL | {"rope_interleave": False}, "rope_interleave=False is not supported"),
+        (V32 | {"indexer_rope_interleave": True}, "indexer_rope_interleave=True is not"),
+        (GLM | {"indexer_rope_interleave": False}, "indexer_rope_interleave=False is not"),
+        (MISTRAL | {"indexer_rope_interleave": False}, "indexer_rope_interleave=False is not"),
         # Layer 1 has positions, and layer 0 has none.
         (
             MISTRAL | SHARED | {"no_rope_layers": [0, 1, 1, 1, 1, 1]},
