@@ -179,12 +179,12 @@ def test_lowers_for_cuda(sizes, mosaic_gpu_ragged, lower_for_cuda):
     [
         ({"dtype": "float32"}, "wgmma multiplies"),
         ({"cache_dtype": "float16"}, "the cache's dtype"),
-        ({"head_dim": 112}, "head_dim 112"),
-        ({"head_dim": 320}, "head_dim 320"),
+        ({"head_dim": 112}, "head_dim is 112"),
+        ({"head_dim": 320}, "head_dim is 320"),
         ({"head_dim": 512, "block_size": 48}, "blocks of 48 tokens do not fill tiles of 32"),
         ({"block_size": 48}, "blocks of 48"),
         ({"block_size": 4}, "blocks of 4"),
-        ({"scale": 0.0}, "a scale of 0.0"),
+        ({"scale": 0.0}, "scale is 0.0"),
     ],
     ids=str,
 )
