@@ -166,6 +166,41 @@ def test_a_request_waits_until_its_drafts_are_verified():
     assert (request.num_computed_tokens, request.num_output_placeholders) == (7, 0)
 
 
+def test_drafts_are_counted_when_their_answer_comes():
+    scheduler = make_scheduler(AsyncScheduler, num_lookahead_tokens=3)
+    request = add(scheduler, "a", range(5))
+    executor = LateExecutor(scheduler, depth=2)
+    right = continuation(range(5), 9)
+    executor.step()
+    executor.return_oldest_step()
+    for drafts in ([right[1], right[2], 999], [999], right[5:7]):
+        request.spec_token_ids = list(drafts)
+        executor.step()
+        executor.return_oldest_step()
+    assert request.all_token_ids[5:] == right[: request.num_output_tokens]
+    stats = scheduler.make_stats()
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 6, 4)
+    assert stats.num_accepted_per_pos == (2, 2, 0)
+
+
+def test_engine_waits_for_drafts_only_after_a_step_that_names_a_request():
+    scheduler = make_scheduler(AsyncScheduler, num_lookahead_tokens=3)
+    add(scheduler, "a", range(5))
+    executor = LateExecutor(scheduler, depth=3)
+    assert scheduler.is_waiting_for_drafts
+    executor.step(8)
+    assert counts(executor.step(8)) == {}
+    executor.return_oldest_step()
+    # The step had no drafts.
+    assert not scheduler.is_waiting_for_drafts
+    assert executor.step(8, drafts={"a": []}).num_decode_steps == 8
+    assert executor.step(8).num_decode_steps == 8
+    executor.return_oldest_step()
+    # The first burst names a request without drafts.
+    assert scheduler.is_waiting_for_drafts
+    assert executor.step(8).num_decode_steps == 1
+
+
 def test_drafts_in_flight_do_not_move_a_window():
     scheduler = make_scheduler(AsyncScheduler, specs=(window(5),))
     request = add(scheduler, "a", range(8))
