@@ -3,8 +3,8 @@
 mixed            64 requests, prompts of 32 to 256 tokens, outputs of 32 to 128
 prefix           64 requests: the same 512 tokens, then 32 different ones; outputs of 16
 prefix-no-hits   64 requests of 544 different tokens; outputs of 16
-skewed           64 requests, prompts of 32 to 128 tokens; 56 outputs of 8 to 32 and, at random
-                 places, 8 of 192 to 256
+skewed           64 requests, prompts of 32 to 128 tokens; 8 outputs of 192 to 256 tokens and 56 of
+                 8 to 32, in random order
 uniform-256      256 requests, prompts and outputs uniform over 100 to 1,024 tokens
 
 All requests arrive at the start. Engines must ignore end-of-sequence tokens, so that all of them

@@ -33,8 +33,7 @@ SPARE_TOKENS = 512
 def load_engine(spec: EngineSpec, workload: Workload) -> "PaxkvEngine":
     """Builds the engine. Its cache has room for the longest requests (`kv_cache_bytes`).
 
-    Settings are fields of the parts of `EngineConfig`; `cpu_kv_cache_bytes` overrides the size of
-    the cache.
+    Settings are fields of the parts of `EngineConfig`; `cpu_kv_cache_bytes` sets another size.
 
     Raises:
         ConfigError: No part has a setting of that name, or a value cannot work.

@@ -1,4 +1,4 @@
-"""Finds the parts of the config that settings such as `--set block_size=32` belong to."""
+"""Finds the part of the config to which a setting belongs, as in `--set block_size=32`."""
 
 import argparse
 import dataclasses
@@ -45,7 +45,7 @@ def checked_settings(
     *,
     decided_by: Mapping[str, str],
 ) -> dict[str, Setting]:
-    """Checks settings before an engine starts; prints the usage and exits after a mistake.
+    """Checks settings before an engine is started; on an error, prints the usage and exits.
 
     Args:
         decided_by: Setting that must not be given -> the flag that sets it.

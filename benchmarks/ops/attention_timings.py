@@ -19,7 +19,7 @@ NUM_SAMPLED_REQS, NUM_SAMPLED_TOKENS, NUM_SAMPLED_KV_HEADS = 3, 12, 2
 
 
 def work_of(case: PagedAttentionCase) -> Work:
-    """The work of a case: seen keys and values, queries and outputs, each once; two products."""
+    """Bytes of all seen keys and values, queries and outputs, each once; flops of two products."""
     num_keys = sum(seen_keys(*request, case.sliding_window) for request in case.requests)
     num_pairs = sum(seen_pairs(*request, case.sliding_window) for request in case.requests)
     num_heads = num_keys * case.num_kv_heads + _num_tokens(case) * case.num_q_heads

@@ -92,7 +92,7 @@ def _same_as_reference(
     rules: Mapping[str, int] = {},
     updates_first: bool = False,
 ) -> Problem:
-    """A call that only moves data: its output must have the bits of the reference on the CPU."""
+    """A call that only moves data and must return the same bits as the reference on the CPU."""
     cpu = jax.devices("cpu")[0]
     function = functools.partial(getattr(pallas_kernels, op), **rules, implementation="reference")
     outputs = jax.jit(function)(*jax.device_put(arrays, cpu))

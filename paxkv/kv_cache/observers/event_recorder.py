@@ -23,7 +23,7 @@ class KVEventRecorder(BlockPoolObserver):
     hashes, always has the set of cached hashes.
 
     Args:
-        specs: Of the KV cache groups, in order.
+        specs: The spec of each KV cache group, in order.
     """
 
     def __init__(self, specs: Sequence[KVCacheSpec]) -> None:

@@ -139,7 +139,7 @@ def test_a_group_of_windows_is_stored_with_their_length():
     assert recorder.drain() == [stored(request.block_hashes, None, [1, 2], group_id=2)]
 
 
-def test_withdrawn_and_evicted_blocks_are_removed_per_group():
+def test_evicted_blocks_are_reported_removed_per_group():
     (pool, recorder), request = make_pool(), make_request([1, 2, 3, 4])
     h0, h1 = request.block_hashes
     blocks = pool.get_new_blocks(4)
@@ -184,7 +184,7 @@ def test_only_a_successful_reset_is_reported():
     assert recorder.drain() == []
 
 
-def test_runs_are_split_at_every_gap():
+def test_events_are_split_at_every_gap():
     recorder, request = KVEventRecorder(SPECS), make_request(list(range(12)))
     hashes = request.block_hashes
     for first_idxs in ([0, 2, 3, 5], []):
@@ -205,7 +205,7 @@ def test_runs_are_split_at_every_gap():
 
 
 class Subscriber:
-    """What a router keeps: hashes by group, and a prefix of tokens for each received hash."""
+    """A subscriber as in a router: the hashes of each group, and the prefix of tokens per hash."""
 
     def __init__(self):
         self.known = set()
