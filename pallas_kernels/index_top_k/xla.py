@@ -78,7 +78,7 @@ def _best(
     later: tuple[jax.Array, jax.Array],
     top_k: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The largest scores and their positions. Of equal scores, those of `earlier` come first."""
+    """The largest scores and their positions. Of equal scores, one of `earlier` comes first."""
     scores, positions = (jnp.concatenate(pair, axis=1) for pair in zip(earlier, later, strict=True))
     scores, places = lax.top_k(scores, top_k)
     return scores, jnp.take_along_axis(positions, places, axis=1)
