@@ -55,7 +55,8 @@ _CONV = conv_cases.CausalConv1dCase(num_channels=8192, **_DECODES)
 _DELTA = delta_cases.GatedDeltaRuleCase(num_heads=32, k_dim=128, v_dim=128, **_DECODES)
 _SSD = ssd_cases.SSDScanCase(num_heads=128, num_groups=8, head_dim=64, state_size=128, **_DECODES)
 
-# States in float32, read once and written once; the tokens are small beside them.
+# Each call reads and writes the float32 states once. Tokens are not counted, because they have far
+# fewer bytes.
 RECURRENT_OPS = [
     MeasuredOp(
         op="causal_conv1d",

@@ -1,4 +1,4 @@
-"""LongCat-Flash: layers with two attentions and two MLPs, and experts beside the second half."""
+"""LongCat-Flash: layers with two attentions, two MLPs, and experts that are added at the end."""
 
 import functools
 import re

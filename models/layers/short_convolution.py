@@ -16,7 +16,7 @@ class ShortConvolution(nnx.Module):
     """`silu(convolution + bias)` of each channel's last `kernel_size` inputs, in float32.
 
     The kernel is a vector of [kernel_size, num_channels], because the CPU's loop over layers copies
-    only vectors (`models/chosen_layer.py`).
+    only vectors (`models/decoders/chosen_layer.py`).
     """
 
     def __init__(

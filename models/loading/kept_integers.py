@@ -73,7 +73,7 @@ def _share(group_size: int, *arrays: np.ndarray) -> bool:
 
 
 def _outputs_last(array: np.ndarray, num_axes: int) -> np.ndarray:
-    """Moves the axis of outputs behind the `num_axes` last ones."""
+    """Moves the axis of outputs, which comes before the `num_axes` last axes, to the end."""
     return np.moveaxis(array, -1 - num_axes, -1)
 
 

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.ragged_requests import fits_one_token_each
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SSDScanCase:
@@ -22,10 +24,7 @@ class SSDScanCase:
 
     @property
     def has_one_token_each(self) -> bool:
-        """Whether request r has token r, or no token and no later request has one."""
-        num_decodes = self.counts.count(1)
-        is_decode = self.counts == (1,) * num_decodes + (0,) * (len(self.counts) - num_decodes)
-        return is_decode and num_decodes + self.num_padding == len(self.counts)
+        return fits_one_token_each(self.counts, self.num_padding)
 
 
 CASES: tuple[SSDScanCase, ...] = (

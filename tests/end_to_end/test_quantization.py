@@ -17,7 +17,7 @@ NUM_NEW_TOKENS = 12
 
 
 def write_dequantized(model: LoadedModel, folder: Path) -> int:
-    """Replaces the weights in the folder by those that the model's kernels stand for.
+    """Replaces the weights in the folder by the dequantized weights of the model's kernels.
 
     Returns:
         The number of kernels.

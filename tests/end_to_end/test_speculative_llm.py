@@ -97,7 +97,7 @@ def test_answers_are_those_without_drafts(engines):
             assert tokens_of(completion.logprobs) == tokens_of(expected.logprobs)
     completions = [completion for output in drafting for completion in output.outputs]
     stats = engines[1].get_stats()
-    # Drafts behind the end of a stop string are counted by the engine alone.
+    # Only the engine counts drafts that come after the end of a stop string.
     assert 0 < sum(c.num_accepted_tokens for c in completions) <= stats.num_accepted_tokens
     assert sum(c.num_draft_tokens for c in completions) <= stats.num_draft_tokens
     assert stats.num_accepted_tokens < stats.num_draft_tokens

@@ -2,8 +2,7 @@
 
 Each step is predicted: which requests run, with how many tokens, from which position, with which
 drafts, which are preempted, their blocks, and the free blocks after it. Each step is then executed
-on a memory that records what every slot holds. Each request's tokens must equal those that it
-gets alone.
+on a memory that records what every slot holds. Each request must get the same tokens as alone.
 """
 
 import random

@@ -424,7 +424,7 @@ class SlowScheduler:
             self.kv.free(request)
 
     def reset(self, reset_running):
-        """Empties the cache if no request holds a block, or if those that do may be preempted."""
+        """Empties the cache if no request holds a block, or if its holders may be preempted."""
         loaded = self.loaded_requests()
         if self.loading_after_end or any(r.status == "remote" for r in self.waiting):
             return False

@@ -1,4 +1,4 @@
-"""Fake engines behind a client's transport; the test sends their messages."""
+"""A client's transport to fake engines, whose messages the test sends."""
 
 import dataclasses
 from collections.abc import Sequence
