@@ -107,7 +107,7 @@ class RecordingRunner:
         self.vocab_size = model.config.vocab_size
         with _logits_behind_result(self.vocab_size), pytest.MonkeyPatch.context() as patch:
             if has_few_sizes:
-                patch.setattr(step_buckets, "token_buckets", lambda most: tuple(sorted({16, most})))
+                patch.setattr(step_buckets, "token_buckets", _few_token_buckets)
                 patch.setattr(step_buckets, "decode_buckets", lambda max_num_seqs: (max_num_seqs,))
             self.runner = ModelRunner(
                 model,
@@ -134,6 +134,10 @@ class RecordingRunner:
         """Whether a request needs more blocks as it grows. Otherwise it is never preempted."""
         groups = self.runner.kv_cache_config.kv_cache_groups
         return not all(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
+
+
+def _few_token_buckets(max_num_batched_tokens: int, *, verifies_drafts: bool) -> tuple[int, ...]:
+    return tuple(sorted({16, max_num_batched_tokens}))
 
 
 @contextlib.contextmanager

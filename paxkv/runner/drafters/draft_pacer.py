@@ -6,6 +6,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from paxkv.runner.shapes.bucket_sizes import MIN_VERIFIED_TOKENS
+
 # The median of this many steps is the expected time of the next one.
 _NUM_TIMES = 5
 # A time that was not measured again for long counts as shorter, so that it is tried again. The
@@ -14,8 +16,6 @@ _NUM_TIMES = 5
 _VERIFY_AGING, _PLAIN_AGING = 0.998, 0.9995
 # Weight of a step in the throughput with drafts.
 _STEP_WEIGHT = 1 / 16
-# The smallest program of a verifying step computes this many tokens.
-_LEAST_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,4 +200,4 @@ def _round_up(count: int) -> int:
 
 
 def _round_tokens(num_tokens: int) -> int:
-    return max(_LEAST_TOKENS, _round_up(num_tokens))
+    return max(MIN_VERIFIED_TOKENS, _round_up(num_tokens))

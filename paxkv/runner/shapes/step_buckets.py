@@ -78,7 +78,8 @@ class StepBuckets:
         tile_tokens = INVARIANT_TILE_TOKENS if batch_invariant else None
         divide = share_programs if shares_programs else one_program_each
         if tile_tokens is None:
-            token_widths = divide(token_buckets(max_num_batched_tokens))
+            buckets = token_buckets(max_num_batched_tokens, verifies_drafts=max_draws > 1)
+            token_widths = divide(buckets)
         else:
             token_widths = ((-(-max_num_batched_tokens // tile_tokens) * tile_tokens,),)
         self._num_tokens = tuple(widths[-1] for widths in token_widths)

@@ -31,7 +31,7 @@ class Machine:
             if self.choice is None or self.choice.is_ahead:
                 took_s = self.decode_s
             elif drafts:
-                size = max(16, 1 << (self.num_reqs + num_drafts - 1).bit_length())
+                size = max(8, 1 << (self.num_reqs + num_drafts - 1).bit_length())
                 took_s = self.verify_s[size]
             else:
                 took_s = 1.2 * self.decode_s
@@ -60,7 +60,7 @@ def is_verifying(choice):
 
 
 def test_first_steps_have_no_drafts_so_that_their_time_is_known():
-    machine = Machine(num_reqs=1, decode_s=1.0, verify_s={16: 1.1}, accepted=4)
+    machine = Machine(num_reqs=1, decode_s=1.0, verify_s={8: 1.1}, accepted=4)
     choices = machine.run(20, rate=0.9)
     assert choices[0].is_ahead and not is_verifying(choices[0])
     assert all(map(is_verifying, choices[3:]))
@@ -90,7 +90,7 @@ def test_likely_drafts_come_first_and_fill_a_step(rate, num_drafts):
 
 
 def test_engine_waits_for_more_drafts_only_while_they_pay():
-    machine = Machine(num_reqs=1, decode_s=1.0, verify_s={16: 1.1}, accepted=4)
+    machine = Machine(num_reqs=1, decode_s=1.0, verify_s={8: 1.1}, accepted=4)
     machine.run(40, rate=0.9)
     choices = machine.run(60, num_proposed=0)
     assert not choices[0].is_ahead
@@ -100,9 +100,9 @@ def test_engine_waits_for_more_drafts_only_while_they_pay():
 
 
 def test_times_that_have_changed_are_measured_again():
-    machine = Machine(num_reqs=1, decode_s=1.0, verify_s={16: 50.0}, accepted=4)
+    machine = Machine(num_reqs=1, decode_s=1.0, verify_s={8: 50.0}, accepted=4)
     assert not is_verifying(machine.run(20, rate=0.9)[-1])
-    machine.verify_s = {16: 1.1}
+    machine.verify_s = {8: 1.1}
     assert is_verifying(machine.run(3000, rate=0.9)[-1])
     # And those of steps without drafts too.
     machine.decode_s = 0.1

@@ -15,6 +15,11 @@ def test_token_buckets_are_powers_of_two_and_the_largest_step():
     assert token_buckets(1) == (1,)
 
 
+def test_steps_that_verify_drafts_have_a_bucket_of_eight_tokens():
+    assert token_buckets(48, verifies_drafts=True) == (8, 16, 32, 48)
+    assert token_buckets(3, verifies_drafts=True) == (3,)
+
+
 def test_decode_buckets_are_one_powers_of_two_some_halfway_and_all_requests():
     assert decode_buckets(20) == (1, 8, 16, 20)
     assert decode_buckets(24) == (1, 8, 16, 24)
