@@ -36,7 +36,9 @@ class NewRequestData:
     """The full data of a request that the runner does not know yet.
 
     Args:
-        block_ids: One list of physical block ids per KV cache group, including prefix hits.
+        block_ids: One list of physical block ids per KV cache group, including prefix hits. For a
+            group of states, these are the blocks of the slot that the request writes. If it reads
+            its state from another slot, the blocks of that slot come before them.
         num_computed_tokens: Tokens whose K and V are in these blocks already.
         ending_token_ids: Sampled tokens that end the request, once it has `min_tokens` outputs. In
             a burst the runner stops after such a token.
@@ -68,7 +70,8 @@ class CachedRequestData:
     Args:
         resumed_req_ids: Requests that resume after a preemption. Their `new_block_ids` replace the
             block table instead of being appended to it.
-        new_block_ids: Per request, the new blocks of each group; None if there are none.
+        new_block_ids: Per request, the new blocks of each group; None if there are none. A new slot
+            of states is written instead of the old one, from which the step reads.
         num_computed_tokens: Computed tokens before this step.
         num_output_tokens: Output tokens before this step, including tokens of steps in flight.
         all_token_ids: Prompt and output of each resumed request, because the runner may have
@@ -115,6 +118,9 @@ class SchedulerOutput:
         num_common_prefix_blocks: Per KV cache group, the number of leading blocks that all running
             requests hold.
         block_copies: Copies to make before the step's writes.
+        slot_switches: For requests that get a new slot of states in the middle of a burst: the
+            position of the first token whose state is written there. The state before this token
+            stays in the old slot. Without an entry, a new slot is written from the first token on.
         kv_connector_metadata: Transfers for the connector's worker half.
     """
 
@@ -130,6 +136,7 @@ class SchedulerOutput:
     free_encoder_mm_hashes: list[str] = dataclasses.field(default_factory=list)
     num_common_prefix_blocks: list[int] = dataclasses.field(default_factory=list)
     block_copies: list[BlockCopy] = dataclasses.field(default_factory=list)
+    slot_switches: dict[str, int] = dataclasses.field(default_factory=dict)
     kv_connector_metadata: KVConnectorMetadata | None = None
 
 

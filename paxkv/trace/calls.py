@@ -54,6 +54,7 @@ class Decision(msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_f
         order: Request ids in the order of `num_scheduled_tokens`, if it differs from the order of
             `running`, `resumed` and `new`.
         block_copies: `[source, target]` pairs.
+        slot_switches: Positions from which new slots of states are written within a burst.
 
     The connector's answers contain its transfers; see `outside.py`.
     """
@@ -70,6 +71,7 @@ class Decision(msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_f
     free_encoder_mm_hashes: list[str] = []
     num_common_prefix_blocks: list[int] = []
     block_copies: list[tuple[int, int]] = []
+    slot_switches: dict[str, int] = {}
 
     @classmethod
     def from_output(cls, output: SchedulerOutput) -> "Decision":
@@ -107,6 +109,7 @@ class Decision(msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_f
             free_encoder_mm_hashes=output.free_encoder_mm_hashes,
             num_common_prefix_blocks=output.num_common_prefix_blocks,
             block_copies=[(c.source_block_id, c.target_block_id) for c in output.block_copies],
+            slot_switches=output.slot_switches,
         )
 
 

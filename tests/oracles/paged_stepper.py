@@ -111,7 +111,10 @@ class PagedStepper:
             positions=positions,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
-            block_tables=[tables.copy() for tables in self._block_tables],
+            block_tables=[
+                np.broadcast_to(tables, shape.dims(NUM_REQS)).copy()
+                for tables, shape in zip(self._block_tables, self._table_shapes, strict=True)
+            ],
             table_shapes=self._table_shapes,
             logits_indices=(
                 np.maximum(query_start_loc[1:] - 1, 0)

@@ -10,6 +10,7 @@ from paxkv.runner.batch.built_step import BuiltStep
 from paxkv.runner.batch.burst_repeater import BurstRepeater
 from paxkv.runner.batch.draw_plan import plan_draws
 from paxkv.runner.batch.input_batch import InputBatch
+from paxkv.runner.batch.state_slots import fill_slot_switches, fill_slots
 from paxkv.runner.features.base import FeatureStep, StepFeature
 from paxkv.runner.sampling.sampling_columns import needs_host_to_draw
 from paxkv.runner.shapes.packed_layout import PackedLayout, table_field
@@ -106,7 +107,10 @@ class BatchBuilder:
         # Where requests may have several draws, bursts leave no logits for the sampler.
         can_burst &= not needs_host or self._buckets.max_draws == 1
         if num_steps > 1 or (can_burst and bool((rows.num_scheduled_np == 1).all())):
-            return self._build_burst(rows, num_steps, features, leaves_logits=needs_host)
+            return self._build_burst(
+                *(rows, num_steps, features, scheduler_output.slot_switches),
+                leaves_logits=needs_host,
+            )
         return self._build_step(rows, features, scheduler_output.scheduled_spec_decode_tokens)
 
     def _build_step(
@@ -152,6 +156,7 @@ class BatchBuilder:
         rows: ScheduledRows,
         num_steps: int,
         features: tuple[FeatureStep, ...],
+        slot_switches: Mapping[str, int],
         *,
         leaves_logits: bool,
     ) -> BuiltStep:
@@ -167,6 +172,10 @@ class BatchBuilder:
         views["sampling_rows"][:num_reqs] = self._rows.sampling_rows_np[rows.rows_np]
         views["ending_ids"][:num_reqs] = self._rows.ending_ids_np[rows.rows_np]
         views["first_end"][:num_reqs] = self._rows.first_end_np[rows.rows_np]
+        if "slot_switch" in views:
+            fill_slot_switches(
+                views["slot_switch"], rows.num_computed_np, rows.req_ids, slot_switches
+            )
         _fill_features(features, views)
         # The single token of a step may be one within a prompt: then nothing is drawn.
         is_drawn_np = rows.num_computed_np + 1 >= rows.num_tokens_np
@@ -200,9 +209,7 @@ class BatchBuilder:
         for inputs_idx, table in enumerate(self._buckets.tables):
             tables_np = views[table_field(inputs_idx)]
             if table.is_state:
-                slots_np = next(group_tables).block_ids_np[rows.rows_np]
-                slots_np = slots_np.reshape(num_reqs, table.num_groups, table.max_blocks_per_req)
-                tables_np[:, :num_reqs] = slots_np.swapaxes(0, 1)
+                fill_slots(tables_np, slice(num_reqs), next(group_tables), rows.rows_np)
                 continue
             for group_np in tables_np:
                 group_np[:num_reqs] = next(group_tables).block_ids_np[rows.rows_np]

@@ -28,10 +28,7 @@ class BlockTable:
         """
         if not block_ids:
             return
-        if min(block_ids) < 0 or max(block_ids) >= self._num_pool_blocks:
-            raise InvariantError(
-                f"block ids must be in [0, {self._num_pool_blocks}), got {list(block_ids)}."
-            )
+        self._check_ids(block_ids)
         start = int(self.num_blocks_np[row_idx])
         end = start + len(block_ids)
         if end > self.block_ids_np.shape[1]:
@@ -56,12 +53,72 @@ class BlockTable:
         self.block_ids_np[row_idx, : self.num_blocks_np[row_idx]] = 0
         self.num_blocks_np[row_idx] = 0
 
+    def _check_ids(self, block_ids: Sequence[int]) -> None:
+        if min(block_ids) < 0 or max(block_ids) >= self._num_pool_blocks:
+            raise InvariantError(
+                f"block ids must be in [0, {self._num_pool_blocks}), got {list(block_ids)}."
+            )
+
+
+class SlotTable(BlockTable):
+    """The slots of one KV cache group of states. A row has all blocks of a slot, or none.
+
+    `block_ids_np` are the slots that the next step writes. It reads the states from `read_ids_np`.
+    A row gets a new slot so that its old one keeps the state of earlier tokens.
+    """
+
+    def __init__(self, *, max_num_seqs: int, max_blocks_per_req: int, num_blocks: int) -> None:
+        super().__init__(
+            max_num_seqs=max_num_seqs, max_blocks_per_req=max_blocks_per_req, num_blocks=num_blocks
+        )
+        self.read_ids_np = np.zeros_like(self.block_ids_np)
+        self._moving_rows: list[int] = []  # which read another slot than they write
+
+    def append_row(self, row_idx: int, block_ids: Sequence[int]) -> None:
+        """Gives a row a slot to write.
+
+        Args:
+            block_ids: The slot. It may come after a slot to read from. Without that, the row reads
+                from the slot that it has had so far, or from the new one if it had none.
+
+        Raises:
+            InvariantError: A block id is not in the pool, or the slots are not whole.
+        """
+        if not block_ids:
+            return
+        self._check_ids(block_ids)
+        size = self.block_ids_np.shape[1]
+        if len(block_ids) not in (size, 2 * size):
+            raise InvariantError(f"a slot has {size} blocks, got {len(block_ids)}.")
+        if self.num_blocks_np[row_idx] > 0 and len(block_ids) == size:
+            self.read_ids_np[row_idx] = self.block_ids_np[row_idx]
+        else:
+            self.read_ids_np[row_idx] = block_ids[:size]
+        self.block_ids_np[row_idx] = block_ids[-size:]
+        self.num_blocks_np[row_idx] = size
+        self._moving_rows.append(row_idx)
+
+    def append_one_each(self, rows: Sequence[int], block_ids: Sequence[int]) -> None:
+        for row_idx, block_id in zip(rows, block_ids, strict=True):
+            self.append_row(row_idx, (block_id,))
+
+    def clear_row(self, row_idx: int) -> None:
+        super().clear_row(row_idx)
+        self.read_ids_np[row_idx] = 0
+
+    def finish_moves(self) -> list[int]:
+        """Makes all rows read the slots that they write. Returns the rows that got a slot."""
+        rows, self._moving_rows = self._moving_rows, []
+        self.read_ids_np[rows] = self.block_ids_np[rows]
+        return rows
+
 
 class MultiGroupBlockTable:
     """One `BlockTable` per KV cache group, with the same rows."""
 
     def __init__(self, tables: Sequence[BlockTable]) -> None:
         self.tables = tuple(tables)
+        self._slot_tables = tuple(table for table in tables if isinstance(table, SlotTable))
 
     def append_row(self, row_idx: int, block_ids: Sequence[Sequence[int]]) -> None:
         """Appends blocks to a row, one list per group."""
@@ -86,3 +143,7 @@ class MultiGroupBlockTable:
     def clear_row(self, row_idx: int) -> None:
         for table in self.tables:
             table.clear_row(row_idx)
+
+    def finish_moves(self) -> list[int]:
+        """Ends the last step; see `SlotTable.finish_moves`. Returns rows whose tables changed."""
+        return [row_idx for table in self._slot_tables for row_idx in table.finish_moves()]

@@ -9,6 +9,7 @@ import numpy as np
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.runner.batch.built_step import BuiltStep
 from paxkv.runner.batch.input_batch import InputBatch
+from paxkv.runner.batch.state_slots import fill_slot_switches, fill_slots
 from paxkv.runner.shapes.packed_layout import PackedLayout, table_field
 
 
@@ -29,11 +30,10 @@ class BurstRepeater:
         kv_cache_groups = itertools.chain.from_iterable(
             [shape] * shape.num_kv_cache_groups for shape in built.shape.tables
         )
-        self._token_tables = [
-            table
-            for table, shape in zip(input_batch.block_tables.tables, kv_cache_groups, strict=True)
-            if not shape.is_state
-        ]
+        tables = zip(input_batch.block_tables.tables, kv_cache_groups, strict=True)
+        self._token_tables, self._slot_tables = [], []
+        for table, shape in tables:
+            (self._slot_tables if shape.is_state else self._token_tables).append(table)
         self._place_of_row = {row: place for place, row in enumerate(built.rows_np.tolist())}
         # Positions of the tokens that the next burst computes first: i32[num_reqs].
         self._positions_np = self._view(built.packed_np, "positions")[: len(built.rows_np)].copy()
@@ -60,11 +60,18 @@ class BurstRepeater:
             return None
         packed_np = last.packed_np.copy()
         groups_np = self._views_of_groups(packed_np)
-        self._copy_tables([group_np for group_np, _ in groups_np], grown_rows)
+        self._copy_tables(packed_np, [group_np for group_np, _ in groups_np], grown_rows)
         if not self._have_blocks(groups_np, positions_np, num_steps):
             return None
         self._view(packed_np, "positions")[:num_reqs] = positions_np
         self._view(packed_np, "token_source")[:num_reqs] = self._places_np
+        if self._slot_tables:
+            fill_slot_switches(
+                self._view(packed_np, "slot_switch"),
+                positions_np,
+                last.req_ids,
+                scheduler_output.slot_switches,
+            )
         self._positions_np += num_steps
         self._last = dataclasses.replace(last, packed_np=packed_np)
         return self._last
@@ -76,7 +83,7 @@ class BurstRepeater:
     def _views_of_groups(self, packed_np: np.ndarray) -> list[tuple[np.ndarray, int]]:
         """The block tables i32[num_reqs, max_blocks_per_req] of each group, and its block size.
 
-        Without groups of states: the slot of a request stays the same while it runs.
+        Groups of states are left out.
         """
         return [
             (group_np, table.block_size)
@@ -87,16 +94,24 @@ class BurstRepeater:
 
     def _copy_tables(
         self,
+        packed_np: np.ndarray,
         groups_np: Sequence[np.ndarray],  # i32[num_reqs, max_blocks_per_req] each
         grown_rows: Sequence[int],
     ) -> None:
-        # Rows outside of the step may have got blocks too.
+        # Block tables of rows outside of the step may have changed too.
         rows = [row_idx for row_idx in grown_rows if row_idx in self._place_of_row]
         if not rows:
             return
         places = [self._place_of_row[row_idx] for row_idx in rows]
         for group_np, table in zip(groups_np, self._token_tables, strict=True):
             group_np[places] = table.block_ids_np[rows]
+        slots_np = (
+            self._view(packed_np, table_field(inputs_idx))
+            for inputs_idx, table in enumerate(self._last.shape.tables)
+            if table.is_state
+        )
+        for group_np, table in zip(slots_np, self._slot_tables, strict=True):
+            fill_slots(group_np, places, table, rows)
 
     def _have_blocks(
         self,

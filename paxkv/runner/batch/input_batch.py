@@ -9,7 +9,7 @@ import numpy as np
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from paxkv.errors import InvariantError
-from paxkv.runner.batch.block_table import BlockTable, MultiGroupBlockTable
+from paxkv.runner.batch.block_table import BlockTable, MultiGroupBlockTable, SlotTable
 from paxkv.runner.sampling.row_state import pack_row, processors_of
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling.sampling_columns import (
@@ -96,7 +96,7 @@ class InputBatch:
         self._seed = seed
         # Requests that got a row since the last call of `take_packed_rows`, and need a `RowState`.
         self._started: list[CachedRequestState] = []
-        # Rows that got blocks since the last call of `take_grown_rows`.
+        # Rows whose block tables changed since the last call of `take_grown_rows`.
         self._grown_rows: list[int] = []
         # The last result of `rows_of`, until a row is allocated or freed: steps of steady decode
         # ask for the same rows. And the last arguments of `note_drawn`.
@@ -120,7 +120,7 @@ class InputBatch:
     ) -> "InputBatch":
         """Makes an empty batch whose block tables have these dimensions."""
         group_tables = [
-            BlockTable(
+            (SlotTable if table.is_state else BlockTable)(
                 max_num_seqs=max_num_seqs,
                 max_blocks_per_req=(
                     table.num_groups // table.num_kv_cache_groups * table.max_blocks_per_req
@@ -162,6 +162,7 @@ class InputBatch:
         Rows are freed before new ones are allocated, because a full batch may replace requests in
         one step.
         """
+        self._grown_rows += self.block_tables.finish_moves()
         for req_id in scheduler_output.finished_req_ids:
             # A request that ended before its first step has no row.
             if req_id in self.requests:
@@ -189,7 +190,7 @@ class InputBatch:
         ]
 
     def take_grown_rows(self) -> list[int]:
-        """Returns the rows that got blocks since the last call. They may include new rows."""
+        """Returns the rows whose block tables changed since the last call, also new rows."""
         grown, self._grown_rows = self._grown_rows, []
         return grown
 

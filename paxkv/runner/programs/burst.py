@@ -68,6 +68,7 @@ def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
             first_end=fields["first_end"],
             num_used=has_request.sum(dtype=jnp.int32),
             block_tables=tables_of(fields, shape),
+            slot_switches=fields.get("slot_switch"),
             table_shapes=shape.tables,
             widths=shape.widths,
         )

@@ -31,6 +31,7 @@ class DecodeRows:
     first_end: jax.Array  # i32[num_reqs]
     num_used: jax.Array | int  # i32[]; rows from here on are empty
     block_tables: tuple[jax.Array, ...]  # of `make_decode_batch`
+    slot_switches: jax.Array | None = None  # of `make_decode_batch`
     table_shapes: tuple[TableShape, ...] = dataclasses.field(metadata={"static": True})
     widths: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
@@ -133,6 +134,7 @@ def _decode_batch(rows: DecodeRows, state: DecodeState) -> ForwardBatch:
         table_shapes=rows.table_shapes,
         widths=rows.widths,
         is_alive=state.is_alive,
+        slot_switches=rows.slot_switches,
     )
 
 

@@ -26,6 +26,7 @@ from paxkv.runner.sampling.row_state import RowState, num_row_words, unpack_rows
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling.sampler import sample
 from paxkv.runner.sampling.sampling_columns import decode_step_rows, join_step_rows
+from paxkv.runner.shapes.program_shapes import TableShape
 from paxkv.runner.shapes.sampling_row import ROW
 
 
@@ -100,7 +101,6 @@ def make_generate(
     table_dims = [(t.num_groups, shape.batch_size, t.max_blocks_per_req) for t in tables]
     # Each row of each group owns a range of blocks. Block 0 is the null block.
     block_ends = list(itertools.accumulate(map(math.prod, table_dims), initial=1))
-    block_ranges = list(zip(itertools.pairwise(block_ends), table_dims, strict=True))
 
     def generate(params: Params, inputs: GenerateInputs) -> GenerateOutputs:
         rows = DecodeRows(
@@ -109,7 +109,8 @@ def make_generate(
             first_end=jnp.zeros(shape.batch_size, jnp.int32),
             num_used=shape.batch_size,
             block_tables=tuple(
-                jnp.arange(*ends, dtype=jnp.int32).reshape(dims) for ends, dims in block_ranges
+                _own_blocks(ends, table, shape.batch_size)
+                for ends, table in zip(itertools.pairwise(block_ends), tables, strict=True)
             ),
             table_shapes=tables,
         )
@@ -136,6 +137,15 @@ def make_generate(
         )
 
     return generate
+
+
+def _own_blocks(
+    ends: tuple[int, int], table: TableShape, batch_size: int
+) -> jax.Array:  # i32[`TableShape.dims`]
+    dims = (table.num_groups, batch_size, table.max_blocks_per_req)
+    block_ids = jnp.arange(*ends, dtype=jnp.int32).reshape(dims)
+    # A row keeps its state in one slot.
+    return jnp.broadcast_to(block_ids, table.dims(batch_size))
 
 
 def _prompt_batch(inputs: GenerateInputs, shape: GenerateShape, rows: DecodeRows) -> ForwardBatch:

@@ -125,4 +125,6 @@ def _state_rows_of_tile(
         query_start_loc=jnp.clip(starts - start, 0, shape.tile_tokens),
         is_alive=jnp.ones(shape.num_reqs, bool),
         has_one_token_each=False,
+        # An earlier tile has written it there.
+        reads_second=num_before_tile > 0,
     )

@@ -13,24 +13,38 @@ from paxkv.runner.shapes.program_shapes import BurstShape, StepShape, TableShape
 
 def tables_of(
     fields: Mapping[str, jax.Array], shape: StepShape | BurstShape
-) -> tuple[jax.Array, ...]:  # i32[num_groups, num_reqs, max_blocks_per_req] each
+) -> tuple[jax.Array, ...]:  # i32[`TableShape.dims`] each
     """Returns the block tables in a step's buffer, one array for each of `shape.tables`."""
     return tuple(fields[table_field(i)] for i in range(len(shape.tables)))
 
 
 class StateRows(NamedTuple):
-    """The rows of `StateInputs`."""
+    """The rows of `StateInputs`.
+
+    Each request has two slots. By default, a step reads the first and writes the second.
+    """
 
     num_computed: jax.Array  # i32[num_reqs], tokens of the request before this step
     query_start_loc: jax.Array  # i32[num_reqs + 1]
     is_alive: jax.Array  # bool[num_reqs]
     has_one_token_each: bool
+    reads_second: jax.Array | bool = False  # bool[num_reqs]
+    writes_first: jax.Array | bool = False  # bool[num_reqs]
 
-    def inputs(self, slots: jax.Array) -> StateInputs:
+    def inputs(
+        self,
+        slots: jax.Array,  # i32[2, num_groups, num_reqs, blocks_per_state]
+    ) -> StateInputs:
+        def choose(is_second: jax.Array | bool) -> jax.Array:
+            return jnp.where(jnp.reshape(is_second, (1, -1, 1)), slots[1], slots[0])
+
+        starts_from_zero = self.num_computed == 0
+        # Rows that need no state read the null block.
+        is_read = (self.is_alive & ~starts_from_zero)[None, :, None]
         return StateInputs(
-            read_slots=slots,
-            write_slots=slots,
-            starts_from_zero=self.num_computed == 0,
+            read_slots=jnp.where(is_read, choose(self.reads_second), 0),
+            write_slots=choose(jnp.logical_not(self.writes_first)),
+            starts_from_zero=starts_from_zero,
             is_alive=self.is_alive,
             query_start_loc=self.query_start_loc,
             has_one_token_each=self.has_one_token_each,
@@ -43,7 +57,7 @@ def make_batch(
     positions: jax.Array,  # i32[num_tokens]
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     seq_lens: jax.Array,  # i32[num_reqs]
-    block_tables: Sequence[jax.Array],  # i32[num_groups, num_reqs, max_blocks_per_req] each
+    block_tables: Sequence[jax.Array],  # i32[`TableShape.dims`] each
     table_shapes: Sequence[TableShape],
     logits_indices: jax.Array,  # i32[num_logits]
     wants: Wants,
@@ -85,16 +99,19 @@ def make_decode_batch(
     token_ids: jax.Array,  # i32[num_reqs]
     positions: jax.Array,  # i32[num_reqs]
     num_used: jax.Array | int,  # i32[], number of rows with a request; these rows come first
-    block_tables: Sequence[jax.Array],  # i32[num_groups, num_reqs, max_blocks_per_req] each
+    block_tables: Sequence[jax.Array],  # i32[`TableShape.dims`] each
     table_shapes: Sequence[TableShape],
     widths: tuple[int, ...] = (),
     is_alive: jax.Array | None = None,  # bool[num_reqs]; None: all rows with a request
+    slot_switches: jax.Array | None = None,  # i32[num_reqs]
     state_rows: StateRows | None = None,
 ) -> ForwardBatch:
     """Makes a batch of one token per request. The model returns the logits of all requests.
 
     Args:
         is_alive: See `StateInputs`.
+        slot_switches: Position of the first token whose state is written to the row's second slot.
+            None: all states are.
         state_rows: The rows of states. None: the rows of the batch.
     """
     row_idx = jnp.arange(token_ids.shape[0] + 1, dtype=jnp.int32)
@@ -104,6 +121,8 @@ def make_decode_batch(
         query_start_loc=query_start_loc,
         is_alive=jnp.ones(positions.shape, bool) if is_alive is None else is_alive,
         has_one_token_each=True,
+        reads_second=False if slot_switches is None else positions > slot_switches,
+        writes_first=False if slot_switches is None else positions < slot_switches,
     )
     return make_batch(
         token_ids=token_ids,

@@ -37,10 +37,7 @@ class PackedLayout:
             InvariantError: A feature of the step has a field with a name that is taken.
         """
         s = self.shape
-        tables = {
-            table_field(i): (table.num_groups, s.num_reqs, table.max_blocks_per_req)
-            for i, table in enumerate(s.tables)
-        }
+        tables = {table_field(i): table.dims(s.num_reqs) for i, table in enumerate(s.tables)}
         if isinstance(s, BurstShape):
             fields = _tokens(s.num_reqs) | tables | _burst_fields(s)
             return _add_features(fields, s.features, num_tokens=s.num_reqs, num_reqs=s.num_reqs)
@@ -120,7 +117,7 @@ def _add_features(
 
 
 def _burst_fields(s: BurstShape) -> dict[str, tuple[int, ...]]:
-    return {
+    fields = {
         "num_steps": (1,),
         # 1: the burst leaves its logits for the sampler, and draws nothing.
         "leaves_logits": (1,),
@@ -134,3 +131,7 @@ def _burst_fields(s: BurstShape) -> dict[str, tuple[int, ...]]:
         "ending_ids": (s.num_reqs, MAX_ENDING_IDS),
         "first_end": (s.num_reqs,),
     }
+    if any(table.is_state for table in s.tables):
+        # Position of the first token whose state goes to the second slot.
+        fields["slot_switch"] = (s.num_reqs,)
+    return fields

@@ -15,7 +15,9 @@ class TableShape:
 
     Args:
         is_state: The columns are the blocks of a state, and not of token positions (`StateInputs`).
-            The groups are then the parts of the slots of one KV cache group (`MambaSpec`).
+            The groups are then the parts of the slots of one KV cache group (`MambaSpec`). Each
+            request has two slots, which may be the same: the state is read from the first, and
+            written to the second.
     """
 
     num_groups: int
@@ -26,6 +28,11 @@ class TableShape:
     @property
     def num_kv_cache_groups(self) -> int:
         return 1 if self.is_state else self.num_groups
+
+    def dims(self, num_reqs: int) -> tuple[int, ...]:
+        """Dimensions of the array of a step with this many requests."""
+        dims = (self.num_groups, num_reqs, self.max_blocks_per_req)
+        return (2, *dims) if self.is_state else dims
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -207,7 +207,9 @@ class Stack:
         ids = 1 + np.random.default_rng(0).permutation(num_blocks - 1)[: sum(counts)]
         parts = np.split(ids.astype(np.int32), np.cumsum(counts)[:-1])
         return [
-            part.reshape(t.num_groups, num_reqs, t.max_blocks_per_req)
+            np.broadcast_to(
+                part.reshape(t.num_groups, num_reqs, t.max_blocks_per_req), t.dims(num_reqs)
+            )
             for part, t in zip(parts, self.table_shapes, strict=True)
         ]
 

@@ -414,9 +414,7 @@ def lower_step(
         positions=jnp.zeros(2 * num_new, jnp.int32),
         query_start_loc=starts,
         seq_lens=jnp.full(2, num_new, jnp.int32),
-        block_tables=[
-            jnp.ones((table.num_groups, 2, table.max_blocks_per_req), jnp.int32) for table in tables
-        ],
+        block_tables=[jnp.ones(table.dims(num_reqs=2), jnp.int32) for table in tables],
         table_shapes=tables,
         logits_indices=starts[1:] - 1,
         max_query_len=None if only_last_tokens else 1,

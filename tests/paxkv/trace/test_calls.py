@@ -101,6 +101,7 @@ def test_decision_contains_every_field_of_a_scheduler_output() -> None:
         free_encoder_mm_hashes=["image"],
         num_common_prefix_blocks=[1, 0],
         block_copies=[BlockCopy(source_block_id=6, target_block_id=7)],
+        slot_switches={"a": 12},
     )
     assert Decision.from_output(output) == Decision(
         num_decode_steps=4,
@@ -115,6 +116,7 @@ def test_decision_contains_every_field_of_a_scheduler_output() -> None:
         free_encoder_mm_hashes=["image"],
         num_common_prefix_blocks=[1, 0],
         block_copies=[(6, 7)],
+        slot_switches={"a": 12},
     )
     # The only omitted field is `kv_connector_metadata`.
     empty = {field.name for field in dataclasses.fields(output) if not getattr(output, field.name)}

@@ -418,3 +418,26 @@ def test_feature_sees_every_burst_until_it_plans_nothing():
         feature.planned = PlannedStep(None) if position == 3 else None
         decided = output({"a": 1}, cached=running(("a", position)))
     assert seen == [(PlannedStep(None),), (PlannedStep(None),), (), ()]
+
+
+def test_states_have_a_slot_to_read_and_a_slot_to_write():
+    """Two parts of two blocks. Request "a" goes on in another slot, "b" stays in its own."""
+    state = TableShape(num_groups=2, max_blocks_per_req=2, block_size=BLOCK_SIZE, is_state=True)
+    batch, builder = make_batch_and_builder((*ONE_GROUP, state))
+    new_reqs = [
+        new("a", range(20, 29), [7, 3], 8, other_groups=[[10, 11, 12, 13, 14, 15, 16, 17]]),
+        new("b", [1, 2], [9], other_groups=[[1, 2, 4, 5]]),
+    ]
+    _, views = build(builder, batch, output({"a": 1, "b": 2}, new_reqs))
+    reads_np, writes_np = views["block_tables_1"]
+    assert reads_np[:, :3].tolist() == [[[10, 11], [1, 2], [0, 0]], [[12, 13], [4, 5], [0, 0]]]
+    assert writes_np[:, :3].tolist() == [[[14, 15], [1, 2], [0, 0]], [[16, 17], [4, 5], [0, 0]]]
+
+    batch.note_drawn(batch.rows_of(["a", "b"]), np.array([1, 1], np.int32))
+    later = output({"a": 2, "b": 2}, cached=running(("a", 9), ("b", 2)), num_decode_steps=2)
+    later = dataclasses.replace(later, slot_switches={"b": 3})
+    _, views = build(builder, batch, later)
+    reads_np, writes_np = views["block_tables_1"]
+    assert (reads_np == writes_np).all()
+    assert writes_np[0, :2].tolist() == [[14, 15], [1, 2]]
+    assert views["slot_switch"][:2].tolist() == [9, 3]

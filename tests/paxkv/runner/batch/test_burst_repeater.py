@@ -1,5 +1,6 @@
 """A burst that repeats the one before it is the burst that would be built anew."""
 
+import itertools
 import random
 
 import numpy as np
@@ -20,6 +21,8 @@ TABLES = tuple(
     TableShape(num_groups=1, max_blocks_per_req=MAX_MODEL_LEN // size, block_size=size)
     for size in BLOCK_SIZES
 )
+SLOT_BLOCKS = 4  # two parts of two blocks
+TABLES += (TableShape(num_groups=2, max_blocks_per_req=2, block_size=8, is_state=True),)
 
 
 class Traffic:
@@ -30,7 +33,7 @@ class Traffic:
             max_num_seqs=MAX_NUM_SEQS,
             max_model_len=MAX_MODEL_LEN,
             tables=TABLES,
-            num_blocks=1000,
+            num_blocks=5000,
             vocab_size=100,
             seed=0,
         )
@@ -59,10 +62,19 @@ class Traffic:
             taken.append(list(range(self.next_block, self.next_block + num_new)))
             self.next_block += num_new
             self.num_blocks[req_id][group] += num_new
-        return tuple(taken)
+        return (*taken, [])
 
-    def decide(self, req_ids, num_steps=1, *, new=None, finished=(), without_blocks=False):
-        """A burst of all; `new` maps ids to prompts, of which the last token is computed."""
+    def take_slot(self):
+        self.next_block += SLOT_BLOCKS
+        return list(range(self.next_block - SLOT_BLOCKS, self.next_block))
+
+    def decide(
+        self, req_ids, num_steps=1, *, new=None, finished=(), without_blocks=False, moving=()
+    ):
+        """A burst of all; `new` maps ids to prompts, of which the last token is computed.
+
+        The requests of `moving` get another slot, which they write from the last step on.
+        """
         new_reqs, block_ids = [], []
         for req_id, prompt in (new or {}).items():
             self.num_computed[req_id] = len(prompt) - 1
@@ -72,7 +84,10 @@ class Traffic:
                     req_id=req_id,
                     prompt_token_ids=prompt,
                     sampling_params=SamplingParams(temperature=0.5, ignore_eos=True),
-                    block_ids=self.take_blocks(req_id, len(prompt) - 1 + num_steps),
+                    block_ids=(
+                        *self.take_blocks(req_id, len(prompt) - 1 + num_steps)[:-1],
+                        self.take_slot(),
+                    ),
                     num_computed_tokens=len(prompt) - 1,
                 )
             )
@@ -82,6 +97,8 @@ class Traffic:
                 block_ids.append(None)
             else:
                 taken = self.take_blocks(req_id, self.num_computed[req_id] + num_steps)
+                if req_id in moving:
+                    taken = (*taken[:-1], self.take_slot())
                 block_ids.append(taken if any(taken) else None)
         output = SchedulerOutput(
             scheduled_new_reqs=new_reqs,
@@ -98,6 +115,7 @@ class Traffic:
             preempted_req_ids=frozenset(),
             finished_req_ids=frozenset(finished),
             num_decode_steps=num_steps,
+            slot_switches={req_id: self.num_computed[req_id] + num_steps - 1 for req_id in moving},
         )
         for req_id in req_ids:
             self.num_computed[req_id] += num_steps
@@ -161,6 +179,23 @@ def test_repeated_bursts_equal_newly_built_ones(num_steps):
             traffic.take_home()
         output = traffic.decide(["r0", "r1", "r2"], num_steps)
     assert len(repeaters) == 1
+
+
+def test_repeated_bursts_have_the_slots_of_newly_built_ones():
+    traffic = Traffic()
+    output = traffic.decide(["r0", "r1", "r2"], 6, new=prompts(3, 8, 13))
+    slots = []
+    for moving in [(), ("r1",), (), ("r0", "r2"), ("r2",), ()]:
+        built, got, wanted = traffic.build(output)
+        assert got == wanted
+        slots.append(got["block_tables_2"])
+        traffic.draw(built)
+        output = traffic.decide(["r0", "r1", "r2"], 6, moving=moving)
+    assert isinstance(traffic.builder._burst_repeater, BurstRepeater)
+    # What a burst writes is what the next one reads.
+    for (_, written), (read, _) in itertools.pairwise(slots):
+        assert read == written
+    assert sum(read != written for read, written in slots) == 3
 
 
 def test_burst_of_other_rows_or_lengths_is_built_anew():
