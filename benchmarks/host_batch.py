@@ -57,7 +57,7 @@ class HostBatch:
         self._rows.update(scheduler_output)
         built = self._builder.build(scheduler_output)
         step = DeviceStep(built=built, rows=self._rows)
-        self._rows.note_drawn(built.rows_np, built.num_drawn_np, built.num_drafts_np)
+        self._rows.record_drawn(built.rows_np, built.num_drawn_np, built.num_drafts_np)
         step.result = self._result_np
         return step
 

@@ -194,7 +194,7 @@ class CompiledGenerator:
             stop_ids = sorted(request.ending_token_ids)
             stop_token_ids_np[row, : len(stop_ids)] = stop_ids
         packed_rows_np = None
-        if started := batch.take_packed_rows():
+        if started := batch.pack_started_rows():
             packed_rows_np = np.zeros((shape.batch_size, len(started[0])), np.int32)
             packed_rows_np[[row_np[0] for row_np in started]] = started
         return GenerateInputs(

@@ -47,7 +47,7 @@ from paxkv.runner.programs.step_sampler import StepSampler
 from paxkv.runner.programs.warmup import StepPrograms
 from paxkv.runner.runner_plan import RunnerPlan
 from paxkv.runner.sampling.logits_check import LogitsCheck
-from paxkv.runner.sampling.wide_logprobs import num_told_logits
+from paxkv.runner.sampling.wide_logprobs import num_returned_logits
 from paxkv.runner.shapes.program_shapes import BurstShape, CopyShape, TableShape
 
 DEFAULT_RUNNER_CONFIG = RunnerConfig()
@@ -60,18 +60,18 @@ class ModelRunner:
 
     Args:
         max_model_len: Largest number of tokens of a request, prompt and output together.
-        may_be_shorter: Whether `max_model_len` may become the largest that fits the KV cache. The
-            memory plan has the result.
-        host_memory: On a CPU, the memory that the KV cache may use. None: what is free now.
+        may_be_shorter: Whether `max_model_len` may be reduced to the largest value for which the
+            KV cache has room. `memory_plan.max_model_len` is the result.
+        host_memory: On a CPU, the memory to plan with. None: it is measured.
         seed: Seed of requests without a seed of their own.
-        program_store: Where compiled programs are loaded from and saved. None: all are compiled.
+        program_store: Loads and saves compiled programs. None: all programs are compiled.
         show_progress: Whether the warm-up draws a progress bar on stderr.
 
     Attributes:
-        kernel_choice: Whether kernels for this device run, and why they do not.
+        kernel_choice: Whether kernels for this device run; if not, the reason.
 
     Raises:
-        KVCacheTooSmallError: It has no room for one request (`RunnerPlan.fit`).
+        KVCacheTooSmallError: The KV cache has no room for one request (`RunnerPlan.fit`).
         ConfigError: The KV cache does not fit, or the layers cannot share one.
     """
 
@@ -150,10 +150,10 @@ class ModelRunner:
         )
         self._show_progress = show_progress
         self._profiler = Profiler()
-        self._tells_logits = num_told_logits(runner_config, model.config.vocab_size) > 0
+        self._returns_logits = num_returned_logits(runner_config, model.config.vocab_size) > 0
         self._logits_check = LogitsCheck() if runner_config.check_logits else None
         self._num_padded_tokens = 0
-        self._waiting_step: DeviceStep | None = None  # for its grammars
+        self._waiting_step: DeviceStep | None = None  # waits for the bitmask of its grammars
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
@@ -185,7 +185,7 @@ class ModelRunner:
 
     def warm_up(self) -> int:
         """Loads or compiles every program that traffic can ask for; returns their number."""
-        # While programs are compiled: on a CPU the system copies weights into huge pages.
+        # On a CPU, the system copies weights into huge pages while programs are compiled.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             prepared = thread.submit(self._platform.prepare_arrays, self._params)
             num_programs = self._programs.warm_up(self._kv_cache, show_progress=self._show_progress)
@@ -206,24 +206,25 @@ class ModelRunner:
     def execute_model(self, scheduler_output: SchedulerOutput) -> StepHandle:
         """Starts one step and returns without waiting for it.
 
-        The next step may start before this one's tokens are fetched: a request's token that only
-        the device knows is taken from there.
+        The next step may start before the tokens of this one are fetched. Its program then reads
+        them from an array on the device.
 
         Raises:
-            InvariantError: The decision does not fit what the runner knows of the requests, or the
-                step before this one still waits for what grammars allow.
+            InvariantError: `scheduler_output` contradicts the runner's rows, or the step before
+                this one still waits for the bitmask of its grammars.
         """
         refuse_unbuilt(scheduler_output, self._handled, max_drafts=self.max_drafts)
         if self._waiting_step is not None:
             raise InvariantError(
-                "the step before this one has drawn no tokens: `start_sampling` comes first."
+                "the step before this one waits for its grammar bitmask: call its "
+                "`start_sampling` first."
             )
         self._rows.update(scheduler_output)
         with self._feature_device() as device:
             for feature in self._features:
                 feature.before_step(scheduler_output, device)
-        self._sampler.write_rows(self._rows.take_packed_rows(), self._kv_cache)
-        # Before the step's writes, and in the order of the device: blocks may change hands here.
+        self._sampler.write_rows(self._rows.pack_started_rows(), self._kv_cache)
+        # The device copies blocks before the step runs, because the step may overwrite them.
         self._copy_blocks(scheduler_output)
         if not scheduler_output.num_scheduled_tokens:
             return FinishedStep(self._features)
@@ -235,7 +236,7 @@ class ModelRunner:
         with self._feature_device() as device:
             for feature in self._features:
                 feature.after_step(device)
-        self._rows.note_drawn(built.rows_np, built.num_drawn_np, built.num_drafts_np)
+        self._rows.record_drawn(built.rows_np, built.num_drawn_np, built.num_drafts_np)
         self._num_padded_tokens += built.num_padded_tokens
         return step
 
@@ -252,9 +253,7 @@ class ModelRunner:
         arguments = (self._params, self._kv_cache, built.packed_np, self._prev_tokens)
         features = [self._feature_of[variant] for variant in shape.features]
         arrays = split_arrays(shape.features, [feature.arrays for feature in features])
-        # The one array of the host's among them, allowed by name: a program takes it along for
-        # 10 microseconds, beside a device that computes on the same caches for some 20, where
-        # `device_put` takes 200.
+        # `packed_np` is the only host array. The program transfers it faster than `device_put`.
         with jax.transfer_guard_host_to_device("allow"):
             sampler = self._sampler
             if isinstance(shape, BurstShape):
@@ -274,8 +273,8 @@ class ModelRunner:
         def draw(mask_np: np.ndarray | None) -> jax.Array:
             self._waiting_step = None
             result, self._prev_tokens = self._sampler.draw(sampling, mask_np, self._kv_cache)
-            if self._tells_logits:
-                step.take_logits(self._sampler.logits)
+            if self._returns_logits:
+                step.fetch_logits(self._sampler.logits)
             return result
 
         if step.grammar_rows:
@@ -295,9 +294,9 @@ class ModelRunner:
     def _measure_memory(
         self, plan: RunnerPlan, make_programs: Callable[[RunnerPlan], StepPrograms]
     ) -> DeviceMemory | HostMemory | None:
-        """Memory of the host; or of the device, whose largest programs are compiled for it.
+        """Measures the memory of the host, or compiles the largest programs to measure a device.
 
-        None if the number of blocks is given.
+        None if `num_gpu_blocks_override` gives the number of blocks.
         """
         if plan.cache_config.num_gpu_blocks_override is not None:
             return None
@@ -333,7 +332,7 @@ class ModelRunner:
 
 
 def _update_arrays(features: Sequence[StepFeature], donated: FeatureValues) -> None:
-    """The features have what a step wrote over the arrays that were donated to it."""
+    """Gives features the arrays that replace those which they donated to the step."""
     for feature, written in zip(features, donated, strict=True):
         feature.arrays.update(written)
 
@@ -349,7 +348,7 @@ def _choose_kernels(
     config: RunnerConfig, model: LoadedModel, tables: Sequence[TableShape], mesh: Mesh
 ) -> KernelChoice:
     if config.batch_invariant:
-        return KernelChoice("xla", "--batch-invariant has sums in plain XLA on every device.")
+        return KernelChoice("xla", "--batch-invariant uses plain XLA on every device.")
     tests = [
         test
         for attention, places in zip(model.config.attention, model.places, strict=True)

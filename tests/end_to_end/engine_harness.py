@@ -259,7 +259,7 @@ def run_engine(
             while len(in_flight) == settings.max_steps_in_flight or (
                 in_flight and not scheduler_output.num_scheduled_tokens
             ):
-                _take_home(scheduler, *in_flight.popleft(), result)
+                _finish_step(scheduler, *in_flight.popleft(), result)
             step += scheduler_output.num_decode_steps
     stats = scheduler.make_stats()
     result.num_preemptions = stats.num_preemptions
@@ -267,7 +267,7 @@ def run_engine(
     return result
 
 
-def _take_home(
+def _finish_step(
     scheduler: Scheduler, scheduler_output: SchedulerOutput, step: DeviceStep, result: RunResult
 ) -> None:
     if scheduler_output.num_scheduled_tokens:

@@ -94,7 +94,7 @@ class RandomWorkload:
         """Until every request and every transfer has ended."""
         while not self.is_done:
             self.step()
-        # The last ends are told to the runner.
+        # The runner learns of the last finished requests.
         self.step()
         self._finish_steps(max_in_flight=0)
 

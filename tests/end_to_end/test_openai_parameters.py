@@ -290,10 +290,10 @@ def test_answer_and_prompt_have_log_probabilities_of_the_whole_vocabulary(client
     few = client.completions.create(logprobs=20, **fields).choices[0].logprobs
     answer = client.completions.create(logprobs=-1, extra_body={"prompt_logprobs": -1}, **fields)
     (choice,) = answer.choices
-    for told, all_tokens in zip(few.top_logprobs, choice.logprobs.top_logprobs, strict=True):
+    for top, all_tokens in zip(few.top_logprobs, choice.logprobs.top_logprobs, strict=True):
         # Different tokens may have the same text.
         assert len(all_tokens) > 500
-        for text, logprob in told.items():
+        for text, logprob in top.items():
             assert all_tokens[text] == pytest.approx(logprob, abs=1e-3)
     first, *others = choice.model_extra["prompt_logprobs"]
     assert first is None

@@ -80,7 +80,7 @@ def test_a_start_with_the_cache_gives_the_same_tokens_and_compiles_nothing(
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "message"),
     [
         ({"max_num_seqs": 3}, "max_num_seqs: compiled with '1', now '3'"),
         ({"max_num_batched_tokens": 64}, "num_tokens: compiled with 16, now also 64"),
@@ -94,8 +94,8 @@ def test_a_start_with_the_cache_gives_the_same_tokens_and_compiles_nothing(
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_start_with_other_settings_is_refused_by_name(compiled, setting, told):
-    with pytest.raises(ConfigError, match=re.escape(told)):
+def test_a_start_with_other_settings_is_refused_by_name(compiled, setting, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         LLM(compiled_dir=str(compiled), **SETTINGS | setting)
 
 

@@ -196,13 +196,13 @@ class Traffic:
         self.decisions.append(output)
         self.rows.update(output)
         self.prompt_logprobs.before_step(output, None)
-        self.rows.take_packed_rows()
+        self.rows.pack_started_rows()
         self.device.copy_blocks(output.block_copies)
         if output.num_scheduled_tokens:
             built = self.builder.build(output)
             step = DeviceStep(built=built, rows=self.rows)
             step.result, step.feature_results = self.device.compute(built)
-            self.rows.note_drawn(built.rows_np, built.num_drawn_np)
+            self.rows.record_drawn(built.rows_np, built.num_drawn_np)
             self.in_flight.append((output, step))
         if self.live and self.draw.random() < 0.02:
             self.abort()
@@ -211,13 +211,13 @@ class Traffic:
             self.finish_oldest_step(*self.in_flight.popleft())
 
     def finish_oldest_step(self, output, step):
-        for told in self.scheduler.update_from_output(output, step.sample_tokens()):
-            req_id = told.request_id
-            self.decisions.append(told)
-            self.token_ids[req_id] += told.new_token_ids
-            if told.finish_reason is not None:
+        for update in self.scheduler.update_from_output(output, step.sample_tokens()):
+            req_id = update.request_id
+            self.decisions.append(update)
+            self.token_ids[req_id] += update.new_token_ids
+            if update.finish_reason is not None:
                 request = self.live.pop(req_id)
-                got = (self.token_ids[req_id], told.finish_reason)
+                got = (self.token_ids[req_id], update.finish_reason)
                 assert got == tokens_alone(request, self.max_model_len)
         stats = self.scheduler.make_stats()
         # Residency contains times, which differ.
@@ -225,21 +225,21 @@ class Traffic:
 
 
 def disable_shortcuts(monkeypatch):
-    set_tokens, note_drawn = Request.set_tokens_before_allocate, InputBatch.note_drawn
+    set_tokens, record_drawn = Request.set_tokens_before_allocate, InputBatch.record_drawn
 
     def is_never_plain(self, num_tokens):
         set_tokens(self, num_tokens)
         self.num_plain_tokens = 0
 
     def is_written_at_once(self, rows_np, num_drawn_np):
-        note_drawn(self, rows_np.copy(), num_drawn_np)
+        record_drawn(self, rows_np.copy(), num_drawn_np)
 
     def append_nothing(requests, runner_output, num_wanted):
         num_reqs = len(runner_output.req_ids)
         return [None] * num_reqs, list(range(num_reqs))
 
     monkeypatch.setattr(Request, "set_tokens_before_allocate", is_never_plain)
-    monkeypatch.setattr(InputBatch, "note_drawn", is_written_at_once)
+    monkeypatch.setattr(InputBatch, "record_drawn", is_written_at_once)
     monkeypatch.setattr(BurstRepeater, "repeat", lambda *_: None)
     monkeypatch.setattr(scheduler_module, "append_plain", append_nothing)
 

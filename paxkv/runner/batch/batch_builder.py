@@ -57,7 +57,7 @@ class BatchBuilder:
         """
         req_ids = list(scheduler_output.num_scheduled_tokens)
         rows_np = self._rows.rows_of(req_ids)
-        grown_rows = self._rows.take_grown_rows()
+        grown_rows = self._rows.drain_grown_rows()
         repeater, self._burst_repeater = self._burst_repeater, None
         built = None
         if repeater is not None:

@@ -43,7 +43,7 @@ class BurstRepeater:
         self,
         scheduler_output: SchedulerOutput,
         rows_np: np.ndarray,  # i32[num_reqs], of `InputBatch.rows_of`
-        grown_rows: Sequence[int],  # of `InputBatch.take_grown_rows`
+        grown_rows: Sequence[int],  # of `InputBatch.drain_grown_rows`
     ) -> BuiltStep | None:
         """Returns the next burst. None if `BatchBuilder` must build it anew."""
         last, num_reqs = self._last, len(rows_np)

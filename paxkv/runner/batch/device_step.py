@@ -24,7 +24,7 @@ from paxkv.runner.shapes.step_variant import StepVariant
 
 
 class FinishedStep:
-    """A step that had nothing to compute."""
+    """A step without scheduled tokens."""
 
     needs_bitmask = False
     is_done = True
@@ -33,7 +33,7 @@ class FinishedStep:
         self._features = features
 
     def start_sampling(self, grammar_bitmask: GrammarBitmask) -> None:
-        raise InvariantError("a step without tokens waits for no grammar.")
+        raise InvariantError("a step without tokens takes no grammar bitmask.")
 
     def sample_tokens(self) -> ModelRunnerOutput:
         output = EMPTY_MODEL_RUNNER_OUTPUT
@@ -49,7 +49,7 @@ class DeviceStep:
         result: i32[max_steps or max_draws, num_reqs, RESULT_WIDTH], on the device; None before its
             tokens are drawn, and after they were fetched.
         feature_results: Results of step features on the device, by variant and by name.
-        grammar_rows: For each request that draws tokens which a grammar binds, its rows of logits.
+        grammar_rows: For each request with a grammar that draws tokens, its rows of logits.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class DeviceStep:
         # When the tokens arrive, a request may have ended and its row may belong to another
         # request. Or the request may have lost its row and got one again.
         self._num_row_changes = rows.num_changes
-        # None if no request wants more than tokens: then no code looks at single requests. Read
-        # now, because another request may have the same id when the tokens arrive.
+        # None if no request needs more than tokens. Read now, because another request may have the
+        # same id when the tokens arrive.
         self._states = (
-            [rows.requests[req_id] for req_id in built.req_ids] if rows.num_wanting_more else None
+            [rows.requests[req_id] for req_id in built.req_ids] if rows.num_needing_more else None
         )
         self.grammar_rows: dict[str, range] = {
             state.req_id: range(first, first + num_drawn)
@@ -102,7 +102,7 @@ class DeviceStep:
     def start_sampling(self, grammar_bitmask: GrammarBitmask) -> None:
         """See `StepHandle.start_sampling`."""
         if self._draw is None:
-            raise InvariantError("the step waits for no grammar, or has had its bitmask.")
+            raise InvariantError("the step needs no grammar bitmask, or already has it.")
         req_ids, bitmask_np = grammar_bitmask.req_ids, grammar_bitmask.bitmask_np
         dims = (len(req_ids), self._mask_dims[1] - 1)
         wanted = {req_id: len(rows) for req_id, rows in self.grammar_rows.items()}
@@ -119,11 +119,11 @@ class DeviceStep:
         draw, self._draw = self._draw, None
         self.result = draw(mask_np)
 
-    def take_logits(
+    def fetch_logits(
         self,
         logits: jax.Array,  # f32[num_rows, vocab]
     ) -> None:
-        """Copies the step's logits to the host, if a request wants many log-probabilities.
+        """Copies the step's logits to the host, if a request asks for many log-probabilities.
 
         Must be called before the next step starts, which overwrites the logits.
         """
@@ -138,9 +138,9 @@ class DeviceStep:
             InvariantError: The tokens were fetched before, or the step waits for `start_sampling`.
         """
         if self._draw is not None:
-            raise InvariantError("the step has drawn no tokens: `start_sampling` comes first.")
+            raise InvariantError("the step waits for its bitmask: call `start_sampling` first.")
         if self.result is None:
-            raise InvariantError("the tokens of a step are fetched once.")
+            raise InvariantError("the tokens of this step were fetched before.")
         result_np, self.result = _fetch(self.result), None
         if self._logits_np is not None:
             result_np = append_logits(result_np, self._logits_np, self._built.first_draw_np)
@@ -148,7 +148,7 @@ class DeviceStep:
         if self._logits_check is not None:
             num_drawn_np, unfinished = self._built.num_drawn_np, self._rows.requests.keys()
             self._logits_check.look(req_ids, num_drawn_np, result_np, unfinished=unfinished)
-        sampled_token_ids = self._take_tokens(result_np)
+        sampled_token_ids = self._write_tokens(result_np)
         output = ModelRunnerOutput(
             req_ids=req_ids,
             sampled_token_ids=sampled_token_ids,
@@ -169,7 +169,7 @@ class DeviceStep:
             output = feature.finish(output, found)
         return output
 
-    def _take_tokens(
+    def _write_tokens(
         self,
         result_np: np.ndarray,  # i32[max_steps or max_draws, num_reqs, RESULT_WIDTH]
     ) -> list[list[int]]:
@@ -185,7 +185,7 @@ class DeviceStep:
                 self._rows.append_one_each(rows_np[kept_np], token_ids_np[kept_np])
             return token_ids_np[:, None].tolist()
         drawn_np = result_np[: num_drawn_np.max(), :num_reqs, 0]
-        # A request that draws fewer tokens than others has drawn nothing in the last steps.
+        # A request with fewer draws than others drew nothing in the last steps of the burst.
         step_idx_np = np.arange(len(drawn_np), dtype=np.int32)[:, None]
         drawn_np = np.where(step_idx_np < num_drawn_np, drawn_np, NO_TOKEN)
         kept_np = self._are_kept()
@@ -213,7 +213,7 @@ class DeviceStep:
 
 
 def _fetch(array: jax.Array) -> np.ndarray:
-    """Waits for an array and copies it to the host; `device_get` would take 5 times as long."""
-    # Under a transfer guard too: this is the one place that fetches.
+    """Waits for an array and copies it to the host; `device_get` would be slower."""
+    # Other code runs under a guard that forbids such copies.
     with jax.transfer_guard_device_to_host("allow"):
         return np.asarray(array)

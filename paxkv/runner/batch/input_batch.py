@@ -27,23 +27,23 @@ MAX_LATE_STEPS = 32
 
 @dataclasses.dataclass(slots=True)
 class CachedRequestState:
-    """The runner's data of an unfinished request, which it keeps while the request is preempted."""
+    """The runner's data of an unfinished request, kept while the request is preempted."""
 
     req_id: str
     sampling_params: SamplingParams
     sampling_row_np: np.ndarray  # i32[NUM_COLUMNS]
     ending_ids_np: np.ndarray  # i32[MAX_ENDING_IDS]
-    first_end: int  # position of the first drawn token that may end it
-    row_idx: int | None  # None while it is preempted
+    first_end: int  # position of the first drawn token that may end the request
+    row_idx: int | None  # None while the request is preempted
     bad_words_token_ids: tuple[tuple[int, ...], ...]
     early_end_ids: tuple[int, ...]
-    has_row_state: bool  # whether the device keeps a row of it
+    has_row_state: bool  # whether the device has a `RowState` for it
     needs_grammar: bool
     is_pooled: bool
 
     @property
-    def wants_more_than_tokens(self) -> bool:
-        """Whether its steps need log-probabilities or a grammar's mask; not what features add."""
+    def needs_more_than_tokens(self) -> bool:
+        """Whether the request needs log-probabilities or a grammar; features do not count."""
         return self.sampling_params.logprobs is not None or self.needs_grammar
 
 
@@ -53,13 +53,11 @@ class InputBatch:
     Rows never move, so there may be free rows between used ones (vLLM condenses its rows). The
     batch builder gathers the rows of each step, so their order has no meaning.
 
-    `token_ids_np`, `num_tokens_np` and `num_pending_np` are brought up to date when they are read.
-    Steady decode does not read them. With 64 requests, this saves a fifth of the host's time per
-    step.
+    `token_ids_np`, `num_tokens_np` and `num_pending_np` are updated when they are read. Steady
+    decode does not read them, and so saves a part of the host's time per step.
 
     Attributes:
-        num_wanting_more: Rows whose requests need more than tokens (`wants_more_than_tokens`). With
-            0, the runner does not look at single requests.
+        num_needing_more: Number of requests with a row and `needs_more_than_tokens`.
         num_changes: How often a row was allocated or freed.
     """
 
@@ -83,27 +81,27 @@ class InputBatch:
         self.ending_ids_np = np.full((max_num_seqs, MAX_ENDING_IDS), NO_TOKEN, np.int32)
         self.first_end_np = np.zeros(max_num_seqs, np.int32)
         self.is_pooled_np = np.zeros(max_num_seqs, bool)
-        # Where the tokens of the last step have this row's token. -1 if the step drew none, or if
-        # only the sampler knows how many it drew.
+        # Index of this row's token among the tokens of the last step. -1 if the step drew none, or
+        # if only the sampler knows how many it drew.
         self.prev_sampled_idx_np = np.full(max_num_seqs, -1, np.int32)
         # `num_changes` when the row was last allocated or freed. Tokens that were drawn before
         # belong to an earlier request.
         self.changed_at_np = np.zeros(max_num_seqs, np.int64)
         self.num_changes = 0
-        self.num_wanting_more = 0
+        self.num_needing_more = 0
         self._free_rows = list(range(max_num_seqs))  # a heap: the lowest free row comes first
         self._vocab_size = vocab_size
         self._seed = seed
-        # Requests that got a row since the last call of `take_packed_rows`, and need a `RowState`.
+        # Requests that got a row since the last call of `pack_started_rows`, and need a `RowState`.
         self._started: list[CachedRequestState] = []
-        # Rows whose block tables changed since the last call of `take_grown_rows`.
+        # Rows whose block tables changed since the last call of `drain_grown_rows`.
         self._grown_rows: list[int] = []
-        # The last result of `rows_of`, until a row is allocated or freed: steps of steady decode
-        # ask for the same rows. And the last arguments of `note_drawn`.
+        # The last result of `rows_of` and the last arguments of `record_drawn`, until a row is
+        # allocated or freed. Steps of steady decode ask for the same rows.
         self._found_req_ids: list[str] | None = None
         self._found_rows_np = np.zeros(0, np.int32)
-        self._noted: tuple[np.ndarray, np.ndarray] | None = None
-        # Steps since then that drew the same for these rows, and tokens that have arrived.
+        self._recorded: tuple[np.ndarray, np.ndarray] | None = None
+        # Later steps with the same arguments, and their tokens that have arrived.
         self._num_late_steps = 0
         self._late_token_ids: list[np.ndarray] = []
 
@@ -152,7 +150,7 @@ class InputBatch:
 
     @property
     def num_pending_np(self) -> np.ndarray:  # i32[max_num_seqs]
-        """Number of further tokens of each row, which steps on the device draw."""
+        """Number of tokens of each row that started steps draw and the host does not know yet."""
         self._settle()
         return self._num_pending_np
 
@@ -173,8 +171,8 @@ class InputBatch:
         for new_req in scheduler_output.scheduled_new_reqs:
             self.add_new(new_req)
 
-    def take_packed_rows(self) -> list[np.ndarray]:  # i32[num_row_words] each
-        """Packs the rows of the `RowState` that began since the last call, for `write_row`."""
+    def pack_started_rows(self) -> list[np.ndarray]:  # i32[num_row_words] each
+        """Packs rows of the `RowState` for requests that started since the last call."""
         started, self._started = self._started, []
         return [
             pack_row(
@@ -189,7 +187,7 @@ class InputBatch:
             for state in started
         ]
 
-    def take_grown_rows(self) -> list[int]:
+    def drain_grown_rows(self) -> list[int]:
         """Returns the rows whose block tables changed since the last call, also new rows."""
         grown, self._grown_rows = self._grown_rows, []
         return grown
@@ -211,19 +209,19 @@ class InputBatch:
             self._found_rows_np.setflags(write=False)
         return self._found_rows_np
 
-    def note_drawn(
+    def record_drawn(
         self,
         rows_np: np.ndarray,  # i32[num_reqs], rows in the order of the step
-        num_drawn_np: np.ndarray,  # i32[num_reqs], tokens that it draws for each
+        num_drawn_np: np.ndarray,  # i32[num_reqs], tokens that the step draws for each row
         num_drafts_np: np.ndarray | None = None,  # i32[num_reqs], drafts that it verifies for each
     ) -> None:
-        """Notes which requests draw tokens in the step that has just been started.
+        """Records how many tokens each request draws in the step that has just been started.
 
         A request with drafts may get fewer tokens than `num_drawn_np`. No other step may compute
-        its next token before the host has these.
+        its next token before the host has fetched them.
         """
-        noted = self._noted
-        if noted is not None and noted[0] is rows_np and noted[1] is num_drawn_np:
+        recorded = self._recorded
+        if recorded is not None and recorded[0] is rows_np and recorded[1] is num_drawn_np:
             self._num_late_steps += 1
             return
         self._settle()
@@ -234,18 +232,18 @@ class InputBatch:
             is_known_np &= num_drafts_np == 0
         self.prev_sampled_idx_np[rows_np] = np.where(is_known_np, step_idx_np, -1)
         self._num_pending_np[rows_np] += num_drawn_np
-        self._noted = (rows_np, num_drawn_np)
+        self._recorded = (rows_np, num_drawn_np)
 
     def append_tokens(
         self,
         rows_np: np.ndarray,  # i32[num_reqs], each once
         drawn_np: np.ndarray,  # i32[max_steps, num_reqs], NO_TOKEN after the last of each request
-        num_drawn_np: np.ndarray,  # i32[num_reqs], the argument of `note_drawn`
+        num_drawn_np: np.ndarray,  # i32[num_reqs], the argument of `record_drawn`
     ) -> None:
         """Appends a step's tokens to the rows. There may be fewer tokens than `num_drawn_np`.
 
         Raises:
-            InvariantError: A row is full: the scheduler let a request pass max_model_len.
+            InvariantError: A row is full: the scheduler let a request exceed max_model_len.
         """
         self._settle()
         num_new_np = (drawn_np != NO_TOKEN).sum(axis=0, dtype=np.int32)
@@ -269,7 +267,7 @@ class InputBatch:
         Raises:
             InvariantError: As `append_tokens`.
         """
-        if self._noted is None or self._noted[0] is not rows_np:
+        if self._recorded is None or self._recorded[0] is not rows_np:
             self.append_tokens(rows_np, token_ids_np[None], np.ones(len(rows_np), np.int32))
             return
         self._late_token_ids.append(token_ids_np.copy())
@@ -286,7 +284,7 @@ class InputBatch:
         """
         if self._num_late_steps == 0 and not self._late_token_ids:
             return
-        rows_np, num_drawn_np = self._noted
+        rows_np, num_drawn_np = self._recorded
         self._num_pending_np[rows_np] += self._num_late_steps * num_drawn_np
         late, self._late_token_ids, self._num_late_steps = self._late_token_ids, [], 0
         if late:
@@ -307,9 +305,9 @@ class InputBatch:
             )
 
     def add_new(self, new_req: NewRequestData) -> None:
-        """Takes a row for a request. `update` calls it for new requests."""
+        """Allocates a row for a request. `update` calls it for new requests."""
         if new_req.req_id in self.requests:
-            raise InvariantError(f"request {new_req.req_id!r} is new, but known already.")
+            raise InvariantError(f"request {new_req.req_id!r} was added before.")
         params = new_req.sampling_params
         seed = seed_of_request(self._seed, new_req.req_id) if params.seed is None else params.seed
         processors = processors_of(
@@ -330,7 +328,7 @@ class InputBatch:
             row_idx=None,
             bad_words_token_ids=new_req.bad_words_token_ids,
             early_end_ids=new_req.early_end_ids,
-            # A grammar's mask comes with each step, and showing logits needs no state.
+            # Each step brings the grammar's mask, and showing logits needs no state.
             has_row_state=(
                 bool(processors & ~(Processors.GRAMMAR | Processors.SHOWN)) or params.min_tokens > 0
             ),
@@ -338,18 +336,18 @@ class InputBatch:
             is_pooled=new_req.is_pooled,
         )
         self.requests[new_req.req_id] = state
-        self._take_row(state, new_req.prompt_token_ids)
+        self._allocate_row(state, new_req.prompt_token_ids)
         self.num_computed_tokens_np[state.row_idx] = new_req.num_computed_tokens
         self.block_tables.append_row(state.row_idx, new_req.block_ids)
 
     def _update_cached(self, cached: CachedRequestData) -> None:
         if cached.resumed_req_ids:
-            # In the order of the step: the rows must not depend on the order of a set.
+            # In the order of the step: the order of a set of strings differs between processes.
             for req_id in cached.req_ids:
                 if req_id in cached.resumed_req_ids:
                     state = self._state(req_id)
                     self._release_row(state)
-                    self._take_row(state, cached.all_token_ids[req_id])
+                    self._allocate_row(state, cached.all_token_ids[req_id])
         if not cached.req_ids:
             return
         rows_np = self.rows_of(cached.req_ids)
@@ -360,9 +358,11 @@ class InputBatch:
             self.block_tables.append_rows(rows, [cached.new_block_ids[idx] for idx in grown])
             self._grown_rows += rows
 
-    def _take_row(self, state: CachedRequestState, token_ids: list[int]) -> None:
+    def _allocate_row(self, state: CachedRequestState, token_ids: list[int]) -> None:
         if not self._free_rows:
-            raise InvariantError(f"no row for {state.req_id!r}: {len(self.requests)} requests.")
+            raise InvariantError(
+                f"no row is free for request {state.req_id!r}: {len(self.requests)} requests."
+            )
         if not 1 <= len(token_ids) <= self._token_ids_np.shape[1]:
             raise InvariantError(
                 f"request {state.req_id!r} must have 1 to {self._token_ids_np.shape[1]} tokens, "
@@ -382,7 +382,7 @@ class InputBatch:
         self.first_end_np[row_idx] = state.first_end
         self.is_pooled_np[row_idx] = state.is_pooled
         self.prev_sampled_idx_np[row_idx] = -1
-        self._note_change(state, row_idx, 1)
+        self._record_change(state, row_idx, 1)
 
     def _release_row(self, state: CachedRequestState) -> None:
         if state.row_idx is None:
@@ -394,14 +394,14 @@ class InputBatch:
         self.num_computed_tokens_np[state.row_idx] = 0
         self.prev_sampled_idx_np[state.row_idx] = -1
         heapq.heappush(self._free_rows, state.row_idx)
-        self._note_change(state, state.row_idx, -1)
+        self._record_change(state, state.row_idx, -1)
         state.row_idx = None
 
-    def _note_change(self, state: CachedRequestState, row_idx: int, num_rows: int) -> None:
+    def _record_change(self, state: CachedRequestState, row_idx: int, num_rows: int) -> None:
         self.num_changes += 1
         self.changed_at_np[row_idx] = self.num_changes
-        self.num_wanting_more += num_rows * state.wants_more_than_tokens
-        self._found_req_ids = self._noted = None
+        self.num_needing_more += num_rows * state.needs_more_than_tokens
+        self._found_req_ids = self._recorded = None
 
     def _state(self, req_id: str) -> CachedRequestState:
         if req_id not in self.requests:
@@ -410,7 +410,7 @@ class InputBatch:
 
 
 def _first_ending_ids(token_ids: tuple[int, ...]) -> np.ndarray:  # i32[MAX_ENDING_IDS]
-    """Returns as many as fit. The scheduler ends the request at the other tokens."""
+    """Returns the first `MAX_ENDING_IDS`. The scheduler ends the request at the other tokens."""
     ending_ids_np = np.full(MAX_ENDING_IDS, NO_TOKEN, np.int32)
     kept = token_ids[:MAX_ENDING_IDS]
     ending_ids_np[: len(kept)] = kept

@@ -22,12 +22,12 @@ class RequestDrafter(Protocol):
 
 
 class Drafter(Protocol):
-    """Makes the state of each request. It lives as long as the engine."""
+    """Makes the state of each request. An engine has one drafter for its whole life."""
 
     def start(self, token_ids: Sequence[int]) -> RequestDrafter:
         """Returns the state of a request with these prompt and output tokens."""
         ...
 
     def end(self, request: RequestDrafter) -> None:
-        """Called when a request has ended. A preempted request has not."""
+        """Called when a request has ended, but not when it is preempted."""
         ...

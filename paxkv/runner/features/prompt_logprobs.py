@@ -14,7 +14,7 @@ from paxkv.runner.features.base import FeatureStep, StepFeature
 from paxkv.runner.features.feature_device import FeatureDevice
 from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH, pack_result, read_logprobs
 from paxkv.runner.sampling.sampler import with_logprobs
-from paxkv.runner.sampling.wide_logprobs import num_told_logits, result_width
+from paxkv.runner.sampling.wide_logprobs import num_returned_logits, result_width
 from paxkv.runner.shapes.scheduled_rows import ScheduledRows
 from paxkv.runner.shapes.step_variant import StepPart, StepVariant
 
@@ -160,7 +160,7 @@ class PromptLogprobs(StepFeature):
 
     def __init__(self, config: RunnerConfig, *, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._variant = PromptLogprobsVariant(num_logits=num_told_logits(config, vocab_size))
+        self._variant = PromptLogprobsVariant(num_logits=num_returned_logits(config, vocab_size))
         self._asked: dict[str, _AskedPrompt] = {}  # by request id; unfinished requests only
 
     def variants(self) -> tuple[StepVariant, ...]:

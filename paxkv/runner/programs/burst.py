@@ -15,7 +15,7 @@ from paxkv.runner.programs.decode_loop import (
     run_decode_loop,
 )
 from paxkv.runner.programs.make_batch import tables_of
-from paxkv.runner.programs.step import Params, take_tokens
+from paxkv.runner.programs.step import Params, select_tokens
 from paxkv.runner.sampling.draw_rows import draw_rows
 from paxkv.runner.sampling.row_state import RowState
 from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH
@@ -72,7 +72,7 @@ def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
             table_shapes=shape.tables,
             widths=shape.widths,
         )
-        token_ids = take_tokens(fields, prev_tokens)
+        token_ids = select_tokens(fields, prev_tokens)
         state = first_decode_state(
             token_ids=token_ids,
             positions=fields["positions"],

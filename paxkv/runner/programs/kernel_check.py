@@ -61,8 +61,8 @@ def choose_implementation(
     if reason is None:
         return KernelChoice(None, None, tuple(misfits))
     logger.error(
-        "the kernels for %s are not used, plain XLA is: %s. Please report this, with the model, "
-        "the versions of jax and of the driver, and this line.",
+        "plain XLA replaces the kernels for %s: %s. Please report this line, the model, and the "
+        "versions of jax and of the driver.",
         target.device_kind,
         reason,
     )

@@ -136,7 +136,7 @@ def _model_facts(config: object) -> dict[str, str]:
 
 
 def _kernel_facts(kernels: KernelSettings) -> dict[str, str]:
-    # Leaves out the mesh. `_device_facts` describes it, and its text contains device numbers.
+    # `_device_facts` describes the mesh. The text of a mesh contains device numbers.
     names = [field.name for field in dataclasses.fields(kernels) if field.name != "mesh"]
     return {f"kernels' {name}": str(getattr(kernels, name)) for name in names}
 

@@ -28,9 +28,9 @@ def unpack_fields(
     packed: jax.Array,  # i32[num_words]
     prev_tokens: jax.Array,  # i32[max_num_seqs]
 ) -> dict[str, jax.Array]:
-    """The fields of a step's buffer; `token_ids` come from where `token_source` says."""
+    """The fields of a step's buffer, with the `token_ids` of `select_tokens`."""
     fields = layout.unpack(packed)
-    return fields | {"token_ids": take_tokens(fields, prev_tokens)}
+    return fields | {"token_ids": select_tokens(fields, prev_tokens)}
 
 
 def unpack_batch(fields: dict[str, jax.Array], shape: StepShape) -> ForwardBatch:
@@ -48,11 +48,11 @@ def unpack_batch(fields: dict[str, jax.Array], shape: StepShape) -> ForwardBatch
     )
 
 
-def take_tokens(
+def select_tokens(
     fields: dict[str, jax.Array],
     prev_tokens: jax.Array,  # i32[max_num_seqs]
 ) -> jax.Array:  # i32[num_tokens]
-    """Each token from where its `token_source` says: the host or `prev_tokens`."""
+    """Reads each token from the host's `token_ids` or `prev_tokens`, as `token_source` says."""
     max_num_seqs = prev_tokens.shape[0]
     token_source = fields["token_source"]
     on_device = prev_tokens[jnp.minimum(token_source, max_num_seqs - 1)]
@@ -62,10 +62,10 @@ def take_tokens(
 def make_step(model: LoadedModel, shape: StepShape) -> StepFunction:
     """The step of one shape, not yet compiled.
 
-    It leaves the rows of `logits` f32[num_rows, vocab] that its `DrawPlan` has on the device, and
-    `sampling` i32[num_rows, step_row_width], which the sampler (`make_sampler`) needs of each row.
-    The sampler is a program of its own, because it would take a quarter of the time to compile each
-    of many steps. Last come the results of the shape's features, and their donated arrays.
+    It returns the cache, the logits f32[num_rows, vocab] of the rows of its `DrawPlan`, `sampling`
+    i32[num_rows, step_row_width], from which the sampler (`make_sampler`) draws, the results of the
+    shape's features, and their donated arrays. The sampler is a separate program, so that it is not
+    compiled again with each of many steps.
     """
     layout = PackedLayout(shape)
 
@@ -90,7 +90,7 @@ def make_step(model: LoadedModel, shape: StepShape) -> StepFunction:
         hidden, num_used = outputs.for_logits, batch.query_start_loc[-1]
         widths = batch.widths
         if shape.max_draws > 1:
-            # Of the rows that a step has room for, most steps draw from one of each request.
+            # Most steps draw one token per request, fewer than the rows for which there is room.
             row_ends = jnp.arange(1, hidden.shape[0] + 1, dtype=jnp.int32)
             num_used = jnp.max(jnp.where(fields["draw_position"] > 0, row_ends, 0))
             widths = (*widths, shape.num_reqs) if widths else ()
@@ -112,15 +112,15 @@ def write_logits(
     num_used: jax.Array,  # i32[]
     widths: tuple[int, ...],
 ) -> jax.Array:  # f32[num_rows, vocab]
-    """`logits` with at least the first `num_used` rows replaced, if there are as many.
+    """Replaces at least the first `num_used` rows of `logits`; all of them if there are fewer.
 
     Args:
-        widths: Numbers of rows that may be computed, in any order; also all rows may.
+        widths: Numbers of rows that may be computed, in any order, besides all rows.
     """
 
     def write(width: Width, logits: jax.Array) -> jax.Array:
         part = model.compute_logits(params, width.read(hidden))
-        # Where the part is the whole too: an array that is not read could not be overwritten.
+        # Needed even if the part is the whole: XLA cannot overwrite an array that nothing reads.
         return jax.lax.dynamic_update_slice_in_dim(logits, part, 0, axis=0)
 
     num_logits = hidden.shape[0]
@@ -129,7 +129,7 @@ def write_logits(
 
 
 def make_block_copies(model: LoadedModel) -> Callable[[Pages, jax.Array], Pages]:
-    """The program of `KernelSettings.copy_blocks`; apart from the step, since few copy anything."""
+    """The program of `KernelSettings.copy_blocks`; separate, because few steps copy blocks."""
 
     def copy_blocks(kv_cache: Pages, block_copies: jax.Array) -> Pages:
         return model.kernels.copy_blocks(kv_cache, block_copies)

@@ -7,14 +7,14 @@ Therefore, a request gets the same tokens with drafts as without them.
 import jax
 import jax.numpy as jnp
 
-from paxkv.runner.sampling.draw_rows import note_tokens
+from paxkv.runner.sampling.draw_rows import record_tokens
 from paxkv.runner.sampling.row_state import RowState
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.shapes.program_shapes import SamplerShape
 from paxkv.runner.shapes.sampling_row import DRAW_IDX, DRAW_POSITION, DRAW_REQ, GIVEN_ID
 
 
-def note_given(
+def record_given(
     state: RowState,
     sampling: jax.Array,  # i32[num_rows, step_row_width]
 ) -> RowState:
@@ -23,7 +23,7 @@ def note_given(
     A rejected draft stays in the history until the token for its position is drawn. A kept draw
     never reads it, because draws read only positions before their own.
     """
-    return note_tokens(state, sampling, sampling[:, GIVEN_ID], sampling[:, DRAW_POSITION] - 1)
+    return record_tokens(state, sampling, sampling[:, GIVEN_ID], sampling[:, DRAW_POSITION] - 1)
 
 
 def accept_drafts(

@@ -28,8 +28,8 @@ def draw_rows(
 
     Args:
         chunk_rows: Rows that are drawn at a time, up to the last row that draws.
-        greedy_ids: The most likely token of each row, if known. If no row needs more, these are the
-            result. Rows that asked for no log-probabilities may get some.
+        greedy_ids: The most likely token of each row, if known. They are the result if no row needs
+            more. Rows that did not ask for log-probabilities may get some.
     """
     num_rows = sampling.shape[0]
     chunk_rows = min(chunk_rows, num_rows)
@@ -58,11 +58,11 @@ def draw_rows(
     if chunk_rows < num_rows:
         result = jax.lax.fori_loop(0, num_chunks, draw_chunk, result)
     else:
-        # No loop: on an accelerator, the host waits for the number of its turns.
+        # Not a loop: on an accelerator, the host waits for the number of iterations.
         result = jax.lax.cond(
             num_chunks > 0, lambda: draw_chunk(jnp.int32(0), result), lambda: result
         )
-    return result, _note_drawn(state, sampling, result[:, 0])
+    return result, _record_drawn(state, sampling, result[:, 0])
 
 
 def _num_chunks(
@@ -93,7 +93,7 @@ def _draw_chunk(
         processed = process_logits(logits_of(), inputs, state, token_mask)
         return processed, None if greedy_ids is None else argmax_grouped(processed)
 
-    # The slice is taken in both branches: taken before them, it would be copied once more.
+    # Both branches slice: a slice before the branches would be copied once more.
     processed, greedy_ids = jax.lax.cond(
         needs_processing(inputs, token_mask), process, lambda: (logits_of(), greedy_ids)
     )
@@ -103,16 +103,16 @@ def _draw_chunk(
     return pack_result(sampled)
 
 
-def _note_drawn(
+def _record_drawn(
     state: RowState,
     sampling: jax.Array,  # i32[num_rows, step_row_width]
     token_ids: jax.Array,  # i32[num_rows]
 ) -> RowState:
     """Adds drawn tokens to the histories of rows whose next draw depends on them."""
-    return note_tokens(state, sampling, token_ids, decode_processors(sampling).draw_position)
+    return record_tokens(state, sampling, token_ids, decode_processors(sampling).draw_position)
 
 
-def note_tokens(
+def record_tokens(
     state: RowState,
     sampling: jax.Array,  # i32[num_rows, step_row_width]
     token_ids: jax.Array,  # i32[num_rows]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax
 
-from paxkv.runner.sampling.accept_drafts import accept_drafts, note_given
+from paxkv.runner.sampling.accept_drafts import accept_drafts, record_given
 from paxkv.runner.sampling.draw_rows import draw_rows
 from paxkv.runner.sampling.row_state import RowState
 from paxkv.runner.shapes.program_shapes import SamplerShape
@@ -35,7 +35,7 @@ def make_sampler(shape: SamplerShape) -> SamplerFunction:
         token_mask: jax.Array,  # i32[num_rows, 1 + vocab_words], as `process_logits` takes it
     ) -> tuple[jax.Array, RowState, jax.Array, jax.Array]:
         if shape.max_draws > 1:
-            state = note_given(state, sampling)
+            state = record_given(state, sampling)
         result, state = draw_rows(logits, state, sampling, token_mask, chunk_rows=shape.chunk_rows)
         by_req = result[None] if shape.max_draws == 1 else accept_drafts(result, sampling, shape)
         return logits, state, by_req, by_req[0, :, 0]

@@ -12,8 +12,8 @@ from paxkv.config.sampling_params import is_wide
 from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH
 
 
-def num_told_logits(config: RunnerConfig, vocab_size: int) -> int:
-    """Returns how many logits of a token the host gets: the size of the vocabulary, or 0."""
+def num_returned_logits(config: RunnerConfig, vocab_size: int) -> int:
+    """Number of logits that the host fetches for each token: the size of the vocabulary, or 0."""
     return vocab_size if is_wide(config.max_logprobs) else 0
 
 
@@ -27,9 +27,9 @@ def append_logits(
     logits_np: np.ndarray,  # f32[num_rows, vocab]
     first_draw_np: np.ndarray,  # i32[num_reqs], each request's first row of logits
 ) -> np.ndarray:  # i32[max_draws, num_reqs, RESULT_WIDTH + vocab]
-    """Appends the logits that each draw had to the result of a step.
+    """Appends the logits of each draw to the result of a step.
 
-    Where a request has fewer draws than `max_draws`, any logits follow.
+    The logits of draws that a request does not have are arbitrary.
     """
     max_draws, num_reqs = len(result_np), len(first_draw_np)
     rows_np = first_draw_np + np.arange(max_draws, dtype=np.int32)[:, None]

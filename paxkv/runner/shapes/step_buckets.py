@@ -47,7 +47,7 @@ class StepBuckets:
         max_draws: Most tokens that one request draws in a step; above 1, steps verify drafts.
         batch_invariant: One program computes all steps, tile by tile, so that the same instructions
             compute every token.
-        sampled_chunk_rows: Rows that are drawn at a time. None: all at once.
+        sampled_chunk_rows: Rows that the sampler draws at a time. None: all rows.
         shares_programs: One program serves several neighboring buckets of steps, or of bursts.
         feature_variants: For each step feature, its variants.
         own_programs: Programs of features other than steps and bursts.
@@ -189,7 +189,7 @@ class StepBuckets:
 
     @property
     def has_bursts(self) -> bool:
-        """Whether steps of one token a request are bursts."""
+        """Whether steps of one token per request are bursts."""
         return bool(self.burst_shapes)
 
     def shape_for(self, num_tokens: int, features: tuple[StepVariant, ...] = ()) -> StepShape:

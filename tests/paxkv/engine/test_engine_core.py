@@ -70,10 +70,10 @@ def test_inspector_counts_as_many_steps_as_the_metrics(
     core.handle(inspect)
     core.handle(AddRequest(request=make_request("a", [5, 6, 7], max_tokens=5)))
     run_until_idle(core)
-    told = json.loads(core.handle(inspect).result_json)["snapshot"]["counters"]
+    counters = json.loads(core.handle(inspect).result_json)["snapshot"]["counters"]
     # The last step only reports the request's end to the runner.
-    assert told["num_steps"] == core.make_stats().num_steps
-    assert told["num_output_tokens"] == 5
+    assert counters["num_steps"] == core.make_stats().num_steps
+    assert counters["num_output_tokens"] == 5
 
 
 @every_mode

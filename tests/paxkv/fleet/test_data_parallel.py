@@ -142,9 +142,9 @@ class RoutingMachine(RuleBasedStateMachine):
     def abort(self, request_ids: list[str]) -> None:
         self.replicas.transport.send(AbortRequests(request_ids=request_ids))
         for idx, engine in enumerate(self.replicas.engines):
-            told = [i for message in engine.take(AbortRequests) for i in message.request_ids]
-            assert set(told) == self.running[idx] & set(request_ids)
-            self.running[idx] -= set(told)
+            aborted = [i for message in engine.take(AbortRequests) for i in message.request_ids]
+            assert set(aborted) == self.running[idx] & set(request_ids)
+            self.running[idx] -= set(aborted)
 
     @rule(idx=st.integers(0, 2), is_noticed_first=st.booleans())
     def die(self, idx: int, is_noticed_first: bool) -> None:
@@ -179,8 +179,8 @@ class RoutingMachine(RuleBasedStateMachine):
         self.replicas.heard.clear()
         self.start_times[idx] = float(next(self.new_start_times))
         self.replicas.restart(idx, self.start_times[idx])
-        told = [isinstance(message, EngineReady) for message in self.replicas.heard]
-        assert told == ([True] if all(self.is_dead) else [])
+        are_ready = [isinstance(message, EngineReady) for message in self.replicas.heard]
+        assert are_ready == ([True] if all(self.is_dead) else [])
         assert self.replicas.engines[idx].take(Shutdown) == []
         self.is_dead[idx] = False
         # The counters of the new engine are 0.
@@ -242,9 +242,11 @@ def test_replies_of_all_replicas_are_merged() -> None:
         SchedulerStats(num_running_reqs=2, kv_cache_usage=0.1, num_blocks=30, num_steps=5),
     ]
     answers = [reply(msgspec.json.encode(one).decode()) for one in stats]
-    told = msgspec.json.decode(replicas.call("get_stats", answers).result_json, type=SchedulerStats)
-    assert (told.num_running_reqs, told.num_blocks, told.num_steps) == (3, 40, 9)
-    assert told.kv_cache_usage == pytest.approx(0.2)
+    stats = msgspec.json.decode(
+        replicas.call("get_stats", answers).result_json, type=SchedulerStats
+    )
+    assert (stats.num_running_reqs, stats.num_blocks, stats.num_steps) == (3, 40, 9)
+    assert stats.kv_cache_usage == pytest.approx(0.2)
     answers = [reply(None, "unknown request"), reply('{"a": 1}')]
     assert replicas.call("explain_prefix_cache_miss", answers).result_json == '{"a": 1}'
     answers = [reply(None, "unknown here"), reply(None, "nor here")]
@@ -253,8 +255,10 @@ def test_replies_of_all_replicas_are_merged() -> None:
     assert replicas.call("check_invariants", [reply("null")] * 2).result_json == "null"
     # The last known statistics replace a failed reply.
     answers = [reply(None, "bad"), reply(msgspec.json.encode(stats[0]).decode())]
-    told = msgspec.json.decode(replicas.call("get_stats", answers).result_json, type=SchedulerStats)
-    assert (told.num_blocks, told.num_steps) == (20, 8)
+    stats = msgspec.json.decode(
+        replicas.call("get_stats", answers).result_json, type=SchedulerStats
+    )
+    assert (stats.num_blocks, stats.num_steps) == (20, 8)
 
 
 def test_call_completes_when_the_replicas_without_a_reply_die() -> None:
@@ -360,8 +364,8 @@ def test_unreachable_replica_is_skipped_before_its_engine_dead_arrives() -> None
     stats_json = msgspec.json.encode(stats).decode()
     replicas.engines[1].say(UtilityReply(call_id=4, result_json=stats_json))
     (reply,) = replicas.heard
-    told = msgspec.json.decode(reply.result_json, type=SchedulerStats)
-    assert told.num_running_reqs == 3
+    stats = msgspec.json.decode(reply.result_json, type=SchedulerStats)
+    assert stats.num_running_reqs == 3
     # Replica 0 had no requests, so the client receives no message about its death.
     replicas.die(0)
     assert replicas.heard == [reply]

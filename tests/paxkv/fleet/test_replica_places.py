@@ -91,14 +91,16 @@ def test_each_replica_has_its_own_trace_file_and_ports() -> None:
     assert replica_config(config, 0) == config
     second = replica_config(config, 2)
     assert second.scheduler.trace_file == "t.jsonl.replica-2"
-    told = second.cache.kv_events
-    assert (told.endpoint, told.replay_endpoint) == (
+    events = second.cache.kv_events
+    assert (events.endpoint, events.replay_endpoint) == (
         *("tcp://*:5559", "ipc:///run/replay.replica-2"),
     )
-    assert (told.topic, told.data_parallel_rank) == ("kv", 2)
+    assert (events.topic, events.data_parallel_rank) == ("kv", 2)
     both = '{"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'
-    told = replica_config(EngineConfig(cache=CacheConfig(kv_events_config=both)), 1).cache.kv_events
-    assert (told.endpoint, told.replay_endpoint) == ("tcp://*:5559", "tcp://*:5560")
+    events = replica_config(
+        EngineConfig(cache=CacheConfig(kv_events_config=both)), 1
+    ).cache.kv_events
+    assert (events.endpoint, events.replay_endpoint) == ("tcp://*:5559", "tcp://*:5560")
     last = EngineConfig(cache=CacheConfig(kv_events_config='{"endpoint": "tcp://*:65535"}'))
     with pytest.raises(ConfigError, match="65536"):
         replica_config(last, 1)

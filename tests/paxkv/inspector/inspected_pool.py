@@ -52,9 +52,9 @@ def table_rows_of(tables):
     """(key, group, skipped, kept, new ids) of each table."""
     ids = iter(struct.unpack(f"<{len(tables.new_block_ids) // 4}I", tables.new_block_ids))
     rows = [tables.rows[i : i + TABLE_WIDTH] for i in range(0, len(tables.rows), TABLE_WIDTH)]
-    told = [(*row[:4], [next(ids) for _ in range(row[4])]) for row in rows]
+    numbered = [(*row[:4], [next(ids) for _ in range(row[4])]) for row in rows]
     assert next(ids, None) is None
-    return told
+    return numbered
 
 
 def rows_of(columns):

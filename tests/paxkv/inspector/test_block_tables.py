@@ -17,12 +17,12 @@ def test_changes_are_new_blocks_freed_tables_and_replaced_tables():
     def changes(replaced=()):
         lists = TableChangeLists()
         sent.collect_changes(keys.get, replaced, lists)
-        told = table_rows_of(lists.encode())
-        for key, _, _, num_kept, new in told:
+        rows = table_rows_of(lists.encode())
+        for key, _, _, num_kept, new in rows:
             if new:
                 table = manager.get_blocks("ab"[(key - 1) % 2])
                 assert [block.block_id for block in table[num_kept:]] == new
-        return [(key, num_kept, len(new)) for key, _, _, num_kept, new in told]
+        return [(key, num_kept, len(new)) for key, _, _, num_kept, new in rows]
 
     manager.allocate_new_blocks("a", 9, 9)
     manager.allocate_new_blocks("b", 4, 4)

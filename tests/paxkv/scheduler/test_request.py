@@ -57,7 +57,7 @@ def test_ignore_eos_keeps_the_stop_tokens():
 
 
 @pytest.mark.parametrize(
-    ("reason", "status", "told"),
+    ("reason", "status", "expected"),
     [
         ("stop", RequestStatus.FINISHED_STOPPED, "stop"),
         ("length", RequestStatus.FINISHED_LENGTH_CAPPED, "length"),
@@ -66,11 +66,11 @@ def test_ignore_eos_keeps_the_stop_tokens():
         ("ignored", RequestStatus.FINISHED_IGNORED, "length"),
     ],
 )
-def test_every_finish_reason_finishes_a_request(reason, status, told):
+def test_every_finish_reason_finishes_a_request(reason, status, expected):
     request = make_request([1])
     request.finish(reason, stop_reason=3)
     assert request.is_finished
-    assert (request.status, request.stop_reason, request.finish_reason) == (status, 3, told)
+    assert (request.status, request.stop_reason, request.finish_reason) == (status, 3, expected)
     assert status.name in repr(request)
 
 

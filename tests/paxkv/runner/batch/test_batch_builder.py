@@ -191,7 +191,7 @@ def test_each_draft_adds_a_row_of_logits():
     assert views["token_ids"][:6].tolist() == [13, 77, 78, 24, 25, 41]
     assert views["positions"][:6].tolist() == [2, 3, 4, 4, 5, 1]
     assert views["logits_indices"][:5].tolist() == [0, 1, 2, 4, 5]
-    assert views["draw_position"].tolist() == [3, 4, 5, 0, 2] + [0] * 11
+    assert views["draw_position"].tolist() == [3, 4, 5, 0, 2] + [0] * 3
     assert views["draw_idx"][:5].tolist() == [0, 1, 2, 0, 0]
     assert views["draw_req"][:5].tolist() == [0, 0, 0, 1, 2]
     assert views["sampling_rows"][:5, ROW].tolist() == [0, 0, 0, 1, 2]
@@ -203,7 +203,7 @@ def test_a_request_waits_until_its_drafts_are_verified():
     batch, builder = make_batch_and_builder(max_draws=4)
     scheduled = output({"a": 2, "b": 1}, [new("a", [1], [5]), new("b", [2], [6])])
     built, _ = build(builder, batch, with_drafts(scheduled, {"a": [7]}))
-    batch.note_drawn(built.rows_np, built.num_drawn_np, built.num_drafts_np)
+    batch.record_drawn(built.rows_np, built.num_drawn_np, built.num_drafts_np)
     with pytest.raises(InvariantError, match="'a' cannot compute 1 tokens up to position 2"):
         build(builder, batch, output({"a": 1}, cached=running(("a", 1))))
     _, views = build(builder, batch, output({"b": 1}, cached=running(("b", 1))))
@@ -225,7 +225,7 @@ def test_token_that_only_the_device_knows_is_taken_from_there():
         builder, batch, output({"a": 1, "b": 2}, [new("a", [1, 2], [1]), new("b", [3, 4], [2])])
     )
     assert first.num_drawn_np.tolist() == [0, 1]
-    batch.note_drawn(first.rows_np, first.num_drawn_np)
+    batch.record_drawn(first.rows_np, first.num_drawn_np)
     cached = running(("a", 1), ("b", 2))
     built, views = build(builder, batch, output({"a": 1, "b": 1}, cached=cached))
     # "a" computes its last prompt token, "b" the token that was drawn at place 1 of the last step.
@@ -241,7 +241,7 @@ def test_token_drawn_before_the_last_step_is_nowhere():
     for req_id in "ab":
         scheduled = output({req_id: 2}, [r for r in new_reqs if r.req_id == req_id])
         built, _ = build(builder, batch, scheduled)
-        batch.note_drawn(built.rows_np, built.num_drawn_np)
+        batch.record_drawn(built.rows_np, built.num_drawn_np)
     with pytest.raises(InvariantError, match="'a' cannot compute 1 tokens up to position 3"):
         build(builder, batch, output({"a": 1}, cached=running(("a", 2))))
     _, views = build(builder, batch, output({"b": 1}, cached=running(("b", 2))))
@@ -262,7 +262,7 @@ def test_rows_that_need_the_host_to_draw_leave_their_logits():
     built, views = build(builder, batch, output({"a": 1, "b": 1}, [bound, new("b", [8], [9])]))
     assert isinstance(built.shape, BurstShape)
     assert built.leaves_logits and views["leaves_logits"].tolist() == [1]
-    batch.note_drawn(built.rows_np, built.num_drawn_np)
+    batch.record_drawn(built.rows_np, built.num_drawn_np)
     scheduled = output({"a": 2}, cached=running(("a", 1)), num_decode_steps=2)
     with pytest.raises(InvariantError, match="needs the host between its tokens"):
         build(builder, batch, scheduled)
@@ -273,7 +273,7 @@ def test_rows_that_need_the_host_to_draw_leave_their_logits():
 def test_only_the_last_token_of_a_burst_is_on_the_device():
     batch, builder = make_batch_and_builder()
     first, _ = build(builder, batch, output({"a": 3}, [new("a", [1], [1])], num_decode_steps=3))
-    batch.note_drawn(first.rows_np, first.num_drawn_np)
+    batch.record_drawn(first.rows_np, first.num_drawn_np)
     for num_computed in (1, 2, 4):
         scheduled = output({"a": 1}, cached=running(("a", num_computed)))
         with pytest.raises(InvariantError, match="it has 1 tokens on the host, 4 in all"):
@@ -413,7 +413,7 @@ def test_feature_sees_every_burst_until_it_plans_nothing():
     seen = []
     for position in range(3, 7):
         built, _ = build(builder, batch, decided)
-        batch.note_drawn(built.rows_np, built.num_drawn_np)
+        batch.record_drawn(built.rows_np, built.num_drawn_np)
         seen.append(built.features)
         feature.planned = PlannedStep(None) if position == 3 else None
         decided = output({"a": 1}, cached=running(("a", position)))
@@ -433,7 +433,7 @@ def test_states_have_a_slot_to_read_and_a_slot_to_write():
     assert reads_np[:, :3].tolist() == [[[10, 11], [1, 2], [0, 0]], [[12, 13], [4, 5], [0, 0]]]
     assert writes_np[:, :3].tolist() == [[[14, 15], [1, 2], [0, 0]], [[16, 17], [4, 5], [0, 0]]]
 
-    batch.note_drawn(batch.rows_of(["a", "b"]), np.array([1, 1], np.int32))
+    batch.record_drawn(batch.rows_of(["a", "b"]), np.array([1, 1], np.int32))
     later = output({"a": 2, "b": 2}, cached=running(("a", 9), ("b", 2)), num_decode_steps=2)
     later = dataclasses.replace(later, slot_switches={"b": 3})
     _, views = build(builder, batch, later)

@@ -50,12 +50,12 @@ class Traffic:
         self.num_computed = {}
         self.num_blocks = {}
         self.next_block = 1
-        # Of the last step: what the device keeps, and what the host has not taken home.
+        # Tokens of the last step on the device, and steps whose tokens were not fetched.
         self.prev_tokens_np = np.zeros(MAX_NUM_SEQS, np.int32)
-        self.away = []
+        self.unfetched = []
 
-    def take_blocks(self, req_id, num_tokens):
-        """Those that are missing for so many tokens, per group."""
+    def allocate_blocks(self, req_id, num_tokens):
+        """Allocates the blocks that `num_tokens` tokens still need, per group."""
         taken = []
         for group, block_size in enumerate(BLOCK_SIZES):
             num_new = -(-num_tokens // block_size) - self.num_blocks[req_id][group]
@@ -64,7 +64,7 @@ class Traffic:
             self.num_blocks[req_id][group] += num_new
         return (*taken, [])
 
-    def take_slot(self):
+    def allocate_slot(self):
         self.next_block += SLOT_BLOCKS
         return list(range(self.next_block - SLOT_BLOCKS, self.next_block))
 
@@ -85,8 +85,8 @@ class Traffic:
                     prompt_token_ids=prompt,
                     sampling_params=SamplingParams(temperature=0.5, ignore_eos=True),
                     block_ids=(
-                        *self.take_blocks(req_id, len(prompt) - 1 + num_steps)[:-1],
-                        self.take_slot(),
+                        *self.allocate_blocks(req_id, len(prompt) - 1 + num_steps)[:-1],
+                        self.allocate_slot(),
                     ),
                     num_computed_tokens=len(prompt) - 1,
                 )
@@ -96,9 +96,9 @@ class Traffic:
             if without_blocks:
                 block_ids.append(None)
             else:
-                taken = self.take_blocks(req_id, self.num_computed[req_id] + num_steps)
+                taken = self.allocate_blocks(req_id, self.num_computed[req_id] + num_steps)
                 if req_id in moving:
-                    taken = (*taken[:-1], self.take_slot())
+                    taken = (*taken[:-1], self.allocate_slot())
                 block_ids.append(taken if any(taken) else None)
         output = SchedulerOutput(
             scheduled_new_reqs=new_reqs,
@@ -142,20 +142,20 @@ class Traffic:
 
     def draw(self, built):
         """The device draws tokens that say whose they are."""
-        self.batch.note_drawn(built.rows_np, built.num_drawn_np)
+        self.batch.record_drawn(built.rows_np, built.num_drawn_np)
         num_steps, num_reqs = built.num_drawn_of_each, len(built.req_ids)
         drawn_np = np.arange(num_steps * num_reqs, dtype=np.int32).reshape(num_steps, num_reqs)
         drawn_np += int(self.prev_tokens_np.max()) + 1
         self.prev_tokens_np[:num_reqs] = drawn_np[-1]
-        self.away.append((built, drawn_np))
+        self.unfetched.append((built, drawn_np))
 
-    def take_home(self):
-        for built, drawn_np in self.away:
+    def fetch_tokens(self):
+        for built, drawn_np in self.unfetched:
             if built.num_drawn_of_each == 1:
                 self.batch.append_one_each(built.rows_np, drawn_np[0])
             else:
                 self.batch.append_tokens(built.rows_np, drawn_np, built.num_drawn_np)
-        self.away.clear()
+        self.unfetched.clear()
 
 
 def prompts(*lengths):
@@ -165,7 +165,7 @@ def prompts(*lengths):
 
 @pytest.mark.parametrize("num_steps", [1, 6])
 def test_repeated_bursts_equal_newly_built_ones(num_steps):
-    """Over many blocks' ends, with the tokens before at home or on the device."""
+    """The bursts cross ends of blocks; the tokens before them are on the host or the device."""
     rng = random.Random(0)
     traffic = Traffic()
     output = traffic.decide(["r0", "r1", "r2"], num_steps, new=prompts(3, 8, 13))
@@ -176,7 +176,7 @@ def test_repeated_bursts_equal_newly_built_ones(num_steps):
         repeaters.add(traffic.builder._burst_repeater)
         traffic.draw(built)
         if rng.random() < 0.5:
-            traffic.take_home()
+            traffic.fetch_tokens()
         output = traffic.decide(["r0", "r1", "r2"], num_steps)
     assert len(repeaters) == 1
 
@@ -223,7 +223,7 @@ def test_request_that_goes_back_is_built_anew():
         output = traffic.decide(["r0", "r1"], new=None if step_idx else prompts(3, 8))
         built, _, _ = traffic.build(output)
         traffic.draw(built)
-    traffic.take_home()
+    traffic.fetch_tokens()
     traffic.num_computed["r1"] -= 2
     output = traffic.decide(["r0", "r1"])
     built = traffic.builder.build(output)

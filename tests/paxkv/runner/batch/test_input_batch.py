@@ -61,9 +61,9 @@ def output(new_reqs=(), cached=(), resumed=None, preempted=(), finished=()):
 
 
 def append(batch, req_id, *token_ids):
-    """Draws the tokens on the device and takes them home at once."""
+    """Draws the tokens on the device and fetches them at once."""
     rows_np, num_drawn_np = batch.rows_of([req_id]), np.array([len(token_ids)], np.int32)
-    batch.note_drawn(rows_np, num_drawn_np)
+    batch.record_drawn(rows_np, num_drawn_np)
     batch.append_tokens(rows_np, np.array(token_ids, np.int32)[:, None], num_drawn_np)
 
 
@@ -138,7 +138,7 @@ def test_finished_request_that_never_ran_is_ignored():
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (output([new("a"), new("a")]), "known already"),
+        (output([new("a"), new("a")]), "was added before"),
         (output(cached=[("x", None, 0)]), "unknown"),
         (output([new("a", range(13))]), "1 to 12 tokens, got 13"),
         (output([new("a", [])]), "1 to 12 tokens, got 0"),
@@ -171,7 +171,7 @@ def test_tokens_of_a_step_are_pending_until_they_arrive_even_if_fewer_do():
     batch = make_batch()
     batch.update(output([new("a", [5, 6]), new("b", [7]), new("c", [8])]))
     rows_np = batch.rows_of(["c", "a"])
-    batch.note_drawn(rows_np, np.array([3, 2], np.int32))
+    batch.record_drawn(rows_np, np.array([3, 2], np.int32))
     assert batch.num_pending_np[batch.rows_of(["a", "b", "c"])].tolist() == [2, 0, 3]
     assert batch.prev_sampled_idx_np[batch.rows_of(["a", "b", "c"])].tolist() == [1, -1, 0]
     drawn_np = np.array([[30, 31], [32, NO_TOKEN], [34, NO_TOKEN]], np.int32)
@@ -186,7 +186,7 @@ def test_one_token_each_is_appended_as_any_number_is():
     for batch in batches:
         batch.update(output([new("a", [5, 6]), new("b", [7]), new("full", range(MAX_MODEL_LEN))]))
         rows_np, one_each_np = batch.rows_of(["b", "a"]), np.ones(2, np.int32)
-        batch.note_drawn(rows_np, one_each_np)
+        batch.record_drawn(rows_np, one_each_np)
     batches[0].append_tokens(rows_np, np.array([[30, 31]], np.int32), one_each_np)
     batches[1].append_one_each(rows_np, np.array([30, 31], np.int32))
     for batch in batches:
@@ -198,23 +198,23 @@ def test_one_token_each_is_appended_as_any_number_is():
 
 
 @given(st.data())
-def test_what_is_written_late_is_what_would_be_written_at_once(data):
-    """Two batches see the same steps, which draw one token for each and come home in order."""
+def test_rows_are_equal_whether_tokens_are_written_late_or_at_once(data):
+    """Two batches get the same steps of one token per row, fetched in order."""
     late, prompt = make_batch(), output([new(req_id, [5, 6], [1]) for req_id in "abc"])
     at_once = make_batch()
     late.update(prompt)
     at_once.update(prompt)
     one_each_np = np.ones(3, np.int32)
-    away, token_id = [], 10
+    unfetched, token_id = [], 10
     for _ in range(data.draw(st.integers(1, MAX_MODEL_LEN - 2))):
         order = data.draw(st.sampled_from(["abc", "abc", "abc", "cab"]))
         rows_np = late.rows_of(list(order))
-        late.note_drawn(rows_np, one_each_np)
-        at_once.note_drawn(rows_np.copy(), one_each_np)
-        away.append((rows_np, np.arange(token_id, token_id + 3, dtype=np.int32)))
+        late.record_drawn(rows_np, one_each_np)
+        at_once.record_drawn(rows_np.copy(), one_each_np)
+        unfetched.append((rows_np, np.arange(token_id, token_id + 3, dtype=np.int32)))
         token_id += 3
-        while away and data.draw(st.booleans()):
-            rows_np, token_ids_np = away.pop(0)
+        while unfetched and data.draw(st.booleans()):
+            rows_np, token_ids_np = unfetched.pop(0)
             late.append_one_each(rows_np, token_ids_np)
             at_once.append_tokens(rows_np, token_ids_np[None], one_each_np)
         if data.draw(st.integers(0, 4)) == 0:
@@ -232,7 +232,7 @@ def test_rows_are_the_same_array_until_one_changes_hands():
     rows_np = batch.rows_of(["b", "a"])
     batch.update(output(cached=[("b", None, 2), ("a", [8], 2)]))
     assert batch.rows_of(["b", "a"]) is rows_np
-    assert batch.take_grown_rows() == [rows_np[1]] and batch.take_grown_rows() == []
+    assert batch.drain_grown_rows() == [rows_np[1]] and batch.drain_grown_rows() == []
     # The row is the old one, and the request is not.
     batch.update(output([new("a")], finished=["a"]))
     assert batch.rows_of(["b", "a"]) is not rows_np
@@ -243,11 +243,11 @@ def test_rows_that_want_more_than_tokens_are_counted_while_they_run():
     batch = make_batch()
     more = [new("a", logprobs=0), new("c", logprobs=3)]
     batch.update(output([*more, new("b"), new("d", prompt_logprobs=1)]))
-    assert batch.num_wanting_more == 2
+    assert batch.num_needing_more == 2
     batch.update(output(preempted=["a"]))
-    assert batch.num_wanting_more == 1
+    assert batch.num_needing_more == 1
     batch.update(output(cached=[("a", [8], 1)], resumed={"a": [5, 6, 7]}, finished=["c"]))
-    assert batch.num_wanting_more == 1
+    assert batch.num_needing_more == 1
 
 
 def test_row_knows_what_ends_its_request_also_when_it_resumes():

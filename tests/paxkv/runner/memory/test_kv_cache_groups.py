@@ -330,7 +330,7 @@ def test_heads_are_as_wide_as_the_platform_stores_them():
     groups = groups_of(layer("a", attention(2, 96)), head_dim_step=128)
     assert groups.formats["a.kv"].head_dim == 128
     assert groups.kv_cache_groups[0].kv_cache_spec.head_size == 128
-    # The padding is of the platform, and is told all the same.
+    # The platform causes the padding, which is reported too.
     assert groups.padded_shares == {"a.kv": 0.25}
 
 

@@ -123,7 +123,7 @@ def requests_and_answers(model):
     return requests, answers
 
 
-def take_home(driver, handle):
+def fetch_tokens(driver, handle):
     output = handle.sample_tokens()
     for req_id, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=True):
         driver.tokens[req_id] += token_ids
@@ -180,8 +180,8 @@ def test_tokens_that_only_the_device_knows_count(warm, runner):
             order = names[step % 3 :] + names[: step % 3]
             handles.append(runner.execute_model(driver.schedule(dict.fromkeys(order, 1))))
             if len(handles) > 1:
-                take_home(driver, handles.pop(0))
-        take_home(driver, handles.pop())
+                fetch_tokens(driver, handles.pop(0))
+        fetch_tokens(driver, handles.pop())
         assert {name: driver.output_of(name) for name in names} == {
             name: expected[name] for name in names
         }
@@ -245,7 +245,7 @@ def test_step_with_a_grammar_waits_for_what_it_allows(warm, runner):
                 handle.start_sampling(bitmask(wrong))
         handle.start_sampling(bitmask({"bound": token_ids}))
         assert not handle.needs_bitmask
-        with pytest.raises(InvariantError, match="waits for no grammar"):
+        with pytest.raises(InvariantError, match="needs no grammar bitmask"):
             handle.start_sampling(bitmask({"bound": token_ids}))
         logits_np = warm.model.dense_logits(driver.tokens["bound"])[-1]
         expected_np = true_logits(
@@ -255,7 +255,7 @@ def test_step_with_a_grammar_waits_for_what_it_allows(warm, runner):
             driver.output_of("bound"),
             grammar=token_ids,
         )
-        take_home(driver, handle)
+        fetch_tokens(driver, handle)
         assert driver.output_of("bound")[-1] == expected_np.argmax()
         num_scheduled = {"bound": 1, "free": 1}
     assert driver.output_of("free") == dense_greedy(warm.model, prompt(2, 3), greedy(), 4)

@@ -170,7 +170,7 @@ def test_start_that_fails_begins_no_other_program(mesh, kv_cache, monkeypatch):
     monkeypatch.setattr(programs, "_finish", finish)
     with pytest.raises(ConfigError, match="disk is full"):
         programs.warm_up(kv_cache, show_progress=False)
-    # The only thread may begin a second one before it is told.
+    # The only thread may begin a second one before it is stopped.
     assert 1 <= len(begun) < len(shapes) - 2
 
 

@@ -7,7 +7,7 @@ import pytest
 from paxkv.config.engine_config import RunnerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH, read_logprobs
-from paxkv.runner.sampling.wide_logprobs import append_logits, num_told_logits
+from paxkv.runner.sampling.wide_logprobs import append_logits, num_returned_logits
 from tests.paxkv.runner.driver import RunnerDriver
 from tests.paxkv.runner.tiny_model import VOCAB
 
@@ -114,5 +114,5 @@ def test_of_equally_likely_tokens_the_lowest_id_comes_first():
 
 
 def test_programs_hand_over_logits_only_where_the_setting_needs_them():
-    told = {n: num_told_logits(RunnerConfig(max_logprobs=n), 50) for n in (0, 20, 21, -1)}
-    assert told == {0: 0, 20: 0, 21: 50, -1: 50}
+    counts = {n: num_returned_logits(RunnerConfig(max_logprobs=n), 50) for n in (0, 20, 21, -1)}
+    assert counts == {0: 0, 20: 0, 21: 50, -1: 50}

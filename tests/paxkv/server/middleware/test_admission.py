@@ -1,4 +1,4 @@
-"""The bound on waiting requests holds whatever comes at once, and mistakes are told first."""
+"""Simultaneous requests do not exceed the bound on waiting requests; errors come first."""
 
 import asyncio
 import time

@@ -17,7 +17,7 @@ START = {"type": "http.response.start", "status": 200, "headers": []}
 
 
 class Connection:
-    """A client that sends a body in two parts and leaves when told."""
+    """A client that sends a body in two parts, and disconnects when a test asks."""
 
     def __init__(self):
         self.messages = asyncio.Queue()

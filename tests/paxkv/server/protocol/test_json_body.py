@@ -96,15 +96,15 @@ def _read(body, read):
 
 
 @pytest.mark.parametrize("num_ids", [2, 200_000])
-def test_a_long_body_is_read_beside_the_loop(num_ids):
-    """And a mistake in it is told as that of a short one."""
+def test_a_long_body_is_read_in_a_thread(num_ids):
+    """An error in it is reported like an error in a short body."""
 
     async def run():
         has_begun, may_end, saw_the_loop = threading.Event(), threading.Event(), []
 
         def read(fields):
             has_begun.set()
-            # Within the loop nobody could say so.
+            # False if this runs in the loop, which sets the event.
             saw_the_loop.append(may_end.wait(60.0 if num_ids > 2 else 0.1))
             if fields["prompt"][0]:
                 raise InvalidRequestError("not 1")

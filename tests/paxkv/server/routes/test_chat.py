@@ -364,12 +364,12 @@ def test_token_ids_and_usage_come_with_every_chunk_when_asked(shared_server):
         streamed = [i for part in parts for i in part.get("token_ids", ())]
         assert streamed == choice["token_ids"]
         assert "".join(map(chr, streamed)) == choice["message"]["content"]
-    # A chunk counts what came up to it, and nothing of a choice that is told after it.
-    num_told = 0
+    # A chunk counts the tokens sent up to it, of all choices.
+    num_sent = 0
     for chunk in chunks:
-        num_told += sum(len(choice.get("token_ids", ())) for choice in chunk["choices"])
-        assert chunk["usage"]["completion_tokens"] == num_told
-    assert num_told == 8 + 7
+        num_sent += sum(len(choice.get("token_ids", ())) for choice in chunk["choices"])
+        assert chunk["usage"]["completion_tokens"] == num_sent
+    assert num_sent == 8 + 7
 
 
 def test_prompt_text_comes_when_asked(shared_server):

@@ -211,7 +211,7 @@ def test_thoughts_between_a_call_and_its_output_are_the_calls(role):
     assert _chat([*called, _thought("x"), *outputs]) == [("assistant", "x", ["f", "g"]), *tools]
     items = [_thought("v"), *called, _thought("x"), outputs[0], _thought("y"), outputs[1]]
     assert _chat(items) == [("assistant", "v\nx\ny", ["f", "g"]), *tools]
-    # Of a call that is not told.
+    # The call of this output is missing.
     said = {"role": "assistant", "content": "a"}
     items = [said, _thought("x"), outputs[0]]
     assert _chat(items) == [("assistant", None, "a"), ("assistant", "x", []), tools[0]]

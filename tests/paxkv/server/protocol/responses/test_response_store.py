@@ -84,7 +84,7 @@ def test_a_running_one_is_kept_until_it_has_ended():
     for name in "def":
         store.put(_response(name), [ITEM])
     assert [name for name in "abdef" if _is_there(store, name)] == ["a", "b", "f"]
-    # It takes the place of what was told of it before.
+    # The new response replaces the stored one with the same id.
     assert store.put(_response("a"), [ITEM])
     store.put(_response("g"), [ITEM])
     store.put(_response("h"), [ITEM])
