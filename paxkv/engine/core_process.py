@@ -40,8 +40,7 @@ from paxkv.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 # A starting engine reports progress this often, if it used the processor for more than `_MIN_WORK`
-# of the time. An engine that compiles, or reads from a slow disk, uses more. One that hangs does
-# not.
+# of the time. An engine that compiles or reads from a slow disk uses more; a hanging one does not.
 _PULSE_S = 1.0
 _MIN_WORK = 0.01
 # Time for the last messages to reach a busy client.

@@ -7,7 +7,7 @@ from paxkv.contracts.engine_output import EngineCoreOutput, RequestTimes
 
 
 class RequestClock:
-    """Measures each request until its first token. Later tokens cost no time here.
+    """Measures each request until its first token.
 
     It is not part of the scheduler, because the scheduler must not read a clock.
     """

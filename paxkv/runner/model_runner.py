@@ -229,7 +229,7 @@ class ModelRunner:
         if not scheduler_output.num_scheduled_tokens:
             return FinishedStep(self._features)
         if self._logits_check is not None:
-            self._logits_check.ask_all(self._rows.sampling_rows_np)
+            self._logits_check.request_logprobs(self._rows.sampling_rows_np)
         built = self._builder.build(scheduler_output)
         step = DeviceStep(built=built, rows=self._rows, logits_check=self._logits_check)
         self._launch(built, step)

@@ -24,7 +24,7 @@ class BatchBuilder:
     """Builds steps of the shapes in `buckets` from the rows of an `InputBatch`.
 
     Args:
-        features: Those whose variants the buckets have.
+        features: The features whose variants the buckets have.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class BatchBuilder:
                 views["slot_switch"], rows.num_computed_np, rows.req_ids, slot_switches
             )
         _fill_features(features, views)
-        # The single token of a step may be one within a prompt: then nothing is drawn.
+        # The single token of a request may be inside its prompt. Then nothing is drawn.
         is_drawn_np = rows.num_computed_np + 1 >= rows.num_tokens_np
         views["draws"][:num_reqs] = is_drawn_np
         num_drawn_np = rows.num_scheduled_np * is_drawn_np
@@ -202,7 +202,7 @@ class BatchBuilder:
         row_of_token_np: np.ndarray,  # i32[num_tokens]
         positions_np: np.ndarray,  # i32[num_tokens]
     ) -> None:
-        """Fills what steps and bursts have: the tokens to compute first, and block tables."""
+        """Fills the fields that steps and bursts share: the first tokens, and block tables."""
         num_reqs, num_tokens = len(rows.req_ids), len(positions_np)
         views["positions"][:num_tokens] = positions_np
         group_tables = iter(self._rows.block_tables.tables)
@@ -241,7 +241,7 @@ class BatchBuilder:
     def _check(self, rows: ScheduledRows, *, is_burst: bool) -> None:
         rows_np, num_scheduled_np = rows.rows_np, rows.num_scheduled_np
         num_tokens_np = rows.num_tokens_np
-        # The tokens that the host knows, and further ones if the last step drew the last of them.
+        # The tokens that the host knows, and the pending ones if the last step drew the last one.
         is_on_device_np = self._rows.prev_sampled_idx_np[rows_np] >= 0
         num_available_np = num_tokens_np + rows.num_pending_np * is_on_device_np
         # A burst draws all tokens after the first one itself, so that must be the request's last.
@@ -282,7 +282,7 @@ class BatchBuilder:
         for group_idx, (table, block_size) in enumerate(
             zip(tables, self._block_sizes, strict=True)
         ):
-            if block_size is None:  # `_check` has found whole slots
+            if block_size is None:  # `_check` has checked the slots
                 continue
             block_ids_np = table.block_ids_np[rows.row_of_token_np, rows.positions_np // block_size]
             if not block_ids_np.all():

@@ -31,7 +31,8 @@ def build_block_copies(
         return None
     _check_ids(source_of, num_blocks)
     shape = buckets.copy_shape_for(len(source_of))
-    # Padding lies past the end of the pool, where the op drops it. Fresh memory for every step.
+    # The op drops padding, which is past the end of the pool. Every step needs a new array, because
+    # the device may still read the array of the last step.
     copies_np = np.full((2, shape.num_copies), num_blocks, np.int32)
     copies_np[:, : len(source_of)] = [list(source_of.values()), list(source_of)]
     return copies_np

@@ -1,4 +1,4 @@
-"""`BurstRepeater`: in steady decode a burst is the one before it, moved on."""
+"""`BurstRepeater`: builds bursts of steady decode from the burst before."""
 
 import dataclasses
 import itertools
@@ -17,9 +17,8 @@ class BurstRepeater:
     """Builds bursts that differ from the burst before them only in positions and new blocks.
 
     Every request must draw a token in each step of `built`. Its last token is then on the device,
-    even if the host has it too, so the repeater copies only what changes. While the device computes
-    on the same processor, every NumPy call finds cold caches and takes about 10 microseconds,
-    however few rows there are.
+    so the repeater copies only what changes. This saves NumPy calls, which are slow on a processor
+    that also computes the model, because they find cold caches.
     """
 
     def __init__(self, input_batch: InputBatch, built: BuiltStep) -> None:

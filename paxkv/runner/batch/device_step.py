@@ -147,7 +147,7 @@ class DeviceStep:
         req_ids = self._built.req_ids
         if self._logits_check is not None:
             num_drawn_np, unfinished = self._built.num_drawn_np, self._rows.requests.keys()
-            self._logits_check.look(req_ids, num_drawn_np, result_np, unfinished=unfinished)
+            self._logits_check.count(req_ids, num_drawn_np, result_np, unfinished=unfinished)
         sampled_token_ids = self._write_tokens(result_np)
         output = ModelRunnerOutput(
             req_ids=req_ids,

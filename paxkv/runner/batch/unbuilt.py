@@ -32,7 +32,7 @@ def refuse_unbuilt(
     }
     unbuilt = {part: req_ids for part, req_ids in found.items() if req_ids and part not in handled}
     if unbuilt:
-        raise InvariantError(f"the runner cannot compute this yet, of these requests: {unbuilt}.")
+        raise InvariantError(f"the runner cannot compute these parts of requests: {unbuilt}.")
     metadata = scheduler_output.kv_connector_metadata
     if metadata is not None and "kv_connector_metadata" not in handled:
         raise InvariantError(

@@ -10,9 +10,9 @@ from paxkv.runner.shapes.bucket_sizes import MIN_VERIFIED_TOKENS
 
 # The median of this many steps is the expected time of the next one.
 _NUM_TIMES = 5
-# A time that was not measured again for long counts as shorter, so that it is tried again. The
-# first factor is for verifying steps, while the engine runs without drafts, for each decision. The
-# second is for steps without drafts, while it verifies drafts.
+# An expected time falls with every decision until it is measured again, so that its way is tried
+# again. The first factor applies to verifying steps while the engine runs ahead. The second applies
+# to steps without drafts while the engine waits for tokens.
 _VERIFY_AGING, _PLAIN_AGING = 0.998, 0.9995
 # Weight of a step in the throughput with drafts.
 _STEP_WEIGHT = 1 / 16
@@ -20,7 +20,7 @@ _STEP_WEIGHT = 1 / 16
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DraftChoice:
-    """How the engine goes on.
+    """What the engine does next.
 
     Args:
         drafts: Request id -> tokens that its next step verifies.
@@ -39,8 +39,8 @@ class DraftPacer:
     - The engine runs ahead: it decides steps before it has their tokens, and bursts of several.
 
     The engine's first steps with a number of requests run ahead, so that their time is known. A
-    verifying step of unknown size is expected to take as long as the largest known one that is
-    smaller, or else as a step without drafts. So each size is tried once.
+    verifying step of unknown size is expected to take as long as the slowest known step of a
+    smaller size, or else as a step without drafts. So each size is tried once.
 
     Args:
         clock: Returns seconds; it never goes back.
@@ -72,9 +72,9 @@ class DraftPacer:
         """Records that the tokens of a step were fetched just now.
 
         Args:
-            num_tokens: Tokens that it computed, with drafts.
+            num_tokens: Tokens that the step computed, including drafts.
             num_drawn: Tokens that its requests got.
-            is_decode: Every request computed its last token, and drafts.
+            is_decode: Whether every request computed only its last token, and drafts if any.
         """
         now_s = self._clock()
         last_s, self._last_fetch_s = self._last_fetch_s, now_s
@@ -125,7 +125,7 @@ class DraftPacer:
                 best_rate, num_best = (num_reqs + gain) / took_s, num_drafts
         if num_best:
             if all(self._is_ahead):
-                # What the steps from now on are expected to have.
+                # Start from the expectation, because nothing was measured while running ahead.
                 self._waiting_s = self._expected_s(num_reqs, num_best, plain)
                 self._waiting_tokens = best_rate * self._waiting_s
             self._is_ahead.append(False)

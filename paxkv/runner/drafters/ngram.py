@@ -10,7 +10,7 @@ from paxkv.runner.drafters.base import Drafter, RequestDrafter
 
 
 class NgramRequest(RequestDrafter):
-    """Finds the last tokens of one request earlier in its prompt and output.
+    """Finds an earlier occurrence of a request's last tokens in its prompt and output.
 
     The longest match counts: of `longest` tokens, or else of fewer, down to `shortest`. Of several
     matches of the same length, the first in the request counts.
@@ -28,7 +28,7 @@ class NgramRequest(RequestDrafter):
         self._ends: dict[int, dict[tuple[int, ...], int]] = {
             length: {} for length in range(longest, shortest - 1, -1)
         }
-        # All n-grams that end among the first tokens, of this number, are in `_ends`.
+        # `_ends` has all n-grams that end among the first `_num_indexed` tokens.
         self._num_indexed = 0
 
     def extend(self, token_ids: Sequence[int]) -> None:

@@ -4,7 +4,7 @@ A feature has three classes, because it acts in three places:
 
 - its `StepVariant` is traced into the programs of steps that need the feature;
 - its `StepFeature` lives as long as the runner, and knows which requests ask for the feature;
-- its `FeatureStep` fills one step's buffer, and reads what comes back.
+- its `FeatureStep` fills one step's buffer, and reads the step's results.
 
 To add a feature, write these classes in a file of this folder, as in `prompt_logprobs.py`, and add
 the feature to the list in `feature_list.py`. No other file of the runner names a feature: the
@@ -42,7 +42,7 @@ class FeatureStep(Protocol):
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether it can also serve the bursts that repeat its burst. It fills no fields then."""
+        """Whether this object also serves repetitions of its burst, without filling fields."""
         return False
 
     def fill(self, views: Mapping[str, np.ndarray]) -> None:
@@ -76,8 +76,8 @@ class StepFeature(Protocol):
     def handles(self) -> frozenset[str]:
         """Fields of a decision, or of its new requests, that only this feature computes.
 
-        Possible are "lora_name", "mm_features", "is_pooled", "scheduled_encoder_inputs" and
-        "kv_connector_metadata". The runner refuses decisions with fields that no feature handles.
+        A subset of "lora_name", "mm_features", "is_pooled", "scheduled_encoder_inputs" and
+        "kv_connector_metadata". The runner rejects decisions with fields that no feature handles.
         """
         return frozenset()
 
@@ -125,7 +125,7 @@ class StepFeature(Protocol):
         ...
 
     def after_step(self, device: FeatureDevice) -> None:
-        """Called when a step has been started. What it starts runs after the step."""
+        """Called when a step has been started. Programs started here run after the step."""
         return None
 
     def plan(self, step: ScheduledRows) -> FeatureStep | None:

@@ -27,8 +27,8 @@ class _DraftedStep(FeatureStep):
 
     Args:
         requests: The requests of the step; None for pooled ones.
-        num_tokens: Tokens that it computes, with drafts.
-        is_decode: Every request computes its last token, and drafts.
+        num_tokens: Tokens that the step computes, including drafts.
+        is_decode: Whether every request computes only its last token, and drafts if any.
     """
 
     drafts: "Drafts"
@@ -124,7 +124,7 @@ class Drafts(StepFeature):
                 request.acceptance.record_proposal(found)
         if self._pacer is None:
             return proposals
-        # Also a step that only computes prompts: it took time.
+        # Steps that only compute prompts are recorded too, because they take time.
         self._pacer.record_step(
             num_reqs=len(output.req_ids),
             num_tokens=step.num_tokens,

@@ -98,10 +98,10 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that fit at once in sequences so short that each group holds all their tokens.
+        """Number of tokens that fit at once, if no sequence is longer than a sliding window.
 
-        With states: in one sequence, which has a slot. Without other caches: in as many sequences
-        of `max_model_len` as there are slots.
+        If the model has states, one sequence holds all tokens, with one slot. If it has only
+        states, every sequence has `max_model_len` tokens.
         """
         if not self._token_specs:
             return self.num_longest_reqs * self.max_model_len
@@ -154,7 +154,7 @@ class MemoryPlan:
         num_groups = len(self._specs)
         in_groups = f" in {num_groups} groups" if num_groups > 1 else ""
         contents = dict.fromkeys(_content_of(spec) for spec in self._specs)
-        needs = [f"{self.token_bytes:.0f} bytes a token"] if sizes else []
+        needs = [f"{self.token_bytes:.0f} bytes per token"] if sizes else []
         if self.late_token_bytes != self.token_bytes:
             needs.append(f"{self.late_token_bytes:.0f} past the window of a long sequence")
         if self.slot_bytes:

@@ -37,8 +37,8 @@ _Drawing = tuple[jax.Array, RowState]
 def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
     """The burst of one shape, not yet compiled.
 
-    It takes up to `num_steps` steps. A row takes part in the first `num_tokens` of them, and in
-    none after it has drawn a token that ends its request. The burst ends when no row is left.
+    It runs up to `num_steps` steps. A row takes part in the first `num_tokens` of them, or until it
+    draws a token that ends its request. The burst ends when no row is left.
     Its result i32[max_steps, num_reqs, RESULT_WIDTH] has `NO_TOKEN` where a row drew nothing.
     `next_tokens` i32[max_num_seqs] are the last tokens drawn. Last come the donated arrays of the
     shape's features.
@@ -104,9 +104,9 @@ def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
 def _sampling_of(
     fields: dict[str, jax.Array], state: DecodeState, *, num_rows: int
 ) -> jax.Array:  # i32[num_rows, step_row_width]
-    """What the draw of the next token needs. Rows that draw nothing have `draw_position` 0."""
+    """The columns that draw the next token. Rows that draw nothing have `draw_position` 0."""
     draws = state.is_alive & (fields["draws"] != 0)
-    # The drawn token's own position: the draw must not depend on how steps are put together.
+    # The position of the drawn token, so that draws do not depend on how steps divide a request.
     draw_position = jnp.where(draws, state.positions + 1, 0)
     rows = {"sampling_rows": fields["sampling_rows"], "draw_position": draw_position}
     return join_step_rows(rows, num_rows=num_rows)

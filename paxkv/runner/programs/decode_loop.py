@@ -21,12 +21,12 @@ from paxkv.runner.shapes.step_variant import StepPart
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeRows:
-    """The rows of the loop, each a request or empty; the same in all steps."""
+    """The rows of the loop, which are the same in all steps. A row has a request or is empty."""
 
     # Tokens that the row computes, at most one per step; 0 is a row that computes none.
     num_tokens: jax.Array  # i32[num_reqs]
     # Tokens that end the row if they are drawn for the position `first_end` or a later one. Unused
-    # places have the id of no token.
+    # entries have an id that no token has.
     ending_ids: jax.Array  # i32[num_reqs, num_ending_ids]
     first_end: jax.Array  # i32[num_reqs]
     num_used: jax.Array | int  # i32[]; rows from here on are empty
@@ -47,7 +47,7 @@ class DecodeState:
 
     step_idx: jax.Array  # i32[]
     token_ids: jax.Array  # i32[num_reqs], to be computed next
-    positions: jax.Array  # i32[num_reqs], of those
+    positions: jax.Array  # i32[num_reqs], of `token_ids`
     is_alive: jax.Array  # bool[num_reqs], whether the row takes part in the next step
     drawn_ids: jax.Array  # i32[num_reqs], the last token that each row drew
     pages: Pages
@@ -102,7 +102,7 @@ def run_decode_loop(
     features: TracedFeatures = NO_FEATURES,
     fields: Mapping[str, jax.Array] = MappingProxyType({}),
 ) -> DecodeState:
-    """Takes up to `num_steps` steps, until no row is alive.
+    """Runs up to `num_steps` steps, until no row is alive.
 
     Args:
         prompts: The first step computes this batch instead of one token per row. `state` then has

@@ -64,7 +64,7 @@ def products_of(model: LoadedModel) -> frozenset[CheckedProduct]:
         for name, value in model.parameters.items()
         if model.weight_rules[name].layout == "experts"
     )
-    # The op multiplies arrays; a `StoredKernel` of another form than an array uses plain XLA.
+    # A `StoredKernel` that is not an array uses plain XLA.
     return frozenset(
         CheckedProduct(*kernel.shape[1:], kernel.dtype.name)
         for kernel in kernels

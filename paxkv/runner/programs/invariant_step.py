@@ -77,7 +77,7 @@ def make_invariant_step(model: LoadedModel, shape: StepShape) -> StepFunction:
 
 
 def _logits_rows(fields: dict[str, jax.Array], *, num_logits: int) -> jax.Array:  # i32[num_tokens]
-    """The row that each token's logits go to; num_logits, past the last row, for most tokens."""
+    """The row for each token's logits; `num_logits`, past the last row, if none needs them."""
     num_tokens, num_wanted = fields["token_ids"].shape[0], fields["logits_indices"].shape[0]
     # Logits from which no token is drawn are not needed.
     token_idx = jnp.where(fields["draw_position"] > 0, fields["logits_indices"], num_tokens)

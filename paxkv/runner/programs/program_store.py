@@ -116,7 +116,7 @@ class ProgramFolder:
                 raise ConfigError(message) from error
             if not self._is_warned:
                 logger.warning(
-                    "%s The next start compiles it again, and others for which this is not said.",
+                    "%s The next start compiles it again. Later failures are not logged.",
                     message,
                 )
             self._is_warned = True
@@ -124,7 +124,7 @@ class ProgramFolder:
     def _refuse(self, path: Path, problem: str) -> None:
         message = f"the compiled program {path} cannot be read: {problem}."
         if self._has_all:
-            raise ConfigError(f"{message} To have it, {_compile_again(self.path)}")
+            raise ConfigError(f"{message} To write it again, {_compile_again(self.path)}")
         logger.warning("%s It is compiled again.", message)
 
     def _file(self, shape: ProgramShape) -> Path:
@@ -250,7 +250,7 @@ class CompiledPrograms:
         if differences:
             raise ConfigError(
                 f"the programs in compiled_dir={self._path} do not fit this start: "
-                f"{'; '.join(differences)}. Start with what they were compiled with, or "
+                f"{'; '.join(differences)}. Start with the settings of the compilation, or "
                 f"{_compile_again(self._path)}"
             )
         return ProgramFolder(self._path, devices, has_all=True, must_keep=True)
@@ -275,7 +275,8 @@ class NewCompiledPrograms:
             raise _cannot_write(path, error) from error
         if foreign:
             raise ConfigError(
-                f"programs cannot be written to {path}: it holds other files, as {foreign[0]!r}. "
+                f"programs cannot be written to {path}: it holds other files, {foreign[0]!r} for "
+                "example. "
                 "Choose a new or an empty folder."
             )
 
@@ -358,7 +359,7 @@ def _described(shape: ProgramShape) -> _Described:
     for table in values.pop("tables", ()):
         for name, value in _fields_of(table).items():
             values[name] = (*values.get(name, ()), value)
-    # Equal to the same shape in an index file. Features are described by their repr.
+    # Through JSON, so that it equals a shape read from an index. Features are given by their repr.
     return json.loads(json.dumps({"shape": type(shape).__name__, **values}, default=repr))
 
 
@@ -414,8 +415,8 @@ def _check_trusted(path: Path) -> None:
         raise ConfigError(
             f"compiled programs in {path} cannot be trusted: it belongs to user {status.st_uid} "
             f"and has mode {stat.filemode(status.st_mode)}; wanted user {os.geteuid()} or root, "
-            "and no right to write for everybody. A user who can write there decides what runs "
-            "here. Change that (chown, chmod o-w), or choose another folder."
+            "not writable for others. Users who can write there could run code in this process. "
+            "Change owner or mode (chown, chmod o-w), or choose another folder."
         )
 
 
@@ -440,7 +441,7 @@ def _read_index(path: Path) -> dict[str, dict[str, str] | list[_Described]]:
         return {"identity": dict(index["identity"]), "programs": list(index["programs"])}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"compiled_dir={path} holds no compiled programs: {error}. To have them, "
+            f"compiled_dir={path} holds no compiled programs: {error}. To write them, "
             f"{_compile_again(path)}"
         ) from error
 

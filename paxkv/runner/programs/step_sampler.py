@@ -21,7 +21,7 @@ class StepSampler:
     Attributes:
         logits: f32[num_rows, vocab]; the next step overwrites them.
         row_state: The next burst overwrites it.
-        mask_dims: Of a `token_mask` (`process_logits`): num_rows, 1 + vocab_words.
+        mask_dims: The dimensions of a `token_mask` (`process_logits`): num_rows, 1 + vocab_words.
     """
 
     def __init__(self, programs: StepPrograms, *, vocab_size: int, sharding: Sharding) -> None:
@@ -33,7 +33,7 @@ class StepSampler:
         self.logits = put_zeros((num_rows, vocab_size), jnp.float32, sharding)
         self.mask_dims = (num_rows, 1 + vocab_words(vocab_size))
         self.row_state = allocate_row_state(buckets.row_shape, vocab_size, sharding)
-        # Most steps have no grammar, so their mask stays on the device.
+        # The mask of steps without a grammar stays on the device, because most steps have none.
         self._no_mask = put_zeros(self.mask_dims, jnp.int32, sharding)
 
     @staticmethod

@@ -51,7 +51,7 @@ class StepPrograms:
     shardings other than its own, so calls never compile, and the counters miss no compilation.
 
     Args:
-        store: Where programs are loaded from and saved. None: all are compiled.
+        store: Loads and saves programs. None: all programs are compiled.
 
     Attributes:
         num_compiles_after_ready: Programs that the warm-up missed, compiled while serving.

@@ -68,7 +68,7 @@ def draw_rows(
 def _num_chunks(
     sampling: jax.Array, token_mask: jax.Array | None, chunk_rows: int, *, may_skip: bool
 ) -> jax.Array:  # i32[]
-    """Chunks up to the last row that draws. If `may_skip`, none if all draw the greedy token."""
+    """Chunks up to the last row that draws; 0 if `may_skip` and all draw the greedy token."""
     rows = decode_step_rows(sampling)
     row_ends = jnp.arange(1, sampling.shape[0] + 1, dtype=jnp.int32)
     num_rows = jnp.max(jnp.where(rows.is_drawn, row_ends, 0))

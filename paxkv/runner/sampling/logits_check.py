@@ -7,15 +7,14 @@ import numpy as np
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.shapes.sampling_row import WANTS_LOGPROBS
 
-# Of `sampled_tokens.pack_result`: the drawn token, and its log-probability as bits.
+# Columns of `pack_result`: the drawn token, and its log-probability as bits.
 _TOKEN_COLUMN, _LOGPROB_COLUMN = 0, 1
 
 
 class LogitsCheck:
-    """Checks the log-probability of each drawn token, which every row is made to request.
+    """Makes every row request the log-probability of its drawn token, and checks it.
 
-    It is NaN if one of the row's logits is NaN or +inf. Therefore, the engine has the same programs
-    with and without the check.
+    It is NaN if one of the row's logits is NaN or +inf. The check needs no programs of its own.
     """
 
     def __init__(self) -> None:
@@ -23,14 +22,14 @@ class LogitsCheck:
         # Unfinished requests that have been counted.
         self._counted: set[str] = set()
 
-    def ask_all(
+    def request_logprobs(
         self,
         sampling_rows_np: np.ndarray,  # i32[max_num_seqs, NUM_COLUMNS]
     ) -> None:
-        """Makes every row ask for log-probabilities."""
+        """Makes every row request log-probabilities."""
         sampling_rows_np[:, WANTS_LOGPROBS] = 1
 
-    def look(
+    def count(
         self,
         req_ids: Sequence[str],
         num_drawn_np: np.ndarray,  # i32[num_reqs], most tokens that the step drew for each
@@ -38,7 +37,7 @@ class LogitsCheck:
         *,
         unfinished: Collection[str],
     ) -> None:
-        """Counts the requests of a step that have such logits, each of them once."""
+        """Counts requests of a step whose logits are not finite. Each request counts once."""
         self._counted.intersection_update(unfinished)
         token_ids_np = result_np[:, : len(req_ids), _TOKEN_COLUMN]
         logprobs_np = result_np[:, : len(req_ids), _LOGPROB_COLUMN].view(np.float32)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from paxkv.runner.sampling.row_state import ANY_TOKEN, BITS, RowState
 from paxkv.runner.sampling.sampling_columns import ProcessorInputs, Processors
 
-# Tokens of a row's history, and entries of its bias, that one turn of a loop takes.
+# Tokens of a row's history, and entries of its bias, per iteration of a loop.
 _HISTORY_CHUNK = 256
 _BIAS_CHUNK = 64
 

@@ -1,8 +1,8 @@
 """`RowState`: the device's data of running requests whose logits are changed before a draw.
 
-A row holds its request's tokens, and a draw that needs counts of tokens makes them. Stored counts
-would take `9 * vocab` bytes per row: 87 MB for 64 rows of Qwen3's vocabulary. The tokens take 14 MB
-with 40,960 tokens per row.
+A row holds its request's tokens. Draws that need counts of tokens count them again, because stored
+counts would take `9 * vocab` bytes per row: 87 MB for 64 rows of Qwen3's vocabulary. The whole
+state takes 14 MB with 40,960 tokens per row.
 """
 
 import dataclasses
@@ -32,12 +32,12 @@ BITS = 32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowState:
-    """One row per row of the `InputBatch`. Rows of requests that need none hold anything."""
+    """One row per row of the `InputBatch`. Rows of requests that need no state are undefined."""
 
-    token_ids: jax.Array  # i32[max_num_seqs, max_model_len], prompt and output by their places
+    token_ids: jax.Array  # i32[max_num_seqs, max_model_len], prompt and output by position
     forbidden: jax.Array  # i32[max_num_seqs, vocab_words], bit set: never drawn
     early_ends: jax.Array  # i32[max_num_seqs, vocab_words], bit set: not drawn below min_tokens
-    bias_ids: jax.Array  # i32[max_num_seqs, MAX_LOGIT_BIASES]; the vocabulary's size is no token
+    bias_ids: jax.Array  # i32[max_num_seqs, MAX_LOGIT_BIASES], padded with the vocabulary's size
     bias_bits: jax.Array  # i32[max_num_seqs, MAX_LOGIT_BIASES], of f32
     bad_words: jax.Array  # i32[max_num_seqs, MAX_BAD_WORD_SEQUENCES, MAX_BAD_WORD_TOKENS]
 
@@ -132,7 +132,7 @@ def processors_of(
 ) -> Processors:
     """Returns the processors of a request's logits, without `min_tokens`.
 
-    `min_tokens` is apart because it stops by itself (`ProcessorInputs.is_early`).
+    `min_tokens` is not among them, because its effect ends by itself (`ProcessorInputs.is_early`).
     """
     found = Processors(0)
     if params.has_penalties:

@@ -25,7 +25,7 @@ from paxkv.runner.sampling.sampling_columns import SamplingInputs
 # Vocabulary entries that are reduced together. Two levels of reductions are many times faster than
 # one over the whole vocabulary on the CPU, and let a draw resolve probabilities below 2^-23.
 GROUP_SIZE = 128
-# How to read places that exist: without the code for negative ones.
+# Arguments to read at indices that are in bounds, without code for negative indices.
 _IN_BOUNDS = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
 
 
@@ -50,7 +50,7 @@ def sample(
         lambda: jnp.where(inputs.temperature > 0, _draw(logits, inputs), greedy_ids),
         lambda: greedy_ids,
     )
-    # Packed here: five results of the branch would be five more kernels.
+    # Packed, because a branch with five results would need five more kernels.
     packed = jax.lax.cond(
         jnp.any(inputs.wants_logprobs),
         lambda: pack_result(
@@ -70,14 +70,15 @@ def argmax_grouped(logits: jax.Array) -> jax.Array:  # f32[num_logits, vocab] ->
 
 
 def _draw(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:  # i32[num_logits]
-    """Draws from each row's filtered distribution; greedy rows get something to be ignored."""
+    """Draws from each row's filtered distribution. The results of greedy rows are ignored."""
     temperature = jnp.where(inputs.temperature > 0, inputs.temperature, 1.0)[:, None]
     shifted = (logits - logits.max(axis=-1, keepdims=True)) / temperature
-    # Relative to the most likely token, whose weight is 1: so every weight is in [0, 1].
+    # The most likely token has weight 1, so every weight is in [0, 1].
     weights = _grouped(jnp.exp(shifted), fill=0.0)  # f32[num_logits, num_vocab_groups, GROUP_SIZE]
     threshold = _filter_threshold(weights, inputs)
     kept = jnp.where(weights >= threshold[:, None, None], weights, 0.0)
-    # A uniform number for the group, another within it: the product of both is the exact chance.
+    # One uniform number picks the group, another the token in it. The product of both probabilities
+    # is the probability of the token.
     uniforms = _uniforms(inputs.seed, inputs.draw_position)
     group_idx = _pick(kept.sum(axis=-1), uniforms[:, 0])
     inner_idx = _pick(_take_group(kept, group_idx), uniforms[:, 1])
@@ -90,7 +91,7 @@ def _uniforms(
 ) -> jax.Array:  # f32[num_logits, 2] in [0, 1)
     """Two numbers per row that are a function of its seed and position alone.
 
-    The words of `jax.random.fold_in(seed, position)` as a threefry key.
+    They are the words of `jax.random.fold_in(seed, position)` as a threefry key.
     """
     words = _threefry_2x32(seed, position.astype(jnp.uint32))
     return (words >> 8).astype(jnp.float32) * 2.0**-24  # 24 bits: the largest is below 1
@@ -98,12 +99,11 @@ def _uniforms(
 
 def _threefry_2x32(
     key: tuple[jax.Array, jax.Array],  # u32[num_logits] both
-    count: jax.Array,  # u32[num_logits], the low word of what is hashed; the high one is 0
+    count: jax.Array,  # u32[num_logits], the low word of the hashed number; the high word is 0
 ) -> jax.Array:  # u32[num_logits, 2]
-    """The hash behind `jax.random`, written out.
+    """The hash of `jax.random`, as one kernel.
 
-    On the CPU JAX makes a loop of it, which is ten kernels to compile in every program that draws;
-    this is one.
+    On the CPU, JAX's own is a loop, which adds ten kernels to every program that draws.
 
     Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011), section 3.3.
     """
@@ -122,10 +122,10 @@ def _pick(
     mass: jax.Array,  # f32[num_logits, n], not negative
     uniform: jax.Array,  # f32[num_logits], in [0, 1)
 ) -> jax.Array:  # i32[num_logits]
-    """Inverse CDF: index i with chance `mass[i] / sum(mass)`, never one without mass.
+    """Returns index i with probability `mass[i] / sum(mass)`, and never an index without mass.
 
-    Rounding in a parallel prefix sum may let it rise or fall by a little where the mass is 0, so
-    entries without mass are left out, of the total too.
+    Rounding in the parallel prefix sum can change the sum at an entry without mass. Such entries
+    are therefore left out, also when the total is computed.
     """
     has_mass = mass > 0
     cdf = jnp.cumsum(mass, axis=-1)
@@ -134,12 +134,12 @@ def _pick(
 
 
 def _filter_threshold(weights: jax.Array, inputs: SamplingInputs) -> jax.Array:
-    """The least weight that each row keeps, f32[num_logits]: the largest that a filter asks for.
+    """The least weight that each row keeps, f32[num_logits]: the largest threshold of its filters.
 
-    That of top_k is its top_k-th largest weight, so equal ones are all kept. That of top_p is where
-    the mass of the most likely tokens reaches `top_p` of what min_p and top_k keep. Both are the
-    largest threshold above which some sum is large enough; so they are two turns of one loop, which
-    leaves out a turn that no row asks for.
+    The threshold of top_k is the top_k-th largest weight, so all weights equal to it are kept. With
+    the threshold of top_p, the kept tokens have at least `top_p` of the mass that min_p and top_k
+    keep. Both are the largest threshold for which a sum is large enough. They are two iterations of
+    one loop, which skips an iteration that no row needs.
     """
 
     def raise_by(turn: jax.Array, threshold: jax.Array) -> jax.Array:
@@ -152,7 +152,7 @@ def _filter_threshold(weights: jax.Array, inputs: SamplingInputs) -> jax.Array:
 
         mass = inputs.top_p * sum_at_least(threshold)
         wanted = jnp.where(is_top_k, inputs.top_k.astype(jnp.float32), mass)
-        # Rows without the filter are content at once.
+        # Rows without the filter need no search.
         is_wanted = jnp.where(is_top_k, inputs.top_k > 0, inputs.top_p < 1)
         found = _largest_threshold(sum_at_least, wanted, is_wanted)
         return jnp.where(is_wanted, jnp.maximum(threshold, found), threshold)
@@ -177,7 +177,7 @@ def _largest_threshold(
         return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
     low = jnp.zeros(wanted.shape, jnp.int32)  # measure(low) >= wanted
-    high = jnp.full(wanted.shape, 0x3F800001, jnp.int32)  # just above 1.0: measures too little
+    high = jnp.full(wanted.shape, 0x3F800001, jnp.int32)  # just above 1.0; measure(high) < wanted
     high = jnp.where(is_wanted, high, low + 1)
 
     def is_open(state: tuple[jax.Array, jax.Array]) -> jax.Array:

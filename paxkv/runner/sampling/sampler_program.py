@@ -1,4 +1,4 @@
-"""The compiled sampler of steps: one program draws from the logits that any of them left."""
+"""The compiled sampler: one program that draws from the logits of any step."""
 
 from collections.abc import Callable
 
@@ -19,13 +19,13 @@ def make_sampler(shape: SamplerShape) -> SamplerFunction:
     """The sampler of one shape, not yet compiled. It takes what a step of `make_step` returns.
 
     Its result i32[max_draws, num_reqs, RESULT_WIDTH] has the draws of each request (`pack_result`),
-    like a burst of `max_draws` steps. Requests that draw nothing may have anything there.
-    `next_tokens` i32[num_reqs] are the first draws, for the next step's `prev_tokens`: this step
-    can start before the host has them. The logits are returned unchanged, so that a step that
+    like a burst of `max_draws` steps. The result of requests that draw nothing is undefined.
+    `next_tokens` i32[num_reqs] are the first draws. The next step reads them as `prev_tokens`, so
+    it can start before the host has them. The logits are returned unchanged, so that a step that
     overwrites them must wait for this program.
 
     With `max_draws` above 1, a request draws the token at each draft's position and the token after
-    its last draft. Its tokens end with the first one that is not the draft.
+    its last draft. Its tokens end with the first token that differs from its draft.
     """
 
     def draw(

@@ -25,7 +25,7 @@ from paxkv.runner.shapes.sampling_row import (
 
 
 class Processors(enum.IntFlag):
-    """What is done to a row's logits before a token is drawn; 0 is nothing."""
+    """The changes of a row's logits before a token is drawn."""
 
     TOKEN_HISTORY = 1  # penalties or bad words: the row's tokens are kept on the device
     PENALTIES = 2
@@ -42,14 +42,14 @@ NO_PROCESSORS = Processors(0)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingInputs:
-    """What the sampler knows of each row; a row depends on nothing but its own entries.
+    """The sampler's settings of each row.
 
-    Columns are read under `jit` where they are used: read before a branch or a loop, each would be
-    an argument of it, and a kernel to compile.
+    Properties slice columns where they are used, under `jit`. A slice before a branch or a loop
+    would be an argument of it, and a further kernel to compile.
     """
 
     rows: jax.Array  # i32[num_logits, NUM_COLUMNS or more], of `encode_sampling_params`
-    draw_position: jax.Array  # i32[num_logits], place in its sequence of the token to be drawn
+    draw_position: jax.Array  # i32[num_logits], position of the token to be drawn
 
     @property
     def temperature(self) -> jax.Array:  # f32[num_logits], 0 is greedy
@@ -79,7 +79,7 @@ class SamplingInputs:
 
     @property
     def is_drawn(self) -> jax.Array:  # bool[num_logits]
-        """Whether the row draws at all: no token is drawn for the first place of a sequence."""
+        """Whether the row draws a token. Position 0 is never drawn."""
         return self.draw_position > 0
 
     def _float_column(self, name: str) -> jax.Array:  # f32[num_logits]
@@ -89,14 +89,14 @@ class SamplingInputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessorInputs:
-    """What changes a row's logits before it draws; arrays have an entry per row of the logits."""
+    """The settings of logits processors, one entry per row of logits."""
 
     presence_penalty: jax.Array  # f32[num_logits]
     frequency_penalty: jax.Array  # f32[num_logits]
     repetition_penalty: jax.Array  # f32[num_logits]
     processors: jax.Array  # i32[num_logits], bits of `Processors`; 0 where nothing is drawn
     num_prompt_tokens: jax.Array  # i32[num_logits]
-    is_early: jax.Array  # bool[num_logits], whether no token may be drawn that ends it
+    is_early: jax.Array  # bool[num_logits], whether tokens that end the request are banned
     row: jax.Array  # i32[num_logits], of the `RowState`
     draw_position: jax.Array  # i32[num_logits]
 
@@ -106,7 +106,7 @@ class ProcessorInputs:
 
 
 def seed_of_request(engine_seed: int, req_id: str) -> int:
-    """The seed of a request that brings none: the same in every run with the same ids."""
+    """The seed of a request without a seed: the same in every run with the same request ids."""
     digest = hashlib.sha256(f"{engine_seed}\0{req_id}".encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
@@ -125,7 +125,7 @@ def encode_sampling_params(
 
     Args:
         seed: 64 signed bits, from the request or from `seed_of_request`.
-        processors: Of the request, as `processors_of` finds them.
+        processors: The result of `processors_of`.
     """
     row_np = np.zeros(NUM_COLUMNS, np.int32)
     if params.is_greedy:
@@ -166,7 +166,7 @@ def decode_step_rows(
 def decode_processors(
     sampling: jax.Array,  # i32[num_rows, step_row_width]
 ) -> ProcessorInputs:
-    """The other half of `join_step_rows`, under `jit`."""
+    """Reads the settings of processors from rows of `join_step_rows`, under `jit`."""
     floats = jax.lax.bitcast_convert_type(sampling[:, :NUM_FLOATS], jnp.float32)
     draw_position = sampling[:, DRAW_POSITION]
     is_drawn = draw_position > 0

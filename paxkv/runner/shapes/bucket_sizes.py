@@ -1,11 +1,9 @@
-"""Which sizes programs have: a batch is padded to the next of them."""
+"""The sizes of programs. A batch is padded to the next larger size."""
 
 import bisect
 
 # Rows that are drawn at a time. A row of a large vocabulary is long, and most steps that compute a
-# prompt draw tokens for few rows. Bursts of 64 sampled rows, hidden size 512 and a vocabulary of
-# 16,384: 306 tokens per CPU-second with 8 rows at a time, 289 with 32 (one core with AVX-512, JAX
-# 0.10.2).
+# prompt draw tokens for few rows. Measured in docs/design/cpu.md.
 SAMPLED_CHUNK_ROWS = 8
 
 # Tokens that batch-invariant steps compute at a time. With fewer, a single request is faster; with
@@ -13,16 +11,13 @@ SAMPLED_CHUNK_ROWS = 8
 INVARIANT_TILE_TOKENS = 32
 
 # Every bucket is a program that is compiled before the first request, or a part of one
-# (`share_programs`). Fewer buckets would mean more padding: with steps that are each four times as
-# large as the one before, half of what short prompts compute would be padding. Every step that
-# is not a burst has a prompt. On a CPU, a few tokens take as long as 16: the time to read the
-# weights.
+# (`share_programs`). Fewer buckets would mean more padding. If each were four times the one before,
+# half of the tokens that short prompts compute would be padding. Every step that is not a burst has
+# a prompt. On a CPU, a few tokens take as long as 16: the time to read the weights.
 MIN_BATCHED_TOKENS = 16
-# With four drafts for one request, `benchmarks.engine.drafts` gains 1.5 with 8 and 1.0 with 16 (one
-# core with AVX-512).
+# With four drafts for one request, 16 tokens would gain nothing. Measured in docs/design/cpu.md.
 MIN_VERIFIED_TOKENS = 8
-# Milliseconds of a step with hidden size 512 on one core: 4.7 for 1 request, 7.3 for 2, 8.2 for 8,
-# 11.2 for 12 or 16, 14 for 24, 18 for 32, 24 for 48, 30 for 64. So 2 requests may as well be 8.
+# On a CPU, 2 requests take almost as long as 8. Measured in docs/design/cpu.md.
 MIN_DECODED_REQS = 8
 # Sizes halfway between two powers of two. Such steps take long enough to be worth a program.
 HALFWAY_REQS = (24, 48)
@@ -84,7 +79,7 @@ def one_program_each(buckets: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def _growing(smallest: int, largest: int, *, growth: int) -> tuple[int, ...]:
-    """`smallest`, then numbers below `largest` that are each `growth` times the last; `largest`."""
+    """Numbers from `smallest` on, each `growth` times the one before; the last is `largest`."""
     counts = []
     count = smallest
     while count < largest:

@@ -11,13 +11,13 @@ from paxkv.runner.shapes.step_variant import StepVariant, add_wants
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TableShape:
-    """The block tables of those KV cache groups that share an array of a step (`GroupInputs`).
+    """The block tables of KV cache groups that share an array of a step (`GroupInputs`).
 
     Args:
-        is_state: The columns are the blocks of a state, and not of token positions (`StateInputs`).
-            The groups are then the parts of the slots of one KV cache group (`MambaSpec`). Each
-            request has two slots, which may be the same: the state is read from the first, and
-            written to the second.
+        is_state: The columns are the blocks of a state, not of token positions (`StateInputs`).
+            The groups are then parts of the slots of one KV cache group (`MambaSpec`). Each request
+            has two slots, which may be the same. The state is read from the first slot and written
+            to the second.
     """
 
     num_groups: int
@@ -41,13 +41,13 @@ class StepShape:
 
     Args:
         tile_tokens: The step computes this many tokens at a time, and skips tiles without tokens.
-            None: all at once. Divides `num_tokens`.
+            A divisor of `num_tokens`. None: all tokens at once.
         features: Further computations, in the order of the runner's features.
         widths: Numbers of tokens that its layers can compute, in rising order. The step uses the
             smallest that holds its tokens. The last is `num_tokens`; empty means only that one.
         num_logits: Rows of logits. A request has up to `max_draws` of them.
-        logits: "last" if the rows are the last tokens of the requests, in order: then the last
-            layer computes no other row. "indices" for any rows (`Wants`).
+        logits: "last" if the rows are the last tokens of the requests, in order. The last layer
+            then computes no other rows. "indices" for any rows (`Wants`).
         max_draws: Most tokens that one request draws: 1, and 1 more for each draft that a step can
             verify.
     """

@@ -19,8 +19,8 @@ COLUMNS = (
 NUM_COLUMNS = len(COLUMNS)
 # Columns that a step adds for the sampler.
 DRAW_POSITION = NUM_COLUMNS  # of the token that the row draws; 0 where it draws none
-# Only if a request may draw several tokens: the token before the drawn one, the number of the draw
-# among the draws of its request, and the place of the request in the step.
+# Columns that exist only if a request may draw several tokens: the token before the drawn one, the
+# index of the draw among the draws of its request, and the index of the request in the step.
 GIVEN_ID, DRAW_IDX, DRAW_REQ = range(NUM_COLUMNS + 1, NUM_COLUMNS + 4)
 NUM_FLOATS = COLUMNS.index("top_k")
 TOP_K, SEED, WANTS_LOGPROBS, PROCESSORS, NUM_PROMPT_TOKENS, MIN_TOKENS_END, ROW = (

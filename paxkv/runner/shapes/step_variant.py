@@ -93,7 +93,7 @@ class StepVariant(Protocol):
         return {}
 
     def arrays(self) -> Mapping[str, DeviceArray]:
-        """The arrays of `StepFeature.arrays` that the step is given, by name."""
+        """The arrays of `StepFeature.arrays` that the step needs, by name."""
         return {}
 
     def results(self, *, num_tokens: int, num_reqs: int) -> Mapping[str, tuple[int, ...]]:

@@ -84,7 +84,7 @@ def test_a_token_takes_one_latent_and_one_rotary_key_per_layer(hf_config, dtype,
     ids=["DeepSeek V3", "Kimi K2"],
 )
 def test_memory_plan_counts_the_bytes_of_latents(hf_config, max_model_len, num_longest):
-    """61 layers x (512 + 64) numbers x 2 bytes = 70,272 bytes a token."""
+    """61 layers x (512 + 64) numbers x 2 bytes = 70,272 bytes per token."""
     memory = DeviceMemory(
         total_bytes=40 * 2**30, limit_bytes=40 * 2**30, used_bytes=0, activation_bytes=0
     )
@@ -102,7 +102,7 @@ def test_memory_plan_counts_the_bytes_of_latents(hf_config, max_model_len, num_l
     assert plan.kv_cache_config.num_blocks == 8_576
     assert plan.num_tokens == 8_575 * 64
     assert plan.num_longest_reqs == num_longest
-    assert "(bfloat16 latents, 70272 bytes a token, " in plan.report()
+    assert "(bfloat16 latents, 70272 bytes per token, " in plan.report()
 
 
 def test_padding_on_a_tpu_is_reported():

@@ -184,7 +184,7 @@ def test_report_says_tokens_and_longest_requests():
     assert result.num_longest_reqs == 4
     assert result.num_tokens == 28 * 16
     report = result.report()
-    for part in ("29 blocks of 16", "1024 bytes a token", "448 tokens", "4 requests of 100"):
+    for part in ("29 blocks of 16", "1024 bytes per token", "448 tokens", "4 requests of 100"):
         assert part in report
 
 
@@ -256,7 +256,7 @@ def test_report_of_several_groups_says_what_a_late_token_costs():
     report = result.report()
     for part in (
         "301 blocks of 16 tokens in 6 groups",
-        "3072 bytes a token, 512 past the window of a long sequence",
+        "3072 bytes per token, 512 past the window of a long sequence",
         "800 tokens",
         "3 requests of 1024",
     ):

@@ -387,7 +387,7 @@ def test_compiling_replaces_its_own_files_and_no_others(tmp_path):
     NewCompiledPrograms(out).open({**IDENTITY, "jax": "2"}, SHAPES, jax.devices())
     assert [path.name for path in out.iterdir()] == ["programs.json"]
     (out / "letter.txt").write_text("dear")
-    with pytest.raises(ConfigError, match="holds other files, as 'letter.txt'"):
+    with pytest.raises(ConfigError, match="holds other files, 'letter.txt' for example"):
         NewCompiledPrograms(out)
     with pytest.raises(ConfigError, match="cannot be written to"):
         NewCompiledPrograms(out / "letter.txt")

@@ -22,7 +22,7 @@ def look(check, logprobs, *, num_drawn=None, req_ids=("a", "b"), unfinished=("a"
     result_np[:, : len(req_ids), 0] = 7
     result_np[:, : len(req_ids), 1] = logprobs_np.view(np.int32)
     num_drawn_np = np.array([len(logprobs)] * len(req_ids) if num_drawn is None else num_drawn)
-    check.look(list(req_ids), num_drawn_np, result_np, unfinished=unfinished)
+    check.count(list(req_ids), num_drawn_np, result_np, unfinished=unfinished)
     return check.num_corrupted_requests
 
 
@@ -52,7 +52,7 @@ def test_request_that_ends_inside_a_burst_is_not_counted():
     check = LogitsCheck()
     result_np = np.full((8, 2, RESULT_WIDTH), NO_TOKEN, np.int32)
     result_np[0, 0, :2] = 7, np.float32(-1.0).view(np.int32)
-    check.look(["a"], np.array([8]), result_np, unfinished=("a",))
+    check.count(["a"], np.array([8]), result_np, unfinished=("a",))
     assert check.num_corrupted_requests == 0
 
 
@@ -64,17 +64,17 @@ def test_the_sampler_shows_bad_logits_to_rows_that_ask(bad, temperature):
     row_np = encode_sampling_params(params, seed=1, vocab_size=VOCAB)
     rows_np = np.stack([row_np, row_np])
     check = LogitsCheck()
-    check.ask_all(rows_np)
+    check.request_logprobs(rows_np)
     logits_np = np.zeros((2, VOCAB), np.float32)
     logits_np[1, 150] = bad
     inputs = SamplingInputs(rows=jnp.asarray(rows_np), draw_position=jnp.array([5, 5]))
     result_np = np.asarray(pack_result(sample(jnp.asarray(logits_np), inputs)))[None]
-    check.look(["a", "b"], np.array([1, 1]), result_np, unfinished=("a", "b"))
+    check.count(["a", "b"], np.array([1, 1]), result_np, unfinished=("a", "b"))
     assert check.num_corrupted_requests == (0 if bad in (-np.inf, 1e30) else 1)
 
 
 def test_every_row_is_made_to_ask():
     rows_np = np.zeros((3, NUM_COLUMNS), np.int32)
-    LogitsCheck().ask_all(rows_np)
+    LogitsCheck().request_logprobs(rows_np)
     inputs = SamplingInputs(rows=jnp.asarray(rows_np), draw_position=jnp.zeros(3, jnp.int32))
     assert inputs.wants_logprobs.all()
