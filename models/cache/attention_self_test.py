@@ -11,7 +11,7 @@ from models.cache.self_test import MAX_RELATIVE_ERROR, AttentionRules, relative_
 from models.cache.self_test_batch import RaggedBatch, ragged_batch, run_layer
 
 # A window of 4,096 tokens, or a soft cap of 50, would change nothing in inputs as small as these.
-# Larger limits are tried as these, so a kernel that forgets a limit fails.
+# Larger limits are replaced by these, so a kernel that forgets a limit fails.
 MAX_WINDOW = 60
 MAX_SOFT_CAP = 1.0
 # The mean of random sinks: a sink weighs as much as 50 keys.

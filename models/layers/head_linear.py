@@ -17,7 +17,7 @@ class HeadLinear(nnx.Module):
     matrices as parts of other tensors.
 
     Attributes:
-        name: As of `Linear`. A change of its output gets the heads of a row side by side.
+        name: As in `Linear`. A step feature that changes the output gets rows of joined heads.
     """
 
     chosen_in_place: ClassVar[tuple[str, ...]] = ("kernel",)

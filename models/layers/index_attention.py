@@ -99,7 +99,7 @@ class ChoiceCarry(Carry):
 
     @classmethod
     def before_layers(cls, carry: Carry, index_top_k: int) -> "ChoiceCarry":
-        """What the first layer gets: it has an index, and replaces this choice of no tokens."""
+        """The input of the first layer, without chosen tokens. That layer has an index."""
         shape = (carry.hidden.shape[0], index_top_k)
         return cls(hidden=carry.hidden, chosen=jnp.full(shape, NO_POSITION, jnp.int32))
 

@@ -18,7 +18,7 @@ NORM_EPS = 1e-6
 
 
 class IndexQueries(NamedTuple):
-    """What a token scores other tokens with (`pallas_kernels.index_top_k`)."""
+    """The inputs with which a token scores other tokens (`pallas_kernels.index_top_k`)."""
 
     q: jax.Array  # f[num_rows, num_heads, head_dim]
     weights: jax.Array  # f32[num_rows, num_heads]

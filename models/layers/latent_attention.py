@@ -29,7 +29,7 @@ class LatentAttention(nnx.Module):
     """Attention whose keys and values are projections of one cached latent per token.
 
     The checkpoint's `kv_b_proj` expands a latent to the keys and values of all heads. Its two
-    halves are parameters of their own here. `k_up` is applied to queries and `v_up` to the output,
+    halves are separate parameters here. `k_up` is applied to queries and `v_up` to the output,
     so that keys and values are never expanded.
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# XLA:CPU takes ten times as long to multiply 7 rows of bfloat16 or int8 as to multiply 8.
+# XLA:CPU multiplies fewer rows of bfloat16 or int8 much more slowly (docs/design/cpu.md).
 MIN_ROUNDED_ROWS = 8
 
 

@@ -10,7 +10,7 @@ from models.loading.quantized.packed_integers import ScaledIntegers
 from models.stored_kernels.scaled import ScaledKernel, fitting_group_size
 from models.weight_rule import WeightRule
 
-# From the one that takes the least memory.
+# The size that takes the least memory comes first.
 _GROUP_SIZES = (128, 64, 32, 16)
 _MAX_4_BITS = 15
 

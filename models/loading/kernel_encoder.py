@@ -32,8 +32,8 @@ class KernelEncoder:
     Embeddings keep their form, and so does a head that reads the embedding.
 
     Args:
-        product_dtype: What matrices of `Linear` layers are rounded to. Activations are rounded
-            where they meet such a matrix, and sums are as wide as ever.
+        product_dtype: The dtype of matrices of `Linear` layers. Activations are rounded to it when
+            they are multiplied with such a matrix. Sums are not rounded to it.
         panel_width: Columns of the panels of float32 matrices, if these are not rounded; None
             leaves them whole.
         quantization: What matrices and experts are quantized to. Activations are not rounded. With

@@ -23,15 +23,15 @@ _DTYPES = {
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
-# Of the length of the header, which the file begins with.
+# The file begins with the length of its header, which has this many bytes.
 _LENGTH_BYTES = 8
 
 
 class MappedTensors:
     """Gives views of the mapped file.
 
-    `safetensors` itself copies each tensor into new memory. For a model of 1.2 GB, this takes 0.8 s
-    of a processor, most of it in page faults, while the other processors wait.
+    `safetensors` itself copies each tensor into new memory, which takes time on one processor
+    (docs/design/cpu.md).
 
     Args:
         path: A file whose header `safetensors` has checked.
@@ -49,7 +49,7 @@ class MappedTensors:
         """Returns a tensor, which cannot be written to.
 
         Raises:
-            CheckpointError: The tensor has another dtype than those above.
+            CheckpointError: The tensor has a dtype that is not in `_DTYPES`.
         """
         tensor = self._header[name]
         dtype, shape = _DTYPES.get(tensor["dtype"]), tuple(tensor["shape"])

@@ -1,4 +1,4 @@
-"""`PanelKernel`: columns of a kernel lie together, so that few rows take less time on one core."""
+"""`PanelKernel`: stores neighboring columns of a kernel together, for few rows on one core."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from models.weight_rule import SplitAxis
 # Where a huge page may begin: then all panels can lie in huge pages
 # (`models/platforms/huge_pages.py`).
 _ALIGNMENT_BYTES = 2 * 2**20
-# In a program of one row XLA:CPU makes a loop of its own of each panel, which is 0.02 s to compile.
+# In a program of one row, XLA:CPU compiles a separate loop for each panel.
 MAX_PANELS = 64
 
 
@@ -24,16 +24,12 @@ MAX_PANELS = 64
 class PanelKernel(StoredKernel):
     """Implements `StoredKernel` for one float32 matrix: panels [in, width] of its columns.
 
-    The last panel has the columns that are left. Panels of a kernel with more than `MAX_PANELS` are
-    wider by a whole factor.
+    The last panel has the remaining columns. If a kernel would have more than `MAX_PANELS`, its
+    panels are wider by a whole factor.
 
-    The rows of a wide kernel are far apart, often by a power of two: what a product reads of a few
-    columns then falls on few places of the first cache, and every row is a page of its own. A panel
-    is one piece of memory. XLA's own products, MLP of one layer, JAX 0.10.2, one core with AVX-512,
-    panels of 512 columns, time over that of whole kernels: hidden 1,024 0.79 with 16 rows, 0.76
-    with 32, 0.74 with 64, 0.95 with 256; hidden 512 0.9, 0.83, 0.93 and 0.95. A head of 1,024 by
-    32,768 with its argmax 0.44 with 64 rows, of 512 by 16,384 0.7. One row gains nothing, and an
-    engine on one core takes 1.1 to 1.2 of the time to start.
+    The rows of a wide kernel are far apart, often by a power of two. A product that reads a few
+    columns of each row then uses few sets of the first cache, and one page of memory per row. A
+    panel is contiguous. Measured in docs/design/cpu.md.
     """
 
     panels: tuple[jax.Array, ...]  # f32[in_features, width]

@@ -20,12 +20,9 @@ INT8_MAX = 127
 class RoundedInt8Kernel(StoredKernel):
     """Implements `StoredKernel` for one matrix.
 
-    Each token is rounded to 255 steps of its own largest number. Nothing has to be calibrated.
-
-    Both operands are contiguous along the summed axis, which int8 instructions need. With [in, out]
-    YNNPACK reorders the kernel and sums its columns at each call: products of 512 by 1,536 take 1.2
-    to 1.3 times as long with 8 rows, 1.1 with 64, and about as long with 256 (one core with AVX-512
-    VNNI, JAX 0.12.0.1).
+    The activations of each token have a scale of their own, so nothing has to be calibrated. Both
+    operands are contiguous along the summed axis, which int8 instructions need. With [in, out],
+    YNNPACK would reorder the kernel at each call (measured: docs/design/cpu.md).
     """
 
     numbers: jax.Array  # i8[out_features, in_features]

@@ -15,7 +15,7 @@ from pallas_kernels import GroupTiles
 
 # `use(function, operand)` returns `function(operand, kernel)`, where `kernel` is the one whose
 # arrays are multiplied. In a loop over layers, this is the kernel of the layer that the loop has
-# reached, and the program contains the function once per layer. So it should contain little.
+# reached, and the program contains the function once per layer. So the function should be small.
 UseKernel = Callable[[Callable[..., Any], jax.Array], Any]
 
 
@@ -29,7 +29,7 @@ class StoredKernel(ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix or the stack, in whatever form it is stored."""
+        """The shape of the matrix or the stack, however it is stored."""
 
     @property
     @abstractmethod

@@ -26,7 +26,7 @@ def block_scatter(
 ) -> jax.Array:  # the pages
     """Writes whole blocks of every row into the cache, to swap them in or to receive them.
 
-    The inverse of `block_gather`; the blocks may be others. Values keep their bits, as in
+    The inverse of `block_gather`, also into other blocks. Values keep their bits, as in
     `block_gather`. The write is in place if the caller donates the pages and rebinds them (on the
     CPU, see `kv_scatter`).
 

@@ -68,7 +68,7 @@ class RaggedConfig:
 def v_part_width(head_dim: int) -> int:
     """Columns of V, and so of the output, that one CTA computes.
 
-    The output of 64 rows of 512 columns would take 256 registers a thread. So a CTA has half the
+    The output of 64 rows of 512 columns would take 256 registers per thread. So a CTA has half the
     columns, and the scores are computed twice.
     """
     return head_dim if head_dim <= MAX_V_WIDTH else head_dim // 2
@@ -180,7 +180,7 @@ def plan_tiles(
     Returns:
         The plan, with one row per CTA, the longest first, so that the last CTAs to start are short.
         And each token's row in the concatenation of the unsorted tiles: tile * tokens_per_tile +
-        token of the tile. Tokens that are in no tile get any row.
+        token of the tile. Tokens that are in no tile get an arbitrary row.
 
     All pairs are compared: XLA would turn a binary search into a while loop. On a GPU, the loop
     costs more than these small tables, and cannot be in a CUDA graph.
@@ -190,7 +190,7 @@ def plan_tiles(
     num_tiles = max_num_tiles(num_tokens, num_reqs, tokens_per_tile, skip_single)
     num_query = query_start_loc[1:] - query_start_loc[:-1]  # i32[num_reqs]
     tiled_query = jnp.where(num_query > 1, num_query, 0) if skip_single else num_query
-    # 8 tokens a tile, num_query [20, 0, 5] -> tiles [3, 0, 1], ends [3, 3, 4];
+    # 8 tokens per tile, num_query [20, 0, 5] -> tiles [3, 0, 1], ends [3, 3, 4];
     # request of each tile [0, 0, 0, 2], first token inside the request [0, 8, 16, 0].
     tiles_of_req = (tiled_query + (tokens_per_tile - 1)) // tokens_per_tile
     tile_ends = jnp.cumsum(tiles_of_req)

@@ -44,7 +44,7 @@ class Awq:
 
         Raises:
             ModelConfigError: A field is of the wrong type.
-            UnsupportedModelError: The layout is another one, or numbers have other bits.
+            UnsupportedModelError: The layout or the number of bits is not supported.
         """
         version = str(fields.get("version") or "gemm").lower()
         read_choice(f"{FIELD}.version", version, ("gemm",))
