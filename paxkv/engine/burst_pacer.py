@@ -15,8 +15,8 @@ _MIN_AWAITED_S = 0.01
 # device would idle, its bursts would seem longer, and the engine would wait even longer.
 _DECIDING_MARGIN = 2.0
 # While it waits, the engine checks about once per decode step whether the burst has ended early, as
-# it does when all requests end. More checks would cost time: on a processor that also computes the
-# burst, the engine wakes with cold caches, which takes 0.1 ms.
+# it does when all requests end. More checks would cost time, because the engine wakes with cold
+# caches on a processor that also computes the burst.
 _MIN_CHECK_S = 0.005
 # The longest time that the engine waits before it checks whether it must end.
 _MAX_CHECK_S = 0.1

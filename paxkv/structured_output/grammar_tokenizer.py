@@ -36,11 +36,11 @@ def make_grammar_tokenizer(
 class _Spelling:
     """The interface that llguidance requires of a tokenizer, with llguidance's names.
 
-    It replaces llguidance's own tokenizer for two reasons. That one treats no added token as text,
-    even if the token is not special: "<tool_call>" could only be written as "<", "tool" and so on.
-    It also does not check the tokens of a text that must follow. They may spell another text ("e"
-    and an accent are normalized to one character), or mean something else ("</s>" ends an answer).
-    Then the request would end with an error.
+    It replaces llguidance's own tokenizer for two reasons. llguidance's treats no added token as
+    text, even if the token is not special: "<tool_call>" could only be written as "<", "tool" and
+    so on. It also does not check the tokens of a text that must follow. They may spell another text
+    ("e" and an accent are normalized to one character), or mean something else ("</s>" ends an
+    answer). Then the request would end with an error.
     """
 
     is_tokenizer_wrapper = True

@@ -136,7 +136,7 @@ class Drafts(StepFeature):
         if not drawn:
             return {}
         choice = self._pacer.choose(len(drawn), proposals, rates)
-        # A request without drafts keeps the engine from running ahead.
+        # An entry without drafts keeps the engine from running ahead.
         return choice.drafts if choice.is_ahead or choice.drafts else {drawn[0]: []}
 
     def _start(self, req_id: str, token_ids: Sequence[int]) -> None:

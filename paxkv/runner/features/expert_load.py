@@ -151,7 +151,7 @@ def describe_load(
     The imbalance of a layer is the load of its busiest expert, divided by the mean load of all its
     experts: 1 is perfectly even. A layer with less than half of the choices of another layer counts
     neither for imbalances nor for idle experts, because few choices are uneven by chance. The last
-    layer has few choices if most tokens are of prompts, because it computes only a few of these.
+    layer has few choices if most tokens are inside prompts, because it skips these tokens.
     """
     num_choices = {layer_idx: int(counts_np.sum()) for layer_idx, counts_np in of_layers.items()}
     most = max(num_choices.values())

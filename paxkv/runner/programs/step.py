@@ -34,7 +34,7 @@ def unpack_fields(
 
 
 def unpack_batch(fields: dict[str, jax.Array], shape: StepShape) -> ForwardBatch:
-    """The model's input, of the fields that `unpack_fields` returned."""
+    """Makes the model's input from the result of `unpack_fields`."""
     return make_batch(
         token_ids=fields["token_ids"],
         positions=fields["positions"],
@@ -62,10 +62,10 @@ def select_tokens(
 def make_step(model: LoadedModel, shape: StepShape) -> StepFunction:
     """The step of one shape, not yet compiled.
 
-    It returns the cache, the logits f32[num_rows, vocab] of the rows of its `DrawPlan`, `sampling`
-    i32[num_rows, step_row_width], from which the sampler (`make_sampler`) draws, the results of the
-    shape's features, and their donated arrays. The sampler is a separate program, so that it is not
-    compiled again with each of many steps.
+    It returns the logits f32[num_rows, vocab] of the rows of its `DrawPlan`, and `sampling`
+    i32[num_rows, step_row_width]. The sampler (`make_sampler`) draws from both. It is a separate
+    program, so that it is not compiled again with each of many steps. The step also returns the
+    cache, the results of the shape's features, and their donated arrays.
     """
     layout = PackedLayout(shape)
 

@@ -1,4 +1,4 @@
-"""`HermesToolParser`: for calls like `<tool_call>{"name": ...}</tool_call>`, also of Qwen."""
+"""`HermesToolParser`: parses calls like `<tool_call>{"name": ...}</tool_call>`, as Qwen's."""
 
 from paxkv.text.tool_parsers.call_object import CallObject
 from paxkv.text.tool_parsers.tag_finder import num_held_chars
