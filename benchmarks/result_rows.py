@@ -100,7 +100,7 @@ def _name_in_cpuinfo(text: str) -> str | None:
 def append_rows(rows: Sequence[ResultRow], file: Path) -> None:
     """Appends rows to a file of JSON lines, which is created if missing.
 
-    The rows are one write, so a process that is killed leaves all of them or none.
+    All rows are written at once, so a process that is killed leaves all of them or none.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as out:

@@ -2,7 +2,7 @@
 
 import jax
 
-# XLA sums up to this many columns. Its loop adds this few in a fixed order.
+# The largest number of columns that XLA sums itself: its loop adds so few in a fixed order.
 _NUM_COLUMNS_LEFT = 8
 
 

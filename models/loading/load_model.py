@@ -325,7 +325,7 @@ def _read_ahead(
             if following is not None:
                 sources.append(reader.submit(read, *following))
             weights = sources.pop(0).result()
-            # Here, because a combined weight is a copy.
+            # Not in the reader, because a combined weight is a copy, and only one should exist.
             if is_kept:
                 yield keep_integers(rule, weights, panel_width=panel_width)
             else:

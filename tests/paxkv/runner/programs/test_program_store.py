@@ -149,7 +149,7 @@ def num_compilations():
 
 
 class WatchedStore(NewCompiledPrograms):
-    """Notes whether JAX's own cache took part in compiling."""
+    """Records whether JAX's own cache took part in compiling."""
 
     def open(self, *arguments):
         folder = super().open(*arguments)

@@ -175,8 +175,8 @@ def test_start_that_fails_begins_no_other_program(mesh, kv_cache, monkeypatch):
 
 
 @dataclasses.dataclass(frozen=True)
-class NotingPlatform(Platform):
-    """Notes what it is asked for options of."""
+class ReportingPlatform(Platform):
+    """Returns its arguments as the compiler's options."""
 
     def compiler_options(self, dtypes, *, batch_invariant=False):
         return {"of": f"{sorted(dtypes)}, {batch_invariant}"}
@@ -194,7 +194,7 @@ def test_every_program_of_an_engine_is_compiled_with_the_options_of_its_platform
         batch_invariant=batch_invariant,
     )
     model = TinyModel()
-    model.platform = NotingPlatform()
+    model.platform = ReportingPlatform()
     programs = StepPrograms(
         model=model,
         params=model.params,
