@@ -2,6 +2,9 @@
 
 Importing a server takes half of what starting and ending one costs; importing an engine without a
 device takes most of it.
+
+The process that forks ends with the test process, also if that is killed, and kills the processes
+that it forked and that are left then: a stopped engine does not see that its parent is gone.
 """
 
 import contextlib
@@ -14,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -23,6 +27,8 @@ _MAX_MESSAGE_BYTES = 2**17
 # Files that a fork is sent first get numbers from here on, so that none takes another's place.
 _FIRST_SPARE_FILE = 200
 _MAX_FILES = 8
+# Time for forked processes to end by themselves when the test process no longer needs them.
+_END_S = 5.0
 
 
 class ForkedProcess:
@@ -138,7 +144,7 @@ class ForkedProcesses:
 
     def close(self) -> None:
         self._control.close()
-        self._process.wait()
+        self._process.wait(_END_S + 60)
 
 
 @contextlib.contextmanager
@@ -152,40 +158,66 @@ def forked_processes(module: str) -> Iterator[ForkedProcesses]:
 
 def serve_forks(main: Callable[[Sequence[str]], int]) -> int:
     """Forks a process for each message; returns in it with what `main` returns, and at the end."""
+    tellers = []
     with socket.socket(fileno=os.dup(0)) as control:
         while True:
             message, files, *_ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, _MAX_FILES)
             if not message:
                 break
-            if os.fork() == 0:
+            teller = os.fork()
+            if teller == 0:
                 control.close()
                 arguments, environment, numbers = json.loads(message)
                 status, *others = files
                 if _is_forked(status, dict(zip(numbers, others, strict=True))):
                     return _run(main, arguments, environment)
                 os._exit(0)
+            tellers.append(teller)
             for file in files:
                 os.close(file)
-    # So that their CPU time counts as this process's.
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.wait()
+    _end(tellers)
     return 0
+
+
+def _end(tellers: Sequence[int]) -> None:
+    """Waits for the processes that tell how a forked one ends; kills the forked ones after a while.
+
+    The wait also makes their CPU time count as this process's.
+    """
+    deadline_s = time.monotonic() + _END_S
+    left = set(tellers)
+    while left and time.monotonic() < deadline_s:
+        left = {pid for pid in left if os.waitpid(pid, os.WNOHANG) == (0, 0)}
+        time.sleep(0.01)
+    for pid in left:
+        os.kill(pid, signal.SIGTERM)
+    for pid in left:
+        os.waitpid(pid, 0)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _is_forked(status: int, files: Mapping[int, int]) -> bool:
     """Forks the process; the one in between tells how it ends, and returns False.
+
+    The one in between kills the process and its group when it gets SIGTERM.
 
     Args:
         files: Number that the process is to have a file under -> the number here.
     """
     pid = os.fork()
     if pid:
+        signal.signal(signal.SIGTERM, lambda *_: _kill_group(pid))
         os.write(status, f"{pid}\n".encode())
         for file in (0, *files.values()):
             os.close(file)
         _, code = os.waitpid(pid, 0)
-        os.write(status, f"{os.waitstatus_to_exitcode(code)}\n".encode())
+        # The test process may be gone.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(status, f"{os.waitstatus_to_exitcode(code)}\n".encode())
         return False
     os.setsid()
     os.close(status)
