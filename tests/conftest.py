@@ -27,6 +27,11 @@ _authority.write_text(
     Path(certifi.where()).read_text(encoding="utf-8").partition(_end_of_first)[0] + _end_of_first
 )
 os.environ["SSL_CERT_FILE"] = str(_authority)
+# No test writes into the user's cache folder, where an engine stores programs if no folder is set.
+# Matplotlib would read all fonts of the machine again without its own cache there.
+_user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+os.environ.setdefault("MPLCONFIGDIR", os.path.join(_user_cache, "matplotlib"))
+os.environ["XDG_CACHE_HOME"] = _compilation_cache.name
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compilation_cache.name)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
