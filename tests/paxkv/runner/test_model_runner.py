@@ -296,7 +296,7 @@ def test_tokens_are_fetched_once(runner):
     driver.add("a", prompt(0, 1), GREEDY)
     handle = runner.execute_model(driver.schedule({"a": 1}))
     handle.sample_tokens()
-    with pytest.raises(InvariantError, match="once"):
+    with pytest.raises(InvariantError, match="fetched before"):
         handle.sample_tokens()
     driver.finish_all()
 
