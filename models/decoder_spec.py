@@ -41,6 +41,18 @@ class DecoderSpec:
 
     layers: tuple[LayerSpec, ...]
 
+    def on_each_of(self, num_devices: int) -> "DecoderSpec":
+        """The caches as each device of a mesh keeps them."""
+
+        def split(layer: LayerSpec) -> LayerSpec:
+            caches = tuple(
+                (name, replace(ref, format=ref.format.on_each_of(num_devices)))
+                for name, ref in layer.caches
+            )
+            return replace(layer, caches=caches)
+
+        return replace(self, layers=tuple(map(split, self.layers)))
+
     @property
     def own_formats(self) -> dict[str, CacheFormat]:
         """Full name -> format of every cache that is not shared from another layer."""

@@ -13,10 +13,12 @@ from models.errors import ModelError
 # The mesh axis of tensor parallelism; the KV cache splits its heads over the same one.
 MODEL_AXIS = "model"
 
-# Names of axes: attention's heads, the inner width of an MLP, the vocabulary, and experts. A mesh
-# splits the first three over `MODEL_AXIS`. It does not split experts: every device has a part of
-# each expert.
-SplitAxis = Literal["heads", "inner", "vocab", "experts"]
+# Names of axes: attention's heads, those of keys and values, the inner width of an MLP, the
+# vocabulary, and experts. A mesh splits all over `MODEL_AXIS`, with three exceptions (`on_mesh`):
+# - KV heads stay whole if there are fewer of them than devices.
+# - The vocabulary stays whole if its size is no multiple of the number of devices.
+# - Experts stay whole: every device has a part of each expert.
+SplitAxis = Literal["heads", "kv_heads", "inner", "vocab", "experts"]
 # - matrix: the kernel [in, out] of a `Linear`; a checkpoint stores it as [out, in]
 # - experts: the kernels [num_experts, in, out] of an `ExpertLinear`; `combine` makes
 #   [num_experts, out, in] from a checkpoint
@@ -76,6 +78,31 @@ class WeightRule:
                 f"({', '.join(source.name for source in self.sources)}); expected one. Pass "
                 "`combine` to combine them."
             )
+
+    def on_mesh(
+        self, shape: tuple[int, ...], num_devices: int, *, splits_kv_heads: bool
+    ) -> "WeightRule":
+        """The rule in which axes have a name only if a mesh of so many devices splits them.
+
+        Args:
+            shape: Of the parameter.
+            splits_kv_heads: See `models.config.split_over_devices.splits_kv_heads`.
+
+        Raises:
+            ModelError: An axis has to be split and cannot be.
+        """
+        axes = tuple(
+            None if is_whole(axis, size, num_devices, splits_kv_heads=splits_kv_heads) else axis
+            for axis, size in zip(self.axes, shape, strict=True)
+        )
+        for axis, size in zip(axes, shape, strict=True):
+            if axis not in (None, "experts") and size % num_devices:
+                raise ModelError(
+                    f"a parameter of {self.sources[0].name} has {size} features of the axis "
+                    f"{axis!r}, which cannot be split over {num_devices} devices; expected a "
+                    "multiple. Use fewer devices."
+                )
+        return replace(self, axes=axes)
 
     def combined(self, weights_np: Sequence[np.ndarray]) -> np.ndarray:
         """The parameter as a checkpoint would store it."""
@@ -147,6 +174,16 @@ def _named_layers(model: nnx.Module) -> Iterator[tuple[str, HasWeights]]:
     for path, module in nnx.iter_modules(model):
         if module is not model and hasattr(module, "weight_rules"):
             yield ".".join(map(str, path)), module
+
+
+def is_whole(axis: SplitAxis | None, size: int, num_devices: int, *, splits_kv_heads: bool) -> bool:
+    """Whether every device has all of an axis."""
+    match axis:
+        case "kv_heads":
+            return not splits_kv_heads
+        case "vocab":
+            return size % num_devices != 0
+    return axis in (None, "experts")
 
 
 def split_spec(axes: Sequence[SplitAxis | None]) -> PartitionSpec:

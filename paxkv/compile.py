@@ -42,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = engine_config_from_arguments(namespace)
         # JAX reads these variables when it first uses a device. One replica's programs fit all.
-        os.environ.update(replica_environments(config.parallel.data_parallel_size)[0])
+        parallel = config.parallel
+        sizes = parallel.data_parallel_size, parallel.tensor_parallel_size
+        os.environ.update(replica_environments(*sizes)[0])
         with ended_by_interrupt():
             num_programs = compile_programs(config, namespace.out, show_progress=True)
     except (ConfigError, ModelError) as error:

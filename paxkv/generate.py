@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from models import LoadedModel
+from models import KernelSettings, LoadedModel
 from paxkv.client.input_processor import InputProcessor
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.config.setting import at_least
@@ -23,6 +23,7 @@ from paxkv.contracts.owner_process import OwnerProcess
 from paxkv.contracts.scheduler_output import NewRequestData
 from paxkv.errors import InvalidRequestError, PromptTooLongError, UnsupportedFeatureError
 from paxkv.runner.batch.input_batch import InputBatch
+from paxkv.runner.memory.device_mesh import mesh_of
 from paxkv.runner.memory.max_model_len import find_max_model_len
 from paxkv.runner.programs.generation import GenerateInputs, GenerateShape, make_generate
 from paxkv.scheduler.request import Request
@@ -69,6 +70,9 @@ class CompiledGenerator:
         self._owner = OwnerProcess("this CompiledGenerator")
         if tokenizer is not None:
             model = model.without_tokens(tokenizer.ids_without_token(model.config.vocab_size))
+        mesh = mesh_of(model.params[0])
+        if mesh.size > 1:
+            model = model.with_kernels(KernelSettings.for_mesh(mesh))
         self._model = model
         self._shape = shape
         self._seed = seed

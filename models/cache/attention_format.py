@@ -26,7 +26,7 @@ class AttentionFormat:
     values would need strides that the GPU kernels' copies cannot express.
 
     Args:
-        num_kv_heads: Of all devices together.
+        num_kv_heads: Of one device, after `on_each_of`.
         head_dim: Width of a stored key or value. Layers pad what is narrower, with zeros.
         content_dim: Width of a key and a value together as the layer makes them; None is twice
             `head_dim`.
@@ -44,9 +44,13 @@ class AttentionFormat:
     sliding_window: int | None = None
     chunk_size: int | None = None
 
-    def page_bytes(self, block_size: int, num_shards: int = 1) -> int:
+    def on_each_of(self, num_devices: int) -> "AttentionFormat":
+        """The format with the heads of one device: its part, or a copy of one head."""
+        return replace(self, num_kv_heads=max(1, self.num_kv_heads // num_devices))
+
+    def page_bytes(self, block_size: int) -> int:
         width = _NUM_PARTS * self.num_kv_heads * self.head_dim
-        return width * block_size * jnp.dtype(self.dtype).itemsize // num_shards
+        return width * block_size * jnp.dtype(self.dtype).itemsize
 
     def content_bytes(self, block_size: int) -> int:
         if self.content_dim is None:
@@ -87,17 +91,17 @@ class AttentionFormat:
         dtype = jnp.dtype(self.dtype)
         return None if pages.dtype == dtype else dtype
 
-    def view(self, pages: Pages, block_size: int, *, num_shards: int = 1) -> jax.Array:
+    def view(self, pages: Pages, block_size: int) -> jax.Array:
         """The pages of one device as the ops take them; costs nothing.
 
         Returns:
-            [num_rows, 2 * num_blocks, num_kv_heads / num_shards, block_size, head_dim]: the keys
-            of block b are at 2 * b of the second axis, its values at 2 * b + 1.
+            [num_rows, 2 * num_blocks, num_kv_heads, block_size, head_dim]: the keys of block b are
+            at 2 * b of the second axis, its values at 2 * b + 1.
         """
         return view_pages(
             pages,
             num_parts=_NUM_PARTS,
-            num_kv_heads=self.num_kv_heads // num_shards,
+            num_kv_heads=self.num_kv_heads,
             block_size=block_size,
             head_dim=self.head_dim,
         )

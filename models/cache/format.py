@@ -26,6 +26,9 @@ KV_KINDS = ("full", "window", "chunk")
 class CacheFormat(Protocol):
     """How one cache of a layer lies in its pages. Frozen and hashable, so static in a program.
 
+    A model's `DecoderSpec` has the formats of whole caches. The runner, and layers in `by_device`,
+    use those that `on_each_of` returns: everything about pages is of one device.
+
     The format, and the layers that use it, read and write the pages. A format without ops of its
     own calls the functions in `models/cache/rules.py`.
     """
@@ -37,14 +40,17 @@ class CacheFormat(Protocol):
     def dtype(self) -> str:
         """Of the numbers in a page. The array that holds them may have another."""
 
-    def page_bytes(self, block_size: int, num_shards: int = 1) -> int:
-        """Bytes of a page: of a block of `block_size` tokens, on one of `num_shards` devices.
+    def on_each_of(self, num_devices: int) -> Self:
+        """The part of the cache that each device of a mesh keeps. It may be the whole cache."""
+
+    def page_bytes(self, block_size: int) -> int:
+        """Bytes of a page: of a block of `block_size` tokens.
 
         For a state: of the page that would hold it alone.
         """
 
     def content_bytes(self, block_size: int) -> int:
-        """Bytes of a page on one device that layers fill; the rest is padding."""
+        """Bytes of a page that layers fill; the rest is padding."""
 
     def with_width_step(self, step: int) -> Self:
         """The format of a platform that stores heads in multiples of `step` numbers.
@@ -60,4 +66,4 @@ class CacheFormat(Protocol):
         """
 
     def with_page_bytes(self, page_bytes: int, block_size: int) -> Self | None:
-        """The same contents in pages of `page_bytes` on one device; None if they cannot hold it."""
+        """The same contents in pages of `page_bytes`; None if they cannot hold it."""

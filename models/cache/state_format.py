@@ -46,9 +46,11 @@ class StateFormat:
     dtype: str = "float32"
     kind: Literal["state"] = "state"
 
-    def page_bytes(self, block_size: int, num_shards: int = 1) -> int:
-        num_bytes = -(-self.content_bytes(block_size) // num_shards)
-        return -(-num_bytes // _PAGE_STEP_BYTES) * _PAGE_STEP_BYTES
+    def on_each_of(self, num_devices: int) -> "StateFormat":
+        return self
+
+    def page_bytes(self, block_size: int) -> int:
+        return -(-self.content_bytes(block_size) // _PAGE_STEP_BYTES) * _PAGE_STEP_BYTES
 
     def content_bytes(self, block_size: int) -> int:
         return sum(map(math.prod, self.shapes)) * jnp.dtype(self.dtype).itemsize

@@ -33,7 +33,10 @@ class VectorFormat:
         """Width of a vector without padding."""
         raise NotImplementedError(f"{type(self).__name__} must define content_dim")
 
-    def page_bytes(self, block_size: int, num_shards: int = 1) -> int:
+    def on_each_of(self, num_devices: int) -> Self:
+        return self
+
+    def page_bytes(self, block_size: int) -> int:
         return self.width * block_size * jnp.dtype(self.dtype).itemsize
 
     def content_bytes(self, block_size: int) -> int:

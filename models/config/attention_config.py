@@ -1,6 +1,6 @@
 """`AttentionConfig`: what one layer of attention over keys and values is, as plain numbers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from models.cache.attention_format import AttentionFormat
 from models.cache.format import CacheFormat
@@ -76,6 +76,16 @@ class AttentionConfig:
                 f"config.json: a layer has sliding_window={self.sliding_window} and "
                 f"attention_chunk_size={self.chunk_size}; expected at most one of them."
             )
+
+    def on_each_of(self, num_devices: int) -> "AttentionConfig":
+        """The heads that each device of a mesh computes; of more slopes than that, the first."""
+        num_q_heads = self.num_q_heads // num_devices
+        return replace(
+            self,
+            num_q_heads=num_q_heads,
+            num_kv_heads=max(1, self.num_kv_heads // num_devices),
+            alibi_slopes=self.alibi_slopes and self.alibi_slopes[:num_q_heads],
+        )
 
     @property
     def value_head_dim(self) -> int:

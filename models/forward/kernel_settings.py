@@ -7,12 +7,11 @@ from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_kernels
 from models.cache.format import Pages
-from models.errors import ModelError
-from models.weight_rule import MODEL_AXIS
+from models.weight_rule import MODEL_AXIS, SplitAxis, is_whole
 
 # f[num_tokens, heads, head_dim], each device with some of the heads; and the pages, each with its
 # own part of every page.
@@ -33,12 +32,15 @@ class KernelSettings:
         target: What programs are compiled for; `None` means JAX's default device.
         mesh: With an axis `MODEL_AXIS`; `None` means one device.
         batch_invariant: A token's attention must have the same bits in every batch.
+        splits_kv_heads: Whether no two devices have keys and values of the same head.
+            `LoadedModel.with_kernels` sets it.
     """
 
     implementation: str | None = None
     target: pallas_kernels.Target | None = None
     mesh: Mesh | None = None
     batch_invariant: bool = False
+    splits_kv_heads: bool = True
 
     @classmethod
     def for_mesh(
@@ -61,17 +63,18 @@ class KernelSettings:
         """Devices that heads are split over."""
         return 1 if self.mesh is None else self.mesh.shape[MODEL_AXIS]
 
-    def check_heads(self, num_kv_heads: int) -> None:
-        """Checks that every device gets the same number of KV heads.
+    def split_last(self, x: jax.Array, axis: SplitAxis | None) -> jax.Array:
+        """`x` with its last axis split over the devices as `WeightRule` splits such an axis.
 
-        Raises:
-            ModelError: The heads cannot be split evenly.
+        Without this, the compiler would choose, and may gather a kernel in place of its output.
         """
-        if num_kv_heads % self.num_shards:
-            raise ModelError(
-                f"KV heads cannot be split evenly: got {num_kv_heads} heads over "
-                f"{self.num_shards} devices, wanted a multiple. Use fewer devices."
-            )
+        if self.num_shards == 1:
+            return x
+        is_split = not is_whole(
+            axis, x.shape[-1], self.num_shards, splits_kv_heads=self.splits_kv_heads
+        )
+        spec = PartitionSpec(*[None] * (x.ndim - 1), MODEL_AXIS) if is_split else WHOLE
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def by_device(
         self,

@@ -50,7 +50,7 @@ def attend(
         slots: jax.Array,
         *sequences: jax.Array,
     ) -> tuple[jax.Array, Pages]:
-        view = cache.format.view(pages, cache.block_size, num_shards=kernels.num_shards)
+        view = cache.format.view(pages, cache.block_size)
         if new_kv is not None:
             view = pallas_kernels.kv_scatter(view, *new_kv, slots, cache.row, **chosen)
         attended = pallas_kernels.paged_attention(
@@ -67,15 +67,29 @@ def attend(
         )
         return attended, cache.format.unview(view, pages)
 
+    if new_kv is not None:
+        num_heads = cache.format.num_kv_heads * kernels.num_shards
+        new_kv = tuple(_with_copies(_with_width(x, width), num_heads) for x in new_kv)
     attended, pages = kernels.by_device(
-        *(of_own_heads, _with_width(q, width)),
-        None if new_kv is None else tuple(_with_width(x, width) for x in new_kv),
+        *(of_own_heads, _with_width(q, width), new_kv),
         *(sinks, slopes, pages, cache.slots),
         *(cache.block_tables, cache.seq_lens, context.query_start_loc),
         in_specs=(TOKENS_BY_HEAD, TOKENS_BY_HEAD, *[BY_HEAD] * 2, PAGES_BY_DEVICE, *[WHOLE] * 4),
         out_specs=(TOKENS_BY_HEAD, PAGES_BY_DEVICE),
     )
     return attended[..., : config.value_head_dim], pages
+
+
+def _with_copies(
+    heads: jax.Array,  # f[num_tokens, num_kv_heads, width]
+    num_heads: int,
+) -> jax.Array:  # f[num_tokens, num_heads, width]
+    """Repeats each head, if there are more devices than heads, until each device has one.
+
+    A device has query heads of one KV head then, because both are in the same order.
+    """
+    num_copies = num_heads // heads.shape[1]
+    return heads if num_copies == 1 else jnp.repeat(heads, num_copies, axis=1)
 
 
 def _with_width(

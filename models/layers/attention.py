@@ -13,7 +13,7 @@ from models.layers.attend import attend
 from models.layers.linear import Linear
 from models.layers.rotary import Rotate, apply_rotary
 from models.layers.self_attention import Norm
-from models.weight_rule import Source, WeightRule
+from models.weight_rule import Source, SplitAxis, WeightRule
 
 
 class AttentionBase(nnx.Module):
@@ -128,8 +128,10 @@ class Attention(AttentionBase):
             rotate: Turns queries and keys.
         """
         super().__init__(config, q_norm=q_norm, rotate=rotate, dtype=dtype)
-        self.k_proj = _linear_in(config, config.num_kv_heads * config.head_dim, dtype)
-        self.v_proj = _linear_in(config, config.num_kv_heads * config.value_head_dim, dtype)
+        widths = [config.num_kv_heads * dim for dim in (config.head_dim, config.value_head_dim)]
+        self.k_proj, self.v_proj = (
+            _linear_in(config, width, dtype, axis="kv_heads") for width in widths
+        )
         self.k_norm = k_norm
         self.v_norm = v_norm
 
@@ -248,9 +250,11 @@ class SharedKVAttention(AttentionBase):
         return self.attend(q, None, pages, context)
 
 
-def _linear_in(config: AttentionConfig, width: int, dtype: jnp.dtype) -> Linear:
+def _linear_in(
+    config: AttentionConfig, width: int, dtype: jnp.dtype, *, axis: SplitAxis = "heads"
+) -> Linear:
     return Linear(
-        config.hidden_size, width, axes=(None, "heads"), use_bias=config.qkv_bias, dtype=dtype
+        config.hidden_size, width, axes=(None, axis), use_bias=config.qkv_bias, dtype=dtype
     )
 
 

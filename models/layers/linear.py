@@ -62,7 +62,7 @@ class Linear(nnx.Module):
         x: jax.Array,  # f[num_rows, in_features], of the tokens of `context.of_rows`
         context: LayerContext,
     ) -> jax.Array:  # f[num_rows, out_features]
-        y = self.product(x)
+        y = context.kernels.split_last(self.product(x), self.axes[1])
         if self.bias is not None:
             y += self.bias[...].astype(jnp.float32)
         return context.changed_linear(self.name, x, y.astype(x.dtype))

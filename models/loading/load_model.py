@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from models.config.model_config import ModelConfig, ModelDtype
+from models.config.split_over_devices import check_split, splits_kv_heads
 from models.decoders.decoder import Decoder
 from models.errors import ModelError
 from models.layers.linear import Linear, name_linears
@@ -27,6 +29,7 @@ from models.loading.quantized import DequantizedCheckpoint
 from models.loading.quantized.packed_integers import ScaledIntegers
 from models.loading.safetensors_reader import SafetensorsCheckpoint
 from models.loading.source import read_model_config, read_weight_format, resolve_model_folder
+from models.loading.split_weight import put_split
 from models.loading.tensor_names import name_weights
 from models.loading.tied_head import is_head_tied
 from models.loading.zero_biases import find_zero_biases
@@ -37,7 +40,7 @@ from models.registry import family_class
 from models.stored_kernels.scaled import ScaledKernel
 from models.stored_kernels.use_kernel import KernelValue
 from models.text_parts import is_of_other_part
-from models.weight_rule import WeightRule
+from models.weight_rule import WeightRule, split_spec
 
 LoadDtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -58,8 +61,9 @@ def load_model(
     generation_folder: Path | None = None,
     model_impl: str = AUTO,
     platform: Platform | None = None,
+    mesh: Mesh | None = None,
 ) -> LoadedModel:
-    """Loads a model onto the default device.
+    """Loads a model onto the default device, or onto the devices of a mesh.
 
     Args:
         model: A folder in Hugging Face layout, or a hub name such as "Qwen/Qwen3-0.6B".
@@ -77,6 +81,7 @@ def load_model(
         generation_folder: As in `read_model_config`.
         model_impl: As in `models.registry.read_config`.
         platform: What its programs will be compiled for; None is JAX's default device.
+        mesh: With the axis `MODEL_AXIS`. Each device gets its own part of every parameter.
 
     Raises:
         ModelError: The subclass says whether the model cannot be found, is not supported, or its
@@ -96,9 +101,13 @@ def load_model(
         group_size=quantization_group_size,
     )
     check_not_forked()
+    num_devices = 1 if mesh is None else mesh.size
+    if num_devices > 1:
+        _check_stored_whole(encoder)
     # A model that is not supported is refused before its weights are downloaded.
     folder = resolve_model_folder(model, with_weights=False)
     config = read_model_config(folder, generation_folder=generation_folder, model_impl=model_impl)
+    check_split(config, num_devices)
     if load_format != "dummy":
         folder = resolve_model_folder(model)
     config = dataclasses.replace(config, has_unified_kv=has_unified_kv).for_length(max_model_len)
@@ -119,6 +128,7 @@ def load_model(
         dtype=dtype,
         platform=platform,
         changes_kernels=encoder.changes_matrices,
+        mesh=mesh,
     )
     structure = make_structure(config)
     if checkpoint is not None:
@@ -165,6 +175,7 @@ class _Structure:
         dtype: ModelDtype,
         platform: Platform,
         changes_kernels: bool,
+        mesh: Mesh | None,
     ) -> None:
         self.config = config
         tied_head = None
@@ -215,6 +226,18 @@ class _Structure:
                     "is stored."
                 )
 
+        self._mesh = mesh
+        if mesh is not None:
+            splits = splits_kv_heads(config, mesh.size)
+            self.rules = tuple(
+                rule.on_mesh(shape.shape, mesh.size, splits_kv_heads=splits)
+                for rule, shape in zip(self.rules, self.shapes, strict=True)
+            )
+
+    def sharding_of(self, rule: WeightRule) -> NamedSharding | None:
+        """How a parameter with this rule is split; None: it is on the default device."""
+        return self._mesh and NamedSharding(self._mesh, split_spec(rule.axes))
+
     @property
     def source_names(self) -> list[str]:
         """Names of the tensors that the model needs, as weight rules have them."""
@@ -261,7 +284,7 @@ def _read_params(
             yield weight
         else:
             yield encoder.encode(
-                _put(name, rule, wanted, weight, encoder.platform),
+                _put(name, rule, wanted, weight, encoder.platform, structure.sharding_of(rule)),
                 rule.layout,
                 is_router=name in structure.routers,
             )
@@ -273,11 +296,16 @@ def _put(
     wanted: jax.ShapeDtypeStruct,
     weight_np: np.ndarray,
     platform: Platform,
+    sharding: NamedSharding | None,
 ) -> jax.Array:
     is_transposed = rule.layout in ("matrix", "experts", "heads", "turned_table")
     if weight_np.dtype == np.float64:  # no float64 on the device
         weight_np = weight_np.astype(np.float32)
-    param = platform.put_weight(weight_np, wanted.dtype, is_transposed=is_transposed)
+    if sharding is None:
+        param = platform.put_weight(weight_np, wanted.dtype, is_transposed=is_transposed)
+    else:
+        turned = {"is_transposed": is_transposed, "sharding": sharding}
+        param = put_split(weight_np, wanted.dtype, platform, **turned)
     _check_shape(name, param.shape, wanted.shape)
     return param
 
@@ -352,25 +380,41 @@ def _random_params(
     for param_idx, (name, rule, wanted) in enumerate(
         zip(structure.names, structure.rules, structure.shapes, strict=True)
     ):
+        sharding = structure.sharding_of(rule)
         match name.rpartition(".")[2]:
             case "scale":
-                yield jnp.ones(wanted.shape, wanted.dtype)
+                yield jnp.ones(wanted.shape, wanted.dtype, device=sharding)
             case "bias" | "correction_bias" | "offset":
-                yield jnp.zeros(wanted.shape, wanted.dtype)
+                yield jnp.zeros(wanted.shape, wanted.dtype, device=sharding)
             case _:
                 yield encoder.encode(
-                    _random_normal(key, param_idx, std, wanted.shape, wanted.dtype),
+                    _random_normal(key, param_idx, std, wanted.shape, wanted.dtype, sharding),
                     rule.layout,
                     is_router=name in structure.routers,
                 )
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+@functools.partial(jax.jit, static_argnames=("shape", "dtype", "sharding"))
 def _random_normal(
-    key: jax.Array, param_idx: int, std: float, shape: tuple[int, ...], dtype: jnp.dtype
+    key: jax.Array,
+    param_idx: int,
+    std: float,
+    shape: tuple[int, ...],
+    dtype: jnp.dtype,
+    sharding: NamedSharding | None,
 ) -> jax.Array:
     values = jax.random.normal(jax.random.fold_in(key, param_idx), shape, jnp.float32)
-    return (std * values).astype(dtype)
+    values = (std * values).astype(dtype)
+    return values if sharding is None else jax.lax.with_sharding_constraint(values, sharding)
+
+
+def _check_stored_whole(encoder: KernelEncoder) -> None:
+    if encoder.quantization != "none" or encoder.product_dtype != "auto":
+        raise ModelError(
+            f"quantization is {encoder.quantization!r} and product_dtype is "
+            f"{encoder.product_dtype!r}; on several devices kernels are stored as floats in the "
+            "model's dtype. Set none and auto, or use one device."
+        )
 
 
 def _check_choice(name: str, got: str, choices: tuple[str, ...]) -> None:

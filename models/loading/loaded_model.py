@@ -1,6 +1,7 @@
 """`LoadedModel`: a model split into static structure and a flat tuple of arrays."""
 
 import dataclasses
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from models.cache.format import Pages
 from models.config.model_config import ModelConfig
+from models.config.split_over_devices import check_split, splits_kv_heads
 from models.errors import ModelError
 from models.forward.forward_batch import ForwardBatch
 from models.forward.kernel_settings import KernelSettings
@@ -96,11 +98,21 @@ class LoadedModel:
             for value in self.parameters.values()
         )
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the weights on one device."""
+        return sum(
+            math.prod(param.sharding.shard_shape(param.shape)) * param.dtype.itemsize
+            for param in self.params
+        )
+
     def describe_weights(self) -> str:
         """Describes the memory of the weights in one line, for the log."""
-        on_device = sum(param.nbytes for param in self.params)
+        on_device = self.device_bytes
+        num_devices = len(self.params[0].sharding.device_set)
+        where = "the device" if num_devices == 1 else f"each of {num_devices} devices"
         parts = [] if self.file_bytes is None else [f"{self.file_bytes / 2**20:,.1f} MiB in files"]
-        parts.append(f"{on_device / 2**20:,.1f} MiB on the device")
+        parts.append(f"{on_device / 2**20:,.1f} MiB on {where}")
         kernels = [
             value
             for name, value in self.parameters.items()
@@ -136,10 +148,11 @@ class LoadedModel:
         """The same model calling the ops on the KV cache in another way.
 
         Raises:
-            ModelError: Its KV heads cannot be split over the mesh.
+            ModelError: It cannot be split over the mesh.
         """
-        for num_kv_heads in {layer.num_kv_heads for layer in self.config.attention_layers}:
-            kernels.check_heads(num_kv_heads)
+        check_split(self.config, kernels.num_shards)
+        splits = splits_kv_heads(self.config, kernels.num_shards)
+        kernels = dataclasses.replace(kernels, splits_kv_heads=splits)
         return dataclasses.replace(self, kernels=kernels)
 
     def without_tokens(self, token_ids: Iterable[int]) -> "LoadedModel":
@@ -203,6 +216,10 @@ class LoadedModel:
     ) -> jax.Array:  # f32[num_logits, vocab]
         """Projects hidden states, `Outputs.for_logits`, onto the vocabulary."""
         logits = self._merge(params).compute_logits(hidden)
+        # Each device multiplies with its part of the head. The sampler needs whole rows: every
+        # device draws from them, and all draw the same.
+        for axis in ("vocab", None):
+            logits = self.kernels.split_last(logits, axis)
         if not self.unused_token_ids:
             return logits
         is_used_np = np.ones(logits.shape[-1], bool)

@@ -127,18 +127,24 @@ class Platform:
         return run_in_turn(layers, carry, pages, context)
 
     def put_weight(
-        self, weight_np: np.ndarray, dtype: jnp.dtype, *, is_transposed: bool
+        self,
+        weight_np: np.ndarray,
+        dtype: jnp.dtype,
+        *,
+        is_transposed: bool,
+        device: jax.Device | None = None,
     ) -> jax.Array:
-        """Brings an array of a checkpoint to the device.
+        """Brings an array of a checkpoint to a device.
 
         Args:
             is_transposed: Whether the last two axes are swapped.
+            device: None is JAX's default device.
         """
         # The host casts a small array in a few milliseconds. Compiling a program that casts it
         # would take 0.03 s per shape at every start.
         on_host = weight_np.size <= _MAX_HOST_CAST
         cast = cast_on_host if on_host else cast_on_device
-        return cast(weight_np, dtype, is_transposed=is_transposed)
+        return cast(weight_np, dtype, is_transposed=is_transposed, device=device)
 
     def prepare_arrays(self, arrays: Iterable[jax.Array]) -> None:
         """Makes the memory of long-lived arrays faster to read; their values do not change."""

@@ -127,10 +127,15 @@ class CPU(Platform):
         return run_in_loop(layers, carry, pages, context)
 
     def put_weight(
-        self, weight_np: np.ndarray, dtype: jnp.dtype, *, is_transposed: bool
+        self,
+        weight_np: np.ndarray,
+        dtype: jnp.dtype,
+        *,
+        is_transposed: bool,
+        device: jax.Device | None = None,
     ) -> jax.Array:
         """As `Platform.put_weight`. The host casts every weight, into huge pages."""
-        return cast_on_host(weight_np, dtype, is_transposed=is_transposed)
+        return cast_on_host(weight_np, dtype, is_transposed=is_transposed, device=device)
 
     def prepare_arrays(self, arrays: Iterable[jax.Array]) -> None:
         use_huge_pages(arrays)

@@ -17,11 +17,18 @@ _TILE = (512, 128)
 _MIN_FOR_THREADS = 2**20
 
 
-def cast_on_host(weight_np: np.ndarray, dtype: jnp.dtype, *, is_transposed: bool) -> jax.Array:
+def cast_on_host(
+    weight_np: np.ndarray,
+    dtype: jnp.dtype,
+    *,
+    is_transposed: bool,
+    device: jax.Device | None = None,
+) -> jax.Array:
     """Casts on the host with all cores, into new memory.
 
     Args:
         is_transposed: Whether the last two axes are swapped.
+        device: None is JAX's default device.
     """
     shape = weight_np.shape
     if is_transposed:
@@ -43,7 +50,7 @@ def cast_on_host(weight_np: np.ndarray, dtype: jnp.dtype, *, is_transposed: bool
         with ThreadPoolExecutor(num_cores()) as pool:
             for _ in pool.map(cast, tiles):
                 pass
-    return jax.device_put(array_np, may_alias=True)
+    return jax.device_put(array_np, device, may_alias=True)
 
 
 def _tiles(shape: tuple[int, ...]) -> Iterator[tuple[int | slice, ...]]:
@@ -62,9 +69,15 @@ def _tiles(shape: tuple[int, ...]) -> Iterator[tuple[int | slice, ...]]:
                 )
 
 
-def cast_on_device(weight_np: np.ndarray, dtype: jnp.dtype, *, is_transposed: bool) -> jax.Array:
+def cast_on_device(
+    weight_np: np.ndarray,
+    dtype: jnp.dtype,
+    *,
+    is_transposed: bool,
+    device: jax.Device | None = None,
+) -> jax.Array:
     """As `cast_on_host`, by a program of the device."""
-    return _cast(jax.device_put(weight_np), dtype, is_transposed)
+    return _cast(jax.device_put(weight_np, device), dtype, is_transposed)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "is_transposed"))

@@ -500,17 +500,24 @@ class RunnerConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """The number of engines."""
+    """The number of engines, and of devices of each."""
 
+    tensor_parallel_size: int = setting(
+        "number of devices of an engine. Each has a part of every layer and of the KV cache, so "
+        "larger models and more requests fit: docs/guide/several-devices.md",
+        1,
+        aliases=("-tp",),
+    )
     data_parallel_size: int = setting(
         "number of engines that share the requests. Each is a process with its own weights and KV "
         "cache, so other limits and sizes apply to each engine. On an NVIDIA machine each engine "
-        "has one GPU; without GPUs, an equal part of the processor cores",
+        "has --tensor-parallel-size GPUs; without GPUs, an equal part of the processor cores",
         1,
         aliases=("-dp",),
     )
 
     def __post_init__(self) -> None:
+        at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         at_least("data_parallel_size", self.data_parallel_size, 1)
 
 

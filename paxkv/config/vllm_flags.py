@@ -104,9 +104,9 @@ def _refused_switches(reason: str, names: str) -> list[VllmFlag]:
     return _refused(reason, names, False, num_values=0)
 
 
-_ONE_DEVICE = (
-    "an engine uses one device of one machine, so no work is split over devices; "
-    "--data-parallel-size starts several engines"
+_ONE_PROCESS = (
+    "an engine is one process, whose devices each have a part of every layer "
+    "(--tensor-parallel-size); --data-parallel-size starts several engines"
 )
 _ONE_MACHINE = "all engines run on one machine and share its port; use --data-parallel-size"
 _COMPILED = "all steps run as programs that XLA compiles before the port opens"
@@ -117,7 +117,7 @@ _CHECKPOINT = "paxkv follows the checkpoint and has no flag to override it"
 _HUGGING_FACE = "paxkv reads only checkpoints in the format of Hugging Face"
 _NO_MULTIMODAL = "only text models are supported"
 _NO_EXPERT_PARALLELISM = (
-    "all experts of a model run on the engine's one device; expert parallelism is not supported"
+    "each device of an engine has a part of every expert; expert parallelism is not supported"
 )
 _NO_MAMBA = "states of Mamba layers are float32, and have no settings"
 _NO_LORA = "LoRA adapters are not supported"
@@ -136,27 +136,27 @@ _NO_FAULT_TOLERANCE = "the server restarts engines that died; see --max-engine-r
 
 VLLM_FLAGS: tuple[VllmFlag, ...] = (
     # Devices and machines.
-    *_refused(_ONE_DEVICE, "--tensor-parallel-size, -tp --pipeline-parallel-size, -pp", 1),
-    *_refused(_ONE_DEVICE, "--decode-context-parallel-size, -dcp", 1),
-    *_refused(_ONE_DEVICE, "--prefill-context-parallel-size, -pcp --nnodes, -n", 1),
-    *_refused(_ONE_DEVICE, "--node-rank, -r", 0),
-    *_refused(_ONE_DEVICE, "--master-addr", "127.0.0.1", "localhost"),
-    *_refused(_ONE_DEVICE, "--master-port", 29501, 0),
-    *_refused_switches(_ONE_DEVICE, "--headless"),
-    *_refused(_ONE_DEVICE, "--device-ids"),
-    *_ignored(_ONE_DEVICE, "--distributed-executor-backend", "uni"),
-    *_ignored(_ONE_DEVICE, "--max-parallel-loading-workers --distributed-timeout-seconds"),
-    *_ignored(_ONE_DEVICE, "--cpu-distributed-timeout-seconds --dcp-comm-backend"),
-    *_ignored(_ONE_DEVICE, "--dcp-kv-cache-interleave-size --cp-kv-cache-interleave-size", 1),
-    *_ignored(_ONE_DEVICE, "--all2all-backend", "allgather_reducescatter"),
-    *_ignored(_ONE_DEVICE, "--ubatch-size --dbo-decode-token-threshold", 0),
-    *_ignored(_ONE_DEVICE, "--dbo-prefill-token-threshold"),
-    *_ignored_switches(_ONE_DEVICE, "--disable-custom-all-reduce --enable-dbo --dcp-q-replicate"),
-    *_ignored_switches(_ONE_DEVICE, "--disable-nccl-for-dp-synchronization"),
-    *_ignored_switches(_ONE_DEVICE, "--enable-nccl-comm-suspend --ray-workers-use-nsight"),
-    *_ignored_switches(_ONE_DEVICE, "--enable-batch-sharded-sampling --enable-hc-sp"),
-    *_ignored(_ONE_DEVICE, "--numa-bind-cpus --numa-bind-nodes", num_values="+"),
-    *_ignored_switches(_ONE_DEVICE, "--numa-bind"),
+    *_refused(_ONE_PROCESS, "--pipeline-parallel-size, -pp", 1),
+    *_refused(_ONE_PROCESS, "--decode-context-parallel-size, -dcp", 1),
+    *_refused(_ONE_PROCESS, "--prefill-context-parallel-size, -pcp --nnodes, -n", 1),
+    *_refused(_ONE_PROCESS, "--node-rank, -r", 0),
+    *_refused(_ONE_PROCESS, "--master-addr", "127.0.0.1", "localhost"),
+    *_refused(_ONE_PROCESS, "--master-port", 29501, 0),
+    *_refused_switches(_ONE_PROCESS, "--headless"),
+    *_refused(_ONE_PROCESS, "--device-ids"),
+    *_ignored(_ONE_PROCESS, "--distributed-executor-backend", "uni"),
+    *_ignored(_ONE_PROCESS, "--max-parallel-loading-workers --distributed-timeout-seconds"),
+    *_ignored(_ONE_PROCESS, "--cpu-distributed-timeout-seconds --dcp-comm-backend"),
+    *_ignored(_ONE_PROCESS, "--dcp-kv-cache-interleave-size --cp-kv-cache-interleave-size", 1),
+    *_ignored(_ONE_PROCESS, "--all2all-backend", "allgather_reducescatter"),
+    *_ignored(_ONE_PROCESS, "--ubatch-size --dbo-decode-token-threshold", 0),
+    *_ignored(_ONE_PROCESS, "--dbo-prefill-token-threshold"),
+    *_ignored_switches(_ONE_PROCESS, "--disable-custom-all-reduce --enable-dbo --dcp-q-replicate"),
+    *_ignored_switches(_ONE_PROCESS, "--disable-nccl-for-dp-synchronization"),
+    *_ignored_switches(_ONE_PROCESS, "--enable-nccl-comm-suspend --ray-workers-use-nsight"),
+    *_ignored_switches(_ONE_PROCESS, "--enable-batch-sharded-sampling --enable-hc-sp"),
+    *_ignored(_ONE_PROCESS, "--numa-bind-cpus --numa-bind-nodes", num_values="+"),
+    *_ignored_switches(_ONE_PROCESS, "--numa-bind"),
     *_refused(_ONE_MACHINE, "--data-parallel-size-local, -dpl --data-parallel-rank, -dpn"),
     *_refused(_ONE_MACHINE, "--data-parallel-start-rank, -dpr", 0),
     *_refused(_ONE_MACHINE, "--data-parallel-address, -dpa", "127.0.0.1", "localhost"),

@@ -62,9 +62,11 @@ from paxkv.trace.trace_file import check_trace_file
 check_package_origin()
 
 from models import LoadedModel, load_model, read_model_config  # noqa: E402
+from models.config.split_over_devices import check_split  # noqa: E402
 from models.loading.source import resolve_model_folder  # noqa: E402
 from models.platforms import default_platform  # noqa: E402
 from models.platforms.gpu import SHARE_VARIABLE  # noqa: E402
+from paxkv.runner.memory.device_mesh import find_mesh  # noqa: E402
 from paxkv.runner.memory.max_model_len import find_max_model_len  # noqa: E402
 from paxkv.runner.memory.memory_plan import HostMemory, MemoryPlan  # noqa: E402
 from paxkv.runner.model_runner import ModelRunner  # noqa: E402
@@ -288,11 +290,12 @@ def _model_folder(config: EngineConfig) -> Path:
         folder = Path(str(importlib.resources.files("models.demo") / "checkpoint"))
     else:
         folder = resolve_model_folder(model.model, with_weights=False, revision=model.revision)
-    read_model_config(
+    hf_config = read_model_config(
         folder,
         generation_folder=generation_config_folder(model.generation_config, folder),
         model_impl=model.model_impl,
     )
+    check_split(hf_config, config.parallel.tensor_parallel_size)
     is_on_hub = model.model is not None and not Path(model.model).expanduser().is_dir()
     if is_on_hub and model.load_format != "dummy":
         folder = resolve_model_folder(model.model, with_weights=True, revision=model.revision)
@@ -320,7 +323,10 @@ def _load_model(config: EngineConfig, folder: Path, tokenizer: Tokenizer | None)
     """Loads the model, and excludes tokens that its tokenizer does not have."""
     # JAX reads this variable when it first uses a GPU. It is the only way to limit JAX's memory.
     os.environ.setdefault(SHARE_VARIABLE, f"{config.cache.gpu_memory_utilization:g}")
+    mesh = find_mesh(config.parallel.tensor_parallel_size)
     platform = default_platform()
+    batch_invariant = config.runner.batch_invariant
+    panel_width = platform.column_panel_width(batch_invariant=batch_invariant)
     max_model_len = config.model.max_model_len
     model = load_model(
         folder,
@@ -334,8 +340,9 @@ def _load_model(config: EngineConfig, folder: Path, tokenizer: Tokenizer | None)
         quantization_group_size=config.model.quantization_group_size,
         generation_folder=generation_config_folder(config.model.generation_config, folder),
         model_impl=config.model.model_impl,
-        panel_width=platform.column_panel_width(batch_invariant=config.runner.batch_invariant),
+        panel_width=panel_width if mesh is None else None,
         platform=platform,
+        mesh=mesh,
     )
     logger.info("%s", model.describe_weights())
     is_own_class = model.class_name.startswith("models.families.")
@@ -387,12 +394,13 @@ def _make_runner(
             memory_flag=_memory_flag(cache_config, on_host=on_host),
             level=logging.WARNING if setting is None else logging.INFO,
         )
-    if on_host and plan.pool_bytes > host_memory.free_bytes:
+    pool_bytes = plan.pool_bytes * plan.num_devices
+    if on_host and pool_bytes > host_memory.free_bytes:
         logger.warning(
             "the KV cache may grow to %d MiB, but only %d MiB are free: the system may kill this "
             "process when they are used. Set a smaller --cpu-kv-cache-bytes or "
             "--num-gpu-blocks-override.",
-            *(plan.pool_bytes >> 20, host_memory.free_bytes >> 20),
+            *(pool_bytes >> 20, host_memory.free_bytes >> 20),
         )
     logger.info("%s", plan.report())
     return runner
@@ -408,7 +416,7 @@ def _host_memory(config: ParallelConfig, model: LoadedModel) -> HostMemory | Non
         return None
     num_engines = config.data_parallel_size
     # Later engines load their weights afterwards, and use the first engine's number of blocks.
-    weight_bytes = sum(param.nbytes for param in model.params) if num_engines > 1 else 0
+    weight_bytes = model.device_bytes * config.tensor_parallel_size if num_engines > 1 else 0
     return HostMemory.of_engines(free_bytes, num_engines=num_engines, weight_bytes=weight_bytes)
 
 

@@ -146,7 +146,8 @@ def start_engines(
         EngineDeadError: An engine ended before it was ready.
     """
     # These checks are first, because they fail immediately.
-    environments = replica_environments(config.parallel.data_parallel_size)
+    sizes = config.parallel.data_parallel_size, config.parallel.tensor_parallel_size
+    environments = replica_environments(*sizes)
     configs = [replica_config(config, idx) for idx in range(len(environments))]
     engines: list[EngineSupervisor] = []
 

@@ -22,14 +22,15 @@ _TCP_PORT = re.compile(r"(tcp://.*:)(\d+)")
 
 
 def replica_environments(
-    num_replicas: int, *, devices: Path = Path("/dev")
+    num_replicas: int, gpus_per_replica: int = 1, *, devices: Path = Path("/dev")
 ) -> list[dict[str, str]]:
     """Returns the variables to add to the environment of each replica's process.
 
     By default JAX takes the memory of every visible GPU and uses every CPU core. So each replica
-    sees one GPU; without GPUs, it gets an equal share of the cores.
+    sees GPUs of its own; without GPUs, it gets an equal share of the cores.
 
     Args:
+        gpus_per_replica: `ParallelConfig.tensor_parallel_size`.
         devices: Folder of the device files.
 
     Raises:
@@ -46,13 +47,15 @@ def replica_environments(
         )
     gpus = _visible_gpus(files) if not platforms or platforms[0] in _GPU_PLATFORMS else []
     if gpus:
-        if num_replicas > len(gpus):
+        if num_replicas * gpus_per_replica > len(gpus):
+            times = f" times tensor_parallel_size={gpus_per_replica}" * (gpus_per_replica > 1)
             raise ConfigError(
-                f"data_parallel_size={num_replicas} is more than the {len(gpus)} GPUs that this "
-                f"process sees ({', '.join(gpus)}). Lower it, make more GPUs visible with "
+                f"data_parallel_size={num_replicas}{times} is more than the {len(gpus)} GPUs that "
+                f"this process sees ({', '.join(gpus)}). Lower it, make more GPUs visible with "
                 f"{_VISIBLE_GPUS}, or set JAX_PLATFORMS=cpu to run on the CPU."
             )
-        return [{_VISIBLE_GPUS: gpu} for gpu in gpus[:num_replicas]]
+        starts = range(0, num_replicas * gpus_per_replica, gpus_per_replica)
+        return [{_VISIBLE_GPUS: ",".join(gpus[i : i + gpus_per_replica])} for i in starts]
     num_cores = _num_cores()
     if num_replicas > num_cores:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`ModelRunner`: computes the scheduler's steps on one device."""
+"""`ModelRunner`: computes the scheduler's steps on one device, or on the devices of a mesh."""
 
 import concurrent.futures
 import contextlib
@@ -27,10 +27,10 @@ from paxkv.runner.features.base import StepFeature
 from paxkv.runner.features.feature_device import FeatureDevice
 from paxkv.runner.features.feature_list import make_features
 from paxkv.runner.features.traced_features import FeatureValues, split_arrays
+from paxkv.runner.memory.device_mesh import mesh_of
 from paxkv.runner.memory.kv_cache_arrays import (
     abstract_kv_cache,
     allocate_kv_cache,
-    device_mesh,
 )
 from paxkv.runner.memory.memory_plan import (
     DeviceMemory,
@@ -56,7 +56,10 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """The `Executor` of one device: owns the KV cache arrays and the rows of running requests.
+    """The `Executor` of one engine: owns the KV cache arrays and the rows of running requests.
+
+    It computes on the devices that have the model's weights. Results and the rows of requests are
+    whole on each device.
 
     Args:
         max_model_len: Largest number of tokens of a request, prompt and output together.
@@ -92,6 +95,7 @@ class ModelRunner:
         self._features = features = make_features(runner_config, model)
         self._feature_of = {v: feature for feature in features for v in feature.variants()}
         self._handled = frozenset().union(*(feature.handles for feature in features))
+        mesh = mesh_of(model.params[0])
         plan = RunnerPlan(
             model_config=model.config,
             dtype=model.dtype,
@@ -104,8 +108,8 @@ class ModelRunner:
             feature_variants=tuple(feature.variants() for feature in features),
             own_programs=tuple(program for feature in features for program in feature.programs()),
             max_drafts=max((feature.max_drafts for feature in features), default=0),
+            num_devices=mesh.size,
         )
-        mesh = device_mesh(next(iter(model.params[0].devices())))
         self._sharding = NamedSharding(mesh, PartitionSpec())
         self._platform = model.platform
         model = model.with_places(plan.places)
@@ -118,6 +122,7 @@ class ModelRunner:
             )
         )
         self._params = _put_params(model, mesh)
+        self._weight_bytes = model.device_bytes
 
         def make_programs(plan: RunnerPlan) -> StepPrograms:
             return StepPrograms(
@@ -193,8 +198,9 @@ class ModelRunner:
         return_freed_memory()
         on_host = self._platform.free_host_bytes() is not None
         if on_host and (resident := resident_bytes()) is not None:
-            weights = sum(param.nbytes for param in self._params)
-            logger.info("%s", report_memory(resident, weights, self.memory_plan.pool_bytes))
+            num_devices = self._sharding.mesh.size
+            sizes = (self._weight_bytes * num_devices, self.memory_plan.pool_bytes * num_devices)
+            logger.info("%s", report_memory(resident, *sizes))
         return num_programs
 
     def start_profile(self, folder: str) -> bool:
@@ -310,9 +316,9 @@ class ModelRunner:
         )
         own_bytes = StepSampler.num_bytes(plan.buckets, plan.model_config.vocab_size)
         return measure_device_memory(
-            mesh.devices.item(),
+            mesh.devices.flat,
             self._platform,
-            weight_bytes=sum(param.nbytes for param in self._params),
+            weight_bytes=self._weight_bytes,
             planned_bytes=own_bytes + sum(feature.num_bytes() for feature in self._features),
             activation_bytes=make_programs(plan).measure_temp_bytes(tiny_cache),
         )
@@ -353,6 +359,8 @@ def _choose_kernels(
         test
         for attention, places in zip(model.config.attention, model.places, strict=True)
         for _, place in places
-        for test in place.format.self_tests(attention, tables[place.inputs_idx].block_size)
+        for test in place.format.self_tests(
+            attention and attention.on_each_of(mesh.size), tables[place.inputs_idx].block_size
+        )
     ]
     return choose_implementation(config.kernels, tests, products_of(model), mesh.devices.flat[0])

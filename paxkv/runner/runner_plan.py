@@ -30,6 +30,7 @@ class RunnerPlan:
         feature_variants: For each step feature, its variants.
         own_programs: Programs of features other than steps and bursts.
         max_drafts: Most drafts of a request that a step verifies.
+        num_devices: Devices of the mesh. Pages, blocks and bytes are those of each device.
     """
 
     model_config: ModelConfig
@@ -43,6 +44,7 @@ class RunnerPlan:
     feature_variants: tuple[tuple[StepVariant, ...], ...] = ()
     own_programs: tuple[OwnProgram, ...] = ()
     max_drafts: int = 0
+    num_devices: int = 1
 
     @functools.cached_property
     def kv_dtype(self) -> str:
@@ -51,8 +53,8 @@ class RunnerPlan:
 
     @functools.cached_property
     def spec(self) -> DecoderSpec:
-        """The caches of the model's layers."""
-        return self.model_config.spec(self.kv_dtype)
+        """The caches of the model's layers on each device."""
+        return self.model_config.spec(self.kv_dtype).on_each_of(self.num_devices)
 
     @functools.cached_property
     def groups(self) -> KVCacheGroups:
@@ -112,6 +114,7 @@ class RunnerPlan:
                     max_num_batched_tokens=plan.scheduler_config.max_num_batched_tokens,
                     max_num_seqs=plan.scheduler_config.max_num_seqs,
                     memory=memory,
+                    num_devices=plan.num_devices,
                 )
                 fitting = memory_plan.max_fitting_len
             except KVCacheTooSmallError as error:

@@ -130,7 +130,7 @@ def _step_program(
 ) -> StepProgram:
     """Makes the program of a shape. The caller leaves `tables` of the shape empty."""
     kv_dtype = kv_cache_dtype(model.dtype, model.platform)
-    spec = model.config.spec(kv_dtype)
+    spec = model.config.spec(kv_dtype).on_each_of(mesh.size)
     groups = groups_of_spec(spec, block_size=BLOCK_SIZE, head_dim_step=model.platform.head_dim_step)
     shape = dataclasses.replace(shape, tables=groups.tables(MAX_MODEL_LEN))
     kernels = KernelSettings.for_mesh(mesh)

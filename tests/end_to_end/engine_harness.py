@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from models import load_model
+from models.loading.load_model import LoadFormat
 from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
@@ -101,9 +103,17 @@ class RecordingRunner:
         batch_invariant: bool = False,
         max_num_batched_tokens: int = 2048,
         has_few_sizes: bool = False,
+        load_format: LoadFormat = "auto",
+        mesh: Mesh | None = None,
     ) -> None:
         self.max_model_len = max_model_len
-        model = load_model(checkpoint, dtype="float32", has_unified_kv=has_unified_kv)
+        model = load_model(
+            checkpoint,
+            dtype="float32",
+            load_format=load_format,
+            has_unified_kv=has_unified_kv,
+            mesh=mesh,
+        )
         self.vocab_size = model.config.vocab_size
         with _logits_behind_result(self.vocab_size), pytest.MonkeyPatch.context() as patch:
             if has_few_sizes:

@@ -144,7 +144,7 @@ def test_every_missing_route_has_a_reason() -> None:
 def test_arguments_of_llm_are_known() -> None:
     verdicts = verdicts_below("### Arguments of LLM")
     assert "missing" not in verdicts.values()
-    assert verdicts["tensor_parallel_size"] == "refused"
+    assert verdicts["pipeline_parallel_size"] == "refused"
     assert verdicts["enforce_eager"] == "warning"
     assert verdicts["tokenizer"] == "same"
     assert verdicts["product_dtype"] == "paxkv only"

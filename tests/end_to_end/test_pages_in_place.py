@@ -7,7 +7,8 @@ import jax
 import pytest
 
 from models import load_model
-from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, device_mesh
+from paxkv.runner.memory.device_mesh import device_mesh
+from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache
 from paxkv.runner.memory.kv_cache_groups import groups_of_spec
 from paxkv.runner.programs.warmup import StepPrograms
 from paxkv.runner.shapes.bucket_sizes import SAMPLED_CHUNK_ROWS

@@ -15,7 +15,7 @@ from models.errors import ModelError
 from models.families.llama import LlamaForCausalLM
 from models.platforms import CPU
 from models.registry import FAMILIES
-from models.weight_rule import Source, WeightRule, split_spec, with_stored_names
+from models.weight_rule import Source, SplitAxis, WeightRule, split_spec, with_stored_names
 from tests.models.steppers import checkpoint_folder, model_of
 from tests.oracles.recipes import write_recipe
 
@@ -91,6 +91,23 @@ def test_several_sources_need_a_function_that_combines_them():
 def test_a_mesh_splits_all_named_axes_but_experts():
     assert split_spec(("experts", None, "inner")) == PartitionSpec(None, None, "model")
     assert split_spec(("experts", None)) == PartitionSpec()
+
+
+def test_a_mesh_leaves_axes_whole_that_it_cannot_split() -> None:
+    source = Source(name="w", shape=(8, 6))
+
+    def axes_on(num_devices: int, *axes: SplitAxis | None, splits_kv_heads: bool = True) -> object:
+        rule = WeightRule(sources=(source,), layout="matrix", axes=axes)
+        return rule.on_mesh((6, 8), num_devices, splits_kv_heads=splits_kv_heads).axes
+
+    assert axes_on(2, "inner", None) == ("inner", None)
+    # A vocabulary has any size.
+    assert axes_on(4, None, "vocab") == (None, "vocab")
+    assert axes_on(4, "vocab", None) == (None, None)
+    assert axes_on(4, None, "kv_heads") == (None, "kv_heads")
+    assert axes_on(4, None, "kv_heads", splits_kv_heads=False) == (None, None)
+    with pytest.raises(ModelError, match="w has 6 features of the axis 'inner'.* 4 devices"):
+        axes_on(4, "inner", None)
 
 
 @pytest.mark.parametrize("panel_width", [None, 64])

@@ -28,13 +28,16 @@ class PlacedModel:
         return empty_kv_cache(config, self.model.platform, self.kv_dtype)
 
 
-def place_model(model: LoadedModel, *, block_size: int, dtype: str | None = None) -> PlacedModel:
+def place_model(
+    model: LoadedModel, *, block_size: int, dtype: str | None = None, num_devices: int = 1
+) -> PlacedModel:
     """Places the layers of a model as the runner does.
 
     Args:
         dtype: Of keys and values; None is that of the weights.
+        num_devices: Devices that the model is split over.
     """
     kv_dtype = dtype or model.dtype
-    spec = model.config.spec(kv_dtype)
+    spec = model.config.spec(kv_dtype).on_each_of(num_devices)
     groups = groups_of_spec(spec, block_size=block_size, head_dim_step=model.platform.head_dim_step)
     return PlacedModel(model.with_places(groups.places(spec)), groups, kv_dtype)

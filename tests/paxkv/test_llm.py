@@ -69,7 +69,7 @@ def test_answers_come_in_the_order_of_the_prompts(make_llm: Callable[..., LLM]) 
 
 def test_none_is_the_default_of_every_argument(make_llm: Callable[..., LLM]) -> None:
     names = set(inspect.signature(LLM).parameters) - {"model", "settings"}
-    llm = make_llm(**dict.fromkeys(names), max_num_seqs=None, tensor_parallel_size=None)
+    llm = make_llm(**dict.fromkeys(names), max_num_seqs=None, pipeline_parallel_size=None)
     (output,) = llm.generate("ab", SamplingParams(max_tokens=2), use_tqdm=False)
     assert output.finished
 
@@ -528,7 +528,7 @@ def test_settings_of_cache_and_scheduler_reach_the_engine(
 def test_vllms_arguments_are_taken_where_they_ask_for_nothing(
     make_llm: Callable[..., LLM],
 ) -> None:
-    given = {"tensor_parallel_size": 1, "quantization": None, "tokenizer_mode": "auto"}
+    given = {"pipeline_parallel_size": 1, "quantization": None, "tokenizer_mode": "auto"}
     # None leaves the choice to the engine, and so does a seed of None.
     given |= {"max_num_seqs": None, "seed": None, "enable_prefix_caching": None}
     llm = make_llm(**given, dtype="half", max_model_len="auto", served_model_name=["a", "b"])
@@ -537,8 +537,8 @@ def test_vllms_arguments_are_taken_where_they_ask_for_nothing(
         make_llm(enforce_eager=True, trust_remote_code=True)
     # It points at the caller, not at the library.
     assert [warning.filename for warning in warned] == [__file__]
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2"):
-        make_llm(tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2"):
+        make_llm(pipeline_parallel_size=2)
 
 
 def test_unknown_setting_is_named(make_llm: Callable[..., LLM]) -> None:

@@ -2,13 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 import pallas_kernels
 from models import Pages, Platform
 from models.forward.kernel_settings import PAGES_BY_DEVICE
-from models.weight_rule import MODEL_AXIS
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
 from paxkv.errors import ConfigError
 
@@ -33,19 +31,16 @@ def kv_cache_dtype(model_dtype: str, platform: Platform, wanted: str = "auto") -
     return wanted
 
 
-def device_mesh(device: jax.Device) -> Mesh:
-    """Returns a mesh of one device. Its axis is the axis over which heads are split."""
-    return Mesh(np.array([device]), (MODEL_AXIS,), axis_types=(AxisType.Auto,))
-
-
 def abstract_kv_cache(
     config: KVCacheConfig, mesh: Mesh, platform: Platform, kv_dtype: str
 ) -> jax.ShapeDtypeStruct:
     """Returns shape, dtype and sharding of the pages, for compiling without allocating them.
 
-    The devices split each page by heads.
+    Each device has a page of its own for each row and block, with its heads: together, the devices
+    have an array whose third axis is as many times longer.
 
     Args:
+        config: Of one device.
         kv_dtype: The dtype of keys and values.
 
     Raises:
@@ -56,13 +51,19 @@ def abstract_kv_cache(
         pallas_kernels.pad_slot(config.num_rows, config.num_blocks, block_size)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    shape, dtype = _shape_and_dtype(config, platform, kv_dtype)
+    (num_rows, num_blocks, width, *lanes), dtype = _shape_and_dtype(config, platform, kv_dtype)
+    shape = (num_rows, num_blocks, width * mesh.size, *lanes)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PAGES_BY_DEVICE))
 
 
-def empty_kv_cache(config: KVCacheConfig, platform: Platform, kv_dtype: str) -> Pages:
-    """Makes pages of zeros inside a program, on one device."""
-    return jnp.zeros(*_shape_and_dtype(config, platform, kv_dtype))
+def empty_kv_cache(
+    config: KVCacheConfig, platform: Platform, kv_dtype: str, mesh: Mesh | None = None
+) -> Pages:
+    """Makes pages of zeros inside a program, on one device or split as by `abstract_kv_cache`."""
+    if mesh is None:
+        return jnp.zeros(*_shape_and_dtype(config, platform, kv_dtype))
+    pages = abstract_kv_cache(config, mesh, platform, kv_dtype)
+    return jax.lax.with_sharding_constraint(jnp.zeros(pages.shape, pages.dtype), pages.sharding)
 
 
 def _shape_and_dtype(

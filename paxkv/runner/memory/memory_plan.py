@@ -4,7 +4,7 @@ import bisect
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -78,12 +78,14 @@ class MemoryPlan:
     Args:
         max_num_batched_tokens: Most tokens of a request that one step computes. A sliding-window
             group holds them in addition to the window.
+        num_devices: Devices that keep a part of every block. All bytes are those of one device.
         padded_shares: See `KVCacheGroups`.
     """
 
     kv_cache_config: KVCacheConfig
     max_model_len: int
     max_num_batched_tokens: int
+    num_devices: int
     reason: str
     padded_shares: Mapping[str, float]
 
@@ -153,6 +155,7 @@ class MemoryPlan:
         of_tokens = f" of {' or '.join(map(str, sizes))} tokens" if sizes else ""
         num_groups = len(self._specs)
         in_groups = f" in {num_groups} groups" if num_groups > 1 else ""
+        on_devices = f" on each of {self.num_devices} devices" if self.num_devices > 1 else ""
         contents = dict.fromkeys(_content_of(spec) for spec in self._specs)
         needs = [f"{self.token_bytes:.0f} bytes per token"] if sizes else []
         if self.late_token_bytes != self.token_bytes:
@@ -161,7 +164,8 @@ class MemoryPlan:
             needs.append(f"{_mib(self.slot_bytes)} of states per running request")
         return (
             f"KV cache: {self.kv_cache_config.num_blocks} blocks{of_tokens}{in_groups} "
-            f"({', '.join([*contents, *needs])}, {_mib(self.pool_bytes)} in all; {self.reason}): "
+            f"({', '.join([*contents, *needs])}, {_mib(self.pool_bytes)} in all{on_devices}; "
+            f"{self.reason}): "
             f"{self.num_tokens} tokens, or {self.num_longest_reqs} requests of "
             f"{self.max_model_len}{self._padding()}"
         )
@@ -214,10 +218,12 @@ def plan_memory(
     max_num_batched_tokens: int,
     max_num_seqs: int,
     memory: DeviceMemory | HostMemory | None,
+    num_devices: int = 1,
 ) -> MemoryPlan:
     """Decides the number of blocks.
 
     Args:
+        groups: With the pages of one device.
         memory: May be None if a setting decides the size of the KV cache.
 
     Raises:
@@ -229,6 +235,7 @@ def plan_memory(
             kv_cache_config=groups.config(num_blocks),
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
+            num_devices=num_devices,
             reason=reason,
             padded_shares=groups.padded_shares,
         )
@@ -245,7 +252,7 @@ def plan_memory(
         size = _size_on_host(
             memory,
             cache_config.cpu_kv_cache_bytes,
-            block_bytes,
+            block_bytes * num_devices,  # simulated devices share the host's memory
             num_longest=num_longest,
             max_num_seqs=max_num_seqs,
         )
@@ -265,33 +272,36 @@ def plan_memory(
 
 
 def measure_device_memory(
-    device: jax.Device,
+    devices: Iterable[jax.Device],
     platform: Platform,
     *,
     weight_bytes: int,
     planned_bytes: int,
     activation_bytes: int,
 ) -> DeviceMemory:
-    """Measures the memory of a device.
+    """Measures the memory of devices, and returns that of the device with the least free memory.
 
     Args:
-        weight_bytes: Bytes of the weights, which are on the device.
+        weight_bytes: Bytes of the weights, which are on each device.
         planned_bytes: Bytes of arrays, other than the KV cache, that will be allocated.
         activation_bytes: See `DeviceMemory`.
 
     Raises:
-        ConfigError: The device does not report its memory.
+        ConfigError: A device does not report its memory.
     """
-    stats = device.memory_stats() or {}
-    if "bytes_limit" not in stats:
-        raise ConfigError(
-            f"{device} does not report its memory; set num_gpu_blocks_override instead."
-        )
-    limit_bytes = stats["bytes_limit"]
+    found = []
+    for device in devices:
+        stats = device.memory_stats() or {}
+        if "bytes_limit" not in stats:
+            raise ConfigError(
+                f"{device} does not report its memory; set num_gpu_blocks_override instead."
+            )
+        found.append((stats["bytes_limit"], stats.get("bytes_in_use", 0)))
+    limit_bytes, bytes_in_use = min(found, key=lambda sizes: sizes[0] - sizes[1])
     return DeviceMemory(
         total_bytes=platform.total_memory_bytes(limit_bytes),
         limit_bytes=limit_bytes,
-        used_bytes=max(weight_bytes, stats.get("bytes_in_use", 0)) + planned_bytes,
+        used_bytes=max(weight_bytes, bytes_in_use) + planned_bytes,
         activation_bytes=activation_bytes,
     )
 

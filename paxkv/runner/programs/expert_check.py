@@ -58,7 +58,7 @@ class CheckedProduct:
 
 
 def products_of(model: LoadedModel) -> frozenset[CheckedProduct]:
-    """Returns the different products of all layers with experts."""
+    """Returns the different products that one device computes, of all layers with experts."""
     kernels = (
         value
         for name, value in model.parameters.items()
@@ -66,7 +66,7 @@ def products_of(model: LoadedModel) -> frozenset[CheckedProduct]:
     )
     # A `StoredKernel` that is not an array uses plain XLA.
     return frozenset(
-        CheckedProduct(*kernel.shape[1:], kernel.dtype.name)
+        CheckedProduct(*kernel.sharding.shard_shape(kernel.shape)[1:], kernel.dtype.name)
         for kernel in kernels
         if isinstance(kernel, jax.Array)
     )

@@ -91,7 +91,7 @@ def make_generate(
     in sliding-window layers too.
     """
     kv_dtype = kv_cache_dtype(model.dtype, model.platform)
-    spec = model.config.spec(kv_dtype)
+    spec = model.config.spec(kv_dtype).on_each_of(model.kernels.num_shards)
     groups = groups_of_spec(
         spec, block_size=shape.block_size, head_dim_step=model.platform.head_dim_step
     )
@@ -119,7 +119,9 @@ def make_generate(
             token_ids=prompts.token_ids[prompts.logits_indices],
             positions=jnp.maximum(inputs.prompt_lens - 1, 0),
             is_alive=inputs.prompt_lens > 0,
-            pages=empty_kv_cache(groups.config(block_ends[-1]), model.platform, kv_dtype),
+            pages=empty_kv_cache(
+                groups.config(block_ends[-1]), model.platform, kv_dtype, model.kernels.mesh
+            ),
             drawing=_first_row_state(inputs, shape, model.config.vocab_size),
             max_steps=shape.max_new_tokens,
             result_width=1,

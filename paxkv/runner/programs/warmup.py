@@ -111,7 +111,8 @@ class StepPrograms:
         if isinstance(shape, CopyShape):
             copies = self._abstract(2, shape.num_copies)
             copy_blocks = make_block_copies(self._model)
-            return jax.jit(copy_blocks, donate_argnums=0).lower(kv_cache, copies)
+            outputs = {"out_shardings": kv_cache.sharding}
+            return jax.jit(copy_blocks, donate_argnums=0, **outputs).lower(kv_cache, copies)
         if isinstance(shape, (SamplerShape, RowShape)):
             return self._lower_sampling(shape)
         packed = self._abstract(PackedLayout(shape).num_words)
@@ -122,12 +123,21 @@ class StepPrograms:
             for variant in shape.features
         ]
         kept, donated = split_arrays(shape.features, arrays)
+        # Everything except the cache is whole on each device.
         if isinstance(shape, BurstShape):
-            burst = jax.jit(make_burst(self._model, shape), donate_argnums=(1, 4, 5, 7))
+            burst = jax.jit(
+                make_burst(self._model, shape),
+                donate_argnums=(1, 4, 5, 7),
+                out_shardings=(kv_cache.sharding, *[self._sharding] * 6),
+            )
             row_state = self._abstract_row_state()
             return burst.lower(*arguments, self._abstract_logits(), row_state, kept, donated)
         make = make_step if shape.tile_tokens is None else make_invariant_step
-        step = jax.jit(make(self._model, shape), donate_argnums=(1, 4, 6))
+        step = jax.jit(
+            make(self._model, shape),
+            donate_argnums=(1, 4, 6),
+            out_shardings=(kv_cache.sharding, *[self._sharding] * 4),
+        )
         return step.lower(*arguments, self._abstract_logits(), kept, donated)
 
     def _lower_sampling(self, shape: SamplerShape | RowShape) -> Lowered:
@@ -135,10 +145,11 @@ class StepPrograms:
         state = self._abstract_row_state()
         if isinstance(shape, RowShape):
             packed = self._abstract(num_row_words(shape.max_model_len, vocab_size))
-            return jax.jit(write_row, donate_argnums=0).lower(state, packed)
+            write = jax.jit(write_row, donate_argnums=0, out_shardings=self._sharding)
+            return write.lower(state, packed)
         sampling = self._abstract(shape.num_rows, step_row_width(shape.max_draws))
         token_mask = self._abstract(shape.num_rows, 1 + vocab_words(vocab_size))
-        sampler = jax.jit(make_sampler(shape), donate_argnums=(0, 1))
+        sampler = jax.jit(make_sampler(shape), donate_argnums=(0, 1), out_shardings=self._sharding)
         return sampler.lower(self._abstract_logits(), state, sampling, token_mask)
 
     def _finish(self, shape: ProgramShape, lowered: Lowered) -> Compiled:

@@ -44,7 +44,10 @@ class IndexFormat:
     dtype: str
     kind: str = "index"
 
-    def page_bytes(self, block_size, num_shards=1):
+    def on_each_of(self, num_devices):
+        return self
+
+    def page_bytes(self, block_size):
         return self.width * block_size * jnp.dtype(self.dtype).itemsize
 
     def content_bytes(self, block_size):

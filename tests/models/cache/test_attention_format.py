@@ -1,6 +1,7 @@
 """A page of attention is its keys and then its values, in heads as wide as the page has room."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ FORMAT = AttentionFormat(num_kv_heads=4, head_dim=24, dtype="bfloat16")
 def test_page_holds_keys_and_values_of_the_heads_of_one_device():
     # K and V, 4 heads of 24 numbers, 16 tokens, 2 bytes.
     assert FORMAT.page_bytes(16) == 2 * 4 * 24 * 16 * 2
-    assert FORMAT.page_bytes(16, num_shards=2) == 4 * 24 * 16 * 2
+    assert FORMAT.on_each_of(2).page_bytes(16) == 4 * 24 * 16 * 2
     assert dataclasses.replace(FORMAT, dtype="float32").page_bytes(16) == 2 * FORMAT.page_bytes(16)
 
 
@@ -65,8 +66,10 @@ def test_view_has_the_keys_of_each_block_and_then_its_values():
 
 def test_a_device_sees_its_own_heads():
     pages = jax.ShapeDtypeStruct((2, 3, 2 * 8 * 24), jnp.bfloat16)
-    view = jax.eval_shape(lambda pages: FORMAT.view(pages, 8, num_shards=4), pages)
-    assert view.shape == (2, 6, 1, 8, 24)
+    for num_devices in (4, 8):  # with 8, two devices have copies of a head
+        own = FORMAT.on_each_of(num_devices)
+        view = jax.eval_shape(functools.partial(own.view, block_size=8), pages)
+        assert view.shape == (2, 6, 1, 8, 24)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ FORMAT = LatentFormat.unpadded(latent_dim=512, rope_dim=64, dtype="bfloat16")
 
 
 def test_every_device_stores_whole_latents():
-    assert FORMAT.page_bytes(16) == FORMAT.page_bytes(16, num_shards=4) == 16 * 576 * 2
+    assert FORMAT.page_bytes(16) == FORMAT.on_each_of(4).page_bytes(16) == 16 * 576 * 2
     assert FORMAT.content_bytes(16) == 16 * 576 * 2
 
 

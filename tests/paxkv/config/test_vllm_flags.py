@@ -12,10 +12,10 @@ BY_NAME = {name: flag for flag in VLLM_FLAGS for name in flag.names}
 @pytest.mark.parametrize(
     ("name", "value", "verdict"),
     [
-        ("--tensor-parallel-size", "1", "neutral"),
-        ("--tensor-parallel-size", 1, "neutral"),
-        ("--tensor-parallel-size", True, "refused"),
-        ("--tensor-parallel-size", "2", "refused"),
+        ("--pipeline-parallel-size", "1", "neutral"),
+        ("--pipeline-parallel-size", 1, "neutral"),
+        ("--pipeline-parallel-size", True, "refused"),
+        ("--pipeline-parallel-size", "2", "refused"),
         ("--cpu-offload-gb", "0.0", "neutral"),
         ("--cpu-offload-gb", 4, "refused"),
         ("--pooler-config", "None", "neutral"),

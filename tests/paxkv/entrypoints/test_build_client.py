@@ -375,7 +375,7 @@ def test_engines_on_one_cpu_have_the_size_of_the_first(
 
     monkeypatch.setattr(build_client, "EngineSupervisor", Supervisor)
     monkeypatch.setattr(build_client, "load_text_parts", lambda *_: fake.text)
-    monkeypatch.setattr(build_client, "replica_environments", lambda num: [environment] * num)
+    monkeypatch.setattr(build_client, "replica_environments", lambda num, _: [environment] * num)
     config = EngineConfig(parallel=ParallelConfig(data_parallel_size=3))
     start_engines(config, RestartPolicy(max_restarts=0, window_s=1.0))
     later = wanted or (None, None)

@@ -16,7 +16,6 @@ NEUTRAL = {
     "trust_remote_code": False,
     "allowed_local_media_path": "",
     "allowed_media_domains": None,
-    "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "quantization_config": None,
     "swap_space": 4,
@@ -65,7 +64,7 @@ def test_ignored_arguments_give_one_warning_with_their_reasons():
 @pytest.mark.parametrize(
     ("argument", "value", "reason"),
     [
-        ("tensor_parallel_size", 2, "one device.* Pass 1, or leave it out"),
+        ("pipeline_parallel_size", 2, "one process.* Pass 1, or leave it out"),
         ("quantization_config", {"bits": 8}, "quantized weights"),
         ("reasoning_parser", "qwen3", "as one text. Pass '', or leave it out"),
         ("enable_lora", True, "LoRA.* Pass False"),

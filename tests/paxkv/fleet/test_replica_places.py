@@ -36,8 +36,8 @@ def test_each_replica_gets_an_equal_share_of_the_cores(tmp_path) -> None:
 
 
 def test_each_replica_gets_one_gpu(gpus, monkeypatch) -> None:
-    def of(num_replicas: int) -> list[str]:
-        found = replica_environments(num_replicas, devices=gpus)
+    def of(*sizes: int) -> list[str]:
+        found = replica_environments(*sizes, devices=gpus)
         return [variables["CUDA_VISIBLE_DEVICES"] for variables in found]
 
     assert of(2) == ["0", "1"]
@@ -45,6 +45,11 @@ def test_each_replica_gets_one_gpu(gpus, monkeypatch) -> None:
         of(3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-1ab,5,2,-1,3")
     assert of(3) == ["5", "GPU-1ab", "2"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
+    assert of(2, 2) == ["0,1", "2,3"]
+    with pytest.raises(ConfigError, match="size=3 times tensor_parallel_size=2 is more than the 5"):
+        of(3, 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-1ab,2")
     with pytest.raises(ConfigError):
         of(4)
 

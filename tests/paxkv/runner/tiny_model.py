@@ -94,6 +94,10 @@ class TinyModel:
             jax.device_put(rng.normal(size=s).astype(np.float32)).astype(dtype) for s in shapes
         )
 
+    @property
+    def device_bytes(self) -> int:
+        return sum(param.nbytes for param in self.params)
+
     def with_places(self, places: Sequence[LayerPlaces]) -> "TinyModel":
         self.places = tuple(places)
         return self

@@ -197,6 +197,6 @@ def test_errors_of_a_config_file_end_the_command(capsys, tmp_path):
     assert "such as 8192, 8k (8,000) or 8K (8,192), got 'many'" in refused(
         capsys, "--config", str(path)
     )
-    path.write_text('{"tensor-parallel-size": 2}')
-    assert "one device" in refused(capsys, "--config", str(path))
+    path.write_text('{"pipeline-parallel-size": 2}')
+    assert "one process" in refused(capsys, "--config", str(path))
     assert "cannot read" in refused(capsys, "--config", str(tmp_path / "none.toml"))

@@ -13,10 +13,10 @@ from paxkv.contracts.kv_cache_spec import (
     SlidingWindowSpec,
 )
 from paxkv.errors import ConfigError
+from paxkv.runner.memory.device_mesh import device_mesh
 from paxkv.runner.memory.kv_cache_arrays import (
     abstract_kv_cache,
     allocate_kv_cache,
-    device_mesh,
     empty_kv_cache,
     kv_cache_dtype,
 )

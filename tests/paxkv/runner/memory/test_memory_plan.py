@@ -300,7 +300,7 @@ def test_device_memory_counts_whatever_is_in_use(monkeypatch):
     def measure(stats, platform):
         device = types.SimpleNamespace(memory_stats=lambda: stats)
         return measure_device_memory(
-            device, platform, weight_bytes=4000, planned_bytes=300, activation_bytes=7
+            [device], platform, weight_bytes=4000, planned_bytes=300, activation_bytes=7
         )
 
     monkeypatch.setenv(SHARE_VARIABLE, "0.5")

@@ -9,7 +9,8 @@ import pytest
 from models import AttentionFormat, KernelSettings, Platform, read_config
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.runner.features.prompt_logprobs import PromptLogprobsVariant
-from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, device_mesh
+from paxkv.runner.memory.device_mesh import device_mesh
+from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache
 from paxkv.runner.programs.program_identity import (
     identity_differences,
     identity_digest,

@@ -23,7 +23,8 @@ from paxkv.config.engine_config import RunnerConfig
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.errors import ConfigError
 from paxkv.runner.features.prompt_logprobs import PromptLogprobsVariant
-from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, allocate_kv_cache, device_mesh
+from paxkv.runner.memory.device_mesh import device_mesh
+from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, allocate_kv_cache
 from paxkv.runner.programs import program_store
 from paxkv.runner.programs.program_store import (
     CompiledPrograms,

@@ -12,7 +12,8 @@ from models import Platform
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.errors import ConfigError
 from paxkv.runner.features.prompt_logprobs import PromptLogprobsVariant
-from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, device_mesh
+from paxkv.runner.memory.device_mesh import device_mesh
+from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache
 from paxkv.runner.programs.warmup import StepPrograms
 from paxkv.runner.shapes.program_shapes import (
     CopyShape,

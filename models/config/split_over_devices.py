@@ -1,0 +1,40 @@
+"""Which models can be split over the devices of a mesh."""
+
+from models.config.model_config import ModelConfig
+from models.errors import ModelError
+
+
+def check_split(config: ModelConfig, num_devices: int) -> None:
+    """Checks that every device gets equal parts of each layer.
+
+    Raises:
+        ModelError: The heads cannot be split evenly, or the model has layers that are not split
+            yet.
+    """
+    if num_devices == 1:
+        return
+    where = f"{config.architecture} cannot be split over {num_devices} devices"
+    if any(layer is None for layer in config.attention) or any(
+        cache.kind == "state" for cache in config.spec("float32").own_formats.values()
+    ):
+        raise ModelError(
+            f"{where}: it has recurrent layers or layers without attention, which are not split "
+            "yet. Use one device."
+        )
+    for layer in dict.fromkeys(config.attention_layers):
+        num_q_heads, num_kv_heads = layer.num_q_heads, layer.num_kv_heads
+        if num_q_heads % num_devices:
+            raise ModelError(
+                f"{where}: a layer has {num_q_heads} query heads; expected a multiple of the "
+                "number of devices. Use fewer devices."
+            )
+        if num_kv_heads % num_devices and num_devices % num_kv_heads:
+            raise ModelError(
+                f"{where}: a layer has {num_kv_heads} KV heads; expected a multiple or a divisor "
+                "of the number of devices. Use fewer devices."
+            )
+
+
+def splits_kv_heads(config: ModelConfig, num_devices: int) -> bool:
+    """Whether no two devices have keys and values of the same head."""
+    return all(layer.num_kv_heads % num_devices == 0 for layer in config.attention_layers)

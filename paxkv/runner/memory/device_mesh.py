@@ -1,0 +1,37 @@
+"""The mesh of an engine's devices."""
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from models.weight_rule import MODEL_AXIS
+from paxkv.errors import ConfigError
+
+
+def find_mesh(num_devices: int) -> Mesh | None:
+    """Returns a mesh of devices of the default kind; None stands for JAX's default device.
+
+    Raises:
+        ConfigError: JAX has fewer devices.
+    """
+    if num_devices == 1:
+        return None
+    (default,) = jax.device_put(0).devices()
+    devices = jax.devices(default.platform)
+    if len(devices) < num_devices:
+        raise ConfigError(
+            f"tensor_parallel_size={num_devices} is more than the {len(devices)} devices "
+            f"that JAX has ({default.device_kind}). Lower it, or make more devices visible."
+        )
+    return device_mesh(*devices[:num_devices])
+
+
+def device_mesh(*devices: jax.Device) -> Mesh:
+    """Returns a mesh of these devices. Its axis is the axis over which heads are split."""
+    return Mesh(np.array(devices), (MODEL_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def mesh_of(param: jax.Array) -> Mesh:
+    """Returns the mesh of a parameter, or a mesh of the device that has it."""
+    sharding = param.sharding
+    return sharding.mesh if isinstance(sharding, NamedSharding) else device_mesh(*param.devices())

@@ -1,0 +1,189 @@
+"""Runs engines on simulated devices; the first argument of the command is a key of `CASES`.
+
+The number of CPU devices is settled when JAX starts, so tests run this file in its own process.
+"""
+
+import collections
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from models import load_model
+from paxkv.config.sampling_params import SamplingParams
+from paxkv.generate import CompiledGenerator
+from paxkv.runner.memory.device_mesh import find_mesh
+from paxkv.runner.programs.generation import GenerateShape
+from tests.end_to_end.engine_harness import (
+    MAX_NUM_SEQS,
+    EngineSettings,
+    RecordingRunner,
+    RunResult,
+    run_engine,
+)
+from tests.end_to_end.golden_runs import GREEDY, check_against
+from tests.engine_compilations import quick_engine_compilations
+from tests.oracles.serving_golden import load_serving_golden, write_serving_recipe
+
+# Few blocks, so that requests are preempted and prefixes are hit.
+SETTINGS = EngineSettings(num_blocks=30, arrival_gap=2, max_decode_burst=4)
+LIMITS: dict[str, Any] = {"max_num_batched_tokens": 64, "has_few_sizes": True}
+PROMPTS = [[7, 8, 9, 7], list(range(5, 40)), list(range(5, 30)), [3] * 18]
+DRAWS = {"temperature": 0.9, "top_p": 0.95, "max_tokens": 9, "ignore_eos": True}
+PARAMS = [
+    SamplingParams(seed=1, presence_penalty=0.7, frequency_penalty=0.3, **DRAWS),
+    SamplingParams(seed=2, repetition_penalty=1.3, logit_bias={5: 2.0}, **DRAWS),
+    SamplingParams(seed=3, min_p=0.01, top_k=40, **DRAWS),
+    SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True),
+]
+# Weights are random. They are large enough that logits are as those of a trained model.
+MOE_CONFIG = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "initializer_range": 0.2,
+    "eos_token_id": 2,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": MOE_CONFIG
+    | {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0], "norm_topk_prob": True},
+    # Sinks, biases of experts, and every second layer with a window.
+    "gpt_oss": MOE_CONFIG
+    | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "intermediate_size": 32,
+    },
+}
+
+
+def check_golden(recipe: str, num_devices: int) -> RecordingRunner:
+    """Greedy tokens and logits are those of transformers."""
+    folder = write_serving_recipe(Path(tempfile.mkdtemp()), recipe)
+    runner = RecordingRunner(folder, 16, mesh=find_mesh(num_devices), **LIMITS)
+    golden = load_serving_golden(recipe)
+    result = run_engine(runner, [g.prompt for g in golden], SETTINGS, sampling_params=GREEDY)
+    check_against(golden, result)
+    if runner.can_hit:
+        assert sum(result.num_cached_tokens) > 0
+    check_collectives(runner)
+    return runner
+
+
+def check_collectives(recording: RecordingRunner) -> None:
+    """Two sums per layer, one for the embedding; of arrays, only rows of logits are gathered."""
+    runner = recording.runner
+    config = runner._programs._model.config
+    for shape, program in runner._programs._programs.items():
+        in_computations = collections.Counter()
+        for computation, operation, dims in _collectives(program.as_text()):
+            in_computations[computation] += 1
+            if operation == "all-gather":
+                assert dims[-1] == config.vocab_size and dims[0] <= MAX_NUM_SEQS, (shape, dims)
+            else:
+                assert (operation, dims[-1]) == ("all-reduce", config.hidden_size), shape
+        # The entry may have the last layer, the embedding and the logits. On a CPU, other layers
+        # are in loops or conditions.
+        assert max(in_computations.values(), default=0) <= 4, (shape, in_computations)
+        # The cache stays in place on each device.
+        memory = program.memory_analysis()
+        cache_bytes = runner._kv_cache.addressable_shards[0].data.nbytes
+        if hasattr(shape, "tables"):
+            assert memory.alias_size_in_bytes >= cache_bytes, shape
+        assert memory.temp_size_in_bytes < cache_bytes / 2, shape
+
+
+def _collectives(hlo: str) -> list[tuple[str, str, list[int]]]:
+    found, computation = [], ""
+    for line in hlo.splitlines():
+        if line.startswith(("%", "ENTRY")):
+            computation = line.split("(")[0]
+        if match := re.search(
+            r"= \w+\[([0-9,]*)\]\S* "
+            r"(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(",
+            line,
+        ):
+            dims = [int(size) for size in match[1].split(",") if size]
+            found.append((computation, match[2], dims))
+    return found
+
+
+def check_same_as_alone(name: str, num_devices: int) -> None:
+    """Tokens are those of one device: drawn with a seed, with penalties and biases, and greedy."""
+    folder = Path(tempfile.mkdtemp())
+    if name in CONFIGS:
+        (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    else:
+        write_serving_recipe(folder, name)
+    limits = LIMITS | {"load_format": "dummy" if name in CONFIGS else "auto"}
+
+    def run(mesh: jax.sharding.Mesh | None) -> RunResult:
+        runner = RecordingRunner(folder, 16, mesh=mesh, **limits)
+        return run_engine(runner, PROMPTS, SETTINGS, sampling_params=PARAMS)
+
+    alone, split = run(None), run(find_mesh(num_devices))
+    assert split.token_ids == alone.token_ids
+    for one, many in zip(alone.logits, split.logits, strict=True):
+        np.testing.assert_allclose(one, many, atol=1e-3)
+
+
+def check_weights(num_devices: int) -> None:
+    """Every device has its part of the weights that a single device has."""
+    folder = write_serving_recipe(Path(tempfile.mkdtemp()), "qwen3", bias=True)
+    alone = load_model(folder, dtype="float32")
+    split = load_model(folder, dtype="float32", mesh=find_mesh(num_devices))
+    for name, one, many in zip(alone.param_names, alone.params, split.params, strict=True):
+        np.testing.assert_array_equal(one, many, err_msg=name)
+        # Norms are whole, and so are keys and values: there are two heads of them.
+        is_whole = "norm" in name or "k_proj" in name or "v_proj" in name or "o_proj.bias" in name
+        num_parts = 1 if is_whole else num_devices
+        sizes = {shard.data.size * num_parts for shard in many.addressable_shards}
+        assert sizes == {one.size}, name
+        assert len(many.addressable_shards) == num_devices
+
+
+def check_generator(num_devices: int) -> None:
+    """`CompiledGenerator` draws the tokens of an engine, which are those of transformers."""
+    folder = write_serving_recipe(Path(tempfile.mkdtemp()), "llama")
+    golden = load_serving_golden("llama")
+    prompts = [golden[3].prompt, golden[5].prompt]
+    shape = GenerateShape(batch_size=2, max_prompt_len=64, max_new_tokens=12, max_stop_ids=2)
+    model = load_model(folder, dtype="float32", mesh=find_mesh(num_devices))
+    found = CompiledGenerator(model, shape).generate(prompts, GREEDY[:2])
+    assert found == [golden[3].new_tokens, golden[5].new_tokens]
+
+
+CASES = {
+    "quick": lambda: (
+        check_weights(4),
+        check_golden("llama", 2),
+        check_golden("gemma3_shallow", 4),
+    ),
+    "llama": lambda: (check_golden("llama", 4), check_same_as_alone("llama", 4)),
+    "qwen3": lambda: (check_golden("qwen3", 2), check_golden("qwen3", 4), check_generator(4)),
+    "windows": lambda: (check_golden("qwen2_window", 4), check_golden("gemma2", 2)),
+    "sinks": lambda: (check_same_as_alone("gpt_oss", 2), check_same_as_alone("gpt_oss", 4)),
+    "experts": lambda: (check_same_as_alone("qwen3_moe", 2), check_same_as_alone("qwen3_moe", 4)),
+}
+
+
+if __name__ == "__main__":
+    with quick_engine_compilations():
+        CASES[sys.argv[1]]()
+    print("same")
