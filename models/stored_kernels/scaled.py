@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec
 
 from models.forward.kernel_settings import WHOLE, KernelSettings
 from models.layers.product import dot_float32
+from models.stored_kernels.few_rows import MAX_FEW_ROWS, multiply_few_rows
+from models.stored_kernels.panels import MIDDLE, Panels
 from models.stored_kernels.stored_kernel import StoredKernel, UseKernel
 from models.weight_rule import MODEL_AXIS, SplitAxis, split_spec
 from pallas_kernels import GroupTiles
@@ -22,25 +24,6 @@ NumBits = Literal[4, 8]
 MIN_GROUP_SIZE = 16
 # Widths of panels are multiples of this, so that vector instructions work on whole rows.
 _WIDTH_STEP = 16
-# 4 bits hold -8 to 7 as 0 to 15.
-_MIDDLE = 8
-
-
-class _Panel(NamedTuple):
-    """Some columns of one matrix: the arrays of a `ScaledKernel` without the axis of panels."""
-
-    numbers: jax.Array
-    scales: jax.Array
-    zeros: jax.Array | None
-
-    def widen(self, dtype: jnp.dtype) -> jax.Array:  # dtype[in_features, width]
-        """Computes `(number - zero) * scale` in float32, and rounds it once."""
-        numbers, zeros = self.numbers, 0
-        if numbers.dtype == jnp.uint8:
-            numbers = jnp.concatenate([numbers & 15, numbers >> 4], axis=1)
-            zeros = _MIDDLE if self.zeros is None else _as_float32(self.zeros)[:, None]
-        values = (_as_float32(numbers) - zeros) * self.scales[:, None]
-        return values.astype(dtype).reshape(-1, values.shape[-1])
 
 
 @jax.tree_util.register_dataclass
@@ -50,7 +33,8 @@ class ScaledKernel(StoredKernel):
 
     Activations are not rounded: x is multiplied by the widened matrix, in its own dtype. A loop
     widens one panel of columns at a time. On a CPU, a panel stays in the processor's cache, so that
-    only the stored bits are read from memory.
+    only the stored bits are read from memory. One or two rows of float32 are multiplied in another
+    order there (`multiply_few_rows`).
 
     A byte holds two numbers of 4 bits: row r of a group in its low bits, and row
     `r + group_size / 2` in its high bits. Stacks have one axis more, of experts, in front.
@@ -114,6 +98,11 @@ class ScaledKernel(StoredKernel):
     def num_panels(self) -> int:
         return self.numbers.shape[-4]
 
+    @property
+    def panels(self) -> Panels:
+        """The arrays."""
+        return Panels(self.numbers, self.scales, self.zeros)
+
     def specs(self, axes: Sequence[SplitAxis | None]) -> tuple[PartitionSpec, ...]:
         """A kernel of several panels is whole on every device, as its widths may differ."""
         num_arrays = 2 if self.zeros is None else 3
@@ -136,6 +125,8 @@ class ScaledKernel(StoredKernel):
 
         if self.num_panels == 1:
             return columns(0)
+        if len(x) <= MAX_FEW_ROWS and x.dtype == jnp.float32:
+            return multiply_few_rows(x, self.panels, use)[:, : self.out_features]
 
         def add(panel_idx: jax.Array, out: jax.Array) -> jax.Array:
             return _update(out, columns(panel_idx), 0, panel_idx * width)
@@ -178,7 +169,7 @@ class ScaledKernel(StoredKernel):
         self,
         x: jax.Array,  # f[num_tiles * tile_rows, in_features]
         groups: jax.Array,  # i32[num_tiles]
-        panel_of: Callable[[jax.Array], _Panel],
+        panel_of: Callable[[jax.Array], Panels],
     ) -> jax.Array:  # f[num_tiles * tile_rows, num_panels * width]
         num_experts, num_panels, width = *self.numbers.shape[:2], self.numbers.shape[-1]
         tile_rows = x.shape[0] // groups.shape[0]
@@ -195,19 +186,18 @@ class ScaledKernel(StoredKernel):
         out = jnp.zeros((x.shape[0], num_panels * width), x.dtype)
         return lax.fori_loop(0, num_used * num_panels, add, out)
 
-    def _panel(self, panel_idx: jax.Array | int) -> _Panel:
+    def _panel(self, panel_idx: jax.Array | int) -> Panels:
         """A panel of a matrix."""
         return jax.tree.map(
             lambda array: lax.dynamic_index_in_dim(
                 array, panel_idx, keepdims=False, allow_negative_indices=False
             ),
-            _Panel(self.numbers, self.scales, self.zeros),
+            self.panels,
         )
 
-    def _panel_of(self, idx: jax.Array) -> _Panel:
+    def _panel_of(self, idx: jax.Array) -> Panels:
         """A panel of a stack: `idx` counts the panels of all experts."""
-        arrays = (self.numbers, self.scales, self.zeros)
-        flat = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), arrays)
+        flat = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), self.panels)
         return ScaledKernel(*flat, out_features=self.out_features)._panel(idx)
 
 
@@ -215,11 +205,6 @@ def fitting_group_size(in_features: int, group_size: int) -> int | None:
     """The largest size that divides the inputs and `group_size`; None if it is too small."""
     fitting = math.gcd(in_features, group_size)
     return fitting if fitting >= MIN_GROUP_SIZE and fitting % 2 == 0 else None
-
-
-def _as_float32(numbers: jax.Array) -> jax.Array:
-    # XLA:CPU widens bytes to 32-bit integers first, and has vector instructions for both steps.
-    return numbers.astype(jnp.int32).astype(jnp.float32)
 
 
 def _update(out: jax.Array, part: jax.Array, row: jax.Array | int, column: jax.Array) -> jax.Array:
@@ -237,13 +222,13 @@ def _quantize(
         else:
             # The number furthest from zero is -8, whatever its sign; so all 16 numbers are used.
             largest, smallest = groups.max(axis=1), groups.min(axis=1)
-            scales = jnp.where(largest > -smallest, largest, smallest) / -_MIDDLE
+            scales = jnp.where(largest > -smallest, largest, smallest) / -MIDDLE
         steps = jnp.where(scales == 0, 1.0, scales)[:, None]
         numbers = jnp.round(groups / steps)
         if num_bits == 8:
             numbers = numbers.astype(jnp.int8)
         else:
-            numbers = (jnp.minimum(numbers, _MIDDLE - 1) + _MIDDLE).astype(jnp.uint8)
+            numbers = (jnp.minimum(numbers, MIDDLE - 1) + MIDDLE).astype(jnp.uint8)
         numbers, scales, _ = _pack(numbers, scales, None, panel_width)
         return numbers, scales
 

@@ -12,6 +12,8 @@ from models.layers.experts import Experts
 from models.layers.linear import Linear
 from models.layers.routing import Routing
 from models.stored_kernels.scaled import ScaledKernel, fitting_group_size
+from models.stored_kernels.use_kernel import multiply
+from tests.compiler_flags import AS_FOR_USERS
 from tests.models.plain_context import plain_context
 from tests.models.steppers import checkpoint_folder
 from tests.models.stored_kernels.dequantized import dequantized
@@ -146,16 +148,48 @@ def test_a_tied_head_is_quantized_and_its_embedding_is_not(num_bits):
     assert 1e-3 < error < {4: 0.15, 8: 0.01}[num_bits]
 
 
-def test_a_layer_of_a_loop_uses_its_own_kernel():
+@pytest.mark.parametrize(
+    ("num_rows", "operation"), [(1, "convert_element_type"), (3, "dot_general")]
+)
+def test_a_layer_of_a_loop_uses_its_own_kernel(num_rows, operation):
     linears = [Linear(IN, OUT, dtype=jnp.float32) for _ in range(3)]
     for seed, linear in enumerate(linears):
         linear.kernel.set_value(quantized(IN, OUT, num_bits=4, seed=seed))
-    x = random_array(2, IN)
+    x = random_array(num_rows, IN)
     run = jax.jit(lambda idx, x: choose_layer(linears, idx).product(x))
     for idx, linear in enumerate(linears):
         assert_near(run(idx, x), np.asarray(x, np.float64) @ dequantized(linear.kernel.get_value()))
     # The product itself exists once, whatever the number of layers.
-    assert str(jax.make_jaxpr(run)(0, x)).count("dot_general") == 1
+    counts = [
+        str(
+            jax.make_jaxpr(lambda idx, x, some=some: choose_layer(some, idx).product(x))(0, x)
+        ).count(operation)
+        for some in (linears, linears[:2])
+    ]
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("num_bits", BITS)
+def test_one_row_is_multiplied_without_panels_of_floats(num_bits):
+    """XLA:CPU widens the numbers where it adds their products."""
+    kernel = quantized(512, 2048, num_bits=num_bits, panel_width=128)
+    program = jax.jit(multiply).lower(random_array(1, 512), kernel).compile(AS_FOR_USERS)
+    # A panel of floats has 256 KiB.
+    assert program.memory_analysis().temp_size_in_bytes < 2**17
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_one_row_is_multiplied_with_every_panel(has_zeros):
+    """More panels than a turn of the loop has, and not a multiple of them."""
+    rng = np.random.default_rng(0)
+    numbers_np = rng.integers(0, 16, (2, 24, 37 * 16), np.uint8)
+    zeros_np = rng.integers(0, 16, (2, 37 * 16), np.uint8) if has_zeros else None
+    scales = random_array(2, 37 * 16)
+    zeros = None if zeros_np is None else jnp.asarray(zeros_np)
+    kernel = ScaledKernel.pack(jnp.asarray(numbers_np), scales, zeros, panel_width=16)
+    assert kernel.num_panels == 37
+    x = random_array(1, 48, seed=1)
+    assert_near(jax.jit(multiply)(x, kernel), np.asarray(x, np.float64) @ dequantized(kernel))
 
 
 def test_split_along_inputs_and_outputs():
