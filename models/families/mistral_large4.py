@@ -182,7 +182,7 @@ class MistralLarge4Attention(IndexedLatentAttention):
     ) -> tuple[jax.Array, jax.Array]:
         q_latent, q_rope = super()._heads(x, cos, sin, context)
         positions = context.of_rows(context.batch.positions)
-        # The latent part is linear in the query, so it may get the factor after `k_up`.
+        # The latent part is linear in the query, so it may get the factor before or after `k_up`.
         scaled = self.softmax_scaling.scaled
         return scaled(q_latent, positions), scaled(q_rope, positions)
 

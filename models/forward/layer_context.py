@@ -13,7 +13,7 @@ from models.config.rope_config import RopeConfig
 from models.errors import ModelError
 from models.forward.forward_batch import ForwardBatch, StateInputs
 from models.forward.kernel_settings import KernelSettings
-from models.forward.row_widths import Width
+from models.forward.row_widths import Chunk, Width
 from models.layers.rotary import rotary_cos_sin
 
 Arrays = TypeVar("Arrays")
@@ -72,7 +72,14 @@ class Rows:
     """Says to which tokens the rows of an array belong: by default to all tokens of the step."""
 
     only_last: bool = False  # one row for each request, for its last token
-    width: Width | None = None  # only the first `width.size` of these rows
+    # Only some of these rows: the first `width.size`, or a chunk, which starts at a multiple of its
+    # size.
+    width: Width | Chunk | None = None
+
+    @property
+    def first(self) -> int | jax.Array:
+        """The index of the first row."""
+        return self.width.start if isinstance(self.width, Chunk) else 0
 
 
 # A function that changes the output of a `Linear`. It takes the layer's name (`Linear.name`), the
@@ -191,7 +198,7 @@ class LayerContext:
     def is_used(self) -> jax.Array:  # bool[num_rows]
         """For each row of the arrays of this context, whether it has a token or is padding."""
         starts = self.query_start_loc if self.rows.only_last else self.batch.query_start_loc
-        return jnp.arange(self.num_rows, dtype=jnp.int32) < starts[-1]
+        return self.rows.first + jnp.arange(self.num_rows, dtype=jnp.int32) < starts[-1]
 
     def kept(self, x: jax.Array) -> jax.Array:  # f[num_tokens, ...] -> f[num_queries, ...]
         """The rows of the tokens that go on from this layer: all rows, except in the last layer.
@@ -215,6 +222,10 @@ class LayerContext:
             return self
         self._check_all_rows()
         return replace(self, rows=Rows(only_last=True))
+
+    def of(self, chunk: Chunk) -> "LayerContext":
+        """The context for arrays with the rows of a chunk. This context must be of all rows."""
+        return replace(self, rows=replace(self.rows, width=chunk))
 
     def _check_all_rows(self) -> None:
         if self.rows != Rows():
@@ -361,6 +372,11 @@ class LayerContext:
         dict of the outer context.
         """
         return replace(self, reported=dict(reported))
+
+    @property
+    def num_queries(self) -> int:
+        """How many rows attend in this layer, padding included."""
+        return self.batch.num_reqs if self.drops_rows else self.batch.token_ids.shape[0]
 
     @property
     def num_queries_per_req(self) -> int | None:

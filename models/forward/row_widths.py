@@ -1,4 +1,4 @@
-"""Runs work on the leading rows of a step that hold tokens, in one of a few static widths."""
+"""Runs work on some rows of a step: on the leading ones that hold tokens, or on a chunk."""
 
 import dataclasses
 from collections.abc import Callable
@@ -36,6 +36,24 @@ class Width:
         if leading.shape == rows.shape:
             return leading
         return jax.lax.dynamic_update_slice_in_dim(rows, leading, 0, axis=0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """`size` rows from row `start` on. Rows past the end of an array are zero."""
+
+    start: jax.Array  # i32[]
+    size: int
+
+    def read(self, rows: jax.Array) -> jax.Array:
+        # A slice that reaches past the end would start earlier. No copy if the chunks fit.
+        missing = -rows.shape[0] % self.size
+        rows = jnp.pad(rows, ((0, missing), *[(0, 0)] * (rows.ndim - 1)))
+        return jax.lax.dynamic_slice_in_dim(rows, self.start, self.size, axis=0)
+
+    def write(self, rows: jax.Array, own: jax.Array) -> jax.Array:
+        """`rows`, with the chunk's rows replaced by `own`."""
+        return jax.lax.dynamic_update_slice_in_dim(rows, own, self.start, axis=0)
 
 
 def run_at_width(

@@ -1,5 +1,6 @@
 """Latent attention to the tokens that an index chooses, and layers that share such a choice."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -7,12 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from models.cache.format import Pages
-from models.config.index_config import IndexedLatentConfig
+from models.config.index_config import INDEX_KEYS, IndexedLatentConfig
 from models.forward.carry import Carry
 from models.forward.layer_context import LayerContext
 from models.layers.decoder_layers import PreNormLayer
-from models.layers.index_attend import index_attend
+from models.layers.index_attend import attend_to_tokens, choose_tokens
 from models.layers.indexer import Indexer, IndexQueries
+from models.layers.latent_attend import latent_attend, write_vectors
 from models.layers.latent_attention import LatentAttention
 from models.layers.self_attention import Norm
 from pallas_kernels import NO_POSITION
@@ -64,13 +66,29 @@ class IndexedLatentAttention(LatentAttention):
     ) -> tuple[jax.Array, jax.Array | None, Pages]:
         """As `__call__`; it also returns the choice.
 
+        If no request can have more than `index_top_k` tokens, all tokens attend to all earlier
+        ones, and index keys are not written.
+
         Args:
             chosen: The choice of an earlier layer. It is not used if the layer has an index.
         """
-        queries, (latents, keys) = self.project_in(hidden, context, norm=norm)
-        *of_heads, index_queries = queries
-        index = None if self.indexer is None else (index_queries, keys)
-        return index_attend(self.config, tuple(of_heads), latents, index, chosen, pages, context)
+        (*queries, index_queries), (latents, keys) = self.project_in(hidden, context, norm=norm)
+        cache = context.cache(self.cache_name)
+        attends_to_all = self.config.index_top_k >= cache.block_tables.shape[1] * cache.block_size
+        has_choice = self.indexer is not None and not attends_to_all
+        # All writes come before the reads, so that no write waits for a read of the same layer.
+        if has_choice:
+            pages = write_vectors(keys, pages, context, cache_name=INDEX_KEYS)
+        pages = write_vectors(latents, pages, context)
+        if has_choice:
+            chosen = choose_tokens(self.config, index_queries, pages, context)
+        arguments = {"pages": pages, "context": context}
+        if attends_to_all:
+            attend = functools.partial(latent_attend, self.config, **arguments)
+        else:
+            attend = functools.partial(attend_to_tokens, self.config, **arguments)
+            queries.append(chosen)
+        return self.attend_with(attend, tuple(queries), context), chosen, pages
 
     def _queries(
         self, normed: jax.Array, cos: jax.Array, sin: jax.Array, context: LayerContext

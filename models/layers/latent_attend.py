@@ -11,57 +11,78 @@ from models.forward.kernel_settings import PAGES_BY_DEVICE, TOKENS_BY_HEAD, WHOL
 from models.forward.layer_context import LayerContext
 
 
-def latent_attend(
-    config: LatentAttentionConfig,
-    q_latent: jax.Array,  # f[num_queries, num_q_heads, latent_dim]
-    q_rope: jax.Array,  # f[num_queries, num_q_heads, rope_dim]
-    new: jax.Array | None,  # f[num_tokens, latent_dim + rope_dim]
+def write_vectors(
+    new: jax.Array | None,  # f[num_tokens, vector_dim]
     pages: Pages,
     context: LayerContext,
     *,
     cache_name: str = SELF_ATTENTION,
-) -> tuple[jax.Array, Pages]:  # f[num_queries, num_q_heads, latent_dim]
-    """Writes the step's latents and rotary keys into the layer's cache, and attends to the cache.
+) -> Pages:
+    """Writes the step's vectors, such as latents with rotary keys, into one of the layer's caches.
 
-    Each device of a mesh writes all of them, and attends with its own query heads.
+    Each device of a mesh writes all of them.
 
     Args:
         new: None if the cache belongs to an earlier layer, which has written them already.
         cache_name: The cache's local name in the layer.
     """
+    if new is None:
+        return pages
     kernels, cache = context.kernels, context.cache(cache_name)
-    if new is not None:
-        new = jnp.pad(new, ((0, 0), (0, cache.format.width - new.shape[1])))
-    chosen = {
-        "kv_dtype": cache.format.kv_dtype(pages),
-        "implementation": kernels.implementation,
-        "target": kernels.target,
-    }
+    new = jnp.pad(new, ((0, 0), (0, cache.format.width - new.shape[1])))
 
-    def of_own_heads(
-        q_latent: jax.Array,
-        q_rope: jax.Array,
-        new: jax.Array | None,
-        pages: Pages,
-        slots: jax.Array,
-        *sequences: jax.Array,
-    ) -> tuple[jax.Array, Pages]:
-        view = cache.format.view(pages, cache.block_size)
-        if new is not None:
-            new = new[:, None]
-            view = pallas_kernels.kv_scatter(view, new, None, slots, cache.row, **chosen)
-        attended = pallas_kernels.latent_attention(
-            *(q_latent, q_rope, view, cache.row, *sequences),
-            scale=config.scale,
-            max_query_len=context.num_queries_per_req,
-            batch_invariant=kernels.batch_invariant,
-            **chosen,
+    def write(new: jax.Array, pages: Pages, slots: jax.Array) -> Pages:
+        view = pallas_kernels.kv_scatter(
+            cache.format.view(pages, cache.block_size),
+            *(new[:, None], None, slots, cache.row),
+            kv_dtype=cache.format.kv_dtype(pages),
+            implementation=kernels.implementation,
+            target=kernels.target,
         )
-        return attended, cache.format.unview(view, pages)
+        return cache.format.unview(view, pages)
 
     return kernels.by_device(
-        *(of_own_heads, q_latent, q_rope, new, pages, cache.slots),
-        *(cache.block_tables, cache.seq_lens, context.query_start_loc),
-        in_specs=(*[TOKENS_BY_HEAD] * 2, WHOLE, PAGES_BY_DEVICE, *[WHOLE] * 4),
-        out_specs=(TOKENS_BY_HEAD, PAGES_BY_DEVICE),
+        *(write, new, pages, cache.slots),
+        in_specs=(WHOLE, PAGES_BY_DEVICE, WHOLE),
+        out_specs=PAGES_BY_DEVICE,
+    )
+
+
+def latent_attend(
+    config: LatentAttentionConfig,
+    q_latent: jax.Array,  # f[num_rows, num_q_heads, latent_dim]
+    q_rope: jax.Array,  # f[num_rows, num_q_heads, rope_dim]
+    seq_lens: jax.Array,  # i32[num_reqs]
+    query_start_loc: jax.Array,  # i32[num_reqs + 1]
+    pages: Pages,
+    context: LayerContext,
+    *,
+    cache_name: str = SELF_ATTENTION,
+) -> jax.Array:  # f[num_rows, num_q_heads, latent_dim]
+    """Attends to the cache, into which the step's latents have been written.
+
+    Each device of a mesh attends with its own query heads.
+
+    Args:
+        seq_lens: Of the tokens up to the last row of each request; so is `query_start_loc`.
+    """
+    kernels, cache = context.kernels, context.cache(cache_name)
+
+    def attend(
+        q_latent: jax.Array, q_rope: jax.Array, pages: Pages, *sequences: jax.Array
+    ) -> jax.Array:
+        return pallas_kernels.latent_attention(
+            *(q_latent, q_rope, cache.format.view(pages, cache.block_size), cache.row, *sequences),
+            scale=config.scale,
+            kv_dtype=cache.format.kv_dtype(pages),
+            max_query_len=context.num_queries_per_req,
+            batch_invariant=kernels.batch_invariant,
+            implementation=kernels.implementation,
+            target=kernels.target,
+        )
+
+    return kernels.by_device(
+        *(attend, q_latent, q_rope, pages, cache.block_tables, seq_lens, query_start_loc),
+        in_specs=(*[TOKENS_BY_HEAD] * 2, PAGES_BY_DEVICE, *[WHOLE] * 3),
+        out_specs=TOKENS_BY_HEAD,
     )

@@ -1,7 +1,7 @@
 """`LatentAttention`: multi-head latent attention (MLA), computed in the absorbed form."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,9 @@ from models.config.latent_config import LatentAttentionConfig
 from models.forward.layer_context import LayerContext
 from models.layers.attention import split_heads
 from models.layers.head_linear import HeadLinear
-from models.layers.latent_attend import latent_attend
+from models.layers.latent_attend import latent_attend, write_vectors
 from models.layers.linear import Linear
+from models.layers.query_chunks import chunk_rows, map_query_chunks
 from models.layers.rms_norm import RMSNorm
 from models.layers.rotary import apply_rotary, apply_rotary_to_neighbors
 from models.layers.self_attention import Norm
@@ -97,12 +98,58 @@ class LatentAttention(nnx.Module):
 
     def __call__(
         self, hidden: jax.Array, pages: Pages, context: LayerContext, *, norm: Norm
-    ) -> tuple[jax.Array, Pages]:  # f[num_queries, num_q_heads, latent_dim]
+    ) -> tuple[jax.Array, Pages]:
         """See `SelfAttention.__call__`."""
         queries, latents = self.project_in(hidden, context, norm=norm)
-        return latent_attend(
-            self.config, *queries, latents, pages, context, cache_name=self.cache_name
+        pages = write_vectors(latents, pages, context, cache_name=self.cache_name)
+        attend = functools.partial(
+            latent_attend, self.config, pages=pages, context=context, cache_name=self.cache_name
         )
+        return self.attend_with(attend, queries, context), pages
+
+    def attend_with(
+        self,
+        attend: Callable[..., jax.Array],
+        queries: tuple[jax.Array, ...],
+        context: LayerContext,
+    ) -> jax.Array:
+        """Calls `attend`, in a large step chunk by chunk.
+
+        Absorbed queries and their output are several times as large as the queries and values that
+        they stand for. In chunks, `k_up` and `v_up` are applied to few rows at a time.
+
+        Args:
+            attend: Takes the absorbed queries, the other arrays of `queries`, and `seq_lens` and
+                `query_start_loc` of the rows. It returns f[num_rows, num_q_heads, latent_dim].
+            queries: The queries of `_queries`, and further arrays with a row for each of them.
+
+        Returns:
+            The input of `project_out`.
+        """
+        size = self._chunk_rows(context)
+        seq_lens = context.cache(self.cache_name).seq_lens
+        if size is None:
+            return attend(*queries, seq_lens, context.query_start_loc)
+
+        def attend_chunk(
+            queries: tuple[jax.Array, ...],
+            seq_lens: jax.Array,
+            query_start_loc: jax.Array,
+            context: LayerContext,
+        ) -> jax.Array:
+            q_nope, *others = queries
+            absorbed = self.k_up(q_nope, context)
+            return self.v_up(attend(absorbed, *others, seq_lens, query_start_loc), context)
+
+        q_nope = queries[0]
+        out = jnp.zeros((*q_nope.shape[:2], self.config.value_head_dim), q_nope.dtype)
+        return map_query_chunks(attend_chunk, queries, out, seq_lens, context.of_kept(), size=size)
+
+    def _chunk_rows(self, context: LayerContext) -> int | None:
+        """Rows of a chunk of the step's queries; None: all rows at once."""
+        config = self.config
+        own_heads = config.num_q_heads // context.kernels.num_shards
+        return chunk_rows(context.num_queries, own_heads * (config.latent_dim + config.rope_dim))
 
     def project_in(
         self,
@@ -133,10 +180,11 @@ class LatentAttention(nnx.Module):
 
     def project_out(
         self,
-        attended: jax.Array,  # f[num_queries, num_q_heads, latent_dim]
+        attended: jax.Array,  # f[num_queries, num_q_heads, latent_dim], or values of chunks
         context: LayerContext,
     ) -> jax.Array:  # f[num_queries, hidden]
-        values = self.v_up(attended, context)
+        is_expanded = self._chunk_rows(context) is not None
+        values = attended if is_expanded else self.v_up(attended, context)
         return self.o_proj(values.reshape(values.shape[0], -1), context)
 
     def _queries(
@@ -146,7 +194,9 @@ class LatentAttention(nnx.Module):
         sin: jax.Array,  # f32[num_rows, rotary_dim // 2]
         context: LayerContext,
     ) -> tuple[jax.Array, jax.Array]:
-        """f[num_rows, num_q_heads, latent_dim] and f[num_rows, num_q_heads, rope_dim]."""
+        """Absorbed queries f[num_rows, num_q_heads, latent_dim], and f[num_rows, num_q_heads,
+        rope_dim]. If they are absorbed chunk by chunk, the first width is nope_dim.
+        """
         return self._heads(self._query_input(normed, context), cos, sin, context)
 
     def _query_input(self, normed: jax.Array, context: LayerContext) -> jax.Array:
@@ -162,8 +212,9 @@ class LatentAttention(nnx.Module):
         project = self.q_proj if self.config.q_latent_dim is None else self.q_b_proj
         q = split_heads(project(x, context), self.config.head_dim)
         nope_dim = self.config.nope_dim
-        q_latent = self.k_up(q[..., :nope_dim], context)
-        return q_latent, self._rotated(q[..., nope_dim:], cos, sin)
+        q_nope, q_rope = q[..., :nope_dim], self._rotated(q[..., nope_dim:], cos, sin)
+        absorbs_later = self._chunk_rows(context) is not None
+        return q_nope if absorbs_later else self.k_up(q_nope, context), q_rope
 
     def _cached(
         self, normed: jax.Array, cos: jax.Array, sin: jax.Array, context: LayerContext

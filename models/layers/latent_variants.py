@@ -25,7 +25,7 @@ class ScaledQueriesLatentAttention(LatentAttention):
     ) -> tuple[jax.Array, jax.Array]:
         q_latent, q_rope = super()._queries(normed, cos, sin, context)
         factors = self.query_scale.factors(context.of_rows(context.batch.positions))[:, None, None]
-        # The latent part is linear in the query, so it may get the factor after `k_up`.
+        # The latent part is linear in the query, so it may get the factor before or after `k_up`.
         return (
             (q_latent.astype(jnp.float32) * factors).astype(q_latent.dtype),
             (q_rope.astype(jnp.float32) * factors).astype(q_rope.dtype),

@@ -20,15 +20,15 @@ import jax
 import jax.numpy as jnp
 
 from models import AttentionConfig, ForwardBatch, GroupInputs, KernelSettings, Platform
-from models.config.index_config import IndexedLatentConfig
+from models.config.index_config import INDEX_KEYS, IndexedLatentConfig
 from models.config.moe_config import MoEConfig
 from models.families.gemma4 import Gemma4Config
 from models.forward.layer_context import LayerContext, LayerPlaces, make_context
 from models.layers.attend import attend
 from models.layers.experts import Experts
-from models.layers.index_attend import index_attend
+from models.layers.index_attend import attend_to_tokens, choose_tokens
 from models.layers.indexer import IndexQueries
-from models.layers.latent_attend import latent_attend
+from models.layers.latent_attend import latent_attend, write_vectors
 from models.layers.routing import Routing
 from models.platforms import GPU, TPU
 from models.registry import read_config
@@ -220,11 +220,18 @@ def layer_program(
     def run(pages, batch, q, new_kv, sinks, copies):
         pages = kernels.copy_blocks(pages, copies)
         context = make_context(batch, pages, kernels, ()).at(0, layer.places)
-        if layer.is_indexed:
-            return index_attend(attention, q, *new_kv, None, pages, context)[::2]
         if layer.is_latent:
+            latents, *keys = new_kv
             (cache_name, _), *_ = layer.places
-            return latent_attend(attention, *q, *new_kv, pages, context, cache_name=cache_name)
+            name = {"cache_name": cache_name}
+            pages = write_vectors(latents, pages, context, **name)
+            sequences = (context.cache(cache_name).seq_lens, context.query_start_loc)
+            if not layer.is_indexed:
+                return latent_attend(attention, *q, *sequences, pages, context, **name), pages
+            *q, index_queries = q
+            pages = write_vectors(*keys, pages, context, cache_name=INDEX_KEYS)
+            chosen = choose_tokens(attention, index_queries, pages, context)
+            return attend_to_tokens(attention, *q, chosen, *sequences, pages, context), pages
         return attend(attention, q, new_kv, pages, context, sinks=sinks)
 
     def floats(*dims: int) -> jax.ShapeDtypeStruct:
@@ -261,7 +268,8 @@ def layer_program(
             floats(num_tokens, index.num_heads, index.head_dim),
             jax.ShapeDtypeStruct((num_tokens, index.num_heads), jnp.float32),
         )
-        new_kv = (*new_kv, (index_queries, floats(num_tokens, index.head_dim)))
+        q = (*q, index_queries)
+        new_kv = (*new_kv, floats(num_tokens, index.head_dim))
     sinks = floats(attention.num_q_heads) if attention.has_sinks else None
     batch = _batch_of(step, groups)
     return run, (pages, batch, q, new_kv, sinks, _integers(2, NUM_COPIES))
