@@ -72,14 +72,14 @@ class SlotTable(BlockTable):
             max_num_seqs=max_num_seqs, max_blocks_per_req=max_blocks_per_req, num_blocks=num_blocks
         )
         self.read_ids_np = np.zeros_like(self.block_ids_np)
-        self._moving_rows: list[int] = []  # which read another slot than they write
+        self._moving_rows: list[int] = []  # rows that read another slot than they write
 
     def append_row(self, row_idx: int, block_ids: Sequence[int]) -> None:
         """Gives a row a slot to write.
 
         Args:
-            block_ids: The slot. It may come after a slot to read from. Without that, the row reads
-                from the slot that it has had so far, or from the new one if it had none.
+            block_ids: The slot to write, or the slot to read followed by the slot to write. With
+                one slot, the row reads its old slot, or the new slot if it has no old one.
 
         Raises:
             InvariantError: A block id is not in the pool, or the slots are not whole.
