@@ -31,6 +31,8 @@ FAMILIES: dict[str, str] = {
     "Qwen3MoeForCausalLM": "models.families.qwen3_moe:Qwen3MoeForCausalLM",
     "Qwen3VLMoeForCausalLM": "models.families.qwen3_vl_moe:Qwen3VLMoeForCausalLM",
     "Qwen3NextForCausalLM": "models.families.qwen3_next:Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM": "models.families.qwen3_5:Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM": "models.families.qwen3_5_moe:Qwen3_5MoeForCausalLM",
     "BambaForCausalLM": "models.families.bamba:BambaForCausalLM",
     "Mamba2ForCausalLM": "models.families.mamba2:Mamba2ForCausalLM",
     "OlmoeForCausalLM": "models.families.olmoe:OlmoeForCausalLM",

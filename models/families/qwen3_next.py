@@ -1,12 +1,14 @@
 """Qwen3-Next: experts, and Gated DeltaNet in place of attention in three layers of four."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from models.config.attention_config import AttentionConfig
 from models.config.dense_config import read_dense_fields, read_head_fields
@@ -27,6 +29,13 @@ from models.layers.routing import Router, SoftmaxTopK
 from models.layers.self_attention import SelfAttention
 from models.layers.sparse_mlp import GatedSharedExpertMLP
 from models.weight_rule import Source, WeightRule, with_renamed_sources
+
+
+class HybridConfig(Protocol):
+    """The fields that mixers need, of a family's config."""
+
+    attention: tuple[AttentionConfig | None, ...]
+    linear: GatedDeltaNetConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,56 +61,25 @@ class Qwen3NextForCausalLM(MoEDecoder):
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> Qwen3NextConfig:
-        # The gate would need a part of the biases of queries.
-        refuse_other_values(hf_config, {"attention_bias": False})
         fields = read_dense_fields(hf_config)
-        num_layers = fields["num_layers"]
-        heads = read_head_fields(hf_config, default_num_kv_heads=2, default_head_dim=256)
-        rope, factor = parse_partial_rope(
-            hf_config, fields["max_position_embeddings"], default_factor=0.25
-        )
-        attention = AttentionConfig(**heads, rope=rope, rotary_dim=int(heads["head_dim"] * factor))
-        interval = read_count(hf_config, "full_attention_interval", 4)
-        by_rule = [(layer_idx + 1) % interval != 0 for layer_idx in range(num_layers)]
         return Qwen3NextConfig(
             **fields,
             **read_expert_fields(
                 hf_config, default_num_experts=512, default_top_k=10, default_size=512
             ),
-            attention=tuple(
-                None if has_state else attention
-                for has_state in read_has_state(hf_config, by_rule, "linear_attention")
-            ),
-            has_experts=read_sparse_steps(hf_config, num_layers),
+            **read_mixers(hf_config, fields, default_num_kv_heads=2),
+            has_experts=read_sparse_steps(hf_config, fields["num_layers"]),
             shared_expert_intermediate_size=read_count(
                 hf_config, "shared_expert_intermediate_size", 512
             ),
             normalizes_weights=read_flag(hf_config, "norm_topk_prob", True),
-            linear=GatedDeltaNetConfig(
-                hidden_size=fields["hidden_size"],
-                num_k_heads=read_count(hf_config, "linear_num_key_heads", 16),
-                num_v_heads=read_count(hf_config, "linear_num_value_heads", 32),
-                k_dim=read_count(hf_config, "linear_key_head_dim", 128),
-                v_dim=read_count(hf_config, "linear_value_head_dim", 128),
-                kernel_size=read_count(hf_config, "linear_conv_kernel_dim", 4),
-                eps=fields["rms_norm_eps"],
-            ),
         )
 
     def __init__(self, config: Qwen3NextConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
         norm = functools.partial(OffsetRMSNorm, eps=config.rms_norm_eps, dtype=dtype)
-
-        def make_mixer(attention: AttentionConfig | None) -> SelfAttention:
-            if attention is None:
-                return GatedDeltaNet(config.linear, dtype=dtype)
-            make_attention = functools.partial(GatedAttention, gate=jax.nn.sigmoid)
-            return make_head_normed_attention(
-                attention, norm=norm, attention=make_attention, dtype=dtype
-            )
-
         super().__init__(
             config,
-            attention=make_mixer,
+            attention=functools.partial(make_mixer, config.linear, norm=norm, dtype=dtype),
             sparse_mlp=functools.partial(_make_sparse_mlp, config, dtype),
             norm=norm,
             has_head_kernel=has_head_kernel,
@@ -110,19 +88,90 @@ class Qwen3NextForCausalLM(MoEDecoder):
 
     def weight_rules(self) -> dict[str, WeightRule]:
         """Checkpoints have one matrix for queries and gates, and other orders of projections."""
-        rules = super().weight_rules()
-        for layer_idx, attention in enumerate(self.config.attention):
-            prefix = f"layers.{layer_idx}.self_attn."
-            own = {name: rule for name, rule in rules.items() if name.startswith(prefix)}
-            if attention is None:
-                rules |= _rules_of_delta_net(own, prefix, self.config.linear)
-            else:
-                rules |= _rules_of_gated_attention(rules, prefix, attention.head_dim)
-        return rules
+        return mixer_rules(super().weight_rules(), self.config, _join_by_head)
 
     def ignores_weight(self, name: str) -> bool:
         """Layers for multi-token prediction are not loaded."""
         return name.startswith("mtp.")
+
+
+def read_mixers(
+    hf_config: Mapping[str, object],
+    fields: Mapping[str, object],
+    *,
+    default_num_kv_heads: int,
+) -> dict[str, object]:
+    """Reads `attention` and `linear` of families whose layers have one of the two.
+
+    Args:
+        fields: The result of `read_dense_fields`, or at least the fields of `ModelConfig` and
+            `rms_norm_eps`.
+    """
+    # The gate would need a part of the biases of queries.
+    refuse_other_values(hf_config, {"attention_bias": False})
+    heads = read_head_fields(
+        hf_config, default_num_kv_heads=default_num_kv_heads, default_head_dim=256
+    )
+    rope, factor = parse_partial_rope(
+        hf_config, fields["max_position_embeddings"], default_factor=0.25
+    )
+    attention = AttentionConfig(**heads, rope=rope, rotary_dim=int(heads["head_dim"] * factor))
+    interval = read_count(hf_config, "full_attention_interval", 4)
+    by_rule = [(layer_idx + 1) % interval != 0 for layer_idx in range(fields["num_layers"])]
+    return {
+        "attention": tuple(
+            None if has_state else attention
+            for has_state in read_has_state(hf_config, by_rule, "linear_attention")
+        ),
+        "linear": GatedDeltaNetConfig(
+            hidden_size=fields["hidden_size"],
+            num_k_heads=read_count(hf_config, "linear_num_key_heads", 16),
+            num_v_heads=read_count(hf_config, "linear_num_value_heads", 32),
+            k_dim=read_count(hf_config, "linear_key_head_dim", 128),
+            v_dim=read_count(hf_config, "linear_value_head_dim", 128),
+            kernel_size=read_count(hf_config, "linear_conv_kernel_dim", 4),
+            eps=fields["rms_norm_eps"],
+        ),
+    }
+
+
+def make_mixer(
+    linear: GatedDeltaNetConfig,
+    attention: AttentionConfig | None,
+    *,
+    norm: Callable[[int], nnx.Module],
+    dtype: jnp.dtype,
+) -> SelfAttention:
+    """Makes gated attention, or for None a `GatedDeltaNet`."""
+    if attention is None:
+        return GatedDeltaNet(linear, dtype=dtype)
+    make_attention = functools.partial(GatedAttention, gate=jax.nn.sigmoid)
+    return make_head_normed_attention(attention, norm=norm, attention=make_attention, dtype=dtype)
+
+
+def mixer_rules(
+    rules: dict[str, WeightRule],
+    config: HybridConfig,
+    join_projections: Callable[[dict[str, WeightRule], str, GatedDeltaNetConfig], None],
+) -> dict[str, WeightRule]:
+    """The rules with the names and forms that checkpoints have for the mixers of `make_mixer`.
+
+    Args:
+        join_projections: Called with the rules of one `GatedDeltaNet`, the start of their names,
+            and its config. It replaces the rules of `in_proj_qkvz` and `in_proj_ba`.
+    """
+    for layer_idx, attention in enumerate(config.attention):
+        prefix = f"layers.{layer_idx}.self_attn."
+        if attention is not None:
+            rules |= _rules_of_gated_attention(rules, prefix, attention.head_dim)
+            continue
+        own = with_renamed_sources(
+            {name: rule for name, rule in rules.items() if name.startswith(prefix)},
+            lambda name: name.replace(".self_attn.", f".{LINEAR_ATTENTION}."),
+        )
+        join_projections(own, prefix, config.linear)
+        rules |= own
+    return rules
 
 
 def _rules_of_gated_attention(
@@ -145,13 +194,8 @@ def _take_part(weights_np: Sequence[np.ndarray], *, part: int, head_dim: int) ->
     return by_head[:, part].reshape(-1, weight_np.shape[1])
 
 
-def _rules_of_delta_net(
-    rules: Mapping[str, WeightRule], prefix: str, config: GatedDeltaNetConfig
-) -> dict[str, WeightRule]:
+def _join_by_head(rules: dict[str, WeightRule], prefix: str, config: GatedDeltaNetConfig) -> None:
     """For each key head, checkpoints have its query, its key, and what its value heads need."""
-    rules = with_renamed_sources(
-        rules, lambda name: name.replace(".self_attn.", f".{LINEAR_ATTENTION}.")
-    )
     heads_per_key = config.num_v_heads // config.num_k_heads
     width = heads_per_key * config.v_dim
     orders = {
@@ -162,7 +206,6 @@ def _rules_of_delta_net(
         rule = rules[f"{prefix}{name}.kernel"]
         combine = functools.partial(_parts_together, sizes=sizes)
         rules[f"{prefix}{name}.kernel"] = replace(rule, combine=combine)
-    return rules
 
 
 def _parts_together(weights_np: Sequence[np.ndarray], *, sizes: Sequence[int]) -> np.ndarray:

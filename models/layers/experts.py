@@ -11,6 +11,7 @@ from flax import nnx
 
 from models.config.dense_config import Activation
 from models.config.moe_config import MoEConfig
+from models.errors import WeightMismatchError
 from models.forward.layer_context import LayerContext
 from models.layers.chosen_kernel import with_kernel
 from models.layers.mlp import activate
@@ -215,6 +216,39 @@ def packed_gate_up_rules(
         name: _packed_rule(rule, is_interleaved, is_turned) if rule.layout == "experts" else rule
         for name, rule in rules.items()
     }
+
+
+def packed_or_single_rules(rules: dict[str, WeightRule]) -> dict[str, WeightRule]:
+    """The rules for families whose checkpoints have experts in one of two forms.
+
+    Either they pack all experts of a layer (`packed_gate_up_rules`), as Qwen3.5 does on the hub, or
+    they have a tensor for each expert, as transformers writes.
+    """
+    packed = packed_gate_up_rules(rules)
+    return {
+        name: _either_rule(packed[name], rule) if rule.layout == "experts" else rule
+        for name, rule in rules.items()
+    }
+
+
+def _either_rule(packed: WeightRule, single: WeightRule) -> WeightRule:
+    sources = tuple(
+        dataclasses.replace(source, is_optional=True)
+        for source in (*packed.sources, *single.sources)
+    )
+
+    def combine(weights_np: list[np.ndarray]) -> np.ndarray:
+        if len(weights_np) == 1 and weights_np[0].ndim == 3:
+            return packed.combine(weights_np)
+        if len(weights_np) != len(single.sources):
+            raise WeightMismatchError(
+                f"the checkpoint has {len(weights_np)} of the {len(single.sources)} tensors "
+                f"{single.sources[0].name} and so on. Use config.json and weights of the same "
+                "release."
+            )
+        return single.combine(weights_np)
+
+    return dataclasses.replace(single, sources=sources, combine=combine)
 
 
 def _packed_rule(rule: WeightRule, is_interleaved: bool, is_turned: bool) -> WeightRule:

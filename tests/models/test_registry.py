@@ -644,10 +644,10 @@ class ForeignModel(LlamaForCausalLM):
     [
         ("BertModel", "bert", ""),
         (
-            "Qwen3_5ForCausalLM",
-            "qwen3_5",
-            "Supported architectures with similar names: Qwen3ForCausalLM, Qwen2ForCausalLM, "
-            "Qwen3MoeForCausalLM. ",
+            "Glm3ForCausalLM",
+            "glm3",
+            "Supported architectures with similar names: GlmForCausalLM, Glm4ForCausalLM, "
+            "Olmo3ForCausalLM. ",
         ),
     ],
 )

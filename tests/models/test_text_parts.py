@@ -43,10 +43,15 @@ def test_text_alone_has_the_weights_of_the_whole(name, tmp_path):
     layers = getattr(language_model, "model", language_model).layers
     assert len(layers) == loaded.config.num_layers
     for layer_idx, layer in enumerate(layers):
-        for name in ("q_proj", "o_proj"):
-            wanted = getattr(layer.self_attn, name).weight.detach().numpy()
-            got = params[f"layers.{layer_idx}.self_attn.{name}.kernel"]
-            np.testing.assert_array_equal(got, wanted.T)
+        if hasattr(layer, "linear_attn"):
+            projections = {"out_proj": layer.linear_attn.out_proj}
+        else:
+            # Gates have their rows in `q_proj`, too.
+            names = ["o_proj"] if name.startswith("qwen3.5") else ["q_proj", "o_proj"]
+            projections = {leaf: getattr(layer.self_attn, leaf) for leaf in names}
+        for leaf, projection in projections.items():
+            got = params[f"layers.{layer_idx}.self_attn.{leaf}.kernel"]
+            np.testing.assert_array_equal(got, projection.weight.detach().numpy().T)
 
 
 def test_every_supported_whole_has_a_checkpoint():

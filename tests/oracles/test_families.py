@@ -32,6 +32,8 @@ LOADED = [
     "deepseek-v2",
     "bamba",
     "qwen3-next",
+    "qwen3.5",
+    "qwen3.5-moe",
     "mamba2",
     "glm4-moe-lite",
     "mistral4",
@@ -199,7 +201,7 @@ _OVERRIDDEN = {
     "num_attention_heads": {"laguna", "laguna-per-element", "jetmoe", "mamba2"},
     "num_key_value_heads": {"gpt-bigcode", "dbrx", "mamba2"},
     # No layer has an MLP without experts.
-    "intermediate_size": {"kolibri1", "mamba2"},
+    "intermediate_size": {"kolibri1", "mamba2", "qwen3.5-moe"},
     "multi_query": {"falcon"},
     "num_kv_heads": {"falcon-rw"},
     # transformers does not read them.

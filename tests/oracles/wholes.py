@@ -73,6 +73,10 @@ _MORE = {
         "LlavaOnevisionConfig", {"model_type": "qwen2"}, vision_config=_SIGLIP
     ),
     "mistral-small4": _make_mistral_small4,
+    "qwen3.5-moe-vl": lambda: transformers.Qwen3_5MoeConfig(
+        text_config=families.FAMILIES["qwen3.5-moe"]().to_dict(),
+        vision_config=families._QV | {"num_position_embeddings": 64},
+    ),
     "smolvlm": lambda: _make_config(
         "SmolVLMConfig", {"model_type": "llama"}, vision_config=_VISION, scale_factor=2
     ),
@@ -102,6 +106,8 @@ LOADED = (
     "qwen2.5-vl",
     "qwen3-vl",
     "qwen3-vl-moe",
+    "qwen3.5-moe-vl",
+    "qwen3.5-vl",
     "smolvlm",
     "step3.5/3.7",
     "voxtral",

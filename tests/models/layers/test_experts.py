@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models.errors import WeightMismatchError
 from models.forward.layer_context import LayerContext
-from models.layers.experts import Experts, packed_gate_up_rules
+from models.layers.experts import Experts, packed_gate_up_rules, packed_or_single_rules
 from models.layers.routing import Routing
 from models.weight_rule import Source, WeightRule, rules_of_layers
 from tests.models.plain_context import plain_context
@@ -130,6 +131,23 @@ def test_packed_weights_make_the_same_parameters_as_single_experts(is_interleave
         assert packed_np[source.name].shape == source.shape
         got = packed_rules[name].combined([packed_np[source.name]])
         np.testing.assert_array_equal(got, expected)
+
+
+def test_experts_may_be_packed_or_single_but_not_incomplete():
+    rules = rules_of_layers(Layer(), prefix="model.")
+    packed = packed_gate_up_rules(rules)
+    for name, rule in packed_or_single_rules(rules).items():
+        assert rule.sources[0].name == packed[name].sources[0].name
+        assert all(source.is_optional for source in rule.sources)
+        single_np = [np.full(source.shape, idx) for idx, source in enumerate(rule.sources[1:])]
+        np.testing.assert_array_equal(rule.combined(single_np), np.stack(single_np))
+        packed_np = np.arange(np.prod(rule.sources[0].shape)).reshape(rule.sources[0].shape)
+        np.testing.assert_array_equal(
+            rule.combined([packed_np]), packed[name].combined([packed_np])
+        )
+        for some_np in ([], single_np[:2], [packed_np, single_np[0]]):
+            with pytest.raises(WeightMismatchError, match="of the 4 tensors model.experts.0."):
+                rule.combined(some_np)
 
 
 def test_rules_of_other_parameters_stay():

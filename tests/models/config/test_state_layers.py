@@ -1,0 +1,69 @@
+"""config.json of families with states: fields left out, fields set, and fields that are refused."""
+
+import pytest
+
+from models.config.state_layers import read_has_state
+from models.errors import ModelConfigError
+from models.registry import read_config
+from tests.models.families.read_by_transformers import as_transformers_reads_it
+
+SIZES = {
+    "vocab_size": 400,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8192,
+}
+# Architecture -> its configuration class in transformers, and fields that differ from `SIZES`.
+FAMILIES = {
+    "Qwen3_5ForCausalLM": ("Qwen3_5TextConfig", {}),
+    "Qwen3_5MoeForCausalLM": ("Qwen3_5MoeTextConfig", {}),
+}
+HYBRID = ["linear_attention", "full_attention"] * 4
+# Fields of the hub and of transformers 5, in values that are no defaults.
+OTHER_FIELDS = [
+    ("Qwen3_5ForCausalLM", {"layer_types": HYBRID, "head_dim": 32, "rms_norm_eps": 1e-5}),
+    ("Qwen3_5ForCausalLM", {"full_attention_interval": 2, "linear_num_key_heads": 4}),
+    ("Qwen3_5ForCausalLM", {"linear_key_head_dim": 8, "linear_value_head_dim": 24}),
+    ("Qwen3_5ForCausalLM", {"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.5}}),
+    ("Qwen3_5MoeForCausalLM", {"layer_types": HYBRID, "num_experts": 8, "num_experts_per_tok": 2}),
+    ("Qwen3_5MoeForCausalLM", {"linear_conv_kernel_dim": 3, "moe_intermediate_size": 24}),
+    ("Qwen3_5MoeForCausalLM", {"shared_expert_intermediate_size": 48, "tie_word_embeddings": True}),
+]
+
+
+def make_hf_config(architecture: str, **fields: object) -> dict[str, object]:
+    """A config.json of this architecture; a field given as None is left out."""
+    config = {"architectures": [architecture], **SIZES, **FAMILIES[architecture][1], **fields}
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def as_read(hf_config: dict[str, object]):
+    """The config, without the name of the type, which only transformers writes."""
+    model_type = FAMILIES[hf_config["architectures"][0]][0]
+    return read_config(hf_config | {"model_type": model_type})
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_fields_left_out_have_transformers_defaults(architecture):
+    hf_config = make_hf_config(architecture)
+    theirs = as_transformers_reads_it(hf_config, FAMILIES[architecture][0])
+    assert as_read(hf_config) == as_read(theirs)
+    formats = as_read(hf_config).spec("float32").own_formats.values()
+    assert any(cache.kind == "state" for cache in formats)
+
+
+@pytest.mark.parametrize(("architecture", "fields"), OTHER_FIELDS)
+def test_other_fields_mean_what_they_mean_in_transformers(architecture, fields):
+    hf_config = make_hf_config(architecture) | fields
+    theirs = as_transformers_reads_it(hf_config, FAMILIES[architecture][0])
+    assert as_read(hf_config) == as_read(theirs)
+    assert as_read(hf_config) != as_read(make_hf_config(architecture))
+
+
+@pytest.mark.parametrize("written", ["linear_attention", ["full_attention"], ["other"] * 2])
+def test_types_of_layers_that_do_not_fit_are_named(written):
+    with pytest.raises(ModelConfigError, match="layer_types is .*; expected a list of 2 names"):
+        read_has_state({"layer_types": written}, [True, False], "linear_attention")
