@@ -242,11 +242,11 @@ def test_replies_of_all_replicas_are_merged() -> None:
         SchedulerStats(num_running_reqs=2, kv_cache_usage=0.1, num_blocks=30, num_steps=5),
     ]
     answers = [reply(msgspec.json.encode(one).decode()) for one in stats]
-    stats = msgspec.json.decode(
+    merged = msgspec.json.decode(
         replicas.call("get_stats", answers).result_json, type=SchedulerStats
     )
-    assert (stats.num_running_reqs, stats.num_blocks, stats.num_steps) == (3, 40, 9)
-    assert stats.kv_cache_usage == pytest.approx(0.2)
+    assert (merged.num_running_reqs, merged.num_blocks, merged.num_steps) == (3, 40, 9)
+    assert merged.kv_cache_usage == pytest.approx(0.2)
     answers = [reply(None, "unknown request"), reply('{"a": 1}')]
     assert replicas.call("explain_prefix_cache_miss", answers).result_json == '{"a": 1}'
     answers = [reply(None, "unknown here"), reply(None, "nor here")]
@@ -255,10 +255,10 @@ def test_replies_of_all_replicas_are_merged() -> None:
     assert replicas.call("check_invariants", [reply("null")] * 2).result_json == "null"
     # The last known statistics replace a failed reply.
     answers = [reply(None, "bad"), reply(msgspec.json.encode(stats[0]).decode())]
-    stats = msgspec.json.decode(
+    merged = msgspec.json.decode(
         replicas.call("get_stats", answers).result_json, type=SchedulerStats
     )
-    assert (stats.num_blocks, stats.num_steps) == (20, 8)
+    assert (merged.num_blocks, merged.num_steps) == (20, 8)
 
 
 def test_call_completes_when_the_replicas_without_a_reply_die() -> None:
