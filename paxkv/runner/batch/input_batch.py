@@ -188,7 +188,7 @@ class InputBatch:
         ]
 
     def drain_grown_rows(self) -> list[int]:
-        """Returns the rows whose block tables changed since the last call, also new rows."""
+        """Returns rows whose block tables changed since the last call, including new rows."""
         grown, self._grown_rows = self._grown_rows, []
         return grown
 

@@ -263,11 +263,11 @@ def test_other_parameters_are_unchanged() -> None:
 
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
 def test_logprobs_above_max_logprobs_are_rejected(field):
-    for changes, num_told in (({}, 20), ({"max_logprobs": 5}, 5), ({"max_logprobs": -1}, -1)):
+    for changes, most in (({}, 20), ({"max_logprobs": 5}, 5), ({"max_logprobs": -1}, -1)):
         processor = make(**changes)
-        processor.process([5], SamplingParams(**{field: num_told}), request_id="a")
+        processor.process([5], SamplingParams(**{field: most}), request_id="a")
         with pytest.raises(InvalidRequestError, match="larger --max-logprobs") as caught:
-            params = SamplingParams(**{field: 10**6 if num_told == -1 else num_told + 1})
+            params = SamplingParams(**{field: 10**6 if most == -1 else most + 1})
             processor.process([5], params, request_id="b")
         assert caught.value.param == field
 

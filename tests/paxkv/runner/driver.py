@@ -1,4 +1,4 @@
-"""Plays the scheduler for a `ModelRunner`: the test says who runs, the driver keeps the books."""
+"""Schedules requests for a `ModelRunner` as a test asks, and keeps their tokens and blocks."""
 
 import random
 from collections import Counter
@@ -15,10 +15,10 @@ from paxkv.runner import ModelRunner
 
 
 class RunnerDriver:
-    """Requests, their tokens and their blocks; blocks are handed out in a shuffled order.
+    """Requests with their tokens and blocks. Blocks are allocated in a shuffled order.
 
-    A group with a sliding window gives blocks back as soon as they have left it, and they are the
-    first to be handed out again: whoever read or wrote them at their old place would show it.
+    A group with a sliding window frees blocks as soon as they leave the window, and they are the
+    first to be allocated again. So a read or write at their old position changes an answer.
     """
 
     def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
@@ -59,7 +59,7 @@ class RunnerDriver:
         for own, blocks in zip(self.blocks[req_id], self.blocks[source], strict=True):
             own += blocks[:-1]
             self.num_holders.update(own)
-            own.append(self.take_block())
+            own.append(self.allocate_block())
             copies.append(BlockCopy(source_block_id=blocks[-1], target_block_id=own[-1]))
         return copies
 
@@ -84,7 +84,7 @@ class RunnerDriver:
         return len(self.tokens[req_id]) - self.num_computed[req_id]
 
     def schedule(self, num_scheduled: dict[str, int], num_decode_steps: int = 1) -> SchedulerOutput:
-        """The decision that computes these numbers of tokens; the books move on with it."""
+        """Decides a step that computes these numbers of tokens, and updates the requests."""
         new_reqs, cached_ids, new_blocks, num_computed = [], [], [], []
         resumed = frozenset(self.preempted & set(num_scheduled))
         for req_id, num_tokens in num_scheduled.items():
@@ -129,7 +129,7 @@ class RunnerDriver:
         return output
 
     def _hold_blocks(self, req_id: str, computed: int, num_tokens: int) -> tuple[list[int], ...]:
-        """Gives back what left the window, takes what is missing; returns the new ones a group."""
+        """Frees blocks that left the window, and allocates the missing ones, per group."""
         added = []
         groups = zip(self.blocks[req_id], self.windows, self.block_sizes, strict=True)
         for blocks, window, block_size in groups:
@@ -137,11 +137,11 @@ class RunnerDriver:
             self._free_all([blocks[:num_passed]])
             blocks[:num_passed] = [0] * len(blocks[:num_passed])
             num_missing = -(-(computed + num_tokens) // block_size) - len(blocks)
-            added.append([self.take_block() for _ in range(num_missing)])
+            added.append([self.allocate_block() for _ in range(num_missing)])
             blocks += added[-1]
         return tuple(added)
 
-    def take_block(self) -> int:
+    def allocate_block(self) -> int:
         block = self.free_blocks.pop()
         self.num_holders[block] = 1
         return block
@@ -153,7 +153,7 @@ class RunnerDriver:
                 self.free_blocks.append(block)
 
     def step(self, num_scheduled: dict[str, int], num_decode_steps: int = 1) -> ModelRunnerOutput:
-        """Schedules, computes, and appends what came back."""
+        """Schedules and computes a step, and appends its tokens."""
         decision = self.schedule(num_scheduled, num_decode_steps)
         output = self.runner.execute_model(decision).sample_tokens()
         for req_id, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=True):
@@ -161,13 +161,13 @@ class RunnerDriver:
         return output
 
     def run_alone(self, req_id: str, num_tokens: int, max_chunk: int) -> list[int]:
-        """Prompt in as few steps as possible, then one token a step; returns the output."""
+        """Prompt in as few steps as possible, then one token per step; returns the output."""
         while len(self.output_of(req_id)) < num_tokens:
             self.step({req_id: min(self.num_left(req_id), max_chunk)})
         return self.output_of(req_id)
 
     def finish_all(self) -> None:
-        """Ends every request, so that the runner is as good as new."""
+        """Ends every request, so that the runner can serve another test."""
         for req_id in list(self.blocks):
             self.finish(req_id)
         self.step({})

@@ -17,7 +17,7 @@ def true_logits(
     early_end_ids: Sequence[int] = (),
     grammar: Sequence[int] | None = None,
 ) -> np.ndarray:  # f64[vocab]
-    """What the next token is drawn from, as vLLM defines it."""
+    """The logits from which the next token is drawn, as vLLM defines them."""
     x = logits_np.astype(np.float64)
     vocab = range(len(x))
     for token_id in vocab:

@@ -45,7 +45,7 @@ def dense_greedy(model, prompt_ids, num_tokens):
 
 @on_every_runner
 def test_prefill_and_decode_equal_a_dense_computation(warm):
-    """Prompts in chunks and decodes, several windows long; left blocks are someone else's."""
+    """Prompts in chunks and decodes, several windows long; freed blocks are used again."""
     driver = RunnerDriver(warm.runner)
     lengths = {"a": 3, "b": 8, "c": 14}
     for req_id, length in lengths.items():
@@ -256,8 +256,8 @@ def test_step_that_only_ends_requests_computes_nothing(runner):
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
-def test_requests_whose_logits_are_no_numbers_are_counted_when_asked(runner, monkeypatch, is_asked):
-    """By the programs of every other runner."""
+def test_requests_with_nan_logits_are_counted_with_check_logits(runner, monkeypatch, is_asked):
+    """The check needs no programs of its own."""
     monkeypatch.setattr(runner, "_logits_check", LogitsCheck() if is_asked else None)
     driver = RunnerDriver(runner)
     driver.add("a", prompt(0, 5), GREEDY)
@@ -301,7 +301,7 @@ def test_tokens_are_fetched_once(runner):
     driver.finish_all()
 
 
-def test_step_says_when_its_tokens_are_there(runner):
+def test_is_done_is_true_once_the_tokens_are_computed(runner):
     driver = RunnerDriver(runner)
     driver.add("a", prompt(0, 1), GREEDY)
     handle = runner.execute_model(driver.schedule({"a": 1}))
@@ -331,7 +331,7 @@ def test_two_groups_with_a_window_longer_than_requests_equal_one_group(runner):
 
 @on_every_runner
 def test_copies_come_before_the_steps_writes(warm, runner):
-    """Both write on in the step of the copy; each goes its own way as if it were alone."""
+    """Both requests write in the step of the copy, and get the tokens that each gets alone."""
     driver = RunnerDriver(runner)
     driver.add("a", prompt(9, 11), GREEDY)
     driver.step({"a": 8})
@@ -384,7 +384,7 @@ def test_no_step_writes_to_the_null_block(runner):
     driver.finish_all()
 
 
-def test_what_is_not_built_is_refused_before_anything_changes(runner):
+def test_unsupported_step_is_rejected_before_anything_changes(runner):
     driver = RunnerDriver(runner)
     scheduler_output = driver.schedule({})
     scheduler_output.scheduled_spec_decode_tokens["a"] = [1]
@@ -419,6 +419,6 @@ def test_half_precision_that_is_asked_for_is_kept_as_integers_on_the_cpu(kv_cach
     model = TinyModel()
     runner = make_runner(model, config)
     assert runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.dtype == kv_cache_dtype
-    # Which of the two formats the bits have, each layer's place says.
+    # The place of each layer names the format of the bits.
     assert {place.format.dtype for ((_, place),) in model.places} == {kv_cache_dtype}
     assert runner._kv_cache.dtype == np.uint16

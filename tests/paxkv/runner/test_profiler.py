@@ -7,7 +7,7 @@ from paxkv.errors import PaxkvError
 from paxkv.runner.profiler import Profiler
 
 
-def test_recording_lies_in_the_folder_and_a_second_one_waits_for_it(tmp_path):
+def test_profile_is_written_to_the_folder_and_a_second_start_is_refused(tmp_path):
     profiler = Profiler()
     assert not profiler.stop()
     assert profiler.start(str(tmp_path / "profiles"))

@@ -52,7 +52,7 @@ def test_the_platform_decides_the_block_size_and_how_programs_are_shared():
     assert not any(shape.widths for shape in gpu.buckets.step_shapes)
 
 
-def test_a_length_that_fits_stays():
+def test_max_model_len_that_fits_is_kept():
     plan = make_plan(may_be_shorter=True)
     fitted, memory_plan = plan.fit(HostMemory(free_bytes=2**30))
     assert fitted is plan
@@ -80,7 +80,7 @@ BLOCK_BYTES = make_plan().fit(HostMemory(free_bytes=2**30))[1].block_bytes
     ],
     ids=["blocks", "bytes", "host", "device"],
 )
-def test_a_length_falls_to_the_longest_that_fits(cache_config, memory):
+def test_max_model_len_is_reduced_to_the_longest_that_fits(cache_config, memory):
     plan = make_plan(cache_config=cache_config, may_be_shorter=True)
     fitted, memory_plan = plan.fit(memory)
     length = fitted.max_model_len

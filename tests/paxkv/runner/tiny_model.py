@@ -29,7 +29,7 @@ MAX_POSITIONS = 256
 
 @dataclasses.dataclass(frozen=True)
 class TinyConfig:
-    """What of a model's configuration the runner reads."""
+    """The fields of a model's configuration that the runner reads."""
 
     attention: tuple[AttentionConfig, ...]
     vocab_size: int = VOCAB

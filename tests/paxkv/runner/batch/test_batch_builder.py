@@ -133,7 +133,7 @@ def test_worked_example():
     assert not views["sampling_rows"][3].any()  # an empty row is greedy and filters nothing
 
 
-def test_every_step_has_a_buffer_of_its_own():
+def test_each_step_has_its_own_buffer():
     batch, builder = make_batch_and_builder()
     scheduled = output({"a": 1}, [new("a", [1, 2], [1])])
     first, _ = build(builder, batch, scheduled)
@@ -143,7 +143,7 @@ def test_every_step_has_a_buffer_of_its_own():
 
 
 def test_step_of_one_token_each_is_a_burst_of_one_step():
-    """A decode, and one token in the middle of a prompt, of which nothing is drawn."""
+    """A decode, and one token in the middle of a prompt, which draws nothing."""
     batch, builder = make_batch_and_builder()
     new_reqs = [new("decode", [4, 5, 6], [7], 2), new("chunk", range(20, 29), [8, 9], 3)]
     built, views = build(builder, batch, output({"decode": 1, "chunk": 1}, new_reqs))
@@ -219,7 +219,7 @@ def test_drafts_must_follow_the_last_token(num_computed):
         build(builder, batch, with_drafts(scheduled, {"a": [7]}))
 
 
-def test_token_that_only_the_device_knows_is_taken_from_there():
+def test_token_known_only_to_the_device_is_read_from_the_device():
     batch, builder = make_batch_and_builder()
     first, _ = build(
         builder, batch, output({"a": 1, "b": 2}, [new("a", [1, 2], [1]), new("b", [3, 4], [2])])
@@ -301,7 +301,7 @@ def test_burst_that_cannot_be_computed_is_a_bug(num_scheduled, num_computed, mes
         build(builder, batch, scheduled)
 
 
-def test_burst_that_would_pass_into_the_null_block_is_a_bug():
+def test_burst_that_would_write_to_the_null_block_is_a_bug():
     batch, builder = make_batch_and_builder()
     scheduled = output({"a": 3}, [new("a", range(7), [4, 0], 6)], num_decode_steps=3)
     with pytest.raises(InvariantError, match="'a' would write position 8 to the null block"):
@@ -373,7 +373,7 @@ VARIANT = PromptLogprobsVariant(num_logits=0)
 
 @dataclasses.dataclass(frozen=True)
 class PlannedStep(FeatureStep):
-    """Of `PlannedFeature`."""
+    """The step of `PlannedFeature`."""
 
     variant: StepVariant | None
 

@@ -1,4 +1,4 @@
-"""Copies become a padded array that leaves the pool as a plain model does."""
+"""Block copies become a padded array, and change the pool as a simple model does."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def build(copies):
     return build_block_copies(output(copies), BUCKETS, num_blocks=NUM_BLOCKS)
 
 
-def test_step_without_copies_calls_nothing():
+def test_step_without_copies_needs_no_program():
     assert build([]) is None
 
 
@@ -52,13 +52,13 @@ def test_copies_are_padded_past_the_end_of_the_pool():
     assert copies_np.tolist() == [[3, 6, 0] + [40] * 5, [5, 7, 9] + [40] * 5]
 
 
-def test_each_array_is_fresh_memory():
+def test_each_step_gets_a_new_array():
     assert not np.shares_memory(build([(3, 5)]), build([(3, 5)]))
 
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 39), st.integers(1, 39)), min_size=1, max_size=12))
-def test_pool_is_left_as_by_a_plain_model(copies):
+def test_pool_equals_a_simple_model_after_copies(copies):
     pool = np.arange(NUM_BLOCKS)
     expected = pool.copy()
     for source, target in copies:
@@ -79,6 +79,6 @@ def test_pool_is_left_as_by_a_plain_model(copies):
         ([(1, t) for t in range(2, 15)], "at most 12 blocks, got 13"),
     ],
 )
-def test_copies_that_cannot_be_are_bugs(copies, message):
+def test_impossible_copies_are_bugs(copies, message):
     with pytest.raises(InvariantError, match=message):
         build(copies)

@@ -52,7 +52,7 @@ def test_groups_keep_their_own_blocks():
         tables.append_row(0, ([1],))
 
 
-def test_blocks_of_many_rows_are_appended_as_for_each_row():
+def test_appending_to_many_rows_equals_appending_to_each_row():
     many, each = (MultiGroupBlockTable([make_table(), make_table()]) for _ in range(2))
     steps = [([2, 0], [([1], [2, 3]), ([4], [5])]), ([0, 1], [([6], [7]), ([8], [9])])]
     for rows, block_ids in steps:

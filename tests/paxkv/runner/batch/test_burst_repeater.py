@@ -1,4 +1,4 @@
-"""A burst that repeats the one before it is the burst that would be built anew."""
+"""A repeated burst equals the burst that would be built anew."""
 
 import itertools
 import random
@@ -26,7 +26,7 @@ TABLES += (TableShape(num_groups=2, max_blocks_per_req=2, block_size=8, is_state
 
 
 class Traffic:
-    """Requests in steady decode, their tokens and blocks; no two have the same."""
+    """Requests in steady decode. No two have the same tokens or blocks."""
 
     def __init__(self):
         self.batch = InputBatch.create(
@@ -71,7 +71,7 @@ class Traffic:
     def decide(
         self, req_ids, num_steps=1, *, new=None, finished=(), without_blocks=False, moving=()
     ):
-        """A burst of all; `new` maps ids to prompts, of which the last token is computed.
+        """Schedules a burst of all; `new` maps ids to prompts, whose last token is computed.
 
         The requests of `moving` get another slot, which they write from the last step on.
         """
@@ -123,7 +123,7 @@ class Traffic:
         return output
 
     def build(self, output):
-        """The step, and what it would be if it were built anew: each as its fields."""
+        """Returns the step, its fields, and the fields of the same step built anew."""
         built = self.builder.build(output)
         anew = self.builder._build_anew(
             output, built.req_ids, self.batch.rows_of(list(output.num_scheduled_tokens))
@@ -135,13 +135,13 @@ class Traffic:
         source_np = fields.pop("token_source")
         on_device_np = self.prev_tokens_np[np.minimum(source_np, MAX_NUM_SEQS - 1)]
         token_ids_np = np.where(source_np < MAX_NUM_SEQS, on_device_np, fields["token_ids"])
-        # Of rows without a request it does not matter.
+        # Rows without a request may differ.
         fields["token_ids"] = token_ids_np[: len(built.req_ids)]
         assert built.num_drawn_np.tolist() == [built.num_drawn_of_each] * len(built.req_ids)
         return {name: field_np.tolist() for name, field_np in fields.items()}
 
     def draw(self, built):
-        """The device draws tokens that say whose they are."""
+        """Draws tokens on the device. All tokens of all steps differ."""
         self.batch.record_drawn(built.rows_np, built.num_drawn_np)
         num_steps, num_reqs = built.num_drawn_of_each, len(built.req_ids)
         drawn_np = np.arange(num_steps * num_reqs, dtype=np.int32).reshape(num_steps, num_reqs)
@@ -159,7 +159,7 @@ class Traffic:
 
 
 def prompts(*lengths):
-    """The first token of each says whose it is."""
+    """Prompts whose tokens identify their request."""
     return {f"r{idx}": [10 + idx] * length for idx, length in enumerate(lengths)}
 
 
@@ -205,7 +205,7 @@ def test_burst_of_other_rows_or_lengths_is_built_anew():
         lambda: traffic.decide(["r0", "r1"]),
         lambda: traffic.decide(["r0", "r1"], 2),
         lambda: traffic.decide(["r0", "r1", "r2"], 2, new={"r2": [7, 7]}),
-        # The row of one that ended goes to another at once.
+        # A new request gets the row of a finished one.
         lambda: traffic.decide(["r0", "r3", "r2"], 2, new={"r3": [8] * 9}, finished=["r1"]),
         lambda: traffic.decide(["r2", "r3", "r0"], 2),
         lambda: traffic.decide(["r2", "r0"], 2),
@@ -217,7 +217,7 @@ def test_burst_of_other_rows_or_lengths_is_built_anew():
         traffic.draw(built)
 
 
-def test_request_that_goes_back_is_built_anew():
+def test_burst_is_built_anew_after_a_request_lost_tokens():
     traffic = Traffic()
     for step_idx in range(3):
         output = traffic.decide(["r0", "r1"], new=None if step_idx else prompts(3, 8))

@@ -1,4 +1,4 @@
-"""A step that was started, or that had nothing to compute, answers the scheduler."""
+"""Steps return an output to the scheduler, with or without tokens."""
 
 import dataclasses
 

@@ -181,7 +181,7 @@ def test_tokens_of_a_step_are_pending_until_they_arrive_even_if_fewer_do():
     assert row_contents(batch, "a")[0] == [5, 6, 31]
 
 
-def test_one_token_each_is_appended_as_any_number_is():
+def test_append_one_each_equals_append_tokens():
     batches = [make_batch(), make_batch()]
     for batch in batches:
         batch.update(output([new("a", [5, 6]), new("b", [7]), new("full", range(MAX_MODEL_LEN))]))
@@ -226,20 +226,20 @@ def test_rows_are_equal_whether_tokens_are_written_late_or_at_once(data):
         np.testing.assert_array_equal(getattr(late, name), getattr(at_once, name), name)
 
 
-def test_rows_are_the_same_array_until_one_changes_hands():
+def test_rows_of_returns_the_same_array_until_a_row_changes():
     batch = make_batch()
     batch.update(output([new("a"), new("b")]))
     rows_np = batch.rows_of(["b", "a"])
     batch.update(output(cached=[("b", None, 2), ("a", [8], 2)]))
     assert batch.rows_of(["b", "a"]) is rows_np
     assert batch.drain_grown_rows() == [rows_np[1]] and batch.drain_grown_rows() == []
-    # The row is the old one, and the request is not.
+    # Another request has the row.
     batch.update(output([new("a")], finished=["a"]))
     assert batch.rows_of(["b", "a"]) is not rows_np
     assert batch.rows_of(["b", "a"]).tolist() == rows_np.tolist()
 
 
-def test_rows_that_want_more_than_tokens_are_counted_while_they_run():
+def test_rows_that_need_more_than_tokens_are_counted_while_they_run():
     batch = make_batch()
     more = [new("a", logprobs=0), new("c", logprobs=3)]
     batch.update(output([*more, new("b"), new("d", prompt_logprobs=1)]))
@@ -250,7 +250,7 @@ def test_rows_that_want_more_than_tokens_are_counted_while_they_run():
     assert batch.num_needing_more == 1
 
 
-def test_row_knows_what_ends_its_request_also_when_it_resumes():
+def test_resumed_request_keeps_its_ending_tokens():
     batch = make_batch()
     ending = tuple(range(50, 50 + MAX_ENDING_IDS + 1))  # one more than a burst looks for
     new_req = dataclasses.replace(new("a", [5, 6], min_tokens=0), ending_token_ids=ending)

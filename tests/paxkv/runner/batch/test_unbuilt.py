@@ -1,4 +1,4 @@
-"""What the device half cannot compute is refused, never left out."""
+"""The runner rejects steps that it cannot compute as a whole."""
 
 import dataclasses
 
@@ -50,7 +50,7 @@ def test_plain_step_passes():
         ({"kv_connector_metadata": KVConnectorMetadata(loads=[], saves=[])}, "no KV connector"),
     ],
 )
-def test_what_is_not_built_is_refused(changes, message):
+def test_parts_without_a_feature_are_rejected(changes, message):
     with pytest.raises(InvariantError, match=message):
         refuse_unbuilt(dataclasses.replace(PLAIN, **changes))
 
@@ -67,7 +67,7 @@ def test_what_is_not_built_is_refused(changes, message):
         ),
     ],
 )
-def test_what_a_feature_handles_passes(changes, handled):
+def test_parts_that_a_feature_handles_pass(changes, handled):
     refuse_unbuilt(dataclasses.replace(PLAIN, **changes), {handled})
 
 

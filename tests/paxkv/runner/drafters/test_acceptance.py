@@ -11,7 +11,7 @@ def propose_and_draw(acceptance, proposal, drawn, num_times=1):
         acceptance.record_drawn(drawn)
 
 
-def test_rate_is_that_of_the_drafts_up_to_the_first_wrong_one():
+def test_rate_counts_drafts_up_to_the_first_wrong_one():
     right, half, wrong = (Acceptance(TotalAcceptance()) for _ in range(3))
     propose_and_draw(right, [7, 8, 9], [7, 8, 9, 5], 50)
     propose_and_draw(half, [7, 8, 9], [7, 5], 50)
@@ -21,7 +21,7 @@ def test_rate_is_that_of_the_drafts_up_to_the_first_wrong_one():
     assert wrong.rate < 0.05
 
 
-def test_tokens_that_were_not_drawn_say_nothing():
+def test_proposals_without_drawn_tokens_do_not_count():
     acceptance = Acceptance(TotalAcceptance())
     propose_and_draw(acceptance, [7, 8, 9], [7], 50)
     assert acceptance.rate > 0.95
@@ -41,7 +41,7 @@ def test_new_request_is_expected_to_be_like_the_others():
     assert lucky.rate > 0.7
 
 
-def test_request_that_changes_is_noticed_soon():
+def test_rate_follows_a_change_soon():
     acceptance = Acceptance(TotalAcceptance())
     propose_and_draw(acceptance, [7, 8, 9], [7, 8, 9], 100)
     propose_and_draw(acceptance, [7, 8, 9], [5], 20)

@@ -6,7 +6,7 @@ from paxkv.runner.drafters.draft_pacer import DraftPacer
 
 
 class Machine:
-    """Computes steps in fixed times, and tells a pacer about them.
+    """Computes steps in fixed times, and reports them to a pacer.
 
     Args:
         decode_s: Seconds of a decode step while the engine runs ahead.

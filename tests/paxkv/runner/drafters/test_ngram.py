@@ -1,4 +1,4 @@
-"""`NgramDrafter` finds what a search through all tokens finds, in a time that does not grow."""
+"""`NgramDrafter` finds what a search through all tokens finds, in constant time."""
 
 import random
 import time
@@ -9,7 +9,7 @@ from paxkv.runner.drafters.ngram import NgramDrafter
 
 
 def search(token_ids, *, shortest, longest, max_drafts):
-    """The drafts by definition: the longest match, and of those the first."""
+    """The drafts by definition: after the first of the longest matches."""
     for length in range(min(longest, len(token_ids) - 1), shortest - 1, -1):
         suffix = token_ids[-length:]
         for end in range(length, len(token_ids)):

@@ -9,7 +9,7 @@ import numpy as np
 from paxkv.runner.features.base import FeatureStep, StepFeature
 from paxkv.runner.shapes.step_variant import DeviceArray, StepVariant
 
-# In front of the cache, behind it, and in the MLP.
+# Before the cache, after it, and in the MLP.
 ADAPTED = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj")
 RANK = 2
 

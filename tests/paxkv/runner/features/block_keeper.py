@@ -53,13 +53,13 @@ class KeeperStep(FeatureStep):
 
 
 class BlockKeeper(StepFeature):
-    """Brings blocks to the host when their request ends, and writes them into other blocks.
+    """Copies blocks to the host when their request ends, and writes them into other blocks.
 
     Attributes:
         blocks_of: Request id -> blocks to keep when it ends.
         kept: Request id -> what its blocks held.
-        to_write: (request id, blocks): what was kept of the request goes into these blocks before
-            the next step.
+        to_write: (request id, blocks): the kept content of the request is written to these blocks
+            before the next step.
         num_steps: Steps that were started.
         source_of: Request id -> the request whose kept blocks a connector's load writes.
     """

@@ -1,4 +1,4 @@
-"""`Census`: a step feature for tests that uses every part of the seam."""
+"""`Census`: a step feature for tests that uses every part of the interface."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ def class_of(token_ids):
 
 @dataclasses.dataclass(frozen=True)
 class CensusVariant(StepVariant):
-    """Counts the classes of counted tokens, and has other tokens embedded in place of some."""
+    """Counts the classes of counted tokens, and replaces the embeddings of some tokens."""
 
     num_classes: int
 

@@ -53,7 +53,7 @@ class OracleDrafter(StepFeature):
         return OracleStep(self, {req_id: self._num_outputs[req_id] for req_id in step.req_ids})
 
     def propose(self, req_id, num_outputs):
-        """Also after the end of the answer: such drafts must not be seen."""
+        """Proposes tokens after the end of the answer too, which must have no effect."""
         if req_id not in self.truth:
             return []
         rng = self.rng

@@ -118,7 +118,7 @@ def test_drafts_follow_the_drawn_tokens():
     assert finish(plan(drafts, "a"), a=[8, 9]) == {"a": [8, 9]}
 
 
-def test_tokens_of_a_step_that_a_request_lost_are_not_drafted_from():
+def test_drafter_ignores_tokens_of_a_step_before_a_preemption():
     drafter = CopyingDrafter()
     drafts = Drafts(drafter, max_drafts=4, pacer=None)
     decide(drafts, new=["a"])
@@ -136,7 +136,7 @@ def test_tokens_of_a_step_that_a_request_lost_are_not_drafted_from():
     assert drafter.ended == [[1, 2, 3, 5, 6]]
 
 
-def test_pacer_decides_and_hears_of_every_step():
+def test_pacer_decides_and_records_every_step():
     pacer = FixedPacer(DraftChoice(drafts={"a": [3]}, is_ahead=False))
     drafts = Drafts(CopyingDrafter(), max_drafts=2, pacer=pacer)
     decide(drafts, new=["a"])
@@ -146,7 +146,7 @@ def test_pacer_decides_and_hears_of_every_step():
     numbers = [(s["is_decode"], s["num_tokens"], s["num_drafts"]) for s in pacer.recorded]
     assert numbers == [(False, 3, 0), (True, 3, 2)]
     assert pacer.recorded[1]["num_drawn"] == 2
-    # A step within a prompt says when the next step began, and changes nothing.
+    # A step inside a prompt only records its time.
     assert finish(plan(drafts, "a"), a=[]) == {}
     assert not pacer.recorded[2]["is_decode"] and pacer.recorded[2]["num_drawn"] == 0
     # Names a request without drafts, so that the scheduler waits.

@@ -138,7 +138,7 @@ def test_model_without_experts_is_refused():
 
 
 class FakeArray:
-    """Counts on a device that is not done with them yet."""
+    """Counts that the device has not computed yet."""
 
     shape, dtype = (NUM_LAYERS, NUM_EXPERTS), np.dtype(np.int32)
 

@@ -44,7 +44,7 @@ def run_whole(driver, req_id, token_ids, num_new):
 
 @pytest.mark.parametrize("writes", [True, False])
 def test_blocks_of_a_finished_request_serve_another(keeping, writes):
-    """Without the blocks, the answer is another."""
+    """Without the blocks, the answer would differ."""
     runner, keeper = keeping
     driver = RunnerDriver(runner)
     token_ids = prompt(7 if writes else 8, 20)

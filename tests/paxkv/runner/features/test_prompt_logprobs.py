@@ -43,7 +43,7 @@ def asks(num_logprobs, **fields):
     return SamplingParams(temperature=0.0, prompt_logprobs=num_logprobs, **fields)
 
 
-def test_rows_carry_logits_where_a_request_may_ask_for_any_number():
+def test_rows_have_logits_if_requests_may_ask_for_any_number():
     configs = [RunnerConfig(max_logprobs=num_logprobs) for num_logprobs in (20, -1)]
     features = [PromptLogprobs(config, vocab_size=VOCAB) for config in configs]
     widths = [variant.row_width for feature in features for variant in feature.variants()]
@@ -51,7 +51,7 @@ def test_rows_carry_logits_where_a_request_may_ask_for_any_number():
 
 
 @on_every_runner
-def test_prompts_in_pieces_get_all_their_logprobs_while_others_run(warm, runner):
+def test_prompts_in_chunks_get_all_their_logprobs_while_others_run(warm, runner):
     driver = RunnerDriver(runner)
     lengths = {"a": 19, "b": 7, "c": 9}
     params = {"a": asks(3), "b": SamplingParams(temperature=0.0), "c": asks(20)}
@@ -63,7 +63,7 @@ def test_prompts_in_pieces_get_all_their_logprobs_while_others_run(warm, runner)
         output = driver.step({"b": 1, "c": 9, "a": 2})
         assert output.prompt_logprobs.keys() == {"c"}
         check(warm.model, prompt(9, 9), output.prompt_logprobs["c"], 20)
-        # All but its last token: what is wanted is there, but the first token is not.
+        # All tokens except the last: the log-probabilities exist, but no first token.
         assert driver.step({"a": 11, "c": 1}).prompt_logprobs == {}
         output = driver.step({"a": 1, "b": 1, "c": 1})
         assert output.prompt_logprobs.keys() == {"a"}
@@ -74,7 +74,7 @@ def test_prompts_in_pieces_get_all_their_logprobs_while_others_run(warm, runner)
 
 
 @on_every_runner
-def test_asking_changes_no_token(runner):
+def test_prompt_logprobs_do_not_change_tokens(runner):
     outputs = []
     for params in (asks(0), asks(None)):
         driver = RunnerDriver(runner)
@@ -136,7 +136,7 @@ def test_only_steps_with_a_token_before_the_last_need_the_variant():
 
 
 @on_every_runner
-def test_preempted_request_has_them_with_its_first_token_and_not_again(warm, runner):
+def test_preempted_request_gets_prompt_logprobs_once_with_its_first_token(warm, runner):
     driver = RunnerDriver(runner)
     driver.add("a", prompt(5, 15), asks(1))
     driver.step({"a": 12})
@@ -148,7 +148,7 @@ def test_preempted_request_has_them_with_its_first_token_and_not_again(warm, run
     driver.step({"a": 12})
     assert driver.step({"a": 4}).prompt_logprobs == {}
     driver.finish_all()
-    # A token that was on its way when it fell is dropped, and they come with the next.
+    # The token of the step in flight is dropped. The next token brings them.
     driver.add("b", prompt(6, 8), asks(1))
     handle = runner.execute_model(driver.schedule({"b": 8}))
     driver.preempt("b")

@@ -147,7 +147,7 @@ class OverreachingVariant(StepVariant):
         return {"counts": 1}
 
 
-def test_variant_that_changes_more_than_its_own_is_a_bug():
+def test_variant_that_changes_other_arrays_is_a_bug():
     features = TracedFeatures((OverreachingVariant(),), kept=({},), num_tokens=1, num_reqs=1)
     with pytest.raises(InvariantError, match=r"changes \['counts'\]; it may change .* \[\]"):
         features.update(({},), None, None, None)

@@ -65,7 +65,7 @@ def test_pages_are_zeros_in_the_shape_and_dtype_of_the_platform(platform, kv_dty
     inside = jax.eval_shape(lambda: empty_kv_cache(config, platform, kv_dtype))
     for other in (abstract, inside):
         assert (other.shape, other.dtype) == (pages.shape, pages.dtype)
-    # What devices divide among each other is the page, and neither rows nor blocks.
+    # Devices split pages, and not rows or blocks.
     assert pages.sharding == abstract.sharding
     assert tuple(pages.sharding.spec) == (None, None, "model")
 
@@ -88,14 +88,14 @@ def test_slots_count_the_group_with_the_longest_blocks():
         abstract(2**26)
 
 
-def test_cache_that_no_memory_is_there_for_is_a_config_error():
+def test_cache_larger_than_the_memory_is_a_config_error():
     # 2**24 slots of 2**25 values: petabytes.
     config = make_config(num_blocks=2**19, head_size=2**23)
     with pytest.raises(ConfigError, match="no memory for a KV cache of .*smaller cpu_kv_cache_b"):
         allocate_kv_cache(config, MESH, Platform(), "float32")
 
 
-def test_groups_share_one_array_as_tall_as_the_largest():
+def test_groups_share_one_array_with_the_rows_of_the_largest():
     sliding = SlidingWindowSpec(
         block_size=16, num_kv_heads=1, head_size=16, dtype="float32", sliding_window=9
     )
@@ -114,7 +114,7 @@ def test_half_precision_is_stored_as_float32_on_the_cpu_only():
     assert kv_cache_dtype("bfloat16", GPU()) == "bfloat16"
 
 
-def test_keys_and_values_are_kept_in_what_is_asked_for_where_that_can_be():
+def test_kv_cache_dtype_is_accepted_where_the_platform_stores_it():
     for dtype in ("float32", "float16", "bfloat16"):
         assert kv_cache_dtype("float32", ON_CPU, dtype) == dtype
         assert kv_cache_dtype("bfloat16", ON_CPU, dtype) == dtype

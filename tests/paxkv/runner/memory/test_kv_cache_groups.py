@@ -68,7 +68,7 @@ def names(groups):
     return [group.layer_names for group in groups.kv_cache_groups]
 
 
-def test_five_sliding_layers_to_one_full_share_rows_as_many_as_full_layers():
+def test_five_sliding_layers_per_full_layer_use_as_many_rows_as_full_layers():
     # Gemma 3's pattern, 12 layers: two full ones, so six groups of two.
     groups = groups_of(
         *(layer(str(i), attention() if i % 6 == 5 else window(64)) for i in range(12))
@@ -90,7 +90,7 @@ def test_unified_layers_are_one_group_that_names_their_window():
     assert isinstance(spec, FullAttentionSpec) and spec.sliding_window == 32
 
 
-def test_cache_that_is_another_layers_stands_in_no_group():
+def test_shared_cache_is_in_no_group():
     groups = groups_of(
         layer("0", attention()),
         layer("1", window(64)),
@@ -102,7 +102,7 @@ def test_cache_that_is_another_layers_stands_in_no_group():
 
 
 @pytest.mark.parametrize("target", ["nowhere", "1"])
-def test_a_cache_that_stands_for_none_with_pages_is_a_bug(target):
+def test_sharing_a_cache_without_pages_is_a_bug(target):
     with pytest.raises(InvariantError, match=f"got '{target}', expected one of"):
         make_kv_cache_groups({"0": full()}, kv_sharing_targets={"1": target})
 
@@ -129,7 +129,7 @@ def test_a_model_without_caches_is_refused():
         max_size=12,
     )
 )
-def test_any_mixture_is_grouped_whole_with_equal_pages(formats):
+def test_any_mixture_of_layers_forms_groups_with_equal_pages(formats):
     groups = groups_of(*(layer(str(i), cache) for i, cache in enumerate(formats)))
     own = {f"{i}.kv": cache for i, cache in enumerate(formats)}
     assert sorted(n for names_of_one in names(groups) for n in names_of_one) == sorted(own)
@@ -153,7 +153,7 @@ def grouped(kinds: str) -> list[str]:
     return [" ".join(group) for group in groups]
 
 
-def test_groups_are_as_large_as_the_rarest_kind_is_common():
+def test_group_size_is_the_number_of_layers_of_the_rarest_kind():
     assert grouped("FFF") == ["0 1 2"]
     assert grouped("SFSFS") == ["0 4", "2", "1 3"]
     assert grouped("SSSSSFS") == ["0", "1", "2", "3", "4", "6", "5"]
@@ -313,14 +313,14 @@ def test_a_state_is_padded_to_a_page_and_its_block_size_is_that_of_the_largest()
     assert {group.kv_cache_spec.page_size_bytes for group in groups.kv_cache_groups} == {4096}
 
 
-def test_states_alone_take_pages_of_the_largest():
+def test_states_alone_have_pages_of_the_largest_state():
     # In steps of 512 bytes.
     agreed = agree_on_pages({"a": state(10), "b": state(130)}, 16)
     assert [page_bytes for _, _, page_bytes in agreed.values()] == [1024, 1024]
     assert groups_of(layer("a", state(128))).padded_shares == {}
 
 
-def test_one_cache_lies_as_it_is():
+def test_a_single_cache_is_not_changed():
     cache = attention(3, 20, dtype="float32")
     assert agree_on_pages({"a": cache}, 16) == {"a": (cache, 16, 2 * 3 * 16 * 20 * 4)}
     assert groups_of(layer("a", cache)).padded_shares == {}
@@ -430,7 +430,7 @@ def fits_blocks(cache, page_bytes, size):
     return any(bytes_per_dim * w == page_bytes for w in widths if w >= cache.head_dim)
 
 
-def test_each_kind_of_cache_is_planned_as_what_holds_its_blocks():
+def test_each_kind_of_cache_has_its_kind_of_spec():
     assert cache_spec(attention(), 16, 4096) == full()
     assert cache_spec(attention(sliding_window=64), 16, 4096) == full(sliding_window=64)
     assert cache_spec(attention(chunk_size=64), 16, 4096) == full(attention_chunk_size=64)

@@ -24,7 +24,7 @@ YARN = read_config(
 @pytest.mark.parametrize(
     ("asked", "found"), [(None, 2048), (FIT_MEMORY, 2048), (40, 40), (2048, 2048)]
 )
-def test_asked_length_counts_and_else_the_models(asked, found) -> None:
+def test_max_model_len_is_the_setting_or_else_the_models_limit(asked, found) -> None:
     assert find_max_model_len(asked, YARN) == found
 
 

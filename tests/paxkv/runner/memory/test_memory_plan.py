@@ -19,7 +19,7 @@ from paxkv.runner.memory.memory_plan import (
 )
 
 
-# 4 layers x (K and V) x 16 tokens x 2 heads x 32 x 2 bytes = 16,384 bytes a block.
+# 4 layers x (K and V) x 16 tokens x 2 heads x 32 x 2 bytes = 16,384 bytes per block.
 def make_groups(windows, **wider):
     """Layers with these windows; `wider` are formats of further layers by their names."""
     formats = {
@@ -64,7 +64,7 @@ def device_memory(total_bytes, *, limit_bytes=None, used_bytes=0, activation_byt
     )
 
 
-def test_override_decides_alone():
+def test_num_gpu_blocks_override_decides():
     memory = device_memory(10**12)
     result = plan(CacheConfig(num_gpu_blocks_override=20), memory)
     assert result.kv_cache_config.num_blocks == 20
@@ -100,7 +100,7 @@ LONGEST_BYTES = 8 * BLOCK_BYTES
         (7_000, 3 * 2**20, 64, 3 * 2**30 + BLOCK_BYTES),
     ],
 )
-def test_host_gives_what_is_useful_up_to_half_of_its_free_memory(
+def test_host_pool_has_the_useful_size_up_to_half_of_the_free_memory(
     free_mib, max_model_len, max_num_seqs, wanted_bytes
 ):
     def pool_bytes(max_model_len):
@@ -128,14 +128,14 @@ def test_free_memory_of_a_host_may_change_by_a_quarter_without_other_programs():
 
 
 @pytest.mark.parametrize("free_bytes", [0, 1, 2 * LONGEST_BYTES - 2])
-def test_host_without_room_for_a_request_says_how_to_get_some(free_bytes):
+def test_error_of_a_host_without_room_names_a_remedy(free_bytes):
     with pytest.raises(KVCacheTooSmallError, match="cpu_kv_cache_bytes is not set: at most 0.5"):
         plan(CacheConfig(), HostMemory(free_bytes=free_bytes))
     fits = plan(CacheConfig(), HostMemory(free_bytes=2 * LONGEST_BYTES))
     assert fits.num_longest_reqs == 1
 
 
-def test_given_bytes_are_taken_whatever_is_free():
+def test_cpu_kv_cache_bytes_applies_whatever_is_free():
     result = plan(CacheConfig(cpu_kv_cache_bytes=BLOCK_BYTES * 30), HostMemory(free_bytes=0))
     assert result.pool_bytes == 30 * BLOCK_BYTES
 
@@ -225,7 +225,7 @@ def test_pool_too_small_for_one_request_says_got_wanted_and_remedy(cache_config,
     assert plan(CacheConfig(cpu_kv_cache_bytes=8 * BLOCK_BYTES)).num_longest_reqs == 1
 
 
-def test_override_smaller_than_one_longest_request_is_taken_at_its_word():
+def test_override_too_small_for_the_longest_request_is_accepted():
     result = plan(CacheConfig(num_gpu_blocks_override=7))
     assert (result.kv_cache_config.num_blocks, result.num_longest_reqs) == (7, 0)
 
@@ -267,7 +267,7 @@ def heads(num_kv_heads, head_dim):
     return AttentionFormat(num_kv_heads=num_kv_heads, head_dim=head_dim, dtype="bfloat16")
 
 
-def test_report_says_what_of_the_pages_is_padding():
+def test_report_shows_the_share_of_padding():
     # The windowless layers fill pages of 4,096 bytes. Cache a has 3,072 bytes per block of 16
     # tokens, so a quarter of its page is padding. Caches b and c have 1,280 bytes per block of 16,
     # get blocks of 32, and leave three eighths of their pages empty.

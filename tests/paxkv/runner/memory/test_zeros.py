@@ -33,7 +33,7 @@ def test_zeros_compile_nothing(num_compiles):
     assert num_compiles() > 0
 
 
-def test_a_program_that_overwrites_them_leaves_the_hosts_memory_alone(monkeypatch):
+def test_a_program_that_overwrites_them_does_not_change_the_hosts_memory(monkeypatch):
     sent = []
     zeros = np.zeros
     monkeypatch.setattr(np, "zeros", lambda *args: sent.append(zeros(*args)) or sent[-1])

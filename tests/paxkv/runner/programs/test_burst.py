@@ -157,7 +157,7 @@ MIXED = (
 @pytest.mark.parametrize("params", [GREEDY[:1] * 3, MIXED])
 @pytest.mark.parametrize("num_reqs", [1, 2, 3])
 def test_burst_does_not_depend_on_widths(params, num_reqs):
-    """Neither on how many rows are computed, nor on drawing for two rows at a time."""
+    """Nor on the number of rows that are drawn at a time."""
     num_tokens = [6, 4, 5][:num_reqs]
     one, several = (TinyBursts(params[:num_reqs], widths) for widths in ((), (2, 3)))
     for bursts in (one, several):

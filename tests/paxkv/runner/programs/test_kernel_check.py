@@ -1,4 +1,4 @@
-"""The engine notices kernels that do not give XLA's results, and serves with plain XLA then."""
+"""If kernels differ from XLA, the engine notices it and uses plain XLA."""
 
 import logging
 import types

@@ -95,12 +95,12 @@ def moved(model: TinyModel, **changes: object) -> TinyModel:
         {"group_idx": 1},
         {"inputs_idx": 1},
         {"format": AttentionFormat(num_kv_heads=NUM_HEADS, head_dim=8, dtype="float32")},
-        # 16 bits in the same pages: nothing else would tell these two apart.
+        # 16 bits in the same pages: nothing else differs between these two.
         {"format": AttentionFormat(num_kv_heads=NUM_HEADS, head_dim=HEAD_DIM, dtype="float16")},
     ],
     ids=str,
 )
-def test_where_layers_keep_what_counts(changes):
+def test_places_of_caches_are_in_the_identity(changes):
     (difference,) = identity_differences(
         make_identity(), make_identity(model=moved(TinyModel(), **changes))
     )
@@ -139,7 +139,7 @@ def test_the_source_of_a_cache_format_from_another_package_counts():
     assert {text.partition(":")[0] for text in differences} == {PLACES, "paxkv"}
 
 
-def test_tokens_that_end_requests_shape_no_program():
+def test_ending_tokens_are_not_in_the_identity():
     configs = [
         read_config(
             {
@@ -193,7 +193,7 @@ def test_versions_device_and_compiler_settings_count(monkeypatch):
 @pytest.mark.parametrize(
     "setting", ["jax_disable_most_optimizations", "jax_compiler_enable_remat_pass"]
 )
-def test_settings_that_jax_hands_to_the_compiler_count(setting):
+def test_settings_that_jax_passes_to_the_compiler_count(setting):
     identity, before = make_identity(), jax.config.values[setting]
     jax.config.update(setting, not before)
     try:

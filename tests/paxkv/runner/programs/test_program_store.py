@@ -1,4 +1,4 @@
-"""Programs that were kept run as those that were compiled; whatever does not fit is refused."""
+"""Stored programs compute what compiled ones do; programs that do not fit are refused."""
 
 import dataclasses
 import errno
@@ -202,7 +202,7 @@ def test_second_start_compiles_nothing_and_computes_the_same(
     assert num_compilations() == 1, "the counter counts"
 
 
-def test_cache_keeps_what_it_did_not_have(tmp_path, kept, start, caplog):
+def test_cache_stores_missing_programs(tmp_path, kept, start, caplog):
     copy_into_cache(kept[0], tmp_path)
     store = ProgramCache(tmp_path)
     (copy,) = tmp_path.rglob("CopyShape*.program")
@@ -214,7 +214,7 @@ def test_cache_keeps_what_it_did_not_have(tmp_path, kept, start, caplog):
     assert start(store).num_compiles == 0
 
 
-def test_compiled_programs_are_all_there_and_compute_the_same(kept, start, run, num_compilations):
+def test_compiled_programs_are_complete_and_compute_the_same(kept, start, run, num_compilations):
     out, expected_np = kept
     assert CompiledPrograms(out).num_blocks == NUM_BLOCKS
     assert CompiledPrograms(out).max_model_len == DIMENSIONS["max_model_len"]
@@ -229,7 +229,7 @@ def test_memory_that_programs_need_is_known_without_compiling_them_again(tmp_pat
     programs = start(ProgramCache(tmp_path))
     kv_cache = programs.abstract_cache
     found = [programs.get(shape, kv_cache).memory_analysis() for shape in COMPILED]
-    # Results count, but for those that are written over what was given.
+    # All results except those that overwrite arguments.
     by_program = [
         m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes for m in found
     ]
@@ -241,7 +241,7 @@ def test_memory_that_programs_need_is_known_without_compiling_them_again(tmp_pat
     assert programs.num_compiles == 1 and copy.is_file()
 
 
-def test_program_that_a_backend_does_not_take_back_or_give_is_compiled(
+def test_program_that_a_backend_cannot_load_or_serialize_is_compiled(
     tmp_path, kept, start, caplog, monkeypatch
 ):
     def fail(*args, **kwargs):
@@ -281,8 +281,8 @@ def test_incomplete_compiled_programs_are_refused(tmp_path, kept, start, damage)
         start(CompiledPrograms(out))
 
 
-def test_program_that_jax_has_cached_is_kept_whole(tmp_path):
-    """JAX's cache hands out programs that can be written down again, but not run then."""
+def test_program_that_jax_has_cached_is_stored_completely(tmp_path):
+    """A program from JAX's cache can be saved again, but then fails when called."""
     settings = {
         "jax_compilation_cache_dir": str(tmp_path / "jax"),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -310,7 +310,7 @@ def test_program_that_jax_has_cached_is_kept_whole(tmp_path):
     np.testing.assert_array_equal(jax.device_get(folder.load(SHAPES[0])(x)), expected_np)
 
 
-def test_jax_cache_is_back_afterwards():
+def test_jax_cache_is_enabled_again_afterwards():
     was_enabled = jax.config.jax_enable_compilation_cache
     with pytest.raises(KeyError), without_jax_cache():
         assert not jax.config.jax_enable_compilation_cache
@@ -364,7 +364,7 @@ def test_compiled_programs_of_other_shapes_are_refused_by_dimension(
         CompiledPrograms(tmp_path).open(IDENTITY, shapes, jax.devices())
 
 
-def test_shapes_that_differ_only_together_are_named_too(tmp_path):
+def test_missing_combinations_of_known_sizes_are_named(tmp_path):
     first = SHAPES[0]
     held = [dataclasses.replace(first, num_tokens=8), dataclasses.replace(first, num_reqs=9)]
     NewCompiledPrograms(tmp_path).open(IDENTITY, held, jax.devices())
@@ -474,7 +474,7 @@ def test_programs_unused_for_a_month_are_deleted(tmp_path):
     assert CompiledPrograms(delivered).open(IDENTITY, SHAPES, jax.devices()).path == delivered
 
 
-def test_only_a_limited_number_of_the_latest_is_kept(tmp_path, monkeypatch):
+def test_only_the_latest_folders_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(program_store, "_MAX_IDENTITIES", 3)
     store = ProgramCache(tmp_path)
     paths = []
@@ -485,7 +485,7 @@ def test_only_a_limited_number_of_the_latest_is_kept(tmp_path, monkeypatch):
 
 
 def make_old(path: Path) -> None:
-    """As if it had not been used for a month."""
+    """Makes a folder look unused for a month."""
     long_ago = time.time() - 31 * 24 * 3600
     os.utime(path, (long_ago, long_ago))
 
@@ -497,12 +497,12 @@ def test_restart_after_a_long_run_finds_its_programs(tmp_path):
     make_old(path)
     store.open(IDENTITY, SHAPES, jax.devices())
     assert (path / "StepShape-0.program").exists()
-    # From now on it is young again.
+    # Its age starts from zero again.
     store.open({**IDENTITY, "jax": "2"}, SHAPES, jax.devices())
     assert path.exists()
 
 
-def test_cache_that_may_only_be_read_is_read(tmp_path, monkeypatch):
+def test_read_only_cache_is_read(tmp_path, monkeypatch):
     path = ProgramCache(tmp_path).open(IDENTITY, SHAPES, jax.devices()).path
 
     def refuse(*args, **kwargs):
@@ -547,7 +547,7 @@ def test_settings_choose_the_store(tmp_path, monkeypatch, jax_cache_dir):
     assert user_cache_folder() == tmp_path / ".cache" / "paxkv" / "compiled"
 
 
-def test_without_a_home_nothing_is_kept(monkeypatch, caplog, jax_cache_dir):
+def test_user_without_a_home_folder_gets_no_store(monkeypatch, caplog, jax_cache_dir):
     jax_cache_dir(None)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     # As it answers for a user that the system does not know.

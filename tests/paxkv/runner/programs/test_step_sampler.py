@@ -24,7 +24,7 @@ on_both_chunkings = pytest.mark.parametrize("warm", ["one_group", "three_groups"
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="other devices draw all rows at once")
 def test_rows_are_drawn_in_chunks_and_all_at_once(one_group, three_groups):
-    """The tests below show little otherwise."""
+    """Otherwise, the tests below would prove little."""
     chunk_rows = [w.runner._buckets.sampler_shape.chunk_rows for w in (one_group, three_groups)]
     assert chunk_rows == [2, MAX_NUM_SEQS]
 
@@ -66,7 +66,7 @@ def prompt_for(model, params, length):
 
 
 def make_requests(model):
-    """Request id -> (prompt, params, more fields), of every kind; what is banned would come."""
+    """Request id -> (prompt, params, more fields). Without the settings, answers would differ."""
     plain = {}
     for seed in range(9):
         plain[seed] = dense_greedy(model, prompt(seed, 3 + seed), greedy())
@@ -162,7 +162,7 @@ def test_random_traffic_draws_what_a_dense_computation_draws(warm, runner):
 
 
 @on_both_chunkings
-def test_tokens_that_only_the_device_knows_count(warm, runner):
+def test_processors_see_tokens_that_only_the_device_knows(warm, runner):
     """A step ahead: the host has not seen the token that the next draw depends on."""
     requests, expected = requests_and_answers(warm.model)
     for names in (["repetition", "bad_words", "plain"], ["all", "presence", "frequency"]):
@@ -190,7 +190,7 @@ def test_tokens_that_only_the_device_knows_count(warm, runner):
 
 @on_both_chunkings
 def test_drawn_tokens_have_their_seed_and_the_models_own_logprobs(warm, runner):
-    """Beside a neighbour or alone; what is reported is of the logits before any change."""
+    """Alone or with another request. Log-probabilities are those before processing."""
     params = SamplingParams(
         temperature=1.5, seed=4, logprobs=20, repetition_penalty=1.7, logit_bias={3: 4.0}
     )
@@ -225,7 +225,7 @@ def bitmask(allowed):
 
 
 @on_both_chunkings
-def test_step_with_a_grammar_waits_for_what_it_allows(warm, runner):
+def test_step_with_a_grammar_waits_for_its_bitmask(warm, runner):
     driver = RunnerDriver(runner)
     driver.add("bound", prompt(1, 4), greedy(repetition_penalty=1.3), needs_grammar=True)
     driver.add("free", prompt(2, 3), greedy())
@@ -259,12 +259,12 @@ def test_step_with_a_grammar_waits_for_what_it_allows(warm, runner):
         assert driver.output_of("bound")[-1] == expected_np.argmax()
         num_scheduled = {"bound": 1, "free": 1}
     assert driver.output_of("free") == dense_greedy(warm.model, prompt(2, 3), greedy(), 4)
-    # A step without it waits for nothing, also of one token a request.
+    # A step without a grammar does not wait, also if it has one token per request.
     assert not runner.execute_model(driver.schedule({"free": 1})).needs_bitmask
     driver.finish_all()
 
 
-def test_all_that_stays_on_the_device_is_counted(runner):
+def test_arrays_that_stay_on_the_device_are_counted(runner):
     sampler = runner._sampler
     assert isinstance(sampler, StepSampler)
     arrays = (sampler.logits, sampler.row_state, sampler._no_mask)

@@ -149,7 +149,7 @@ def test_as_many_programs_compile_at_a_time_as_the_platform_says(
     assert most == num_threads
 
 
-def test_start_that_fails_begins_no_other_program(mesh, kv_cache, monkeypatch):
+def test_start_that_fails_compiles_no_other_program(mesh, kv_cache, monkeypatch):
     monkeypatch.setattr(Platform, "num_compile_threads", lambda platform: 1)
     buckets, programs = make_programs(mesh, max_num_batched_tokens=64)
     shapes = buckets.largest_first

@@ -1,4 +1,4 @@
-"""Logits that are no finite numbers are found by the log-probability of the drawn token."""
+"""Logits that are not finite are found by the log-probability of the drawn token."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +41,7 @@ def test_another_request_with_the_same_id_is_counted_again():
     assert look(check, [[np.nan]], req_ids=("a",)) == 2
 
 
-def test_only_tokens_that_were_drawn_are_looked_at():
+def test_only_drawn_tokens_are_checked():
     check = LogitsCheck()
     assert look(check, [[-1.0, np.nan], [np.nan, np.nan]], num_drawn=[1, 0]) == 0
     assert look(check, [[-1.0, np.nan], [np.nan, np.nan]], num_drawn=[2, 0]) == 1
@@ -59,7 +59,7 @@ def test_request_that_ends_inside_a_burst_is_not_counted():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e30])
 def test_the_sampler_shows_bad_logits_to_rows_that_ask(bad, temperature):
-    """A mask's -inf is as it should be, and so is a number however large."""
+    """The -inf of a mask and large finite numbers are valid."""
     params = SamplingParams(temperature=temperature)
     row_np = encode_sampling_params(params, seed=1, vocab_size=VOCAB)
     rows_np = np.stack([row_np, row_np])
@@ -73,7 +73,7 @@ def test_the_sampler_shows_bad_logits_to_rows_that_ask(bad, temperature):
     assert check.num_corrupted_requests == (0 if bad in (-np.inf, 1e30) else 1)
 
 
-def test_every_row_is_made_to_ask():
+def test_every_row_requests_logprobs():
     rows_np = np.zeros((3, NUM_COLUMNS), np.int32)
     LogitsCheck().request_logprobs(rows_np)
     inputs = SamplingInputs(rows=jnp.asarray(rows_np), draw_position=jnp.zeros(3, jnp.int32))

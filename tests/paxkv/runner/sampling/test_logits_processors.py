@@ -100,7 +100,7 @@ def process(cases, logits_np):
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shape = RowShape(num_rows=NUM_ROWS, max_model_len=MAX_MODEL_LEN)
     state = allocate_row_state(shape, VOCAB, sharding)
-    # Whatever a row held before is of no account.
+    # The earlier content of a row must not matter.
     state = jax.tree.map(lambda array: np.asarray(array) + 1, state)
     rows = [NUM_ROWS - 1 - i for i in range(len(cases))]
     for case, row_idx in zip(cases, rows, strict=True):
@@ -182,7 +182,7 @@ def test_row_without_any_field_keeps_its_bits_next_to_a_row_with_all():
     assert not bool(NEEDS_PROCESSING(inputs, mask_np))
 
 
-def test_row_that_draws_nothing_asks_for_nothing():
+def test_row_that_draws_nothing_needs_no_processing():
     row_np = sampling_row(FIELDS["repetition"], 0)
     row_np[NUM_COLUMNS] = 0
     inputs = DECODE(row_np[None])

@@ -116,7 +116,7 @@ def test_narrowest_filters_keep_the_most_likely_token():
 
 
 def test_tied_tokens_are_kept_or_dropped_together():
-    """Chances 1/2, 1/4, 1/8, 1/8: the last two stand or fall as one."""
+    """Chances 1/2, 1/4, 1/8, 1/8: the last two are kept or dropped together."""
     logits_np = np.full(VOCAB, -np.inf, np.float32)
     logits_np[[200, 7, 130, 131]] = np.log([0.5, 0.25, 0.125, 0.125])
     expected = [

@@ -1,4 +1,4 @@
-"""The sampler's program writes what stays in place, and copies none of it to read it."""
+"""The sampler's program updates its arrays in place, without copies."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def num_bytes(*arrays):
 
 
 @pytest.mark.parametrize("chunk_rows", [3, pytest.param(NUM_ROWS, marks=pytest.mark.slow)])
-def test_logits_and_histories_stay_where_they_are(chunk_rows):
+def test_logits_and_histories_are_updated_in_place(chunk_rows):
     shape = SamplerShape(
         num_rows=NUM_ROWS, num_reqs=NUM_ROWS, max_model_len=MAX_MODEL_LEN, chunk_rows=chunk_rows
     )

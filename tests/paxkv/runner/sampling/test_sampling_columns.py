@@ -1,4 +1,4 @@
-"""A request's sampling settings survive the way to the device."""
+"""The device reads the sampling settings that the host has written."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_top_k_that_keeps_all_is_zero(top_k):
 
 
 @pytest.mark.parametrize("logprobs", [0, 5])
-def test_logprobs_are_wanted_also_without_alternatives(logprobs):
+def test_logprobs_of_0_requests_log_probabilities(logprobs):
     assert round_trip(SamplingParams(logprobs=logprobs)).wants_logprobs[0]
 
 

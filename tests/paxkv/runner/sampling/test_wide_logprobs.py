@@ -1,4 +1,4 @@
-"""More log-probabilities than the device picks out, up to all, equal a dense computation."""
+"""More log-probabilities than the device selects, up to all, equal a dense computation."""
 
 import jax
 import numpy as np
@@ -28,12 +28,12 @@ def true_logprobs(model, token_ids):
 
 
 def check(row_np, token_id, found, num_logprobs):
-    num_told = VOCAB if num_logprobs == -1 else num_logprobs
+    num_top = VOCAB if num_logprobs == -1 else num_logprobs
     np.testing.assert_allclose(found.token_logprob, row_np[token_id], atol=1e-3)
     assert found.token_rank == (row_np > row_np[token_id]).sum() + 1
-    assert found.top_token_ids == np.argsort(-row_np)[:num_told].tolist()
-    told_np = np.sort(row_np)[::-1][:num_told]
-    np.testing.assert_allclose(found.top_logprobs, told_np, rtol=5e-4, atol=1e-3)
+    assert found.top_token_ids == np.argsort(-row_np)[:num_top].tolist()
+    top_np = np.sort(row_np)[::-1][:num_top]
+    np.testing.assert_allclose(found.top_logprobs, top_np, rtol=5e-4, atol=1e-3)
 
 
 # Penalties change what tokens are drawn from; without any, steps of single tokens are bursts.
@@ -84,7 +84,7 @@ def test_the_next_step_may_start_before_the_logits_are_read(warm, runner):
 
 
 @on_wide_runners
-def test_prompts_in_pieces_get_all_their_logprobs(warm, runner):
+def test_prompts_in_chunks_get_all_their_logprobs(warm, runner):
     driver = RunnerDriver(runner)
     wanted = {"a": -1, "b": 2}
     for req_id, num_logprobs in wanted.items():
@@ -113,6 +113,6 @@ def test_of_equally_likely_tokens_the_lowest_id_comes_first():
     assert found.top_token_ids == [7, *range(7), *range(8, 25)]
 
 
-def test_programs_hand_over_logits_only_where_the_setting_needs_them():
+def test_programs_return_logits_only_if_the_setting_needs_them():
     counts = {n: num_returned_logits(RunnerConfig(max_logprobs=n), 50) for n in (0, 20, 21, -1)}
     assert counts == {0: 0, 20: 0, 21: 50, -1: 50}

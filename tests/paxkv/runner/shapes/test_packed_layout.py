@@ -48,7 +48,7 @@ def test_fields_cover_the_buffer_once_and_writing_a_view_writes_the_buffer(shape
 
 
 class OtherVariant(StepVariant):
-    """Of a feature with a field that another has."""
+    """A variant with a field that another variant has."""
 
     def fields(self, *, num_tokens, num_reqs):
         return {"own": (num_reqs,), "next_ids": (num_tokens,)}

@@ -50,7 +50,7 @@ def test_shared_programs_are_ten_by_default():
 @pytest.mark.parametrize(("budget", "max_num_seqs"), [(512, 64), (2048, 256)])
 def test_programs_are_few(budget, max_num_seqs):
     buckets = make_buckets(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
-    # Those with a model in them take seconds to compile, the others no more than one.
+    # Programs with a model take seconds to compile, the others at most one second.
     assert len(buckets.step_shapes) + len(buckets.burst_shapes) <= 17
     assert len(buckets.largest_first) <= 23
     assert len(set(buckets.largest_first)) == len(buckets.largest_first)
@@ -84,7 +84,7 @@ def test_largest_shapes_are_the_budget_and_all_requests():
 
 @dataclasses.dataclass(frozen=True)
 class Variant(StepVariant):
-    """Of some step feature."""
+    """A variant of a step feature."""
 
     name: str
 
@@ -154,7 +154,7 @@ def test_a_variant_in_bursts_with_results_is_a_bug():
 
 
 class FrequentVariant(Variant):
-    """Of a feature that most requests may ask for."""
+    """A variant for which every bucket is compiled."""
 
     has_every_bucket = True
 
@@ -233,7 +233,7 @@ class EverywhereVariant(StepVariant):
         return dict.fromkeys(self.field_names, (num_tokens,))
 
 
-def test_variant_in_every_program_adds_none():
+def test_variant_in_every_program_adds_no_program():
     everywhere, rare = EverywhereVariant(), PromptLogprobsVariant(num_logits=0)
     plain = make_buckets(feature_variants=[[rare]])
     buckets = make_buckets(feature_variants=[[everywhere], [rare]])

@@ -123,11 +123,11 @@ def test_usage_of_a_chunk_counts_what_came_up_to_it(shared_server):
     body |= {"stream": True, "stream_options": options}
     with shared_server.client.stream("POST", "/v1/completions", json=body) as response:
         chunks = _events(response)
-    num_told = 0
+    num_sent = 0
     for chunk in chunks:
-        num_told += sum(len(choice["token_ids"]) for choice in chunk["choices"])
-        assert chunk["usage"]["completion_tokens"] == num_told
-    assert num_told == 2 * (5 + 4)
+        num_sent += sum(len(choice["token_ids"]) for choice in chunk["choices"])
+        assert chunk["usage"]["completion_tokens"] == num_sent
+    assert num_sent == 2 * (5 + 4)
 
 
 def test_usage_counts_tokens_that_were_cut_from_prompts(start_server):
