@@ -33,6 +33,8 @@ FAMILIES: dict[str, str] = {
     "Qwen3NextForCausalLM": "models.families.qwen3_next:Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM": "models.families.qwen3_5:Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM": "models.families.qwen3_5_moe:Qwen3_5MoeForCausalLM",
+    "Lfm2ForCausalLM": "models.families.lfm2:Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM": "models.families.lfm2_moe:Lfm2MoeForCausalLM",
     "BambaForCausalLM": "models.families.bamba:BambaForCausalLM",
     "Mamba2ForCausalLM": "models.families.mamba2:Mamba2ForCausalLM",
     "OlmoeForCausalLM": "models.families.olmoe:OlmoeForCausalLM",
@@ -43,6 +45,9 @@ FAMILIES: dict[str, str] = {
     "GraniteSWAForCausalLM": "models.families.granite_swa:GraniteSWAForCausalLM",
     "GraniteMoeForCausalLM": "models.families.granite_moe:GraniteMoeForCausalLM",
     "GraniteMoeSharedForCausalLM": "models.families.granite_moe:GraniteMoeSharedForCausalLM",
+    "GraniteMoeHybridForCausalLM": (
+        "models.families.granite_moe_hybrid:GraniteMoeHybridForCausalLM"
+    ),
     "GraniteMoeSWAForCausalLM": "models.families.granite_moe_swa:GraniteMoeSWAForCausalLM",
     "JetMoeForCausalLM": "models.families.jetmoe:JetMoeForCausalLM",
     "SmolLM3ForCausalLM": "models.families.smollm3:SmolLM3ForCausalLM",

@@ -27,9 +27,10 @@ from models.layers.mamba2 import (
     check_width,
     read_time_step_limit,
 )
+from models.layers.mixer_rules import with_renamed_mixers
 from models.layers.rms_norm import RMSNorm
 from models.layers.self_attention import SelfAttention
-from models.weight_rule import WeightRule, with_renamed_sources
+from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {
@@ -37,6 +38,12 @@ _DEFAULTS = {
     "max_position_embeddings": 262_144,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+# Names of modules here, and in checkpoints.
+_STORED_NAMES = {
+    ".mlp.": ".feed_forward.",
+    ".post_attention_layernorm.": ".pre_ff_layernorm.",
+    "model.norm.": "model.final_layernorm.",
 }
 
 
@@ -79,7 +86,7 @@ class BambaForCausalLM(Decoder):
                 attention if layer_idx in with_attention else None
                 for layer_idx in range(fields["num_layers"])
             ),
-            mamba=_read_mamba(hf_config, fields),
+            mamba=read_bamba_mixer(hf_config, fields),
         )
 
     def __init__(self, config: BambaConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
@@ -100,23 +107,12 @@ class BambaForCausalLM(Decoder):
 
     def weight_rules(self) -> dict[str, WeightRule]:
         """Checkpoints have other names for mixers, MLPs and norms."""
-        of_mamba = tuple(
-            f"model.layers.{layer_idx}.self_attn."
-            for layer_idx, attention in enumerate(self.config.attention)
-            if attention is None
-        )
-
-        def rename(name: str) -> str:
-            if name.startswith(of_mamba):
-                name = name.replace(".self_attn.", f".{MAMBA}.")
-            name = name.replace(".mlp.", ".feed_forward.")
-            name = name.replace(".post_attention_layernorm.", ".pre_ff_layernorm.")
-            return name.replace("model.norm.", "model.final_layernorm.")
-
-        return with_renamed_sources(super().weight_rules(), rename)
+        rules = with_stored_names(super().weight_rules(), _STORED_NAMES)
+        return with_renamed_mixers(rules, self.config.attention, MAMBA)
 
 
-def _read_mamba(hf_config: Mapping[str, object], fields: Mapping[str, object]) -> Mamba2Config:
+def read_bamba_mixer(hf_config: Mapping[str, object], fields: Mapping[str, object]) -> Mamba2Config:
+    """Reads the mixer of families whose fields begin with `mamba_`."""
     num_heads = read_count(hf_config, "mamba_n_heads", 128)
     inner = read_count(hf_config, "mamba_expand", 2) * fields["hidden_size"]
     is_given = hf_config.get("mamba_d_head") not in (None, "auto")

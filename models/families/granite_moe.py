@@ -62,7 +62,7 @@ class GraniteMoeForCausalLM(MoEDecoder):
         super().__init__(
             config,
             layer=functools.partial(ScaledPreNormLayer, residual_scale=config.residual_scale),
-            sparse_mlp=functools.partial(_make_sparse_mlp, config, dtype),
+            sparse_mlp=functools.partial(make_granite_experts, config, dtype),
             norm=functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype),
             embedding_scale=config.embedding_scale,
             has_head_kernel=has_head_kernel,
@@ -127,7 +127,8 @@ def read_shared_size(hf_config: Mapping[str, object]) -> int:
     return read_count(hf_config, "shared_intermediate_size", 0, minimum=0)
 
 
-def _make_sparse_mlp(config: GraniteMoeConfig, dtype: jnp.dtype) -> SparseMLP:
+def make_granite_experts(config: GraniteMoeConfig, dtype: jnp.dtype) -> SparseMLP:
+    """Makes the experts of one layer, with the shared MLP if there is one."""
     return make_shared_experts(
         config,
         gate=Router(config.hidden_size, config.num_experts, dtype=dtype),

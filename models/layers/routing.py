@@ -110,6 +110,7 @@ class SigmoidTopK:
     Args:
         normalizes: Whether the weights are scaled to a sum of 1.
         factor: The weights are multiplied by it, after they have been normalized.
+        sum_offset: Added to the sum of the weights before they are divided by it.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
     """
@@ -119,6 +120,7 @@ class SigmoidTopK:
     factor: float = 1.0
     num_groups: int = 1
     num_kept_groups: int = 1
+    sum_offset: float = 1e-20
 
     def __call__(
         self,
@@ -132,7 +134,7 @@ class SigmoidTopK:
         _, expert_ids = lax.top_k(ranked, self.top_k)
         weights = jnp.take_along_axis(likely, expert_ids, axis=-1)
         if self.normalizes:
-            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+            weights = weights / (weights.sum(axis=-1, keepdims=True) + self.sum_offset)
         return Routing(expert_ids, weights * self.factor)
 
     def _in_kept_groups(self, ranked: jax.Array) -> jax.Array:  # f32[num_rows, num_experts]

@@ -13,18 +13,29 @@ from models.weight_rule import Source, WeightRule
 
 
 class ShortConvolution(nnx.Module):
-    """`silu(convolution + bias)` of each channel's last `kernel_size` inputs, in float32.
+    """A convolution of each channel's last `kernel_size` inputs, plus a bias, in float32.
 
     The kernel is a vector of [kernel_size, num_channels], because the CPU's loop over layers copies
     only vectors (`models/decoders/chosen_layer.py`).
     """
 
     def __init__(
-        self, num_channels: int, kernel_size: int, *, use_bias: bool = False, dtype: jnp.dtype
+        self,
+        num_channels: int,
+        kernel_size: int,
+        *,
+        use_bias: bool = False,
+        has_silu: bool = True,
+        dtype: jnp.dtype,
     ) -> None:
-        """Makes the layer with weights to be filled in."""
+        """Makes the layer with weights to be filled in.
+
+        Args:
+            has_silu: Whether SiLU is applied to the results.
+        """
         self.num_channels = num_channels
         self.kernel_size = kernel_size
+        self.has_silu = has_silu
         self.kernel = nnx.Param(jnp.zeros((kernel_size * num_channels,), dtype))
         self.bias = nnx.Param(jnp.zeros((num_channels,), dtype)) if use_bias else None
 
@@ -61,7 +72,7 @@ class ShortConvolution(nnx.Module):
         )
         if self.bias is not None:
             y += self.bias[...].astype(jnp.float32)
-        return jax.nn.silu(y), window
+        return jax.nn.silu(y) if self.has_silu else y, window
 
 
 def _by_place(weights_np: Sequence[np.ndarray]) -> np.ndarray:

@@ -105,17 +105,26 @@ class GatedSharedExpertMLP(SparseMLP):
         return super().__call__(x, context) + share * self.shared_expert(x, context)
 
 
+def renamed_experts(rules: Mapping[str, WeightRule]) -> dict[str, WeightRule]:
+    """The same rules, with Mixtral's names for the projections of every expert.
+
+    Example: "model.layers.0.mlp.experts.3.up_proj.weight" becomes
+        "model.layers.0.mlp.experts.3.w3.weight".
+    """
+    return with_renamed_sources(
+        rules,
+        lambda name: re.sub(
+            r"(\.mlp\.experts\.\d+\.)(\w+)", lambda found: found[1] + _MIXTRAL_NAMES[found[2]], name
+        ),
+    )
+
+
 def block_sparse_moe_rules(rules: Mapping[str, WeightRule]) -> dict[str, WeightRule]:
     """The same rules, with Mixtral's names for the tensors of every `SparseMLP`.
 
     Example: "model.layers.0.mlp.experts.3.up_proj.weight" becomes
         "model.layers.0.block_sparse_moe.experts.3.w3.weight".
     """
-
-    def rename(name: str) -> str:
-        name = re.sub(
-            r"(\.mlp\.experts\.\d+\.)(\w+)", lambda found: found[1] + _MIXTRAL_NAMES[found[2]], name
-        )
-        return name.replace(".mlp.", ".block_sparse_moe.")
-
-    return with_renamed_sources(rules, rename)
+    return with_renamed_sources(
+        renamed_experts(rules), lambda name: name.replace(".mlp.", ".block_sparse_moe.")
+    )

@@ -31,10 +31,13 @@ LOADED = [
     "deepseek-v3",
     "deepseek-v2",
     "bamba",
+    "granite-hybrid",
     "qwen3-next",
     "qwen3.5",
     "qwen3.5-moe",
     "mamba2",
+    "lfm2",
+    "lfm2-moe",
     "glm4-moe-lite",
     "mistral4",
     "longcat-flash",
@@ -233,6 +236,9 @@ _OVERRIDDEN = {
     "head_dim": _LATENT,
     # transformers computes it from the other widths of heads.
     "qk_head_dim": _LATENT,
+    # `block_auto_adjust_ff_dim` is false.
+    "block_multiple_of": {"lfm2"},
+    "block_ffn_dim_multiplier": {"lfm2"},
     # transformers does not read it.
     "mlp_bias": {"deepseek-v3.2", "glm5-dsa", "glm5-dsa-all"},
     # `mlp_layer_types` wins.

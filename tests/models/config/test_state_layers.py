@@ -18,12 +18,26 @@ SIZES = {
 }
 # Architecture -> its configuration class in transformers, and fields that differ from `SIZES`.
 FAMILIES = {
+    "GraniteMoeHybridForCausalLM": ("GraniteMoeHybridConfig", {"mamba_n_heads": 8}),
+    "Lfm2ForCausalLM": ("Lfm2Config", {"layer_types": ["conv"] * 8}),
+    "Lfm2MoeForCausalLM": ("Lfm2MoeConfig", {"layer_types": ["conv", "full_attention"] * 4}),
     "Qwen3_5ForCausalLM": ("Qwen3_5TextConfig", {}),
     "Qwen3_5MoeForCausalLM": ("Qwen3_5MoeTextConfig", {}),
 }
 HYBRID = ["linear_attention", "full_attention"] * 4
 # Fields of the hub and of transformers 5, in values that are no defaults.
 OTHER_FIELDS = [
+    ("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba", "attention"] * 4}),
+    ("GraniteMoeHybridForCausalLM", {"layer_types": HYBRID, "position_embedding_type": "rope"}),
+    ("GraniteMoeHybridForCausalLM", {"num_local_experts": 0, "shared_intermediate_size": 48}),
+    ("GraniteMoeHybridForCausalLM", {"mamba_d_state": 8, "mamba_n_groups": 2}),
+    ("Lfm2ForCausalLM", {"layer_types": None, "full_attn_idxs": [1, 3]}),
+    ("Lfm2ForCausalLM", {"block_ff_dim": 128, "block_multiple_of": 32, "tie_embedding": False}),
+    ("Lfm2ForCausalLM", {"block_ffn_dim_multiplier": 1.5, "block_multiple_of": 8}),
+    ("Lfm2ForCausalLM", {"block_auto_adjust_ff_dim": False, "conv_bias": True, "norm_eps": 1e-6}),
+    ("Lfm2ForCausalLM", {"conv_L_cache": 4, "rope_theta": 5e5}),
+    ("Lfm2MoeForCausalLM", {"num_dense_layers": 0, "norm_topk_prob": False, "num_experts": 8}),
+    ("Lfm2MoeForCausalLM", {"routed_scaling_factor": 2.5, "conv_L_cache": 4}),
     ("Qwen3_5ForCausalLM", {"layer_types": HYBRID, "head_dim": 32, "rms_norm_eps": 1e-5}),
     ("Qwen3_5ForCausalLM", {"full_attention_interval": 2, "linear_num_key_heads": 4}),
     ("Qwen3_5ForCausalLM", {"linear_key_head_dim": 8, "linear_value_head_dim": 24}),
