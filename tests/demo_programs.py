@@ -18,9 +18,9 @@ def demo_programs() -> Path:
     """A `--compiled-dir` for the demo model's architecture with the default engine settings.
 
     The first caller of the run compiles it as a user would, except for the flags of XLA that all
-    processes of tests have (`tests/compiler_flags.py`); callers in other processes wait. It
-    lies beside JAX's own cache, so runs that share that one (as those of mutants do) compile again
-    only after a change that can change a program.
+    processes of tests have (`tests/compiler_flags.py`); callers in other processes wait. The folder
+    is in JAX's own cache. Runs that share it, as runs of mutants do, compile again only after a
+    change that can change a program.
     """
     # `tests/conftest.py` sets the variable, and workers of pytest-xdist inherit it.
     cache = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])

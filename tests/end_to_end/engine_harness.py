@@ -52,7 +52,7 @@ class EngineSettings:
     max_num_batched_tokens: int = 64
     block_size: int = 16
     num_blocks: int = 64
-    # Steps between two arrivals, those of a burst too; 0 is all at once.
+    # Steps between two arrivals, including steps of bursts; 0: all requests arrive at once.
     arrival_gap: int = 0
     # With 2 the scheduler is an AsyncScheduler.
     max_steps_in_flight: int = 1

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 420
 STOP_TIMEOUT_S = 60
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
-# Of the engine's settings, those that tests use and that change no program.
+# The engine's settings that tests use and that change no program.
 _SHAPE_NO_PROGRAM = {
     *("served_model_name", "chat_template", "generation_config", "override_generation_config"),
     *("kv_events_config", "trace_file", "policy"),
@@ -71,7 +71,7 @@ def running_server(
 
     Args:
         stderr: Gets what it says there; None is the test's own.
-        variables: Of its environment, besides those of the test's process.
+        variables: Environment variables, besides the variables of the test's process.
     """
     command = [sys.executable, "-m", "paxkv.serve", "--port", "0", *arguments]
     if has_demo_programs(arguments):

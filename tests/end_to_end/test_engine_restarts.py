@@ -292,7 +292,7 @@ def test_its_own_last_words_say_why_it_ended(world: World) -> None:
         assert world.processes[1].calls == [NOTHING_ELSE]
         world.processes[1].say(UtilityReply(call_id=2, result_json="true"))
         assert (await world.hears(UtilityReply)).call_id == 2
-        # Nobody says why here.
+        # No message gives a reason.
         world.processes[1].exit(3)
         assert "code 3" in (await world.hears(EngineDead)).reason
 
@@ -376,7 +376,7 @@ def test_each_engine_has_a_trace_of_its_own_and_all_else_of_the_first(world: Wor
         assert {config.model.max_model_len for config in configs[1:]} == {64}
         first, *later = [process.settings for process in world.processes]
         assert first["environment"] == {"REPLICA": "1"} and first["max_idle_start_s"] == 90.0
-        # A bar is for who waits for the first start.
+        # Only the first start draws a progress bar.
         assert first["show_progress"] and later == [first | {"show_progress": False}] * 2
 
     world.run(test)

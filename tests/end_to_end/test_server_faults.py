@@ -60,7 +60,7 @@ def wait_for_health(server: RealServer, status: int, timeout_s: float) -> None:
 
 
 def wait_for_requests(server: RealServer, num_requests: int) -> None:
-    """Until the engine knows of so many."""
+    """Waits until the engine has this many requests."""
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
     deadline = time.monotonic() + 120
     while sum(metric(server, name) for name in names) < num_requests:

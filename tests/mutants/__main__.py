@@ -9,7 +9,7 @@ mutant that survives shows a line whose behaviour no test checks, or a change wi
     python -m tests.mutants run --folder ../mutants --list list.jsonl --results results.jsonl
     python -m tests.mutants report --list list.jsonl --results results.jsonl
 
-1. `coverage` runs the tests once (without those of the kernels and models) and stores in the folder
+1. `coverage` runs the tests once (without the tests of kernels and models) and stores in the folder
    which tests execute each line, and how long each test takes. Repeat it when the code changes.
 2. `draw` draws 20 mutants in each of six areas: pool and managers, scheduler, runner, sampler,
    client, server. Equal trees and seeds give equal lists. A mutant is named by its function and its

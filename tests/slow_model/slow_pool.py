@@ -41,7 +41,7 @@ class SlowPool:
         for block_id in block_ids:
             if block_id == self.NULL:
                 continue
-            assert self.refs[block_id] > 0, "nobody holds it"
+            assert self.refs[block_id] > 0, "the block has no holder"
             self.refs[block_id] -= 1
             if self.refs[block_id] == 0:
                 freed.append(block_id)

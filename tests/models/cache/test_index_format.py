@@ -1,4 +1,4 @@
-"""The layout of pages of index keys, beside those of latents."""
+"""The layout of pages of index keys, in a pool with latents."""
 
 from dataclasses import replace
 

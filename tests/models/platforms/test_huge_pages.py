@@ -32,7 +32,7 @@ def huge_bytes_at(address: int) -> int:
 @on_linux
 @pytest.mark.skipif(
     not PAGES_SETTING.is_file() or "[never]" in PAGES_SETTING.read_text(),
-    reason="this system gives nobody huge pages",
+    reason="this system has no huge pages",
 )
 def test_large_arrays_are_in_huge_pages_and_keep_their_numbers():
     numbers_np = np.random.default_rng(0).integers(0, 1 << 30, 16 * 2**20 // 4, np.int32)

@@ -24,7 +24,7 @@ from tests.oracles.paged_stepper import PagedStepper
 
 KERNEL = "layers.0.mlp.up_proj.kernel"
 TOLERANCE = 1e-5  # of the largest absolute number
-# Wide enough for panels, but for those of keys and values: 256 columns.
+# Wide enough for panels, except kernels of keys and values, which have 256 columns.
 SHAPE = {
     "hidden_size": 512,
     "intermediate_size": 1024,

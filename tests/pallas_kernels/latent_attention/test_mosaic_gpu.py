@@ -45,7 +45,7 @@ def small(name, *requests, **sizes):
     return LatentAttentionCase(name=name, requests=requests, **(defaults | sizes))
 
 
-# Tiles are 64 tokens. A quick run takes those that differ most; the slow ones the rest.
+# Tiles are 64 tokens. A quick run takes the cases that differ most; slow tests take the rest.
 SIMULATED = [
     # 3 + 0 + 1 + 2 + 0 + 4 tiles in 3 shares of 4: the third and the last request are cut.
     (small("ragged", (1, 130), (0, 0), (1, 9), (1, 65), (0, 40), (1, 200)), few_shares(3)),

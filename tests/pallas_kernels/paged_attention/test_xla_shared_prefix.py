@@ -82,7 +82,7 @@ RULES = {
     },
     "window": {"sliding_window": 20},
 }
-# These requests hold so many first blocks of request 0; number 5 has no block besides.
+# These requests share this many first blocks with request 0; request 5 has no other block.
 SHARERS = {1: 4, 2: 4, 5: 4, 6: 4, 8: 4}
 
 

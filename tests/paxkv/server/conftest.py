@@ -67,7 +67,7 @@ class RunningServer:
         self._answer_others()
 
     def answer_once_running(self, num_requests: int, *, seconds_per_token: float = 0.0) -> None:
-        """Waits until the engine, which takes `HELD_S` a token, has so many; then it computes."""
+        """Waits for this many requests at `HELD_S` per token, then lets the engine compute."""
         wait_until(lambda: len(self.engine.running) == num_requests)
         self.engine.seconds_per_token = seconds_per_token
         self.pass_time(HELD_S)

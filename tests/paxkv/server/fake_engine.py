@@ -45,7 +45,7 @@ class FakeTokenizer:
     config: Mapping[str, object] = {"bos_token": "<s>"}
 
     def __init__(self) -> None:
-        # Besides the bytes, for whoever asks for them.
+        # Tokens besides the bytes, which tests may add.
         self.named_ids: dict[str, int] = {}
 
     def token_to_id(self, token: str) -> int | None:
@@ -119,10 +119,10 @@ class FakeEngine:
         self.chat_template = FakeChatTemplate()
         self.is_alive = True
         self.stall: EngineStalledError | None = None
-        # As if so many tokens of each prompt had been cut.
+        # As if this many tokens of each prompt had been cut.
         self.num_truncated_tokens = 0
         self.seconds_per_token = seconds_per_token
-        # Of an engine whose blocks nobody uses.
+        # The engine has no block in use.
         self.recorder = InspectionRecorder(make_scheduler(num_blocks=16))
         self.running: set[str] = set()
         self.most_running = 0
@@ -284,7 +284,7 @@ class FakeEngine:
     async def beam_search(
         self, prompt: object, params: BeamSearchParams, *, request_id: str, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Its sequences are those that `generate` would make, with logprobs nobody asked for."""
+        """Returns the sequences of `generate`, with logprobs even if not requested."""
         self.seen_params.append(params)
         prompt_token_ids = self._token_ids(prompt)
         default = self.model_info.sampling_defaults.generation_config.max_new_tokens

@@ -217,7 +217,7 @@ def test_bad_completion_field_is_400_and_named(shared_server, fields, param):
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"reasoning_effort": "vast"}, "reasoning_effort"),
         ({"chat_template": "{{ messages }}"}, "chat_template"),
-        ({"tools": [TOOL]}, "tool_choice"),  # nobody said how this model calls
+        ({"tools": [TOOL]}, "tool_choice"),  # no tool parser is set
         ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},

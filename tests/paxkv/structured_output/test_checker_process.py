@@ -1,4 +1,4 @@
-"""What cannot be compiled in time is refused, and harms nobody else."""
+"""Grammars that cannot be compiled in time are rejected, and do not harm other requests."""
 
 import concurrent.futures
 import gc
@@ -64,7 +64,7 @@ def test_an_endless_one_is_given_up_and_the_next_is_answered(checker):
 
 
 def test_others_are_answered_meanwhile(checker):
-    # Another text of the same, which nobody remembers.
+    # The same schema as another text, without a stored verdict.
     endless = StructuredOutputsParams(json=ENDLESS.source_text + " ")
     with concurrent.futures.ThreadPoolExecutor(5) as pool:
         slow = pool.submit(checker.check, endless)
@@ -154,7 +154,7 @@ def test_who_has_given_up_waiting_is_no_error():
         answer_trial(answered, make_compiler())
         for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
             signal.setitimer(timer, 0)
-        with pytest.raises(BrokenPipeError):  # nobody was there indeed
+        with pytest.raises(BrokenPipeError):  # the reader was gone
             answered.close()
 
 

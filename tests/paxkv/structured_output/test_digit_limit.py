@@ -1,4 +1,4 @@
-"""A number in JSON ends after so many digits, wherever the answer is JSON."""
+"""Numbers in JSON answers have a limited number of digits."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Forms become matchers; those that are malformed, or too much, are refused with the reason."""
+"""Forms become matchers; malformed or too large forms are rejected with the reason."""
 
 import concurrent.futures
 import json

@@ -174,7 +174,7 @@ def test_where_nothing_is_left_a_complete_form_ends_and_another_fails(
     if is_complete is None:
         assert manager.drain_ended() == {}
         return
-    # Its row of the step under way draws something, which nobody gets.
+    # The step in flight draws a token for its row, which is dropped.
     assert len(allowed_ids(bitmask)) > 700
     (end,) = manager.drain_ended().values()
     assert end == GrammarEnd() if is_complete else "allowed_token_ids, bad_words" in end.error

@@ -66,7 +66,7 @@ def test_a_token_that_has_the_tag_in_it_is_not_drawn():
 
 def test_whatever_is_drawn_readers_of_text_find_the_same_end(tokens):
     rng = np.random.default_rng(0)
-    # Those that could spell the tag are drawn most.
+    # Tokens that could spell the tag are drawn most often.
     likely = [*THINKER.encode("</think></think", add_special_tokens=False), CLOSE]
     for _ in range(300):
         thoughts = Thoughts(tokens, is_begun=True)

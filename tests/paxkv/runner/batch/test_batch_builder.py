@@ -311,7 +311,7 @@ def test_burst_that_would_write_to_the_null_block_is_a_bug():
 @pytest.mark.parametrize(
     ("num_scheduled", "message"),
     [
-        (3, "it has 2 tokens on the host"),  # a token that nobody knows
+        (3, "it has 2 tokens on the host"),  # a token that neither host nor device has
         (0, "cannot compute 0 tokens"),
     ],
 )

@@ -104,6 +104,6 @@ def test_times_that_have_changed_are_measured_again():
     assert not is_verifying(machine.run(20, rate=0.9)[-1])
     machine.verify_s = {8: 1.1}
     assert is_verifying(machine.run(3000, rate=0.9)[-1])
-    # And those of steps without drafts too.
+    # Steps without drafts are measured again too.
     machine.decode_s = 0.1
     assert not is_verifying(machine.run(12_000, rate=0.9)[-1])

@@ -188,7 +188,7 @@ def test_cache_has_the_group_and_row_of_its_name_or_of_its_owner(formats, data):
         else:
             layers.append(layer(str(i), shared.caches[0][1].format, f"{shared.name}.kv"))
     groups = groups_of(*layers)
-    # Groups by their inputs: tables in the order of the groups, those of a block size together.
+    # Tables are in the order of the groups, except that groups of one block size are together.
     tables = groups.tables(max_model_len=100)
     assert len({table.block_size for table in tables}) == len(tables)
     left = iter(groups.kv_cache_groups)

@@ -176,7 +176,7 @@ def test_burst_draws_what_single_steps_draw(temperature):
     bursts = TinyBursts(params)
     drawn_np, last_np = bursts.run([6, 6], tokens=[3, 4])
     assert drawn_np[:, :2].tolist() == expected
-    assert (drawn_np[:, 2] == NO_TOKEN).all()  # nobody's row
+    assert (drawn_np[:, 2] == NO_TOKEN).all()  # no request has this row
     assert last_np[:2].tolist() == expected[-1]
     dense = MODEL.dense_logits([3, *[row[0] for row in expected]])
     if temperature == 0:

@@ -84,7 +84,7 @@ def test_an_idle_interval_has_no_line_and_one_that_waits_has(caplog) -> None:
     log.log(10.0)
     log.log(10.0)
     assert len(caplog.messages) == 2 and "generation 1.0 tokens/s" in caplog.messages[1]
-    # A third one, that nobody has asked for anything.
+    # A third engine without requests.
     engine.has_counted(10, 0, 30, num_steps=0)
     log.log(10.0)
     assert len(caplog.messages) == 2

@@ -74,7 +74,7 @@ def test_engine_that_has_some_waiting_offers_only_the_places_it_runs():
 
 
 def test_who_waits_for_a_grammar_takes_a_place_and_leaves_the_others_open():
-    # 1 runs, 1 of those that wait has its grammar compiled, of 4 places: the engine is not full.
+    # One of 4 places is in use, and one waiting request has a grammar to compile: not full.
     for num_compiling, num_waiting, has_room in ((1, 1, True), (1, 2, False)):
         admission = _admission(
             0, num_running_reqs=1, num_waiting_reqs=num_waiting, num_compiling_reqs=num_compiling

@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 from paxkv.server.middleware.deadline_protocol import DeadlineProtocol, deadline_protocol
 from tests.paxkv.server.conftest import PATIENCE_S, wait_until
 
-# Of the server's clock, which these tests move: a minute in which nobody hurries.
+# Seconds of the server's clock, which these tests move.
 TIMEOUT_S = 60.0
 HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -109,7 +109,7 @@ class _Burst:
     async def __call__(self, scope, receive, send):
         client = await self._client
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        # Without a farewell: what is written from now on finds nobody.
+        # The connection is reset: later writes fail.
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         client.close()
         for _ in range(40):

@@ -310,7 +310,7 @@ def test_tokens_of_thoughts_are_counted_whole_and_streamed(
     usage = _post(tool_server, **fields)["usage"]
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 3 * num_thought_tokens}
     options = {"include_usage": True, "continuous_usage_stats": True}
-    # Whoever does not want to see them pays for them too.
+    # Hidden thoughts count as completion tokens too.
     chunks = _stream(tool_server, stream_options=options, include_reasoning=False, **fields)
     assert chunks[-1]["usage"] == usage
     so_far = [c["usage"]["completion_tokens_details"]["reasoning_tokens"] for c in chunks]

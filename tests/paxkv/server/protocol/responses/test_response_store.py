@@ -1,4 +1,4 @@
-"""Answers are kept within a bound of bytes; those that are being made are never dropped."""
+"""Responses are stored up to a limit of bytes; running responses are never dropped."""
 
 import msgspec
 import pytest
