@@ -82,7 +82,7 @@ class WeightRule:
     def on_mesh(
         self, shape: tuple[int, ...], num_devices: int, *, splits_kv_heads: bool
     ) -> "WeightRule":
-        """The rule in which axes have a name only if a mesh of so many devices splits them.
+        """The rule for a mesh of `num_devices`. Axes that the mesh does not split are None.
 
         Args:
             shape: Of the parameter.

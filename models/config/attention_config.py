@@ -78,7 +78,7 @@ class AttentionConfig:
             )
 
     def on_each_of(self, num_devices: int) -> "AttentionConfig":
-        """The heads that each device of a mesh computes; of more slopes than that, the first."""
+        """The config with the heads and slopes of the first device of a mesh."""
         num_q_heads = self.num_q_heads // num_devices
         return replace(
             self,

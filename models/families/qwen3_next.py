@@ -107,7 +107,7 @@ def read_mixers(
         fields: The result of `read_dense_fields`, or at least the fields of `ModelConfig` and
             `rms_norm_eps`.
     """
-    # The gate would need a part of the biases of queries.
+    # With biases, the gate would need a part of the biases of queries.
     refuse_other_values(hf_config, {"attention_bias": False})
     heads = read_head_fields(
         hf_config, default_num_kv_heads=default_num_kv_heads, default_head_dim=256

@@ -66,7 +66,7 @@ class KernelSettings:
     def split_last(self, x: jax.Array, axis: SplitAxis | None) -> jax.Array:
         """`x` with its last axis split over the devices as `WeightRule` splits such an axis.
 
-        Without this, the compiler would choose, and may gather a kernel in place of its output.
+        Otherwise, the compiler would choose, and might gather a kernel instead of its output.
         """
         if self.num_shards == 1:
             return x

@@ -84,9 +84,9 @@ def _with_copies(
     heads: jax.Array,  # f[num_tokens, num_kv_heads, width]
     num_heads: int,
 ) -> jax.Array:  # f[num_tokens, num_heads, width]
-    """Repeats each head, if there are more devices than heads, until each device has one.
+    """If there are more devices than KV heads, repeats heads so that each device has one.
 
-    A device has query heads of one KV head then, because both are in the same order.
+    All query heads of a device then use its KV head, because both are in the same order.
     """
     num_copies = num_heads // heads.shape[1]
     return heads if num_copies == 1 else jnp.repeat(heads, num_copies, axis=1)

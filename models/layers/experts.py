@@ -219,7 +219,7 @@ def packed_gate_up_rules(
 
 
 def packed_or_single_rules(rules: dict[str, WeightRule]) -> dict[str, WeightRule]:
-    """The rules for families whose checkpoints have experts in one of two forms.
+    """The rules for families whose checkpoints store experts in one of two forms.
 
     Either they pack all experts of a layer (`packed_gate_up_rules`), as Qwen3.5 does on the hub, or
     they have a tensor for each expert, as transformers writes.

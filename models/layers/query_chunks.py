@@ -20,8 +20,8 @@ def chunk_rows(num_rows: int, numbers_per_row: int) -> int | None:
     """Rows of a chunk, so that its largest array has at most `MAX_NUMBERS` numbers.
 
     Returns:
-        None if all rows fit. Otherwise as many rows in each chunk as in any other, if the largest
-        power of two that fits divides the rows.
+        None if all rows fit. Chunks have equal sizes if the largest power of two that fits divides
+        the number of rows.
     """
     if num_rows * numbers_per_row <= MAX_NUMBERS:
         return None
@@ -33,7 +33,7 @@ def chunk_rows(num_rows: int, numbers_per_row: int) -> int | None:
 def map_query_chunks(
     attend: AttendChunk,
     arrays: tuple[jax.Array, ...],  # [num_queries, ...]
-    out: jax.Array,  # f[num_queries, ...], what rows of padding have
+    out: jax.Array,  # f[num_queries, ...], the result of rows of padding
     seq_lens: jax.Array,  # i32[num_reqs]
     context: LayerContext,
     *,

@@ -16,7 +16,7 @@ def put_split(
     is_transposed: bool,
     sharding: NamedSharding,
 ) -> jax.Array:
-    """As `Platform.put_weight`, of one part after the other. No device ever has the whole array.
+    """Puts the parts of an array on their devices, so that no device ever has the whole array.
 
     Args:
         sharding: Of the result.

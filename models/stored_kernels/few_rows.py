@@ -11,9 +11,9 @@ from models.stored_kernels.stored_kernel import StoredKernel, UseKernel
 
 # Every number is widened once per row of x. With more rows, widening a whole panel takes less time.
 MAX_FEW_ROWS = 2
-# The rows of stored numbers that a turn of the loop adds.
+# Rows of stored numbers that one iteration of the loop adds.
 _ROWS_PER_TURN = 8
-# The panels of a turn. Their sums and numbers stay in the processor's first cache.
+# Panels of one iteration. Their sums and numbers stay in the processor's first cache.
 _PANELS_PER_TURN = 32
 
 
@@ -33,7 +33,7 @@ def multiply_few_rows(
     turn_rows = math.gcd(num_rows, _ROWS_PER_TURN)
     turns_per_group = num_rows // turn_rows
     num_turns = num_groups * turns_per_group
-    # A byte with two numbers of 4 bits has two inputs.
+    # A byte holds the numbers of one input, or of two inputs with 4 bits.
     inputs = x.reshape(len(x), num_groups, -1, turns_per_group, turn_rows)
 
     def first_of(part: jax.Array) -> jax.Array:

@@ -29,9 +29,9 @@ class Panels(NamedTuple):
         self,
         x: jax.Array,  # f32[num_x_rows, numbers_per_byte, num_rows]
     ) -> jax.Array:  # f32[num_x_rows, num_panels, width]
-        """The part of a product that some rows of numbers of one group make.
+        """The products of some rows of one group, summed.
 
-        XLA fuses all of it, so that no widened number is in memory.
+        XLA fuses all operations, so that no widened number is in memory.
         """
         sums = 0.0
         for row in range(x.shape[2]):
