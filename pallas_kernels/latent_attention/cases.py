@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.stored_dtype import as_stored
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttentionCase:
@@ -174,17 +172,20 @@ def build_inputs(case: LatentAttentionCase, seed: int = 0) -> LatentAttentionInp
             kv_cache_np[case.row, block_id, 0, offset, :cache_dim] = vector
 
     num_tokens = int(num_query_np.sum()) + case.num_padding_tokens
-    q = jnp.asarray(_draw(rng, case.dtype, num_tokens, case.num_q_heads, cache_dim), case.dtype)
+    q_np = _draw(rng, case.dtype, num_tokens, case.num_q_heads, cache_dim)
+    q_np = q_np.astype(jnp.dtype(case.dtype))
     kv_dtype = jnp.dtype(case.dtype) if case.is_uint16 else None
-    stored_dtype = jnp.dtype("uint16" if case.is_uint16 else case.dtype)
+    stored_np = kv_cache_np.astype(jnp.dtype(case.dtype))
+    query_start_loc_np = np.concatenate([[0], np.cumsum(num_query_np)])
+    # `jnp.asarray` would compile a program for each dtype and shape.
     return LatentAttentionInputs(
-        q_latent=q[..., : case.latent_dim],
-        q_rope=q[..., case.latent_dim :],
-        kv_cache=as_stored(jnp.asarray(kv_cache_np), stored_dtype, kv_dtype),
+        q_latent=jax.device_put(q_np[..., : case.latent_dim]),
+        q_rope=jax.device_put(q_np[..., case.latent_dim :]),
+        kv_cache=jax.device_put(stored_np.view(np.uint16) if case.is_uint16 else stored_np),
         row=case.row,
-        block_tables=jnp.asarray(block_tables_np, jnp.int32),
-        seq_lens=jnp.asarray(seq_lens_np, jnp.int32),
-        query_start_loc=jnp.asarray(np.concatenate([[0], np.cumsum(num_query_np)]), jnp.int32),
+        block_tables=jax.device_put(block_tables_np.astype(np.int32)),
+        seq_lens=jax.device_put(seq_lens_np.astype(np.int32)),
+        query_start_loc=jax.device_put(query_start_loc_np.astype(np.int32)),
         rules={"scale": case.scale, "kv_dtype": kv_dtype, "max_query_len": case.max_query_len},
         cached_np=cached_np,
     )

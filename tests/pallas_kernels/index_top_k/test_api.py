@@ -30,11 +30,11 @@ def integers(case: LatentAttentionCase, seed: int = 0):
     """The arguments of the op, and the keys of each request: integers from -2 to 2."""
     inputs = build_inputs(dataclasses.replace(case, dtype="float32", is_uint16=False), seed)
     rng = np.random.default_rng(seed)
-    q = jnp.concatenate([inputs.q_latent, inputs.q_rope], axis=-1).round().clip(-2, 2)
-    keys = inputs.kv_cache.round().clip(-2, 2)  # NaN stays
-    weights = jnp.asarray(rng.integers(-2, 3, q.shape[:2]), jnp.float32)
+    q_np = np.concatenate([inputs.q_latent, inputs.q_rope], axis=-1).round().clip(-2, 2)
+    keys_np = np.asarray(inputs.kv_cache).round().clip(-2, 2)  # NaN stays
+    weights_np = rng.integers(-2, 3, q_np.shape[:2]).astype(np.float32)
     cached_np = [cached.round().clip(-2, 2) for cached in inputs.cached_np]
-    return (q, weights, keys, *inputs.arrays[3:]), cached_np
+    return (q_np, weights_np, keys_np, *inputs.arrays[3:]), cached_np
 
 
 def chosen_by_numpy(arguments, cached_np, top_k):
@@ -63,8 +63,8 @@ def test_the_best_tokens_are_chosen_and_earlier_ones_of_equals(case, implementat
     kv_dtype = None
     if case.is_uint16:
         kv_dtype = jnp.dtype(case.dtype)
-        bits = jax.lax.bitcast_convert_type(arguments[2].astype(kv_dtype), jnp.uint16)
-        arguments = (*arguments[:2], bits, *arguments[3:])
+        bits_np = arguments[2].astype(kv_dtype).view(np.uint16)
+        arguments = (*arguments[:2], bits_np, *arguments[3:])
     options = {"top_k": 16, "kv_dtype": kv_dtype, "implementation": implementation}
     got = run(arguments, **options)
     np.testing.assert_array_equal(got, chosen_by_numpy(arguments, cached_np, 16))

@@ -9,6 +9,7 @@ from pallas_kernels.dispatch import preferred_body
 from pallas_kernels.paged_attention.alibi import ALIBI_MISFIT
 from pallas_kernels.paged_attention.api import _BODIES
 from pallas_kernels.paged_attention.cases import PagedAttentionCase, build_inputs
+from tests.quick_compile import quick_jit
 
 MIXED = PagedAttentionCase(name="mixed", requests=((1, 40), (20, 70), (1, 1), (7, 7)))
 DECODES = PagedAttentionCase(name="decodes", requests=((1, 40), (1, 17), (1, 1)))
@@ -44,9 +45,8 @@ def test_bias_is_the_slope_times_the_distance(body, case):
     chosen = {"implementation": body}
     if body == "batch_invariant":
         chosen = {"implementation": "xla", "batch_invariant": True}
-    out = paged_attention(
-        *inputs.arrays, **inputs.rules, alibi_slopes=jnp.asarray(SLOPES), **chosen
-    )
+    attend = quick_jit(paged_attention, **inputs.rules, **chosen)
+    out = attend(*inputs.arrays, alibi_slopes=jnp.asarray(SLOPES))
     np.testing.assert_allclose(out, dense(case, inputs), rtol=2e-5, atol=2e-5)
 
 
