@@ -184,9 +184,11 @@ def test_requests_of_one_step_have_adapters_of_their_own(monkeypatch, batch_inva
         driver.step(dict.fromkeys(ADAPTER_OF, 3), num_decode_steps=3)
         driver.step({"first": 2, "base": 4, "second": 4}, num_decode_steps=4)
     outputs = {}
+    oracle = PagedStepper(model)
     for req_id, adapter in ADAPTER_OF.items():
         outputs[req_id] = driver.output_of(req_id)
-        oracle = PagedStepper(model if adapter is None else adapters.merged(adapter))
+        oracle.params = (model if adapter is None else adapters.merged(adapter)).params
+        oracle.reset()
         logits = oracle.step({0: [*PROMPT, *outputs[req_id][:-1]]})[0]
         assert outputs[req_id] == np.argmax(logits[len(PROMPT) - 1 :], axis=-1).tolist()
     driver.finish_all()
