@@ -68,7 +68,7 @@ def test_error_for_a_dissimilar_flag_refers_to_help(capsys):
 
 
 def test_ignored_flags_of_vllm_print_a_warning(capsys):
-    words = ["--enforce-eager", "--swap-space", "9", "-tp", "1", "--no-enable-log-requests", "m"]
+    words = ["--enforce-eager", "--swap-space", "9", "-pp", "1", "--no-enable-log-requests", "m"]
     namespace = parse(*words)
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2

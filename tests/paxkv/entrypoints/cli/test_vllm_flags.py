@@ -35,7 +35,7 @@ def test_flag_is_ignored_accepted_or_rejected(flag, capsys):
 
 
 def test_neutral_values_are_accepted_without_a_warning():
-    words = ["-tp=1", "--cpu-offload-gb", "0", "--kv-transfer-config={}", "--worker-cls", "auto"]
+    words = ["-pp=1", "--cpu-offload-gb", "0", "--kv-transfer-config={}", "--worker-cls", "auto"]
     assert run(*words, "--no-enforce-eager", "--tokenizer-mode", "hf") == []
 
 
