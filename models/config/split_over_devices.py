@@ -8,19 +8,11 @@ def check_split(config: ModelConfig, num_devices: int) -> None:
     """Checks that every device gets equal parts of each layer.
 
     Raises:
-        ModelError: The heads cannot be split evenly, or the model has layers that are not split
-            yet.
+        ModelError: The heads of a layer cannot be split evenly.
     """
     if num_devices == 1:
         return
     where = f"{config.architecture} cannot be split over {num_devices} devices"
-    if any(layer is None for layer in config.attention) or any(
-        cache.kind == "state" for cache in config.spec("float32").own_formats.values()
-    ):
-        raise ModelError(
-            f"{where}: it has recurrent layers or layers without attention, which are not split "
-            "yet. Use one device."
-        )
     for layer in dict.fromkeys(config.attention_layers):
         num_q_heads, num_kv_heads = layer.num_q_heads, layer.num_kv_heads
         if num_q_heads % num_devices:

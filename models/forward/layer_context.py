@@ -1,5 +1,6 @@
 """`LayerContext`: everything that a layer knows about the step."""
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -12,7 +13,7 @@ from models.cache.format import CacheFormat, Pages
 from models.config.rope_config import RopeConfig
 from models.errors import ModelError
 from models.forward.forward_batch import ForwardBatch, StateInputs
-from models.forward.kernel_settings import KernelSettings
+from models.forward.kernel_settings import PAGES_BY_DEVICE, WHOLE, KernelSettings
 from models.forward.row_widths import Chunk, Width
 from models.layers.rotary import rotary_cos_sin
 
@@ -166,6 +167,26 @@ class LayerContext:
             is_written=inputs.is_written,
             query_start_loc=inputs.query_start_loc,
             has_one_token_each=inputs.has_one_token_each,
+        )
+
+    def read_state(
+        self, state: LayerState, pages: Pages
+    ) -> tuple[jax.Array, ...]:  # [num_reqs, *shape] of each array
+        """The layer's states before the step. Every device of a mesh has and reads all of them."""
+        read = functools.partial(state.format.read, state=state)
+        return self.kernels.by_device(read, pages, in_specs=(PAGES_BY_DEVICE,), out_specs=WHOLE)
+
+    def write_state(
+        self,
+        state: LayerState,
+        pages: Pages,
+        arrays: tuple[jax.Array, ...],  # [num_reqs, *shape] each
+    ) -> Pages:
+        """The pages with the layer's states after the step, on every device."""
+        return self.kernels.by_device(
+            *(lambda pages, arrays: state.format.write(pages, state, arrays), pages, arrays),
+            in_specs=(PAGES_BY_DEVICE, WHOLE),
+            out_specs=PAGES_BY_DEVICE,
         )
 
     def _place(self, name: str) -> CachePlace:

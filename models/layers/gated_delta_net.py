@@ -103,13 +103,15 @@ class GatedDeltaNet(nnx.Module):
 
         def project(hidden: jax.Array, context: LayerContext) -> tuple[jax.Array, ...]:
             normed = norm(hidden)
-            return self.in_proj_qkvz(normed, context), self.in_proj_ba(normed, context)
+            projected = self.in_proj_qkvz(normed, context), self.in_proj_ba(normed, context)
+            # The state is whole on each device of a mesh.
+            return tuple(context.kernels.split_last(y, None) for y in projected)
 
         qkvz, ba = context.by_token(project, hidden)
         qkv, z = jnp.split(qkvz, [config.num_channels], axis=1)
         b, a = jnp.split(ba.astype(jnp.float32), 2, axis=1)
         state = context.state(LINEAR_ATTENTION)
-        window, states = state.format.read(pages, state)
+        window, states = context.read_state(state, pages)
         qkv, window = self.conv1d(qkv, window, state, context)
         q, k, v = self._heads(qkv)
         step_size = jax.nn.softplus(a + self.dt_bias[...].astype(jnp.float32))
@@ -122,7 +124,7 @@ class GatedDeltaNet(nnx.Module):
             has_one_token_each=state.has_one_token_each,
             target=context.kernels.target,
         )
-        pages = state.format.write(pages, state, (window, states))
+        pages = context.write_state(state, pages, (window, states))
         kept = map(context.kept, (out.reshape(out.shape[0], -1), z))
         return context.of_kept().by_token(self._gate, *kept), pages
 

@@ -156,13 +156,14 @@ class Mamba2(nnx.Module):
         config = self.config
 
         def project(hidden: jax.Array, context: LayerContext) -> jax.Array:
-            return self.in_proj(norm(hidden), context)
+            # The state is whole on each device of a mesh.
+            return context.kernels.split_last(self.in_proj(norm(hidden), context), None)
 
         projected = context.by_token(project, hidden)
         ends = [config.inner, config.inner + config.num_channels]
         gate, xbc, dt = jnp.split(projected, ends, axis=1)
         state = context.state(MAMBA)
-        window, states = state.format.read(pages, state)
+        window, states = context.read_state(state, pages)
         xbc, window = self.conv1d(xbc, window, state, context)
         x, b, c = self._heads(xbc)
         dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32))
@@ -175,7 +176,7 @@ class Mamba2(nnx.Module):
             has_one_token_each=state.has_one_token_each,
             target=context.kernels.target,
         )
-        pages = state.format.write(pages, state, (window, states))
+        pages = context.write_state(state, pages, (window, states))
         out += self.D[...].astype(jnp.float32)[:, None] * x
         kept = map(context.kept, (out.reshape(out.shape[0], -1), gate))
         return context.of_kept().by_token(self._gate, *kept), pages

@@ -70,6 +70,50 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "intermediate_size": 32,
     },
+    # Latents, which all devices have, and a shared expert.
+    "deepseek_v3": MOE_CONFIG
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 8,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    },
+    # States, which all devices have, beside attention and experts.
+    "qwen3_next": MOE_CONFIG
+    | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "shared_expert_intermediate_size": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "full_attention_interval": 2,
+        "norm_topk_prob": True,
+    },
+    "mamba2": {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        "vocab_size": 160,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 16,
+        "n_groups": 2,
+        "expand": 2,
+        "initializer_range": 0.2,
+        "eos_token_id": 2,
+    },
 }
 
 
@@ -180,6 +224,8 @@ CASES = {
     "windows": lambda: (check_golden("qwen2_window", 4), check_golden("gemma2", 2)),
     "sinks": lambda: (check_same_as_alone("gpt_oss", 2), check_same_as_alone("gpt_oss", 4)),
     "experts": lambda: (check_same_as_alone("qwen3_moe", 2), check_same_as_alone("qwen3_moe", 4)),
+    "latents": lambda: check_same_as_alone("deepseek_v3", 4),
+    "states": lambda: (check_same_as_alone("qwen3_next", 4), check_same_as_alone("mamba2", 2)),
 }
 
 

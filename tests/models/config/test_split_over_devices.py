@@ -41,25 +41,6 @@ def test_one_layer_with_other_heads_decides() -> None:
     assert not splits_kv_heads(config, 4)
 
 
-def test_recurrent_layers_are_refused() -> None:
-    config = read_config(
-        {
-            "architectures": ["Mamba2ForCausalLM"],
-            "vocab_size": 96,
-            "hidden_size": 64,
-            "num_hidden_layers": 1,
-            "num_heads": 8,
-            "head_dim": 16,
-            "state_size": 16,
-            "n_groups": 2,
-            "expand": 2,
-        }
-    )
-    check_split(config, 1)
-    with pytest.raises(ModelError, match="Mamba2ForCausalLM .* recurrent layers"):
-        check_split(config, 2)
-
-
 def test_a_device_computes_its_own_heads() -> None:
     (layer, _) = read_config(LLAMA).attention
     for num_devices, heads in ((4, (3, 1)), (12, (1, 1))):
