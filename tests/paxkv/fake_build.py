@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from paxkv.config.sampling_defaults import GenerationConfig, SamplingDefaults
@@ -53,6 +52,7 @@ class FakeRunner(FakeExecutor):
             raise KVCacheTooSmallError(f"no room for {max_model_len}")
         self.memory_plan = SimpleNamespace(
             report=lambda: "KV cache: fake",
+            num_devices=1,
             pool_bytes=kv_cache_config.num_blocks * spec.page_size_bytes,
             max_model_len=max_model_len,
             num_longest_reqs=(kv_cache_config.num_blocks - 1) * spec.block_size // max_model_len,
@@ -77,7 +77,7 @@ def fake_model_parts(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
     )
     loaded = SimpleNamespace(
         config=config,
-        params=(np.zeros(500, np.float32),),
+        device_bytes=2_000,
         class_name="models.families.fake.FakeForCausalLM",
     )
     loaded.without_tokens = lambda token_ids: loaded
