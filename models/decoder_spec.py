@@ -115,9 +115,23 @@ def spec_of_attention(
 
 def with_states(spec: DecoderSpec, name: str, cache: CacheFormat) -> DecoderSpec:
     """The spec in which layers without caches have one of states, with this local name."""
+    return with_states_in(spec, [not layer.caches for layer in spec.layers], name, cache)
+
+
+def with_states_in(
+    spec: DecoderSpec, has_state: Sequence[bool], name: str, cache: CacheFormat
+) -> DecoderSpec:
+    """The spec in which some layers also have a cache of states, with this local name.
+
+    Args:
+        has_state: For each layer, whether it has one.
+    """
     states = ((name, CacheRef(format=cache)),)
     return DecoderSpec(
-        layers=tuple(replace(layer, caches=layer.caches or states) for layer in spec.layers)
+        layers=tuple(
+            replace(layer, caches=layer.caches + states if has else layer.caches)
+            for layer, has in zip(spec.layers, has_state, strict=True)
+        )
     )
 
 

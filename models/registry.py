@@ -35,6 +35,7 @@ FAMILIES: dict[str, str] = {
     "Qwen3_5MoeForCausalLM": "models.families.qwen3_5_moe:Qwen3_5MoeForCausalLM",
     "Lfm2ForCausalLM": "models.families.lfm2:Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM": "models.families.lfm2_moe:Lfm2MoeForCausalLM",
+    "NemotronHForCausalLM": "models.families.nemotron_h:NemotronHForCausalLM",
     "BambaForCausalLM": "models.families.bamba:BambaForCausalLM",
     "Mamba2ForCausalLM": "models.families.mamba2:Mamba2ForCausalLM",
     "OlmoeForCausalLM": "models.families.olmoe:OlmoeForCausalLM",

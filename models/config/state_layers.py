@@ -10,13 +10,14 @@ def read_has_state(
     by_rule: Sequence[bool],
     *names: str,
     field: str = "layer_types",
+    others: Sequence[str] = ("full_attention", "attention"),
 ) -> tuple[bool, ...]:
-    """For each layer, whether it has a state. All other layers have full attention.
+    """For each layer, whether it has a state in place of attention.
 
     Args:
         by_rule: The result if config.json has no such field.
-        names: What the field calls layers with a state. It calls others "full_attention", or
-            "attention".
+        names: What the field calls layers with a state.
+        others: What the field calls other layers.
 
     Raises:
         ModelConfigError: The field is not a list with a known name for each layer.
@@ -24,7 +25,7 @@ def read_has_state(
     written = hf_config.get(field)
     if written is None:
         return tuple(by_rule)
-    known = (*names, "full_attention", "attention")
+    known = (*names, *others)
     if (
         not isinstance(written, list)
         or len(written) != len(by_rule)

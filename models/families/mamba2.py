@@ -1,14 +1,11 @@
 """Mamba2, such as Mamba-Codestral-7B: layers with a state space and nothing else."""
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from models.cache.format import Pages
 from models.config.fields import (
     read_count,
     read_flag,
@@ -19,8 +16,6 @@ from models.config.fields import (
 from models.config.model_config import ModelConfig, read_model_fields
 from models.decoder_spec import DecoderSpec, spec_of_attention, with_states
 from models.decoders.decoder import Decoder
-from models.forward.carry import Carry
-from models.forward.layer_context import LayerContext
 from models.layers.mamba2 import (
     MAMBA,
     Mamba2,
@@ -28,6 +23,7 @@ from models.layers.mamba2 import (
     check_width,
     read_time_step_limit,
 )
+from models.layers.mixer_layer import MixerLayer
 from models.layers.rms_norm import RMSNorm
 from models.weight_rule import WeightRule, with_renamed_sources
 
@@ -51,23 +47,6 @@ class Mamba2ModelConfig(ModelConfig):
     def spec(self, kv_dtype: str) -> DecoderSpec:
         spec = spec_of_attention(self.attention, kv_dtype=kv_dtype)
         return with_states(spec, MAMBA, self.mamba.format())
-
-
-class Mamba2Layer(nnx.Module):
-    """Adds the output of the mixer to the residual stream."""
-
-    def __init__(self, *, mixer: Mamba2, norm: Callable[[], nnx.Module]) -> None:
-        self.norm = norm()
-        self.mixer = mixer
-
-    def __call__(self, carry: Carry, pages: Pages, context: LayerContext) -> tuple[Carry, Pages]:
-        mixed, pages = self.mixer(carry.hidden, pages, context, norm=self.norm)
-
-        def add(hidden: jax.Array, mixed: jax.Array, context: LayerContext) -> jax.Array:
-            return hidden + self.mixer.project_out(mixed, context)
-
-        hidden = context.of_kept().by_token(add, context.kept(carry.hidden), mixed)
-        return replace(carry, hidden=hidden), pages
 
 
 class Mamba2ForCausalLM(Decoder):
@@ -100,7 +79,7 @@ class Mamba2ForCausalLM(Decoder):
         super().__init__(
             config,
             layers=[
-                Mamba2Layer(mixer=Mamba2(config.mamba, dtype=dtype), norm=norm)
+                MixerLayer(mixer=Mamba2(config.mamba, dtype=dtype), norm=norm)
                 for _ in range(config.num_layers)
             ],
             norm=norm(),

@@ -121,10 +121,8 @@ class Experts(nnx.Module):
         choices = choices_of_used_rows(routing.expert_ids, self.num_experts, context)
         context.report(EXPERT_TOKENS, functools.partial(self._count_choices, choices))
         tiles = tiles_of_choices(choices, self.num_experts, context)
-        chosen = x[tiles.rows // top_k]
-        gate = self.gate_proj(chosen, tiles, context)
-        up = self.up_proj(chosen, tiles, context)
-        down = self.finish(self.down_proj(self.join(gate, up), tiles, context))
+        inner = self.inner(x[tiles.rows // top_k], tiles, context)
+        down = self.finish(self.down_proj(inner, tiles, context))
         return sum_of_choices(down, tiles, routing.weights)
 
     def _count_choices(
@@ -135,6 +133,16 @@ class Experts(nnx.Module):
         experts = jnp.arange(self.num_experts, dtype=jnp.int32)
         return (choices.reshape(-1, 1) == experts).sum(axis=0, dtype=jnp.int32)
 
+    def inner(
+        self,
+        chosen: jax.Array,  # f[places, hidden]
+        tiles: GroupTiles,
+        context: LayerContext,
+    ) -> jax.Array:  # f[places, intermediate]
+        """The input of `down_proj`."""
+        gate = self.gate_proj(chosen, tiles, context)
+        return self.join(gate, self.up_proj(chosen, tiles, context))
+
     def join(self, gate: jax.Array, up: jax.Array) -> jax.Array:  # f[places, intermediate]
         """The input of `down_proj`, from the outputs of `gate_proj` and `up_proj`."""
         return activate(gate, self.activation) * up
@@ -142,6 +150,32 @@ class Experts(nnx.Module):
     def finish(self, down: jax.Array) -> jax.Array:  # f[places, hidden]
         """The outputs of experts before they are weighted, from the outputs of `down_proj`."""
         return down
+
+
+class PlainExperts(Experts):
+    """Experts without a gate: `down(activation(up(x)))`."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: Activation,
+        dtype: jnp.dtype,
+    ) -> None:
+        super().__init__(
+            num_experts, hidden_size, intermediate_size, activation=activation, dtype=dtype
+        )
+        del self.gate_proj
+
+    def inner(
+        self,
+        chosen: jax.Array,  # f[places, hidden]
+        tiles: GroupTiles,
+        context: LayerContext,
+    ) -> jax.Array:  # f[places, intermediate]
+        return activate(self.up_proj(chosen, tiles, context), self.activation)
 
 
 def choices_of_used_rows(

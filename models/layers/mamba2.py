@@ -157,7 +157,7 @@ class Mamba2(nnx.Module):
 
         def project(hidden: jax.Array, context: LayerContext) -> jax.Array:
             # The state is whole on each device of a mesh.
-            return context.kernels.split_last(self.in_proj(norm(hidden), context), None)
+            return context.kernels.split_last(self._project(norm(hidden), context), None)
 
         projected = context.by_token(project, hidden)
         ends = [config.inner, config.inner + config.num_channels]
@@ -187,6 +187,10 @@ class Mamba2(nnx.Module):
         context: LayerContext,
     ) -> jax.Array:  # f[num_queries, hidden]
         return self.out_proj(attended, context)
+
+    def _project(self, normed: jax.Array, context: LayerContext) -> jax.Array:
+        """Gates, the inputs of the convolution, and time steps."""
+        return self.in_proj(normed, context)
 
     def _heads(
         self,

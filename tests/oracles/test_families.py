@@ -35,6 +35,8 @@ LOADED = [
     "qwen3-next",
     "qwen3.5",
     "qwen3.5-moe",
+    "nemotron-h",
+    "nemotron-h-latent",
     "mamba2",
     "lfm2",
     "lfm2-moe",
@@ -172,6 +174,9 @@ _WITHOUT_EFFECT = {
     *("rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min"),
     # How 16-bit numbers are rounded; and a size that no layer of Mamba2 has.
     *("residual_in_fp32", "time_step_rank"),
+    # How other engines compute states and experts; states are float32 here. And drafts.
+    *("mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "use_mamba_kernels"),
+    *("mtp_layers_block_type", "num_nextn_predict_layers"),
     *(
         "residual_dropout",
         "aux_loss_coef",
@@ -239,6 +244,10 @@ _OVERRIDDEN = {
     # `block_auto_adjust_ff_dim` is false.
     "block_multiple_of": {"lfm2"},
     "block_ffn_dim_multiplier": {"lfm2"},
+    # The numbers of heads and their width say how wide all heads are.
+    "expand": {"nemotron-h", "nemotron-h-latent"},
+    # `layers_block_type` wins.
+    "num_hidden_layers": {"nemotron-h", "nemotron-h-latent"},
     # transformers does not read it.
     "mlp_bias": {"deepseek-v3.2", "glm5-dsa", "glm5-dsa-all"},
     # `mlp_layer_types` wins.
