@@ -305,8 +305,7 @@ class KVCacheConfig:
         """Whether requests can find each other's blocks by the hashes of their tokens.
 
         Not with cross-attention: the decoder's keys and values depend on the encoder's input, which
-        block hashes do not cover. Not with states: a slot has only the state after a request's last
-        token, which no other request can continue from.
+        block hashes do not cover.
         """
         specs = [group.kv_cache_spec for group in self.kv_cache_groups]
-        return not any(isinstance(spec, (CrossAttentionSpec, MambaSpec)) for spec in specs)
+        return not any(isinstance(spec, CrossAttentionSpec) for spec in specs)

@@ -36,7 +36,20 @@ class CacheRequest(Protocol):
         ...
 
     @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
     def num_preemptions(self) -> int: ...
+
+    @property
+    def state_save_at(self) -> int:
+        """Tokens after which the state of recurrent layers is saved for other requests, or 0."""
+        ...
+
+    @property
+    def keeps_state_for_forks(self) -> bool:
+        """Whether requests will fork from this one while it runs."""
+        ...
 
     @property
     def block_hashes(self) -> Sequence[bytes]:

@@ -50,8 +50,6 @@ def _prefix_cache(
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if any(isinstance(spec, CrossAttentionSpec) for spec in specs):
         return False, "the model has cross-attention, and block hashes do not name encoder inputs."
-    if kv_cache_config.has_states:
-        return False, "the model has layers with states, which are not kept for other requests yet."
     # A hit consists of whole blocks in every group, before the last token of the prompt. A prompt
     # leaves room for one output token.
     num_tokens = math.lcm(*(spec.block_size for spec in specs))

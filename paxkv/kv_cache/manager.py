@@ -1,6 +1,7 @@
 """KVCacheManager: the scheduler's interface to KV memory."""
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterable
 
@@ -8,11 +9,12 @@ from paxkv.contracts.kv_cache_spec import KVCacheConfig
 from paxkv.contracts.observation import PrefixCacheMiss
 from paxkv.contracts.protocols import CacheRequest
 from paxkv.contracts.scheduler_output import BlockCopy
-from paxkv.errors import InvariantError
+from paxkv.errors import ConfigError, InvariantError
 from paxkv.kv_cache.coordinators.coordinator import GroupBlocks
 from paxkv.kv_cache.coordinators.coordinator_choice import get_kv_cache_coordinator
 from paxkv.kv_cache.observers.block_pool_observer import BlockPoolObserver
 from paxkv.kv_cache.observers.prefix_cache_miss import PrefixCacheMissExplainer, PrefixGroup
+from paxkv.kv_cache.save_points import cut_at_save_point, max_tokens_before_save
 from paxkv.kv_cache.stats import PrefixCacheStats
 
 
@@ -82,6 +84,17 @@ class KVCacheManager:
             ],
             hash_block_size=self.hash_block_size,
         )
+        # Tokens between two positions at which states are saved for the prefix cache.
+        self._state_block_size: int | None = None
+        if self.enable_caching and self.coordinator.state_managers:
+            block_sizes = [m.block_size for m in self.coordinator.single_type_managers]
+            self._state_block_size = math.lcm(*block_sizes)
+            sizes = {manager.block_size for manager in self.coordinator.state_managers}
+            if sizes != {self._state_block_size}:
+                raise ConfigError(
+                    "the block size of states must be the least common multiple of all block "
+                    f"sizes, got {block_sizes}."
+                )
         # Most calls return no new block, so all of them return this object.
         self.empty_kv_cache_blocks = KVCacheBlocks(
             tuple(() for _ in range(self.num_kv_cache_groups))
@@ -109,21 +122,53 @@ class KVCacheManager:
             return self.empty_kv_cache_blocks, 0
         return KVCacheBlocks(blocks), num_computed_tokens
 
-    def get_forked_blocks(self, source: CacheRequest, num_tokens: int) -> KVCacheBlocks | None:
+    def get_state_to_save(self, request: CacheRequest, num_hit_tokens: int) -> int:
+        """Tokens after which a request should save its state, because others share this prefix.
+
+        Their keys and values were found, and a state was not. 0 if there is no such prefix.
+
+        Args:
+            num_hit_tokens: Length of the hit that `get_computed_blocks` found for the request.
+        """
+        if self._state_block_size is None or request.skip_reading_prefix_cache:
+            return 0
+        return self.coordinator.find_state_to_save(
+            request.block_hashes, request.num_tokens - 1, num_hit_tokens
+        )
+
+    def cut_at_save_point(
+        self, request: CacheRequest, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """Number of new tokens that the next step may compute, so that it ends at a save point.
+
+        Only a state at the end of a step can be saved; see `save_points.py`.
+        """
+        if not self.coordinator.state_managers:
+            return num_new_tokens
+        return cut_at_save_point(
+            request, num_computed_tokens, num_new_tokens, self._state_block_size
+        )
+
+    def get_forked_blocks(
+        self, source: CacheRequest, num_tokens: int, *, is_final: bool = False
+    ) -> KVCacheBlocks | None:
         """Blocks of `source` that a fork needs in order to continue after `num_tokens` tokens.
 
         The caller must pass them to `allocate_slots` as `new_computed_blocks`, before any other
         change of the pool. `allocate_slots` copies a partly filled last block, because the fork
         writes into it.
 
+        Args:
+            is_final: The source has ended, and its state is that after its computed tokens.
+
         Returns:
             None if the source lacks a needed block: a token is not computed or has left the
-            window, there are states, or the source holds no blocks.
+            window, the state after these tokens was not kept, or the source holds no blocks.
         """
         if not 0 < num_tokens <= source.num_computed_tokens:
             return None
         blocks = self.coordinator.get_blocks_to_fork(
-            source.request_id, num_tokens, source.num_computed_tokens
+            source.request_id, num_tokens, source.num_computed_tokens, is_final=is_final
         )
         return None if blocks is None else KVCacheBlocks(blocks, is_fork=True)
 
@@ -184,13 +229,18 @@ class KVCacheManager:
             num_computed_tokens,
             num_main_tokens,
         )
-        if num_blocks_to_allocate > self.block_pool.get_num_free_blocks():
+        num_spare_blocks = self.block_pool.get_num_free_blocks() - num_blocks_to_allocate
+        if num_spare_blocks < 0:
             return None
         if full_sequence_must_fit and not self._full_sequence_fits(
             request, num_new_tokens, hits, num_computed_tokens, num_encoder_tokens
         ):
             return None
 
+        if coordinator.state_managers:
+            num_blocks_to_allocate += coordinator.plan_slots(
+                request, hits.blocks, num_computed_tokens, num_spare_blocks
+            )
         if new_computed_blocks is not None or num_external_computed_tokens > 0:
             self._start_block_tables(
                 request, hits, num_new_computed_tokens, num_external_computed_tokens
@@ -236,6 +286,40 @@ class KVCacheManager:
             )
         )
 
+    def switch_slot(
+        self, request: CacheRequest, num_tokens: int
+    ) -> tuple[int, KVCacheBlocks] | None:
+        """Gives a request new slots of states in the middle of a burst; see `MambaManager`.
+
+        Args:
+            num_tokens: The request's tokens after the burst.
+
+        Returns:
+            Position of the first token whose state is written to the new slots, and the slots. None
+            if no state is to be saved, or there is no room.
+        """
+        managers = self.coordinator.state_managers
+        num_blocks = sum(manager.kv_cache_spec.num_slot_blocks for manager in managers)
+        if self._state_block_size is None or num_blocks > self.block_pool.get_num_free_blocks():
+            return None
+        position = 0
+        blocks = list(self.empty_kv_cache_blocks.blocks)
+        for manager in managers:
+            position, blocks[manager.kv_cache_group_id] = manager.switch_slot(request, num_tokens)
+        return (position, KVCacheBlocks(tuple(blocks))) if any(blocks) else None
+
+    def finish_step(self) -> None:
+        """Releases blocks that only the step which has been decided needs.
+
+        Call it when a step is decided; later changes belong to the next step.
+        """
+        self.coordinator.finish_step()
+
+    def free_oldest_fork_state(self) -> bool:
+        """Frees a state that a running request keeps for its forks; False if there is none."""
+        freed = [manager.free_oldest_fork_state() for manager in self.coordinator.state_managers]
+        return any(freed)
+
     def get_max_tokens_before_allocate(
         self, request: CacheRequest, *, are_cached_late: bool = False
     ) -> int:
@@ -250,9 +334,12 @@ class KVCacheManager:
             are_cached_late: Ignore that blocks become full. The caller calls `cache_blocks` itself,
                 because it knows their tokens only after they are computed.
         """
-        return self.coordinator.get_max_tokens_before_allocate(
+        num_tokens = self.coordinator.get_max_tokens_before_allocate(
             request.request_id, are_cached_late=are_cached_late
         )
+        if not self.coordinator.state_managers:
+            return num_tokens
+        return min(num_tokens, max_tokens_before_save(request, self._state_block_size))
 
     def drain_block_copies(self) -> list[BlockCopy]:
         """Block copies since the last call, which the runner makes all at once.
@@ -277,6 +364,10 @@ class KVCacheManager:
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """The request's block tables, with null blocks in place of freed ones."""
         return KVCacheBlocks(self.coordinator.get_blocks(request_id))
+
+    def get_first_step_blocks(self, request_id: str) -> KVCacheBlocks:
+        """The block tables of a request that starts or resumes, in the form of `NewRequestData`."""
+        return KVCacheBlocks(self.coordinator.get_first_step_blocks(request_id))
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Physical ids of the blocks in the request's block tables, a list per group."""
@@ -342,6 +433,7 @@ class KVCacheManager:
         for manager in self.coordinator.single_type_managers:
             manager.check_invariants()
             num_holders.update(block.block_id for block in manager.get_permanent_blocks())
+            num_holders.update(block.block_id for block in manager.get_extra_blocks())
             for blocks in manager.req_to_blocks.values():
                 num_holders.update(block.block_id for block in blocks if not block.is_null)
         for block in self.block_pool.blocks:

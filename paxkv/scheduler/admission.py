@@ -83,6 +83,7 @@ class AdmissionGate:
         if request.num_computed_tokens > 0:
             return ComputedPrefix(blocks=None, num_local_tokens=0)
         hits, num_hit_tokens = self._manager.get_computed_blocks(request)
+        request.state_save_at = self._manager.get_state_to_save(request, num_hit_tokens)
         fork = self._find_fork(request, num_hit_tokens)
         if fork is not None:
             return fork
@@ -125,7 +126,9 @@ class AdmissionGate:
         num_tokens = min(num_shareable_tokens(source, request), source.num_computed_tokens)
         if num_tokens <= num_hit_tokens:
             return None
-        blocks = self._manager.get_forked_blocks(source, num_tokens)
+        blocks = self._manager.get_forked_blocks(
+            source, num_tokens, is_final=source.has_final_state
+        )
         if blocks is None:
             return None
         return ComputedPrefix(blocks=blocks, num_local_tokens=num_tokens, fork_source=source)

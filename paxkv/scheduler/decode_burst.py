@@ -60,6 +60,8 @@ class DecodeBursts:
             plan.num_decode_steps = num_steps
             for request, num_left_tokens in zip(requests, num_left, strict=True):
                 self._give_slots(plan, request, min(num_steps, num_left_tokens))
+            for request in requests:
+                self._save_state(plan, request)
 
     def finish_burst(self, request: Request, num_sampled_tokens: int, num_wanted: int) -> None:
         """Caches the blocks that a request filled in a burst, now that its tokens are known.
@@ -98,6 +100,18 @@ class DecodeBursts:
         if new_blocks.is_empty():
             return
         request.set_tokens_before_allocate(self._manager.get_max_tokens_before_allocate(request))
+        self._add_blocks(plan, req_id, new_blocks)
+
+    def _save_state(self, plan: StepPlan, request: Request) -> None:
+        """Saves the request's state in the middle of the burst, if the pool has room for it."""
+        req_id = request.request_id
+        num_tokens = request.num_computed_tokens + plan.num_scheduled_tokens[req_id]
+        switch = self._manager.switch_slot(request, num_tokens)
+        if switch is not None:
+            plan.slot_switches[req_id], new_slot = switch
+            self._add_blocks(plan, req_id, new_slot)
+
+    def _add_blocks(self, plan: StepPlan, req_id: str, new_blocks: KVCacheBlocks) -> None:
         # `schedule_running` may have allocated a block in this step already.
         first = plan.blocks.get(req_id, self._manager.empty_kv_cache_blocks)
         plan.blocks[req_id] = KVCacheBlocks(

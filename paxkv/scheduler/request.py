@@ -80,8 +80,10 @@ class Request:
         "eos_token_id",
         "fork_source",
         "is_pooled",
+        "has_final_state",
         "is_streamed",
         "keep_blocks",
+        "keeps_state_for_forks",
         "lora_name",
         "max_num_tokens",
         "min_tokens",
@@ -101,6 +103,7 @@ class Request:
         "sampling_params",
         "scarce_token_ids",
         "spec_token_ids",
+        "state_save_at",
         "status",
         "stop_reason",
     )
@@ -128,6 +131,14 @@ class Request:
         self.fork_source: Request | None = None
 
         self.max_num_tokens = max_num_tokens
+        # Forks of a request with one output token continue after its end, from its last state.
+        self.keeps_state_for_forks = (
+            self.keep_blocks and 1 < self.num_prompt_tokens < max_num_tokens - 1
+        )
+        # See `KVCacheManager.get_state_to_save`.
+        self.state_save_at = 0
+        # Whether the request has ended, and has no later state than that of its computed tokens.
+        self.has_final_state = False
         eos_token_ids = () if params.ignore_eos else engine_request.eos_token_ids
         # The first EOS token ends the request without a stop reason. Further EOS tokens are
         # treated as stop tokens, and their id is the stop reason, as in vLLM.

@@ -113,13 +113,13 @@ class Scheduler:
                 "an encoder-decoder model cannot use a KV connector: the connector does not know "
                 "the blocks of cross-attention layers. Start the engine without a connector."
             )
-        if kv_cache_config.has_states and (connector is not None or num_lookahead_tokens > 0):
+        has_drafts = num_lookahead_tokens > 0 or use_eagle
+        if kv_cache_config.has_states and (connector is not None or has_drafts):
             raise ConfigError(
                 "a model with states cannot use a KV connector or drafts: nothing loads the state "
                 "after loaded tokens, and a state cannot go back to before rejected drafts. Start "
                 "the engine without them."
             )
-        self._can_fork = not kv_cache_config.has_states
         self._block_hasher = make_block_hasher(cache_config, kv_cache_config)
         # Unfinished requests; each is in `running` or in `waiting`.
         self.requests: dict[str, Request] = {}
@@ -214,7 +214,7 @@ class Scheduler:
             max_num_tokens=self.limits.max_num_tokens(request),
             block_hasher=self._block_hasher,
         )
-        if request.fork_from is not None and self._can_fork:
+        if request.fork_from is not None:
             added.fork_source = self.requests.get(request.fork_from) or self.kept_requests.get(
                 request.fork_from
             )
@@ -470,9 +470,17 @@ class Scheduler:
         is_burst = scheduler_output.num_decode_steps > 1
         num_scheduled_tokens = scheduler_output.num_scheduled_tokens
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        # With drafts, the number of computed tokens depends on how many drafts were accepted.
+        # With drafts, the number of computed tokens depends on how many drafts were accepted. A
+        # state that was saved within the burst may be found from now on.
+        plain = {} if drafts else requests
+        if scheduler_output.slot_switches:
+            plain = {
+                req_id: request
+                for req_id, request in plain.items()
+                if req_id not in scheduler_output.slot_switches
+            }
         outputs, places = append_plain(
-            {} if drafts else requests, runner_output, num_scheduled_tokens if is_burst else None
+            plain, runner_output, num_scheduled_tokens if is_burst else None
         )
         finished: list[Request] = []
         for place in places:
@@ -508,6 +516,9 @@ class Scheduler:
                     output, num_draft_tokens=num_drafts, num_accepted_tokens=num_accepted
                 )
             if output.finish_reason is not None:
+                # In a burst, the device may have computed tokens after the last one.
+                has_one_left = request.num_computed_tokens == request.num_tokens - 1
+                request.has_final_state = has_one_left and not is_burst
                 finished.append(request)
             if is_burst:
                 self._decode_bursts.finish_burst(request, len(token_ids), num_wanted)
@@ -540,8 +551,7 @@ class Scheduler:
         request.num_computed_tokens = self.steps_in_flight.num_sure_tokens(request)
         is_delayed = self.remote_kv is not None and self.remote_kv.must_delay_free(request)
         if not is_delayed:
-            is_kept = request.keep_blocks and self._can_fork
-            if is_kept and request.finish_reason in ("stop", "length"):
+            if request.keep_blocks and request.finish_reason in ("stop", "length"):
                 self.kept_requests.add(request)
             else:
                 self.kv_cache_manager.free(request)

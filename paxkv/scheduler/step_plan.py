@@ -21,6 +21,7 @@ class StepPlan:
         self.token_budget = token_budget
         self.num_scheduled_tokens: dict[str, int] = {}
         self.num_decode_steps = 1
+        self.slot_switches: dict[str, int] = {}
         self.spec_decode_tokens: dict[str, list[int]] = {}
         self.preempted_req_ids: set[str] = set()
         # Requests that ran before this step, in their order; new ones; resumed ones.
@@ -134,6 +135,7 @@ class StepPlan:
             reset_req_ids: Requests preempted by a reset, or by a failed load, since the last step.
             finished_req_ids: Requests that ended since the last step.
         """
+        manager.finish_step()
         return SchedulerOutput(
             scheduled_new_reqs=self.build_new(),
             scheduled_cached_reqs=self.build_cached(),
@@ -147,6 +149,7 @@ class StepPlan:
             free_encoder_mm_hashes=encoder_inputs.cache_manager.drain_freed_identifiers(),
             num_common_prefix_blocks=num_common_prefix_blocks,
             block_copies=manager.drain_block_copies(),
+            slot_switches=self.slot_switches,
             kv_connector_metadata=(
                 None
                 if remote_kv is None

@@ -137,6 +137,9 @@ class StepScheduler:
         num_new_tokens = min(
             num_new_tokens, token_budget, request.max_num_tokens - 1 - num_computed_tokens
         )
+        num_new_tokens = self._kv_cache_manager.cut_at_save_point(
+            request, num_computed_tokens, num_new_tokens
+        )
         if num_new_tokens <= 0 or not request.mm_features:
             return num_new_tokens, None
         demand = self._encoder_inputs.fit(request, num_computed_tokens, num_new_tokens)
@@ -325,7 +328,9 @@ class StepScheduler:
         may_split = config.enable_chunked_prefill or num_new_tokens > config.max_num_batched_tokens
         if num_new_tokens > token_budget and not may_split:
             return 0, None
-        num_new_tokens = min(num_new_tokens, token_budget)
+        num_new_tokens = self._kv_cache_manager.cut_at_save_point(
+            request, num_computed_tokens, min(num_new_tokens, token_budget)
+        )
         if not request.mm_features:
             return num_new_tokens, None
         demand = self._encoder_inputs.fit(request, num_computed_tokens, num_new_tokens)
@@ -381,7 +386,7 @@ class StepScheduler:
         is_new = request.status is RequestStatus.WAITING
         if is_new:
             request.num_cached_tokens = num_computed_tokens
-        all_blocks = self._kv_cache_manager.get_blocks(request.request_id)
+        all_blocks = self._kv_cache_manager.get_first_step_blocks(request.request_id)
         plan.add_admitted(request, num_new_tokens, all_blocks, is_new=is_new)
         request.status = RequestStatus.RUNNING
         self.running.append(request)

@@ -140,6 +140,10 @@ class RecordingRunner:
         return self.runner.kv_cache_config.can_share_prefixes
 
     @property
+    def has_states(self) -> bool:
+        return self.runner.kv_cache_config.has_states
+
+    @property
     def keeps_tokens(self) -> bool:
         """Whether a request needs more blocks as it grows. Otherwise it is never preempted."""
         groups = self.runner.kv_cache_config.kv_cache_groups
@@ -238,6 +242,7 @@ def run_engine(
             bad_words_token_ids=bad_words_token_ids.get(i, ()),
             scarce_token_ids=scarce_token_ids.get(i, ()),
             fork_from=str(i - 1) if settings.has_forks and i % 2 else None,
+            keep_blocks=settings.has_forks and i % 2 == 0,
         )
         for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True))
     ]
@@ -271,6 +276,8 @@ def run_engine(
             ):
                 _finish_step(scheduler, *in_flight.popleft(), result)
             step += scheduler_output.num_decode_steps
+    # Frees the blocks that are kept for forks.
+    scheduler.finish_requests(map(str, range(len(prompts))))
     stats = scheduler.make_stats()
     result.num_preemptions = stats.num_preemptions
     assert stats.num_free_blocks == settings.num_blocks - 1

@@ -43,6 +43,10 @@ SETTINGS: dict[str, EngineSettings] = {
     "odd chunks": dataclasses.replace(_ROOMY, max_num_batched_tokens=13),
     "bursts": dataclasses.replace(_ROOMY, max_decode_burst=MAX_DECODE_BURST, max_steps_in_flight=2),
 }
+# Of the families with states. Bursts save states too.
+SAVED_STATES = dataclasses.replace(
+    SETTINGS["prefix cache"], max_decode_burst=MAX_DECODE_BURST, max_steps_in_flight=2
+)
 # Of the families with programs of every kind.
 FORKS = dataclasses.replace(_ROOMY, enable_prefix_caching=True, has_forks=True)
 
@@ -229,6 +233,10 @@ class ParityEngine:
         }
         tiny = dataclasses.replace(_ROOMY, num_blocks=self._tiny_pool(reference))
         rows["preempted"] = self._follow(self._ordinary, reference, tiny)
+        if self._ordinary.has_states:
+            rows["saved states"] = self._follow(self._ordinary, reference, SAVED_STATES)
+            tiny = dataclasses.replace(SAVED_STATES, num_blocks=tiny.num_blocks, arrival_gap=2)
+            rows["saved, preempted"] = self._follow(self._ordinary, reference, tiny)
         if self._invariant is not None:
             rows["forks"] = self._follow(self._ordinary, reference, FORKS)
             rows["batch-invariant"] = self._follow(self._invariant, reference, _ROOMY)
@@ -320,7 +328,7 @@ def _check_setting_had_effect(
     assert (result.num_preemptions > 0) == may_preempt
     may_hit = settings.enable_prefix_caching and recording.can_hit
     assert (sum(result.num_cached_tokens) > 0) == may_hit
-    may_fork = settings.has_forks and recording.can_hit
+    may_fork = settings.has_forks and recording.can_hit and recording.keeps_tokens
     assert (result.num_block_copies > 0) == may_fork
 
 

@@ -32,6 +32,8 @@ def first_visible(kind, position):
         return max(0, position - kind.size + 1)
     if kind.name == "chunk":
         return position // kind.size * kind.size
+    if kind.name == "state":
+        return max(0, position - 1)
     return 0
 
 
@@ -65,13 +67,14 @@ def is_eagle_hit(kind, length, is_cached):
     return is_hit(kind, length, is_cached) and is_cached(length // kind.block_size)
 
 
-def longest_hit(kinds, max_length, is_cached, *, use_eagle=False):
+def longest_hit(kinds, max_length, is_cached, *, use_eagle=False, step=1):
     """The longest prefix that every group can reuse, found by trying every length from the top.
 
     Args:
         is_cached: (group, block index) -> whether such a block is in the cache.
+        step: Divides the length, as do the block sizes of all kinds.
     """
-    step = math.lcm(*(kind.block_size for kind in kinds))
+    step = math.lcm(step, *(kind.block_size for kind in kinds))
     for length in range(max_length // step * step, 0, -step):
         if use_eagle and any(length + kind.block_size > max_length for kind in kinds):
             continue

@@ -50,12 +50,12 @@ class KVMemory:
             return [(block_id, 0) for block_id in table]
         return [self.slot(group, table, position)]
 
-    def write(self, tables, contents, start, end, written):
+    def write(self, tables, contents, start, end, written, owner):
         """Writes positions `start` to `end` of one request.
 
         Args:
-            written: Slots written in this step or burst so far, and the tables of their requests.
-                No two tokens may write one slot, but a request overwrites its own state.
+            written: Slots written in this step or burst so far, and the owner of each. No two
+                tokens may write one slot, but a request overwrites its own state.
         """
         for group, (kind, table) in enumerate(zip(self.kinds, tables, strict=True)):
             if kind.name == "cross":
@@ -64,9 +64,9 @@ class KVMemory:
             for position in range(start, end):
                 for slot in self.written_slots(group, table, position):
                     assert slot[0] != 0, "a write to the null block"
-                    is_own_state = kind.name == "state" and written.get(slot) is tables
+                    is_own_state = kind.name == "state" and written.get(slot) is owner
                     assert slot not in written or is_own_state, "two requests write one slot"
-                    mine[slot] = tables
+                    mine[slot] = owner
                     self.slots[slot] = (group, contents[position])
             written |= mine
 
@@ -116,6 +116,8 @@ class KVMemory:
         """Whether a block holds the part of `contents` that belongs in block `block_idx`."""
         kind = self.kinds[group]
         end = (block_idx + 1) * kind.block_size
+        if kind.name == "state":
+            return self.slots.get((block_id, 0)) == (group, contents[end - 1])
         return all(
             self.slots.get(self.slot(group, [block_id] * (block_idx + 1), position))
             == (group, contents[position])

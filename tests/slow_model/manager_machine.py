@@ -20,6 +20,7 @@ from paxkv.kv_cache.hashing.block_hash import (
 from paxkv.kv_cache.hashing.extra_keys import ExtraKeySources
 from paxkv.kv_cache.manager import KVCacheManager
 from paxkv.kv_cache.observers.event_recorder import KVEventRecorder
+from tests.slow_model import slow_states
 from tests.slow_model.attention_kinds import num_skipped_blocks
 from tests.slow_model.kv_memory import KVMemory, chain
 from tests.slow_model.slow_kv_cache import SlowKVCache
@@ -60,6 +61,18 @@ class RealRequest:
     def num_computed_tokens(self):
         return self.slow.num_computed
 
+    @property
+    def num_prompt_tokens(self):
+        return self.slow.num_prompt
+
+    @property
+    def state_save_at(self):
+        return self.slow.save_at
+
+    @property
+    def keeps_state_for_forks(self):
+        return self.slow.keeps_state
+
 
 @dataclasses.dataclass
 class Pending:
@@ -96,8 +109,9 @@ class ManagerMachine(RuleBasedStateMachine):
         has_encoder = any(kind.name == "cross" for kind in self.kinds)
         self.has_states = any(kind.name == "state" for kind in self.kinds)
         self.caching = data.draw(st.sampled_from(self.CACHING))
-        self.caching = self.caching and not has_encoder and not self.has_states
-        self.use_eagle = use_eagle
+        self.caching = self.caching and not has_encoder
+        # A state cannot go back to before the tokens of a drafter.
+        self.use_eagle = use_eagle and not self.has_states
         num_blocks = 1 + sum(
             3 * kind.size if kind.name == "state" else -(-num_tokens // kind.block_size)
             for kind in self.kinds
@@ -146,6 +160,7 @@ class ManagerMachine(RuleBasedStateMachine):
             scope=draw.choice([None, None, None, "tenant"]),
             max_tokens=MAX_MODEL_LEN,
             skips_reading=draw.random() < 0.1,
+            keep_blocks=draw.random() < 0.3,
         )
 
     def keep(self, request, real, num_new, drafts):
@@ -182,11 +197,14 @@ class ManagerMachine(RuleBasedStateMachine):
         assert num_found == num_hit
         if num_hit:
             assert list(found.get_block_ids()) == hits
+        request.save_at = self.slow.state_to_save(request, num_hit)
+        assert self.real.get_state_to_save(real, num_hit) == request.save_at
         external = 0 if self.has_states else draw.choice([0, 0, 0, draw.randint(0, 4)])
         external = min(external, len(request.tokens) - 1 - num_hit)
         num_new = len(request.tokens) - num_hit - external
         if chunked:
             num_new = draw.randint(1, num_new)
+        num_new = self.cut(request, real, num_hit + external, num_new)
         self.allocate_new(request, real, found, hits, num_hit, num_new, external, must_fit, draw)
 
     @precondition(lambda self: self.requests)
@@ -205,6 +223,8 @@ class ManagerMachine(RuleBasedStateMachine):
         num_shared = draw.randint(1, len(source.tokens))
         if draw.random() < 0.5:
             num_shared = max(1, source.num_computed)
+        if source.keeps_state and draw.random() < 0.5:
+            num_shared = source.num_prompt - 1
         num_shared = min(num_shared, MAX_MODEL_LEN - 3)
         tokens = source.tokens[:num_shared] + [draw.randrange(2) for _ in range(2)]
         request = SlowRequest(
@@ -217,8 +237,13 @@ class ManagerMachine(RuleBasedStateMachine):
         )
         real = RealRequest(request, self.hasher)
         self.record_hashes(request, real)
-        blocks = self.slow.forked(source.request_id, num_shared, source.num_computed)
-        found = self.real.get_forked_blocks(self.real_requests[source.request_id], num_shared)
+        is_final = source.status == "finished"
+        blocks = self.slow.forked(
+            source.request_id, num_shared, source.num_computed, is_final=is_final
+        )
+        found = self.real.get_forked_blocks(
+            self.real_requests[source.request_id], num_shared, is_final=is_final
+        )
         assert (found is None) == (blocks is None), (num_shared, source, blocks)
         if blocks is None:
             return
@@ -257,7 +282,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(which=st.integers(0, 100), num_new=st.integers(1, 9), num_drafts=st.integers(0, 2))
     def continue_one(self, which, num_new, num_drafts):
-        idle = sorted(set(self.requests) - set(self.pending))
+        idle = self.idle()
         if not idle:
             return
         req_id = idle[which % len(idle)]
@@ -270,6 +295,7 @@ class ManagerMachine(RuleBasedStateMachine):
             drafts = [0, 1][: min(num_drafts, self.MAX_DRAFTS, max(room, 0))]
         num_new += len(drafts)
         num_new = min(num_new, MAX_MODEL_LEN - 1 - request.num_computed)
+        num_new = self.cut(request, real, request.num_computed, num_new)
         if num_new < 1:
             return
         limit = self.real.get_max_tokens_before_allocate(real)
@@ -286,6 +312,27 @@ class ManagerMachine(RuleBasedStateMachine):
         if expected:
             self.check_tables(request)
             self.plan(request, num_new, drafts)
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0, 100))
+    def end(self, which):
+        """Ends a request whose blocks are kept for forks."""
+        idle = self.idle()
+        if idle:
+            self.requests[idle[which % len(idle)]].status = "finished"
+
+    def idle(self):
+        """Requests that may continue."""
+        unfinished = [r for r, request in self.requests.items() if request.status != "finished"]
+        return sorted(set(unfinished) - set(self.pending))
+
+    def cut(self, request, real, computed, num_new):
+        """Number of new tokens up to the first position at which the state is saved."""
+        cut = num_new
+        for states in self.slow.states.values():
+            cut = slow_states.cut(request, computed, cut, states.block_size, self.caching)
+        assert self.real.cut_at_save_point(real, computed, num_new) == cut
+        return cut
 
     def slow_state(self):
         pool = self.slow.pool
@@ -317,14 +364,16 @@ class ManagerMachine(RuleBasedStateMachine):
         for req_id, step in self.pending.items():
             request = self.requests[req_id]
             tokens = request.tokens + step.drafts
+            reads = self.slow.read_tables(req_id)
+            self.memory.read_states(reads, chain(tokens, request.scope), step.start)
             work.append((self.slow.tables[req_id], chain(tokens, request.scope), step))
-        for tables, contents, step in work:
-            self.memory.read_states(tables, contents, step.start)
         written = {}
         for tables, contents, step in work:
-            self.memory.write(tables, contents, step.start, step.end, written)
+            self.memory.write(tables, contents, step.start, step.end, written, step)
         for tables, contents, step in work:
             self.memory.read(tables, contents, step.start, step.end)
+        self.real.finish_step()
+        self.slow.finish_step()
         for req_id, step in self.pending.items():
             self.finish_step(req_id, step, draw)
         self.pending = {}

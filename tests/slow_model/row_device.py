@@ -10,6 +10,8 @@ from paxkv.runner.shapes.program_shapes import BurstShape
 
 VOCAB_SIZE = 60
 EMPTY_TEXT = 1
+# In place of a window: a group of states.
+STATE = "state"
 
 
 def text_with(text, token_id):
@@ -26,19 +28,24 @@ class RowDevice:
     """Its only inputs are the buffer of a step and the last tokens of the previous step.
 
     Args:
-        windows: Window of each KV cache group; None is full attention.
+        windows: Window of each KV cache group; None is full attention, STATE a group of states.
         block_sizes: Block size of each KV cache group.
     """
 
     def __init__(self, windows, *, block_sizes, max_num_seqs):
         self.windows, self.block_sizes = windows, block_sizes
-        # Per group: (block, offset) -> (text up to and including the token, text before it).
+        # Per group: (block, offset) -> (text up to and including the token, text before it). Of a
+        # group of states: block -> text.
         self.slots = [{} for _ in windows]
         self.prev_tokens_np = np.zeros(max_num_seqs, np.int32)
         self.garbage = itertools.count(1)
 
     def copy_blocks(self, copies):
-        for slots, block_size in zip(self.slots, self.block_sizes, strict=True):
+        for window, slots, block_size in zip(
+            self.windows, self.slots, self.block_sizes, strict=True
+        ):
+            if window == STATE:
+                continue
             old = dict(slots)
             for copy in copies:
                 for offset in range(block_size):
@@ -64,7 +71,8 @@ class RowDevice:
         for row in range(shape.num_reqs):
             for idx in range(starts_np[row], starts_np[row + 1]):
                 position = int(fields["positions"][idx])
-                tables_np = self._tables_of(shape, fields, row)
+                first = int(fields["positions"][starts_np[row]])
+                tables_np = self._tables_of(shape, fields, row, position - first)
                 text = self._write(tables_np, position, int(token_ids_np[idx]))
                 if fields["draw_position"][row] == position + 1:
                     result_np[0, row, 0] = next_token(text)
@@ -80,7 +88,8 @@ class RowDevice:
         for row in range(shape.num_reqs):
             for step_idx in range(min(fields["num_steps"][0], fields["num_tokens"][row])):
                 position = int(fields["positions"][row]) + step_idx
-                tables_np = self._tables_of(shape, fields, row)
+                switch = int(fields["slot_switch"][row]) if "slot_switch" in fields else 0
+                tables_np = self._tables_of(shape, fields, row, position - switch)
                 text = self._write(tables_np, position, int(token_ids_np[row]))
                 result_np[step_idx, row] = 0
                 result_np[step_idx, row, 0] = token_ids_np[row] = next_token(text)
@@ -91,10 +100,22 @@ class RowDevice:
         self.prev_tokens_np[: shape.num_reqs] = token_ids_np
         return result_np
 
-    def _tables_of(self, shape, fields, row):
-        """The block table of each group."""
-        arrays_np = [fields[table_field(idx)] for idx in range(len(shape.tables))]
-        return [group_np[row] for array_np in arrays_np for group_np in array_np]
+    def _tables_of(self, shape, fields, row, num_since_switch):
+        """The block table of each group; of a group of states, the slots to read and to write."""
+        tables = []
+        for idx, table in enumerate(shape.tables):
+            array_np = fields[table_field(idx)]
+            if table.is_state:
+                first, second = (tuple(part_np[:, row].flat) for part_np in array_np)
+                tables.append(
+                    (
+                        second if num_since_switch > 0 else first,
+                        first if num_since_switch < 0 else second,
+                    )
+                )
+            else:
+                tables += [group_np[row] for group_np in array_np]
+        return tables
 
     def _write(self, tables_np, position, token_id):
         """Writes a token into each group; returns its text, which all groups must agree on."""
@@ -102,14 +123,31 @@ class RowDevice:
         befores = []
         groups = list(zip(self.slots, tables_np, self.block_sizes, strict=True))
         for window, (slots, table_np, block_size) in zip(self.windows, groups, strict=True):
+            if window == STATE:
+                befores.append(None)
+                texts.add(self._advance(slots, table_np[0], position, token_id))
+                continue
             assert table_np[position // block_size] != 0, "written to the null block"
             before, is_right = self._read(slots, window, table_np, block_size, position)
             befores.append(before)
             texts.add(text_with(before, token_id) if is_right else -next(self.garbage))
         text = texts.pop() if len(texts) == 1 else -next(self.garbage)
-        for before, (slots, table_np, block_size) in zip(befores, groups, strict=True):
+        for before, window, (slots, table_np, block_size) in zip(
+            befores, self.windows, groups, strict=True
+        ):
+            if window == STATE:
+                assert 0 not in table_np[1], "written to the null block"
+                slots.update(dict.fromkeys(table_np[1], text))
+                continue
             slots[self._slot(table_np, block_size, position)] = (text, before)
         return text
+
+    def _advance(self, slots, slot, position, token_id):
+        """The text after a token, by the state before it; all blocks of a slot have the state."""
+        before = {slots.get(block_id) for block_id in slot} if position > 0 else {EMPTY_TEXT}
+        if len(before) > 1 or None in before:
+            return -next(self.garbage)
+        return text_with(before.pop(), token_id)
 
     def _read(self, slots, window, table_np, block_size, position):
         """Text before a position, and whether each slot it reads continues the slot before it."""

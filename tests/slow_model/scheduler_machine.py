@@ -70,7 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_async = self.NUM_STEPS_IN_FLIGHT > 1
         samples_one = self.num_drafts or is_async or self.is_quiet
         self.tokens_per_sample = 1 if samples_one else draw.choice([1, 1, 3])
-        use_eagle = draw.random() < 0.3
+        use_eagle = draw.random() < 0.3 and not has_states
         settings = dict(
             policy=self.POLICY,
             max_num_seqs=self.max_num_seqs,
@@ -306,6 +306,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         copies = [(c.source_block_id, c.target_block_id) for c in output.block_copies]
         assert copies == self.slow.kv.copies
         self.slow.kv.copies = []
+        assert output.slot_switches == step.slot_switches
         self.is_the_same()
         if not step.num_scheduled:
             assert all(not self.may_run(request) for request in self.slow.waiting)

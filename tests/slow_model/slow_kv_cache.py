@@ -2,6 +2,7 @@
 
 from tests.slow_model.attention_kinds import longest_hit, num_skipped_blocks
 from tests.slow_model.slow_pool import SlowPool
+from tests.slow_model.slow_states import SlowStates
 
 NULL = SlowPool.NULL
 NEW = ("new", None)
@@ -41,7 +42,14 @@ class SlowKVCache:
             self.pool.get_new(kind.size // kind.block_size) for kind in kinds if kind.name == "sink"
         ]
         self.max_model_len = max_model_len
-        self.caching = caching and not any(kind.name == "state" for kind in kinds)
+        self.caching = caching
+        self.states = {
+            group: SlowStates(
+                self.pool, kind.size, kind.block_size, caching=caching, max_blocks=num_blocks
+            )
+            for group, kind in enumerate(kinds)
+            if kind.name == "state"
+        }
         self.use_eagle = use_eagle
         self.tables = {}
         # Per request and group: number of leading blocks that were cached or hit.
@@ -53,6 +61,26 @@ class SlowKVCache:
     def key(self, request, group, block_idx):
         end = (block_idx + 1) * self.kinds[group].block_size
         return (group, request.scope, tuple(request.tokens[:end]))
+
+    def key_at(self, request, group, num_tokens):
+        """The content of the state after the first tokens of a request."""
+        return (group, request.scope, tuple(request.tokens[:num_tokens]))
+
+    def state_to_save(self, request, num_hit):
+        """Length of the hit if states did not count; 0 if it is not longer."""
+        if not (self.states and self.caching) or request.skips_reading:
+            return 0
+        kinds = [kind for kind in self.kinds if kind.holds_tokens]
+        groups = [group for group, kind in enumerate(self.kinds) if kind.holds_tokens]
+        if not kinds:
+            return 0
+        length = longest_hit(
+            kinds,
+            len(request.tokens) - 1,
+            lambda i, block: self.pool.find(self.key(request, groups[i], block)) is not None,
+            step=max(states.block_size for states in self.states.values()),
+        )
+        return length if length > num_hit else 0
 
     def get_computed(self, request):
         """Block ids per group of the longest hit, and its length; the last token is never hit."""
@@ -76,16 +104,19 @@ class SlowKVCache:
             blocks.append([NULL if i < left else found(group, i) for i in range(num)])
         return blocks, length
 
-    def forked(self, source_id, num_tokens, num_computed):
+    def forked(self, source_id, num_tokens, num_computed, *, is_final=False):
         """The source's blocks of its first `num_tokens` tokens; None if any is missing."""
         tables = self.tables.get(source_id)
         if tables is None or num_tokens > num_computed:
             return None
-        # Only the state after the last computed token exists, so states are never forked.
-        if any(kind.name == "state" for kind in self.kinds):
-            return None
         blocks = []
-        for kind, table in zip(self.kinds, tables, strict=True):
+        for group, (kind, table) in enumerate(zip(self.kinds, tables, strict=True)):
+            if kind.name == "state":
+                slot = self.states[group].forked(source_id, num_tokens, num_computed, is_final)
+                if slot is None:
+                    return None
+                blocks.append(slot)
+                continue
             if kind.name == "cross":
                 blocks.append(list(table))
                 continue
@@ -181,7 +212,12 @@ class SlowKVCache:
             return False
         if must_fit and not self.whole_sequence_fits(request, computed, num_new, hits, encoder):
             return False
-        self.execute(request, planned, computed - external)
+        num_spare = len(self.pool.free) - sum(map(self.cost, planned))
+        for group, states in self.states.items():
+            first = hits[group][-1] if hits[group] else None
+            key = self.key_at(request, group, computed)
+            num_spare -= states.plan(request, first, computed, num_spare, key)
+        self.execute(request, planned, computed - external, hits, computed)
         if self.caching and not delay:
             self.register(request, min(computed + num_new, len(request.tokens)))
         return True
@@ -205,6 +241,31 @@ class SlowKVCache:
                 table += self.pool.get_new(num)
         return True
 
+    def switch(self, request, end):
+        """Saves a state in the middle of a burst; returns the position after it, or None."""
+        num_blocks = sum(states.size for states in self.states.values())
+        if not (self.states and self.caching) or num_blocks > len(self.pool.free):
+            return None
+        positions = []
+        for group, states in self.states.items():
+            positions.append(states.switch(request, end))
+            self.tables[request.request_id][group] = states.own[request.request_id]
+        return positions[-1]
+
+    def finish_step(self):
+        for states in self.states.values():
+            states.finish_step()
+
+    def free_oldest_fork(self):
+        return any([states.free_oldest_fork() for states in self.states.values()])
+
+    def read_tables(self, req_id):
+        """The tables, with the slots from which the step that is being decided reads."""
+        tables = list(self.tables[req_id])
+        for group, states in self.states.items():
+            tables[group] = states.reads.get(req_id, tables[group])
+        return tables
+
     def whole_sequence_fits(self, request, computed, num_new, hits, encoder):
         """Whether all known tokens could be computed, `num_new` in each step."""
         whole = min(max(computed + num_new, len(request.tokens)), self.max_model_len)
@@ -215,7 +276,7 @@ class SlowKVCache:
             num_needed += self.cost(table) if kind.name == "cross" else min(self.cost(table), most)
         return num_needed <= len(self.pool.free)
 
-    def execute(self, request, planned, num_found):
+    def execute(self, request, planned, num_found, hits, computed):
         """Allocates the blocks of `planned`.
 
         Args:
@@ -230,10 +291,19 @@ class SlowKVCache:
             ]
         tables = self.tables[request.request_id]
         # The hits of all groups are taken first, so that no new block is one of them.
-        for old, table in zip(tables, planned, strict=True):
+        for group, (old, table) in enumerate(zip(tables, planned, strict=True)):
+            if group in self.states:
+                if hits[group]:
+                    self.states[group].take_hit(request, hits[group][-1])
+                continue
             entries = [entry[1] if isinstance(entry, tuple) else entry for entry in table]
             self.pool.touch([entry for entry in entries[len(old) :] if entry is not None])
         for group, table in enumerate(planned):
+            if group in self.states:
+                key = self.key_at(request, group, computed)
+                self.states[group].allocate(request, computed, key)
+                tables[group] = self.states[group].own[request.request_id]
+                continue
             dropped = []
             for i, entry in enumerate(table):
                 if isinstance(entry, tuple):
@@ -250,6 +320,12 @@ class SlowKVCache:
     def register(self, request, num_tokens):
         """Caches the blocks that the first `num_tokens` tokens fill."""
         for group, kind in enumerate(self.kinds):
+            if group in self.states:
+                self.states[group].learn(
+                    request,
+                    num_tokens,
+                    lambda end, group=group: self.key_at(request, group, end),
+                )
             if not kind.holds_tokens:
                 continue
             done = self.num_registered[request.request_id][group]
@@ -267,7 +343,12 @@ class SlowKVCache:
             return
         registered = self.num_registered.pop(request.request_id)
         num_there = max(request.num_computed, self.num_found.pop(request.request_id))
-        for kind, table, num in zip(self.kinds, tables, registered, strict=True):
+        for group, (kind, table, num) in enumerate(
+            zip(self.kinds, tables, registered, strict=True)
+        ):
+            if group in self.states:
+                self.states[group].free(request.request_id)
+                continue
             for i in range(num_there // kind.block_size, num):
                 self.pool.forget(table[i])
             self.pool.release_blocks(table[::-1])

@@ -27,6 +27,14 @@ class SlowPool:
             self.refs[block_id] = 1
         return taken
 
+    def take(self, block_ids):
+        """Allocates these free blocks."""
+        assert all(self.refs[block_id] == 0 for block_id in block_ids)
+        for block_id in block_ids:
+            self.free.remove(block_id)
+            self.forget(block_id)
+            self.refs[block_id] = 1
+
     def touch(self, block_ids):
         for block_id in block_ids:
             if block_id == self.NULL:

@@ -39,6 +39,15 @@ class SlowRequest:
     drafts: list = dataclasses.field(default_factory=list)
     # Sampled tokens that steps in flight will return for it.
     num_placeholders: int = 0
+    # Tokens after which its state is saved, because others share this prefix.
+    save_at: int = 0
+    # Whether it has ended, and its state is that after `num_computed` tokens.
+    has_final_state: bool = False
+
+    @property
+    def keeps_state(self):
+        """Whether it saves its state for forks while it runs."""
+        return self.keep_blocks and 1 < self.num_prompt < self.max_tokens - 1
 
     @property
     def order(self):
@@ -64,3 +73,5 @@ class Prediction:
     # Request id -> first token that the connector loads for it in the step.
     loads: dict = dataclasses.field(default_factory=dict)
     num_decode_steps: int = 1
+    # Request id -> position from which its state is written to a new slot, within a burst.
+    slot_switches: dict = dataclasses.field(default_factory=dict)

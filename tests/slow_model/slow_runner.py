@@ -29,10 +29,22 @@ class Row:
     scope: object
     ends_at: frozenset
     has_ended: bool = False
+    # By group of states: the slot that the step reads, if it is another one than in `tables`. From
+    # the position `switch` on, the state is in `tables`.
+    old_slots: dict = dataclasses.field(default_factory=dict)
+    switch: int = 0
 
     @property
     def contents(self):
         return chain(self.token_ids, self.scope)
+
+    def tables_to_read(self, position):
+        is_old = position <= self.switch
+        return [self.old_slots.get(g, t) if is_old else t for g, t in enumerate(self.tables)]
+
+    def tables_to_write(self, position):
+        is_old = position < self.switch
+        return [self.old_slots.get(g, t) if is_old else t for g, t in enumerate(self.tables)]
 
 
 class SlowRunner:
@@ -83,9 +95,9 @@ class SlowRunner:
             contents = chain(row.token_ids + drafts, row.scope)
             work.append((req_id, row, start, end, drafts, contents))
         for _req_id, row, start, _end, _drafts, contents in work:
-            self.memory.read_states(row.tables, contents, start)
+            self.memory.read_states(row.tables_to_read(start), contents, start)
         for _req_id, row, start, end, _drafts, contents in work:
-            self.memory.write(row.tables, contents, start, end, written)
+            self.memory.write(row.tables_to_write(start), contents, start, end, written, row)
         for _req_id, row, start, end, _drafts, contents in work:
             self.memory.read(row.tables, contents, start, end)
         sampled, proposals = dict.fromkeys(output.num_scheduled_tokens, []), {}
@@ -119,10 +131,12 @@ class SlowRunner:
                 assert row.num_computed < self.max_model_len - 1
                 work.append((req_id, row, row.contents))
             for _req_id, row, contents in work:
-                self.memory.read_states(row.tables, contents, row.num_computed)
+                start = row.num_computed
+                self.memory.read_states(row.tables_to_read(start), contents, start)
             for _req_id, row, contents in work:
                 start = row.num_computed
-                self.memory.write(row.tables, contents, start, start + 1, written)
+                tables = row.tables_to_write(start)
+                self.memory.write(tables, contents, start, start + 1, written, row)
             for req_id, row, contents in work:
                 start = row.num_computed
                 self.memory.read(row.tables, contents, start, start + 1)
@@ -135,7 +149,9 @@ class SlowRunner:
     def write_garbage(self, row, num_tokens, written):
         """What the device may write for a request whose end the scheduler does not know yet."""
         start, end = row.num_computed, row.num_computed + num_tokens
-        self.memory.write(row.tables, ["garbage"] * end, start, end, written)
+        for position in range(start, end):
+            tables = row.tables_to_write(position)
+            self.memory.write(tables, ["garbage"] * end, position, position + 1, written, row)
         row.num_computed = end
 
     def answer(self, sampled, proposals, connector_output):
@@ -193,7 +209,24 @@ class SlowRunner:
                 finished.add(req_id)
         return KVConnectorOutput(finished_recving=frozenset(finished))
 
+    def split_slots(self, row):
+        """A first slot may come after a slot to read from."""
+        row.switch = row.num_computed
+        for group, kind in enumerate(self.kinds):
+            if kind.name == "state" and len(row.tables[group]) > kind.size:
+                row.old_slots[group] = row.tables[group][: kind.size]
+                row.tables[group] = row.tables[group][kind.size :]
+
+    def extend_tables(self, row, new_block_ids):
+        for group, (kind, new) in enumerate(zip(self.kinds, new_block_ids, strict=True)):
+            if kind.name != "state":
+                row.tables[group] += new
+            elif new:
+                row.old_slots[group], row.tables[group] = row.tables[group], list(new)
+
     def update_rows(self, output):
+        for row in self.rows.values():
+            row.old_slots = {}
         for req_id in output.finished_req_ids | output.preempted_req_ids:
             self.rows.pop(req_id, None)
         for new in output.scheduled_new_reqs:
@@ -207,6 +240,7 @@ class SlowRunner:
                 self.scope_of[new.req_id],
                 self.ends_of[new.req_id],
             )
+            self.split_slots(self.rows[new.req_id])
         cached = output.scheduled_cached_reqs
         assert set(cached.all_token_ids) == cached.resumed_req_ids
         for i, req_id in enumerate(cached.req_ids):
@@ -219,11 +253,12 @@ class SlowRunner:
                 tables = [list(table) for table in new_block_ids]
                 scope, ends = self.scope_of[req_id], self.ends_of[req_id]
                 self.rows[req_id] = Row(token_ids, num_prompt_tokens, tables, computed, scope, ends)
+                self.split_slots(self.rows[req_id])
             elif new_block_ids is not None:
                 assert any(new_block_ids)
-                for table, new in zip(self.rows[req_id].tables, new_block_ids, strict=True):
-                    table += new
+                self.extend_tables(self.rows[req_id], new_block_ids)
             row = self.rows[req_id]
+            row.switch = output.slot_switches.get(req_id, computed)
             if row.has_ended:
                 # The scheduler counts tokens that the runner never returns.
                 row.num_computed = computed

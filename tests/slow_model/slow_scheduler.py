@@ -1,5 +1,6 @@
 """SlowScheduler: the rules of scheduling on a SlowKVCache, one request after the other."""
 
+from tests.slow_model import slow_states
 from tests.slow_model.slow_kv_cache import SlowKVCache
 from tests.slow_model.slow_request import Prediction
 
@@ -42,7 +43,6 @@ class SlowScheduler:
         self.waits_for_drafts = lookahead > 0
         # A connector that saves what each step wrote must see every step.
         self.may_burst = not has_connector
-        self.can_fork = not any(kind.name == "state" for kind in kinds)
         self.in_flight = []
         self.running = []
         self.waiting = []
@@ -53,7 +53,7 @@ class SlowScheduler:
         self.preempted_by_reset = []
 
     def add(self, request):
-        if request.fork_from is not None and self.can_fork:
+        if request.fork_from is not None:
             request.source = self.find(request.fork_from)
         self.waiting.append(request)
         self.sort_waiting()
@@ -70,6 +70,7 @@ class SlowScheduler:
         if not self.step.preempted:
             self.schedule_waiting()
         self.make_burst(max_decode_steps)
+        self.kv.finish_step()
         self.step.preempted += self.preempted_by_reset
         self.preempted_by_reset = []
         for request in self.running:
@@ -110,6 +111,10 @@ class SlowScheduler:
                 step.num_scheduled = {
                     r.request_id: min(num_steps, most[r.request_id]) for r in scheduled
                 }
+                for request, end in zip(scheduled, ends, strict=True):
+                    position = self.kv.switch(request, end)
+                    if position is not None:
+                        step.slot_switches[request.request_id] = position
                 return
             num_steps = num_steps // 2
 
@@ -128,6 +133,7 @@ class SlowScheduler:
             num_new = min(num_new, request.max_tokens - 1 - request.num_computed)
             if num_new <= 0:
                 continue
+            num_new = self.cut(request, request.num_computed, num_new)
             while request in self.running:
                 if self.kv.allocate(request, num_new, lookahead=self.lookahead):
                     self.give(request, num_new)
@@ -137,6 +143,13 @@ class SlowScheduler:
                     is_alone and self.drop_last_loaded(request)
                 ):
                     self.preempt(self.victim())
+
+    def cut(self, request, computed, num_new):
+        for states in self.kv.states.values():
+            num_new = slow_states.cut(
+                request, computed, num_new, states.block_size, self.kv.caching
+            )
+        return num_new
 
     def within_threshold(self, num_new):
         return min(num_new, self.threshold) if self.threshold else num_new
@@ -211,6 +224,7 @@ class SlowScheduler:
             if self.waits_for_source(request):
                 return True
             hits, num_hit = self.kv.get_computed(request)
+            request.save_at = self.kv.state_to_save(request, num_hit)
             forked = self.forked(request, num_hit)
             if forked is not None:
                 hits, num_hit = forked
@@ -227,7 +241,7 @@ class SlowScheduler:
             may_split = self.chunked or num_new > self.max_budget
             if num_new > self.budget and not may_split:
                 return False
-            num_new = min(num_new, self.budget)
+            num_new = self.cut(request, computed, min(num_new, self.budget))
         while not self.kv.allocate(
             request,
             num_new,
@@ -318,7 +332,9 @@ class SlowScheduler:
         if num_shared <= num_hit:
             return None
         source = request.source
-        blocks = self.kv.forked(source.request_id, num_shared, source.num_computed)
+        blocks = self.kv.forked(
+            source.request_id, num_shared, source.num_computed, is_final=source.has_final_state
+        )
         return None if blocks is None else (blocks, num_shared)
 
     def find(self, request_id):
@@ -373,6 +389,8 @@ class SlowScheduler:
                 if reason is not None:
                     break
             results[req_id] = (kept, reason)
+            if reason is not None and step.num_decode_steps == 1:
+                request.has_final_state = request.num_computed == len(request.tokens) - 1
             if reason is None and self.is_async and self.kv.caching:
                 # Caches blocks that were full before their last token was known.
                 self.kv.register(request, min(request.num_computed, len(request.tokens)))
@@ -416,7 +434,7 @@ class SlowScheduler:
         request.status = "finished"
         if is_loading:
             self.loading_after_end[request.request_id] = request
-        elif request.keep_blocks and self.can_fork:
+        elif request.keep_blocks:
             # A step may have been scheduled for drafts past its end.
             request.num_computed = min(request.num_computed, len(request.tokens))
             self.kept[request.request_id] = request
@@ -440,6 +458,8 @@ class SlowScheduler:
         return self.kv.pool.reset()
 
     def release_oldest_kept(self):
+        if self.kv.free_oldest_fork():
+            return True
         if not self.kept:
             return False
         oldest = next(iter(self.kept))

@@ -22,7 +22,14 @@ class ChunkMachine(ManagerMachine):
 
 
 class StateMachine(ManagerMachine):
-    KINDS = ((state(1, 2),), (full(2), state(3, 2)), (full(2), window(4, 2), state(2, 4)))
+    KINDS = (
+        (state(1, 2),),
+        (full(2), state(3, 2)),
+        (state(2, 4), full(4)),
+        (full(2), window(4, 2), state(2, 4)),
+        (full(2), state(1, 2), state(2, 2)),
+    )
+    CACHING = (True, True, True, False)
     MAX_DRAFTS = 0
 
 

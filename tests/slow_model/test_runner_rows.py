@@ -14,7 +14,7 @@ import pytest
 from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.contracts.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
+from paxkv.contracts.kv_cache_spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from paxkv.contracts.observation import BlockResidency
 from paxkv.errors import InvalidRequestError
 from paxkv.runner.batch.batch_builder import BatchBuilder
@@ -28,7 +28,14 @@ from paxkv.scheduler import scheduler as scheduler_module
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.request import Request
 from paxkv.scheduler.scheduler import Scheduler
-from tests.slow_model.row_device import EMPTY_TEXT, VOCAB_SIZE, RowDevice, next_token, text_with
+from tests.slow_model.row_device import (
+    EMPTY_TEXT,
+    STATE,
+    VOCAB_SIZE,
+    RowDevice,
+    next_token,
+    text_with,
+)
 
 EOS = 5
 
@@ -36,6 +43,10 @@ EOS = 5
 def make_spec(window, block_size):
     fields = {"block_size": block_size, "num_kv_heads": 1, "dtype": "float32"}
     fields["head_size"] = 64 // block_size  # so that pages of all groups have equal bytes
+    if window == STATE:
+        return MambaSpec(
+            block_size=block_size, page_bytes=512, state_bytes=512, blocks_per_state=1, num_parts=3
+        )
     if window is None:
         return FullAttentionSpec(**fields)
     return SlidingWindowSpec(sliding_window=window, **fields)
@@ -75,6 +86,9 @@ class Traffic:
                 ((None, 6, None), (1, 1, 2)),
                 ((6, None), (2, 1)),
                 ((5,), (1,)),
+                ((None, STATE), (1, 1)),
+                ((6, None, STATE), (1, 2, 2)),
+                ((STATE,), (1,)),
             ]
         )
         block_sizes = [block_size * size for size in sizes]
@@ -83,7 +97,10 @@ class Traffic:
         self.max_decode_burst = draw.choice([1, 4, 8])
         is_async = draw.random() < 0.6
         self.num_steps_in_flight = draw.choice([2, 3]) if is_async else 1
-        num_needed = sum(-(-self.max_model_len // size) for size in block_sizes)
+        num_needed = sum(
+            3 if window == STATE else -(-self.max_model_len // size)
+            for window, size in zip(windows, block_sizes, strict=True)
+        )
         num_blocks = 1 + draw.choice([num_needed + 2, num_needed * max_num_seqs])
         scheduler_config = SchedulerConfig(
             max_num_seqs=max_num_seqs,

@@ -7,6 +7,7 @@ from paxkv.contracts.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from paxkv.contracts.protocols import CacheRequest
 from paxkv.kv_cache.hashing.block_hash import BlockHash, with_block_size
 from paxkv.kv_cache.managers.device_block_work import DeviceBlockWork
+from paxkv.kv_cache.managers.mamba import MambaManager
 from paxkv.kv_cache.managers.single_type_manager import SingleTypeKVCacheManager
 from paxkv.kv_cache.managers.spec_manager_map import get_manager_class
 from paxkv.kv_cache.managers.windowed_manager import WindowedManager
@@ -64,6 +65,9 @@ class KVCacheCoordinator(ABC):
         )
         self._windowed_managers = tuple(
             manager for manager in self.single_type_managers if isinstance(manager, WindowedManager)
+        )
+        self.state_managers = tuple(
+            manager for manager in self.single_type_managers if isinstance(manager, MambaManager)
         )
         # The tables of groups with equal specs have equal lengths, and free and cache blocks at
         # the same indices. So the first of these groups can answer for all.
@@ -126,6 +130,29 @@ class KVCacheCoordinator(ABC):
             )
         return num_blocks
 
+    def plan_slots(
+        self,
+        request: CacheRequest,
+        new_computed_blocks: GroupBlocks,
+        num_computed_tokens: int,
+        num_spare_blocks: int,
+    ) -> int:
+        """Decides whether the request writes new slots of states; see `MambaManager.plan_slot`."""
+        num_taken = 0
+        for manager in self.state_managers:
+            num_taken += manager.plan_slot(
+                request,
+                new_computed_blocks[manager.kv_cache_group_id],
+                num_computed_tokens,
+                num_spare_blocks - num_taken,
+            )
+        return num_taken
+
+    def finish_step(self) -> None:
+        """Releases blocks that only the step which has been decided needs."""
+        for manager in self.state_managers:
+            manager.finish_step()
+
     def allocate_new_computed_blocks(
         self,
         request_id: str,
@@ -178,13 +205,19 @@ class KVCacheCoordinator(ABC):
         """The request's block tables."""
         return tuple(manager.get_blocks(request_id) for manager in self.single_type_managers)
 
+    def get_first_step_blocks(self, request_id: str) -> GroupBlocks:
+        """The request's block tables, in the form of `NewRequestData`."""
+        return tuple(m.get_first_step_blocks(request_id) for m in self.single_type_managers)
+
     def get_blocks_to_fork(
-        self, request_id: str, num_tokens: int, num_computed_tokens: int
+        self, request_id: str, num_tokens: int, num_computed_tokens: int, *, is_final: bool
     ) -> GroupBlocks | None:
         """Blocks that a fork needs; None if a group does not hold one of them any more."""
         forked_blocks: list[Sequence[KVCacheBlock]] = []
         for manager in self.single_type_managers:
-            blocks = manager.get_blocks_to_fork(request_id, num_tokens, num_computed_tokens)
+            blocks = manager.get_blocks_to_fork(
+                request_id, num_tokens, num_computed_tokens, is_final=is_final
+            )
             if blocks is None:
                 return None
             forked_blocks.append(blocks)
@@ -217,6 +250,16 @@ class KVCacheCoordinator(ABC):
         Args:
             max_cache_hit_length: Largest number of tokens that the hit may have.
         """
+
+    def find_state_to_save(
+        self, block_hashes: Sequence[BlockHash], max_cache_hit_length: int, num_hit_tokens: int
+    ) -> int:
+        """Number of tokens of the hit that only states have prevented; 0 if there is none.
+
+        Args:
+            num_hit_tokens: The result of `find_longest_cache_hit`.
+        """
+        return 0
 
 
 class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):

@@ -56,19 +56,38 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         all kinds have accepted the same length. One round is not enough: a sliding window accepts
         a length if it has the blocks before its end, and it may have to reject a shorter length.
         """
+        hit_blocks, num_tokens = self._agree(self.equal_groups, block_hashes, max_cache_hit_length)
+        return tuple(hit_blocks[i] for i in range(len(self.single_type_managers))), num_tokens
+
+    def find_state_to_save(
+        self, block_hashes: Sequence[BlockHash], max_cache_hit_length: int, num_hit_tokens: int
+    ) -> int:
+        of_tokens = [groups for groups in self.equal_groups if groups.manager_class.holds_tokens]
+        if len(of_tokens) in (0, len(self.equal_groups)):
+            return 0
+        _, num_tokens = self._agree(of_tokens, block_hashes, max_cache_hit_length)
+        return num_tokens if num_tokens > num_hit_tokens else 0
+
+    def _agree(
+        self,
+        equal_groups: Sequence[EqualGroups],
+        block_hashes: Sequence[BlockHash],
+        max_cache_hit_length: int,
+    ) -> tuple[dict[int, list[KVCacheBlock]], int]:
+        """The longest hit that all of these groups accept: its blocks, by group id, and length."""
         hit_blocks: dict[int, list[KVCacheBlock]] = {}
         num_tokens = max_cache_hit_length
         num_accepted = 0
-        while num_accepted < len(self.equal_groups):
-            for groups in self.equal_groups:
+        while num_accepted < len(equal_groups):
+            for groups in equal_groups:
                 num_before = num_tokens
                 num_tokens = self._shorten_hit(
                     groups, block_hashes, num_before, max_cache_hit_length, hit_blocks
                 )
                 num_accepted = num_accepted + 1 if num_tokens == num_before else 1
-                if num_accepted == len(self.equal_groups):
+                if num_accepted == len(equal_groups):
                     break
-        return tuple(hit_blocks[i] for i in range(len(self.single_type_managers))), num_tokens
+        return hit_blocks, num_tokens
 
     def _shorten_hit(
         self,
@@ -118,10 +137,14 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             for spec, managers in self.managers_by_spec.items()
         ]
         # Full attention comes first: its search stops at the first miss, so its result limits the
-        # searches of the other kinds, and it never has to search again.
+        # searches of the other kinds, and it never has to search again. States come last, because
+        # few positions have one.
         return tuple(
             sorted(
                 equal_groups,
-                key=lambda groups: not isinstance(groups.kv_cache_spec, FullAttentionSpec),
+                key=lambda groups: (
+                    not groups.manager_class.holds_tokens,
+                    not isinstance(groups.kv_cache_spec, FullAttentionSpec),
+                ),
             )
         )

@@ -93,7 +93,7 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
         self._num_encoder_tokens.pop(request_id, None)
 
     def get_blocks_to_fork(
-        self, request_id: str, num_tokens: int, num_computed_tokens: int
+        self, request_id: str, num_tokens: int, num_computed_tokens: int, *, is_final: bool
     ) -> list[KVCacheBlock] | None:
         return list(self.get_blocks(request_id))
 

@@ -1,27 +1,91 @@
 """MambaManager: the slots in which requests keep the states of recurrent layers."""
 
+import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from paxkv.contracts.kv_cache_spec import KVCacheSpec, MambaSpec
 from paxkv.contracts.protocols import CacheRequest
 from paxkv.errors import InvariantError
-from paxkv.kv_cache.hashing.block_hash import BlockHash
+from paxkv.kv_cache.hashing.block_hash import BlockHash, get_group_id
+from paxkv.kv_cache.managers.device_block_work import DeviceBlockWork
+from paxkv.kv_cache.managers.saved_states import SavedState, SavedStates
 from paxkv.kv_cache.managers.single_type_manager import SingleTypeKVCacheManager
 from paxkv.kv_cache.pool.block import KVCacheBlock
 from paxkv.kv_cache.pool.block_pool import BlockPool
+from paxkv.kv_cache.save_points import is_fork_point, is_save_point
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What `allocate_slots` does for a request.
+
+    Args:
+        num_computed_tokens: Tokens of the state that the step reads.
+        takes_new_slot: The request writes a new slot, and the slot that it reads stays as it is.
+    """
+
+    request: CacheRequest
+    num_computed_tokens: int
+    takes_new_slot: bool
 
 
 class MambaManager(SingleTypeKVCacheManager):
-    """One slot per request: allocated at admission, written in place, freed as a whole.
+    """One slot per request, which is overwritten by every step.
 
-    A slot holds the state after the request's last computed token. No other request can read it, so
-    there are no prefix hits and no forks.
+    The slot has the state after the request's last computed token. To save a state, the next step
+    reads it from there but writes another slot. The old slot then belongs to no request. Other
+    requests find it by its hash, and it becomes free memory as other blocks do. A request with a
+    hit reads the saved slot and writes one of its own. So nothing is copied.
+
+    Saving never takes memory from a request: if the pool has no room for another slot, the state is
+    overwritten.
     """
 
     holds_tokens: ClassVar[bool] = False
     kv_cache_spec: MambaSpec
+
+    def __init__(
+        self,
+        *,
+        kv_cache_spec: KVCacheSpec,
+        block_pool: BlockPool,
+        kv_cache_group_id: int,
+        device_block_work: DeviceBlockWork | None = None,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+    ) -> None:
+        super().__init__(
+            kv_cache_spec=kv_cache_spec,
+            block_pool=block_pool,
+            kv_cache_group_id=kv_cache_group_id,
+            device_block_work=device_block_work,
+            dcp_world_size=dcp_world_size,
+            pcp_world_size=pcp_world_size,
+        )
+        self.saved_states = SavedStates(
+            block_pool,
+            kv_cache_group_id=kv_cache_group_id,
+            block_size=self.block_size,
+            max_blocks=block_pool.num_blocks,
+        )
+        # Slots by the id of their first block, also of requests that have ended.
+        self._slots: dict[int, list[KVCacheBlock]] = {}
+        # Slots that are held beside those in `req_to_blocks`, by request:
+        # slots that requests read in the step that is being decided;
+        self._read_slots: dict[str, list[KVCacheBlock]] = {}
+        # states of tokens that the host does not know yet;
+        self._unknown: dict[str, list[SavedState]] = {}
+        # and states from which other requests can fork.
+        self._fork_states: dict[str, SavedState] = {}
+        self._plan: _Plan | None = None
+        # Requests that write another slot in the step that is being decided than in the last one.
+        self._switched: set[str] = set()
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        # A hit needs only the state at its end.
+        return max(num_computed_tokens - 1, 0) // self.block_size * self.block_size
 
     def get_num_blocks_to_allocate(
         self,
@@ -31,7 +95,35 @@ class MambaManager(SingleTypeKVCacheManager):
         total_computed_tokens: int,
         num_tokens_main_model: int,
     ) -> int:
+        # A hit that no request holds needs as many blocks as a miss: without room for a second
+        # slot, the request continues in the saved one.
         return 0 if request_id in self.req_to_blocks else self.kv_cache_spec.num_slot_blocks
+
+    def plan_slot(
+        self,
+        request: CacheRequest,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_computed_tokens: int,
+        num_spare_blocks: int,
+    ) -> int:
+        """Decides whether the request writes a new slot; the calls that allocate blocks follow it.
+
+        Args:
+            num_spare_blocks: Free blocks that the request does not need otherwise.
+
+        Returns:
+            Number of the spare blocks that are taken.
+        """
+        num_slot_blocks = self.kv_cache_spec.num_slot_blocks
+        if request.request_id not in self.req_to_blocks:
+            is_wanted = bool(new_computed_blocks) and new_computed_blocks[-1].ref_cnt == 0
+        else:
+            is_wanted = self._should_save(request, num_computed_tokens)
+        takes_new_slot = is_wanted and num_spare_blocks >= num_slot_blocks
+        self._plan = _Plan(
+            request=request, num_computed_tokens=num_computed_tokens, takes_new_slot=takes_new_slot
+        )
+        return num_slot_blocks if takes_new_slot else 0
 
     def allocate_new_computed_blocks(
         self,
@@ -40,24 +132,66 @@ class MambaManager(SingleTypeKVCacheManager):
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        """See the base class.
+        """See the base class. The last of the blocks is the first one of a slot.
 
         Raises:
-            InvariantError: Another request computed the tokens, so their state is missing.
+            InvariantError: The state after the computed tokens is missing.
         """
         num_tokens = num_local_computed_tokens + num_external_computed_tokens
-        if num_tokens > 0:
+        if num_external_computed_tokens > 0 or (num_tokens > 0 and not new_computed_blocks):
             raise InvariantError(f"{request_id=} has no state of its first {num_tokens} tokens.")
+        if not new_computed_blocks:
+            return
+        first = new_computed_blocks[-1]
+        slot = self._slots[first.block_id]
+        if first.block_hash is not None:
+            self.saved_states.touch(self.saved_states.find(first))
+        if first.ref_cnt > 0 or self._plan.takes_new_slot:
+            self._touch(slot)
+            self._read_slots[request_id] = slot
+            return
+        if first.block_hash is not None:
+            self.saved_states.remove(self.saved_states.find(first))
+        self.block_pool.allocate_blocks(slot)
+        self.num_held_blocks += len(slot)
+        self.req_to_blocks[request_id] = slot
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> Sequence[KVCacheBlock]:
-        if request_id in self.req_to_blocks:
+        plan, self._plan = self._plan, None
+        old = self.req_to_blocks.get(request_id)
+        if old is None:
+            self.req_to_blocks[request_id] = new = self._get_new_slot(request_id)
+            source = self._read_slots.get(request_id)
+            if source is not None and plan is not None:
+                self._keep_for_forks(plan.request, source, plan.num_computed_tokens)
+            return new
+        if plan is None or not plan.takes_new_slot:
             return ()
-        blocks = self.block_pool.get_new_blocks(self.kv_cache_spec.num_slot_blocks)
-        self.num_held_blocks += len(blocks)
-        self.req_to_blocks[request_id] = list(blocks)
-        return blocks
+        self.req_to_blocks[request_id] = new = self._get_new_slot(request_id)
+        self._leave_slot(plan.request, old, plan.num_computed_tokens)
+        return new
+
+    def switch_slot(self, request: CacheRequest, num_tokens: int) -> tuple[int, list[KVCacheBlock]]:
+        """Gives a request a new slot in the middle of a burst, to save the state before it.
+
+        Args:
+            num_tokens: The request's tokens after the burst.
+
+        Returns:
+            Position of the first token whose state is written to the new slot, and the slot. The
+            slot is empty if the burst passes no position at which a state is saved.
+        """
+        request_id = request.request_id
+        position = (num_tokens - 1) // self.block_size * self.block_size
+        if position <= request.num_computed_tokens or request_id in self._switched:
+            return 0, []
+        old = self.req_to_blocks[request_id]
+        self.req_to_blocks[request_id] = new = self._get_new_slot(request_id)
+        state = SavedState(old, position, is_rolling=True)
+        self._unknown.setdefault(request_id, []).append(state)
+        return position, new
 
     def replace_shared_blocks(
         self, request_id: str, num_computed_tokens: int, num_tokens: int
@@ -65,17 +199,64 @@ class MambaManager(SingleTypeKVCacheManager):
         pass
 
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
-        pass
+        """Adds saved states to the prefix cache whose `num_tokens` tokens are known now."""
+        unknown = self._unknown.get(request.request_id)
+        while unknown and unknown[0].num_tokens <= num_tokens:
+            state = unknown.pop(0)
+            self.saved_states.add(request, state)
+            self._free_blocks(state.blocks)
+        if unknown is not None and not unknown:
+            del self._unknown[request.request_id]
+
+    def finish_step(self) -> None:
+        """Releases the slots that the step reads: later steps may write them."""
+        for slot in self._read_slots.values():
+            self._free_blocks(slot)
+        self._read_slots.clear()
+        self._switched.clear()
+
+    def free(self, request_id: str, num_computed_tokens: int) -> None:
+        """See the base class. Also drops states of tokens that the host does not know."""
+        for slot in self._slots_of(request_id):
+            self._free_blocks(slot)
+        for held in (self.req_to_blocks, self._unknown, self._fork_states, self._read_slots):
+            held.pop(request_id, None)
+        self._switched.discard(request_id)
+        self.saved_states.forget_request(request_id)
+
+    def free_oldest_fork_state(self) -> bool:
+        """Frees the state that a request keeps for its forks; False if there is none."""
+        if not self._fork_states:
+            return False
+        state = self._fork_states.pop(next(iter(self._fork_states)))
+        self._free_blocks(state.blocks)
+        return True
+
+    def get_first_step_blocks(self, request_id: str) -> Sequence[KVCacheBlock]:
+        return [*self._read_slots.get(request_id, ()), *self.req_to_blocks[request_id]]
+
+    def get_extra_blocks(self) -> Iterator[KVCacheBlock]:
+        for slot in self._read_slots.values():
+            yield from slot
+        for state in self._fork_states.values():
+            yield from state.blocks
+        for states in self._unknown.values():
+            for state in states:
+                yield from state.blocks
 
     def get_blocks_to_fork(
-        self, request_id: str, num_tokens: int, num_computed_tokens: int
+        self, request_id: str, num_tokens: int, num_computed_tokens: int, *, is_final: bool
     ) -> list[KVCacheBlock] | None:
-        return None
+        """See the base class. The result is the first block of a slot."""
+        if is_final and num_tokens == num_computed_tokens:
+            return self.req_to_blocks[request_id][:1]
+        state = self._fork_states.get(request_id)
+        return None if state is None or state.num_tokens != num_tokens else state.blocks[:1]
 
     def get_max_tokens_before_allocate(
         self, request_id: str, *, are_cached_late: bool = False
     ) -> int:
-        # A request that has its slot needs no further blocks.
+        # A request that has its slot needs no further blocks. See also `save_points.py`.
         return sys.maxsize
 
     def get_num_unused_slots(self, request_id: str, num_computed_tokens: int) -> int:
@@ -95,17 +276,105 @@ class MambaManager(SingleTypeKVCacheManager):
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> tuple[list[KVCacheBlock], ...]:
-        """Never called, because models with states have no prefix caching."""
-        raise InvariantError(f"{cls.__name__} has no prefix hits.")
+        """See the base class. Finds the last saved state; only its first block is in the result."""
+        block_size = kv_cache_spec.block_size
+        step = alignment_tokens // block_size
+        end = min(max_length // block_size, len(block_hashes)) // step * step
+        for num_blocks in range(end, 0, -step):
+            first = block_pool.get_cached_block(block_hashes[num_blocks - 1], kv_cache_group_ids)
+            if first is not None:
+                nulls = [block_pool.null_block] * (num_blocks - 1)
+                return tuple([*nulls, block] for block in first)
+        return tuple([] for _ in kv_cache_group_ids)
 
     def check_invariants(self) -> None:
-        """See the base class. Each slot is complete, and no two requests share a block."""
-        super().check_invariants()
-        num_slot_blocks = self.kv_cache_spec.num_slot_blocks
-        for request_id, blocks in self.req_to_blocks.items():
-            if len(blocks) != num_slot_blocks:
-                raise InvariantError(
-                    f"{request_id=} has {len(blocks)} blocks; a slot has {num_slot_blocks}."
-                )
-            if shared := [block for block in blocks if block.ref_cnt != 1]:
-                raise InvariantError(f"{request_id=} shares blocks of its slot: {shared}.")
+        """See the base class. Slots are complete, have no block in common, and keep their hash."""
+        size = self.kv_cache_spec.num_slot_blocks
+        slots = {}
+        for request_id in self.req_to_blocks:
+            for slot in self._slots_of(request_id):
+                slots[slot[0].block_id] = slot
+        states = self.saved_states.find_all()
+        slots |= {state.blocks[0].block_id: state.blocks for state in states}
+        ids = [block.block_id for slot in slots.values() for block in slot]
+        if len(ids) != len(slots) * size or len(set(ids)) != len(ids):
+            raise InvariantError(f"slots of {size} blocks are not whole, or share blocks: {ids}.")
+        for slot in slots.values():
+            if any(b.ref_cnt != slot[0].ref_cnt or b.block_hash is not None for b in slot[1:]):
+                raise InvariantError(f"the blocks of a slot have different holders: {slot}.")
+        for request_id, slot in self.req_to_blocks.items():
+            if slot[0].block_hash is not None:
+                raise InvariantError(f"{request_id=} writes a saved state: {slot}.")
+        held = sum(slot[0].ref_cnt > 0 for slot in slots.values()) * size
+        if held != self.num_held_blocks:
+            raise InvariantError(f"{held} blocks held, counted {self.num_held_blocks=}.")
+        hashed = {state.blocks[0].block_id for state in states}
+        cached = {
+            block.block_id
+            for key, block in self.block_pool.cached_block_hash_to_block.items()
+            if get_group_id(key) == self.kv_cache_group_id
+        }
+        if hashed != cached:
+            raise InvariantError(f"saved states start at {hashed}, hashed are {cached}.")
+
+    def _should_save(self, request: CacheRequest, num_tokens: int) -> bool:
+        if is_fork_point(request, num_tokens):
+            return True
+        if not self.enable_caching or not is_save_point(request, num_tokens, self.block_size):
+            return False
+        return num_tokens > request.num_tokens or not self.saved_states.contains(
+            request, num_tokens
+        )
+
+    def _leave_slot(self, request: CacheRequest, slot: list[KVCacheBlock], num_tokens: int) -> None:
+        """Saves the state in the slot that the request has written so far."""
+        request_id = request.request_id
+        self._switched.add(request_id)
+        self._keep_for_forks(request, slot, num_tokens)
+        is_rolling = num_tokens >= request.num_prompt_tokens
+        state = SavedState(slot, num_tokens, is_rolling=is_rolling)
+        if num_tokens > request.num_tokens:
+            self._unknown.setdefault(request_id, []).append(state)
+            return
+        self._read_slots[request_id] = slot
+        if self.enable_caching and num_tokens % self.block_size == 0:
+            self.saved_states.add(request, state)
+
+    def _keep_for_forks(
+        self, request: CacheRequest, slot: list[KVCacheBlock], num_tokens: int
+    ) -> None:
+        if is_fork_point(request, num_tokens):
+            self._touch(slot)
+            state = SavedState(slot, num_tokens, is_rolling=False)
+            self._fork_states[request.request_id] = state
+
+    def _get_new_slot(self, request_id: str) -> list[KVCacheBlock]:
+        slot = self.saved_states.pop_replaceable(request_id)
+        if slot is not None:
+            self.block_pool.allocate_blocks(slot)
+        else:
+            slot = self.block_pool.get_new_blocks(self.kv_cache_spec.num_slot_blocks)
+            self._slots[slot[0].block_id] = slot
+            self._forget_old_slots()
+        self.num_held_blocks += len(slot)
+        return slot
+
+    def _forget_old_slots(self) -> None:
+        max_slots = self.block_pool.num_blocks // self.kv_cache_spec.num_slot_blocks
+        if len(self._slots) > 2 * max_slots:
+            self._slots = {
+                block_id: slot
+                for block_id, slot in self._slots.items()
+                if slot[0].ref_cnt > 0 or slot[0].block_hash is not None
+            }
+
+    def _slots_of(self, request_id: str) -> Iterator[list[KVCacheBlock]]:
+        """All slots that are held for a request, its own one first."""
+        if request_id in self.req_to_blocks:
+            yield self.req_to_blocks[request_id]
+        for state in self._unknown.get(request_id, ()):
+            yield state.blocks
+        if request_id in self._fork_states:
+            yield self._fork_states[request_id].blocks
+        if request_id in self._read_slots:
+            yield self._read_slots[request_id]

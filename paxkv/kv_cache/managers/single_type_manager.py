@@ -72,6 +72,14 @@ class SingleTypeKVCacheManager(ABC):
         """The request's block table; empty if the request holds no blocks."""
         return self.req_to_blocks.get(request_id, ())
 
+    def get_first_step_blocks(self, request_id: str) -> Sequence[KVCacheBlock]:
+        """The block table of a request that starts or resumes, in the form of `NewRequestData`."""
+        return self.get_blocks(request_id)
+
+    def get_extra_blocks(self) -> Iterable[KVCacheBlock]:
+        """Blocks that are held for requests beside their block tables, once for each holder."""
+        return ()
+
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Number of leading tokens that no token from `num_computed_tokens` on reads."""
         return 0
@@ -277,7 +285,7 @@ class SingleTypeKVCacheManager(ABC):
         self._free_blocks(blocks[::-1])
 
     def get_blocks_to_fork(
-        self, request_id: str, num_tokens: int, num_computed_tokens: int
+        self, request_id: str, num_tokens: int, num_computed_tokens: int, *, is_final: bool
     ) -> list[KVCacheBlock] | None:
         """Blocks that a fork of the request needs to continue after `num_tokens` tokens.
 
@@ -285,6 +293,7 @@ class SingleTypeKVCacheManager(ABC):
 
         Args:
             num_computed_tokens: The request's computed tokens, at least `num_tokens`.
+            is_final: The request has ended, and has no later state than that of these tokens.
 
         Returns:
             The blocks; None if the request does not hold one of them any more.

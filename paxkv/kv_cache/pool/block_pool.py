@@ -226,6 +226,15 @@ class BlockPool:
             observer.on_allocated(blocks)
         return blocks
 
+    def allocate_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Allocates these blocks, which are all free, as `get_new_blocks` does."""
+        for block in blocks:
+            self.free_block_queue.remove(block)
+            block.ref_cnt = 1
+        self.evict(blocks)
+        for observer in self._observers:
+            observer.on_allocated(blocks)
+
     def allocate_permanent_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Allocates blocks that are never freed. Must be called before any other allocation.
 

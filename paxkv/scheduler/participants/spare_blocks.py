@@ -29,7 +29,12 @@ class SpareBlocks:
             self._manager.free(request)
 
     def release_oldest_kept(self) -> bool:
-        """Frees the blocks of the oldest kept request; False if there is none."""
+        """Frees a state that is kept for forks, or else the blocks of the oldest kept request.
+
+        Returns False if there is neither.
+        """
+        if self._manager.free_oldest_fork_state():
+            return True
         request = self._kept_requests.pop_oldest()
         if request is None:
             return False

@@ -116,7 +116,7 @@ def test_parts_of_a_slot_share_rows() -> None:
     of_states = KVCacheGroupSpec(layer_names=tuple("abcde"), kv_cache_spec=states(num_parts=2))
     assert of_states.num_rows == 3
     config = KVCacheConfig(num_blocks=10, kv_cache_groups=(group("f", "g"), of_states))
-    assert (config.num_rows, config.has_states, config.can_share_prefixes) == (3, True, False)
+    assert (config.num_rows, config.has_states, config.can_share_prefixes) == (3, True, True)
 
 
 def test_hash_block_size_divides_every_block_size() -> None:

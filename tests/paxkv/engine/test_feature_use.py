@@ -41,7 +41,7 @@ def test_by_default_every_feature_except_batch_invariance_is_used():
         ((full(16),), 18, True, "multiples of 16 tokens"),
         ((full(16),), 17, False, "no prompt is longer than that with max_model_len=17"),
         ((full(), cross()), 64, False, "cross-attention"),
-        ((full(), states()), 64, False, "layers with states"),
+        ((full(), states()), 64, True, "multiples of 4 tokens"),
     ],
 )
 def test_prefixes_are_shared_in_multiples_of_all_block_sizes(specs, max_model_len, is_used, words):

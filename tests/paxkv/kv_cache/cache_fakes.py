@@ -33,10 +33,10 @@ def chunked(chunk_size, block_size=BLOCK_SIZE):
     )
 
 
-def states(num_parts=1, blocks_per_state=3):
+def states(num_parts=1, blocks_per_state=3, block_size=BLOCK_SIZE):
     page_bytes = full().page_size_bytes
     return MambaSpec(
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
         page_bytes=page_bytes,
         state_bytes=blocks_per_state * page_bytes - 4,
         blocks_per_state=blocks_per_state,
@@ -69,7 +69,10 @@ class FakeRequest:
         self.lora_name = None
         self.cache_salt = salt
         self.num_computed_tokens = 0
+        self.num_prompt_tokens = len(self.all_token_ids)
         self.num_preemptions = 0
+        self.state_save_at = 0
+        self.keeps_state_for_forks = False
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         self.hash_block_size = hash_block_size
 
@@ -132,6 +135,7 @@ def run_alone(manager, request_id, token_ids, **settings):
     assert admit(manager, request)
     finish_step(request)
     manager.drain_block_copies()
+    manager.finish_step()
     return request
 
 

@@ -312,7 +312,7 @@ def test_events_are_recorded_if_there_is_a_recorder():
 
 @given(
     specs=st.sampled_from(
-        [(full(),), (full(4), window(6, 8)), (window(5), window(9), window(5)), (full(8), states())]
+        [(full(),), (full(4), window(6, 8)), (window(5), window(9), window(5)), (full(), states())]
     ),
     enable_caching=st.booleans(),
     data=st.data(),

@@ -222,10 +222,10 @@ def test_a_fork_fails_if_one_source_block_left_the_window():
     manager.allocate_new_blocks("r", 16, 16)
     manager.remove_skipped_blocks("r", 14)
     assert ids(manager.get_blocks("r")) == [0, 0, 3, 4]
-    assert ids(manager.get_blocks_to_fork("r", 14, 14)) == [0, 0, 3, 4]
-    assert ids(manager.get_blocks_to_fork("r", 13, 14)) == [0, 0, 3, 4]
+    assert ids(manager.get_blocks_to_fork("r", 14, 14, is_final=False)) == [0, 0, 3, 4]
+    assert ids(manager.get_blocks_to_fork("r", 13, 14, is_final=False)) == [0, 0, 3, 4]
     # The token at 12 sees 7..12, and block 1 was freed.
-    assert manager.get_blocks_to_fork("r", 12, 14) is None
+    assert manager.get_blocks_to_fork("r", 12, 14, is_final=False) is None
 
 
 def test_max_tokens_before_allocate_ends_before_a_block_leaves_the_window():

@@ -1,0 +1,136 @@
+"""SavedStates: slots whose states later requests can find in the prefix cache."""
+
+import dataclasses
+from collections import OrderedDict
+
+from paxkv.contracts.protocols import CacheRequest
+from paxkv.kv_cache.hashing.block_hash import BlockHashWithGroupId
+from paxkv.kv_cache.pool.block import KVCacheBlock
+from paxkv.kv_cache.pool.block_pool import BlockPool
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class SavedState:
+    """A slot with the state after `num_tokens` tokens of a request. It is not written again.
+
+    Args:
+        is_rolling: The state was saved while the request decoded, so its next one replaces it.
+        key: The hash of the slot's first block, while the prefix cache has it.
+    """
+
+    blocks: list[KVCacheBlock]
+    num_tokens: int
+    is_rolling: bool
+    key: BlockHashWithGroupId | None = None
+
+    @property
+    def is_findable(self) -> bool:
+        return self.key is not None and self.blocks[0].block_hash == self.key
+
+
+class SavedStates:
+    """The saved states of one KV cache group.
+
+    The first block of a saved slot has the hash of the tokens. Blocks of a slot are freed in their
+    order, so the pool allocates the first one first: a slot that has lost a block has no hash.
+
+    Args:
+        block_size: Tokens between two positions at which a state can be saved.
+        max_blocks: Most blocks of saved slots. The least recently used are dropped beyond it, those
+            of decoding requests before those of prompts.
+    """
+
+    def __init__(
+        self, block_pool: BlockPool, *, kv_cache_group_id: int, block_size: int, max_blocks: int
+    ) -> None:
+        self._block_pool = block_pool
+        self._kv_cache_group_id = kv_cache_group_id
+        self._block_size = block_size
+        self._max_blocks = max_blocks
+        # By the id of the first block, the least recently used first. An entry whose block has lost
+        # its hash is out of date.
+        self._states: OrderedDict[int, SavedState] = OrderedDict()
+        # Request id -> its states that were saved while it decodes, oldest first.
+        self._rolling: dict[str, list[SavedState]] = {}
+
+    def find(self, first_block: KVCacheBlock) -> SavedState:
+        """The saved state whose slot starts with a block that a look-up found."""
+        return self._states[first_block.block_id]
+
+    def find_all(self) -> list[SavedState]:
+        """All states that a look-up can find."""
+        return [state for state in self._states.values() if state.is_findable]
+
+    def contains(self, request: CacheRequest, num_tokens: int) -> bool:
+        """Whether a look-up finds the state after the request's first `num_tokens` tokens."""
+        num_hashes = num_tokens // self._block_pool.hash_block_size
+        group_ids = (self._kv_cache_group_id,)
+        block_hash = request.block_hashes[num_hashes - 1]
+        return self._block_pool.get_cached_block(block_hash, group_ids) is not None
+
+    def touch(self, state: SavedState) -> None:
+        """Makes a state the most recently used one."""
+        self._states.move_to_end(state.blocks[0].block_id)
+
+    def add(self, request: CacheRequest, state: SavedState) -> None:
+        """Adds a state to the prefix cache, unless it is there already."""
+        if self.contains(request, state.num_tokens):
+            return
+        first = state.blocks[0]
+        num_blocks = state.num_tokens // self._block_size
+        self._block_pool.cache_full_blocks(
+            request=request,
+            blocks=[self._block_pool.null_block] * (num_blocks - 1) + [first],
+            num_cached_blocks=num_blocks - 1,
+            num_full_blocks=num_blocks,
+            block_size=self._block_size,
+            kv_cache_group_id=self._kv_cache_group_id,
+        )
+        state.key = first.block_hash
+        self._states[first.block_id] = state
+        self._states.move_to_end(first.block_id)
+        if state.is_rolling:
+            self._rolling.setdefault(request.request_id, []).append(state)
+        self._drop_least_used()
+
+    def remove(self, state: SavedState) -> None:
+        """Removes a state from the prefix cache."""
+        del self._states[state.blocks[0].block_id]
+        self._block_pool.evict(state.blocks[:1])
+
+    def pop_replaceable(self, request_id: str) -> list[KVCacheBlock] | None:
+        """Removes a state of a decoding request that newer ones replace, and returns its slot.
+
+        The newest two stay, because the last of them may be of tokens past the request's end.
+
+        Returns:
+            Blocks that are all free; None if there are none.
+        """
+        rolling = self._rolling.get(request_id, ())
+        if len(rolling) < 2:
+            return None
+        state = rolling.pop(0)
+        if not self._is_current(state) or state.blocks[0].ref_cnt > 0:
+            return None
+        self.remove(state)
+        return state.blocks
+
+    def forget_request(self, request_id: str) -> None:
+        """Keeps the states of a request that has ended until other states need their memory."""
+        self._rolling.pop(request_id, None)
+
+    def _is_current(self, state: SavedState) -> bool:
+        return state.is_findable and self._states.get(state.blocks[0].block_id) is state
+
+    def _drop_least_used(self) -> None:
+        size = len(next(iter(self._states.values())).blocks)
+        max_states = self._max_blocks // size
+        if len(self._states) <= max_states:
+            return
+        states = self.find_all()
+        self._states = OrderedDict((state.blocks[0].block_id, state) for state in states)
+        num_surplus = len(states) - max_states
+        if num_surplus > 0:
+            # Sorting is stable, so that the order of use stays within both kinds.
+            for state in sorted(states, key=lambda state: not state.is_rolling)[:num_surplus]:
+                self.remove(state)

@@ -1,0 +1,69 @@
+"""The positions at which the states of recurrent layers are saved.
+
+Other requests can continue from a state only if it was saved: later tokens overwrite it. States are
+saved at multiples of the block size
+
+- before the last tokens of the prompt, as late as possible;
+- where the keys and values of a longer prefix were found than the state (`state_save_at`);
+- while the request decodes, at every multiple that it passes.
+
+A request from which others fork also saves the state before the last token of its prompt.
+"""
+
+import sys
+
+from paxkv.contracts.kv_cache_spec import cdiv
+from paxkv.contracts.protocols import CacheRequest
+
+
+def is_fork_point(request: CacheRequest, num_tokens: int) -> bool:
+    """Whether forks of a running request continue after its first `num_tokens` tokens."""
+    return request.keeps_state_for_forks and num_tokens == request.num_prompt_tokens - 1
+
+
+def is_save_point(request: CacheRequest, num_tokens: int, block_size: int) -> bool:
+    """Whether the state after `num_tokens` tokens is saved for the prefix cache."""
+    if num_tokens % block_size or num_tokens == 0:
+        return False
+    return num_tokens >= request.num_prompt_tokens or num_tokens in (
+        _last_multiple(request, block_size),
+        request.state_save_at,
+    )
+
+
+def cut_at_save_point(
+    request: CacheRequest, num_computed_tokens: int, num_new_tokens: int, block_size: int | None
+) -> int:
+    """Number of new tokens up to the first position within them at which the state is saved.
+
+    Args:
+        block_size: None without prefix caching.
+    """
+    points = []
+    if request.keeps_state_for_forks:
+        points.append(request.num_prompt_tokens - 1)
+    if block_size is not None:
+        points += [_last_multiple(request, block_size), request.state_save_at]
+    end = num_computed_tokens + num_new_tokens
+    end = min((point for point in points if num_computed_tokens < point < end), default=end)
+    return end - num_computed_tokens
+
+
+def max_tokens_before_save(request: CacheRequest, block_size: int | None) -> int:
+    """Number of tokens after which the request may have to save its state, and not before.
+
+    Args:
+        block_size: None without prefix caching.
+    """
+    num_computed_tokens = request.num_computed_tokens
+    limit = sys.maxsize
+    if block_size is not None:
+        limit = cdiv(num_computed_tokens, block_size) * block_size
+    if request.keeps_state_for_forks and num_computed_tokens < request.num_prompt_tokens:
+        limit = min(limit, request.num_prompt_tokens - 1)
+    return limit
+
+
+def _last_multiple(request: CacheRequest, block_size: int) -> int:
+    """The last position at which the state can be saved before the request's last token."""
+    return (request.num_tokens - 1) // block_size * block_size
