@@ -158,10 +158,7 @@ def test_a_decode_step_copies_no_pages(name, run, kv_dtype, num_reqs):
     page_bytes = stack.groups.kv_cache_groups[0].kv_cache_spec.page_size_bytes
     num_blocks = 64 * MIB // (stack.groups.config(2).num_rows * page_bytes)
     pages = jax.eval_shape(functools.partial(stack.pages, num_blocks))
-    tables = [
-        jax.ShapeDtypeStruct((t.num_groups, num_reqs, t.max_blocks_per_req), jnp.int32)
-        for t in stack.table_shapes
-    ]
+    tables = [jax.ShapeDtypeStruct(t.dims(num_reqs), jnp.int32) for t in stack.table_shapes]
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     compiled = (
         jax.jit(
