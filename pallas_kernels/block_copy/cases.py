@@ -65,7 +65,7 @@ def build_inputs(case: BlockCopyCase) -> BlockCopyInputs:
     shape = (case.num_rows, case.num_blocks, *case.block_dims)
     largest = 2**16 if case.dtype == "uint16" else 1
     return BlockCopyInputs(
-        pages=jnp.asarray(rng.uniform(0, largest, shape).astype(jnp.dtype(case.dtype))),
-        source_block_ids=jnp.asarray(copies_np[:, 0]),
-        target_block_ids=jnp.asarray(copies_np[:, 1]),
+        pages=jax.device_put(rng.uniform(0, largest, shape).astype(jnp.dtype(case.dtype))),
+        source_block_ids=jax.device_put(copies_np[:, 0]),
+        target_block_ids=jax.device_put(copies_np[:, 1]),
     )

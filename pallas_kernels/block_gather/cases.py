@@ -64,10 +64,10 @@ def build_inputs(case: BlockGatherCase) -> BlockGatherInputs:
     def draw(num_blocks: int) -> jax.Array:
         shape = (case.num_rows, num_blocks, *case.block_dims)
         low, high = _RANGES.get(case.dtype, (-1.0, 1.0))
-        return jnp.asarray(rng.uniform(low, high, shape).astype(jnp.dtype(case.dtype)))
+        return jax.device_put(rng.uniform(low, high, shape).astype(jnp.dtype(case.dtype)))
 
     return BlockGatherInputs(
         pages=draw(case.num_blocks),
-        block_ids=jnp.asarray(block_ids_np, jnp.int32),
+        block_ids=jax.device_put(block_ids_np.astype(np.int32)),
         values=draw(num_all),
     )

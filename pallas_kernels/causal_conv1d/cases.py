@@ -40,9 +40,11 @@ def build_inputs(
     window_np = rng.standard_normal((len(case.counts), case.kernel_size - 1, case.num_channels))
     weight_np = rng.standard_normal((case.kernel_size, case.num_channels))
     starts_np = np.concatenate([[0], np.cumsum(case.counts)])
+    dtype = jnp.dtype(case.dtype)
+    # `jnp.asarray` would compile a program for each dtype and shape.
     return (
-        jnp.asarray(x_np, case.dtype),
-        jnp.asarray(window_np, jnp.float32),
-        jnp.asarray(weight_np, case.dtype),
-        jnp.asarray(starts_np, jnp.int32),
+        jax.device_put(x_np.astype(dtype)),
+        jax.device_put(window_np.astype(np.float32)),
+        jax.device_put(weight_np.astype(dtype)),
+        jax.device_put(starts_np.astype(np.int32)),
     )

@@ -50,8 +50,10 @@ def build_inputs(case: GatedDeltaRuleCase, seed: int = 0) -> tuple[jax.Array, ..
     beta_np = rng.uniform(0, 1, dims)
     states_np = rng.standard_normal((len(case.counts), case.num_heads, case.k_dim, case.v_dim))
     starts_np = np.concatenate([[0], np.cumsum(case.counts)])
+    dtype = jnp.dtype(case.dtype)
+    # `jnp.asarray` would compile a program for each dtype and shape.
     return (
-        *(jnp.asarray(x, case.dtype) for x in (q_np, k_np, v_np, log_decay_np, beta_np)),
-        jnp.asarray(states_np, jnp.float32),
-        jnp.asarray(starts_np, jnp.int32),
+        *(jax.device_put(x.astype(dtype)) for x in (q_np, k_np, v_np, log_decay_np, beta_np)),
+        jax.device_put(states_np.astype(np.float32)),
+        jax.device_put(starts_np.astype(np.int32)),
     )

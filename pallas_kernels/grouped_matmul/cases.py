@@ -116,19 +116,19 @@ def build_inputs(case: GroupedMatmulCase, seed: int = 0) -> GroupedMatmulInputs:
     rows_np[group_ids_np == num_groups] = np.nan
     weights_np = rng.standard_normal((num_groups, case.in_features, case.out_features))
     weights_np[np.array(case.group_sizes) == 0] = np.nan
-    # NumPy casts without compiling a program.
+    # NumPy casts without compiling a program, and `jnp.asarray` compiles one for each shape.
     dtype = jnp.dtype(case.dtype)
     rows_np = rows_np.astype(dtype)
     weights_np = (weights_np / case.in_features**0.5).astype(dtype)
     if case.is_stored_as_bits:
         weights_np = weights_np.view(np.uint16)
-    group_ids = jnp.asarray(group_ids_np, jnp.int32)
+    group_ids = jax.device_put(group_ids_np.astype(np.int32))
     tiles = _make_group_tiles(group_ids, num_groups=num_groups, tile_rows=case.tile_rows)
     return GroupedMatmulInputs(
-        x=jnp.asarray(rows_np[np.asarray(tiles.rows)]),
-        weights=jnp.asarray(weights_np),
+        x=jax.device_put(rows_np[np.asarray(tiles.rows)]),
+        weights=jax.device_put(weights_np),
         tiles=tiles,
         weights_dtype=dtype if case.is_stored_as_bits else None,
-        rows=jnp.asarray(rows_np),
+        rows=jax.device_put(rows_np),
         group_ids=group_ids,
     )

@@ -95,20 +95,20 @@ def build_inputs(case: KVScatterCase) -> KVScatterInputs:
     slots_np[real_tokens] = rng.permutation(num_slots)[: case.num_tokens]
 
     def draw(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        return jax.device_put(rng.standard_normal(shape).astype(jnp.dtype(case.dtype)))
 
     def draw_cache() -> jax.Array:
         num_entries = (2 if case.has_v else 1) * case.num_blocks
         shape = (case.num_rows, num_entries, case.num_kv_heads, case.block_size, case.head_dim)
         cache_np = rng.uniform(-1.0, 1.0, shape).astype(jnp.dtype(case.dtype))
-        return jnp.asarray(cache_np.view(np.uint16) if case.is_uint16 else cache_np)
+        return jax.device_put(cache_np.view(np.uint16) if case.is_uint16 else cache_np)
 
     token_shape = (num_all, case.num_kv_heads, case.head_dim)
     return KVScatterInputs(
         kv_cache=draw_cache(),
-        k=draw(*token_shape).astype(case.dtype),
-        v=draw(*token_shape).astype(case.dtype) if case.has_v else None,
-        slots=jnp.asarray(slots_np, jnp.int32),
+        k=draw(*token_shape),
+        v=draw(*token_shape) if case.has_v else None,
+        slots=jax.device_put(slots_np.astype(np.int32)),
         row=case.row,
         kv_dtype=jnp.dtype(case.dtype) if case.is_uint16 else None,
     )

@@ -65,6 +65,8 @@ def build_inputs(case: MergeAttentionStatesCase, seed: int = 0) -> MergeAttentio
         for token_idx in range(case.num_tokens):
             if case.empty_kinds[token_idx % len(case.empty_kinds)] in (name, "both"):
                 out_np[token_idx], lse_np[token_idx] = np.nan, -np.inf
-        arrays += [jnp.asarray(out_np, case.dtype), jnp.asarray(lse_np, jnp.float32)]
+        # `jnp.asarray` would compile a program for each dtype and shape.
+        arrays.append(jax.device_put(out_np.astype(jnp.dtype(case.dtype))))
+        arrays.append(jax.device_put(lse_np.astype(np.float32)))
     out_a, lse_a, out_b, lse_b = arrays
     return MergeAttentionStatesInputs(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cache_layout import pad_slot
@@ -105,9 +104,9 @@ def build_inputs(case: SlotMappingCase) -> SlotMappingInputs:
     query_start_loc_np = np.cumsum([0] + [num_tokens for _, num_tokens in case.requests])
     cp_world_size, cp_rank, cp_interleave = case.cp
     return SlotMappingInputs(
-        positions=jnp.asarray(np.tile(positions_np, (case.num_groups, 1)), jnp.int32),
-        block_tables=jnp.asarray(block_ids.reshape(tables_shape), jnp.int32),
-        query_start_loc=jnp.asarray(query_start_loc_np, jnp.int32),
+        positions=jax.device_put(np.tile(positions_np, (case.num_groups, 1)).astype(np.int32)),
+        block_tables=jax.device_put(block_ids.reshape(tables_shape).astype(np.int32)),
+        query_start_loc=jax.device_put(np.asarray(query_start_loc_np, np.int32)),
         block_size=case.block_size,
         pad_slot=pad_slot(NUM_ROWS, num_blocks, case.block_size),
         cp_world_size=cp_world_size,

@@ -47,8 +47,10 @@ def build_inputs(case: SSDScanCase, seed: int = 0) -> tuple[jax.Array, ...]:
     log_decay_np = -rng.exponential(0.3, (num_tokens, case.num_heads))
     state_dims = (len(case.counts), case.num_heads, case.head_dim, case.state_size)
     starts_np = np.concatenate([[0], np.cumsum(case.counts)])
+    dtype = jnp.dtype(case.dtype)
+    # `jnp.asarray` would compile a program for each dtype and shape.
     return (
-        *(jnp.asarray(x, case.dtype) for x in (x_np, b_np, c_np, log_decay_np)),
-        jnp.asarray(rng.standard_normal(state_dims), jnp.float32),
-        jnp.asarray(starts_np, jnp.int32),
+        *(jax.device_put(x.astype(dtype)) for x in (x_np, b_np, c_np, log_decay_np)),
+        jax.device_put(rng.standard_normal(state_dims).astype(np.float32)),
+        jax.device_put(starts_np.astype(np.int32)),
     )
