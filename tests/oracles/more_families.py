@@ -3,6 +3,7 @@
 Importing this module adds `MORE` to `families.EXTRA`.
 """
 
+import functools
 from collections.abc import Callable
 
 import transformers
@@ -156,14 +157,49 @@ PROMPT_LENS = {
 }
 
 
+def _with_few_layers(family: str) -> transformers.PreTrainedConfig:
+    """The family's checkpoint with a layer of each kind that lists of layers name, or with two."""
+    name, fields = families.spec(family)
+    (num_layers_name,) = {"num_hidden_layers", "n_layer", "n_layers"} & fields.keys()
+    num_layers = fields[num_layers_name]
+    # Lists with an entry for each layer: kinds of layers, for example.
+    lists = {
+        key: value
+        for key, value in fields.items()
+        if isinstance(value, list) and len(value) == num_layers
+    }
+    kinds = list(zip(*lists.values(), strict=True))
+    kept = sorted({kinds.index(kind) for kind in kinds})
+    if len(kept) < 2:
+        kept = [0, num_layers - 1]
+    changed = {key: [value[idx] for idx in kept] for key, value in lists.items()}
+    return getattr(transformers, name)(**fields | changed | {num_layers_name: len(kept)})
+
+
 _SLIDING = "sliding_attention"
+_ALL = families.FAMILIES | families.EXTRA | families.NEWEST
 # Families with fewer layers. They keep each kind of layer, so their programs compute the same, and
-# take about half the time to compile.
-SHALLOW = {
+# take about half the time to compile. The entries after the first are of families whose kinds of
+# layers are not in lists, or that have more than they need.
+SHALLOW = {family: functools.partial(_with_few_layers, family) for family in _ALL} | {
+    **{family: _ALL[family] for family in ("dory", "dbrx", "longcat-flash")},
+    "bamba": _with_fields("bamba", num_hidden_layers=2, attn_layer_indices=[1]),
+    "qwen3-next": _with_fields("qwen3-next", num_hidden_layers=2, full_attention_interval=2),
+    "ernie4.5-moe": _with_fields("ernie4.5-moe", num_hidden_layers=2, moe_layer_end_index=1),
+    # The second layer uses the choice of the first.
+    **{
+        family: _with_fields(
+            family,
+            num_hidden_layers=2,
+            indexer_types=["full", "shared"],
+            mlp_layer_types=["dense", "sparse"],
+        )
+        for family in ("glm5-dsa", "glm5-dsa-all")
+    },
     "gemma2": _with_fields("gemma2", num_hidden_layers=2, layer_types=[_SLIDING, _FULL]),
-    "gemma3": _with_fields("gemma3", num_hidden_layers=3, layer_types=[_SLIDING, _SLIDING, _FULL]),
+    "gemma3": _with_fields("gemma3", num_hidden_layers=2, layer_types=[_SLIDING, _FULL]),
     "gemma4-dense": _with_fields(
-        "gemma4-dense", num_hidden_layers=3, layer_types=[_SLIDING, _SLIDING, _FULL]
+        "gemma4-dense", num_hidden_layers=2, layer_types=[_SLIDING, _FULL]
     ),
     # The last two layers read the caches of the second and the third.
     "gemma4-ple": _with_fields(
@@ -189,7 +225,7 @@ SHALLOW = {
     "gemma4-moe": _with_fields("gemma4-moe", num_hidden_layers=2, layer_types=[_SLIDING, _FULL]),
     # The first layer has no experts.
     "mimo-v2-flash": _with_fields(
-        "mimo-v2-flash", num_hidden_layers=3, layer_types=[_FULL, _SLIDING, _FULL]
+        "mimo-v2-flash", num_hidden_layers=2, layer_types=[_FULL, _SLIDING]
     ),
     "mimo-v2-flash-dense": _with_fields(
         "mimo-v2-flash-dense",
@@ -198,25 +234,21 @@ SHALLOW = {
         mlp_layer_types=["dense"] * 3,
     ),
     # The first layer has no experts.
-    "laguna": _with_fields(
-        "laguna",
-        num_hidden_layers=3,
-        layer_types=[_SLIDING, _SLIDING, _FULL],
-        mlp_layer_types=["dense", "sparse", "sparse"],
-        num_attention_heads_per_layer=[4, 8, 4],
-    ),
-    "laguna-per-element": _with_fields(
-        "laguna-per-element",
-        num_hidden_layers=3,
-        layer_types=[_SLIDING, _SLIDING, _FULL],
-        mlp_layer_types=["dense", "sparse", "sparse"],
-        num_attention_heads_per_layer=[4, 8, 4],
-    ),
+    **{
+        family: _with_fields(
+            family,
+            num_hidden_layers=2,
+            layer_types=[_SLIDING, _FULL],
+            mlp_layer_types=["dense", "sparse"],
+            num_attention_heads_per_layer=[4, 8],
+        )
+        for family in ("laguna", "laguna-per-element")
+    },
     "exaone-moe": _with_fields(
         "exaone-moe",
-        num_hidden_layers=3,
-        layer_types=[_SLIDING, _SLIDING, _FULL],
-        mlp_layer_types=["dense", "sparse", "sparse"],
+        num_hidden_layers=2,
+        layer_types=[_SLIDING, _FULL],
+        mlp_layer_types=["dense", "sparse"],
     ),
     "granite-moe-swa": _with_fields(
         "granite-moe-swa",
@@ -224,7 +256,7 @@ SHALLOW = {
         layer_types=[_SLIDING, _FULL],
         layer_rope_theta=[10_000.0, 0],
     ),
-    "afmoe": _with_fields("afmoe", num_hidden_layers=3, layer_types=[_SLIDING, _SLIDING, _FULL]),
+    "afmoe": _with_fields("afmoe", num_hidden_layers=2, layer_types=[_SLIDING, _FULL]),
 }
 
 # Checkpoint -> attention of transformers that computes it as the release does. For Falcon, "eager"
