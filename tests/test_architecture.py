@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import itertools
 import re
 import subprocess
 import sys
@@ -304,26 +305,41 @@ WAITS_FOR_PROCESS = {"subprocess.run", "subprocess.check_output", "subprocess.ch
 MAY_WAIT_LONG = ("tests/mutants/", "tests/test_time_limit.py")
 
 
+# Without an argument. A process that was killed on the line before ends.
+WAITS_FOR_EVER = re.compile(r"process\.(wait|communicate)\(\)")
+
+
 def unlimited_waits(path: Path) -> list[str]:
     """Calls in a file that wait for a process without a `timeout`."""
     text = path.read_text()
-    if not any(name in text for name in WAITS_FOR_PROCESS):
-        return []
-    return [
-        f"{path.name}:{node.lineno} waits for a process without a timeout"
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Call)
-        and ast.unparse(node.func) in WAITS_FOR_PROCESS
-        and "timeout" not in {keyword.arg for keyword in node.keywords}
+    lines = text.splitlines()
+    found = [
+        number
+        for number, (before, line) in enumerate(itertools.pairwise(["", *lines]), start=1)
+        if WAITS_FOR_EVER.search(line) and "kill" not in before
     ]
+    if any(name in text for name in WAITS_FOR_PROCESS):
+        found += [
+            node.lineno
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Call)
+            and ast.unparse(node.func) in WAITS_FOR_PROCESS
+            and "timeout" not in {keyword.arg for keyword in node.keywords}
+        ]
+    return [f"{path.name}:{number} waits for a process without a timeout" for number in found]
 
 
 def test_tests_wait_for_processes_with_a_timeout(tmp_path: Path) -> None:
     paths = [p for p in TESTS if not relative(p).startswith(MAY_WAIT_LONG)]
     assert [wait for path in paths for wait in unlimited_waits(path)] == []
     planted = tmp_path / "planted.py"
-    planted.write_text("subprocess.run(['a'], timeout=1)\nsubprocess.run(['b'])\n")
-    assert unlimited_waits(planted) == ["planted.py:2 waits for a process without a timeout"]
+    planted.write_text(
+        "subprocess.run(['a'], timeout=1)\nsubprocess.run(['b'])\n"
+        "{0}.wait(1)\n{0}.kill()\n{0}.wait()\n{0}.communicate()\n".format("process")
+    )
+    assert unlimited_waits(planted) == [
+        f"planted.py:{number} waits for a process without a timeout" for number in (6, 2)
+    ]
 
 
 def test_no_init_files_under_tests() -> None:

@@ -93,7 +93,8 @@ def running_server(
                 url = line.split(" is ready at ")[1].strip().removesuffix("/v1")
                 break
         else:
-            raise RuntimeError(f"{command} ended with code {process.wait()} before it was ready")
+            code = process.wait(STOP_TIMEOUT_S)
+            raise RuntimeError(f"{command} ended with code {code} before it was ready")
         watchdog.cancel()
         yield RealServer(process, url)
     finally:

@@ -84,7 +84,8 @@ def running_fake_server(*flags: str, **settings: object) -> Iterator[FakeServer]
     try:
         line = process.stdout.readline()
         if " is ready at " not in line:
-            raise RuntimeError(f"the server did not start: {process.communicate()[1]}")
+            _, said = process.communicate(timeout=END_TIMEOUT_S)
+            raise RuntimeError(f"the server did not start: {said}")
         url = line.split(" is ready at ")[1].strip().removesuffix("/v1")
         yield FakeServer(process, url)
     finally:

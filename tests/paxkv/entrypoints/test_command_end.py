@@ -57,7 +57,7 @@ def test_closed_stdout_ends_the_command_without_a_traceback(num_lines):
     process.stdin.close()
     assert process.stderr.read() == ""
     process.stderr.close()
-    assert process.wait() == 1
+    assert process.wait(60) == 1
 
 
 def test_another_broken_pipe_is_still_an_error(monkeypatch):
