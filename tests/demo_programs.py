@@ -11,11 +11,17 @@ from pathlib import Path
 from paxkv.runner.programs.program_sources import source_digest
 
 ROOT = Path(__file__).resolve().parents[1]
+# With the default of 64 requests and 512 tokens, the programs take twice as long to compile: there
+# are as many kinds, and each kind has more sizes.
+SETTINGS = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
+FLAGS = tuple(
+    text for name, value in SETTINGS.items() for text in (f"--{name.replace('_', '-')}", str(value))
+)
 
 
 @functools.cache
 def demo_programs() -> Path:
-    """A `--compiled-dir` for the demo model's architecture with the default engine settings.
+    """A `--compiled-dir` for the demo model's architecture with `SETTINGS`.
 
     The first caller of the run compiles it as a user would, except for the flags of XLA that all
     processes of tests have (`tests/compiler_flags.py`); callers in other processes wait. The folder
@@ -32,7 +38,7 @@ def demo_programs() -> Path:
             being_made = Path(f"{path}.being-made")
             shutil.rmtree(being_made, ignore_errors=True)
             # Weights shape no program.
-            arguments = ("--out", str(being_made), "--load-format", "dummy")
+            arguments = ("--out", str(being_made), "--load-format", "dummy", *FLAGS)
             subprocess.run(
                 [sys.executable, "-m", "paxkv.compile", *arguments],
                 cwd=ROOT,

@@ -7,7 +7,7 @@ import pytest
 
 from paxkv import LLM
 from paxkv.runner.model_runner import ModelRunner
-from tests.demo_programs import demo_programs
+from tests.demo_programs import SETTINGS, demo_programs
 from tests.end_to_end.checked_engine import make_runner
 from tests.end_to_end.engine_harness import RecordingRunner
 from tests.end_to_end.golden_runs import Runners, make_runners
@@ -17,9 +17,9 @@ from tests.oracles.make_checkpoint import write_random_checkpoint
 
 @pytest.fixture(scope="session")
 def demo_llm() -> Iterator[LLM]:
-    """The demo model offline, with the default settings and the programs that servers load."""
+    """The demo model offline, with the settings and the programs of servers."""
     with process_engine_compilations():
-        llm = LLM(compiled_dir=str(demo_programs()))
+        llm = LLM(compiled_dir=str(demo_programs()), **SETTINGS)
     with llm:
         yield llm
 

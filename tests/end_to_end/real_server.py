@@ -22,7 +22,7 @@ from paxkv.config.engine_config import (
     RunnerConfig,
     SchedulerConfig,
 )
-from tests.demo_programs import demo_programs
+from tests.demo_programs import FLAGS, demo_programs
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 420
@@ -75,7 +75,7 @@ def running_server(
     """
     command = [sys.executable, "-m", "paxkv.serve", "--port", "0", *arguments]
     if has_demo_programs(arguments):
-        command += ["--compiled-dir", str(demo_programs())]
+        command += ["--compiled-dir", str(demo_programs()), *FLAGS]
     process = subprocess.Popen(
         command,
         cwd=ROOT,

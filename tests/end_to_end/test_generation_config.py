@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from paxkv import LLM, SamplingParams
-from tests.demo_programs import demo_programs
+from tests.demo_programs import FLAGS, SETTINGS, demo_programs
 from tests.end_to_end.real_server import ROOT, running_server
 from tests.engine_compilations import process_engine_compilations
 
@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory):
 def greedy(checkpoint):
     """The likeliest 12 tokens after the prompt; drawn without a filter they are others."""
     with process_engine_compilations():
-        llm = LLM(str(checkpoint), compiled_dir=str(demo_programs()))
+        llm = LLM(str(checkpoint), compiled_dir=str(demo_programs()), **SETTINGS)
     with llm:
 
         def text(params: SamplingParams | None) -> str:
@@ -55,7 +55,7 @@ def greedy(checkpoint):
 def test_a_server_samples_as_the_file_says_unless_a_request_or_a_flag_says_otherwise(
     checkpoint, greedy, flags, tmp_path
 ) -> None:
-    programs = ("--compiled-dir", str(demo_programs()))
+    programs = ("--compiled-dir", str(demo_programs()), *FLAGS)
     arguments = ("--model", str(checkpoint), *programs, *flags)
     with (
         open(tmp_path / "log", "wb") as stderr,

@@ -9,7 +9,7 @@ import pytest
 
 from paxkv import LLM, SamplingParams
 from paxkv.entrypoints import build
-from tests.demo_programs import demo_programs
+from tests.demo_programs import SETTINGS, demo_programs
 from tests.engine_compilations import process_engine_compilations
 
 NUM_BLOCKS = 13
@@ -62,7 +62,7 @@ def llm(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(build, "_make_scheduler", make_small_scheduler)
     with process_engine_compilations():
-        llm = LLM(compiled_dir=str(demo_programs()), full_sequence_must_fit=False)
+        llm = LLM(compiled_dir=str(demo_programs()), full_sequence_must_fit=False, **SETTINGS)
     with llm:
         yield llm
 
