@@ -40,6 +40,7 @@ class KernelEncoder:
             "checkpoint", the loader makes the kernels that are quantized there (`keep_integers`).
         group_size: Inputs that share a scale. Kernels whose number of inputs it does not divide get
             the largest size that divides both.
+        num_devices: Of the mesh that kernels are split over.
     """
 
     platform: Platform
@@ -47,6 +48,7 @@ class KernelEncoder:
     panel_width: int | None = None
     quantization: Quantization = "none"
     group_size: int = 128
+    num_devices: int = 1
 
     def __post_init__(self) -> None:
         if self.quantization != "none" and self.product_dtype != "auto":
@@ -66,20 +68,36 @@ class KernelEncoder:
         is_rounded = self.product_dtype != "auto" or self.quantization in _NUM_BITS
         return self.panel_width is not None or is_rounded
 
-    def encode(self, values: jax.Array, layout: Layout, *, is_router: bool) -> KernelValue:
+    @property
+    def scaled_panel_width(self) -> int | None:
+        """Columns of the panels of quantized kernels; None keeps all columns together."""
+        # Panels could not be split over devices.
+        return self.platform.scaled_panel_width if self.num_devices == 1 else None
+
+    def encode(
+        self,
+        values: jax.Array,
+        layout: Layout,
+        *,
+        is_router: bool,
+        splits_inputs: bool = False,
+    ) -> KernelValue:
         """Returns the stored form of one parameter.
 
         Args:
             is_router: Whether it belongs to a router, whose numbers are never rounded.
+            splits_inputs: Whether each device has some of the inputs of a matrix or an expert. All
+                inputs of a group are on one device.
         """
         if layout in ("matrix", "experts") and self.quantization in _NUM_BITS and not is_router:
-            group_size = fitting_group_size(values.shape[-2], self.group_size)
+            num_inputs = values.shape[-2] // (self.num_devices if splits_inputs else 1)
+            group_size = fitting_group_size(num_inputs, self.group_size)
             if group_size is not None:
                 return ScaledKernel.quantize(
                     values,
                     num_bits=_NUM_BITS[self.quantization],
                     group_size=group_size,
-                    panel_width=self.platform.scaled_panel_width,
+                    panel_width=self.scaled_panel_width,
                 )
         if layout == "experts":
             return self._encode_experts(values)

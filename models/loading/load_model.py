@@ -38,6 +38,7 @@ from models.platforms import Platform, default_platform
 from models.platforms.jax_process import check_not_forked
 from models.registry import family_class
 from models.stored_kernels.scaled import ScaledKernel
+from models.stored_kernels.stored_kernel import StoredKernel
 from models.stored_kernels.use_kernel import KernelValue
 from models.text_parts import is_of_other_part
 from models.weight_rule import WeightRule, split_spec
@@ -75,7 +76,7 @@ def load_model(
         has_unified_kv: Layers with a sliding window keep all keys and values, as the others do.
         max_model_len: Most tokens of a request, for `ModelConfig.for_length`.
         product_dtype: As in `KernelEncoder`.
-        panel_width: As in `KernelEncoder`.
+        panel_width: As in `KernelEncoder`. Several devices have no panels.
         quantization: As in `KernelEncoder`.
         quantization_group_size: `KernelEncoder.group_size`.
         generation_folder: As in `read_model_config`.
@@ -93,17 +94,16 @@ def load_model(
     _check_choice("product_dtype", product_dtype, get_args(ProductDtype))
     _check_choice("quantization", quantization, get_args(Quantization))
     platform = platform or default_platform()
+    num_devices = 1 if mesh is None else mesh.size
     encoder = KernelEncoder(
         platform=platform,
         product_dtype=product_dtype,
-        panel_width=panel_width,
+        panel_width=panel_width if num_devices == 1 else None,
         quantization=quantization,
         group_size=quantization_group_size,
+        num_devices=num_devices,
     )
     check_not_forked()
-    num_devices = 1 if mesh is None else mesh.size
-    if num_devices > 1:
-        _check_stored_whole(encoder)
     # A model that is not supported is refused before its weights are downloaded.
     folder = resolve_model_folder(model, with_weights=False)
     config = read_model_config(folder, generation_folder=generation_folder, model_impl=model_impl)
@@ -238,6 +238,27 @@ class _Structure:
         """How a parameter with this rule is split; None: it is on the default device."""
         return self._mesh and NamedSharding(self._mesh, split_spec(rule.axes))
 
+    def split(self, name: str, value: KernelValue) -> KernelValue:
+        """The value of a parameter, each of whose arrays is split as its kind of kernel says.
+
+        Raises:
+            ModelError: An array cannot be split evenly.
+        """
+        if self._mesh is None or not isinstance(value, StoredKernel):
+            return value
+        arrays, treedef = jax.tree.flatten(value)
+        shardings = [NamedSharding(self._mesh, s) for s in value.specs(self.rule_of(name).axes)]
+        for array, sharding in zip(arrays, shardings, strict=True):
+            try:
+                sharding.shard_shape(array.shape)
+            except ValueError as error:
+                raise ModelError(
+                    f"an array of the quantized parameter {name!r} has the shape {array.shape}, "
+                    f"which cannot be split over {self._mesh.size} devices as {sharding.spec}. Use "
+                    "quantization none, or fewer devices."
+                ) from error
+        return jax.tree.unflatten(treedef, jax.device_put(arrays, shardings))
+
     @property
     def source_names(self) -> list[str]:
         """Names of the tensors that the model needs, as weight rules have them."""
@@ -275,19 +296,21 @@ def _read_params(
         and all(checkpoint.is_quantized(source.name) for source in rule.sources)
         for name, rule in zip(structure.names, rules, strict=True)
     ]
-    weights = _read_ahead(checkpoint, rules, kept, encoder.platform.scaled_panel_width)
+    weights = _read_ahead(checkpoint, rules, kept, encoder.scaled_panel_width)
     for name, rule, wanted, weight in zip(
         structure.names, structure.rules, structure.shapes, weights, strict=True
     ):
         if isinstance(weight, ScaledKernel):
             _check_shape(name, weight.shape, wanted.shape)
-            yield weight
+            value = weight
         else:
-            yield encoder.encode(
+            value = encoder.encode(
                 _put(name, rule, wanted, weight, encoder.platform, structure.sharding_of(rule)),
                 rule.layout,
                 is_router=name in structure.routers,
+                splits_inputs=_splits_inputs(rule),
             )
+        yield structure.split(name, value)
 
 
 def _put(
@@ -308,6 +331,10 @@ def _put(
         param = put_split(weight_np, wanted.dtype, platform, **turned)
     _check_shape(name, param.shape, wanted.shape)
     return param
+
+
+def _splits_inputs(rule: WeightRule) -> bool:
+    return rule.layout in ("matrix", "experts") and rule.axes[-2] is not None
 
 
 def _check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
@@ -387,11 +414,13 @@ def _random_params(
             case "bias" | "correction_bias" | "offset":
                 yield jnp.zeros(wanted.shape, wanted.dtype, device=sharding)
             case _:
-                yield encoder.encode(
+                value = encoder.encode(
                     _random_normal(key, param_idx, std, wanted.shape, wanted.dtype, sharding),
                     rule.layout,
                     is_router=name in structure.routers,
+                    splits_inputs=_splits_inputs(rule),
                 )
+                yield structure.split(name, value)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype", "sharding"))
@@ -406,15 +435,6 @@ def _random_normal(
     values = jax.random.normal(jax.random.fold_in(key, param_idx), shape, jnp.float32)
     values = (std * values).astype(dtype)
     return values if sharding is None else jax.lax.with_sharding_constraint(values, sharding)
-
-
-def _check_stored_whole(encoder: KernelEncoder) -> None:
-    if encoder.quantization != "none" or encoder.product_dtype != "auto":
-        raise ModelError(
-            f"quantization is {encoder.quantization!r} and product_dtype is "
-            f"{encoder.product_dtype!r}; on several devices kernels are stored as floats in the "
-            "model's dtype. Set none and auto, or use one device."
-        )
 
 
 def _check_choice(name: str, got: str, choices: tuple[str, ...]) -> None:

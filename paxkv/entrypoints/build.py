@@ -325,8 +325,6 @@ def _load_model(config: EngineConfig, folder: Path, tokenizer: Tokenizer | None)
     os.environ.setdefault(SHARE_VARIABLE, f"{config.cache.gpu_memory_utilization:g}")
     mesh = find_mesh(config.parallel.tensor_parallel_size)
     platform = default_platform()
-    batch_invariant = config.runner.batch_invariant
-    panel_width = platform.column_panel_width(batch_invariant=batch_invariant)
     max_model_len = config.model.max_model_len
     model = load_model(
         folder,
@@ -340,7 +338,7 @@ def _load_model(config: EngineConfig, folder: Path, tokenizer: Tokenizer | None)
         quantization_group_size=config.model.quantization_group_size,
         generation_folder=generation_config_folder(config.model.generation_config, folder),
         model_impl=config.model.model_impl,
-        panel_width=panel_width if mesh is None else None,
+        panel_width=platform.column_panel_width(batch_invariant=config.runner.batch_invariant),
         platform=platform,
         mesh=mesh,
     )

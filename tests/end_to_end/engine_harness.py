@@ -13,10 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from models import load_model
-from models.loading.load_model import LoadFormat
 from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
@@ -91,6 +89,7 @@ class RecordingRunner:
             fewer there is one program of steps.
         has_few_sizes: That program has two widths, 16 tokens and all. A burst of a single request
             runs the program for `MAX_NUM_SEQS` of them instead of its own.
+        load_options: Other arguments of `load_model`.
     """
 
     def __init__(
@@ -103,16 +102,14 @@ class RecordingRunner:
         batch_invariant: bool = False,
         max_num_batched_tokens: int = 2048,
         has_few_sizes: bool = False,
-        load_format: LoadFormat = "auto",
-        mesh: Mesh | None = None,
+        **load_options: Any,
     ) -> None:
         self.max_model_len = max_model_len
         model = load_model(
             checkpoint,
             dtype="float32",
-            load_format=load_format,
             has_unified_kv=has_unified_kv,
-            mesh=mesh,
+            **load_options,
         )
         self.vocab_size = model.config.vocab_size
         with _logits_behind_result(self.vocab_size), pytest.MonkeyPatch.context() as patch:

@@ -5,9 +5,11 @@ The number of CPU devices is settled when JAX starts, so tests run this file in 
 
 import collections
 import json
+import logging
 import re
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,10 @@ import jax
 import numpy as np
 
 from models import load_model
+from models.stored_kernels.scaled import ScaledKernel
+from paxkv import LLM, StructuredOutputsParams
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.contracts.request_output import Logprob, RequestOutput
 from paxkv.generate import CompiledGenerator
 from paxkv.runner.memory.device_mesh import find_mesh
 from paxkv.runner.programs.generation import GenerateShape
@@ -27,7 +32,9 @@ from tests.end_to_end.engine_harness import (
     run_engine,
 )
 from tests.end_to_end.golden_runs import GREEDY, check_against
+from tests.end_to_end.test_quantized_checkpoints import write_pair
 from tests.engine_compilations import quick_engine_compilations
+from tests.models.stored_kernels.dequantized import dequantized
 from tests.oracles.serving_golden import load_serving_golden, write_serving_recipe
 
 # Few blocks, so that requests are preempted and prefixes are hit.
@@ -45,7 +52,7 @@ PARAMS = [
 MOE_CONFIG = {
     "vocab_size": 160,
     "hidden_size": 64,
-    "intermediate_size": 96,
+    "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -53,7 +60,7 @@ MOE_CONFIG = {
     "max_position_embeddings": 256,
     "num_experts": 8,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
+    "moe_intermediate_size": 64,
     "initializer_range": 0.2,
     "eos_token_id": 2,
 }
@@ -168,21 +175,30 @@ def _collectives(hlo: str) -> list[tuple[str, str, list[int]]]:
     return found
 
 
-def check_same_as_alone(name: str, num_devices: int) -> None:
-    """Tokens are those of one device: drawn with a seed, with penalties and biases, and greedy."""
+def check_same_as_alone(name: str, num_devices: int, **options: Any) -> None:
+    """Tokens are those of one device: drawn with a seed, with penalties and biases, and greedy.
+
+    Args:
+        options: Of `load_model`.
+    """
     folder = Path(tempfile.mkdtemp())
     if name in CONFIGS:
         (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
     else:
-        write_serving_recipe(folder, name)
-    limits = LIMITS | {"load_format": "dummy" if name in CONFIGS else "auto"}
+        # Each device has whole groups of 32 inputs.
+        write_serving_recipe(folder, name, intermediate_size=128)
+    limits = LIMITS | options | {"load_format": "dummy" if name in CONFIGS else "auto"}
+
+    weight_bytes = []
 
     def run(mesh: jax.sharding.Mesh | None) -> RunResult:
         runner = RecordingRunner(folder, 16, mesh=mesh, **limits)
+        weight_bytes.append(runner.runner._weight_bytes)
         return run_engine(runner, PROMPTS, SETTINGS, sampling_params=PARAMS)
 
     alone, split = run(None), run(find_mesh(num_devices))
     assert split.token_ids == alone.token_ids
+    assert weight_bytes[1] < 1.4 / num_devices * weight_bytes[0]
     for one, many in zip(alone.logits, split.logits, strict=True):
         np.testing.assert_allclose(one, many, atol=1e-3)
 
@@ -202,6 +218,23 @@ def check_weights(num_devices: int) -> None:
         assert len(many.addressable_shards) == num_devices
 
 
+def check_kept_integers(num_devices: int) -> None:
+    """Devices share the integers of a quantized checkpoint, which stay what they are."""
+    folder, _ = write_pair(Path(tempfile.mkdtemp()), "awq", intermediate_size=128)
+    options = {"dtype": "float32", "quantization": "checkpoint"}
+    alone, split = (
+        load_model(folder, mesh=mesh, **options) for mesh in (None, find_mesh(num_devices))
+    )
+    num_scaled = 0
+    for name, one in alone.parameters.items():
+        if isinstance(one, ScaledKernel):
+            many = split.parameters[name]
+            np.testing.assert_array_equal(dequantized(one), dequantized(many), err_msg=name)
+            assert not many.numbers.is_fully_replicated, name
+            num_scaled += 1
+    assert num_scaled > 0
+
+
 def check_generator(num_devices: int) -> None:
     """`CompiledGenerator` draws the tokens of an engine, which are those of transformers."""
     folder = write_serving_recipe(Path(tempfile.mkdtemp()), "llama")
@@ -211,6 +244,53 @@ def check_generator(num_devices: int) -> None:
     model = load_model(folder, dtype="float32", mesh=find_mesh(num_devices))
     found = CompiledGenerator(model, shape).generate(prompts, GREEDY[:2])
     assert found == [golden[3].new_tokens, golden[5].new_tokens]
+
+
+def check_llm() -> None:
+    """Grammars, log-probabilities, drafts and stored programs give what they give on one device."""
+    prompts = ["What is a KV cache?", "Name three colors.", "abc abc abc abc"]
+    greedy = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    params = [
+        SamplingParams(logprobs=3, prompt_logprobs=2, **greedy),
+        SamplingParams(structured_outputs=StructuredOutputsParams(regex="[a-f]{9}"), **greedy),
+        SamplingParams(**greedy),
+    ]
+    settings = {
+        "max_model_len": 64,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 64,
+        "num_gpu_blocks_override": 32,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+    }
+    programs = tempfile.mkdtemp()
+
+    lines: list[str] = []
+    logger = logging.getLogger("paxkv.runner.programs.warmup")
+    logger.addFilter(lambda record: lines.append(record.getMessage()))
+    logger.setLevel(logging.INFO)
+
+    def run(num_devices: int) -> list[RequestOutput]:
+        devices = {"tensor_parallel_size": num_devices, "compilation_cache_dir": programs}
+        with LLM(**devices, **settings) as llm:
+            return llm.generate(prompts, params, use_tqdm=False)
+
+    alone = run(1)
+    for split in (run(2), run(2)):
+        for one, many in zip(alone, split, strict=True):
+            assert many.outputs[0].token_ids == one.outputs[0].token_ids
+        _check_logprobs(alone[0].outputs[0].logprobs, split[0].outputs[0].logprobs)
+        _check_logprobs(alone[0].prompt_logprobs[1:], split[0].prompt_logprobs[1:])
+    num_compiled = [int(re.search(r"(\d+) compiled", line)[1]) for line in lines]
+    assert num_compiled[0] > 0 and num_compiled[1] > 0 and num_compiled[2] == 0, lines
+
+
+def _check_logprobs(
+    alone: Sequence[Mapping[int, Logprob]], split: Sequence[Mapping[int, Logprob]]
+) -> None:
+    for one, many in zip(alone, split, strict=True):
+        assert list(one) == list(many)
+        for token_id, logprob in one.items():
+            assert abs(logprob.logprob - many[token_id].logprob) < 1e-4
 
 
 CASES = {
@@ -224,6 +304,13 @@ CASES = {
     "windows": lambda: (check_golden("qwen2_window", 4), check_golden("gemma2", 2)),
     "sinks": lambda: (check_same_as_alone("gpt_oss", 2), check_same_as_alone("gpt_oss", 4)),
     "experts": lambda: (check_same_as_alone("qwen3_moe", 2), check_same_as_alone("qwen3_moe", 4)),
+    "llm": check_llm,
+    "quantized": lambda: (
+        check_same_as_alone("llama", 2, quantization="int4", quantization_group_size=32),
+        check_kept_integers(2),
+        check_same_as_alone("llama", 2, product_dtype="int8"),
+        check_same_as_alone("qwen3_moe", 2, quantization="int8", quantization_group_size=32),
+    ),
     "latents": lambda: check_same_as_alone("deepseek_v3", 4),
     "states": lambda: (check_same_as_alone("qwen3_next", 4), check_same_as_alone("mamba2", 2)),
 }
