@@ -60,14 +60,16 @@ class GatedShortConvolution(nnx.Module):
         """Returns the input of `project_out`, f[num_queries, hidden], and the pages."""
 
         def project(hidden: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
-            b, c, x = jnp.split(self.in_proj(norm(hidden), context), 3, axis=1)
+            projected = self.in_proj(norm(hidden), context)
+            # The state is whole on each device of a mesh.
+            b, c, x = jnp.split(context.kernels.split_last(projected, None), 3, axis=1)
             return b * x, c
 
         inputs, c = context.by_token(project, hidden)
         state = context.state(CONV)
-        (window,) = state.format.read(pages, state)
+        (window,) = context.read_state(state, pages)
         y, window = self.conv(inputs, window, state, context)
-        pages = state.format.write(pages, state, (window,))
+        pages = context.write_state(state, pages, (window,))
         return context.kept(c * y.astype(c.dtype)), pages
 
     def project_out(

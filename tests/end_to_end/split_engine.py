@@ -107,6 +107,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "full_attention_interval": 2,
         "norm_topk_prob": True,
     },
+    "lfm2": MOE_CONFIG
+    | {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": 3,
+        "layer_types": ["conv", "full_attention"],
+    },
     "mamba2": {
         "architectures": ["Mamba2ForCausalLM"],
         "model_type": "mamba2",
@@ -296,6 +304,7 @@ def _check_logprobs(
 CASES = {
     "quick": lambda: (
         check_weights(4),
+        check_kept_integers(2),
         check_golden("llama", 2),
         check_golden("gemma3_shallow", 4),
     ),
@@ -307,12 +316,15 @@ CASES = {
     "llm": check_llm,
     "quantized": lambda: (
         check_same_as_alone("llama", 2, quantization="int4", quantization_group_size=32),
-        check_kept_integers(2),
         check_same_as_alone("llama", 2, product_dtype="int8"),
         check_same_as_alone("qwen3_moe", 2, quantization="int8", quantization_group_size=32),
     ),
     "latents": lambda: check_same_as_alone("deepseek_v3", 4),
-    "states": lambda: (check_same_as_alone("qwen3_next", 4), check_same_as_alone("mamba2", 2)),
+    "states": lambda: (
+        check_same_as_alone("qwen3_next", 4),
+        check_same_as_alone("mamba2", 2),
+        check_same_as_alone("lfm2", 2),
+    ),
 }
 
 
