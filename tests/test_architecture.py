@@ -295,6 +295,17 @@ def test_only_platforms_and_dispatch_ask_for_the_processor() -> None:
     assert violations == []
 
 
+def test_layers_read_and_write_states_on_each_device() -> None:
+    """Outside of `by_device`, a format would see the pages of all devices as one page."""
+    found = [
+        relative(path)
+        for path in SOURCES
+        if relative(path).startswith("models/")
+        if re.search(r"format\.(read|write)\b", path.read_text())
+    ]
+    assert found == ["models/forward/layer_context.py"]
+
+
 def test_test_files_import_what_they_mirror() -> None:
     violations = [mirror_violation(p) for p in TESTS if p.name.startswith("test_")]
     assert [v for v in violations if v is not None] == []
