@@ -135,6 +135,25 @@ def with_states_in(
     )
 
 
+def with_drafter(spec: DecoderSpec, drafter: DecoderSpec) -> DecoderSpec:
+    """The spec of a model and its drafter, whose layers follow under names of their own."""
+
+    def rename(name: str) -> str:
+        return f"drafter.{name}"
+
+    layers = [
+        LayerSpec(
+            name=rename(layer.name),
+            caches=tuple(
+                (name, replace(cache, owner=cache.owner and rename(cache.owner)))
+                for name, cache in layer.caches
+            ),
+        )
+        for layer in drafter.layers
+    ]
+    return DecoderSpec(layers=(*spec.layers, *layers))
+
+
 def _layer_name(layer_idx: int) -> str:
     return f"model.layers.{layer_idx}"
 

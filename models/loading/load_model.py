@@ -2,46 +2,29 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, get_args
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from models.config.model_config import ModelConfig, ModelDtype
-from models.config.split_over_devices import check_split, splits_kv_heads
-from models.decoders.decoder import Decoder
+from models.config.split_over_devices import check_split
 from models.errors import ModelError
-from models.layers.linear import Linear, name_linears
-from models.layers.routing import Router
-from models.loading.check_weights import HEAD_WEIGHT, check_weights
+from models.loading.check_weights import HEAD_WEIGHT
 from models.loading.checkpoint import Checkpoint
-from models.loading.finite_weights import checked_finite
-from models.loading.kept_integers import keep_integers
 from models.loading.kernel_encoder import KernelEncoder, ProductDtype, Quantization
-from models.loading.loaded_model import LoadedModel, flatten_state
+from models.loading.loaded_model import LoadedModel
+from models.loading.module_structure import ModuleStructure
 from models.loading.quantized import DequantizedCheckpoint
-from models.loading.quantized.packed_integers import ScaledIntegers
 from models.loading.safetensors_reader import SafetensorsCheckpoint
 from models.loading.source import read_model_config, read_weight_format, resolve_model_folder
-from models.loading.split_weight import put_split
 from models.loading.tensor_names import name_weights
 from models.loading.tied_head import is_head_tied
-from models.loading.zero_biases import find_zero_biases
 from models.model_impl import AUTO
 from models.platforms import Platform, default_platform
 from models.platforms.jax_process import check_not_forked
 from models.registry import family_class
-from models.stored_kernels.scaled import ScaledKernel
-from models.stored_kernels.stored_kernel import StoredKernel
-from models.stored_kernels.use_kernel import KernelValue
-from models.text_parts import is_of_other_part
-from models.weight_rule import WeightRule, split_spec
 
 LoadDtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -116,20 +99,23 @@ def load_model(
         own_dtype = "float32" if files is None else files.main_dtype
         config = dataclasses.replace(config, dtype=own_dtype)
     dtype = platform.weight_dtype(config.dtype) if dtype == "auto" else dtype
-    checkpoint = None if files is None else _dequantized(files, dtype)
+    checkpoint = None if files is None else open_weights(files, dtype)
     if quantization == "checkpoint" and not isinstance(checkpoint, DequantizedCheckpoint):
         raise ModelError(
             f"quantization is 'checkpoint', and {folder} has no quantized weights to read. Use "
             "none, int8 or int4."
         )
-    make_structure = functools.partial(
-        _Structure,
-        model_class=family_class(config.architecture, model_impl=model_impl),
-        dtype=dtype,
-        platform=platform,
-        changes_kernels=encoder.changes_matrices,
-        mesh=mesh,
-    )
+    model_class = family_class(config.architecture, model_impl=model_impl)
+
+    def make_structure(config: ModelConfig) -> ModuleStructure:
+        return ModuleStructure(
+            config,
+            make=functools.partial(model_class, config, dtype=jnp.dtype(dtype)),
+            dtype=dtype,
+            encoder=encoder,
+            mesh=mesh,
+        )
+
     structure = make_structure(config)
     if checkpoint is not None:
         wanted = [*structure.source_names, HEAD_WEIGHT]
@@ -139,302 +125,18 @@ def load_model(
         if not is_tied:
             config = dataclasses.replace(config, tie_word_embeddings=False)
             structure = make_structure(config)
-    if checkpoint is None:
-        params = _random_params(structure, encoder, seed)
-    else:
-        params = _read_params(structure, encoder, checkpoint)
-    state = jax.tree.unflatten(structure.treedef, list(params))
-    names, arrays, treedef = flatten_state(state)
     return LoadedModel(
-        config=config,
-        graphdef=structure.graphdef,
-        params_treedef=treedef,
-        param_names=names,
-        params=arrays,
-        weight_rules=dict(zip(structure.names, structure.rules, strict=True)),
-        platform=platform,
+        **structure.fill(encoder, checkpoint, seed=seed),
         file_bytes=None if files is None else files.num_bytes,
     )
 
 
-def _dequantized(files: SafetensorsCheckpoint, dtype: ModelDtype) -> Checkpoint:
+def open_weights(files: SafetensorsCheckpoint, dtype: ModelDtype) -> Checkpoint:
+    """Returns the files, or a view of them with dequantized weights."""
     weight_format = read_weight_format(files.folder)
     if weight_format is None:
         return files
     return DequantizedCheckpoint(files, weight_format, dtype=dtype)
-
-
-class _Structure:
-    """A model without weights: its static structure, and what each parameter must be."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        model_class: type[Decoder],
-        dtype: ModelDtype,
-        platform: Platform,
-        changes_kernels: bool,
-        mesh: Mesh | None,
-    ) -> None:
-        self.config = config
-        tied_head = None
-        if config.tie_word_embeddings:
-            tied_head = platform.tied_head(dtype, changes_kernels=changes_kernels)
-        has_head_kernel = tied_head in (None, "copy")
-        abstract_model = nnx.eval_shape(
-            lambda: model_class(config, has_head_kernel=has_head_kernel, dtype=jnp.dtype(dtype))
-        )
-        if tied_head == "columns":
-            abstract_model.embed_tokens.turn()
-        name_linears(abstract_model)
-        linears = {
-            ".".join(map(str, path)): module
-            for path, module in nnx.iter_modules(abstract_model)
-            if isinstance(module, Linear)
-        }
-        # Names of the kernels of routers.
-        self.routers = {f"{name}.kernel" for name, m in linears.items() if isinstance(m, Router)}
-        self.graphdef, state = nnx.split(abstract_model)
-        self.ignores_weight = abstract_model.ignores_weight
-        self.name_weight = abstract_model.name_weight
-        self.shapes: tuple[jax.ShapeDtypeStruct, ...]
-        self.names, self.shapes, self.treedef = flatten_state(state)
-        rules = abstract_model.weight_rules()
-        if missing := [name for name in self.names if name not in rules]:
-            raise ModelError(
-                f"parameters {', '.join(missing)} have no weight rule. The family "
-                f"{model_class.__name__} or the layers must define one for each."
-            )
-        if unused := sorted(rules.keys() - set(self.names)):
-            raise ModelError(
-                f"the family {model_class.__name__} has weight rules for {', '.join(unused)}, "
-                "which are not parameters; expected names such as 'layers.0.mlp.up_proj.kernel'. "
-                "Correct the names in `weight_rules`."
-            )
-        self.rules: tuple[WeightRule, ...] = tuple(rules[name] for name in self.names)
-        for name, rule, shape in zip(self.names, self.rules, self.shapes, strict=True):
-            if len(rule.axes) != shape.ndim:
-                raise ModelError(
-                    f"the weight rule of parameter {name!r} has axes {rule.axes}; expected one for "
-                    f"each of {shape.shape}."
-                )
-            if rule.layout == "matrix" and name.removesuffix(".kernel") not in linears:
-                raise ModelError(
-                    f"parameter {name!r} has the layout 'matrix', which only kernels of `Linear` "
-                    "may have. Use a `Linear`, or the layout 'table' for an array that stays as it "
-                    "is stored."
-                )
-
-        self._mesh = mesh
-        if mesh is not None:
-            splits = splits_kv_heads(config, mesh.size)
-            self.rules = tuple(
-                rule.on_mesh(shape.shape, mesh.size, splits_kv_heads=splits)
-                for rule, shape in zip(self.rules, self.shapes, strict=True)
-            )
-
-    def sharding_of(self, rule: WeightRule) -> NamedSharding | None:
-        """How a parameter with this rule is split; None: it is on the default device."""
-        return self._mesh and NamedSharding(self._mesh, split_spec(rule.axes))
-
-    def split(self, name: str, value: KernelValue) -> KernelValue:
-        """The value of a parameter, each of whose arrays is split as its kind of kernel says.
-
-        Raises:
-            ModelError: An array cannot be split evenly.
-        """
-        if self._mesh is None or not isinstance(value, StoredKernel):
-            return value
-        arrays, treedef = jax.tree.flatten(value)
-        shardings = [NamedSharding(self._mesh, s) for s in value.specs(self.rule_of(name).axes)]
-        for array, sharding in zip(arrays, shardings, strict=True):
-            try:
-                sharding.shard_shape(array.shape)
-            except ValueError as error:
-                raise ModelError(
-                    f"an array of the quantized parameter {name!r} has the shape {array.shape}, "
-                    f"which cannot be split over {self._mesh.size} devices as {sharding.spec}. Use "
-                    "quantization none, or fewer devices."
-                ) from error
-        return jax.tree.unflatten(treedef, jax.device_put(arrays, shardings))
-
-    @property
-    def source_names(self) -> list[str]:
-        """Names of the tensors that the model needs, as weight rules have them."""
-        return [source.name for rule in self.rules for source in rule.sources]
-
-    def rule_of(self, name: str) -> WeightRule:
-        return self.rules[self.names.index(name)]
-
-
-def _read_params(
-    structure: _Structure, encoder: KernelEncoder, checkpoint: Checkpoint
-) -> Iterator[KernelValue]:
-    """Makes one parameter at a time, so that there is never a second copy of the model."""
-    ignored = {
-        name
-        for name, weight in checkpoint.weights.items()
-        if structure.ignores_weight(name) or structure.ignores_weight(weight.name)
-    }
-    if structure.config.has_other_parts:
-        ignored |= set(filter(is_of_other_part, checkpoint.weights))
-    if structure.config.tie_word_embeddings:
-        ignored.add(HEAD_WEIGHT)
-    ignored |= find_zero_biases(checkpoint, set(structure.source_names))
-    rules = [_without_absent(rule, checkpoint) for rule in structure.rules]
-    check_weights(
-        checkpoint.weights,
-        [source for rule in rules for source in rule.sources],
-        ignored=ignored,
-        where=str(checkpoint.folder),
-    )
-    kept = [
-        encoder.quantization == "checkpoint"
-        and rule.layout in ("matrix", "experts")
-        and name not in structure.routers
-        and all(checkpoint.is_quantized(source.name) for source in rule.sources)
-        for name, rule in zip(structure.names, rules, strict=True)
-    ]
-    weights = _read_ahead(checkpoint, rules, kept, encoder.scaled_panel_width)
-    for name, rule, wanted, weight in zip(
-        structure.names, structure.rules, structure.shapes, weights, strict=True
-    ):
-        if isinstance(weight, ScaledKernel):
-            _check_shape(name, weight.shape, wanted.shape)
-            value = weight
-        else:
-            value = encoder.encode(
-                _put(name, rule, wanted, weight, encoder.platform, structure.sharding_of(rule)),
-                rule.layout,
-                is_router=name in structure.routers,
-                splits_inputs=_splits_inputs(rule),
-            )
-        yield structure.split(name, value)
-
-
-def _put(
-    name: str,
-    rule: WeightRule,
-    wanted: jax.ShapeDtypeStruct,
-    weight_np: np.ndarray,
-    platform: Platform,
-    sharding: NamedSharding | None,
-) -> jax.Array:
-    is_transposed = rule.layout in ("matrix", "experts", "heads", "turned_table")
-    if weight_np.dtype == np.float64:  # no float64 on the device
-        weight_np = weight_np.astype(np.float32)
-    if sharding is None:
-        param = platform.put_weight(weight_np, wanted.dtype, is_transposed=is_transposed)
-    else:
-        turned = {"is_transposed": is_transposed, "sharding": sharding}
-        param = put_split(weight_np, wanted.dtype, platform, **turned)
-    _check_shape(name, param.shape, wanted.shape)
-    return param
-
-
-def _splits_inputs(rule: WeightRule) -> bool:
-    return rule.layout in ("matrix", "experts") and rule.axes[-2] is not None
-
-
-def _check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    if shape != wanted:
-        raise ModelError(
-            f"the weight rule of parameter {name!r} makes an array of shape {shape}; expected "
-            f"{wanted}."
-        )
-
-
-def _without_absent(rule: WeightRule, checkpoint: Checkpoint) -> WeightRule:
-    """The rule without the optional tensors that the checkpoint lacks."""
-    present = [
-        source
-        for source in rule.sources
-        if source.name in checkpoint.weights or not source.is_optional
-    ]
-    return dataclasses.replace(rule, sources=tuple(present))
-
-
-def _read_ahead(
-    checkpoint: Checkpoint,
-    rules: Sequence[WeightRule],
-    kept: Sequence[bool],
-    panel_width: int | None,
-) -> Iterator[np.ndarray | ScaledKernel]:
-    """The weight of each rule; the next one is read from the file while the last one is cast.
-
-    Args:
-        kept: Of each rule, whether its integers are kept.
-        panel_width: As in `keep_integers`.
-    """
-
-    def read(rule: WeightRule, is_kept: bool) -> list[np.ndarray] | list[ScaledIntegers]:
-        if is_kept:
-            return [_read_integers(checkpoint, source.name) for source in rule.sources]
-        return [_read(checkpoint, source.name) for source in rule.sources]
-
-    of_rules = [*zip(rules, kept, strict=True)]
-    with ThreadPoolExecutor(1) as reader:
-        sources = [reader.submit(read, *of_rules[0])]
-        for (rule, is_kept), following in zip(of_rules, [*of_rules[1:], None], strict=True):
-            if following is not None:
-                sources.append(reader.submit(read, *following))
-            weights = sources.pop(0).result()
-            # Not in the reader, because a combined weight is a copy, and only one should exist.
-            if is_kept:
-                yield keep_integers(rule, weights, panel_width=panel_width)
-            else:
-                yield rule.combined(weights)
-
-
-def _read(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    stored = checkpoint.weights[name]
-    return checked_finite(checkpoint.read(name), name=stored.name, where=str(stored.path))
-
-
-def _read_integers(checkpoint: DequantizedCheckpoint, name: str) -> ScaledIntegers:
-    stored, integers = checkpoint.weights[name], checkpoint.read_integers(name)
-    checked_finite(integers.scales, name=stored.name, where=str(stored.path))
-    return integers
-
-
-def _random_params(
-    structure: _Structure, encoder: KernelEncoder, seed: int
-) -> Iterator[KernelValue]:
-    """Draws weights as an untrained model has them: normal, norms scaling by one, biases zero."""
-    key = jax.random.key(seed)
-    std = structure.config.initializer_range
-    for param_idx, (name, rule, wanted) in enumerate(
-        zip(structure.names, structure.rules, structure.shapes, strict=True)
-    ):
-        sharding = structure.sharding_of(rule)
-        match name.rpartition(".")[2]:
-            case "scale":
-                yield jnp.ones(wanted.shape, wanted.dtype, device=sharding)
-            case "bias" | "correction_bias" | "offset":
-                yield jnp.zeros(wanted.shape, wanted.dtype, device=sharding)
-            case _:
-                value = encoder.encode(
-                    _random_normal(key, param_idx, std, wanted.shape, wanted.dtype, sharding),
-                    rule.layout,
-                    is_router=name in structure.routers,
-                    splits_inputs=_splits_inputs(rule),
-                )
-                yield structure.split(name, value)
-
-
-@functools.partial(jax.jit, static_argnames=("shape", "dtype", "sharding"))
-def _random_normal(
-    key: jax.Array,
-    param_idx: int,
-    std: float,
-    shape: tuple[int, ...],
-    dtype: jnp.dtype,
-    sharding: NamedSharding | None,
-) -> jax.Array:
-    values = jax.random.normal(jax.random.fold_in(key, param_idx), shape, jnp.float32)
-    values = (std * values).astype(dtype)
-    return values if sharding is None else jax.lax.with_sharding_constraint(values, sharding)
 
 
 def _check_choice(name: str, got: str, choices: tuple[str, ...]) -> None:
