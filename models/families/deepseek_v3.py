@@ -1,5 +1,6 @@
 """DeepSeek V3, DeepSeek R1 and Kimi K2: latent attention, which caches one vector per token for all
-heads, and experts chosen in groups. Layers for multi-token prediction are not loaded.
+heads, and experts chosen in groups. The layer for multi-token prediction is in
+`drafters/mtp_head.py`.
 """
 
 import functools

@@ -1,5 +1,5 @@
 """GLM-4.5, GLM-4.6 and GLM-4.7: partial rotary embeddings, and experts as in DeepSeek-V3 in most
-layers, with shared experts. Layers for multi-token prediction are not loaded.
+layers, with shared experts. `drafters/mtp_head.py` has the layer for multi-token prediction.
 """
 
 import functools

@@ -443,8 +443,9 @@ class RunnerConfig:
     speculative_config: SpeculativeConfig | None = setting(
         'JSON object: speculative decoding, as in {"method": "ngram", "num_speculative_tokens": 4, '
         '"prompt_lookup_min": 2, "prompt_lookup_max": 4}. A drafter proposes the next tokens of a '
-        "request, and one step verifies them all. This does not change answers. Other methods are "
-        "not supported yet. No drafts if left out",
+        "request, and one step verifies them all. This does not change answers. The method mtp "
+        "runs the layer for multi-token prediction of DeepSeek V3 and GLM-4.5. No drafts if left "
+        "out",
         None,
         aliases=("-sc",),
     )
@@ -530,6 +531,15 @@ class EngineConfig:
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
     runner: RunnerConfig = dataclasses.field(default_factory=RunnerConfig)
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        speculative = self.runner.speculative_config
+        num_devices = self.parallel.tensor_parallel_size
+        if speculative is not None and speculative.has_head and num_devices > 1:
+            raise ConfigError(
+                f"drafts of method {speculative.method!r} cannot be made on several devices yet: "
+                f"got tensor_parallel_size={num_devices}. Use method 'ngram', or one device."
+            )
 
 
 def _model_impl(value: object) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from paxkv.config.setting import at_least, one_of, true_or_false
 from paxkv.errors import ConfigError
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "mtp")
 # Methods of vLLM that have no drafter yet.
 _METHODS_WITHOUT_DRAFTER = (
-    *("suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator"),
+    *("suffix", "draft_model", "eagle", "eagle3", "medusa", "mlp_speculator"),
     *("ngram_gpu", "dflash"),
 )
 MAX_SPECULATIVE_TOKENS = 64
@@ -23,14 +23,16 @@ class SpeculativeConfig:
 
     Args:
         method: The drafter. "ngram" finds the last tokens of a request earlier in the request, and
-            proposes the tokens that followed them there.
+            proposes the tokens that followed them there. "mtp" runs the layer for multi-token
+            prediction that the model's checkpoint has.
         num_speculative_tokens: Most drafts of a request in one step.
         prompt_lookup_min: For "ngram", the smallest number of tokens to find. If only one of the
             two limits is set, the other one is equal to it. If none is set, both are 5.
         prompt_lookup_max: The largest number of tokens to find. The drafter tries this number
             first, and then smaller ones.
         adapts_drafts: Choose the number of drafts that a step verifies from measured times and
-            acceptance; it is often 0. If False, verify all drafts. vLLM has no such field.
+            acceptance; it is often 0. If False, verify all drafts. None is True for "ngram", and
+            False for other methods, which cannot adapt yet. vLLM has no such field.
 
     Raises:
         ConfigError: A value is invalid, or the method has no drafter.
@@ -40,7 +42,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
-    adapts_drafts: bool = True
+    adapts_drafts: bool | None = None
 
     def __post_init__(self) -> None:
         if self.method in _METHODS_WITHOUT_DRAFTER:
@@ -54,7 +56,9 @@ class SpeculativeConfig:
                 "num_speculative_tokens must be an integer in "
                 f"[1, {MAX_SPECULATIVE_TOKENS}], got {num_drafts!r}."
             )
-        true_or_false("adapts_drafts", self.adapts_drafts)
+        true_or_false("adapts_drafts", self.adapts)
+        if self.has_head:
+            self._check_head_fields()
         at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
         at_least("prompt_lookup_max", self.prompt_lookup_max, 1)
         shortest, longest = self.lookup_lengths
@@ -62,6 +66,28 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"prompt_lookup_min={shortest} must be at most prompt_lookup_max={longest}."
             )
+
+    def _check_head_fields(self) -> None:
+        if self.adapts_drafts:
+            raise ConfigError(
+                f"adapts_drafts is true, but method {self.method!r} verifies all drafts yet. Leave "
+                "it out."
+            )
+        if self.prompt_lookup_min is not None or self.prompt_lookup_max is not None:
+            raise ConfigError(
+                "prompt_lookup_min and prompt_lookup_max are for method 'ngram', got method "
+                f"{self.method!r}. Leave them out."
+            )
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the drafter is a head with weights, which reads the model's hidden states."""
+        return self.method == "mtp"
+
+    @property
+    def adapts(self) -> bool:
+        """`adapts_drafts`, with its default."""
+        return not self.has_head if self.adapts_drafts is None else self.adapts_drafts
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:

@@ -63,6 +63,10 @@ check_package_origin()
 
 from models import LoadedModel, load_model, read_model_config  # noqa: E402
 from models.config.split_over_devices import check_split  # noqa: E402
+from models.drafters.mtp_head import mtp_config  # noqa: E402
+from models.loading.kernel_encoder import KernelEncoder  # noqa: E402
+from models.loading.load_head import load_mtp_head  # noqa: E402
+from models.loading.loaded_head import LoadedHead  # noqa: E402
 from models.loading.source import resolve_model_folder  # noqa: E402
 from models.platforms import default_platform  # noqa: E402
 from models.platforms.gpu import SHARE_VARIABLE  # noqa: E402
@@ -204,7 +208,8 @@ def compile_programs(config: EngineConfig, path: Path, *, show_progress: bool = 
     _find_sampling_defaults(config, folder)
     tokenizer = load_tokenizer(_text_folder(config.model, folder))
     model = _load_model(config, folder, tokenizer)
-    runner = _make_runner(config, model, store, show_progress=show_progress)
+    head = _load_head(config, model, folder)
+    runner = _make_runner(config, model, store, head=head, show_progress=show_progress)
     return runner.warm_up()
 
 
@@ -223,7 +228,8 @@ def _build_core(
     sampling_defaults = _find_sampling_defaults(config, folder)
     tokenizer = load_tokenizer(text_folder)
     model = _load_model(config, folder, tokenizer)
-    runner = _make_runner(config, model, store, show_progress=show_progress)
+    head = _load_head(config, model, folder)
+    runner = _make_runner(config, model, store, head=head, show_progress=show_progress)
     max_model_len = runner.memory_plan.max_model_len
     num_lookahead_tokens = _find_num_lookahead_tokens(config.runner, runner)
     runner.warm_up()
@@ -238,6 +244,7 @@ def _build_core(
         max_model_len=max_model_len,
         is_async=config.scheduler.async_scheduling,
         num_lookahead_tokens=num_lookahead_tokens,
+        use_eagle=head is not None,
     )
     scheduler = _make_scheduler(header, config.scheduler.trace_file, grammars)
     core = _make_core(config, scheduler, runner, kv_event_publisher, grammars)
@@ -283,7 +290,8 @@ def _model_folder(config: EngineConfig) -> Path:
     """Finds the model's folder. Rejects unsupported models before weights are downloaded.
 
     Raises:
-        ModelError: The model cannot be found, or its config.json describes an unsupported model.
+        ModelError: The model cannot be found, or its config.json describes an unsupported model, or
+            a model without the draft head of the settings.
     """
     model = config.model
     if model.model is None:
@@ -296,6 +304,8 @@ def _model_folder(config: EngineConfig) -> Path:
         model_impl=model.model_impl,
     )
     check_split(hf_config, config.parallel.tensor_parallel_size)
+    if _has_head(config):
+        mtp_config(hf_config)
     is_on_hub = model.model is not None and not Path(model.model).expanduser().is_dir()
     if is_on_hub and model.load_format != "dummy":
         folder = resolve_model_folder(model.model, with_weights=True, revision=model.revision)
@@ -354,8 +364,45 @@ def _load_model(config: EngineConfig, folder: Path, tokenizer: Tokenizer | None)
     return model.without_tokens(tokenizer.ids_without_token(model.config.vocab_size))
 
 
+def _has_head(config: EngineConfig) -> bool:
+    speculative = config.runner.speculative_config
+    return speculative is not None and speculative.has_head
+
+
+def _load_head(config: EngineConfig, model: LoadedModel, folder: Path) -> LoadedHead | None:
+    """Loads the draft head; None if the method of drafts has none."""
+    if not _has_head(config):
+        return None
+    head = load_mtp_head(
+        model,
+        folder,
+        load_format=config.model.load_format,
+        seed=config.model.seed,
+        encoder=_make_encoder(config),
+    )
+    logger.info("draft head: %s", head.describe_weights())
+    return head
+
+
+def _make_encoder(config: EngineConfig) -> KernelEncoder:
+    """The form of the model's kernels, for the kernels of its draft head."""
+    platform = default_platform()
+    return KernelEncoder(
+        platform=platform,
+        product_dtype=config.model.product_dtype,
+        panel_width=platform.column_panel_width(batch_invariant=config.runner.batch_invariant),
+        quantization=config.model.quantization,
+        group_size=config.model.quantization_group_size,
+    )
+
+
 def _make_runner(
-    config: EngineConfig, model: LoadedModel, store: ProgramStore | None, *, show_progress: bool
+    config: EngineConfig,
+    model: LoadedModel,
+    store: ProgramStore | None,
+    *,
+    head: LoadedHead | None,
+    show_progress: bool,
 ) -> ModelRunner:
     """Builds the runner. If `max_model_len` is not set, the longest that fits the KV cache is used.
 
@@ -382,6 +429,7 @@ def _make_runner(
         host_memory=host_memory,
         program_store=store,
         show_progress=show_progress,
+        head=head,
     )
     plan = runner.memory_plan
     if not is_given:
@@ -522,11 +570,13 @@ def _make_core(
     kv_event_publisher: KVEventPublisher | None,
     grammars: GrammarManager | None,
 ) -> EngineCore:
+    # Only steps run the draft head.
+    has_bursts = not config.runner.batch_invariant and not _has_head(config)
     return EngineCore(
         scheduler,
         runner,
         kv_event_publisher,
         grammars=grammars,
         max_steps_in_flight=2 if config.scheduler.async_scheduling else 1,
-        max_decode_burst=1 if config.runner.batch_invariant else config.scheduler.max_decode_burst,
+        max_decode_burst=config.scheduler.max_decode_burst if has_bursts else 1,
     )

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,6 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models import KernelSettings, LoadedModel
+from models.loading.loaded_head import LoadedHead
+from models.loading.loaded_module import LoadedModule
 from models.platforms.resident_memory import resident_bytes, return_freed_memory
 from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
 from paxkv.contracts.executor import StepHandle
@@ -26,6 +29,7 @@ from paxkv.runner.batch.unbuilt import refuse_unbuilt
 from paxkv.runner.features.base import StepFeature
 from paxkv.runner.features.feature_device import FeatureDevice
 from paxkv.runner.features.feature_list import make_features
+from paxkv.runner.features.target_hidden import TargetHidden, make_target_hidden
 from paxkv.runner.features.traced_features import FeatureValues, split_arrays
 from paxkv.runner.memory.device_mesh import mesh_of
 from paxkv.runner.memory.kv_cache_arrays import (
@@ -69,6 +73,7 @@ class ModelRunner:
         seed: Seed of requests without a seed of their own.
         program_store: Loads and saves compiled programs. None: all programs are compiled.
         show_progress: Whether the warm-up draws a progress bar on stderr.
+        head: The draft head of `runner_config.speculative_config`, if its method has one.
 
     Attributes:
         kernel_choice: Whether kernels for this device run; if not, the reason.
@@ -91,8 +96,16 @@ class ModelRunner:
         host_memory: HostMemory | None = None,
         program_store: ProgramStore | None = None,
         show_progress: bool = False,
+        head: LoadedHead | None = None,
     ) -> None:
-        self._features = features = make_features(runner_config, model)
+        features = make_features(runner_config, model)
+        self._target_hidden: TargetHidden | None = None
+        if head is not None:
+            self._target_hidden = make_target_hidden(
+                runner_config, model, max_num_batched_tokens=scheduler_config.max_num_batched_tokens
+            )
+            features = (*features, self._target_hidden)
+        self._features = features
         self._feature_of = {v: feature for feature in features for v in feature.variants()}
         self._handled = frozenset().union(*(feature.handles for feature in features))
         mesh = mesh_of(model.params[0])
@@ -109,20 +122,30 @@ class ModelRunner:
             own_programs=tuple(program for feature in features for program in feature.programs()),
             max_drafts=max((feature.max_drafts for feature in features), default=0),
             num_devices=mesh.size,
+            head_config=None if head is None else head.config,
         )
         self._sharding = NamedSharding(mesh, PartitionSpec())
         self._platform = model.platform
         model = model.with_places(plan.places)
-        self.kernel_choice = _choose_kernels(runner_config, model, plan.tables, mesh)
-        model = model.with_kernels(
-            KernelSettings.for_mesh(
-                mesh,
-                implementation=self.kernel_choice.implementation,
-                batch_invariant=runner_config.batch_invariant,
-            )
+        modules: list[LoadedModule] = [model]
+        if head is not None:
+            head = head.with_places(plan.head_places)
+            modules.append(head)
+        self.kernel_choice = _choose_kernels(runner_config, modules, plan.tables, mesh)
+        kernels = KernelSettings.for_mesh(
+            mesh,
+            implementation=self.kernel_choice.implementation,
+            batch_invariant=runner_config.batch_invariant,
         )
+        model = model.with_kernels(kernels)
         self._params = _put_params(model, mesh)
-        self._weight_bytes = model.device_bytes
+        self._head_params: tuple[jax.Array, ...] = ()
+        if head is not None:
+            # Drafts may differ from batch to batch, and answers do not depend on them.
+            head = head.with_kernels(dataclasses.replace(kernels, batch_invariant=False))
+            self._head_params = _put_params(head, mesh)
+        modules = [model] if head is None else [model, head]
+        self._weight_bytes = sum(module.device_bytes for module in modules)
 
         def make_programs(plan: RunnerPlan) -> StepPrograms:
             return StepPrograms(
@@ -132,6 +155,7 @@ class ModelRunner:
                 max_num_seqs=scheduler_config.max_num_seqs,
                 mesh=mesh,
                 store=program_store,
+                head=head,
             )
 
         memory = host_memory or self._measure_memory(plan, make_programs)
@@ -192,7 +216,8 @@ class ModelRunner:
         """Loads or compiles every program that traffic can ask for; returns their number."""
         # On a CPU, the system copies weights into huge pages while programs are compiled.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            prepared = thread.submit(self._platform.prepare_arrays, self._params)
+            params = (*self._params, *self._head_params)
+            prepared = thread.submit(self._platform.prepare_arrays, params)
             num_programs = self._programs.warm_up(self._kv_cache, show_progress=self._show_progress)
             prepared.result()
         return_freed_memory()
@@ -276,9 +301,12 @@ class ModelRunner:
                 step.feature_results = dict(zip(shape.features, results, strict=True))
                 _update_arrays(features, donated)
 
+        prev_tokens = self._prev_tokens
+
         def draw(mask_np: np.ndarray | None) -> jax.Array:
             self._waiting_step = None
             result, self._prev_tokens = self._sampler.draw(sampling, mask_np, self._kv_cache)
+            step.drafts = self._draft(built, prev_tokens, result)
             if self._returns_logits:
                 step.fetch_logits(self._sampler.logits)
             return result
@@ -288,6 +316,30 @@ class ModelRunner:
             step.wait_for_bitmask(draw, self._sampler.mask_dims)
         else:
             step.result = draw(None)
+
+    def _draft(
+        self,
+        built: BuiltStep,
+        prev_tokens: jax.Array,  # i32[max_num_seqs], of the step
+        result: jax.Array,  # i32[max_draws, max_num_seqs, RESULT_WIDTH]
+    ) -> jax.Array | None:  # i32[num_reqs, num_drafts]
+        """Starts the draft head after a step. Must be called before the next step starts."""
+        if self._target_hidden is None:
+            return None
+        program = self._programs.get(self._buckets.draft_shape_for(built.shape), self._kv_cache)
+        # As in `_launch`.
+        with jax.transfer_guard_host_to_device("allow"):
+            self._kv_cache, drafts = program(
+                self._params,
+                self._head_params,
+                self._kv_cache,
+                built.packed_np,
+                prev_tokens,
+                self._target_hidden.hidden,
+                result,
+                built.following_ids_np,
+            )
+        return drafts
 
     def _copy_blocks(self, scheduler_output: SchedulerOutput) -> None:
         num_blocks = self.kv_cache_config.num_blocks
@@ -343,7 +395,7 @@ def _update_arrays(features: Sequence[StepFeature], donated: FeatureValues) -> N
         feature.arrays.update(written)
 
 
-def _put_params(model: LoadedModel, mesh: Mesh) -> tuple[jax.Array, ...]:
+def _put_params(model: LoadedModule, mesh: Mesh) -> tuple[jax.Array, ...]:
     return tuple(
         jax.device_put(param, NamedSharding(mesh, spec))
         for param, spec in zip(model.params, model.param_specs, strict=True)
@@ -351,16 +403,18 @@ def _put_params(model: LoadedModel, mesh: Mesh) -> tuple[jax.Array, ...]:
 
 
 def _choose_kernels(
-    config: RunnerConfig, model: LoadedModel, tables: Sequence[TableShape], mesh: Mesh
+    config: RunnerConfig, modules: Sequence[LoadedModule], tables: Sequence[TableShape], mesh: Mesh
 ) -> KernelChoice:
     if config.batch_invariant:
         return KernelChoice("xla", "--batch-invariant uses plain XLA on every device.")
     tests = [
         test
-        for attention, places in zip(model.config.attention, model.places, strict=True)
+        for module in modules
+        for attention, places in zip(module.config.attention, module.places, strict=True)
         for _, place in places
         for test in place.format.self_tests(
             attention and attention.on_each_of(mesh.size), tables[place.inputs_idx].block_size
         )
     ]
-    return choose_implementation(config.kernels, tests, products_of(model), mesh.devices.flat[0])
+    products = frozenset().union(*map(products_of, modules))
+    return choose_implementation(config.kernels, tests, products, mesh.devices.flat[0])

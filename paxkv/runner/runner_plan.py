@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 from models import DecoderSpec, LayerPlaces, ModelConfig, Platform
+from models.decoder_spec import with_drafter
 from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
 from paxkv.errors import KVCacheTooSmallError
 from paxkv.runner.memory.kv_cache_arrays import kv_cache_dtype
@@ -31,6 +32,7 @@ class RunnerPlan:
         own_programs: Programs of features other than steps and bursts.
         max_drafts: Most drafts of a request that a step verifies.
         num_devices: Devices of the mesh. Pages, blocks and bytes are those of each device.
+        head_config: The config of the draft head; None if there is no head.
     """
 
     model_config: ModelConfig
@@ -45,6 +47,7 @@ class RunnerPlan:
     own_programs: tuple[OwnProgram, ...] = ()
     max_drafts: int = 0
     num_devices: int = 1
+    head_config: ModelConfig | None = None
 
     @functools.cached_property
     def kv_dtype(self) -> str:
@@ -53,8 +56,11 @@ class RunnerPlan:
 
     @functools.cached_property
     def spec(self) -> DecoderSpec:
-        """The caches of the model's layers on each device."""
-        return self.model_config.spec(self.kv_dtype).on_each_of(self.num_devices)
+        """The caches of the model's layers on each device, and then those of the draft head's."""
+        spec = self.model_config.spec(self.kv_dtype)
+        if self.head_config is not None:
+            spec = with_drafter(spec, self.head_config.spec(self.kv_dtype))
+        return spec.on_each_of(self.num_devices)
 
     @functools.cached_property
     def groups(self) -> KVCacheGroups:
@@ -66,8 +72,21 @@ class RunnerPlan:
 
     @functools.cached_property
     def places(self) -> tuple[LayerPlaces, ...]:
-        """The places of each layer's caches."""
+        """The places of the caches of each of the model's layers."""
+        return self._all_places[: len(self._all_places) - self._num_head_layers]
+
+    @functools.cached_property
+    def head_places(self) -> tuple[LayerPlaces, ...]:
+        """The places of the caches of each of the draft head's layers."""
+        return self._all_places[len(self._all_places) - self._num_head_layers :]
+
+    @functools.cached_property
+    def _all_places(self) -> tuple[LayerPlaces, ...]:
         return self.groups.places(self.spec)
+
+    @property
+    def _num_head_layers(self) -> int:
+        return 0 if self.head_config is None else self.head_config.num_layers
 
     @functools.cached_property
     def tables(self) -> tuple[TableShape, ...]:
@@ -84,6 +103,7 @@ class RunnerPlan:
             tables=self.tables,
             max_model_len=self.max_model_len,
             max_draws=1 + self.max_drafts,
+            has_draft_head=self.head_config is not None,
             batch_invariant=self.runner_config.batch_invariant,
             sampled_chunk_rows=SAMPLED_CHUNK_ROWS if self.platform.samples_in_chunks else None,
             shares_programs=self.platform.shares_programs,

@@ -32,6 +32,7 @@ def run(
     num_blocks=None,
     caching=False,
     max_drafts=0,
+    use_eagle=False,
     max_decode_burst=1,
     arrivals=(),
 ):
@@ -54,6 +55,7 @@ def run(
         max_model_len=MAX_MODEL_LEN,
         grammar_gate=grammars,
         num_lookahead_tokens=max_drafts,
+        use_eagle=use_eagle,
     )
     core = EngineCore(
         scheduler,

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from models import UnsupportedModelError
 from paxkv import LLM, SamplingParams, StructuredOutputsParams
 from paxkv.entrypoints.build_scheduler import make_scheduler
 from paxkv.errors import ConfigError
@@ -129,5 +130,10 @@ def test_trace_with_drafts_can_be_replayed(engines, trace_file):
 
 
 def test_method_without_a_drafter_is_refused():
-    with pytest.raises(ConfigError, match="'mtp' has no drafter yet"):
-        LLM(speculative_config={"method": "mtp", "num_speculative_tokens": 1})
+    with pytest.raises(ConfigError, match="'suffix' has no drafter yet"):
+        LLM(speculative_config={"method": "suffix", "num_speculative_tokens": 1})
+
+
+def test_model_without_a_head_is_refused():
+    with pytest.raises(UnsupportedModelError, match="'mtp' does not support LlamaForCausalLM"):
+        LLM(**SETTINGS, speculative_config={"method": "mtp", "num_speculative_tokens": 1})

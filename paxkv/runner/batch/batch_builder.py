@@ -148,6 +148,7 @@ class BatchBuilder:
             num_drafts_np=rows.num_drafts_np,
             first_draw_np=draws.first_row_np,
             num_padded_tokens=shape.num_computed(num_tokens) - num_tokens,
+            following_ids_np=_following_ids(rows, shape),
             features=features,
         )
 
@@ -300,6 +301,18 @@ def _count_drafts(
     if not drafts:
         return np.zeros(len(req_ids), np.int32)
     return np.array([len(drafts.get(req_id, ())) for req_id in req_ids], np.int32)
+
+
+def _following_ids(rows: ScheduledRows, shape: StepShape) -> np.ndarray:
+    """See `BuiltStep.following_ids_np`."""
+    ends_np = rows.num_computed_np + rows.num_scheduled_np
+    is_known_np = ends_np < rows.num_tokens_np
+    places_np = np.where(is_known_np, ends_np, 0)
+    following_ids_np = np.zeros(shape.num_reqs, np.int32)
+    following_ids_np[: len(ends_np)] = np.where(
+        is_known_np, rows.token_ids_np[rows.rows_np, places_np], 0
+    )
+    return following_ids_np
 
 
 def _variants_of(features: Sequence[FeatureStep]) -> tuple[StepVariant, ...]:

@@ -22,8 +22,10 @@ class BuiltStep:
         num_drawn_of_each: The number in `num_drawn_np`, if it is the same for all; otherwise None.
         num_drafts_np: i32[len(req_ids)], drafts that the step verifies for the request.
         first_draw_np: i32[len(req_ids)], the request's first row of logits. Its other rows follow.
-        num_padded_tokens: Padding tokens that the step computes.
-        features: The step features that take part.
+        following_ids_np: i32[shape.num_reqs], the token after the request's last one in the step; 0
+            if the host does not know it. None for a burst.
+        num_padded_tokens: Padding tokens that it computes.
+        features: What step features do in it.
         leaves_logits: Whether the sampler must draw after a burst. It always draws after steps.
     """
 
@@ -36,5 +38,6 @@ class BuiltStep:
     num_drafts_np: np.ndarray
     first_draw_np: np.ndarray
     num_padded_tokens: int
+    following_ids_np: np.ndarray | None = None
     features: tuple[FeatureStep, ...] = ()
     leaves_logits: bool = False

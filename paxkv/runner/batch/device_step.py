@@ -49,13 +49,16 @@ class DeviceStep:
         result: i32[max_steps or max_draws, num_reqs, RESULT_WIDTH], on the device; None before its
             tokens are drawn, and after they were fetched.
         feature_results: Results of step features on the device, by variant and by name.
-        grammar_rows: For each request with a grammar that draws tokens, its rows of logits.
+        drafts: i32[num_reqs, num_drafts], proposals of a draft head for the next step, on the
+            device; `NO_TOKEN` after the last one of a request. None without a head.
+        grammar_rows: For each request that draws tokens which a grammar binds, its rows of logits.
     """
 
     def __init__(
         self, *, built: BuiltStep, rows: InputBatch, logits_check: LogitsCheck | None = None
     ) -> None:
         self.result: jax.Array | None = None
+        self.drafts: jax.Array | None = None
         self.feature_results: dict[StepVariant, Mapping[str, jax.Array]] = {}
         self._logits_np: np.ndarray | None = None
         self._built = built
@@ -162,6 +165,7 @@ class DeviceStep:
                     )
                 ]
             ),
+            draft_token_ids=self._take_drafts(sampled_token_ids),
         )
         for feature in self._built.features:
             results = self.feature_results.pop(feature.variant, {})
@@ -193,6 +197,20 @@ class DeviceStep:
         return [
             [token_id for token_id in row if token_id != NO_TOKEN] for row in drawn_np.T.tolist()
         ]
+
+    def _take_drafts(self, sampled_token_ids: list[list[int]]) -> dict[str, list[int]]:
+        """Fetches the proposals of the draft head, for the requests that drew tokens."""
+        if self.drafts is None:
+            return {}
+        drafts = _fetch(self.drafts)[: len(sampled_token_ids)].tolist()
+        self.drafts = None
+        return {
+            req_id: [draft_id for draft_id in draft_ids if draft_id != NO_TOKEN]
+            for req_id, token_ids, draft_ids in zip(
+                self._built.req_ids, sampled_token_ids, drafts, strict=True
+            )
+            if token_ids
+        }
 
     def _are_kept(self) -> np.ndarray:  # bool[num_reqs]
         """Returns, for each request, whether it still has the row that it had in the step.

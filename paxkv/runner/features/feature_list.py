@@ -20,8 +20,9 @@ def make_features(config: RunnerConfig, model: LoadedModel) -> tuple[StepFeature
     if config.expert_load_window is not None:
         features.append(ExpertLoad(model, config.expert_load_window))
     speculative = config.speculative_config
-    if speculative is not None:
+    # A draft head is no feature: the runner runs it after each step.
+    if speculative is not None and not speculative.has_head:
         max_drafts = speculative.num_speculative_tokens
-        pacer = DraftPacer() if speculative.adapts_drafts else None
+        pacer = DraftPacer() if speculative.adapts else None
         features.append(Drafts(make_drafter(speculative), max_drafts=max_drafts, pacer=pacer))
     return tuple(features)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from models import LoadedModel
 from models.cache.self_test import MAX_RELATIVE_ERROR, relative_error
+from models.loading.loaded_module import LoadedModule
 
 # One expert gets rows for more than two tiles, one gets no row, and one gets a single row. The
 # matrix of an expert may be large, so there are only these three.
@@ -57,7 +57,7 @@ class CheckedProduct:
         return None
 
 
-def products_of(model: LoadedModel) -> frozenset[CheckedProduct]:
+def products_of(model: LoadedModule) -> frozenset[CheckedProduct]:
     """Returns the different products that one device computes, of all layers with experts."""
     kernels = (
         value

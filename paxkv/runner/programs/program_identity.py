@@ -14,6 +14,8 @@ from jax.sharding import Mesh
 
 import paxkv
 from models import KernelSettings, LoadedModel, Pages
+from models.loading.loaded_head import LoadedHead
+from models.loading.loaded_module import LoadedModule
 from paxkv.runner.programs.program_sources import source_digest
 from paxkv.runner.shapes.own_program import OwnProgram
 from paxkv.runner.shapes.step_variant import StepVariant
@@ -52,6 +54,7 @@ def program_identity(
     num_logits_rows: int,
     compiler_options: Mapping[str, str],
     feature_code: Sequence[StepVariant | OwnProgram] = (),
+    head: LoadedHead | None = None,
 ) -> dict[str, str]:
     """Returns names and values of everything that all programs of an engine depend on.
 
@@ -65,10 +68,14 @@ def program_identity(
         feature_code: Variants and programs of all step features. The identity covers their source
             code, and the source code of the formats in `model.places`. A program's shape names the
             variants that it contains.
+        head: The draft head, if there is one.
     """
     num_rows, num_blocks, *page = kv_cache.shape
     jax_settings = jax.config.values  # some settings are not attributes of `jax.config`
-    formats = {place.format for places in model.places for _, place in places}
+    modules = [model] if head is None else [model, head]
+    formats = {
+        place.format for module in modules for places in module.places for _, place in places
+    }
     packages = model.packages | _packages_of([*feature_code, *formats])
     return {
         "paxkv": f"{paxkv.__version__}, source {source_digest(packages)[:16]}",
@@ -78,6 +85,7 @@ def program_identity(
         **_device_facts(mesh),
         **model.platform.identity(),
         "model's class": model.class_name,
+        **({} if head is None else _head_facts(head)),
         **_model_facts(model.config),
         "dtype": model.dtype,
         "weights": _digest([(array.shape, array.dtype.name) for array in params])[:16],
@@ -123,6 +131,17 @@ def _device_facts(mesh: Mesh) -> dict[str, str]:
         "device": device.device_kind,
         "runtime": device.client.platform_version,
         "mesh": json.dumps(dict(mesh.shape)),
+    }
+
+
+def _head_facts(head: LoadedModule) -> dict[str, str]:
+    """A draft head's class, layers, weights and caches."""
+    weights = [(array.shape, array.dtype.name) for array in head.params]
+    return {
+        "draft head's class": head.class_name,
+        "draft head's config": _digest(_model_facts(head.config))[:16],
+        "draft head's weights": _digest(weights)[:16],
+        "draft head's places in the KV cache": _digest(head.places)[:16],
     }
 
 

@@ -15,8 +15,11 @@ from jax.typing import DTypeLike
 from tqdm import tqdm
 
 from models import LoadedModel, Pages
+from models.loading.loaded_head import LoadedHead
+from paxkv.runner.features.target_hidden import abstract_target_hidden
 from paxkv.runner.features.traced_features import split_arrays
 from paxkv.runner.programs.burst import make_burst
+from paxkv.runner.programs.draft import make_draft
 from paxkv.runner.programs.invariant_step import make_invariant_step
 from paxkv.runner.programs.program_identity import program_identity
 from paxkv.runner.programs.program_store import ProgramFolder, ProgramStore, without_jax_cache
@@ -28,12 +31,14 @@ from paxkv.runner.sampling.row_state import (
     vocab_words,
     write_row,
 )
+from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH
 from paxkv.runner.sampling.sampler_program import make_sampler
 from paxkv.runner.shapes.own_program import OwnProgram
 from paxkv.runner.shapes.packed_layout import PackedLayout
 from paxkv.runner.shapes.program_shapes import (
     BurstShape,
     CopyShape,
+    DraftShape,
     ProgramShape,
     RowShape,
     SamplerShape,
@@ -52,6 +57,7 @@ class StepPrograms:
 
     Args:
         store: Loads and saves programs. None: all programs are compiled.
+        head: The draft head, if the buckets have programs for one.
 
     Attributes:
         num_compiles_after_ready: Programs that the warm-up missed, compiled while serving.
@@ -66,7 +72,9 @@ class StepPrograms:
         max_num_seqs: int,
         mesh: Mesh,
         store: ProgramStore | None = None,
+        head: LoadedHead | None = None,
     ) -> None:
+        self._head = head
         self._model = model
         self._params = params
         self.buckets = buckets
@@ -115,6 +123,8 @@ class StepPrograms:
             return jax.jit(copy_blocks, donate_argnums=0, **outputs).lower(kv_cache, copies)
         if isinstance(shape, (SamplerShape, RowShape)):
             return self._lower_sampling(shape)
+        if isinstance(shape, DraftShape):
+            return self._lower_draft(shape, kv_cache)
         packed = self._abstract(PackedLayout(shape).num_words)
         prev_tokens = self._abstract(self._max_num_seqs)
         arguments = (self._params, kv_cache, packed, prev_tokens)
@@ -139,6 +149,23 @@ class StepPrograms:
             out_shardings=(kv_cache.sharding, *[self._sharding] * 4),
         )
         return step.lower(*arguments, self._abstract_logits(), kept, donated)
+
+    def _lower_draft(self, shape: DraftShape, kv_cache: Pages) -> Lowered:
+        sampler_shape = self.buckets.sampler_shape
+        packed = self._abstract(PackedLayout(shape.step).num_words)
+        hidden = abstract_target_hidden(shape.step.features)
+        result = (sampler_shape.max_draws, sampler_shape.num_reqs, RESULT_WIDTH)
+        draft = jax.jit(make_draft(self._model, self._head, shape), donate_argnums=2)
+        return draft.lower(
+            self._params,
+            self._head.params,
+            kv_cache,
+            packed,
+            self._abstract(self._max_num_seqs),
+            self._abstract(*hidden.dims, dtype=hidden.dtype),
+            self._abstract(*result),
+            self._abstract(shape.step.num_reqs),
+        )
 
     def _lower_sampling(self, shape: SamplerShape | RowShape) -> Lowered:
         vocab_size = self._model.config.vocab_size
@@ -192,6 +219,7 @@ class StepPrograms:
             max_num_seqs=self._max_num_seqs,
             num_logits_rows=self.buckets.sampler_shape.num_rows,
             compiler_options=self._compiler_options,
+            head=self._head,
             feature_code=(*self.buckets.feature_variants, *self.buckets.own_programs),
         )
         return self._store.open(identity, shapes, list(self._mesh.devices.flat))

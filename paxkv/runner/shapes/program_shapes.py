@@ -137,4 +137,22 @@ class RowShape:
     max_model_len: int
 
 
-ProgramShape = StepShape | BurstShape | CopyShape | SamplerShape | RowShape | OwnProgram
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DraftShape:
+    """The dimensions of the compiled program of a draft head, which runs after steps of one shape.
+
+    Args:
+        num_drafts: Most drafts of a request.
+        token_widths: Numbers of tokens that the layers can compute, as `StepShape.widths`.
+        req_widths: Numbers of requests that the layers can compute for the drafts after the first.
+    """
+
+    step: StepShape
+    num_drafts: int
+    token_widths: tuple[int, ...] = ()
+    req_widths: tuple[int, ...] = ()
+
+
+ProgramShape = (
+    StepShape | BurstShape | CopyShape | SamplerShape | RowShape | DraftShape | OwnProgram
+)

@@ -20,6 +20,7 @@ from paxkv.runner.shapes.own_program import OwnProgram
 from paxkv.runner.shapes.program_shapes import (
     BurstShape,
     CopyShape,
+    DraftShape,
     ProgramShape,
     RowShape,
     SamplerShape,
@@ -45,6 +46,8 @@ class StepBuckets:
     Args:
         max_decode_burst: Most steps of a burst.
         max_draws: Most tokens that one request draws in a step; above 1, steps verify drafts.
+        has_draft_head: A draft head runs after each step, and proposes `max_draws - 1` tokens. Then
+            there are no bursts.
         batch_invariant: One program computes all steps, tile by tile, so that the same instructions
             compute every token.
         sampled_chunk_rows: Rows that the sampler draws at a time. None: all rows.
@@ -66,6 +69,7 @@ class StepBuckets:
         tables: tuple[TableShape, ...],
         max_model_len: int,
         max_draws: int = 1,
+        has_draft_head: bool = False,
         batch_invariant: bool = False,
         sampled_chunk_rows: int | None = SAMPLED_CHUNK_ROWS,
         shares_programs: bool = False,
@@ -109,7 +113,7 @@ class StepBuckets:
             )
             for features in combinations
         }
-        has_bursts = not batch_invariant
+        has_bursts = not batch_invariant and not has_draft_head
         req_widths = divide(decode_buckets(max_num_seqs)) if has_bursts else ()
         self._num_reqs = tuple(widths[-1] for widths in req_widths)
         self.burst_shapes = tuple(
@@ -132,6 +136,13 @@ class StepBuckets:
             for features in combinations
             if all(variant.is_in_bursts or variant in everywhere for variant in features)
         }
+        # By the shape of the step.
+        self._draft_shapes: dict[StepShape, DraftShape] = {}
+        if has_draft_head:
+            steps = itertools.chain(self.step_shapes, *self._feature_shapes.values())
+            self._draft_shapes = {
+                shape: _draft_shape(shape, shares_programs=shares_programs) for shape in steps
+            }
         num_copied = max(1, sum(table.num_groups for table in tables if not table.is_state))
         self._num_copies = copy_buckets(max_num_seqs * num_copied)
         self.copy_shapes = tuple(CopyShape(num_copies=count) for count in self._num_copies)
@@ -154,6 +165,7 @@ class StepBuckets:
             *self.step_shapes[::-1],
             *(shape for shapes in self._feature_bursts.values() for shape in shapes[::-1]),
             *self.burst_shapes[::-1],
+            *self._draft_shapes.values(),
             self.sampler_shape,
             self.row_shape,
             *self.copy_shapes[::-1],
@@ -168,6 +180,7 @@ class StepBuckets:
             *(shapes[-1] for shapes in self._feature_shapes.values()),
             *(shapes[-1] for shapes in self._feature_bursts.values() if shapes),
             *self.burst_shapes[-1:],
+            *list(self._draft_shapes.values())[-1:],
             self.copy_shapes[-1],
             self.sampler_shape,
             self.row_shape,
@@ -228,10 +241,26 @@ class StepBuckets:
             raise InvariantError(f"a burst cannot have these features: got {features}.")
         return shapes[min(bucket_idx, len(shapes) - 1)]
 
+    def draft_shape_for(self, step: StepShape) -> DraftShape | None:
+        """The program of the draft head after a step; None if there is no head."""
+        return self._draft_shapes.get(step)
+
     def copy_shape_for(self, num_copies: int) -> CopyShape:
         """The smallest shape that holds `num_copies`, or the largest shape if none does."""
         num_smaller = bisect.bisect_left(self._num_copies, num_copies)
         return self.copy_shapes[min(num_smaller, len(self.copy_shapes) - 1)]
+
+
+def _draft_shape(step: StepShape, *, shares_programs: bool) -> DraftShape:
+    # A batch-invariant step has no widths, because it computes tiles. The head has no tiles: its
+    # drafts may differ from batch to batch, and answers do not depend on them.
+    in_tiles = step.tile_tokens is not None
+    return DraftShape(
+        step=step,
+        num_drafts=step.max_draws - 1,
+        token_widths=token_buckets(step.num_tokens) if in_tiles else step.widths,
+        req_widths=decode_buckets(step.num_reqs) if in_tiles or shares_programs else (),
+    )
 
 
 def _combinations(

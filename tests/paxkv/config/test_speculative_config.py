@@ -10,6 +10,7 @@ from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.errors import ConfigError
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+MTP = {"method": "mtp", "num_speculative_tokens": 1}
 
 
 @pytest.mark.parametrize(
@@ -29,10 +30,14 @@ def test_unset_limits_have_vllms_defaults(limits, lengths):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"method": "eagle3", "model": "m"}, "'eagle3' has no drafter yet; methods are ngram"),
-        ({"method": "mtp", "num_speculative_tokens": 1}, "'mtp' has no drafter yet"),
+        ({"method": "eagle3", "model": "m"}, "'eagle3' has no drafter yet; methods are ngram, mtp"),
+        (MTP | {"adapts_drafts": True}, "method 'mtp' verifies all drafts yet"),
+        (MTP | {"prompt_lookup_max": 3}, "for method 'ngram', got method 'mtp'"),
         ({"model": "m", "num_speculative_tokens": 3}, "draft models have no drafter yet"),
-        ({"method": "ngrams", "num_speculative_tokens": 3}, "must be one of ngram, got 'ngrams'"),
+        (
+            {"method": "ngrams", "num_speculative_tokens": 3},
+            "must be one of ngram, mtp, got",
+        ),
         (NGRAM | {"draft_tensor_parallel_size": 1}, "got draft_tensor_parallel_size"),
         ({"num_speculative_tokens": 3}, "needs method; got"),
         ({"method": "ngram"}, "needs num_speculative_tokens"),
@@ -60,6 +65,12 @@ def test_flag_reads_the_object():
     assert parse("--speculative-config", "{}").speculative_config is None
     with pytest.raises(argparse.ArgumentError, match="'medusa' has no drafter"):
         parse("--speculative-config", '{"method": "medusa"}')
+
+
+def test_only_drafts_from_the_host_adapt():
+    assert SpeculativeConfig.from_fields(NGRAM).adapts
+    assert not SpeculativeConfig.from_fields(NGRAM | {"adapts_drafts": False}).adapts
+    assert not SpeculativeConfig.from_fields(MTP).adapts
 
 
 def test_an_unparsed_object_is_rejected():

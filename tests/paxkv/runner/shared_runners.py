@@ -11,6 +11,8 @@ import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
+from models import LoadedModel
+from models.loading.loaded_head import LoadedHead
 from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
 from paxkv.runner.memory.memory_plan import HostMemory
 from paxkv.runner.model_runner import ModelRunner
@@ -29,16 +31,17 @@ class WarmRunner:
     """
 
     runner: ModelRunner
-    model: TinyModel
+    model: TinyModel | LoadedModel
 
 
 def make_runner(
-    model: TinyModel,
+    model: TinyModel | LoadedModel,
     cache_config: CacheConfig | None = None,
     *,
     runner_config: RunnerConfig | None = None,
     store: ProgramStore | None = None,
     host_memory: HostMemory | None = None,
+    head: LoadedHead | None = None,
 ) -> ModelRunner:
     """A runner with the limits above, before its warm-up."""
     return ModelRunner(
@@ -52,17 +55,22 @@ def make_runner(
         runner_config=runner_config or RunnerConfig(),
         program_store=store,
         host_memory=host_memory,
+        head=head,
     )
 
 
 def make_warm_runner(
-    folder: Path, model: TinyModel, runner_config: RunnerConfig | None = None
+    folder: Path,
+    model: TinyModel | LoadedModel,
+    runner_config: RunnerConfig | None = None,
+    *,
+    head: LoadedHead | None = None,
 ) -> WarmRunner:
     """A warm runner whose programs are loaded from `folder`, or compiled and kept there."""
     folder.mkdir(exist_ok=True, mode=0o700)
     with _locked(folder / "lock"):
         store = ProgramCache(folder / "programs")
-        runner = make_runner(model, runner_config=runner_config, store=store)
+        runner = make_runner(model, runner_config=runner_config, store=store, head=head)
         runner.warm_up()
     return WarmRunner(runner=runner, model=model)
 

@@ -7,7 +7,8 @@ import pytest
 from models import Wants
 from paxkv.errors import InvariantError
 from paxkv.runner.features.prompt_logprobs import PromptLogprobsVariant
-from paxkv.runner.shapes.program_shapes import SamplerShape, StepShape, TableShape
+from paxkv.runner.shapes.bucket_sizes import token_buckets
+from paxkv.runner.shapes.program_shapes import DraftShape, SamplerShape, StepShape, TableShape
 from paxkv.runner.shapes.step_buckets import StepBuckets
 from paxkv.runner.shapes.step_variant import StepVariant
 
@@ -39,6 +40,25 @@ def test_shared_programs_compute_what_programs_of_their_own_would(budget, max_nu
         assert burst in shared.burst_shapes and burst.num_reqs >= num_reqs
         wanted = own.burst_shape_for(num_reqs).num_computed(num_reqs)
         assert burst.num_computed(num_reqs) == wanted
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_each_step_has_a_program_of_the_draft_head(batch_invariant):
+    buckets = make_buckets(
+        max_draws=4,
+        has_draft_head=True,
+        batch_invariant=batch_invariant,
+        feature_variants=[[PromptLogprobsVariant(num_logits=0)]],
+    )
+    steps = [shape for shape in buckets.largest_first if isinstance(shape, StepShape)]
+    drafts = [shape for shape in buckets.largest_first if isinstance(shape, DraftShape)]
+    assert {shape.step for shape in drafts} == set(steps) and len(drafts) == len(steps)
+    for step in steps:
+        draft = buckets.draft_shape_for(step)
+        assert draft.num_drafts == 3
+        assert draft.token_widths in ((), step.widths, token_buckets(step.num_tokens))
+    assert not buckets.has_bursts
+    assert make_buckets(max_draws=4).draft_shape_for(steps[0]) is None
 
 
 def test_shared_programs_are_ten_by_default():

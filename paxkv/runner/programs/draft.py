@@ -1,0 +1,213 @@
+"""The compiled program of a draft head: it runs after a step, and proposes tokens for the next."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from models import LoadedModel, Pages, Wants, Width, run_at_width
+from models.loading.loaded_head import LoadedHead
+from paxkv.runner.programs.make_batch import make_batch, make_decode_batch, tables_of
+from paxkv.runner.programs.step import Params, unpack_fields
+from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
+from paxkv.runner.shapes.packed_layout import PackedLayout
+from paxkv.runner.shapes.program_shapes import DraftShape
+
+# (params, head_params, kv_cache, packed, prev_tokens, target_hidden, result, following_ids) ->
+# (kv_cache, drafts)
+DraftFunction = Callable[
+    [Params, Params, Pages, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array],
+    tuple[Pages, jax.Array],
+]
+
+
+class _NextTokens(NamedTuple):
+    """The tokens after those of a step, and where drafts begin."""
+
+    next_ids: jax.Array  # i32[num_tokens], the token after each token of the step
+    # i32[num_reqs], index of the last token of each request that is not a rejected draft.
+    last_idx: jax.Array
+    has_drawn: jax.Array  # bool[num_reqs]
+
+
+class _DraftState(NamedTuple):
+    """The loop over drafts. A row that is not alive computes its last token again."""
+
+    token_ids: jax.Array  # i32[num_reqs], what the row computed last
+    hidden: jax.Array  # f[num_reqs, hidden], what it computed that from
+    positions: jax.Array  # i32[num_reqs]
+    is_alive: jax.Array  # bool[num_reqs]
+    next_hidden: jax.Array  # f[num_reqs, hidden], what came out
+    draft_ids: jax.Array  # i32[num_reqs], the token that the row drafted last
+    pages: Pages
+    drafts: jax.Array  # i32[num_reqs, num_drafts]
+
+
+def make_draft(model: LoadedModel, head: LoadedHead, shape: DraftShape) -> DraftFunction:
+    """The program of one shape, not yet compiled.
+
+    It first runs the head over all tokens of the step, so that the head has keys and values of
+    every token. That gives the first draft of each request that drew a token. Then it drafts one
+    token after the other. Tokens of rejected drafts are computed too. The next step of the request
+    writes over their keys and values.
+
+    The drafts' keys and values go to slots after the step's tokens. A request gets no more drafts
+    where its block table ends. The program returns `drafts` i32[num_reqs, num_drafts], with
+    `NO_TOKEN` after the last draft of each request.
+    """
+    step = shape.step
+    layout = PackedLayout(step)
+
+    def draft(
+        params: Params,
+        head_params: Params,
+        kv_cache: Pages,
+        packed: jax.Array,  # i32[num_words], of the step
+        prev_tokens: jax.Array,  # i32[max_num_seqs], of the step
+        target_hidden: jax.Array,  # f[max_num_tokens, hidden]
+        result: jax.Array,  # i32[max_draws, max_num_seqs, RESULT_WIDTH], of the sampler
+        following_ids: jax.Array,  # i32[num_reqs], see `BuiltStep`
+    ) -> tuple[Pages, jax.Array]:
+        fields = unpack_fields(layout, packed, prev_tokens)
+        tables = tables_of(fields, step)
+        starts, positions = fields["query_start_loc"], fields["positions"]
+        following = _find_next_tokens(fields, result[:, :, 0], following_ids)
+        embed = functools.partial(model.embed, params)
+        run = functools.partial(head.run, head_params)
+        batch = make_batch(
+            token_ids=following.next_ids,
+            positions=positions,
+            query_start_loc=starts,
+            seq_lens=fields["seq_lens"],
+            block_tables=tables,
+            table_shapes=step.tables,
+            logits_indices=fields["logits_indices"],
+            wants=Wants(logits="none", hidden="all"),
+            widths=shape.token_widths,
+        )
+        target_hidden = target_hidden[: step.num_tokens]
+        hidden, pages = run(
+            kv_cache, batch, embedded=embed(following.next_ids), hidden=target_hidden
+        )
+        num_used = (starts[1:] > starts[:-1]).sum(dtype=jnp.int32)
+        choose = functools.partial(_choose, model, head, shape, params, head_params, num_used)
+        last_idx, has_drawn = following.last_idx, following.has_drawn
+        draft_ids = choose(hidden[last_idx])
+        drafts = jnp.full((step.num_reqs, shape.num_drafts), NO_TOKEN, jnp.int32)
+        state = _DraftState(
+            token_ids=following.next_ids[last_idx],
+            hidden=target_hidden[last_idx],
+            positions=positions[last_idx],
+            is_alive=has_drawn,
+            next_hidden=hidden[last_idx],
+            draft_ids=draft_ids,
+            pages=pages,
+            drafts=drafts.at[:, 0].set(jnp.where(has_drawn, draft_ids, NO_TOKEN)),
+        )
+
+        def extend(draft_idx: jax.Array, state: _DraftState) -> _DraftState:
+            is_alive = state.is_alive & _have_slots(head, shape, tables, state.positions + 1)
+            token_ids = jnp.where(is_alive, state.draft_ids, state.token_ids)
+            hidden = jnp.where(is_alive[:, None], state.next_hidden, state.hidden)
+            positions = jnp.where(is_alive, state.positions + 1, state.positions)
+            batch = make_decode_batch(
+                token_ids=token_ids,
+                positions=positions,
+                num_used=num_used,
+                block_tables=tables,
+                table_shapes=step.tables,
+                widths=shape.req_widths,
+            )
+            next_hidden, pages = run(state.pages, batch, embedded=embed(token_ids), hidden=hidden)
+            draft_ids = choose(next_hidden)
+            return _DraftState(
+                token_ids=token_ids,
+                hidden=hidden,
+                positions=positions,
+                is_alive=is_alive,
+                next_hidden=next_hidden,
+                draft_ids=draft_ids,
+                pages=pages,
+                drafts=state.drafts.at[:, draft_idx].set(jnp.where(is_alive, draft_ids, NO_TOKEN)),
+            )
+
+        state = jax.lax.fori_loop(1, shape.num_drafts, extend, state)
+        return state.pages, state.drafts
+
+    return draft
+
+
+def _find_next_tokens(
+    fields: dict[str, jax.Array],
+    drawn_ids: jax.Array,  # i32[max_draws, max_num_seqs], `NO_TOKEN` after a rejected draft
+    following_ids: jax.Array,  # i32[num_reqs]
+) -> _NextTokens:
+    """The next tokens of a step.
+
+    Example: a request computes the prompt's last token 5 and the drafts 7, 8, and draws 7, 9. Its
+    next tokens are 7, 9 and any token, and its last token is the first draft.
+    """
+    starts, token_ids = fields["query_start_loc"], fields["token_ids"]
+    num_tokens, num_reqs = token_ids.shape[0], starts.shape[0] - 1
+    last_of_reqs = jnp.maximum(starts[1:] - 1, 0)
+    next_ids = jnp.concatenate([token_ids[1:], token_ids[:1]])
+    has_tokens = starts[1:] > starts[:-1]
+    next_ids = next_ids.at[jnp.where(has_tokens, last_of_reqs, num_tokens)].set(
+        following_ids, mode="drop"
+    )
+    req_idx, draw_idx, token_idx = (
+        fields[name] for name in ("draw_req", "draw_idx", "logits_indices")
+    )
+    drawn = drawn_ids[draw_idx, req_idx]
+    is_drawn = fields["draw_position"] > 0
+    is_kept = is_drawn & (drawn != NO_TOKEN)
+    next_ids = next_ids.at[jnp.where(is_kept, token_idx, num_tokens)].set(drawn, mode="drop")
+    num_kept = jnp.zeros(num_reqs, jnp.int32)
+    num_kept = num_kept.at[jnp.where(is_kept, req_idx, num_reqs)].add(1, mode="drop")
+    is_first = is_drawn & (draw_idx == 0)
+    first_idx = jnp.zeros(num_reqs, jnp.int32)
+    first_idx = first_idx.at[jnp.where(is_first, req_idx, num_reqs)].set(token_idx, mode="drop")
+    has_drawn = num_kept > 0
+    return _NextTokens(
+        next_ids=next_ids,
+        last_idx=jnp.where(has_drawn, first_idx + num_kept - 1, last_of_reqs),
+        has_drawn=has_drawn,
+    )
+
+
+def _have_slots(
+    head: LoadedHead,
+    shape: DraftShape,
+    tables: tuple[jax.Array, ...],
+    positions: jax.Array,  # i32[num_reqs]
+) -> jax.Array:  # bool[num_reqs]
+    """Whether the request has a block for the position in each of the head's groups."""
+    found = jnp.ones(positions.shape, bool)
+    for _, place in (cache for places in head.places for cache in places):
+        table = tables[place.inputs_idx][place.group_idx]
+        block_idx = positions // shape.step.tables[place.inputs_idx].block_size
+        # Block 0 is the null block.
+        rows = jnp.arange(positions.shape[0], dtype=jnp.int32)
+        found &= table.at[rows, block_idx].get(mode="fill", fill_value=0) != 0
+    return found
+
+
+def _choose(
+    model: LoadedModel,
+    head: LoadedHead,
+    shape: DraftShape,
+    params: Params,
+    head_params: Params,
+    num_used: jax.Array,  # i32[], leading rows that are requests
+    hidden: jax.Array,  # f[num_reqs, hidden]
+) -> jax.Array:  # i32[num_reqs]
+    """The most likely token of each request."""
+    logits_of = functools.partial(model.compute_logits, params)
+
+    def choose(width: Width, draft_ids: jax.Array) -> jax.Array:
+        return width.write(draft_ids, head.choose(head_params, width.read(hidden), logits_of))
+
+    widths = shape.req_widths or (shape.step.num_reqs,)
+    return run_at_width(widths, num_used, choose, jnp.zeros(hidden.shape[0], jnp.int32))
