@@ -45,6 +45,8 @@ class Source:
     shape: tuple[int, ...]  # as stored
     # Whether a checkpoint may lack it. `combine` then gets no array for it.
     is_optional: bool = False
+    # Whether it is an index or a distance, and not a floating-point number.
+    is_integer: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,21 @@ class DraftHead(nnx.Module, abc.ABC):
     values at position p. To go on, the head reads its own hidden states in place of the target's.
     """
 
+    def embed(
+        self,
+        token_ids: jax.Array,  # i32[num_tokens]
+        target_embed: Callable[[jax.Array], jax.Array],
+    ) -> jax.Array:  # f[num_tokens, hidden]
+        """Embeds tokens, by default with the target's embedding."""
+        return target_embed(token_ids)
+
+    def combine(
+        self,
+        hidden: jax.Array,  # f[num_tokens, width], of the target; several layers side by side
+    ) -> jax.Array:  # f[num_tokens, hidden]
+        """Returns what the layers read in place of the target's hidden states."""
+        return hidden
+
     @abc.abstractmethod
     def run(
         self,

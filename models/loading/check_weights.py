@@ -34,6 +34,7 @@ _HINTS = {
 }
 HEAD_WEIGHT = "lm_head.weight"
 READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
+_INTEGER_DTYPES = ("I64", "I32")
 MAX_LISTED = 10
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ def check_weights(
             point. The message lists the first `MAX_LISTED` of each and counts the others.
     """
     wanted = {source.name for source in sources}
+    integers = {source.name for source in sources if source.is_integer}
     others = {
         name
         for name in stored.keys() - wanted - set(ignored)
@@ -83,13 +85,19 @@ def check_weights(
     unreadable = [
         f"{stored[name].name} ({stored[name].dtype})"
         for name in sorted(present)
-        if stored[name].dtype not in READABLE_DTYPES
+        if stored[name].dtype not in READABLE_DTYPES and name not in integers
+    ]
+    not_integer = [
+        f"{stored[name].name} ({stored[name].dtype})"
+        for name in sorted(present & integers)
+        if stored[name].dtype not in _INTEGER_DTYPES
     ]
     problems = {
         "missing": sorted(wanted - stored.keys()),
         "unexpected": unexpected,
         "of the wrong shape": misshapen,
         f"not of a dtype in {', '.join(READABLE_DTYPES)}": unreadable,
+        f"not of a dtype in {', '.join(_INTEGER_DTYPES)}": not_integer,
     }
     parts = [_describe(label, names) for label, names in problems.items() if names]
     if parts:

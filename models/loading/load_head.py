@@ -1,17 +1,21 @@
-"""`load_mtp_head`: reads the draft head that a model's own checkpoint has."""
+"""Functions that load the head that drafts for a model."""
 
 from pathlib import Path
 
 import jax.numpy as jnp
 from flax import nnx
 
+from models.config.eagle3_config import read_eagle3_config
+from models.drafters.eagle3_head import Eagle3Head
 from models.drafters.mtp_head import make_mtp_head, mtp_config
+from models.errors import ModelConfigError
 from models.loading.kernel_encoder import KernelEncoder
 from models.loading.load_model import LoadFormat, open_weights
 from models.loading.loaded_head import LoadedHead
 from models.loading.loaded_model import LoadedModel
 from models.loading.module_structure import ModuleStructure
 from models.loading.safetensors_reader import SafetensorsCheckpoint
+from models.loading.source import read_config_file, resolve_model_folder
 from models.loading.tensor_names import name_weights
 
 
@@ -34,15 +38,56 @@ def load_mtp_head(
     Raises:
         ModelError: The model has no such head, or its weights do not fit.
     """
-    config, dtype = mtp_config(model.config), model.dtype
+    config, dtype = mtp_config(model.config), jnp.dtype(model.dtype)
     layer_idx = model.config.num_layers
 
     def make(*, has_head_kernel: bool) -> nnx.Module:
-        return make_mtp_head(config, layer_idx=layer_idx, dtype=jnp.dtype(dtype))
+        return make_mtp_head(config, layer_idx=layer_idx, dtype=dtype)
 
-    structure = ModuleStructure(config, make=make, dtype=dtype, encoder=encoder)
+    structure = ModuleStructure(config, make=make, dtype=model.dtype, encoder=encoder)
     files = None if load_format == "dummy" else SafetensorsCheckpoint(folder)
-    checkpoint = None if files is None else open_weights(files, dtype)
+    return LoadedHead(**_fill(structure, encoder, files, seed=seed))
+
+
+def load_eagle3_head(
+    model: LoadedModel, name: str | Path, *, seed: int = 0, encoder: KernelEncoder
+) -> LoadedHead:
+    """Loads an EAGLE-3 head onto the default device, in the dtype of its target.
+
+    Args:
+        model: The target.
+        name: A folder, or the name of a hub repository, with config.json and safetensors files.
+        encoder: Of the target's kernels.
+
+    Raises:
+        ModelError: The head cannot be found, does not fit the model, or its weights do not fit.
+    """
+    folder, dtype = resolve_model_folder(name), jnp.dtype(model.dtype)
+    config = read_eagle3_config(read_config_file(folder), model.config)
+    files = SafetensorsCheckpoint(folder)
+    has_embedding = any(name.endswith("embed_tokens.weight") for name in files.weights)
+    if not has_embedding and config.hidden_size != model.config.hidden_size:
+        raise ModelConfigError(
+            f"{folder}: hidden_size of the drafter is {config.hidden_size}; the model has "
+            f"{model.config.hidden_size}. A head of another width needs embed_tokens.weight, which "
+            "its checkpoint lacks. Use a head that was trained for this model."
+        )
+
+    def make(*, has_head_kernel: bool) -> nnx.Module:
+        return Eagle3Head(config, has_embedding=has_embedding, dtype=dtype)
+
+    structure = ModuleStructure(config, make=make, dtype=model.dtype, encoder=encoder)
+    return LoadedHead(**_fill(structure, encoder, files, seed=seed), taps=config.taps)
+
+
+def _fill(
+    structure: ModuleStructure,
+    encoder: KernelEncoder,
+    files: SafetensorsCheckpoint | None,
+    *,
+    seed: int,
+) -> dict[str, object]:
+    checkpoint = None if files is None else open_weights(files, structure.dtype)
     if checkpoint is not None:
-        name_weights(checkpoint, structure.source_names)
-    return LoadedHead(**structure.fill(encoder, checkpoint, seed=seed))
+        name_weights(checkpoint, structure.source_names, of_family=structure.name_weight)
+    return structure.fill(encoder, checkpoint, seed=seed)

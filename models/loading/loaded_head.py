@@ -13,7 +13,31 @@ from models.loading.loaded_module import LoadedModule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedHead(LoadedModule):
-    """A draft head ready to run beside its target. See `DraftHead`."""
+    """A draft head ready to run beside its target. See `DraftHead`.
+
+    Args:
+        taps: The layers of the target whose hidden states the head reads, as in `Wants`. Empty: it
+            reads those after the last norm.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def embed(
+        self,
+        params: tuple[jax.Array, ...],
+        token_ids: jax.Array,  # i32[num_tokens]
+        target_embed: Callable[[jax.Array], jax.Array],
+    ) -> jax.Array:  # f[num_tokens, hidden]
+        """See `DraftHead.embed`."""
+        return self._merge(params).embed(token_ids, target_embed)
+
+    def combine(
+        self,
+        params: tuple[jax.Array, ...],
+        hidden: jax.Array,  # f[num_tokens, width]
+    ) -> jax.Array:  # f[num_tokens, hidden]
+        """See `DraftHead.combine`."""
+        return self._merge(params).combine(hidden)
 
     def run(
         self,

@@ -31,7 +31,7 @@ from models.stored_kernels.scaled import ScaledKernel
 from models.stored_kernels.stored_kernel import StoredKernel
 from models.stored_kernels.use_kernel import KernelValue
 from models.text_parts import is_of_other_part
-from models.weight_rule import WeightRule, split_spec
+from models.weight_rule import Source, WeightRule, split_spec
 
 
 class ModuleStructure:
@@ -54,6 +54,7 @@ class ModuleStructure:
             mesh: As in `load_model`.
         """
         self.config = config
+        self.dtype = dtype
         platform, tied_head = encoder.platform, None
         if config.tie_word_embeddings:
             tied_head = platform.tied_head(dtype, changes_kernels=encoder.changes_matrices)
@@ -270,7 +271,7 @@ def _read_ahead(
     def read(rule: WeightRule, is_kept: bool) -> list[np.ndarray] | list[ScaledIntegers]:
         if is_kept:
             return [_read_integers(checkpoint, source.name) for source in rule.sources]
-        return [_read(checkpoint, source.name) for source in rule.sources]
+        return [_read(checkpoint, source) for source in rule.sources]
 
     of_rules = [*zip(rules, kept, strict=True)]
     with ThreadPoolExecutor(1) as reader:
@@ -286,9 +287,11 @@ def _read_ahead(
                 yield rule.combined(weights)
 
 
-def _read(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    stored = checkpoint.weights[name]
-    return checked_finite(checkpoint.read(name), name=stored.name, where=str(stored.path))
+def _read(checkpoint: Checkpoint, source: Source) -> np.ndarray:
+    stored, weight_np = checkpoint.weights[source.name], checkpoint.read(source.name)
+    if source.is_integer:
+        return weight_np
+    return checked_finite(weight_np, name=stored.name, where=str(stored.path))
 
 
 def _read_integers(checkpoint: DequantizedCheckpoint, name: str) -> ScaledIntegers:

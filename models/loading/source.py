@@ -93,7 +93,7 @@ def read_model_config(
         UnsupportedModelError: The model needs a feature that paxkv does not have.
         ModelError: `model_impl` names no model class.
     """
-    hf_config = _read_config_file(folder)
+    hf_config = read_config_file(folder)
     config = read_config(hf_config, model_impl=model_impl)
     # So that an unknown format is refused before its weights are downloaded.
     find_weight_format(hf_config)
@@ -115,10 +115,15 @@ def read_weight_format(folder: Path) -> WeightFormat | None:
         ModelConfigError: config.json is missing or malformed.
         UnsupportedModelError: paxkv does not read this format.
     """
-    return find_weight_format(_read_config_file(folder))
+    return find_weight_format(read_config_file(folder))
 
 
-def _read_config_file(folder: Path) -> dict[str, object]:
+def read_config_file(folder: Path) -> dict[str, object]:
+    """Returns the object in config.json.
+
+    Raises:
+        ModelConfigError: The file is missing or malformed.
+    """
     path = folder / "config.json"
     if not path.exists() and (folder / "adapter_config.json").is_file():
         raise ModelConfigError(

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from paxkv.config.setting import at_least, one_of, true_or_false
 from paxkv.errors import ConfigError
 
-METHODS = ("ngram", "mtp")
+METHODS = ("ngram", "mtp", "eagle3")
+_METHODS_WITH_HEAD = ("mtp", "eagle3")
 # Methods of vLLM that have no drafter yet.
 _METHODS_WITHOUT_DRAFTER = (
-    *("suffix", "draft_model", "eagle", "eagle3", "medusa", "mlp_speculator"),
+    *("suffix", "draft_model", "eagle", "medusa", "mlp_speculator"),
     *("ngram_gpu", "dflash"),
 )
 MAX_SPECULATIVE_TOKENS = 64
@@ -24,15 +25,16 @@ class SpeculativeConfig:
     Args:
         method: The drafter. "ngram" finds the last tokens of a request earlier in the request, and
             proposes the tokens that followed them there. "mtp" runs the layer for multi-token
-            prediction that the model's checkpoint has.
+            prediction that the model's checkpoint has. "eagle3" runs the head in `model`.
         num_speculative_tokens: Most drafts of a request in one step.
+        model: For "eagle3", the folder of the head, or the name of its hub repository.
         prompt_lookup_min: For "ngram", the smallest number of tokens to find. If only one of the
             two limits is set, the other one is equal to it. If none is set, both are 5.
         prompt_lookup_max: The largest number of tokens to find. The drafter tries this number
             first, and then smaller ones.
         adapts_drafts: Choose the number of drafts that a step verifies from measured times and
             acceptance; it is often 0. If False, verify all drafts. None is True for "ngram", and
-            False for other methods, which cannot adapt yet. vLLM has no such field.
+            False for other methods, which always verify all drafts. vLLM has no such field.
 
     Raises:
         ConfigError: A value is invalid, or the method has no drafter.
@@ -40,6 +42,7 @@ class SpeculativeConfig:
 
     method: str
     num_speculative_tokens: int
+    model: str | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     adapts_drafts: bool | None = None
@@ -57,6 +60,12 @@ class SpeculativeConfig:
                 f"[1, {MAX_SPECULATIVE_TOKENS}], got {num_drafts!r}."
             )
         true_or_false("adapts_drafts", self.adapts)
+        if (self.model is not None) != (self.method == "eagle3"):
+            needed = "needs model, the folder or the name of the head's checkpoint"
+            refused = f"takes no model, got {self.model!r}. Leave it out"
+            raise ConfigError(
+                f"method {self.method!r} {needed if self.model is None else refused}."
+            )
         if self.has_head:
             self._check_head_fields()
         at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
@@ -70,8 +79,8 @@ class SpeculativeConfig:
     def _check_head_fields(self) -> None:
         if self.adapts_drafts:
             raise ConfigError(
-                f"adapts_drafts is true, but method {self.method!r} verifies all drafts yet. Leave "
-                "it out."
+                f"adapts_drafts is true, but method {self.method!r} always verifies all drafts. "
+                "Leave it out."
             )
         if self.prompt_lookup_min is not None or self.prompt_lookup_max is not None:
             raise ConfigError(
@@ -82,7 +91,7 @@ class SpeculativeConfig:
     @property
     def has_head(self) -> bool:
         """Whether the drafter is a head with weights, which reads the model's hidden states."""
-        return self.method == "mtp"
+        return self.method in _METHODS_WITH_HEAD
 
     @property
     def adapts(self) -> bool:

@@ -65,7 +65,7 @@ from models import LoadedModel, load_model, read_model_config  # noqa: E402
 from models.config.split_over_devices import check_split  # noqa: E402
 from models.drafters.mtp_head import mtp_config  # noqa: E402
 from models.loading.kernel_encoder import KernelEncoder  # noqa: E402
-from models.loading.load_head import load_mtp_head  # noqa: E402
+from models.loading.load_head import load_eagle3_head, load_mtp_head  # noqa: E402
 from models.loading.loaded_head import LoadedHead  # noqa: E402
 from models.loading.source import resolve_model_folder  # noqa: E402
 from models.platforms import default_platform  # noqa: E402
@@ -304,7 +304,8 @@ def _model_folder(config: EngineConfig) -> Path:
         model_impl=model.model_impl,
     )
     check_split(hf_config, config.parallel.tensor_parallel_size)
-    if _has_head(config):
+    speculative = config.runner.speculative_config
+    if speculative is not None and speculative.method == "mtp":
         mtp_config(hf_config)
     is_on_hub = model.model is not None and not Path(model.model).expanduser().is_dir()
     if is_on_hub and model.load_format != "dummy":
@@ -373,13 +374,13 @@ def _load_head(config: EngineConfig, model: LoadedModel, folder: Path) -> Loaded
     """Loads the draft head; None if the method of drafts has none."""
     if not _has_head(config):
         return None
-    head = load_mtp_head(
-        model,
-        folder,
-        load_format=config.model.load_format,
-        seed=config.model.seed,
-        encoder=_make_encoder(config),
-    )
+    encoder, seed = _make_encoder(config), config.model.seed
+    if config.runner.speculative_config.method == "mtp":
+        load_format = config.model.load_format
+        head = load_mtp_head(model, folder, load_format=load_format, seed=seed, encoder=encoder)
+    else:
+        name = config.runner.speculative_config.model
+        head = load_eagle3_head(model, name, seed=seed, encoder=encoder)
     logger.info("draft head: %s", head.describe_weights())
     return head
 

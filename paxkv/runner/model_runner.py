@@ -102,7 +102,8 @@ class ModelRunner:
         self._target_hidden: TargetHidden | None = None
         if head is not None:
             self._target_hidden = make_target_hidden(
-                runner_config, model, max_num_batched_tokens=scheduler_config.max_num_batched_tokens
+                *(runner_config, model, head),
+                max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
             )
             features = (*features, self._target_hidden)
         self._features = features

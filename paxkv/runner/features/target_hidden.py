@@ -4,8 +4,10 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
 import jax
+import jax.numpy as jnp
 
 from models import LoadedModel, Outputs, Wants
+from models.loading.loaded_head import LoadedHead
 from paxkv.config.engine_config import RunnerConfig
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.runner.features.base import FeatureStep, StepFeature
@@ -19,25 +21,30 @@ _HIDDEN = "target_hidden"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TargetHiddenVariant(StepVariant):
-    """Writes the hidden states of all tokens after the last norm, one row for each token.
+    """Writes hidden states of all tokens, one row for each token.
 
     Args:
         num_tokens: The largest number of tokens of a step.
+        taps: Layers whose hidden states are written, side by side. Empty: the hidden states after
+            the last norm are.
     """
 
     num_tokens: int
     hidden_size: int
     dtype: str
+    taps: tuple[int, ...] = ()
 
     @property
     def is_in_every_program(self) -> bool:
         return True
 
     def arrays(self) -> Mapping[str, DeviceArray]:
-        dims = (self.num_tokens, self.hidden_size)
+        dims = (self.num_tokens, self.hidden_size * (len(self.taps) or 1))
         return {_HIDDEN: DeviceArray(dims=dims, dtype=self.dtype, is_donated=True)}
 
     def wants(self, wants: Wants) -> Wants:
+        if self.taps:
+            return dataclasses.replace(wants, taps=self.taps)
         return dataclasses.replace(wants, hidden="all")
 
     def update(
@@ -47,7 +54,8 @@ class TargetHiddenVariant(StepVariant):
         part: StepPart,
         logits_of: Callable[[jax.Array], jax.Array],
     ) -> Mapping[str, jax.Array]:
-        return {_HIDDEN: part.write(values[_HIDDEN], outputs.hidden)}
+        hidden = jnp.concatenate(outputs.taps, axis=-1) if self.taps else outputs.hidden
+        return {_HIDDEN: part.write(values[_HIDDEN], hidden)}
 
 
 class TargetHidden(StepFeature):
@@ -82,7 +90,7 @@ class TargetHidden(StepFeature):
 
 
 def make_target_hidden(
-    config: RunnerConfig, model: LoadedModel, *, max_num_batched_tokens: int
+    config: RunnerConfig, model: LoadedModel, head: LoadedHead, *, max_num_batched_tokens: int
 ) -> TargetHidden:
     """Makes the feature for the draft head of `config.speculative_config`."""
     tile_tokens = INVARIANT_TILE_TOKENS if config.batch_invariant else 1
@@ -90,6 +98,7 @@ def make_target_hidden(
         num_tokens=-(-max_num_batched_tokens // tile_tokens) * tile_tokens,
         hidden_size=model.config.hidden_size,
         dtype=model.dtype,
+        taps=head.taps,
     )
     return TargetHidden(variant, max_drafts=config.speculative_config.num_speculative_tokens)
 

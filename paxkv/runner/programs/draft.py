@@ -66,7 +66,7 @@ def make_draft(model: LoadedModel, head: LoadedHead, shape: DraftShape) -> Draft
         kv_cache: Pages,
         packed: jax.Array,  # i32[num_words], of the step
         prev_tokens: jax.Array,  # i32[max_num_seqs], of the step
-        target_hidden: jax.Array,  # f[max_num_tokens, hidden]
+        target_hidden: jax.Array,  # f[max_num_tokens, width]
         result: jax.Array,  # i32[max_draws, max_num_seqs, RESULT_WIDTH], of the sampler
         following_ids: jax.Array,  # i32[num_reqs], see `BuiltStep`
     ) -> tuple[Pages, jax.Array]:
@@ -74,7 +74,8 @@ def make_draft(model: LoadedModel, head: LoadedHead, shape: DraftShape) -> Draft
         tables = tables_of(fields, step)
         starts, positions = fields["query_start_loc"], fields["positions"]
         following = _find_next_tokens(fields, result[:, :, 0], following_ids)
-        embed = functools.partial(model.embed, params)
+        target_embed = functools.partial(model.embed, params)
+        embed = functools.partial(head.embed, head_params, target_embed=target_embed)
         run = functools.partial(head.run, head_params)
         batch = make_batch(
             token_ids=following.next_ids,
@@ -87,7 +88,7 @@ def make_draft(model: LoadedModel, head: LoadedHead, shape: DraftShape) -> Draft
             wants=Wants(logits="none", hidden="all"),
             widths=shape.token_widths,
         )
-        target_hidden = target_hidden[: step.num_tokens]
+        target_hidden = head.combine(head_params, target_hidden[: step.num_tokens])
         hidden, pages = run(
             kv_cache, batch, embedded=embed(following.next_ids), hidden=target_hidden
         )

@@ -1,5 +1,7 @@
 """`HeadStepper`: runs a model and its draft head by hand, without scheduler or runner."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,33 +55,41 @@ class HeadStepper:
             block_tables=tables,
             table_shapes=self.tables,
             logits_indices=jnp.zeros(1, jnp.int32),
-            wants=Wants(logits="none", hidden="all"),
+            wants=Wants(
+                logits="none", hidden="none" if self.head.taps else "all", taps=self.head.taps
+            ),
         )
 
     def compute_hidden(self, token_ids, start, num_tokens=None):
-        """The target's hidden states, with padding."""
+        """What the head reads of the target's hidden states, with padding."""
         batch = self.batch(token_ids, start, num_tokens or len(token_ids))
         outputs, self.pages = self._forward(self.model.params, self.pages, batch)
-        return outputs.hidden
+        hidden = jnp.concatenate(outputs.taps, 1) if self.head.taps else outputs.hidden
+        return self.head.combine(self.head.params, hidden)
 
     def predict(self, next_ids, hidden, start):
-        """Hidden states and logits of the head, with the padding of `hidden`."""
+        """Hidden states of the head, with the padding of `hidden`."""
         batch = self.batch(next_ids, start, hidden.shape[0])
-        embedded = self.model.embed(self.model.params, batch.token_ids)
+        target_embed = functools.partial(self.model.embed, self.model.params)
+        embedded = self.head.embed(self.head.params, batch.token_ids, target_embed)
         hidden, self.pages = self._run(
             self.head.params, self.pages, batch, embedded=embedded, hidden=hidden
         )
-        return hidden, self.model.compute_logits(self.model.params, hidden)
+        return hidden
+
+    def choose(self, hidden):
+        """The most likely token of each row."""
+        target_logits = functools.partial(self.model.compute_logits, self.model.params)
+        return self.head.choose(self.head.params, hidden, target_logits).tolist()
 
     def drafts(self, token_ids, num_drafts, num_tokens):
         """The drafts after these tokens, computed without drafts that were made before."""
         last = len(token_ids) - 2
         hidden = self.compute_hidden(token_ids[:-1], 0, num_tokens)
-        hidden, logits = self.predict(token_ids[1:], hidden, 0)
-        hidden, logits = hidden[last : last + 1], logits[last : last + 1]
-        found = [int(logits[0].argmax())]
+        hidden = self.predict(token_ids[1:], hidden, 0)[last : last + 1]
+        found = self.choose(hidden)
         while len(found) < num_drafts:
             last += 1
-            hidden, logits = self.predict(found[-1:], hidden, last)
-            found.append(int(logits[0].argmax()))
+            hidden = self.predict(found[-1:], hidden, last)
+            found += self.choose(hidden)
         return found

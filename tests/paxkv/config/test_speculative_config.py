@@ -30,13 +30,15 @@ def test_unset_limits_have_vllms_defaults(limits, lengths):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"method": "eagle3", "model": "m"}, "'eagle3' has no drafter yet; methods are ngram, mtp"),
-        (MTP | {"adapts_drafts": True}, "method 'mtp' verifies all drafts yet"),
+        ({"method": "eagle", "model": "m"}, "'eagle' has no drafter yet; methods are ngram, mtp"),
+        ({"method": "eagle3", "num_speculative_tokens": 3}, "method 'eagle3' needs model"),
+        (MTP | {"model": "m"}, "method 'mtp' takes no model, got 'm'"),
+        (MTP | {"adapts_drafts": True}, "method 'mtp' always verifies all drafts"),
         (MTP | {"prompt_lookup_max": 3}, "for method 'ngram', got method 'mtp'"),
         ({"model": "m", "num_speculative_tokens": 3}, "draft models have no drafter yet"),
         (
             {"method": "ngrams", "num_speculative_tokens": 3},
-            "must be one of ngram, mtp, got",
+            "must be one of ngram, mtp, eagle3, got",
         ),
         (NGRAM | {"draft_tensor_parallel_size": 1}, "got draft_tensor_parallel_size"),
         ({"num_speculative_tokens": 3}, "needs method; got"),
@@ -71,6 +73,7 @@ def test_only_drafts_from_the_host_adapt():
     assert SpeculativeConfig.from_fields(NGRAM).adapts
     assert not SpeculativeConfig.from_fields(NGRAM | {"adapts_drafts": False}).adapts
     assert not SpeculativeConfig.from_fields(MTP).adapts
+    assert not SpeculativeConfig.from_fields(MTP | {"method": "eagle3", "model": "m"}).adapts
 
 
 def test_an_unparsed_object_is_rejected():

@@ -1,4 +1,4 @@
-"""Random checkpoints with layers for multi-token prediction that often predict the right token."""
+"""Small random checkpoints of models and of their draft heads."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ from safetensors.numpy import load_file, save_file
 _LAYER_SCALE = 0.05
 
 
-def make_agreeing_checkpoint(folder: Path, *, family: str, seed: int, vocab_size: int) -> None:
-    """Writes a checkpoint of one layer, whose next token depends mostly on the last token.
+def make_mtp_checkpoint(folder: Path, *, family: str, seed: int, vocab_size: int) -> None:
+    """Writes a model of one layer and a head, whose next tokens depend mostly on the last token.
 
     The head copies the embedding of the last token, to which the model adds little. So the head is
     often right, but not always.
@@ -42,4 +42,20 @@ def make_agreeing_checkpoint(folder: Path, *, family: str, seed: int, vocab_size
     weights[f"{prefix}shared_head.norm.weight"] = weights["model.norm.weight"]
     save_file(weights, path, metadata={"format": "pt"})
     config |= {"vocab_size": vocab_size, "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def make_llama_checkpoint(folder: Path, *, seed: int, vocab_size: int) -> None:
+    """Writes a model of two layers, for the heads of `write_eagle3_head`."""
+    from tests.oracles import families
+
+    families.make("llama", folder, seed)
+    path, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    weights = {
+        name: weight[:vocab_size] if weight.shape[0] == config["vocab_size"] else weight
+        for name, weight in load_file(path).items()
+        if not name.startswith("model.layers.2.")
+    }
+    save_file(weights, path, metadata={"format": "pt"})
+    config |= {"vocab_size": vocab_size, "num_hidden_layers": 2}
     (folder / "config.json").write_text(json.dumps(config))

@@ -1,0 +1,198 @@
+"""Drafts of heads with weights change no answer, under random settings."""
+
+import dataclasses
+import functools
+import random
+from collections import defaultdict
+
+import pytest
+
+from models import load_model
+from models.loading.kernel_encoder import KernelEncoder
+from models.loading.load_head import load_eagle3_head, load_mtp_head
+from paxkv.config.engine_config import RunnerConfig
+from paxkv.config.speculative_config import SpeculativeConfig
+from paxkv.runner import ModelRunner
+from paxkv.runner.batch.device_step import DeviceStep
+from tests.end_to_end.engine_runs import run
+from tests.end_to_end.head_checkpoints import make_llama_checkpoint, make_mtp_checkpoint
+from tests.end_to_end.test_drafts import REQUESTS, check_equal, make_request
+from tests.end_to_end.test_drafts import compiler as compiler
+from tests.models.drafters.eagle3_checkpoints import write_eagle3_head
+from tests.models.drafters.head_stepper import HeadStepper
+from tests.paxkv.runner.features.test_prompt_logprobs import prompt
+from tests.paxkv.runner.shared_runners import MAX_MODEL_LEN, make_warm_runner
+from tests.paxkv.runner.tiny_model import VOCAB
+
+MAX_DRAFTS = 3
+ALL_REQUESTS = [
+    *REQUESTS,
+    make_request("long", 4, ignore_eos=True, max_tokens=34),
+    make_request("long_sampled", 6, ignore_eos=True, max_tokens=30, temperature=0.5, seed=4),
+]
+
+
+class Heads:
+    """Models with their heads, loaded when they are first needed.
+
+    Args:
+        folder: Of checkpoints.
+    """
+
+    def __init__(self, folder):
+        self._folder = folder
+
+    @functools.cached_property
+    def mtp(self):
+        folder = self._folder / "mtp"
+        make_mtp_checkpoint(folder, family="deepseek-v3", seed=1, vocab_size=VOCAB)
+        model = load_model(folder, dtype="float32")
+        return model, load_mtp_head(model, folder, encoder=KernelEncoder(platform=model.platform))
+
+    @functools.cached_property
+    def eagle3(self):
+        """The head has fewer KV heads than the model, so it has a KV cache group of its own."""
+        target, folder = self._folder / "target", self._folder / "eagle3"
+        make_llama_checkpoint(target, seed=2, vocab_size=VOCAB)
+        write_eagle3_head(
+            folder,
+            vocab_size=VOCAB,
+            draft_vocab_size=20,
+            layer_ids=[1, 2],
+            num_key_value_heads=1,
+        )
+        model = load_model(target, dtype="float32")
+        encoder = KernelEncoder(platform=model.platform)
+        return model, load_eagle3_head(model, folder, encoder=encoder)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """A runner without drafts, and one with the same weights and a head."""
+
+    method: str
+    plain: ModelRunner
+    runner: ModelRunner
+    stepper: HeadStepper
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory):
+    return Heads(tmp_path_factory.mktemp("heads"))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("mtp", False),
+        ("eagle3", False),
+        pytest.param(("mtp", True), marks=pytest.mark.slow),
+        pytest.param(("eagle3", True), marks=pytest.mark.slow),
+    ],
+    ids=["mtp", "eagle3", "mtp_batch_invariant", "eagle3_batch_invariant"],
+)
+def drafting(request, tmp_path_factory, heads):
+    method, batch_invariant = request.param
+    model, head = getattr(heads, method)
+    speculative = SpeculativeConfig(
+        method=method,
+        num_speculative_tokens=MAX_DRAFTS,
+        model="not read" if method == "eagle3" else None,
+    )
+    found = []
+    for own_head in (None, head):
+        config = RunnerConfig(
+            batch_invariant=batch_invariant,
+            max_logprobs=-1,
+            speculative_config=None if own_head is None else speculative,
+        )
+        folder = tmp_path_factory.mktemp("programs") / "head"
+        found.append(make_warm_runner(folder, model, config, head=own_head).runner)
+    stepper = HeadStepper(model, head, max_tokens=MAX_MODEL_LEN)
+    return Drafting(method, *found, stepper)
+
+
+@pytest.fixture(scope="module")
+def truth(drafting, compiler):
+    """The answer of each request alone, in an engine without drafts."""
+    return {
+        request.request_id: run(drafting.plain, [request], compiler=compiler)[0][request.request_id]
+        for request in ALL_REQUESTS
+    }
+
+
+def run_with_drafts(runner, requests, compiler, **settings):
+    return run(
+        runner, requests, compiler=compiler, max_drafts=MAX_DRAFTS, use_eagle=True, **settings
+    )
+
+
+def check_random_run(runner, compiler, truth, seed):
+    """Prefix hits, few blocks, chunked prompts, arrivals and async scheduling."""
+    rng = random.Random(seed)
+    few_blocks = 1 + 7 * len(runner.kv_cache_config.kv_cache_groups)
+    requests = rng.sample(ALL_REQUESTS, rng.randint(1, len(ALL_REQUESTS)))
+    num_arrivals = rng.randint(0, len(requests) - 1)
+    answers, _ = run_with_drafts(
+        runner,
+        requests,
+        compiler,
+        is_async=rng.random() < 0.5,
+        num_blocks=rng.choice([None, few_blocks]),
+        caching=rng.random() < 0.5,
+        arrivals=sorted(rng.choices(range(30), k=num_arrivals)),
+    )
+    for req_id, answer in answers.items():
+        check_equal(answer, truth[req_id])
+    assert runner.num_compiles_after_ready == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_change_no_answer(drafting, compiler, truth, seed):
+    check_random_run(drafting.runner, compiler, truth, seed)
+
+
+def test_drafts_are_those_of_a_head_without_a_paged_cache(drafting, compiler, monkeypatch):
+    """With prompts of two steps, prefix hits, accepted and rejected drafts."""
+    take_drafts, drawn, found = DeviceStep._take_drafts, defaultdict(list), []
+
+    def take(step, sampled_token_ids):
+        drafts = take_drafts(step, sampled_token_ids)
+        for req_id, token_ids in zip(step._built.req_ids, sampled_token_ids, strict=True):
+            drawn[req_id] += token_ids
+            if token_ids:
+                found.append((req_id, list(drawn[req_id]), drafts[req_id]))
+        return drafts
+
+    monkeypatch.setattr(DeviceStep, "_take_drafts", take)
+    prompt_ids = prompt(3, 20)
+    requests = [
+        make_request("whole", 20, ignore_eos=True),
+        dataclasses.replace(make_request("hit", 20, ignore_eos=True), prompt_token_ids=prompt_ids),
+        dataclasses.replace(
+            make_request("late", 20, ignore_eos=True, temperature=0.7, seed=1),
+            prompt_token_ids=[*prompt_ids[:16], 9, 8, 7, 6],
+        ),
+    ]
+    run_with_drafts(drafting.runner, requests, compiler, caching=True, arrivals=[6, 12])
+    prompts = {request.request_id: request.prompt_token_ids for request in requests}
+    num_right = num_drafts = num_whole = 0
+    for req_id, token_ids, draft_ids in found:
+        known = [*prompts[req_id], *token_ids]
+        if len(known) + MAX_DRAFTS <= MAX_MODEL_LEN:
+            wanted = drafting.stepper.drafts(known, MAX_DRAFTS, MAX_MODEL_LEN)
+            # After the step that admits a request, its last block may be full.
+            assert draft_ids == wanted[: len(draft_ids)] and draft_ids
+            num_whole += len(draft_ids) == MAX_DRAFTS
+            following = drawn[req_id][len(token_ids) :]
+            num_drafts += len(following[:1])
+            num_right += following[:1] == draft_ids[:1]
+    assert num_whole >= len(found) - 2 * len(requests)
+    if drafting.method == "mtp":
+        assert 0.2 * num_drafts < num_right < num_drafts
+
+
+@pytest.mark.slow
+def test_drafts_change_no_answer_in_300_runs(drafting, compiler, truth):
+    for seed in range(1000, 1300):
+        check_random_run(drafting.runner, compiler, truth, seed)
