@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 
@@ -19,6 +20,8 @@ class LoadedHead(LoadedModule):
         taps: The layers of the target whose hidden states the head reads, as in `Wants`. Empty: it
             reads those after the last norm.
     """
+
+    reads_hidden: ClassVar[bool] = True
 
     taps: tuple[int, ...] = ()
 

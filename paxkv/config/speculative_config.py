@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from paxkv.config.setting import at_least, one_of, true_or_false
 from paxkv.errors import ConfigError
 
-METHODS = ("ngram", "mtp", "eagle3")
-_METHODS_WITH_HEAD = ("mtp", "eagle3")
+METHODS = ("ngram", "mtp", "eagle3", "draft_model")
+_METHODS_WITH_MODEL = ("eagle3", "draft_model")
 # Methods of vLLM that have no drafter yet.
 _METHODS_WITHOUT_DRAFTER = (
-    *("suffix", "draft_model", "eagle", "medusa", "mlp_speculator"),
+    *("suffix", "eagle", "medusa", "mlp_speculator"),
     *("ngram_gpu", "dflash"),
 )
 MAX_SPECULATIVE_TOKENS = 64
@@ -26,8 +26,10 @@ class SpeculativeConfig:
         method: The drafter. "ngram" finds the last tokens of a request earlier in the request, and
             proposes the tokens that followed them there. "mtp" runs the layer for multi-token
             prediction that the model's checkpoint has. "eagle3" runs the head in `model`.
+            "draft_model" runs a smaller model with the same tokenizer.
         num_speculative_tokens: Most drafts of a request in one step.
-        model: For "eagle3", the folder of the head, or the name of its hub repository.
+        model: For "eagle3" and "draft_model", the folder of the head or of the smaller model, or
+            the name of its hub repository.
         prompt_lookup_min: For "ngram", the smallest number of tokens to find. If only one of the
             two limits is set, the other one is equal to it. If none is set, both are 5.
         prompt_lookup_max: The largest number of tokens to find. The drafter tries this number
@@ -60,14 +62,14 @@ class SpeculativeConfig:
                 f"[1, {MAX_SPECULATIVE_TOKENS}], got {num_drafts!r}."
             )
         true_or_false("adapts_drafts", self.adapts)
-        if (self.model is not None) != (self.method == "eagle3"):
-            needed = "needs model, the folder or the name of the head's checkpoint"
+        if (self.model is not None) != (self.method in _METHODS_WITH_MODEL):
+            needed = "needs model, the folder or the name of the drafter's checkpoint"
             refused = f"takes no model, got {self.model!r}. Leave it out"
             raise ConfigError(
                 f"method {self.method!r} {needed if self.model is None else refused}."
             )
-        if self.has_head:
-            self._check_head_fields()
+        if self.is_on_device:
+            self._check_fields_on_device()
         at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
         at_least("prompt_lookup_max", self.prompt_lookup_max, 1)
         shortest, longest = self.lookup_lengths
@@ -76,7 +78,7 @@ class SpeculativeConfig:
                 f"prompt_lookup_min={shortest} must be at most prompt_lookup_max={longest}."
             )
 
-    def _check_head_fields(self) -> None:
+    def _check_fields_on_device(self) -> None:
         if self.adapts_drafts:
             raise ConfigError(
                 f"adapts_drafts is true, but method {self.method!r} always verifies all drafts. "
@@ -89,14 +91,14 @@ class SpeculativeConfig:
             )
 
     @property
-    def has_head(self) -> bool:
-        """Whether the drafter is a head with weights, which reads the model's hidden states."""
-        return self.method in _METHODS_WITH_HEAD
+    def is_on_device(self) -> bool:
+        """Whether the drafter has weights, and runs on the device after each step."""
+        return self.method != "ngram"
 
     @property
     def adapts(self) -> bool:
         """`adapts_drafts`, with its default."""
-        return not self.has_head if self.adapts_drafts is None else self.adapts_drafts
+        return not self.is_on_device if self.adapts_drafts is None else self.adapts_drafts
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:
@@ -119,11 +121,6 @@ class SpeculativeConfig:
         given = {name: value for name, value in fields.items() if value is not None}
         if not given:
             return None
-        if "method" not in given and "model" in given:
-            raise ConfigError(
-                f"{where}: draft models have no drafter yet; leave model={given['model']!r} out "
-                f"and set method to one of {', '.join(METHODS)}."
-            )
         known = [field.name for field in dataclasses.fields(cls)]
         missing = [name for name in ("method", "num_speculative_tokens") if name not in given]
         unknown = [name for name in given if name not in known]

@@ -66,7 +66,7 @@ from models.config.split_over_devices import check_split  # noqa: E402
 from models.drafters.mtp_head import mtp_config  # noqa: E402
 from models.loading.kernel_encoder import KernelEncoder  # noqa: E402
 from models.loading.load_head import load_eagle3_head, load_mtp_head  # noqa: E402
-from models.loading.loaded_head import LoadedHead  # noqa: E402
+from models.loading.loaded_draft_model import LoadedDrafter, LoadedDraftModel  # noqa: E402
 from models.loading.source import resolve_model_folder  # noqa: E402
 from models.platforms import default_platform  # noqa: E402
 from models.platforms.gpu import SHARE_VARIABLE  # noqa: E402
@@ -244,7 +244,7 @@ def _build_core(
         max_model_len=max_model_len,
         is_async=config.scheduler.async_scheduling,
         num_lookahead_tokens=num_lookahead_tokens,
-        use_eagle=head is not None,
+        use_eagle=head is not None and head.reads_hidden,
     )
     scheduler = _make_scheduler(header, config.scheduler.trace_file, grammars)
     core = _make_core(config, scheduler, runner, kv_event_publisher, grammars)
@@ -367,21 +367,33 @@ def _load_model(config: EngineConfig, folder: Path, tokenizer: Tokenizer | None)
 
 def _has_head(config: EngineConfig) -> bool:
     speculative = config.runner.speculative_config
-    return speculative is not None and speculative.has_head
+    return speculative is not None and speculative.is_on_device
 
 
-def _load_head(config: EngineConfig, model: LoadedModel, folder: Path) -> LoadedHead | None:
-    """Loads the draft head; None if the method of drafts has none."""
+def _load_head(config: EngineConfig, model: LoadedModel, folder: Path) -> LoadedDrafter | None:
+    """Loads the drafter with weights; None if the method of drafts has none."""
     if not _has_head(config):
         return None
     encoder, seed = _make_encoder(config), config.model.seed
+    name = config.runner.speculative_config.model
     if config.runner.speculative_config.method == "mtp":
         load_format = config.model.load_format
         head = load_mtp_head(model, folder, load_format=load_format, seed=seed, encoder=encoder)
-    else:
-        name = config.runner.speculative_config.model
+    elif config.runner.speculative_config.method == "eagle3":
         head = load_eagle3_head(model, name, seed=seed, encoder=encoder)
-    logger.info("draft head: %s", head.describe_weights())
+    else:
+        draft_model = load_model(
+            name,
+            dtype=model.dtype,
+            has_unified_kv=config.cache.disable_hybrid_kv_cache_manager,
+            product_dtype=encoder.product_dtype,
+            quantization=encoder.quantization,
+            quantization_group_size=encoder.group_size,
+            panel_width=encoder.panel_width,
+            platform=encoder.platform,
+        )
+        head = LoadedDraftModel.of_model(draft_model, model)
+    logger.info("drafter: %s", head.describe_weights())
     return head
 
 
@@ -402,7 +414,7 @@ def _make_runner(
     model: LoadedModel,
     store: ProgramStore | None,
     *,
-    head: LoadedHead | None,
+    head: LoadedDrafter | None,
     show_progress: bool,
 ) -> ModelRunner:
     """Builds the runner. If `max_model_len` is not set, the longest that fits the KV cache is used.

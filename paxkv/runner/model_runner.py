@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models import KernelSettings, LoadedModel
-from models.loading.loaded_head import LoadedHead
+from models.loading.loaded_draft_model import LoadedDrafter
 from models.loading.loaded_module import LoadedModule
 from models.platforms.resident_memory import resident_bytes, return_freed_memory
 from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
@@ -96,7 +96,7 @@ class ModelRunner:
         host_memory: HostMemory | None = None,
         program_store: ProgramStore | None = None,
         show_progress: bool = False,
-        head: LoadedHead | None = None,
+        head: LoadedDrafter | None = None,
     ) -> None:
         features = make_features(runner_config, model)
         self._target_hidden: TargetHidden | None = None

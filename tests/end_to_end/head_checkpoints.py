@@ -29,12 +29,7 @@ def make_mtp_checkpoint(folder: Path, *, family: str, seed: int, vocab_size: int
     }
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         weights[name] = weights[name][:vocab_size]
-    embedding = weights["model.embed_tokens.weight"]
-    # So that it is much larger than what the layers add.
-    weights["model.embed_tokens.weight"] = embedding / embedding.std(axis=1, keepdims=True)
-    for name, weight in weights.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            weights[name] = weight * np.float32(_LAYER_SCALE)
+    _shrink_layers(weights)
     hidden_size = config["hidden_size"]
     copy = np.concatenate([np.eye(hidden_size), np.zeros((hidden_size, hidden_size))], axis=1)
     weights[f"{prefix}eh_proj.weight"] = copy.astype(np.float32)
@@ -45,8 +40,11 @@ def make_mtp_checkpoint(folder: Path, *, family: str, seed: int, vocab_size: int
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def make_llama_checkpoint(folder: Path, *, seed: int, vocab_size: int) -> None:
-    """Writes a model of two layers, for the heads of `write_eagle3_head`."""
+def make_llama_checkpoint(folder: Path, *, seed: int, vocab_size: int, num_layers: int) -> None:
+    """Writes a model whose next token depends mostly on the last token.
+
+    With one layer, of three at most, it is a draft model for a model with more.
+    """
     from tests.oracles import families
 
     families.make("llama", folder, seed)
@@ -54,8 +52,18 @@ def make_llama_checkpoint(folder: Path, *, seed: int, vocab_size: int) -> None:
     weights = {
         name: weight[:vocab_size] if weight.shape[0] == config["vocab_size"] else weight
         for name, weight in load_file(path).items()
-        if not name.startswith("model.layers.2.")
+        if not name.startswith(tuple(f"model.layers.{idx}." for idx in range(num_layers, 3)))
     }
+    _shrink_layers(weights)
     save_file(weights, path, metadata={"format": "pt"})
-    config |= {"vocab_size": vocab_size, "num_hidden_layers": 2}
+    config |= {"vocab_size": vocab_size, "num_hidden_layers": num_layers}
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def _shrink_layers(weights: dict[str, np.ndarray]) -> None:
+    """Makes the embedding much larger than what the layers add to it."""
+    embedding = weights["model.embed_tokens.weight"]
+    weights["model.embed_tokens.weight"] = embedding / embedding.std(axis=1, keepdims=True)
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name] = weight * np.float32(_LAYER_SCALE)

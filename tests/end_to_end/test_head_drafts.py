@@ -10,6 +10,7 @@ import pytest
 from models import load_model
 from models.loading.kernel_encoder import KernelEncoder
 from models.loading.load_head import load_eagle3_head, load_mtp_head
+from models.loading.loaded_draft_model import LoadedDraftModel
 from paxkv.config.engine_config import RunnerConfig
 from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.runner import ModelRunner
@@ -20,6 +21,7 @@ from tests.end_to_end.test_drafts import REQUESTS, check_equal, make_request
 from tests.end_to_end.test_drafts import compiler as compiler
 from tests.models.drafters.eagle3_checkpoints import write_eagle3_head
 from tests.models.drafters.head_stepper import HeadStepper
+from tests.oracles.paged_stepper import PagedStepper
 from tests.paxkv.runner.features.test_prompt_logprobs import prompt
 from tests.paxkv.runner.shared_runners import MAX_MODEL_LEN, make_warm_runner
 from tests.paxkv.runner.tiny_model import VOCAB
@@ -50,10 +52,15 @@ class Heads:
         return model, load_mtp_head(model, folder, encoder=KernelEncoder(platform=model.platform))
 
     @functools.cached_property
+    def llama(self):
+        folder = self._folder / "llama"
+        make_llama_checkpoint(folder, seed=2, vocab_size=VOCAB, num_layers=2)
+        return load_model(folder, dtype="float32")
+
+    @functools.cached_property
     def eagle3(self):
         """The head has fewer KV heads than the model, so it has a KV cache group of its own."""
-        target, folder = self._folder / "target", self._folder / "eagle3"
-        make_llama_checkpoint(target, seed=2, vocab_size=VOCAB)
+        folder, model = self._folder / "eagle3", self.llama
         write_eagle3_head(
             folder,
             vocab_size=VOCAB,
@@ -61,9 +68,30 @@ class Heads:
             layer_ids=[1, 2],
             num_key_value_heads=1,
         )
-        model = load_model(target, dtype="float32")
         encoder = KernelEncoder(platform=model.platform)
         return model, load_eagle3_head(model, folder, encoder=encoder)
+
+    @functools.cached_property
+    def draft_model(self):
+        folder = self._folder / "draft_model"
+        make_llama_checkpoint(folder, seed=2, vocab_size=VOCAB, num_layers=1)
+        draft_model = load_model(folder, dtype="float32")
+        return self.llama, LoadedDraftModel.of_model(draft_model, self.llama)
+
+
+class ModelStepper:
+    """Drafts of a draft model, from its logits for the whole text."""
+
+    def __init__(self, model):
+        self._stepper = PagedStepper(model)
+
+    def drafts(self, token_ids, num_drafts, num_tokens):
+        token_ids = list(token_ids)
+        for _ in range(num_drafts):
+            self._stepper.reset()
+            logits = self._stepper.step({0: token_ids})[0]
+            token_ids.append(int(logits[-1].argmax()))
+        return token_ids[-num_drafts:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +101,7 @@ class Drafting:
     method: str
     plain: ModelRunner
     runner: ModelRunner
-    stepper: HeadStepper
+    stepper: HeadStepper | ModelStepper
 
 
 @pytest.fixture(scope="module")
@@ -81,35 +109,47 @@ def heads(tmp_path_factory):
     return Heads(tmp_path_factory.mktemp("heads"))
 
 
+@pytest.fixture(scope="module")
+def plain_runners():
+    """Runners without drafts, which several heads share."""
+    return {}
+
+
 @pytest.fixture(
     scope="module",
     params=[
         ("mtp", False),
         ("eagle3", False),
+        ("draft_model", False),
         pytest.param(("mtp", True), marks=pytest.mark.slow),
         pytest.param(("eagle3", True), marks=pytest.mark.slow),
+        pytest.param(("draft_model", True), marks=pytest.mark.slow),
     ],
-    ids=["mtp", "eagle3", "mtp_batch_invariant", "eagle3_batch_invariant"],
+    ids=lambda param: f"{param[0]}_invariant" if param[1] else param[0],
 )
-def drafting(request, tmp_path_factory, heads):
+def drafting(request, tmp_path_factory, heads, plain_runners):
     method, batch_invariant = request.param
     model, head = getattr(heads, method)
     speculative = SpeculativeConfig(
         method=method,
         num_speculative_tokens=MAX_DRAFTS,
-        model="not read" if method == "eagle3" else None,
+        model=None if method == "mtp" else "not read",
     )
-    found = []
-    for own_head in (None, head):
-        config = RunnerConfig(
-            batch_invariant=batch_invariant,
-            max_logprobs=-1,
-            speculative_config=None if own_head is None else speculative,
-        )
+    config = RunnerConfig(batch_invariant=batch_invariant, max_logprobs=-1)
+
+    def make(config, head=None):
         folder = tmp_path_factory.mktemp("programs") / "head"
-        found.append(make_warm_runner(folder, model, config, head=own_head).runner)
-    stepper = HeadStepper(model, head, max_tokens=MAX_MODEL_LEN)
-    return Drafting(method, *found, stepper)
+        return make_warm_runner(folder, model, config, head=head).runner
+
+    plain = (model.config.architecture, batch_invariant)
+    if plain not in plain_runners:
+        plain_runners[plain] = make(config)
+    runner = make(dataclasses.replace(config, speculative_config=speculative), head)
+    if method == "draft_model":
+        stepper = ModelStepper(head)
+    else:
+        stepper = HeadStepper(model, head, max_tokens=MAX_MODEL_LEN)
+    return Drafting(method, plain_runners[plain], runner, stepper)
 
 
 @pytest.fixture(scope="module")
@@ -121,20 +161,25 @@ def truth(drafting, compiler):
     }
 
 
-def run_with_drafts(runner, requests, compiler, **settings):
+def run_with_drafts(drafting, requests, compiler, **settings):
     return run(
-        runner, requests, compiler=compiler, max_drafts=MAX_DRAFTS, use_eagle=True, **settings
+        drafting.runner,
+        requests,
+        compiler=compiler,
+        max_drafts=MAX_DRAFTS,
+        use_eagle=drafting.method != "draft_model",
+        **settings,
     )
 
 
-def check_random_run(runner, compiler, truth, seed):
+def check_random_run(drafting, compiler, truth, seed):
     """Prefix hits, few blocks, chunked prompts, arrivals and async scheduling."""
     rng = random.Random(seed)
-    few_blocks = 1 + 7 * len(runner.kv_cache_config.kv_cache_groups)
+    few_blocks = 1 + 7 * len(drafting.runner.kv_cache_config.kv_cache_groups)
     requests = rng.sample(ALL_REQUESTS, rng.randint(1, len(ALL_REQUESTS)))
     num_arrivals = rng.randint(0, len(requests) - 1)
     answers, _ = run_with_drafts(
-        runner,
+        drafting,
         requests,
         compiler,
         is_async=rng.random() < 0.5,
@@ -144,12 +189,12 @@ def check_random_run(runner, compiler, truth, seed):
     )
     for req_id, answer in answers.items():
         check_equal(answer, truth[req_id])
-    assert runner.num_compiles_after_ready == 0
+    assert drafting.runner.num_compiles_after_ready == 0
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_drafts_change_no_answer(drafting, compiler, truth, seed):
-    check_random_run(drafting.runner, compiler, truth, seed)
+    check_random_run(drafting, compiler, truth, seed)
 
 
 def test_drafts_are_those_of_a_head_without_a_paged_cache(drafting, compiler, monkeypatch):
@@ -174,7 +219,7 @@ def test_drafts_are_those_of_a_head_without_a_paged_cache(drafting, compiler, mo
             prompt_token_ids=[*prompt_ids[:16], 9, 8, 7, 6],
         ),
     ]
-    run_with_drafts(drafting.runner, requests, compiler, caching=True, arrivals=[6, 12])
+    run_with_drafts(drafting, requests, compiler, caching=True, arrivals=[6, 12])
     prompts = {request.request_id: request.prompt_token_ids for request in requests}
     num_right = num_drafts = num_whole = 0
     for req_id, token_ids, draft_ids in found:
@@ -188,11 +233,11 @@ def test_drafts_are_those_of_a_head_without_a_paged_cache(drafting, compiler, mo
             num_drafts += len(following[:1])
             num_right += following[:1] == draft_ids[:1]
     assert num_whole >= len(found) - 2 * len(requests)
-    if drafting.method == "mtp":
+    if drafting.method != "eagle3":
         assert 0.2 * num_drafts < num_right < num_drafts
 
 
 @pytest.mark.slow
 def test_drafts_change_no_answer_in_300_runs(drafting, compiler, truth):
     for seed in range(1000, 1300):
-        check_random_run(drafting.runner, compiler, truth, seed)
+        check_random_run(drafting, compiler, truth, seed)

@@ -20,8 +20,8 @@ def make_features(config: RunnerConfig, model: LoadedModel) -> tuple[StepFeature
     if config.expert_load_window is not None:
         features.append(ExpertLoad(model, config.expert_load_window))
     speculative = config.speculative_config
-    # A draft head is no feature: the runner runs it after each step.
-    if speculative is not None and not speculative.has_head:
+    # A drafter with weights is no feature: the runner runs it after each step.
+    if speculative is not None and not speculative.is_on_device:
         max_drafts = speculative.num_speculative_tokens
         pacer = DraftPacer() if speculative.adapts else None
         features.append(Drafts(make_drafter(speculative), max_drafts=max_drafts, pacer=pacer))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from models import LoadedModel, Outputs, Wants
-from models.loading.loaded_head import LoadedHead
+from models.loading.loaded_draft_model import LoadedDrafter
 from paxkv.config.engine_config import RunnerConfig
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.runner.features.base import FeatureStep, StepFeature
@@ -62,10 +62,11 @@ class TargetHidden(StepFeature):
     """Owns the array of hidden states. The next step overwrites it.
 
     Args:
+        variant: None: the drafter reads no hidden states.
         max_drafts: Most drafts that the head proposes for a request.
     """
 
-    def __init__(self, variant: TargetHiddenVariant, *, max_drafts: int) -> None:
+    def __init__(self, variant: TargetHiddenVariant | None, *, max_drafts: int) -> None:
         self._variant = variant
         self._max_drafts = max_drafts
 
@@ -74,12 +75,12 @@ class TargetHidden(StepFeature):
         return self._max_drafts
 
     @property
-    def hidden(self) -> jax.Array:  # f[num_tokens, hidden]
+    def hidden(self) -> jax.Array | None:  # f[num_tokens, width]
         """The hidden states of the last step; other rows are of earlier steps."""
-        return self.arrays[_HIDDEN]
+        return self.arrays.get(_HIDDEN)
 
     def variants(self) -> tuple[StepVariant, ...]:
-        return (self._variant,)
+        return () if self._variant is None else (self._variant,)
 
     def before_step(self, scheduler_output: SchedulerOutput, device: FeatureDevice) -> None:
         """Does nothing."""
@@ -90,9 +91,12 @@ class TargetHidden(StepFeature):
 
 
 def make_target_hidden(
-    config: RunnerConfig, model: LoadedModel, head: LoadedHead, *, max_num_batched_tokens: int
+    config: RunnerConfig, model: LoadedModel, head: LoadedDrafter, *, max_num_batched_tokens: int
 ) -> TargetHidden:
     """Makes the feature for the draft head of `config.speculative_config`."""
+    max_drafts = config.speculative_config.num_speculative_tokens
+    if not head.reads_hidden:
+        return TargetHidden(None, max_drafts=max_drafts)
     tile_tokens = INVARIANT_TILE_TOKENS if config.batch_invariant else 1
     variant = TargetHiddenVariant(
         num_tokens=-(-max_num_batched_tokens // tile_tokens) * tile_tokens,
@@ -100,7 +104,7 @@ def make_target_hidden(
         dtype=model.dtype,
         taps=head.taps,
     )
-    return TargetHidden(variant, max_drafts=config.speculative_config.num_speculative_tokens)
+    return TargetHidden(variant, max_drafts=max_drafts)
 
 
 def abstract_target_hidden(variants: Iterable[StepVariant]) -> DeviceArray:

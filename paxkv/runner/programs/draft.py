@@ -1,4 +1,4 @@
-"""The compiled program of a draft head: it runs after a step, and proposes tokens for the next."""
+"""The compiled program of a draft head or a draft model, which runs after a step."""
 
 import functools
 from collections.abc import Callable
@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from models import LoadedModel, Pages, Wants, Width, run_at_width
-from models.loading.loaded_head import LoadedHead
+from models import ForwardBatch, LoadedModel, Pages, Wants, Width, run_at_width
+from models.loading.loaded_draft_model import LoadedDrafter
 from paxkv.runner.programs.make_batch import make_batch, make_decode_batch, tables_of
 from paxkv.runner.programs.step import Params, unpack_fields
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
@@ -45,13 +45,13 @@ class _DraftState(NamedTuple):
     drafts: jax.Array  # i32[num_reqs, num_drafts]
 
 
-def make_draft(model: LoadedModel, head: LoadedHead, shape: DraftShape) -> DraftFunction:
+def make_draft(model: LoadedModel, head: LoadedDrafter, shape: DraftShape) -> DraftFunction:
     """The program of one shape, not yet compiled.
 
     It first runs the head over all tokens of the step, so that the head has keys and values of
     every token. That gives the first draft of each request that drew a token. Then it drafts one
-    token after the other. Tokens of rejected drafts are computed too. The next step of the request
-    writes over their keys and values.
+    token after the other. A draft model drafts every token in this loop. Tokens of rejected drafts
+    are computed too. The next step of the request writes over their keys and values.
 
     The drafts' keys and values go to slots after the step's tokens. A request gets no more drafts
     where its block table ends. The program returns `drafts` i32[num_reqs, num_drafts], with
@@ -66,7 +66,7 @@ def make_draft(model: LoadedModel, head: LoadedHead, shape: DraftShape) -> Draft
         kv_cache: Pages,
         packed: jax.Array,  # i32[num_words], of the step
         prev_tokens: jax.Array,  # i32[max_num_seqs], of the step
-        target_hidden: jax.Array,  # f[max_num_tokens, width]
+        target_hidden: jax.Array | None,  # f[max_num_tokens, width], where the head reads it
         result: jax.Array,  # i32[max_draws, max_num_seqs, RESULT_WIDTH], of the sampler
         following_ids: jax.Array,  # i32[num_reqs], see `BuiltStep`
     ) -> tuple[Pages, jax.Array]:
@@ -75,10 +75,19 @@ def make_draft(model: LoadedModel, head: LoadedHead, shape: DraftShape) -> Draft
         starts, positions = fields["query_start_loc"], fields["positions"]
         following = _find_next_tokens(fields, result[:, :, 0], following_ids)
         target_embed = functools.partial(model.embed, params)
-        embed = functools.partial(head.embed, head_params, target_embed=target_embed)
-        run = functools.partial(head.run, head_params)
+
+        def run(
+            pages: Pages, batch: ForwardBatch, hidden: jax.Array | None
+        ) -> tuple[jax.Array, Pages]:
+            if not head.reads_hidden:
+                return head.run(head_params, pages, batch)
+            embedded = head.embed(head_params, batch.token_ids, target_embed)
+            return head.run(head_params, pages, batch, embedded=embedded, hidden=hidden)
+
+        # A draft model computes the tokens of the step, and a head the tokens after them.
+        token_ids = following.next_ids if head.reads_hidden else fields["token_ids"]
         batch = make_batch(
-            token_ids=following.next_ids,
+            token_ids=token_ids,
             positions=positions,
             query_start_loc=starts,
             seq_lens=fields["seq_lens"],
@@ -88,24 +97,28 @@ def make_draft(model: LoadedModel, head: LoadedHead, shape: DraftShape) -> Draft
             wants=Wants(logits="none", hidden="all"),
             widths=shape.token_widths,
         )
-        target_hidden = head.combine(head_params, target_hidden[: step.num_tokens])
-        hidden, pages = run(
-            kv_cache, batch, embedded=embed(following.next_ids), hidden=target_hidden
-        )
+        if target_hidden is not None:
+            target_hidden = head.combine(head_params, target_hidden[: step.num_tokens])
+        hidden, pages = run(kv_cache, batch, target_hidden)
         num_used = (starts[1:] > starts[:-1]).sum(dtype=jnp.int32)
         choose = functools.partial(_choose, model, head, shape, params, head_params, num_used)
         last_idx, has_drawn = following.last_idx, following.has_drawn
-        draft_ids = choose(hidden[last_idx])
         drafts = jnp.full((step.num_reqs, shape.num_drafts), NO_TOKEN, jnp.int32)
+        if head.reads_hidden:
+            draft_ids = choose(hidden[last_idx])
+            drafts = drafts.at[:, 0].set(jnp.where(has_drawn, draft_ids, NO_TOKEN))
+        else:
+            # A draft model computes the drawn token next, which gives the first draft.
+            draft_ids = following.next_ids[last_idx]
         state = _DraftState(
-            token_ids=following.next_ids[last_idx],
-            hidden=target_hidden[last_idx],
+            token_ids=token_ids[last_idx],
+            hidden=(hidden if target_hidden is None else target_hidden)[last_idx],
             positions=positions[last_idx],
             is_alive=has_drawn,
             next_hidden=hidden[last_idx],
             draft_ids=draft_ids,
             pages=pages,
-            drafts=drafts.at[:, 0].set(jnp.where(has_drawn, draft_ids, NO_TOKEN)),
+            drafts=drafts,
         )
 
         def extend(draft_idx: jax.Array, state: _DraftState) -> _DraftState:
@@ -121,7 +134,7 @@ def make_draft(model: LoadedModel, head: LoadedHead, shape: DraftShape) -> Draft
                 table_shapes=step.tables,
                 widths=shape.req_widths,
             )
-            next_hidden, pages = run(state.pages, batch, embedded=embed(token_ids), hidden=hidden)
+            next_hidden, pages = run(state.pages, batch, hidden)
             draft_ids = choose(next_hidden)
             return _DraftState(
                 token_ids=token_ids,
@@ -134,7 +147,8 @@ def make_draft(model: LoadedModel, head: LoadedHead, shape: DraftShape) -> Draft
                 drafts=state.drafts.at[:, draft_idx].set(jnp.where(is_alive, draft_ids, NO_TOKEN)),
             )
 
-        state = jax.lax.fori_loop(1, shape.num_drafts, extend, state)
+        first = int(head.reads_hidden)
+        state = jax.lax.fori_loop(first, shape.num_drafts, extend, state)
         return state.pages, state.drafts
 
     return draft
@@ -179,7 +193,7 @@ def _find_next_tokens(
 
 
 def _have_slots(
-    head: LoadedHead,
+    head: LoadedDrafter,
     shape: DraftShape,
     tables: tuple[jax.Array, ...],
     positions: jax.Array,  # i32[num_reqs]
@@ -197,7 +211,7 @@ def _have_slots(
 
 def _choose(
     model: LoadedModel,
-    head: LoadedHead,
+    head: LoadedDrafter,
     shape: DraftShape,
     params: Params,
     head_params: Params,

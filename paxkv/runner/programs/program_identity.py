@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 import paxkv
 from models import KernelSettings, LoadedModel, Pages
-from models.loading.loaded_head import LoadedHead
+from models.loading.loaded_draft_model import LoadedDrafter
 from models.loading.loaded_module import LoadedModule
 from paxkv.runner.programs.program_sources import source_digest
 from paxkv.runner.shapes.own_program import OwnProgram
@@ -54,7 +54,7 @@ def program_identity(
     num_logits_rows: int,
     compiler_options: Mapping[str, str],
     feature_code: Sequence[StepVariant | OwnProgram] = (),
-    head: LoadedHead | None = None,
+    head: LoadedDrafter | None = None,
 ) -> dict[str, str]:
     """Returns names and values of everything that all programs of an engine depend on.
 
@@ -76,7 +76,8 @@ def program_identity(
     formats = {
         place.format for module in modules for places in module.places for _, place in places
     }
-    packages = model.packages | _packages_of([*feature_code, *formats])
+    traced = _packages_of([*feature_code, *formats])
+    packages = frozenset(traced).union(*(module.packages for module in modules))
     return {
         "paxkv": f"{paxkv.__version__}, source {source_digest(packages)[:16]}",
         "jax": jax.__version__,

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from tqdm import tqdm
 
 from models import LoadedModel, Pages
-from models.loading.loaded_head import LoadedHead
+from models.loading.loaded_draft_model import LoadedDrafter
 from paxkv.runner.features.target_hidden import abstract_target_hidden
 from paxkv.runner.features.traced_features import split_arrays
 from paxkv.runner.programs.burst import make_burst
@@ -72,7 +72,7 @@ class StepPrograms:
         max_num_seqs: int,
         mesh: Mesh,
         store: ProgramStore | None = None,
-        head: LoadedHead | None = None,
+        head: LoadedDrafter | None = None,
     ) -> None:
         self._head = head
         self._model = model
@@ -153,7 +153,10 @@ class StepPrograms:
     def _lower_draft(self, shape: DraftShape, kv_cache: Pages) -> Lowered:
         sampler_shape = self.buckets.sampler_shape
         packed = self._abstract(PackedLayout(shape.step).num_words)
-        hidden = abstract_target_hidden(shape.step.features)
+        hidden = None
+        if self._head.reads_hidden:
+            array = abstract_target_hidden(shape.step.features)
+            hidden = self._abstract(*array.dims, dtype=array.dtype)
         result = (sampler_shape.max_draws, sampler_shape.num_reqs, RESULT_WIDTH)
         draft = jax.jit(make_draft(self._model, self._head, shape), donate_argnums=2)
         return draft.lower(
@@ -162,7 +165,7 @@ class StepPrograms:
             kv_cache,
             packed,
             self._abstract(self._max_num_seqs),
-            self._abstract(*hidden.dims, dtype=hidden.dtype),
+            hidden,
             self._abstract(*result),
             self._abstract(shape.step.num_reqs),
         )

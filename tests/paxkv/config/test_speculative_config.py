@@ -35,10 +35,11 @@ def test_unset_limits_have_vllms_defaults(limits, lengths):
         (MTP | {"model": "m"}, "method 'mtp' takes no model, got 'm'"),
         (MTP | {"adapts_drafts": True}, "method 'mtp' always verifies all drafts"),
         (MTP | {"prompt_lookup_max": 3}, "for method 'ngram', got method 'mtp'"),
-        ({"model": "m", "num_speculative_tokens": 3}, "draft models have no drafter yet"),
+        ({"model": "m", "num_speculative_tokens": 3}, "needs method"),
+        (MTP | {"method": "draft_model"}, "method 'draft_model' needs model"),
         (
             {"method": "ngrams", "num_speculative_tokens": 3},
-            "must be one of ngram, mtp, eagle3, got",
+            "must be one of ngram, mtp, eagle3, draft_model, got",
         ),
         (NGRAM | {"draft_tensor_parallel_size": 1}, "got draft_tensor_parallel_size"),
         ({"num_speculative_tokens": 3}, "needs method; got"),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from models import LoadedModel
-from models.loading.loaded_head import LoadedHead
+from models.loading.loaded_draft_model import LoadedDrafter
 from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
 from paxkv.runner.memory.memory_plan import HostMemory
 from paxkv.runner.model_runner import ModelRunner
@@ -41,7 +41,7 @@ def make_runner(
     runner_config: RunnerConfig | None = None,
     store: ProgramStore | None = None,
     host_memory: HostMemory | None = None,
-    head: LoadedHead | None = None,
+    head: LoadedDrafter | None = None,
 ) -> ModelRunner:
     """A runner with the limits above, before its warm-up."""
     return ModelRunner(
@@ -64,7 +64,7 @@ def make_warm_runner(
     model: TinyModel | LoadedModel,
     runner_config: RunnerConfig | None = None,
     *,
-    head: LoadedHead | None = None,
+    head: LoadedDrafter | None = None,
 ) -> WarmRunner:
     """A warm runner whose programs are loaded from `folder`, or compiled and kept there."""
     folder.mkdir(exist_ok=True, mode=0o700)

@@ -33,6 +33,7 @@ def make_identity(
     num_logits_rows: int = 2,
     compiler_options: dict[str, str] | None = None,
     feature_code: tuple[StepVariant, ...] = (),
+    head: TinyModel | None = None,
 ) -> dict[str, str]:
     mesh = device_mesh(jax.devices()[0])
     spec = FullAttentionSpec(
@@ -50,6 +51,7 @@ def make_identity(
         num_logits_rows=num_logits_rows,
         compiler_options=compiler_options or {},
         feature_code=feature_code,
+        head=head,
     )
 
 
@@ -80,6 +82,22 @@ def test_a_change_is_seen_and_named(changed, names):
     assert {name for name in identity if identity[name] != other.get(name)} == names
     assert identity_digest(identity) != identity_digest(other)
     assert len(identity_differences(identity, other)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("head", "names"),
+    [
+        (TinyModel(windows=(None, 4)), {"config", "places in the KV cache"}),
+        (TinyModel(dtype="bfloat16"), {"weights"}),
+        (None, {"class", "config", "weights", "places in the KV cache"}),
+    ],
+    ids=["layers", "dtype", "none"],
+)
+def test_another_draft_head_is_seen_and_named(head, names):
+    identity, other = make_identity(head=TinyModel(seed=1)), make_identity(head=head)
+    assert {n for n in identity if identity[n] != other.get(n)} == {
+        f"draft head's {name}" for name in names
+    }
 
 
 def moved(model: TinyModel, **changes: object) -> TinyModel:

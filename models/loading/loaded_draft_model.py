@@ -1,0 +1,63 @@
+"""`LoadedDraftModel`: a smaller model that drafts for its target, with the methods of a head."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from models.cache.format import Pages
+from models.errors import ModelConfigError
+from models.forward.forward_batch import ForwardBatch
+from models.forward.wants import Wants
+from models.loading.loaded_head import LoadedHead
+from models.loading.loaded_model import LoadedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedDraftModel(LoadedModel):
+    """A model that reads the same tokens as its target, and nothing else of it."""
+
+    taps: ClassVar[tuple[int, ...]] = ()
+    reads_hidden: ClassVar[bool] = False
+
+    @classmethod
+    def of_model(cls, model: LoadedModel, target: LoadedModel) -> "LoadedDraftModel":
+        """Makes a loaded model draft for another one.
+
+        Raises:
+            ModelConfigError: The models number tokens differently.
+        """
+        if model.config.vocab_size != target.config.vocab_size:
+            raise ModelConfigError(
+                f"the draft model has vocab_size {model.config.vocab_size}; the model has "
+                f"{target.config.vocab_size}. Use a draft model with the same tokenizer."
+            )
+        fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+        return cls(**fields | {"unused_token_ids": target.unused_token_ids})
+
+    def run(
+        self,
+        params: tuple[jax.Array, ...],
+        pages: Pages,
+        batch: ForwardBatch,
+    ) -> tuple[jax.Array, Pages]:  # f[num_tokens, hidden]
+        """Runs the model over the tokens of the batch, and returns hidden states of all of them."""
+        wants = Wants(logits="none", hidden="all")
+        outputs, pages = self.forward(params, pages, dataclasses.replace(batch, wants=wants))
+        return outputs.hidden, pages
+
+    def choose(
+        self,
+        params: tuple[jax.Array, ...],
+        hidden: jax.Array,  # f[num_rows, hidden]
+        target_logits: Callable[[jax.Array], jax.Array],
+    ) -> jax.Array:  # i32[num_rows]
+        """Returns the most likely token of each row."""
+        return jnp.argmax(self.compute_logits(params, hidden), axis=-1).astype(jnp.int32)
+
+
+# What runs after each step, and proposes tokens for the next one.
+LoadedDrafter = LoadedHead | LoadedDraftModel
