@@ -253,6 +253,11 @@ class CacheConfig:
         "auto",
     )
     enable_prefix_caching: bool = setting("share KV blocks between equal prompt prefixes", True)
+    state_cache_share: float = setting(
+        "share of the KV blocks that states of recurrent layers may take in the prefix cache, in "
+        "[0, 1]. They take the place of cached keys and values, and never that of running requests",
+        0.5,
+    )
     disable_hybrid_kv_cache_manager: bool = setting(
         "keep all KV blocks of sliding-window layers, so that all layers share one block table: "
         "less work for the scheduler, but more memory",
@@ -308,6 +313,10 @@ class CacheConfig:
         if not (is_number(self.kv_cache_metrics_sample) and 0 <= self.kv_cache_metrics_sample <= 1):
             raise ConfigError(
                 f"kv_cache_metrics_sample must be in [0, 1], got {self.kv_cache_metrics_sample!r}."
+            )
+        if not (is_number(self.state_cache_share) and 0 <= self.state_cache_share <= 1):
+            raise ConfigError(
+                f"state_cache_share must be in [0, 1], got {self.state_cache_share!r}."
             )
         if self.kv_events is not None and not self.enable_prefix_caching:
             raise ConfigError(

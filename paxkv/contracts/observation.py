@@ -116,6 +116,8 @@ class BlockResidency:
 # lora                 the first block is cached for another adapter, or for none
 # first_block_differs  no cached prompt begins with the same block
 # block_differs        the tokens that all groups have cached end, or differ, at `block_idx`
+# state_not_saved      more keys and values are cached than were found, but no state was saved
+#                      after the tokens of `block_idx`
 # shortened            more tokens are cached than were found. With `block_idx`: one group lacks
 #                      this block, which a longer hit needs. Without: every group has the blocks,
 #                      but a hit cannot end there
@@ -128,6 +130,7 @@ MissReason = Literal[
     "lora",
     "first_block_differs",
     "block_differs",
+    "state_not_saved",
     "shortened",
 ]
 
@@ -142,6 +145,7 @@ class PrefixCacheMiss:
         block_idx: The missing block that kept the hit from being longer, counted in blocks of
             `block_size`; None if no block was missing.
         block_size: Tokens of that block, which is the block size of its KV cache group.
+        kind: Kind of that group, as in `KVCacheSpec.kind`.
     """
 
     request_id: str
@@ -150,6 +154,7 @@ class PrefixCacheMiss:
     num_hit_tokens: int = 0
     block_idx: int | None = None
     block_size: int | None = None
+    kind: str | None = None
 
 
 # The inspector's page receives this many bytes of a block's hash. JavaScript numbers represent

@@ -42,6 +42,8 @@ class KVCacheManager:
 
     Args:
         use_eagle: Compute the last block of a prefix hit again, because the drafter needs it.
+        state_cache_share: Share of the blocks that saved states may take, in [0, 1]. It is divided
+            evenly among the groups of states.
         observers: Receive every change of the pool's blocks.
         dcp_world_size: Ranks that share each sequence in decode.
         pcp_world_size: Ranks that share each sequence in prefill.
@@ -56,6 +58,7 @@ class KVCacheManager:
         max_model_len: int,
         enable_caching: bool = True,
         use_eagle: bool = False,
+        state_cache_share: float = 1.0,
         observers: Iterable[BlockPoolObserver] = (),
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
@@ -74,22 +77,33 @@ class KVCacheManager:
         self.block_pool = self.coordinator.block_pool
         self.hash_block_size = self.coordinator.hash_block_size
         self.prefix_cache_stats = PrefixCacheStats()
+        state_managers = self.coordinator.state_managers
+        for manager in state_managers:
+            max_blocks = int(self.block_pool.num_blocks * state_cache_share) // len(state_managers)
+            manager.saved_states.max_blocks = max_blocks
+        can_save = all(manager.can_save_states for manager in state_managers)
         self._miss_explainer = PrefixCacheMissExplainer(
             block_pool=self.block_pool,
             groups=[
                 PrefixGroup(
-                    manager.kv_cache_group_id, manager.block_size, manager.get_num_skipped_tokens
+                    manager.kv_cache_group_id,
+                    manager.block_size,
+                    manager.get_num_skipped_tokens,
+                    manager.kv_cache_spec.kind,
+                    manager.holds_tokens,
                 )
-                for manager in self.coordinator.single_type_managers
+                for manager in sorted(
+                    self.coordinator.single_type_managers, key=lambda m: not m.holds_tokens
+                )
             ],
             hash_block_size=self.hash_block_size,
         )
         # Tokens between two positions at which states are saved for the prefix cache.
         self._state_block_size: int | None = None
-        if self.enable_caching and self.coordinator.state_managers:
+        if self.enable_caching and state_managers and can_save:
             block_sizes = [m.block_size for m in self.coordinator.single_type_managers]
             self._state_block_size = math.lcm(*block_sizes)
-            sizes = {manager.block_size for manager in self.coordinator.state_managers}
+            sizes = {manager.block_size for manager in state_managers}
             if sizes != {self._state_block_size}:
                 raise ConfigError(
                     "the block size of states must be the least common multiple of all block "

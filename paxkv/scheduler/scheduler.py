@@ -98,6 +98,7 @@ class Scheduler:
             max_model_len=max_model_len,
             enable_caching=cache_config.enable_prefix_caching,
             use_eagle=use_eagle,
+            state_cache_share=cache_config.state_cache_share,
             observers=observers,
         )
         self.limits = make_request_limits(

@@ -102,8 +102,9 @@ class ManagerMachine(RuleBasedStateMachine):
         num_tokens=st.integers(12, 60),
         use_eagle=st.booleans(),
         hash_block_size=st.sampled_from([None, None, 1]),
+        state_share=st.sampled_from([1, 1, 0.5, 0.3, 0]),
     )
-    def start(self, data, num_tokens, use_eagle, hash_block_size):
+    def start(self, data, num_tokens, use_eagle, hash_block_size, state_share):
         self.kinds = data.draw(st.sampled_from(self.KINDS))
         # Block hashes do not cover the input of the encoder, so there is no caching with one.
         has_encoder = any(kind.name == "cross" for kind in self.kinds)
@@ -125,6 +126,7 @@ class ManagerMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             enable_caching=self.caching,
             use_eagle=self.use_eagle,
+            state_cache_share=state_share,
             observers=[self.event_recorder],
         )
         self.hasher = None
@@ -136,6 +138,7 @@ class ManagerMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             caching=self.caching,
             use_eagle=self.use_eagle,
+            state_share=state_share,
         )
         self.memory = KVMemory(self.kinds)
         self.requests = {}
@@ -330,7 +333,8 @@ class ManagerMachine(RuleBasedStateMachine):
         """Number of new tokens up to the first position at which the state is saved."""
         cut = num_new
         for states in self.slow.states.values():
-            cut = slow_states.cut(request, computed, cut, states.block_size, self.caching)
+            can_save = self.slow.saves_states
+            cut = slow_states.cut(request, computed, cut, states.block_size, can_save)
         assert self.real.cut_at_save_point(real, computed, num_new) == cut
         return cut
 

@@ -78,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         threshold = draw.choice([0, 0, 3, 8])
         chunked = draw.random() < 0.7
         must_fit = draw.random() < 0.6
+        state_share = draw.choice([1, 1, 0.5, 0.3])
         has_connector = draw.random() < 0.4 and not self.is_quiet and not has_states
         self.connector = SlowConnector() if has_connector else None
         self.real = self.SCHEDULER(
@@ -88,7 +89,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 full_sequence_must_fit=must_fit,
                 **settings,
             ),
-            cache_config=CacheConfig(enable_prefix_caching=caching, prefix_caching_seed="test"),
+            cache_config=CacheConfig(
+                enable_prefix_caching=caching,
+                prefix_caching_seed="test",
+                state_cache_share=state_share,
+            ),
             kv_cache_config=make_config(self.kinds, num_blocks),
             max_model_len=MAX_MODEL_LEN,
             num_lookahead_tokens=self.num_drafts,
@@ -108,6 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             use_eagle=use_eagle,
             is_async=is_async,
             has_connector=self.connector is not None,
+            state_share=state_share,
             **settings,
         )
         self.runner = SlowRunner(self.kinds, num_blocks=num_blocks, max_model_len=MAX_MODEL_LEN)

@@ -34,7 +34,9 @@ class SlowKVCache:
     once, before the step's writes.
     """
 
-    def __init__(self, kinds, num_blocks, *, max_model_len, caching, use_eagle=False):
+    def __init__(
+        self, kinds, num_blocks, *, max_model_len, caching, use_eagle=False, state_share=1
+    ):
         self.kinds = kinds
         self.pool = SlowPool(num_blocks)
         # Sinks belong to the layers: they are allocated first and are in no request's table.
@@ -43,9 +45,14 @@ class SlowKVCache:
         ]
         self.max_model_len = max_model_len
         self.caching = caching
+        num_state_groups = sum(kind.name == "state" for kind in kinds)
         self.states = {
             group: SlowStates(
-                self.pool, kind.size, kind.block_size, caching=caching, max_blocks=num_blocks
+                self.pool,
+                kind.size,
+                kind.block_size,
+                caching=caching,
+                max_blocks=int(num_blocks * state_share) // num_state_groups,
             )
             for group, kind in enumerate(kinds)
             if kind.name == "state"
@@ -62,13 +69,18 @@ class SlowKVCache:
         end = (block_idx + 1) * self.kinds[group].block_size
         return (group, request.scope, tuple(request.tokens[:end]))
 
+    @property
+    def saves_states(self):
+        can_save = all(states.max_blocks >= states.size for states in self.states.values())
+        return bool(self.states) and self.caching and can_save
+
     def key_at(self, request, group, num_tokens):
         """The content of the state after the first tokens of a request."""
         return (group, request.scope, tuple(request.tokens[:num_tokens]))
 
     def state_to_save(self, request, num_hit):
         """Length of the hit if states did not count; 0 if it is not longer."""
-        if not (self.states and self.caching) or request.skips_reading:
+        if not self.saves_states or request.skips_reading:
             return 0
         kinds = [kind for kind in self.kinds if kind.holds_tokens]
         groups = [group for group, kind in enumerate(self.kinds) if kind.holds_tokens]
@@ -244,7 +256,7 @@ class SlowKVCache:
     def switch(self, request, end):
         """Saves a state in the middle of a burst; returns the position after it, or None."""
         num_blocks = sum(states.size for states in self.states.values())
-        if not (self.states and self.caching) or num_blocks > len(self.pool.free):
+        if not self.saves_states or num_blocks > len(self.pool.free):
             return None
         positions = []
         for group, states in self.states.items():

@@ -25,9 +25,15 @@ class SlowScheduler:
         use_eagle=False,
         is_async=False,
         has_connector=False,
+        state_share=1,
     ):
         self.kv = SlowKVCache(
-            kinds, num_blocks, max_model_len=max_model_len, caching=caching, use_eagle=use_eagle
+            kinds,
+            num_blocks,
+            max_model_len=max_model_len,
+            caching=caching,
+            use_eagle=use_eagle,
+            state_share=state_share,
         )
         self.max_model_len = max_model_len
         self.policy = policy
@@ -147,7 +153,7 @@ class SlowScheduler:
     def cut(self, request, computed, num_new):
         for states in self.kv.states.values():
             num_new = slow_states.cut(
-                request, computed, num_new, states.block_size, self.kv.caching
+                request, computed, num_new, states.block_size, self.kv.saves_states
             )
         return num_new
 

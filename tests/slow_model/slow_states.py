@@ -69,6 +69,8 @@ class SlowStates:
             return True
         if not self.caching or computed == 0 or computed % self.block_size:
             return False
+        if self.max_blocks < self.size:
+            return False
         points = save_points(request, self.block_size, True)
         if computed < request.num_prompt and computed not in points:
             return False

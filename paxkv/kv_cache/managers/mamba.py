@@ -68,7 +68,6 @@ class MambaManager(SingleTypeKVCacheManager):
             block_pool,
             kv_cache_group_id=kv_cache_group_id,
             block_size=self.block_size,
-            max_blocks=block_pool.num_blocks,
         )
         # Slots by the id of their first block, also of requests that have ended.
         self._slots: dict[int, list[KVCacheBlock]] = {}
@@ -82,6 +81,12 @@ class MambaManager(SingleTypeKVCacheManager):
         self._plan: _Plan | None = None
         # Requests that write another slot in the step that is being decided than in the last one.
         self._switched: set[str] = set()
+
+    @property
+    def can_save_states(self) -> bool:
+        """Whether states can enter the prefix cache."""
+        has_room = self.saved_states.max_blocks >= self.kv_cache_spec.num_slot_blocks
+        return self.enable_caching and has_room
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         # A hit needs only the state at its end.
@@ -320,7 +325,7 @@ class MambaManager(SingleTypeKVCacheManager):
     def _should_save(self, request: CacheRequest, num_tokens: int) -> bool:
         if is_fork_point(request, num_tokens):
             return True
-        if not self.enable_caching or not is_save_point(request, num_tokens, self.block_size):
+        if not self.can_save_states or not is_save_point(request, num_tokens, self.block_size):
             return False
         return num_tokens > request.num_tokens or not self.saved_states.contains(
             request, num_tokens

@@ -36,17 +36,17 @@ class SavedStates:
 
     Args:
         block_size: Tokens between two positions at which a state can be saved.
+
+    Attributes:
         max_blocks: Most blocks of saved slots. The least recently used are dropped beyond it, those
             of decoding requests before those of prompts.
     """
 
-    def __init__(
-        self, block_pool: BlockPool, *, kv_cache_group_id: int, block_size: int, max_blocks: int
-    ) -> None:
+    def __init__(self, block_pool: BlockPool, *, kv_cache_group_id: int, block_size: int) -> None:
         self._block_pool = block_pool
         self._kv_cache_group_id = kv_cache_group_id
         self._block_size = block_size
-        self._max_blocks = max_blocks
+        self.max_blocks = block_pool.num_blocks
         # By the id of the first block, the least recently used first. An entry whose block has lost
         # its hash is out of date.
         self._states: OrderedDict[int, SavedState] = OrderedDict()
@@ -124,7 +124,7 @@ class SavedStates:
 
     def _drop_least_used(self) -> None:
         size = len(next(iter(self._states.values())).blocks)
-        max_states = self._max_blocks // size
+        max_states = self.max_blocks // size
         if len(self._states) <= max_states:
             return
         states = self.find_all()

@@ -30,11 +30,16 @@ class PrefixGroup(NamedTuple):
         block_size: Tokens of a block.
         get_num_skipped_tokens: Leading tokens that the layers of the group no longer read after
             this many computed tokens. A hit needs no blocks of skipped tokens.
+        kind: As in `KVCacheSpec.kind`.
+        holds_tokens: Every full block is cached. Otherwise, single blocks are, which stand for
+            states.
     """
 
     group_id: int
     block_size: int
     get_num_skipped_tokens: Callable[[int], int]
+    kind: str = "full_attention"
+    holds_tokens: bool = True
 
 
 class _Lookup(NamedTuple):
@@ -50,6 +55,7 @@ class _Lookup(NamedTuple):
     reason: MissReason
     block_idx: int | None = None
     block_size: int | None = None
+    kind: str | None = None
     missing_key: BlockHashWithGroupId | None = None
     num_evicted: int = 0
 
@@ -90,7 +96,8 @@ class PrefixCacheMissExplainer:
     takes some hundred microseconds. Memory is bounded.
 
     Args:
-        groups: The KV cache groups that take part in prefix hits.
+        groups: The KV cache groups that take part in prefix hits. If several groups lack a block at
+            the same place, the first of them is named.
         hash_block_size: Number of tokens that each of a request's `block_hashes` covers.
     """
 
@@ -151,6 +158,7 @@ class PrefixCacheMissExplainer:
             num_hit_tokens=lookup.num_hit_tokens,
             block_idx=lookup.block_idx,
             block_size=lookup.block_size,
+            kind=lookup.kind,
         )
 
     def _look_up(self, request: CacheRequest, num_hit_tokens: int) -> _Lookup:
@@ -165,7 +173,7 @@ class PrefixCacheMissExplainer:
         missing, is_known = self._find_missing(request, num_hit_tokens)
         if missing is None:
             return _Lookup(num_tokens, num_hit_tokens, "shortened")
-        reason: MissReason = "shortened"
+        reason: MissReason = "shortened" if missing.group.holds_tokens else "state_not_saved"
         if not is_known:
             is_first = missing.block_idx == 0
             reason = self._first_block_reason(request) if is_first else "block_differs"
@@ -176,6 +184,7 @@ class PrefixCacheMissExplainer:
             reason,
             missing.block_idx,
             missing.group.block_size,
+            missing.group.kind,
             make_block_hash_with_group_id(block_hash, missing.group.group_id),
             self._block_pool.evicted_hashes.num_evicted,
         )

@@ -33,6 +33,7 @@ def make_scheduler(
     num_lookahead_tokens=0,
     use_eagle=False,
     bursts_change_logits=True,
+    state_cache_share=0.5,
     **config,
 ):
     groups = tuple(
@@ -41,7 +42,11 @@ def make_scheduler(
     )
     return scheduler_class(
         scheduler_config=SchedulerConfig(**({"max_num_seqs": 4} | config)),
-        cache_config=CacheConfig(enable_prefix_caching=caching, prefix_caching_seed="test"),
+        cache_config=CacheConfig(
+            enable_prefix_caching=caching,
+            prefix_caching_seed="test",
+            state_cache_share=state_cache_share,
+        ),
         kv_cache_config=KVCacheConfig(num_blocks=num_blocks, kv_cache_groups=groups),
         max_model_len=max_model_len,
         connector=connector,
