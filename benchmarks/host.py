@@ -8,10 +8,14 @@ updates the rows, builds the step's buffer and records the tokens). It also meas
 of a prompt whose blocks are all cached. The scheduler has one full-attention group, block size 16
 and prefix caching. Tokens are not sampled; making them up is not timed. Requests are spread over
 all positions of a block, so one in 16 of them needs a new block in each step.
+
+With `--slots 3x67`, each request also has a slot of states of 3 parts with 67 blocks each, as in
+Qwen3-Next-80B. One in 16 requests then saves its state in each step.
 """
 
 import argparse
 import functools
+import itertools
 import random
 import statistics
 import sys
@@ -25,7 +29,13 @@ from benchmarks.tables import markdown_table
 from paxkv.config.engine_config import CacheConfig, SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
-from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from paxkv.contracts.kv_cache_spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+)
 from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from paxkv.scheduler.scheduler import Scheduler
 
@@ -38,17 +48,54 @@ NUM_ADMITTED_TOKENS = 4096
 NUM_OTHER_TOKENS = 192
 
 
-def make_scheduler(max_num_seqs: int) -> Scheduler:
+# Parts of a slot of states, and blocks of each part; None without states.
+Slots = tuple[int, int] | None
+
+
+def parse_slots(text: str) -> Slots:
+    """Parses `3x67`, or `none`."""
+    if text == "none":
+        return None
+    num_parts, _, blocks_per_state = text.partition("x")
+    if not (num_parts.isdigit() and blocks_per_state.isdigit()):
+        raise argparse.ArgumentTypeError(f"must be none, or parts x blocks as in 3x67: {text!r}")
+    return int(num_parts), int(blocks_per_state)
+
+
+def num_pool_blocks(max_num_seqs: int, slots: Slots) -> int:
+    """Blocks for the tokens of this benchmark, and for four slots of each request."""
+    num_slot_blocks = 0 if slots is None else slots[0] * slots[1]
+    return NUM_BLOCKS + 4 * max_num_seqs * num_slot_blocks
+
+
+def make_scheduler(max_num_seqs: int, slots: Slots = None) -> Scheduler:
     """A scheduler with blocks for every request of this benchmark."""
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype="bfloat16")
+    attention = FullAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype="bfloat16"
+    )
+    specs: list[KVCacheSpec] = [attention]
+    if slots is not None:
+        num_parts, blocks_per_state = slots
+        specs.append(
+            MambaSpec(
+                block_size=BLOCK_SIZE,
+                page_bytes=attention.page_size_bytes,
+                state_bytes=blocks_per_state * attention.page_size_bytes,
+                blocks_per_state=blocks_per_state,
+                num_parts=num_parts,
+            )
+        )
     return Scheduler(
         scheduler_config=SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max(8192, max_num_seqs)
         ),
         cache_config=CacheConfig(block_size=BLOCK_SIZE),
         kv_cache_config=KVCacheConfig(
-            num_blocks=NUM_BLOCKS,
-            kv_cache_groups=(KVCacheGroupSpec(layer_names=("layer",), kv_cache_spec=spec),),
+            num_blocks=num_pool_blocks(max_num_seqs, slots),
+            kv_cache_groups=tuple(
+                KVCacheGroupSpec(layer_names=(f"layer{i}",), kv_cache_spec=spec)
+                for i, spec in enumerate(specs)
+            ),
         ),
         max_model_len=MAX_MODEL_LEN,
     )
@@ -97,10 +144,10 @@ def run_host_step(scheduler: Scheduler, batch: HostBatch) -> int:
 
 
 def make_decoding_scheduler(
-    num_requests: int, run_step: Callable[[Scheduler], int] = run_step
+    num_requests: int, run_step: Callable[[Scheduler], int] = run_step, slots: Slots = None
 ) -> Scheduler:
     """A scheduler whose requests all decode, spread over all positions of a block."""
-    scheduler = make_scheduler(num_requests)
+    scheduler = make_scheduler(num_requests, slots)
     rng = random.Random(0)
     for index in range(num_requests):
         scheduler.add_request(make_request(str(index), 64 + index % BLOCK_SIZE, rng))
@@ -109,7 +156,9 @@ def make_decoding_scheduler(
     return scheduler
 
 
-def measure_decode(num_requests: int, num_steps: int, *, with_batch: bool = False) -> list[float]:
+def measure_decode(
+    num_requests: int, num_steps: int, *, with_batch: bool = False, slots: Slots = None
+) -> list[float]:
     """Microseconds of each of `num_steps` steps in which every request decodes a token."""
     if with_batch:
         batch = HostBatch(
@@ -117,13 +166,14 @@ def measure_decode(num_requests: int, num_steps: int, *, with_batch: bool = Fals
             max_num_batched_tokens=max(8192, num_requests),
             max_model_len=MAX_MODEL_LEN,
             block_size=BLOCK_SIZE,
-            num_blocks=NUM_BLOCKS,
+            num_blocks=num_pool_blocks(num_requests, slots),
             vocab_size=VOCAB_SIZE,
+            slots=slots,
         )
         step = functools.partial(run_host_step, batch=batch)
     else:
         step = run_step
-    scheduler = make_decoding_scheduler(num_requests, step)
+    scheduler = make_decoding_scheduler(num_requests, step, slots)
     for _ in range(2 * BLOCK_SIZE):
         step(scheduler)
     times = [step(scheduler) / 1e3 for _ in range(num_steps)]
@@ -175,6 +225,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="N",
         help="measured steps per case",
     )
+    parser.add_argument(
+        "--slots",
+        type=parse_slots,
+        nargs="+",
+        default=[None],
+        metavar="PARTSxBLOCKS",
+        help="slots of states; none: without states",
+    )
     parser.add_argument("--num-admissions", type=whole_number(2), default=200, metavar="N")
     out = str(RESULTS_FOLDER / "scheduler_step.jsonl")
     parser.add_argument("--out", type=output_file, default=out)
@@ -186,10 +244,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             "Lower --num-running or --num-steps."
         )
     figures = {
-        (f"num_running={num_running}", metric): measure_decode(
-            num_running, arguments.num_steps, with_batch=with_batch
+        (_case(num_running, slots), metric): measure_decode(
+            num_running, arguments.num_steps, with_batch=with_batch, slots=slots
         )
-        for num_running in arguments.num_running
+        for slots, num_running in itertools.product(arguments.slots, arguments.num_running)
         for metric, with_batch in (("decode_step_us", False), ("host_step_us", True))
     }
     admissions_us, additions_us = measure_admission(arguments.num_admissions)
@@ -208,6 +266,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     append_rows(rows, arguments.out)
     print(markdown_table(["CPU microseconds", "median", "p10", "p90"], list(map(_line, rows))))
     return 0
+
+
+def _case(num_running: int, slots: Slots) -> str:
+    case = f"num_running={num_running}"
+    return case if slots is None else f"{case} slots={slots[0]}x{slots[1]}"
 
 
 def _line(row: ResultRow) -> list[str]:

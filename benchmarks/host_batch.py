@@ -12,7 +12,11 @@ from paxkv.runner.shapes.step_buckets import StepBuckets
 
 
 class HostBatch:
-    """The rows of running requests and the builder of steps, with one KV cache group."""
+    """The rows of running requests and the builder of steps, with one group of attention.
+
+    Args:
+        slots: Parts and blocks per state of a group of states; None without states.
+    """
 
     def __init__(
         self,
@@ -23,17 +27,30 @@ class HostBatch:
         block_size: int,
         num_blocks: int,
         vocab_size: int,
+        slots: tuple[int, int] | None = None,
     ) -> None:
-        table = TableShape(
-            num_groups=1,
-            max_blocks_per_req=max_model_len // block_size,
-            block_size=block_size,
-        )
+        tables = [
+            TableShape(
+                num_groups=1,
+                max_blocks_per_req=max_model_len // block_size,
+                block_size=block_size,
+            )
+        ]
+        if slots is not None:
+            num_parts, blocks_per_state = slots
+            tables.append(
+                TableShape(
+                    num_groups=num_parts,
+                    max_blocks_per_req=blocks_per_state,
+                    block_size=block_size,
+                    is_state=True,
+                )
+            )
         buckets = StepBuckets(
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             max_decode_burst=1,
-            tables=(table,),
+            tables=tuple(tables),
             max_model_len=max_model_len,
         )
         self._rows = InputBatch.create(

@@ -25,3 +25,17 @@ def test_command_writes_a_row_per_figure(tmp_path) -> None:
     assert set(rows) == {"decode_step_us", "host_step_us", "admission_us", "add_request_us"}
     assert rows["decode_step_us"]["num_repetitions"] == 5
     assert rows["host_step_us"]["num_repetitions"] == 5
+
+
+def test_requests_with_slots_save_their_states(tmp_path) -> None:
+    scheduler = make_decoding_scheduler(32, slots=(2, 3))
+    (states,) = scheduler.kv_cache_manager.coordinator.state_managers
+    for _ in range(3 * BLOCK_SIZE):
+        run_step(scheduler)
+    # Each request has passed at least two multiples of the block size.
+    assert len(states.saved_states.find_all()) >= 64
+    out = tmp_path / "rows.jsonl"
+    flags = ["--num-running", "3", "--num-steps", "5", "--num-admissions", "2", "--out", str(out)]
+    assert host.main([*flags, "--slots", "none", "2x3"]) == 0
+    cases = {json.loads(line)["case"] for line in out.read_text().splitlines()}
+    assert {"num_running=3", "num_running=3 slots=2x3"} <= cases
