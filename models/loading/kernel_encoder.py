@@ -11,18 +11,22 @@ from models.platforms import Platform
 from models.stored_kernels.bits16 import Bits16Kernel
 from models.stored_kernels.column_panels import PanelKernel
 from models.stored_kernels.rounded_int8 import RoundedInt8Kernel
-from models.stored_kernels.scaled import NumBits, ScaledKernel, fitting_group_size
+from models.stored_kernels.scaled import RoundedFormat, ScaledKernel, fitting_group_size
 from models.stored_kernels.use_kernel import KernelValue
 from models.weight_rule import Layout
 
 # "auto" is the dtype of the model's other numbers.
 ProductDtype = Literal["auto", "bfloat16", "int8"]
 # - none: floats, also of checkpoints whose weights are quantized
-# - checkpoint: the integers of a checkpoint whose weights are quantized
-# - int8, int4: integers with scales of groups
-Quantization = Literal["none", "checkpoint", "int8", "int4"]
+# - checkpoint: the numbers of a checkpoint whose weights are quantized
+# - int8, int4, fp8: integers or 8-bit floats with scales of groups
+Quantization = Literal["none", "checkpoint", "int8", "int4", "fp8"]
 GROUP_SIZES = (32, 64, 128)
-_NUM_BITS: dict[Quantization, NumBits] = {"int8": 8, "int4": 4}
+_ROUNDED_FORMATS: dict[Quantization, RoundedFormat] = {
+    "int8": "int8",
+    "int4": "int4",
+    "fp8": "e4m3",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +69,7 @@ class KernelEncoder:
     @property
     def changes_matrices(self) -> bool:
         """Whether matrices of `Linear` layers may have another form than in the checkpoint."""
-        is_rounded = self.product_dtype != "auto" or self.quantization in _NUM_BITS
+        is_rounded = self.product_dtype != "auto" or self.quantization in _ROUNDED_FORMATS
         return self.panel_width is not None or is_rounded
 
     @property
@@ -89,13 +93,17 @@ class KernelEncoder:
             splits_inputs: Whether each device has some of the inputs of a matrix or an expert. All
                 inputs of a group are on one device.
         """
-        if layout in ("matrix", "experts") and self.quantization in _NUM_BITS and not is_router:
+        if (
+            layout in ("matrix", "experts")
+            and self.quantization in _ROUNDED_FORMATS
+            and not is_router
+        ):
             num_inputs = values.shape[-2] // (self.num_devices if splits_inputs else 1)
             group_size = fitting_group_size(num_inputs, self.group_size)
             if group_size is not None:
                 return ScaledKernel.quantize(
                     values,
-                    num_bits=_NUM_BITS[self.quantization],
+                    number_format=_ROUNDED_FORMATS[self.quantization],
                     group_size=group_size,
                     panel_width=self.scaled_panel_width,
                 )

@@ -103,7 +103,7 @@ def load_model(
     if quantization == "checkpoint" and not isinstance(checkpoint, DequantizedCheckpoint):
         raise ModelError(
             f"quantization is 'checkpoint', and {folder} has no quantized weights to read. Use "
-            "none, int8 or int4."
+            "none, int8, int4 or fp8."
         )
     model_class = family_class(config.architecture, model_impl=model_impl)
 

@@ -23,7 +23,7 @@ from models.loading.kept_integers import keep_integers
 from models.loading.kernel_encoder import KernelEncoder
 from models.loading.loaded_module import flatten_state
 from models.loading.quantized import DequantizedCheckpoint
-from models.loading.quantized.packed_integers import ScaledIntegers
+from models.loading.quantized.packed_integers import ScaledIntegers, widen_numbers
 from models.loading.split_weight import put_split
 from models.loading.zero_biases import find_zero_biases
 from models.platforms import Platform
@@ -264,7 +264,7 @@ def _read_ahead(
     """The weight of each rule; the next one is read from the file while the last one is cast.
 
     Args:
-        kept: Of each rule, whether its integers are kept.
+        kept: Of each rule, whether its numbers are kept.
         panel_width: As in `keep_integers`.
     """
 
@@ -297,6 +297,9 @@ def _read(checkpoint: Checkpoint, source: Source) -> np.ndarray:
 def _read_integers(checkpoint: DequantizedCheckpoint, name: str) -> ScaledIntegers:
     stored, integers = checkpoint.weights[name], checkpoint.read_integers(name)
     checked_finite(integers.scales, name=stored.name, where=str(stored.path))
+    if integers.code != "integer":
+        floats = widen_numbers(integers.numbers, np.float32(1), 0, integers.code)
+        checked_finite(floats, name=stored.name, where=str(stored.path))
     return integers
 
 

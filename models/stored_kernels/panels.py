@@ -1,28 +1,39 @@
 """`Panels`: the arrays of a `ScaledKernel`, or some of their groups, rows and columns."""
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 
-# 4 bits hold -8 to 7 as 0 to 15.
-MIDDLE = 8
+from models.stored_kernels.number_format import (
+    MIDDLE,
+    NumberFormat,
+    as_float32,
+    factor_of,
+    scales_as_float32,
+    split_bytes,
+)
 
 
-class Panels(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class Panels:
     """Numbers with scales. `ScaledKernel` describes the arrays."""
 
     numbers: jax.Array
     scales: jax.Array
     zeros: jax.Array | None
+    number_format: NumberFormat = field(metadata={"static": True})
 
     def widen(self, dtype: jnp.dtype) -> jax.Array:  # dtype[in_features, width]
         """Computes `(number - zero) * scale` of one panel in float32, and rounds it once."""
-        numbers, zeros = self.numbers, 0
-        if numbers.dtype == jnp.uint8:
-            numbers = jnp.concatenate([numbers & 15, numbers >> 4], axis=1)
-            zeros = MIDDLE if self.zeros is None else _as_float32(self.zeros)[:, None]
-        values = (_as_float32(numbers) - zeros) * self.scales[:, None]
+        numbers = jnp.concatenate(split_bytes(self.numbers, self.number_format), axis=1)
+        values = as_float32(numbers, self.number_format)
+        zeros = self._zeros()
+        if zeros is not None:
+            values -= zeros[:, None]
+        values *= factor_of(self.number_format)
+        values *= scales_as_float32(self.scales)[:, None]
         return values.astype(dtype).reshape(-1, values.shape[-1])
 
     def multiply_rows(
@@ -35,18 +46,18 @@ class Panels(NamedTuple):
         """
         sums = 0.0
         for row in range(x.shape[2]):
-            numbers = self.numbers[:, 0, row]
-            parts = [numbers]
-            if numbers.dtype == jnp.uint8:
-                parts = [numbers & 15, numbers >> 4]
+            parts = split_bytes(self.numbers[:, 0, row], self.number_format)
             for place, part in enumerate(parts):
-                sums += _as_float32(part) * x[:, place, row, None, None]
-        if self.numbers.dtype == jnp.uint8:
-            zeros = MIDDLE if self.zeros is None else _as_float32(self.zeros[:, 0])
-            sums -= zeros * x.sum(axis=(1, 2))[:, None, None]
-        return sums * self.scales[:, 0]
+                sums += as_float32(part, self.number_format) * x[:, place, row, None, None]
+        zeros = self._zeros()
+        if zeros is not None:
+            sums -= zeros[:, 0] * x.sum(axis=(1, 2))[:, None, None]
+        return sums * factor_of(self.number_format) * scales_as_float32(self.scales)[:, 0]
 
-
-def _as_float32(numbers: jax.Array) -> jax.Array:
-    # XLA:CPU widens bytes to 32-bit integers first, and has vector instructions for both steps.
-    return numbers.astype(jnp.int32).astype(jnp.float32)
+    def _zeros(self) -> jax.Array | None:  # f32, with the axes of scales
+        """Zero points; None if the numbers need none."""
+        if self.number_format != "int4":
+            return None
+        if self.zeros is None:
+            return jnp.full([1] * self.scales.ndim, MIDDLE, jnp.float32)
+        return as_float32(self.zeros, "int4")

@@ -1,4 +1,4 @@
-"""`ScaledKernel`: integers of 4 or 8 bits with scales, widened in every product."""
+"""`ScaledKernel`: numbers of 4 or 8 bits with scales, widened in every product."""
 
 import functools
 import math
@@ -14,12 +14,14 @@ from jax.sharding import PartitionSpec
 from models.forward.kernel_settings import WHOLE, KernelSettings
 from models.layers.product import dot_float32
 from models.stored_kernels.few_rows import MAX_FEW_ROWS, multiply_few_rows
-from models.stored_kernels.panels import MIDDLE, Panels
+from models.stored_kernels.number_format import MAX_E4M3, MIDDLE, NumberFormat, has_pairs
+from models.stored_kernels.panels import Panels
 from models.stored_kernels.stored_kernel import StoredKernel, UseKernel
 from models.weight_rule import MODEL_AXIS, SplitAxis, split_spec
 from pallas_kernels import GroupTiles
 
-NumBits = Literal[4, 8]
+# What floats are rounded to.
+RoundedFormat = Literal["int4", "int8", "e4m3"]
 # Smaller groups would need more bytes for scales than they save.
 MIN_GROUP_SIZE = 16
 # Widths of panels are multiples of this, so that vector instructions work on whole rows.
@@ -41,10 +43,13 @@ class ScaledKernel(StoredKernel):
     """
 
     # u8[num_panels, num_groups, group_size / 2, width] with 4 bits, or
-    # i8[num_panels, num_groups, group_size, width] with 8.
+    # u8 (i8 if integers) [num_panels, num_groups, group_size, width] with 8.
     numbers: jax.Array
-    scales: jax.Array  # f32[num_panels, num_groups, width]
-    zeros: jax.Array | None  # u8[num_panels, num_groups, width]; None: 8 with 4 bits, 0 with 8
+    # f32[num_panels, num_groups, width], or u8 if all are powers of two (`scales_as_float32`)
+    scales: jax.Array
+    # u8[num_panels, num_groups, width], of int4 only; None: 8 for int4
+    zeros: jax.Array | None
+    number_format: NumberFormat = field(metadata={"static": True})
     out_features: int = field(metadata={"static": True})
 
     @classmethod
@@ -52,47 +57,48 @@ class ScaledKernel(StoredKernel):
         cls,
         values: jax.Array,  # f[in_features, out_features] or f[num_experts, ...]
         *,
-        num_bits: NumBits,
+        number_format: RoundedFormat,
         group_size: int,
         panel_width: int | None,
     ) -> "ScaledKernel":
-        """Rounds floats to the nearest integers, with one scale for each group and output.
+        """Rounds floats to the nearest numbers, with one scale for each group and output.
 
         Args:
             group_size: As from `fitting_group_size`.
             panel_width: As in `pack`.
         """
-        arguments = (num_bits, group_size, panel_width)
-        numbers, scales = _quantize(values, *arguments)
-        return cls(numbers=numbers, scales=scales, zeros=None, out_features=values.shape[-1])
+        numbers, scales = _quantize(values, number_format, group_size, panel_width)
+        return cls(numbers, scales, None, number_format, values.shape[-1])
 
     @classmethod
     def pack(
         cls,
-        numbers: jax.Array,  # u8 (4 bits, 0 to 15) or i8, [..., num_groups, group_size, out]
-        scales: jax.Array,  # f32[..., num_groups, out_features]
+        numbers: jax.Array,  # u8 or i8[..., num_groups, group_size, out_features]
+        scales: jax.Array,  # f32 or u8[..., num_groups, out_features]
         zeros: jax.Array | None,  # u8[..., num_groups, out_features]
         *,
+        number_format: NumberFormat,
         panel_width: int | None,
     ) -> "ScaledKernel":
         """Stores numbers as they are.
 
         Args:
+            numbers: The integers or the bits of floats. One of 4 bits has a byte of its own.
             panel_width: The widest panel; None keeps all columns together.
         """
-        packed = _pack(numbers, scales, zeros, panel_width)
-        return cls(*packed, out_features=numbers.shape[-1])
+        packed = _pack(numbers, scales, zeros, number_format, panel_width)
+        return cls(*packed, number_format, numbers.shape[-1])
 
     @property
     def shape(self) -> tuple[int, ...]:
         *experts, _, num_groups, num_rows, _ = self.numbers.shape
-        rows_per_byte = 2 if self.numbers.dtype == jnp.uint8 else 1
+        rows_per_byte = 2 if has_pairs(self.number_format) else 1
         return *experts, num_groups * num_rows * rows_per_byte, self.out_features
 
     @property
     def product_dtype(self) -> jnp.dtype:
         """Of float32 activations; XLA chooses products by it."""
-        return self.scales.dtype
+        return jnp.dtype(jnp.float32)
 
     @property
     def num_panels(self) -> int:
@@ -101,7 +107,7 @@ class ScaledKernel(StoredKernel):
     @property
     def panels(self) -> Panels:
         """The arrays."""
-        return Panels(self.numbers, self.scales, self.zeros)
+        return Panels(self.numbers, self.scales, self.zeros, self.number_format)
 
     def specs(self, axes: Sequence[SplitAxis | None]) -> tuple[PartitionSpec, ...]:
         """A kernel of several panels is whole on every device, as its widths may differ."""
@@ -197,8 +203,8 @@ class ScaledKernel(StoredKernel):
 
     def _panel_of(self, idx: jax.Array) -> Panels:
         """A panel of a stack: `idx` counts the panels of all experts."""
-        flat = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), self.panels)
-        return ScaledKernel(*flat, out_features=self.out_features)._panel(idx)
+        flat = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), self)
+        return flat._panel(idx)
 
 
 def fitting_group_size(in_features: int, group_size: int) -> int | None:
@@ -213,37 +219,43 @@ def _update(out: jax.Array, part: jax.Array, row: jax.Array | int, column: jax.A
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _quantize(
-    values: jax.Array, num_bits: NumBits, group_size: int, panel_width: int | None
+    values: jax.Array, number_format: RoundedFormat, group_size: int, panel_width: int | None
 ) -> tuple[jax.Array, jax.Array]:
     def of_matrix(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
         groups = matrix.astype(jnp.float32).reshape(-1, group_size, matrix.shape[1])
-        if num_bits == 8:
-            scales = jnp.abs(groups).max(axis=1) / 127
+        if number_format != "int4":
+            largest = 127 if number_format == "int8" else MAX_E4M3
+            scales = jnp.abs(groups).max(axis=1) / largest
         else:
             # The number furthest from zero is -8, whatever its sign; so all 16 numbers are used.
             largest, smallest = groups.max(axis=1), groups.min(axis=1)
             scales = jnp.where(largest > -smallest, largest, smallest) / -MIDDLE
         steps = jnp.where(scales == 0, 1.0, scales)[:, None]
-        numbers = jnp.round(groups / steps)
-        if num_bits == 8:
-            numbers = numbers.astype(jnp.int8)
-        else:
-            numbers = (jnp.minimum(numbers, MIDDLE - 1) + MIDDLE).astype(jnp.uint8)
-        numbers, scales, _ = _pack(numbers, scales, None, panel_width)
+        numbers = groups / steps
+        match number_format:
+            case "int4":
+                numbers = jnp.minimum(jnp.round(numbers), MIDDLE - 1) + MIDDLE
+                numbers = numbers.astype(jnp.uint8)
+            case "int8":
+                numbers = jnp.round(numbers).astype(jnp.int8)
+            case "e4m3":
+                numbers = lax.bitcast_convert_type(numbers.astype(jnp.float8_e4m3fn), jnp.uint8)
+        numbers, scales, _ = _pack(numbers, scales, None, number_format, panel_width)
         return numbers, scales
 
     # One expert after the other needs less memory.
     return of_matrix(values) if values.ndim == 2 else lax.map(of_matrix, values)
 
 
-@functools.partial(jax.jit, static_argnums=3)
+@functools.partial(jax.jit, static_argnums=(3, 4))
 def _pack(
     numbers: jax.Array,  # u8 or i8[..., num_groups, group_size, out_features]
-    scales: jax.Array,  # f32[..., num_groups, out_features]
+    scales: jax.Array,  # f32 or u8[..., num_groups, out_features]
     zeros: jax.Array | None,
+    number_format: NumberFormat,
     panel_width: int | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    if numbers.dtype == jnp.uint8:
+    if has_pairs(number_format):
         low, high = jnp.split(numbers, 2, axis=-2)
         numbers = low | high << 4
     width = _panel_width(numbers.shape[-1], panel_width)

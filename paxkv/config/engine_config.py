@@ -15,7 +15,7 @@ from paxkv.errors import ConfigError
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 ProductDtype = Literal["auto", "bfloat16", "int8"]
-Quantization = Literal["none", "checkpoint", "int8", "int4"]
+Quantization = Literal["none", "checkpoint", "int8", "int4", "fp8"]
 QUANTIZATION_GROUP_SIZES = (32, 64, 128)
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulerPolicy = Literal["fcfs", "priority"]
@@ -71,9 +71,9 @@ class ModelConfig:
         "auto",
     )
     quantization: Quantization = setting(
-        "form in which matrices and experts stay in memory. int8 and int4 quantize them while the "
-        "model loads, and change answers: docs/guide/tuning.md says by how much. Activations are "
-        "not rounded. checkpoint keeps the integers of a quantized checkpoint, with the same "
+        "form in which matrices and experts stay in memory. int8, int4 and fp8 quantize them while "
+        "the model loads, and change answers: docs/guide/tuning.md says by how much. Activations "
+        "are not rounded. checkpoint keeps the numbers of a quantized checkpoint, with the same "
         "answers as none, which widens them to --dtype",
         "none",
     )

@@ -1,6 +1,7 @@
 """Quantized checkpoints load with exactly the weights that their numbers and scales stand for."""
 
 import json
+import math
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -67,11 +68,11 @@ def test_every_parameter_is_that_of_the_dequantized_checkpoint(tmp_path, quant_m
 
 
 @pytest.mark.parametrize("quant_method", FORMATS)
-def test_integers_are_kept_as_they_are_or_refused(tmp_path, quant_method):
+def test_numbers_are_kept_as_they_are_or_refused(tmp_path, quant_method):
     folder, plain = write_pair(tmp_path, quant_method)
-    reasons = {"fp8": "its numbers", "mxfp4": "its numbers", "gptq": r"neighbor.* activation order"}
-    if reason := reasons.get(quant_method):
-        with pytest.raises(UnsupportedModelError, match=f"weight cannot stay quantized: {reason}"):
+    if quant_method == "gptq":
+        reason = "weight cannot stay quantized: neighbor.* activation order"
+        with pytest.raises(UnsupportedModelError, match=reason):
             load_model(folder, quantization="checkpoint")
         return
     got, wanted = (
@@ -80,14 +81,20 @@ def test_integers_are_kept_as_they_are_or_refused(tmp_path, quant_method):
     )
     kernels = [k for k in got.parameters.values() if isinstance(k, ScaledKernel)]
     assert len(kernels) == 7
-    assert {kernel.numbers.dtype.name for kernel in kernels} == {"uint8"}  # two of 4 bits each
+    wanted_format = {"fp8": "e4m3", "mxfp4": "e2m1"}.get(quant_method, "int4")
+    assert {kernel.number_format for kernel in kernels} == {wanted_format}
+    for kernel in kernels:
+        num_numbers = math.prod(kernel.shape)
+        assert kernel.numbers.nbytes == num_numbers // (1 if quant_method == "fp8" else 2)
+    if quant_method == "mxfp4":
+        assert {kernel.scales.dtype.name for kernel in kernels} == {"uint8"}
     for name, value in wanted.parameters.items():
         own = got.parameters[name]
         own = dequantized(own) if isinstance(own, ScaledKernel) else own
         np.testing.assert_array_equal(own, value, err_msg=name)
 
 
-def test_integers_are_kept_of_quantized_checkpoints_alone(tmp_path):
+def test_numbers_are_kept_of_quantized_checkpoints_alone(tmp_path):
     folder = write_random_checkpoint(tmp_path, num_layers=1)
     with pytest.raises(ModelError, match="quantization is 'checkpoint', and .* has no quantized"):
         load_model(folder, quantization="checkpoint")
@@ -148,16 +155,27 @@ def test_stack_of_experts_is_read_in_the_order_of_plain_checkpoints(tmp_path):
         params[f"{experts}.up_proj.kernel"], exact["gate_up_proj"][:, :, 1::2]
     )
     np.testing.assert_array_equal(params[f"{experts}.down_proj.kernel"], exact["down_proj"])
+    kept = load_model(tmp_path, quantization="checkpoint").parameters
+    for name, param in params.items():
+        value = kept[name]
+        if name.startswith(experts) and name.endswith(".kernel"):
+            assert value.number_format == "e2m1"
+            value = dequantized(value)
+        np.testing.assert_array_equal(value, param, err_msg=name)
 
 
-def test_number_that_is_not_finite_is_named(tmp_path):
-    folder, _ = write_pair(tmp_path, "mxfp4")
-    scales = "model.layers.0.mlp.up_proj.weight_scales"
+@pytest.mark.parametrize("quantization", ["none", "checkpoint"])
+@pytest.mark.parametrize(
+    ("quant_method", "ending", "bits"), [("mxfp4", "_scales", 255), ("fp8", "", 127)]
+)
+def test_number_that_is_not_finite_is_named(tmp_path, quant_method, ending, bits, quantization):
+    folder, _ = write_pair(tmp_path, quant_method)
+    name = f"model.layers.0.mlp.up_proj.weight{ending}"
     tensors = read_tensors(folder)
-    tensors[scales] = np.full_like(tensors[scales], 255)
+    tensors[name] = np.full(tensors[name].shape, bits, np.uint8).view(tensors[name].dtype)
     save_tensors(folder / "model.safetensors", tensors)
-    with pytest.raises(CheckpointError, match=r"weight 'model\.layers\.0\.mlp\.up_proj\.weight'"):
-        load_model(folder)
+    with pytest.raises(CheckpointError, match=r"weight '?model\.layers\.0\.mlp\.up_proj\.weight"):
+        load_model(folder, quantization=quantization)
 
 
 def test_unknown_method_is_refused_without_weights(tmp_path):

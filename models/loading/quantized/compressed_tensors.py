@@ -1,7 +1,7 @@
 """Weights that llm-compressor wrote: `quant_method` compressed-tensors."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -86,12 +86,17 @@ class CompressedTensors:
             parts.check_shape(_GROUP_IDX, shape[1:])
         return shape
 
-    def read_integers(self, module: str, arrays: Mapping[str, np.ndarray]) -> ScaledIntegers | None:
+    def read_integers(self, module: str, arrays: Mapping[str, np.ndarray]) -> ScaledIntegers:
         """See `WeightFormat.read_integers`."""
         scheme = scheme_of(module, self.groups)
-        if scheme.is_float or scheme.block_size is not None:
-            return None
-        return _scaled_integers(arrays, scheme)
+        integers = _scaled_integers(arrays, scheme)
+        if scheme.is_float:
+            numbers = arrays[_PLAIN].view(np.uint8)
+            integers = replace(integers, numbers=numbers, zeros=0, code="e4m3")
+        if scheme.block_size is not None:
+            block_rows, group_size = scheme.block_size
+            integers = replace(integers, block_rows=block_rows, group_size=group_size)
+        return integers
 
     def dequantize(
         self, module: str, arrays: Mapping[str, np.ndarray], dtype: np.dtype
@@ -107,7 +112,7 @@ class CompressedTensors:
 
 
 def _scaled_integers(arrays: Mapping[str, np.ndarray], scheme: CompressedScheme) -> ScaledIntegers:
-    """The weight of a scheme without blocks; the numbers may be floats."""
+    """The weight without its blocks; the numbers may be floats."""
     numbers, group_idx = _numbers(arrays, scheme), arrays.get(_GROUP_IDX)
     if group_idx is not None and -1 in group_idx:  # never set
         group_idx = None
@@ -159,5 +164,5 @@ def _zeros(
 
 
 def _as_columns(numbers: np.ndarray, scheme: CompressedScheme) -> np.ndarray:
-    """Scales or zero points as [out or 1, num_groups]."""
-    return numbers if scheme.strategy == "group" else numbers.reshape(-1, 1)
+    """Scales or zero points as [out or 1, num_groups], or of blocks as they are."""
+    return numbers if scheme.strategy in ("group", "block") else numbers.reshape(-1, 1)

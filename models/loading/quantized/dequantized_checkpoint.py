@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from models.config.model_config import ModelDtype
-from models.errors import CheckpointError, UnsupportedModelError, WeightMismatchError
+from models.errors import CheckpointError, WeightMismatchError
 from models.loading.quantized.packed_integers import ScaledIntegers
 from models.loading.quantized.quantization_fields import FIELD
 from models.loading.quantized.stored_parts import StoredParts
@@ -85,23 +85,12 @@ class DequantizedCheckpoint:
         return self.weights[name].name in self._parts
 
     def read_integers(self, name: str) -> ScaledIntegers:
-        """Returns a quantized weight as integers with scales.
-
-        Raises:
-            UnsupportedModelError: Its numbers are not integers.
-        """
-        plain = self.weights[name]
-        parts = self._parts[plain.name]
+        """Returns a quantized weight as integers, or the bits of floats, with scales."""
+        parts = self._parts[self.weights[name].name]
         arrays = {
             ending: self._stored.read(tensor.name) for ending, tensor in parts.tensors.items()
         }
-        integers = self._format.read_integers(parts.module, arrays)
-        if integers is None:
-            raise UnsupportedModelError(
-                f"{plain.path}: weight {plain.name} cannot stay quantized: its numbers are not "
-                "integers with scales of groups. Use quantization none, which widens it."
-            )
-        return integers
+        return self._format.read_integers(parts.module, arrays)
 
     def _replace(self, parts: StoredParts) -> None:
         """Replaces the tensors of one quantized weight by the plain weight."""

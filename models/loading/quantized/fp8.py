@@ -17,6 +17,7 @@ from models.loading.quantized.float8_numbers import (
     widen_float8,
     widen_scales,
 )
+from models.loading.quantized.packed_integers import ScaledIntegers
 from models.loading.quantized.quantization_fields import (
     FIELD,
     SkippedModules,
@@ -78,21 +79,42 @@ class Fp8:
             parts.check_shape(ending, *of_tensor, (*shape[:-1], 1), shape[:-1])
         return shape
 
-    def read_integers(self, module: str, arrays: Mapping[str, np.ndarray]) -> None:
+    def read_integers(self, module: str, arrays: Mapping[str, np.ndarray]) -> ScaledIntegers:
         """See `WeightFormat.read_integers`."""
+        numbers, scales = arrays[""].view(np.uint8), _scales(arrays)
+        if self.block_size is None:
+            return ScaledIntegers(
+                numbers=numbers, scales=_as_columns(scales, numbers), group_size=None, code="e4m3"
+            )
+        block_rows, group_size = self.block_size
+        return ScaledIntegers(
+            numbers=numbers,
+            scales=scales,
+            group_size=group_size,
+            code="e4m3",
+            block_rows=block_rows,
+        )
 
     def dequantize(
         self, module: str, arrays: Mapping[str, np.ndarray], dtype: np.dtype
     ) -> np.ndarray:
         """See `WeightFormat.dequantize`."""
         weight = widen_float8(arrays[""])
-        scales = widen_scales(next(arrays[e] for e in _SCALE_ENDINGS if e in arrays))
+        scales = _scales(arrays)
         if self.block_size is not None:
             scale_blocks(weight, scales, self.block_size)
         else:
-            leading = weight.shape[:-2]
-            weight *= scales.reshape(*leading, scales.size // math.prod(leading), 1)
+            weight *= _as_columns(scales, weight)
         return weight.astype(dtype, copy=False)
+
+
+def _scales(arrays: Mapping[str, np.ndarray]) -> np.ndarray:  # f32
+    return widen_scales(next(arrays[e] for e in _SCALE_ENDINGS if e in arrays))
+
+
+def _as_columns(scales: np.ndarray, weight: np.ndarray) -> np.ndarray:  # f32[..., out or 1, 1]
+    leading = weight.shape[:-2]
+    return scales.reshape(*leading, scales.size // math.prod(leading), 1)
 
 
 def read_block_size(value: object, name: str) -> tuple[int, int]:

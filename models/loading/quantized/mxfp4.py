@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from models.loading.quantized.float8_numbers import widen_scales
+from models.loading.quantized.packed_integers import ScaledIntegers
 from models.loading.quantized.quantization_fields import SkippedModules, read_names
 from models.loading.quantized.stored_parts import StoredParts
 
@@ -56,8 +57,17 @@ class Mxfp4:
             return (*leading, in_features, out_features)
         return out_features, in_features
 
-    def read_integers(self, module: str, arrays: Mapping[str, np.ndarray]) -> None:
+    def read_integers(self, module: str, arrays: Mapping[str, np.ndarray]) -> ScaledIntegers:
         """See `WeightFormat.read_integers`."""
+        blocks = arrays["_blocks"]
+        numbers = np.stack([blocks & 15, blocks >> 4], axis=-1)
+        return ScaledIntegers(
+            numbers=numbers.reshape(*blocks.shape[:-2], -1),
+            scales=widen_scales(arrays["_scales"]),
+            group_size=2 * _OCTETS_PER_BLOCK,
+            code="e2m1",
+            is_turned=blocks.ndim == 4,
+        )
 
     def dequantize(
         self, module: str, arrays: Mapping[str, np.ndarray], dtype: np.dtype

@@ -1,41 +1,71 @@
-"""Unpacks integers of few bits, and applies scales of groups to them."""
+"""Unpacks numbers of few bits, and applies scales of groups to them."""
 
 from dataclasses import dataclass
+from typing import Literal
 
+import ml_dtypes
 import numpy as np
+
+# Integers, or the bits of small floats: `ml_dtypes.float8_e4m3fn` and `ml_dtypes.float4_e2m1fn`.
+Code = Literal["integer", "e4m3", "e2m1"]
+_TABLES = {
+    "e4m3": np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32),
+    "e2m1": np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledIntegers:
-    """A weight `(number - zero) * scale`. The arguments are the same as of `scale_groups`."""
+    """A weight `(number - zero) * scale`, or a stack of weights. Most arguments are those of
+    `scale_groups`.
 
-    numbers: np.ndarray
+    Args:
+        code: What numbers stand for. Floats have no zero points.
+        block_rows: Rows that share their scales.
+        is_turned: Whether the weight is the transpose, [..., in, out].
+    """
+
+    numbers: np.ndarray  # [..., out, in]
     scales: np.ndarray
-    zeros: np.ndarray | int
+    zeros: np.ndarray | int = 0
     group_size: int | None
     group_idx: np.ndarray | None = None
+    code: Code = "integer"
+    block_rows: int = 1
+    is_turned: bool = False
 
     def dequantize(self) -> np.ndarray:  # f32[out, in]
-        """See `scale_groups`."""
+        """See `scale_groups`. For integers without blocks of rows."""
         return scale_groups(
             *(self.numbers, self.scales, self.zeros),
             group_size=self.group_size,
             group_idx=self.group_idx,
         )
 
-    def expand(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # i32, f32 and i32, [out, in]
-        """The number, the scale and the zero point of each weight."""
+    def expand(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The number, the scale (f32) and the zero point of each weight, in the weight's shape."""
         shape = self.numbers.shape
-        size = shape[1] if self.group_size is None else self.group_size
-        group_idx = np.arange(shape[1]) // size if self.group_idx is None else self.group_idx
-        zeros = np.asarray(self.zeros, np.int32)
-        zeros = np.take(zeros, group_idx, axis=1) if zeros.ndim else zeros
-        scales = np.take(self.scales.astype(np.float32), group_idx, axis=1)
-        return (
-            self.numbers.astype(np.int32),
-            np.broadcast_to(scales, shape),
-            np.broadcast_to(zeros, shape),
-        )
+        size = shape[-1] if self.group_size is None else self.group_size
+        group_idx = np.arange(shape[-1]) // size if self.group_idx is None else self.group_idx
+        # Zero points may be 256, and differences negative.
+        zeros = np.asarray(self.zeros, np.int16)
+        zeros = np.take(zeros, group_idx, axis=-1) if zeros.ndim else zeros
+        scales = self.scales.astype(np.float32)
+        if self.block_rows > 1:
+            scales = np.repeat(scales, self.block_rows, axis=-2)[..., : shape[-2], :]
+        scales = np.take(scales, group_idx, axis=-1)
+        numbers = self.numbers.astype(np.int16) if self.code == "integer" else self.numbers
+        parts = numbers, np.broadcast_to(scales, shape), np.broadcast_to(zeros, shape)
+        return tuple(part.swapaxes(-1, -2) for part in parts) if self.is_turned else parts
+
+
+def widen_numbers(
+    numbers: np.ndarray, scales: np.ndarray, zeros: np.ndarray, code: Code
+) -> np.ndarray:  # f32
+    """The weights of numbers that `ScaledIntegers.expand` returned."""
+    if code == "integer":
+        return (numbers - zeros).astype(np.float32) * scales
+    return _TABLES[code][numbers] * scales
 
 
 def unpack_words(

@@ -36,8 +36,8 @@ class WeightFormat(Protocol):
         """
         ...
 
-    def read_integers(self, module: str, arrays: Mapping[str, np.ndarray]) -> ScaledIntegers | None:
-        """Unpacks the numbers, scales and zero points; None if the numbers are not integers.
+    def read_integers(self, module: str, arrays: Mapping[str, np.ndarray]) -> ScaledIntegers:
+        """Unpacks the numbers or the bits of floats, the scales and the zero points.
 
         The arguments are the same as of `dequantize`.
         """

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -52,6 +53,40 @@ def test_integers_stand_for_the_same_weights(integers, bytes_per_number, has_zer
     # Two panels of 16 columns.
     assert kernel.numbers.nbytes == IN * 32 * bytes_per_number
     assert (kernel.zeros is not None) == has_zeros
+
+
+@pytest.mark.parametrize(
+    ("block_size", "num_scales"), [((6, 32), (4, 2)), ((1, None), (OUT, 1)), ((OUT, None), (1, 1))]
+)
+def test_floats_with_scales_of_blocks_rows_or_a_tensor_stand_for_the_same_weights(
+    block_size, num_scales
+):
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((OUT, IN)).astype(ml_dtypes.float8_e4m3fn)
+    scales = rng.random(num_scales).astype(np.float32)
+    block_rows, group_size = block_size
+    floats = ScaledIntegers(
+        numbers=weight.view(np.uint8),
+        scales=scales,
+        group_size=group_size,
+        block_rows=1 if num_scales[0] == 1 else block_rows,
+        code="e4m3",
+    )
+    kernel = keep_integers(RULE, [floats], panel_width=16)
+    exact = np.zeros((OUT, IN), np.float32)
+    for row, column in np.ndindex(exact.shape):
+        scale = scales[row // block_rows, column // (group_size or IN)]
+        exact[row, column] = np.float32(weight[row, column]) * scale
+    np.testing.assert_array_equal(dequantized(kernel), exact.T)
+    assert kernel.numbers.nbytes == IN * 32
+
+
+def test_sources_of_two_formats_are_refused():
+    integers = draw_integers(0, 15, 8)
+    floats = dataclasses.replace(integers, zeros=0, code="e2m1")
+    rule = dataclasses.replace(RULE, sources=RULE.sources * 2, combine=np.concatenate)
+    with pytest.raises(UnsupportedModelError, match="its parts have the formats e2m1, integer"):
+        keep_integers(rule, [integers, floats], panel_width=16)
 
 
 def test_stacks_and_parts_of_weights_are_kept():

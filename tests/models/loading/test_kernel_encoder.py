@@ -26,7 +26,12 @@ WORST_ERROR = {"bfloat16": 0.01, "int8": 0.05}
 LEAST_ERROR = 1e-5
 # Quantization and group size -> increase of the perplexity, and largest error of a logit over the
 # largest logit; as in docs/guide/tuning.md.
-QUANTIZED = {("int8", 128): (0.01, 0.02), ("int4", 128): (0.02, 0.2), ("int4", 32): (0.02, 0.2)}
+QUANTIZED = {
+    ("int8", 128): (0.01, 0.02),
+    ("fp8", 128): (0.01, 0.06),
+    ("int4", 128): (0.02, 0.2),
+    ("int4", 32): (0.02, 0.2),
+}
 MAX_TOKENS = 48  # of a conversation, as of the stepper's requests
 
 

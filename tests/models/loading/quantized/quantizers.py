@@ -12,7 +12,7 @@ from tests.models.loading.quantized.stored import pack
 AWQ_COLUMNS = [0, 2, 4, 6, 1, 3, 5, 7]
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 E2M1 = np.array([*E2M1, *(-number for number in E2M1)], np.float32)
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [24, 40]}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [24, 48]}
 MXFP4 = {"quant_method": "mxfp4"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True, "sym": False}
