@@ -105,6 +105,7 @@ def test_gemma_3_is_read_as_published_without_its_defaults():
     assert config.attention_layers[0].sliding_window == 1024
 
 
+_FIELDS_AT_A_TIME = 8
 # Sizes that are refused where they are missing, except for these types.
 _WITH_DEFAULT_SIZES = ("gemma3_text", "llama", "mistral", "mistral_large4_text", "qwen2")
 _ALWAYS_GIVEN = {
@@ -127,11 +128,18 @@ def test_a_field_left_out_of_the_text_part_has_the_default_of_transformers(name)
     if config.text_config.model_type not in _WITH_DEFAULT_SIZES:
         kept |= _ALWAYS_GIVEN
     expected = read_config(whole)
+
+    def is_same_without(*fields: str) -> bool:
+        rest = {key: value for key, value in text.items() if key not in fields}
+        return read_config(whole | {"text_config": rest}) == expected
+
     wrong = []
-    for field in sorted(set(text) - kept):
-        rest = {key: value for key, value in text.items() if key != field}
-        if read_config(whole | {"text_config": rest}) != expected:
-            wrong.append(field)
+    # Reading takes milliseconds per layer, so several fields are left out at the same time.
+    left_out = sorted(set(text) - kept)
+    for start in range(0, len(left_out), _FIELDS_AT_A_TIME):
+        fields = left_out[start : start + _FIELDS_AT_A_TIME]
+        if not is_same_without(*fields):
+            wrong += [field for field in fields if not is_same_without(field)]
     assert wrong == []
 
 
