@@ -1,10 +1,11 @@
 """`AttentionConfig`: what one layer of attention over keys and values is, as plain numbers."""
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 from models.cache.attention_format import AttentionFormat
 from models.cache.format import CacheFormat
-from models.config.rope_config import RopeConfig
+from models.config.rope_config import RopeConfig, rope_for_length
 from models.errors import ModelConfigError
 
 # The name of a layer's cache of keys and values. The attention's weights have the same name.
@@ -106,6 +107,10 @@ class AttentionConfig:
         if not self.has_positions:
             return self.rope, 0
         return self.rope, self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    def for_length(self, max_model_len: int) -> Self:
+        """The attention of an engine whose requests have at most `max_model_len` tokens."""
+        return replace(self, rope=rope_for_length(self.rope, max_model_len))
 
     def formats(self, kv_dtype: str) -> dict[str, CacheFormat]:
         """Local name -> format of every cache that the layer uses.

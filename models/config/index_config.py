@@ -1,12 +1,14 @@
 """`IndexedLatentConfig`: latent attention to the tokens that an index chooses."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 from models.cache.format import CacheFormat
 from models.cache.index_format import IndexFormat
 from models.config.fields import read_count, refuse_other_values
 from models.config.latent_config import LatentAttentionConfig
+from models.config.model_config import ModelConfig
 from models.errors import ModelConfigError, UnsupportedModelError
 
 # The local name of a layer's cache of index keys.
@@ -33,10 +35,13 @@ class IndexedLatentConfig(LatentAttentionConfig):
 
     Args:
         index: None: the layer attends to the tokens that the last layer with an index has chosen.
+        attends_to_all: No request can have more than `index_top_k` tokens. Then no layer needs an
+            index (`has_index`).
     """
 
     index_top_k: int
     index: IndexConfig | None
+    attends_to_all: bool = False
 
     def __post_init__(self) -> None:
         # super() without arguments fails here, because `slots=True` creates the class again.
@@ -47,10 +52,22 @@ class IndexedLatentConfig(LatentAttentionConfig):
                 f"qk_rope_head_dim={self.rope_dim}, because this number of dimensions is turned."
             )
 
+    @property
+    def has_index(self) -> bool:
+        """Whether the layer chooses tokens and has a cache of index keys."""
+        return self.index is not None and not self.attends_to_all
+
+    def for_length(self, max_model_len: int) -> Self:
+        """See `AttentionConfig.for_length`."""
+        attends_to_all = max_model_len <= self.index_top_k
+        return replace(
+            LatentAttentionConfig.for_length(self, max_model_len), attends_to_all=attends_to_all
+        )
+
     def formats(self, kv_dtype: str) -> dict[str, CacheFormat]:
         """See `AttentionConfig.formats`."""
         formats = LatentAttentionConfig.formats(self, kv_dtype)
-        if self.index is None:
+        if not self.has_index:
             return formats
         keys = IndexFormat.unpadded(key_dim=self.index.head_dim, dtype=kv_dtype)
         return {**formats, INDEX_KEYS: keys}
@@ -132,3 +149,9 @@ def refuse_other_layer_types(hf_config: Mapping[str, object], num_layers: int) -
             f"config.json: layer_types is {layer_types!r}; paxkv supports 'indexed_attention' for "
             f"each of the {num_layers} layers."
         )
+
+
+def is_of_unused_index(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor belongs to an index, and no layer needs one."""
+    attends_to_all = all(layer.attends_to_all for layer in config.attention)
+    return attends_to_all and ".indexer." in name

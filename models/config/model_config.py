@@ -11,7 +11,7 @@ from models.config.fields import (
     read_optional_number,
     read_token_ids,
 )
-from models.config.rope_config import max_scaled_positions, rope_for_length
+from models.config.rope_config import max_scaled_positions
 from models.decoder_spec import DecoderSpec, spec_of_attention
 from models.errors import UnsupportedModelError
 
@@ -76,11 +76,8 @@ class ModelConfig:
             max_model_len: None is `max_scaled_positions`.
         """
         length = self.max_scaled_positions if max_model_len is None else max_model_len
-        attention = [
-            layer and replace(layer, rope=rope_for_length(layer.rope, length))
-            for layer in self.attention
-        ]
-        return replace(self, attention=tuple(attention))
+        attention = tuple(layer and layer.for_length(length) for layer in self.attention)
+        return replace(self, attention=attention)
 
     def spec(self, kv_dtype: str) -> DecoderSpec:
         """What the layers keep in the KV cache; a family with other caches overrides it.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from models.config.fields import read_count, with_defaults
 from models.config.index_config import (
+    is_of_unused_index,
     read_has_index,
     read_index,
     refuse_other_layer_types,
@@ -48,6 +49,9 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )
+
+    def ignores_weight(self, name: str) -> bool:
+        return is_of_unused_index(name, self.config) or super().ignores_weight(name)
 
 
 def with_indexes(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from models.config.fields import with_defaults
-from models.config.index_config import read_has_index
+from models.config.index_config import is_of_unused_index, read_has_index
 from models.families.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
 from models.families.deepseek_v32 import with_indexes
 from models.forward.carry import Carry
@@ -55,6 +55,9 @@ class GlmMoeDsaForCausalLM(DeepseekV3ForCausalLM):
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )
+
+    def ignores_weight(self, name: str) -> bool:
+        return is_of_unused_index(name, self.config) or super().ignores_weight(name)
 
     def embed(self, context: LayerContext) -> Carry:
         index_top_k = self.config.attention[0].index_top_k

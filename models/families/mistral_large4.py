@@ -15,6 +15,7 @@ from models.config.fields import read_count, read_layer_numbers, read_number, wi
 from models.config.index_config import (
     IndexConfig,
     IndexedLatentConfig,
+    is_of_unused_index,
     read_has_index,
     read_index,
     refuse_other_layer_types,
@@ -147,7 +148,7 @@ class MistralLarge4ForCausalLM(MoEDecoder):
 
     def ignores_weight(self, name: str) -> bool:
         """See `Decoder.ignores_weight`. The release has a head that drafts tokens."""
-        return name.startswith("mtp_dspark.")
+        return name.startswith("mtp_dspark.") or is_of_unused_index(name, self.config)
 
     def name_weight(self, name: str) -> str:
         return "lm_head.weight" if name == "output.weight" else name

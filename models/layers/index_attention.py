@@ -23,7 +23,8 @@ from pallas_kernels import NO_POSITION
 class IndexedLatentAttention(LatentAttention):
     """Latent attention of each token to few earlier tokens, which the layer's index chooses.
 
-    A layer without an index (`IndexedLatentConfig.index`) gets the choice of an earlier layer.
+    A layer without an index (`IndexedLatentConfig.index`) gets the choice of an earlier layer. If
+    no request can have more tokens than are chosen, there is no index.
 
     Source: DeepSeek-V3.2, arXiv:2512.02556, section 2.1.
     """
@@ -41,8 +42,9 @@ class IndexedLatentAttention(LatentAttention):
             make_indexer: Takes the arguments of `Indexer`.
         """
         super().__init__(config, dtype=dtype)
-        self.indexer = config.index and make_indexer(
-            config.index,
+        index = config.index if config.has_index else None
+        self.indexer = index and make_indexer(
+            index,
             hidden_size=config.hidden_size,
             query_dim=config.q_latent_dim or config.hidden_size,
             dtype=dtype,
@@ -51,7 +53,7 @@ class IndexedLatentAttention(LatentAttention):
     def __call__(
         self, hidden: jax.Array, pages: Pages, context: LayerContext, *, norm: Norm
     ) -> tuple[jax.Array, Pages]:
-        """See `SelfAttention.__call__`. The layer must have an index."""
+        """See `SelfAttention.__call__`. The layer must have an index, or attend to all tokens."""
         attended, _, pages = self.attend_to_chosen(hidden, None, pages, context, norm=norm)
         return attended, pages
 
@@ -66,24 +68,18 @@ class IndexedLatentAttention(LatentAttention):
     ) -> tuple[jax.Array, jax.Array | None, Pages]:
         """As `__call__`; it also returns the choice.
 
-        If no request can have more than `index_top_k` tokens, all tokens attend to all earlier
-        ones, and index keys are not written.
-
         Args:
             chosen: The choice of an earlier layer. It is not used if the layer has an index.
         """
         (*queries, index_queries), (latents, keys) = self.project_in(hidden, context, norm=norm)
-        cache = context.cache(self.cache_name)
-        attends_to_all = self.config.index_top_k >= cache.block_tables.shape[1] * cache.block_size
-        has_choice = self.indexer is not None and not attends_to_all
         # All writes come before the reads, so that no write waits for a read of the same layer.
-        if has_choice:
+        if self.indexer is not None:
             pages = write_vectors(keys, pages, context, cache_name=INDEX_KEYS)
         pages = write_vectors(latents, pages, context)
-        if has_choice:
+        if self.indexer is not None:
             chosen = choose_tokens(self.config, index_queries, pages, context)
         arguments = {"pages": pages, "context": context}
-        if attends_to_all:
+        if self.config.attends_to_all:
             attend = functools.partial(latent_attend, self.config, **arguments)
         else:
             attend = functools.partial(attend_to_tokens, self.config, **arguments)

@@ -70,6 +70,14 @@ def test_layers_share_indexes_and_latents():
     assert [layer.nope_dim for layer in config.attention] == [64, 64, 128, 128, 64, 64]
 
 
+@pytest.mark.parametrize("hf_config", [GLM, V32, MISTRAL])
+def test_index_keys_have_no_cache_if_all_tokens_are_chosen(hf_config):
+    config = read_config(hf_config | {"index_topk": 100})
+    for length, names in ((101, ["self_attn", INDEX_KEYS]), (100, ["self_attn"])):
+        spec = config.for_length(length).spec("float32")
+        assert [[name for name, _ in layer.caches] for layer in spec.layers] == [names] * 6
+
+
 @pytest.mark.parametrize(
     ("hf_config", "message"),
     [
