@@ -1,7 +1,7 @@
 """Typed reads of single fields of a config.json, with errors that name the field."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from models.errors import ModelConfigError, UnsupportedModelError
 
@@ -105,6 +105,40 @@ def with_defaults(
         if value is not None or name not in defaults or name.endswith("_token_id")
     }
     return {**defaults, **given}
+
+
+def first_given(fields: Mapping[str, object], names: Sequence[str]) -> str:
+    """The first name of a field that has several, and which is not null; or the first name.
+
+    Raises:
+        ModelConfigError: Another name has another value. Which one transformers uses depends on
+            the family.
+    """
+    given = [name for name in names if fields.get(name) is not None]
+    for name in given[1:]:
+        if fields[name] != fields[given[0]]:
+            raise ModelConfigError(
+                f"config.json: {given[0]} is {fields[given[0]]!r}, and {name} is "
+                f"{fields[name]!r}; both name the same field. Remove the wrong one."
+            )
+    return given[0] if given else names[0]
+
+
+def with_main_names(
+    fields: Mapping[str, object], main_names: Mapping[str, str]
+) -> dict[str, object]:
+    """Adds the fields that config.json has under another name, under their main name.
+
+    Args:
+        main_names: Other name -> main name.
+
+    Raises:
+        ModelConfigError: As `first_given`.
+    """
+    added = dict(fields)
+    for other, main in main_names.items():
+        added[main] = added.get(first_given(added, (main, other)))
+    return {name: value for name, value in added.items() if value is not None or name in fields}
 
 
 def refuse_other_values(fields: Mapping[str, object], supported: Mapping[str, object]) -> None:

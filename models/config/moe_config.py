@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from models.config.dense_config import DenseConfig
-from models.config.fields import read_count, read_flag, read_layer_numbers, read_number
+from models.config.fields import first_given, read_count, read_flag, read_layer_numbers, read_number
 from models.errors import ModelConfigError
 from models.layers.routing import SigmoidTopK
 
@@ -41,11 +41,12 @@ def read_expert_fields(
         size_field: Name of the inner width of one expert.
 
     Raises:
-        ModelConfigError: A field is of the wrong type, or a token goes to more experts than exist.
+        ModelConfigError: A field is of the wrong type, two names of one field have unequal values,
+            or a token goes to more experts than exist.
     """
-    name = _first_given(hf_config, num_experts_fields)
+    name = first_given(hf_config, num_experts_fields)
     num_experts = read_count(hf_config, name, default_num_experts)
-    top_k_name = _first_given(hf_config, top_k_fields)
+    top_k_name = first_given(hf_config, top_k_fields)
     top_k = read_count(hf_config, top_k_name, default_top_k)
     if top_k > num_experts:
         raise ModelConfigError(
@@ -57,11 +58,6 @@ def read_expert_fields(
         "num_experts_per_tok": top_k,
         "moe_intermediate_size": read_count(hf_config, size_field, default_size),
     }
-
-
-def _first_given(hf_config: Mapping[str, object], names: Sequence[str]) -> str:
-    """The first of the names whose field is not null, or the first name."""
-    return next((name for name in names if hf_config.get(name) is not None), names[0])
 
 
 def read_sparse_steps(hf_config: Mapping[str, object], num_layers: int) -> tuple[bool, ...]:

@@ -12,7 +12,13 @@ from flax import nnx
 from models.cache.format import CacheFormat, Pages
 from models.config.attention_config import SELF_ATTENTION
 from models.config.dense_config import read_dense_fields
-from models.config.fields import read_count, read_number, refuse_other_values, with_defaults
+from models.config.fields import (
+    read_count,
+    read_number,
+    refuse_other_values,
+    with_defaults,
+    with_main_names,
+)
 from models.config.latent_config import LatentAttentionConfig, read_latent_attention
 from models.config.moe_config import MoEConfig
 from models.decoders.decoder import Decoder
@@ -205,12 +211,11 @@ def _make_attention(
 
 
 def _with_own_names(hf_config: Mapping[str, object]) -> dict[str, object]:
-    given = {name: value for name, value in hf_config.items() if value is not None}
-    renamed = {own: given[other] for other, own in _OWN_NAMES.items() if other in given}
-    if "num_hidden_layers" in given:
+    fields = with_main_names(hf_config, _OWN_NAMES)
+    if fields.get("num_layers") is None and fields.get("num_hidden_layers") is not None:
         # transformers counts attentions there.
-        renamed["num_layers"] = read_count(given, "num_hidden_layers") // 2
-    return {**hf_config, **renamed, **given}
+        fields["num_layers"] = read_count(fields, "num_hidden_layers") // 2
+    return fields
 
 
 def _read_attention(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from models.config.fields import with_defaults
+from models.config.fields import with_defaults, with_main_names
 from models.families.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
 
 # Defaults of fields that a config.json may leave out.
@@ -14,8 +14,12 @@ _DEFAULTS = {
     "num_mtp_layers": 0,
     "topk_group": 1,
 }
-# Names of fields on the hub -> names in transformers.
-_HUB_NAMES = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
+# Other names of fields, of which the hub has the last two -> their names in transformers.
+_MAIN_NAMES = {
+    "num_local_experts": "n_routed_experts",
+    "num_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
+}
 
 
 class SarvamMLAForCausalLM(DeepseekV3ForCausalLM):
@@ -23,10 +27,7 @@ class SarvamMLAForCausalLM(DeepseekV3ForCausalLM):
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> DeepseekV3Config:
-        given = dict(hf_config)
-        for hub_name, name in _HUB_NAMES.items():
-            if given.get(hub_name) is not None:
-                given.setdefault(name, given[hub_name])
+        given = with_main_names(hf_config, _MAIN_NAMES)
         given.setdefault("q_lora_rank", None)
         if isinstance(given.get("rope_scaling"), Mapping):
             given["rope_scaling"] = _with_known_kind(given["rope_scaling"])

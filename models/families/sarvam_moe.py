@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from models.config.fields import with_defaults
+from models.config.fields import with_defaults, with_main_names
 from models.families.glm4_moe import Glm4MoeConfig, Glm4MoeForCausalLM
 from models.layers.packed_weights import with_packed_qkv
 from models.weight_rule import WeightRule, with_stored_names
@@ -24,8 +24,9 @@ _DEFAULTS = {
     "routed_scaling_factor": 2.5,
     "use_qk_norm": True,
 }
-# Names of fields on the hub -> names in transformers.
-_HUB_NAMES = {
+# Other names of fields, of which the hub has the last three -> their names in transformers.
+_MAIN_NAMES = {
+    "num_local_experts": "n_routed_experts",
     "num_experts": "n_routed_experts",
     "num_shared_experts": "n_shared_experts",
     "use_qkv_bias": "attention_bias",
@@ -46,10 +47,7 @@ class SarvamMoEForCausalLM(Glm4MoeForCausalLM):
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> Glm4MoeConfig:
-        given = dict(hf_config)
-        for hub_name, name in _HUB_NAMES.items():
-            if given.get(hub_name) is not None:
-                given.setdefault(name, given[hub_name])
+        given = with_main_names(hf_config, _MAIN_NAMES)
         return super().read_config(with_defaults(given, _DEFAULTS))
 
     def weight_rules(self) -> dict[str, WeightRule]:

@@ -136,6 +136,10 @@ def test_a_family_may_name_its_fields():
             {"num_local_experts": 2, "num_experts_per_tok": 3},
             "num_experts_per_tok is 3, and num_local_experts is 2",
         ),
+        (
+            {"num_experts": 4, "num_local_experts": 8},
+            "num_experts is 4, and num_local_experts is 8; both name the same field",
+        ),
         ({"moe_intermediate_size": "x"}, "moe_intermediate_size is 'x'"),
     ],
 )

@@ -53,6 +53,7 @@ YARN = {
             "DeepseekV2Config",
         ),
         (SARVAM | {"num_experts": 8, "num_shared_experts": 2, "head_dim": 576}, "SarvamMLAConfig"),
+        (SARVAM | {"num_local_experts": 8}, "SarvamMLAConfig"),
         (SARVAM | {"rope_scaling": YARN | {"type": "deepseek_yarn"}}, "SarvamMLAConfig"),
         (GLM | {"mlp_layer_types": MIXED, "num_local_experts": 8}, "Glm4MoeLiteConfig"),
         (GLM | {"rope_scaling": YARN, "q_lora_rank": None}, "Glm4MoeLiteConfig"),
