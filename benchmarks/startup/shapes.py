@@ -85,20 +85,52 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
 _NUM_DRAWN = 2**16
 
 
-def write_shape(folder: Path, name: str, *, seed: int = 0) -> Path:
-    """Writes config.json and model.safetensors of a key of `SHAPES` into `folder`."""
+def write_shape(
+    folder: Path, name: str, *, seed: int = 0, max_shard_bytes: int | None = None
+) -> Path:
+    """Writes config.json and the weights of a key of `SHAPES` into `folder`.
+
+    Args:
+        max_shard_bytes: Of the weights in one file. A larger weight gets a file of its own. None
+            writes one file, model.safetensors.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = SHAPES[name]
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     rng = np.random.default_rng(seed)
     values_np = rng.standard_normal(_NUM_DRAWN, dtype=np.float32)
     shapes = dict(weight_shapes(config))
-    # Tensors are written one by one, because some machines cannot hold the whole file in memory.
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(_header(shapes))
-        for weight_name, shape in shapes.items():
-            file.write(_draw(rng, values_np, config, weight_name, shape).tobytes())
+    shards = _split(shapes, max_shard_bytes)
+    files = {}
+    for shard_idx, names in enumerate(shards):
+        file_name = "model.safetensors"
+        if max_shard_bytes is not None:
+            file_name = f"model-{shard_idx + 1:05}-of-{len(shards):05}.safetensors"
+        files |= dict.fromkeys(names, file_name)
+        # Tensors are written one by one, because some machines cannot hold a whole file in memory.
+        with (folder / file_name).open("wb") as file:
+            file.write(_header({weight_name: shapes[weight_name] for weight_name in names}))
+            for weight_name in names:
+                drawn_np = _draw(rng, values_np, config, weight_name, shapes[weight_name])
+                file.write(drawn_np.tobytes())
+    if max_shard_bytes is not None:
+        index = {"metadata": {}, "weight_map": files}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def _split(shapes: Mapping[str, tuple[int, ...]], max_shard_bytes: int | None) -> list[list[str]]:
+    """The names of the weights in each file."""
+    shards: list[list[str]] = []
+    num_bytes = 0
+    for name, shape in shapes.items():
+        size = 2 * math.prod(shape)
+        if not shards or (max_shard_bytes is not None and num_bytes + size > max_shard_bytes):
+            shards.append([])
+            num_bytes = 0
+        shards[-1].append(name)
+        num_bytes += size
+    return shards
 
 
 def weight_shapes(config: Mapping[str, object]) -> Iterator[tuple[str, tuple[int, ...]]]:

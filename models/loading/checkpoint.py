@@ -24,5 +24,12 @@ class Checkpoint(Protocol):
         ...
 
     def read(self, name: str) -> np.ndarray:
-        """Returns one weight, with bfloat16 as `ml_dtypes.bfloat16`."""
+        """Returns one weight, with bfloat16 as `ml_dtypes.bfloat16`. Several threads may read."""
+        ...
+
+    def release(self, name: str) -> None:
+        """Frees the memory of a weight that was read and is not needed for now.
+
+        The arrays that `read` returned stay valid.
+        """
         ...

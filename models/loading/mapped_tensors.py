@@ -2,6 +2,8 @@
 
 import json
 import math
+import mmap
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -43,7 +45,7 @@ class MappedTensors:
             self._header = json.loads(file.read(num_bytes))
         self._path = path
         self._start = _LENGTH_BYTES + num_bytes
-        self._data_np: np.ndarray | None = None
+        self._map: mmap.mmap | None = None
 
     def read(self, name: str) -> np.ndarray:
         """Returns a tensor, which cannot be written to.
@@ -60,9 +62,21 @@ class MappedTensors:
             )
         if math.prod(shape) == 0:
             return np.empty(shape, dtype)
-        if self._data_np is None:
-            self._data_np = np.asarray(
-                np.memmap(self._path, np.uint8, mode="r", offset=self._start)
-            )
-        start, end = tensor["data_offsets"]
-        return self._data_np[start:end].view(dtype).reshape(shape)
+        if self._map is None:
+            with self._path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        start, _ = tensor["data_offsets"]
+        array_np = np.frombuffer(self._map, dtype, math.prod(shape), self._start + start)
+        return array_np.reshape(shape)
+
+    def release(self, name: str) -> None:
+        """Takes the tensor's pages out of the memory of this process.
+
+        The system reads them again from the file if a view of the tensor is used later.
+        """
+        if self._map is None or not sys.platform.startswith("linux"):
+            return
+        start, end = (self._start + offset for offset in self._header[name]["data_offsets"])
+        start -= start % mmap.PAGESIZE
+        if end > start:
+            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)

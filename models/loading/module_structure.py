@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +17,17 @@ from models.layers.linear import Linear, name_linears
 from models.layers.routing import Router
 from models.loading.check_weights import HEAD_WEIGHT, check_weights
 from models.loading.checkpoint import Checkpoint
-from models.loading.finite_weights import checked_finite
 from models.loading.kept_integers import keep_integers
 from models.loading.kernel_encoder import KernelEncoder
 from models.loading.loaded_module import flatten_state
-from models.loading.quantized import DequantizedCheckpoint
-from models.loading.quantized.packed_integers import ScaledIntegers, widen_numbers
+from models.loading.read_ahead import read_ahead
 from models.loading.split_weight import put_split
 from models.loading.zero_biases import find_zero_biases
 from models.platforms import Platform
-from models.stored_kernels.scaled import ScaledKernel
 from models.stored_kernels.stored_kernel import StoredKernel
 from models.stored_kernels.use_kernel import KernelValue
 from models.text_parts import is_of_other_part
-from models.weight_rule import Source, WeightRule, split_spec
+from models.weight_rule import WeightRule, split_spec
 
 
 class ModuleStructure:
@@ -196,16 +192,19 @@ def _read_params(
         and all(checkpoint.is_quantized(source.name) for source in rule.sources)
         for name, rule in zip(structure.names, rules, strict=True)
     ]
-    weights = _read_ahead(checkpoint, rules, kept, encoder.scaled_panel_width)
-    for name, rule, wanted, weight in zip(
-        structure.names, structure.rules, structure.shapes, weights, strict=True
+    weights = read_ahead(checkpoint, rules, kept)
+    for name, rule, wanted, is_kept, sources in zip(
+        structure.names, structure.rules, structure.shapes, kept, weights, strict=True
     ):
-        if isinstance(weight, ScaledKernel):
-            _check_shape(name, weight.shape, wanted.shape)
-            value = weight
+        # Combined here and not by the readers, because a combined weight is a copy, and only one
+        # should exist.
+        if is_kept:
+            value = keep_integers(rule, sources, panel_width=encoder.scaled_panel_width)
+            _check_shape(name, value.shape, wanted.shape)
         else:
+            weight_np, sharding = rule.combined(sources), structure.sharding_of(rule)
             value = encoder.encode(
-                _put(name, rule, wanted, weight, encoder.platform, structure.sharding_of(rule)),
+                _put(name, rule, wanted, weight_np, encoder.platform, sharding),
                 rule.layout,
                 is_router=name in structure.routers,
                 splits_inputs=_splits_inputs(rule),
@@ -253,54 +252,6 @@ def _without_absent(rule: WeightRule, checkpoint: Checkpoint) -> WeightRule:
         if source.name in checkpoint.weights or not source.is_optional
     ]
     return dataclasses.replace(rule, sources=tuple(present))
-
-
-def _read_ahead(
-    checkpoint: Checkpoint,
-    rules: Sequence[WeightRule],
-    kept: Sequence[bool],
-    panel_width: int | None,
-) -> Iterator[np.ndarray | ScaledKernel]:
-    """The weight of each rule; the next one is read from the file while the last one is cast.
-
-    Args:
-        kept: Of each rule, whether its numbers are kept.
-        panel_width: As in `keep_integers`.
-    """
-
-    def read(rule: WeightRule, is_kept: bool) -> list[np.ndarray] | list[ScaledIntegers]:
-        if is_kept:
-            return [_read_integers(checkpoint, source.name) for source in rule.sources]
-        return [_read(checkpoint, source) for source in rule.sources]
-
-    of_rules = [*zip(rules, kept, strict=True)]
-    with ThreadPoolExecutor(1) as reader:
-        sources = [reader.submit(read, *of_rules[0])]
-        for (rule, is_kept), following in zip(of_rules, [*of_rules[1:], None], strict=True):
-            if following is not None:
-                sources.append(reader.submit(read, *following))
-            weights = sources.pop(0).result()
-            # Not in the reader, because a combined weight is a copy, and only one should exist.
-            if is_kept:
-                yield keep_integers(rule, weights, panel_width=panel_width)
-            else:
-                yield rule.combined(weights)
-
-
-def _read(checkpoint: Checkpoint, source: Source) -> np.ndarray:
-    stored, weight_np = checkpoint.weights[source.name], checkpoint.read(source.name)
-    if source.is_integer:
-        return weight_np
-    return checked_finite(weight_np, name=stored.name, where=str(stored.path))
-
-
-def _read_integers(checkpoint: DequantizedCheckpoint, name: str) -> ScaledIntegers:
-    stored, integers = checkpoint.weights[name], checkpoint.read_integers(name)
-    checked_finite(integers.scales, name=stored.name, where=str(stored.path))
-    if integers.code != "integer":
-        floats = widen_numbers(integers.numbers, np.float32(1), 0, integers.code)
-        checked_finite(floats, name=stored.name, where=str(stored.path))
-    return integers
 
 
 def _random_params(

@@ -107,9 +107,16 @@ class SafetensorsCheckpoint:
     def read(self, name: str) -> np.ndarray:
         """Returns one weight, a view of its file, with bfloat16 as `ml_dtypes.bfloat16`."""
         weight = self.weights[name]
+        # Several threads read; two of them may both open a file, and one object is used.
         if weight.path not in self._mapped:
-            self._mapped[weight.path] = MappedTensors(weight.path)
+            self._mapped.setdefault(weight.path, MappedTensors(weight.path))
         return self._mapped[weight.path].read(weight.name)
+
+    def release(self, name: str) -> None:
+        """See `Checkpoint.release`."""
+        weight = self.weights[name]
+        if weight.path in self._mapped:
+            self._mapped[weight.path].release(weight.name)
 
 
 def _find_files(folder: Path) -> _Files:

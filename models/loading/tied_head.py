@@ -41,4 +41,7 @@ def _are_equal(checkpoint: Checkpoint, embedding: WeightRule) -> bool:
     if {w.dtype for w in (checkpoint.weights[HEAD_WEIGHT], *stored.values())} - {*READABLE_DTYPES}:
         return False
     embedding_np = embedding.combined([checkpoint.read(name) for name in stored])
-    return np.array_equal(checkpoint.read(HEAD_WEIGHT), embedding_np)
+    are_equal = np.array_equal(checkpoint.read(HEAD_WEIGHT), embedding_np)
+    for name in (HEAD_WEIGHT, *stored):
+        checkpoint.release(name)
+    return are_equal

@@ -242,7 +242,12 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     *_ignored("set HF_HOME instead", "--download-dir"),
     *_ignored("set HF_TOKEN instead", "--hf-token", False, num_values="?"),
     *_ignored("only the needed files are downloaded", "--ignore-patterns", num_values="+"),
-    *_ignored("loading shows no progress bar", "--use-tqdm-on-load", False, num_values=0),
+    *_ignored(
+        "a terminal shows a progress bar, other outputs do not",
+        "--use-tqdm-on-load",
+        False,
+        num_values=0,
+    ),
     *_ignored("weights are read from safetensors files", "--pt-load-map-location", "cpu"),
     *_ignored("weights are read from safetensors files", "--safetensors-load-strategy", "lazy"),
     *_ignored(

@@ -80,6 +80,14 @@ class DequantizedCheckpoint:
                 "checkpoint again."
             ) from error
 
+    def release(self, name: str) -> None:
+        """See `Checkpoint.release`."""
+        plain = self.weights[name]
+        parts = self._parts.get(plain.name)
+        tensors = [plain] if parts is None else parts.tensors.values()
+        for tensor in tensors:
+            self._stored.release(tensor.name)
+
     def is_quantized(self, name: str) -> bool:
         """Whether `read` would dequantize this weight."""
         return self.weights[name].name in self._parts

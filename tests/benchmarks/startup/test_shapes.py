@@ -45,3 +45,23 @@ def test_written_file_holds_weights_of_the_right_scale(name, tmp_path, monkeypat
     assert down_np.std() == pytest.approx(48**-0.5, rel=0.1)
     norm_np = np.asarray(weights["model.norm.weight"], np.float32)
     assert set(norm_np.tolist()) == {0.0 if name == "gemma-3-1b" else 1.0}
+
+
+def test_shards_hold_the_same_weights_as_one_file(tmp_path, monkeypatch) -> None:
+    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    monkeypatch.setattr(shapes, "SHAPES", {"small": {**SHAPES["qwen3-0.6b"], **small}})
+    whole = write_shape(tmp_path / "whole", "small")
+    shards = write_shape(tmp_path / "shards", "small", max_shard_bytes=10_000)
+    paths = sorted(shards.glob("*.safetensors"))
+    assert len(paths) > 2
+    index = json.loads((shards / "model.safetensors.index.json").read_text())["weight_map"]
+    weights = {}
+    for path in paths:
+        of_file = load_file(path)
+        assert {index[name] for name in of_file} == {path.name}
+        # The query projection alone is larger than the limit.
+        assert sum(value.nbytes for value in of_file.values()) <= 10_000 or len(of_file) == 1
+        weights |= of_file
+    wanted = load_file(whole / "model.safetensors")
+    assert weights.keys() == wanted.keys()
+    assert all(np.array_equal(weights[name], wanted[name]) for name in wanted)

@@ -1,6 +1,8 @@
 """Tensors are views of the mapped file, equal to what safetensors reads."""
 
 import json
+import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -73,3 +75,27 @@ def test_a_tensor_is_no_copy_and_outlives_its_file_object(tmp_path):
 def test_a_file_without_numbers_is_not_mapped(tmp_path):
     save_file({"a": np.ones((0, 3), np.float16)}, tmp_path / "file")
     assert MappedTensors(tmp_path / "file").read("a").shape == (0, 3)
+
+
+def resident_bytes(path) -> int:
+    """Of a file that this process has mapped, as Linux counts them."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    starts = [idx for idx, line in enumerate(lines) if line.endswith(str(path))]
+    sizes = [next(line for line in lines[idx:] if line.startswith("Rss:")) for idx in starts]
+    return sum(1024 * int(line.split()[1]) for line in sizes)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_released_tensor_takes_no_memory_and_stays_readable(tmp_path):
+    path = tmp_path / "file"
+    arrays = {name: np.full(2**18, value, np.float32) for name, value in (("a", 1), ("b", 2))}
+    save_file(arrays, path)
+    file = MappedTensors(path)
+    views = {name: file.read(name) for name in arrays}
+    assert [view.sum() for view in views.values()] == [2**18, 2**19]
+    assert resident_bytes(path) >= 2**21
+    file.release("a")
+    assert 2**20 <= resident_bytes(path) < 2**20 + 2**17
+    file.release("b")
+    assert resident_bytes(path) == 0
+    np.testing.assert_array_equal(views["a"], arrays["a"])
