@@ -28,8 +28,8 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def greedy(checkpoint):
-    """The likeliest 12 tokens after the prompt; drawn without a filter they are others."""
+def offline(checkpoint):
+    """Texts of an engine: greedy, by the file alone, and drawn with another seed."""
     with process_engine_compilations():
         llm = LLM(str(checkpoint), compiled_dir=str(demo_programs()), **SETTINGS)
     with llm:
@@ -38,23 +38,25 @@ def greedy(checkpoint):
             (output,) = llm.generate([PROMPT], params, use_tqdm=False)
             return output.outputs[0].text
 
-        greedy = text(SamplingParams(temperature=0, max_tokens=12))
-        assert text(None) == greedy
-        assert text(SamplingParams(seed=2, max_tokens=12)) != greedy
-    return greedy
+        drawn = SamplingParams(seed=2, max_tokens=12)
+        return [
+            text(params) for params in (SamplingParams(temperature=0, max_tokens=12), None, drawn)
+        ]
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param((), id="auto"),
-        # `tests/paxkv/entrypoints/test_build.py` has it without a server.
-        pytest.param(("--generation-config", "vllm"), id="vllm", marks=pytest.mark.slow),
-    ],
-)
+def test_an_engine_samples_as_the_file_says_unless_a_request_has_settings(offline) -> None:
+    greedy, of_file, drawn = offline
+    assert of_file == greedy != drawn
+
+
+# The tests of routes have such defaults of an engine without a device, and
+# `tests/paxkv/entrypoints/test_build.py` has the flag.
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--generation-config", "vllm")], ids=["auto", "vllm"])
 def test_a_server_samples_as_the_file_says_unless_a_request_or_a_flag_says_otherwise(
-    checkpoint, greedy, flags, tmp_path
+    checkpoint, offline, flags, tmp_path
 ) -> None:
+    greedy, *_ = offline
     programs = ("--compiled-dir", str(demo_programs()), *FLAGS)
     arguments = ("--model", str(checkpoint), *programs, *flags)
     with (

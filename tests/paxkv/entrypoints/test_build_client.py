@@ -18,9 +18,14 @@ from paxkv.config.engine_config import (
     ParallelConfig,
     ServerConfig,
 )
+from paxkv.config.sampling_defaults import GenerationConfig, SamplingDefaults
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
 from paxkv.entrypoints import build_client
-from paxkv.entrypoints.build_client import load_text_parts, start_engines
+from paxkv.entrypoints.build_client import (
+    load_text_parts,
+    log_sampling_defaults,
+    start_engines,
+)
 from paxkv.errors import ChatTemplateError
 from paxkv.fleet.engine_supervisor import RestartPolicy
 from tests.paxkv.client.test_async_client import collect, in_loop
@@ -380,3 +385,14 @@ def test_engines_on_one_cpu_have_the_size_of_the_first(
     start_engines(config, RestartPolicy(max_restarts=0, window_s=1.0))
     later = wanted or (None, None)
     assert started == [(None, None), later, later]
+
+
+def test_sampling_defaults_that_change_answers_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    generation_config = GenerationConfig(top_k=1, top_p=1.0, max_new_tokens=12)
+    model_info = dataclasses.replace(
+        started_fake().ready.model_info,
+        sampling_defaults=SamplingDefaults(generation_config=generation_config),
+    )
+    with caplog.at_level("INFO"):
+        log_sampling_defaults(model_info)
+    assert "are top_k=1, max_new_tokens=12, from the model's" in caplog.text
