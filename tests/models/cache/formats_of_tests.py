@@ -102,7 +102,7 @@ def make_attention(seed: int, *, num_kv_heads: int, head_dim: int) -> Attention:
     rng = np.random.default_rng(seed)
     for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
         shape = linear.kernel.get_value().shape
-        linear.kernel.set_value(jnp.asarray(rng.normal(size=shape) * 0.3, jnp.float32))
+        linear.kernel.set_value(jax.device_put((rng.normal(size=shape) * 0.3).astype(np.float32)))
     return attention
 
 

@@ -37,7 +37,7 @@ def random_layers() -> list[TwoLinears]:
     for layer in layers:
         for _, param in nnx.iter_graph(layer):
             if isinstance(param, nnx.Param):
-                param.set_value(jnp.asarray(rng.standard_normal(param.shape), jnp.float32))
+                param.set_value(jax.device_put(rng.standard_normal(param.shape).astype(np.float32)))
     return layers
 
 

@@ -29,7 +29,7 @@ TOLERANCE = 1e-4
 
 # Other recipes have these facts too, with more of them, and `test_rotary.py` has the frequencies of
 # every kind. They run with `pytest -m slow`.
-SLOW_RECIPES = ("llama_tied", "mistral", "rope_linear", "rope_llama3")
+SLOW_RECIPES = ("llama_tied", "mistral", "rope_linear", "rope_llama3", "rope_yarn")
 # Live transformers say whether the golden numbers are still theirs. One recipe is enough for that
 # in the normal run: the others equal the golden numbers.
 LIVE_RECIPES = ("gemma2",)

@@ -1,7 +1,6 @@
 """Products by kernels of which a layer index chooses are those by that layer's kernels."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,7 +8,7 @@ from models.layers.chosen_kernel import ChosenKernel, with_kernel
 
 
 def random_array(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 def negative_product(x: jax.Array, kernel: jax.Array) -> list[jax.Array]:

@@ -10,7 +10,14 @@ from models.platforms.huge_pages import HUGE_PAGE_BYTES
 from models.platforms.put_weight import cast_on_device, cast_on_host
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (129, 70), (3, 65, 4), (3, 600, 700)])
+# Each shape compiles a program for each pair of dtypes.
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *((), (129, 70), (3, 600, 700)),
+        *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((5,), (3, 4), (3, 65, 4))),
+    ],
+)
 @pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
 def test_host_and_device_make_the_same_bits(shape, wanted):
     dtype = jnp.dtype(wanted)

@@ -37,7 +37,8 @@ SHAPE = {
 
 
 def random_array(*shape: int, dtype: str = "float32") -> jax.Array:
-    return jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+    # `jnp.asarray` would compile a program for each shape.
+    return jax.device_put(np.random.default_rng(0).standard_normal(shape).astype(jnp.dtype(dtype)))
 
 
 def in_panels(kernel: jax.Array, width: int = 256) -> tuple[jax.Array, ...]:

@@ -28,7 +28,8 @@ IN, OUT = 96, 140
 
 
 def random_array(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    # `jnp.asarray` would compile a program for each shape.
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 def quantized(
