@@ -80,10 +80,7 @@ class LoadedModel(LoadedModule):
     ) -> jax.Array:  # f32[num_logits, vocab]
         """Projects hidden states, `Outputs.for_logits`, onto the vocabulary."""
         logits = self._merge(params).compute_logits(hidden)
-        # Each device multiplies with its part of the head. The sampler needs whole rows: every
-        # device draws from them, and all draw the same.
-        for axis in ("vocab", None):
-            logits = self.kernels.split_last(logits, axis)
+        logits = self.kernels.split_last(logits, "vocab")
         if not self.unused_token_ids:
             return logits
         is_used_np = np.ones(logits.shape[-1], bool)

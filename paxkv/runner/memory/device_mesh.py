@@ -2,9 +2,9 @@
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from models.weight_rule import MODEL_AXIS
+from models.weight_rule import MODEL_AXIS, is_whole
 from paxkv.errors import ConfigError
 
 
@@ -29,6 +29,13 @@ def find_mesh(num_devices: int) -> Mesh | None:
 def device_mesh(*devices: jax.Device) -> Mesh:
     """Returns a mesh of these devices. Its axis is the axis over which heads are split."""
     return Mesh(np.array(devices), (MODEL_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def logits_sharding(mesh: Mesh, vocab_size: int) -> NamedSharding:
+    """How logits f32[num_rows, vocab] are split: as the vocabulary head is."""
+    is_split = not is_whole("vocab", vocab_size, mesh.size, splits_kv_heads=True)
+    spec = PartitionSpec(None, MODEL_AXIS) if is_split else PartitionSpec()
+    return NamedSharding(mesh, spec)
 
 
 def mesh_of(param: jax.Array) -> Mesh:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding
 
 from models import Pages
+from paxkv.runner.memory.device_mesh import logits_sharding
 from paxkv.runner.memory.zeros import put_zeros
 from paxkv.runner.programs.warmup import StepPrograms
 from paxkv.runner.sampling.row_state import allocate_row_state, row_fields, vocab_words
@@ -24,13 +25,15 @@ class StepSampler:
         mask_dims: The dimensions of a `token_mask` (`process_logits`): num_rows, 1 + vocab_words.
     """
 
-    def __init__(self, programs: StepPrograms, *, vocab_size: int, sharding: Sharding) -> None:
+    def __init__(self, programs: StepPrograms, *, vocab_size: int, sharding: NamedSharding) -> None:
         buckets = programs.buckets
         num_rows = buckets.sampler_shape.num_rows
         self._programs = programs
         self._sampler_shape, self._row_shape = buckets.sampler_shape, buckets.row_shape
         self._sharding = sharding
-        self.logits = put_zeros((num_rows, vocab_size), jnp.float32, sharding)
+        self.logits = put_zeros(
+            (num_rows, vocab_size), jnp.float32, logits_sharding(sharding.mesh, vocab_size)
+        )
         self.mask_dims = (num_rows, 1 + vocab_words(vocab_size))
         self.row_state = allocate_row_state(buckets.row_shape, vocab_size, sharding)
         # The mask of steps without a grammar stays on the device, because most steps have none.

@@ -18,6 +18,7 @@ from models import LoadedModel, Pages
 from models.loading.loaded_draft_model import LoadedDrafter
 from paxkv.runner.features.target_hidden import abstract_target_hidden
 from paxkv.runner.features.traced_features import split_arrays
+from paxkv.runner.memory.device_mesh import logits_sharding
 from paxkv.runner.programs.burst import make_burst
 from paxkv.runner.programs.draft import make_draft
 from paxkv.runner.programs.invariant_step import make_invariant_step
@@ -133,22 +134,23 @@ class StepPrograms:
             for variant in shape.features
         ]
         kept, donated = split_arrays(shape.features, arrays)
-        # Everything except the cache is whole on each device.
+        # Everything except the cache and the logits is whole on each device.
+        logits = self._abstract_logits()
         if isinstance(shape, BurstShape):
             burst = jax.jit(
                 make_burst(self._model, shape),
                 donate_argnums=(1, 4, 5, 7),
-                out_shardings=(kv_cache.sharding, *[self._sharding] * 6),
+                out_shardings=(kv_cache.sharding, logits.sharding, *[self._sharding] * 5),
             )
             row_state = self._abstract_row_state()
-            return burst.lower(*arguments, self._abstract_logits(), row_state, kept, donated)
+            return burst.lower(*arguments, logits, row_state, kept, donated)
         make = make_step if shape.tile_tokens is None else make_invariant_step
         step = jax.jit(
             make(self._model, shape),
             donate_argnums=(1, 4, 6),
-            out_shardings=(kv_cache.sharding, *[self._sharding] * 4),
+            out_shardings=(kv_cache.sharding, logits.sharding, *[self._sharding] * 3),
         )
-        return step.lower(*arguments, self._abstract_logits(), kept, donated)
+        return step.lower(*arguments, logits, kept, donated)
 
     def _lower_draft(self, shape: DraftShape, kv_cache: Pages) -> Lowered:
         sampler_shape = self.buckets.sampler_shape
@@ -179,8 +181,13 @@ class StepPrograms:
             return write.lower(state, packed)
         sampling = self._abstract(shape.num_rows, step_row_width(shape.max_draws))
         token_mask = self._abstract(shape.num_rows, 1 + vocab_words(vocab_size))
-        sampler = jax.jit(make_sampler(shape), donate_argnums=(0, 1), out_shardings=self._sharding)
-        return sampler.lower(self._abstract_logits(), state, sampling, token_mask)
+        logits = self._abstract_logits()
+        sampler = jax.jit(
+            make_sampler(shape),
+            donate_argnums=(0, 1),
+            out_shardings=(logits.sharding, *[self._sharding] * 3),
+        )
+        return sampler.lower(logits, state, sampling, token_mask)
 
     def _finish(self, shape: ProgramShape, lowered: Lowered) -> Compiled:
         self.num_compiles += 1
@@ -304,7 +311,8 @@ class StepPrograms:
 
     def _abstract_logits(self) -> jax.ShapeDtypeStruct:
         num_rows, vocab_size = self.buckets.sampler_shape.num_rows, self._model.config.vocab_size
-        return self._abstract(num_rows, vocab_size, dtype=jnp.float32)
+        sharding = logits_sharding(self._mesh, vocab_size)
+        return jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32, sharding=sharding)
 
     def _abstract_row_state(self) -> RowState:
         vocab_size = self._model.config.vocab_size
