@@ -545,7 +545,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         speculative = self.runner.speculative_config
         num_devices = self.parallel.tensor_parallel_size
-        if speculative is not None and speculative.has_head and num_devices > 1:
+        if speculative is not None and speculative.is_on_device and num_devices > 1:
             raise ConfigError(
                 f"drafts of method {speculative.method!r} cannot be made on several devices yet: "
                 f"got tensor_parallel_size={num_devices}. Use method 'ngram', or one device."
