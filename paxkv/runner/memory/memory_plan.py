@@ -124,7 +124,16 @@ class MemoryPlan:
     @property
     def max_fitting_len(self) -> int:
         """Tokens of the longest request that fits, at most `max_model_len`; 0 if none fits."""
-        lengths = range(1, self.max_model_len + 1)
+        return self._longest_fitting(self.max_model_len)
+
+    @property
+    def largest_max_model_len(self) -> int | None:
+        """The largest `max_model_len` that has room for one request; None if every length has."""
+        length = self._longest_fitting(_FAR)
+        return None if length == _FAR else length
+
+    def _longest_fitting(self, most: int) -> int:
+        lengths = range(1, most + 1)
         return bisect.bisect_right(lengths, self._num_usable_blocks, key=self.num_blocks_of_req)
 
     @property
@@ -167,8 +176,12 @@ class MemoryPlan:
             f"({', '.join([*contents, *needs])}, {_mib(self.pool_bytes)} in all{on_devices}; "
             f"{self.reason}): "
             f"{self.num_tokens} tokens, or {self.num_longest_reqs} requests of "
-            f"{self.max_model_len}{self._padding()}"
+            f"{self.max_model_len}{self._largest_len()}{self._padding()}"
         )
+
+    def _largest_len(self) -> str:
+        length = self.largest_max_model_len
+        return "" if length is None else f"; room for a max_model_len of up to {length}"
 
     def _padding(self) -> str:
         """Describes the padding in pages that are larger than the content of their caches."""

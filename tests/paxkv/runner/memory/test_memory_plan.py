@@ -186,6 +186,19 @@ def test_report_says_tokens_and_longest_requests():
     report = result.report()
     for part in ("29 blocks of 16", "1024 bytes per token", "448 tokens", "4 requests of 100"):
         assert part in report
+    assert report.endswith("; room for a max_model_len of up to 448")
+
+
+def test_largest_max_model_len_is_not_limited_by_that_of_the_plan():
+    config = CacheConfig(num_gpu_blocks_override=301)
+    result = plan(config, max_model_len=100, groups=HYBRID)
+    # Five sliding groups hold 7 blocks each.
+    assert result.largest_max_model_len == (300 - 5 * 7) * 16
+    for num_tokens, num_fitting in ((265 * 16, 1), (265 * 16 + 1, 0)):
+        assert plan(config, None, num_tokens, HYBRID).num_longest_reqs == num_fitting
+    of_windows = plan(config, groups=make_groups([20, 20]))
+    assert of_windows.largest_max_model_len is None
+    assert "room for" not in of_windows.report()
 
 
 @pytest.mark.parametrize("windows", [[None] * 4, [20, None], [20, 20]])
