@@ -160,8 +160,9 @@ PROMPT_LENS = {
 def _with_few_layers(family: str) -> transformers.PreTrainedConfig:
     """The family's checkpoint with a layer of each kind that lists of layers name, or with two."""
     name, fields = families.spec(family)
-    (num_layers_name,) = {"num_hidden_layers", "n_layer", "n_layers"} & fields.keys()
-    num_layers = fields[num_layers_name]
+    names = {"num_hidden_layers", "n_layer", "n_layers"} & fields.keys()
+    # Nemotron-H has no number besides its list.
+    (num_layers,) = [fields[name] for name in names] or [len(fields["layers_block_type"])]
     # Lists with an entry for each layer: kinds of layers, for example.
     lists = {
         key: value
@@ -173,7 +174,8 @@ def _with_few_layers(family: str) -> transformers.PreTrainedConfig:
     if len(kept) < 2:
         kept = [0, num_layers - 1]
     changed = {key: [value[idx] for idx in kept] for key, value in lists.items()}
-    return getattr(transformers, name)(**fields | changed | {num_layers_name: len(kept)})
+    changed |= dict.fromkeys(names, len(kept))
+    return getattr(transformers, name)(**fields | changed)
 
 
 _SLIDING = "sliding_attention"
