@@ -93,11 +93,11 @@ def test_an_unknown_implementation_is_refused():
 
 
 def test_values_are_cast_to_the_dtype_of_the_cache():
-    cache = jnp.zeros((1, 4, 1, 8, 4), jnp.float16)
-    token = jnp.full((1, 1, 4), 1.5, jnp.float32)
-    slots = jnp.array([9], jnp.int32)
-    kv_cache = kv_scatter(cache, token, 2 * token, slots, 0)
-    assert kv_cache.dtype == jnp.float16
+    cache = np.zeros((1, 4, 1, 8, 4), np.float16)
+    token = np.full((1, 1, 4), 1.5, np.float32)
+    slots = np.array([9], np.int32)
+    kv_cache = np.asarray(quick_jit(kv_scatter)(cache, token, 2 * token, slots, 0))
+    assert kv_cache.dtype == np.float16
     assert kv_cache[0, 2:, 0, 1].tolist() == [[1.5] * 4, [3.0] * 4]
 
 
@@ -106,11 +106,10 @@ def test_a_page_is_the_keys_of_a_block_and_then_its_values(implementation):
     # 2 rows of 3 blocks of 4 tokens, 2 KV heads of 5. Slots 4 to 7 are those of block 1.
     pages = np.zeros((2, 3, 2 * 2 * 4 * 5), np.float32)
     token = np.ones((4, 2, 5), np.float32)
-    kv_cache = kv_scatter(
-        *(jnp.asarray(pages.reshape(2, 6, 2, 4, 5)), 3 * token, 7 * token),
-        *(jnp.arange(4, 8, dtype=jnp.int32), 1),
-        implementation=implementation,
+    kv_cache = quick_jit(kv_scatter, implementation=implementation)(
+        *(pages.reshape(2, 6, 2, 4, 5), 3 * token, 7 * token, np.arange(4, 8, dtype=np.int32), 1)
     )
+    pages = pages.copy()
     pages[1, 1, :40], pages[1, 1, 40:] = 3, 7
     np.testing.assert_array_equal(np.asarray(kv_cache).reshape(pages.shape), pages)
 
@@ -121,8 +120,10 @@ def test_a_cache_of_uint16_holds_the_bits_of_kv_dtype(case, implementation):
     inputs = build_inputs(case)
     call = quick_jit(kv_scatter, kv_dtype=inputs.kv_dtype, implementation=implementation)
     # Rounded to kv_dtype, from which float32 differs in almost every number.
-    k = inputs.k.astype(jnp.float32) * 1.001
-    v = inputs.v if inputs.v is None else inputs.v.astype(jnp.float32) * 1.001
+    k, v = (
+        None if part is None else np.asarray(part, np.float32) * np.float32(1.001)
+        for part in (inputs.k, inputs.v)
+    )
     got = np.asarray(call(inputs.kv_cache, k, v, inputs.slots, inputs.row))
     expected = np.asarray(inputs.kv_cache).copy()
     parts = [np.asarray(part) for part in (k, v) if part is not None]
