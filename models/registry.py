@@ -64,6 +64,7 @@ FAMILIES: dict[str, str] = {
     "GlmMoeDsaForCausalLM": "models.families.glm_moe_dsa:GlmMoeDsaForCausalLM",
     "MistralLarge4ForCausalLM": "models.families.mistral_large4:MistralLarge4ForCausalLM",
     "AXK1ForCausalLM": "models.families.axk1:AXK1ForCausalLM",
+    "AXK2ForCausalLM": "models.families.axk2:AXK2ForCausalLM",
     "LongcatFlashForCausalLM": "models.families.longcat_flash:LongcatFlashForCausalLM",
     "YoutuForCausalLM": "models.families.youtu:YoutuForCausalLM",
     "MiniCPM3ForCausalLM": "models.families.minicpm3:MiniCPM3ForCausalLM",

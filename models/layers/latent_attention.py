@@ -183,9 +183,15 @@ class LatentAttention(nnx.Module):
         attended: jax.Array,  # f[num_queries, num_q_heads, latent_dim], or values of chunks
         context: LayerContext,
     ) -> jax.Array:  # f[num_queries, hidden]
-        is_expanded = self._chunk_rows(context) is not None
-        values = attended if is_expanded else self.v_up(attended, context)
+        values = self.expand(attended, context)
         return self.o_proj(values.reshape(values.shape[0], -1), context)
+
+    def expand(
+        self, attended: jax.Array, context: LayerContext
+    ) -> jax.Array:  # f[num_queries, num_q_heads, value_head_dim]
+        """The values of the result of `attend_with`."""
+        is_expanded = self._chunk_rows(context) is not None
+        return attended if is_expanded else self.v_up(attended, context)
 
     def _queries(
         self,

@@ -135,6 +135,7 @@ def test_dtype_is_read_under_both_names(field, value, dtype):
 
 _FIELDS_WITHOUT_DEFAULT = {
     "AXK1ForCausalLM": {"num_key_value_heads": 8},
+    "AXK2ForCausalLM": {"num_key_value_heads": 8},
     "BeamForCausalLM": {"n_group": 1, "topk_group": 1},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2, "num_key_value_heads": 8},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 8},

@@ -48,6 +48,7 @@ LOADED = [
     "axk1",
     "deepseek-v3.2",
     "glm5-dsa",
+    "axk2",
     "qwen2",
     "gemma2",
     "gemma4-dense",
@@ -189,7 +190,7 @@ _WITHOUT_EFFECT = {
 _LATENT = {
     *("deepseek-v3", "deepseek-v2", "sarvam-mla", "mistral4", "mistral4-far"),
     *("glm4-moe-lite", "longcat-flash", "minicpm3", "youtu", "axk1"),
-    *("deepseek-v3.2", "glm5-dsa", "glm5-dsa-all"),
+    *("deepseek-v3.2", "glm5-dsa", "glm5-dsa-all", "axk2"),
 }
 # Fields that another field of the same configuration overrides or switches off.
 _OVERRIDDEN = {
@@ -251,7 +252,7 @@ _OVERRIDDEN = {
     # transformers does not read it.
     "mlp_bias": {"deepseek-v3.2", "glm5-dsa", "glm5-dsa-all"},
     # `mlp_layer_types` wins.
-    "first_k_dense_replace": {"exaone-moe", "deepseek-v3.2", "glm5-dsa", "glm5-dsa-all"},
+    "first_k_dense_replace": {"exaone-moe", "deepseek-v3.2", "glm5-dsa", "glm5-dsa-all", "axk2"},
     # No groups with `topk_method` "greedy".
     "n_group": {"deepseek-v2"},
     "topk_group": {"deepseek-v2"},

@@ -27,6 +27,7 @@ SIZES = {
 FAMILIES = {
     "AfmoeForCausalLM": ("AfmoeConfig", {}),
     "AXK1ForCausalLM": ("AXK1Config", {"num_key_value_heads": 40}),
+    "AXK2ForCausalLM": ("AXK2Config", {"num_key_value_heads": 40, "head_dim": 32}),
     "BeamForCausalLM": ("BeamConfig", {"n_group": 1, "topk_group": 1}),
     "Cohere2MoeForCausalLM": ("Cohere2MoeConfig", {}),
     "DeepseekV2ForCausalLM": (
