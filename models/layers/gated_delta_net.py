@@ -133,6 +133,7 @@ class GatedDeltaNet(nnx.Module):
         attended: jax.Array,  # f[num_queries, v_width]
         context: LayerContext,
     ) -> jax.Array:  # f[num_queries, hidden]
+        attended = context.kernels.split_last(attended, None)
         return self.out_proj(attended, context)
 
     def _heads(

@@ -77,4 +77,5 @@ class GatedShortConvolution(nnx.Module):
         attended: jax.Array,  # f[num_queries, hidden]
         context: LayerContext,
     ) -> jax.Array:  # f[num_queries, hidden]
+        attended = context.kernels.split_last(attended, None)
         return self.out_proj(attended, context)

@@ -186,6 +186,7 @@ class Mamba2(nnx.Module):
         attended: jax.Array,  # f[num_queries, inner]
         context: LayerContext,
     ) -> jax.Array:  # f[num_queries, hidden]
+        attended = context.kernels.split_last(attended, None)
         return self.out_proj(attended, context)
 
     def _project(self, normed: jax.Array, context: LayerContext) -> jax.Array:

@@ -125,9 +125,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "architectures": ["Mamba2ForCausalLM"],
         "model_type": "mamba2",
         "vocab_size": 160,
-        "hidden_size": 64,
+        "hidden_size": 96,
         "num_hidden_layers": 2,
-        "num_heads": 8,
+        "num_heads": 12,
         "head_dim": 16,
         "state_size": 16,
         "n_groups": 2,
@@ -235,9 +235,27 @@ def check_weights(num_devices: int) -> None:
         assert len(many.addressable_shards) == num_devices
 
 
-def check_kept_integers(num_devices: int) -> None:
+def check_state_collectives(num_devices: int) -> None:
+    """A recurrent layer exchanges the outputs of its first product, and sums those of its last."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(CONFIGS["mamba2"]))
+    options = LIMITS | {"load_format": "dummy", "mesh": find_mesh(num_devices)}
+    runner = RecordingRunner(folder, 16, **options).runner
+    model = runner._programs._model
+    hidden_size, width = model.parameters["layers.0.mixer.in_proj.kernel"].shape
+    shape = next(shape for shape in runner._buckets.largest if isinstance(shape, StepShape))
+    program = runner._programs.compile(shape, runner._kv_cache)
+    found = {(operation, *dims) for _, operation, dims in _collectives(program.as_text())}
+    gathered = {("all-gather", num_tokens, width) for num_tokens in shape.widths}
+    assert found > gathered
+    assert {(operation, dims[-1]) for operation, *dims in found - gathered} == {
+        ("all-reduce", hidden_size)
+    }
+
+
+def check_kept_integers(quant_method: str, num_devices: int) -> None:
     """Devices share the integers of a quantized checkpoint, which stay what they are."""
-    folder, _ = write_pair(Path(tempfile.mkdtemp()), "awq", intermediate_size=128)
+    folder, _ = write_pair(Path(tempfile.mkdtemp()), quant_method, intermediate_size=128)
     options = {"dtype": "float32", "quantization": "checkpoint"}
     alone, split = (
         load_model(folder, mesh=mesh, **options) for mesh in (None, find_mesh(num_devices))
@@ -313,7 +331,7 @@ def _check_logprobs(
 CASES = {
     "quick": lambda: (
         check_weights(4),
-        check_kept_integers(2),
+        check_kept_integers("awq", 2),
         check_golden("llama", 2),
         check_golden("gemma3_shallow", 4),
     ),
@@ -336,6 +354,7 @@ CASES = {
     "states": lambda: (
         check_same_as_alone("qwen3_next", 4),
         check_same_as_alone("mamba2", 2),
+        check_state_collectives(4),
         check_same_as_alone("lfm2", 2),
     ),
 }
