@@ -52,6 +52,103 @@ def scan_tokens(
     return out, states
 
 
+def scan_chunks(
+    chunk_step: Callable[..., tuple[jax.Array, jax.Array]],
+    step: Callable[..., tuple[jax.Array, jax.Array]],
+    states: jax.Array,  # f32[num_reqs, ...]
+    tokens: tuple[jax.Array, ...],  # f32[num_tokens, ...] each
+    query_start_loc: jax.Array,  # i32[num_reqs + 1]
+    positions: jax.Array,  # i32[num_tokens]
+    out: jax.Array,  # f32[num_tokens, ...], the results of tokens of no request
+    *,
+    chunk_size: int,
+    min_chunk: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Like `scan_tokens`, but computes the consecutive tokens of a request in chunks.
+
+    A chunk ends before the positions that are multiples of `chunk_size`, so a prompt that is cut
+    there has the same chunks, and the same bits. With a chunk size of 4, tokens at the positions 2
+    to 9 are the chunks 2..3, 4..7 and 8..9.
+
+    Args:
+        chunk_step: As `step`, for `chunk_size` tokens. Tokens after the end of the chunk are zeros:
+            they must not change the state.
+        step: As in `scan_tokens`. It computes chunks of fewer than `min_chunk` tokens.
+        positions: Of each token in its request.
+    """
+    num_tokens = out.shape[0]
+    req_of_token = request_of_token(query_start_loc, num_tokens)
+
+    def padded(array: jax.Array) -> jax.Array:
+        return jnp.pad(array, [(0, chunk_size)] + [(0, 0)] * (array.ndim - 1))
+
+    tokens, out = tuple(map(padded, tokens)), padded(out)
+
+    def run_chunk(
+        state: jax.Array, chunk: tuple[jax.Array, ...], count: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return chunk_step(state, *(_first_rows(array, count) for array in chunk))
+
+    def run_tokens(
+        state: jax.Array, chunk: tuple[jax.Array, ...], count: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        def turn(idx: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            state, results = carry
+            state, result = step(state, *(array[idx] for array in chunk))
+            return state, results.at[idx].set(result)
+
+        results = jnp.zeros((chunk_size, *out.shape[1:]), out.dtype)
+        return jax.lax.fori_loop(0, count, turn, (state, results))
+
+    def turn(
+        carry: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        idx, states, out = carry
+        req = req_of_token[idx]
+        count = jnp.minimum(
+            query_start_loc[req + 1] - idx, chunk_size - positions[idx] % chunk_size
+        )
+        chunk = tuple(jax.lax.dynamic_slice_in_dim(array, idx, chunk_size) for array in tokens)
+        state, results = jax.lax.cond(
+            count < min_chunk, run_tokens, run_chunk, states[req], chunk, count
+        )
+        # Rows after the end of the chunk are written again by the chunks after it.
+        out = jax.lax.dynamic_update_slice_in_dim(out, results, idx, axis=0)
+        return idx + count, states.at[req].set(state), out
+
+    _, states, out = jax.lax.while_loop(
+        lambda carry: carry[0] < query_start_loc[-1], turn, (jnp.int32(0), states, out)
+    )
+    return out[:num_tokens], states
+
+
+def _first_rows(array: jax.Array, count: jax.Array) -> jax.Array:
+    """The array with zeros in all rows except the first `count`."""
+    is_used = jnp.arange(array.shape[0], dtype=jnp.int32) < count
+    return jnp.where(is_used.reshape(-1, *[1] * (array.ndim - 1)), array, 0)
+
+
+def sums_between(
+    log_decay: jax.Array,  # f32[size, num_heads]
+) -> jax.Array:  # f32[num_heads, size, size]
+    """For each pair of tokens, the sum after the second one up to the first one: [head, to, from].
+
+    Pairs in the other order have minus infinity. Each sum is added up by itself, because the
+    difference of two running totals would lose the digits that the totals have in common.
+    """
+    size = log_decay.shape[0]
+    token = jnp.arange(size, dtype=jnp.int32)
+    is_after = token[:, None] > token  # [token, from]
+    terms = jnp.where(is_after[None], log_decay.T[:, :, None], 0.0)  # [head, token, from]
+    sums = jax.lax.dot_general(
+        jnp.tril(jnp.ones((size, size), jnp.float32)),
+        terms,
+        (((1,), (1,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST,
+    )  # [to, head, from]
+    return jnp.where((token[:, None] >= token)[None], sums.swapaxes(0, 1), -jnp.inf)
+
+
 def step_rows(
     step: Callable[..., tuple[jax.Array, jax.Array]],
     states: jax.Array,  # f32[num_reqs, ...]

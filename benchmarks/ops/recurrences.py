@@ -40,6 +40,8 @@ def _problem_maker(
 
         is_decode = getattr(case, "has_one_token_each", False)
         rules = {"has_one_token_each": True} if is_decode else {}
+        if getattr(case, "positions", None) is not None:
+            rules["positions"] = case.positions
         return Problem(arrays=arrays, rules=rules, verify=verify)
 
     return make

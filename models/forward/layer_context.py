@@ -395,6 +395,11 @@ class LayerContext:
         return replace(self, reported=dict(reported))
 
     @property
+    def scan_positions(self) -> jax.Array | None:  # i32[num_tokens]
+        """The argument `positions` of recurrent ops: None if each token must have fixed bits."""
+        return None if self.kernels.batch_invariant else self.batch.positions
+
+    @property
     def num_queries(self) -> int:
         """How many rows attend in this layer, padding included."""
         return self.batch.num_reqs if self.drops_rows else self.batch.token_ids.shape[0]

@@ -121,6 +121,7 @@ class GatedDeltaNet(nnx.Module):
             jax.nn.sigmoid(b),
             states,
             state.query_start_loc,
+            positions=context.scan_positions,
             has_one_token_each=state.has_one_token_each,
             target=context.kernels.target,
         )

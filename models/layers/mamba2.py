@@ -173,6 +173,7 @@ class Mamba2(nnx.Module):
             -jnp.exp(self.A_log[...]) * dt,
             states,
             state.query_start_loc,
+            positions=context.scan_positions,
             has_one_token_each=state.has_one_token_each,
             target=context.kernels.target,
         )

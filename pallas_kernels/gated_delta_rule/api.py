@@ -24,6 +24,7 @@ def gated_delta_rule(
     states: jax.Array,  # f32[num_reqs, num_heads, k_dim, v_dim]
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
+    positions: jax.Array | None = None,  # i32[num_tokens]
     has_one_token_each: bool = False,
     implementation: str | None = None,
     target: Target | None = None,
@@ -38,6 +39,9 @@ def gated_delta_rule(
         log_decay: At most 0. One number per head, or one per row of its state.
         states: The states before this step; zeros for a request that starts.
         query_start_loc: Request r has tokens `query_start_loc[r]:query_start_loc[r + 1]`.
+        positions: Of each token in its request. Consecutive tokens of a request may be computed
+            together, in chunks that begin at fixed positions. None: each token is computed by
+            itself, so its result has the same bits in every batch.
         has_one_token_each: Whether request r has token r or no token. All tokens are then computed
             at once.
         implementation: `None` picks the fastest body on `target`.
@@ -62,11 +66,14 @@ def gated_delta_rule(
     require_shape(_OP, "query_start_loc", query_start_loc, (states.shape[0] + 1,))
     require_float(_OP, q=q, k=k, v=v, log_decay=log_decay, beta=beta, states=states)
     require_int32(_OP, query_start_loc=query_start_loc)
+    if positions is not None:
+        require_shape(_OP, "positions", positions, (q.shape[0],))
+        require_int32(_OP, positions=positions)
     if has_one_token_each and q.shape[0] != states.shape[0]:
         raise ValueError(
             f"{_OP}: with has_one_token_each there must be a row of tokens for each request: got "
             f"{q.shape[0]} tokens and {states.shape[0]} requests."
         )
     arrays = (q, k, v, log_decay, beta, states, query_start_loc)
-    static = {"has_one_token_each": has_one_token_each}
-    return run_op(_OP, _BODIES, implementation, target, *arrays, **static)
+    options = {"positions": positions, "has_one_token_each": has_one_token_each}
+    return run_op(_OP, _BODIES, implementation, target, *arrays, **options)

@@ -22,6 +22,18 @@ class GatedDeltaRuleCase:
     has_decay_per_row: bool = False
     dtype: str = "float32"  # of everything except the states
 
+    first_positions: tuple[int, ...] | None = None  # of each request's tokens; None: not known
+
+    @property
+    def positions(self) -> jax.Array | None:
+        """The argument of this name; None if it is left out."""
+        if self.first_positions is None:
+            return None
+        starts = zip(self.first_positions, self.counts, strict=True)
+        of_requests = [first + np.arange(count) for first, count in starts]
+        padding = np.zeros(self.num_padding)
+        return jnp.asarray(np.concatenate([*of_requests, padding]), jnp.int32)
+
     @property
     def has_one_token_each(self) -> bool:
         return fits_one_token_each(self.counts, self.num_padding)
@@ -34,6 +46,13 @@ CASES: tuple[GatedDeltaRuleCase, ...] = (
     GatedDeltaRuleCase(name="decay_per_row", counts=(5, 1), has_decay_per_row=True),
     GatedDeltaRuleCase(name="decodes_per_row", counts=(1, 1), has_decay_per_row=True),
     GatedDeltaRuleCase(name="only_padding", counts=(0, 0), num_padding=4),
+    # Chunks that begin and end within a request, few tokens, and no tokens.
+    GatedDeltaRuleCase(
+        name="chunks",
+        counts=(70, 0, 1, 9, 140),
+        num_padding=3,
+        first_positions=(0, 5, 63, 60, 30),
+    ),
     GatedDeltaRuleCase(name="bfloat16", counts=(4, 1), dtype="bfloat16"),
 )
 

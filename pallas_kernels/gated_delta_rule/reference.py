@@ -15,6 +15,7 @@ def gated_delta_rule_reference(
     states: jax.Array,  # f32[num_reqs, num_heads, k_dim, v_dim]
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
+    positions: jax.Array | None = None,  # i32[num_tokens]
     has_one_token_each: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.gated_delta_rule`."""

@@ -20,6 +20,7 @@ def ssd_scan(
     states: jax.Array,  # f32[num_reqs, num_heads, head_dim, state_size]
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
+    positions: jax.Array | None = None,  # i32[num_tokens]
     has_one_token_each: bool = False,
     implementation: str | None = None,
     target: Target | None = None,
@@ -35,6 +36,9 @@ def ssd_scan(
         log_decay: At most 0.
         states: The states before this step; zeros for a request that starts.
         query_start_loc: Request r has tokens `query_start_loc[r]:query_start_loc[r + 1]`.
+        positions: Of each token in its request. Consecutive tokens of a request may be computed
+            together, in chunks that begin at fixed positions. None: each token is computed by
+            itself, so its result has the same bits in every batch.
         has_one_token_each: Whether request r has token r or no token. All tokens are then computed
             at once.
         implementation: `None` picks the fastest body on `target`.
@@ -61,11 +65,14 @@ def ssd_scan(
         raise ValueError(
             f"{_OP}: {b.shape[1]} groups must divide the heads of x, got {x.shape[1]}."
         )
+    if positions is not None:
+        require_shape(_OP, "positions", positions, (x.shape[0],))
+        require_int32(_OP, positions=positions)
     if has_one_token_each and x.shape[0] != states.shape[0]:
         raise ValueError(
             f"{_OP}: with has_one_token_each there must be a row of tokens for each request: got "
             f"{x.shape[0]} tokens and {states.shape[0]} requests."
         )
     arrays = (x, b, c, log_decay, states, query_start_loc)
-    static = {"has_one_token_each": has_one_token_each}
-    return run_op(_OP, _BODIES, implementation, target, *arrays, **static)
+    options = {"positions": positions, "has_one_token_each": has_one_token_each}
+    return run_op(_OP, _BODIES, implementation, target, *arrays, **options)

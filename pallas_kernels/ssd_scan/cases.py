@@ -22,6 +22,18 @@ class SSDScanCase:
     state_size: int = 8
     dtype: str = "float32"  # of everything except the states
 
+    first_positions: tuple[int, ...] | None = None  # of each request's tokens; None: not known
+
+    @property
+    def positions(self) -> jax.Array | None:
+        """The argument of this name; None if it is left out."""
+        if self.first_positions is None:
+            return None
+        starts = zip(self.first_positions, self.counts, strict=True)
+        of_requests = [first + np.arange(count) for first, count in starts]
+        padding = np.zeros(self.num_padding)
+        return jnp.asarray(np.concatenate([*of_requests, padding]), jnp.int32)
+
     @property
     def has_one_token_each(self) -> bool:
         return fits_one_token_each(self.counts, self.num_padding)
@@ -34,6 +46,13 @@ CASES: tuple[SSDScanCase, ...] = (
     SSDScanCase(name="one_group", counts=(5, 1), num_groups=1),
     SSDScanCase(name="a_group_per_head", counts=(1, 1), num_groups=4),
     SSDScanCase(name="only_padding", counts=(0, 0), num_padding=4),
+    # Chunks that begin and end within a request, few tokens, and no tokens.
+    SSDScanCase(
+        name="chunks",
+        counts=(70, 0, 1, 9, 140),
+        num_padding=3,
+        first_positions=(0, 5, 63, 60, 30),
+    ),
     SSDScanCase(name="bfloat16", counts=(4, 1), dtype="bfloat16"),
 )
 

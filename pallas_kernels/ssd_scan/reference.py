@@ -14,6 +14,7 @@ def ssd_scan_reference(
     states: jax.Array,  # f32[num_reqs, num_heads, head_dim, state_size]
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
+    positions: jax.Array | None = None,  # i32[num_tokens]
     has_one_token_each: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.ssd_scan`."""

@@ -3,9 +3,15 @@
 import numpy as np
 import pytest
 
-from pallas_kernels.gated_delta_rule.cases import CASES, build_inputs
+from pallas_kernels.gated_delta_rule.cases import CASES, GatedDeltaRuleCase, build_inputs
 from pallas_kernels.gated_delta_rule.reference import gated_delta_rule_reference
 from pallas_kernels.gated_delta_rule.xla import gated_delta_rule_xla
+
+
+def in_chunks(*arrays):
+    """The body with `positions` as its last array."""
+    *arrays, positions = arrays
+    return gated_delta_rule_xla(*arrays, positions=positions)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -14,9 +20,12 @@ def test_equals_the_reference(case, run_jitted):
     wanted, wanted_states = run_jitted(gated_delta_rule_reference, *arrays)
     num_used, has_tokens = sum(case.counts), np.array(case.counts) > 0
     for has_one_token_each in {False, case.has_one_token_each}:
-        out, states = run_jitted(
-            gated_delta_rule_xla, *arrays, has_one_token_each=has_one_token_each
-        )
+        if case.positions is not None:
+            out, states = run_jitted(in_chunks, *arrays, case.positions)
+        else:
+            out, states = run_jitted(
+                gated_delta_rule_xla, *arrays, has_one_token_each=has_one_token_each
+            )
         np.testing.assert_allclose(out[:num_used], wanted[:num_used], rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(
             states[has_tokens], wanted_states[has_tokens], rtol=1e-4, atol=1e-5
@@ -35,4 +44,23 @@ def test_cutting_a_prompt_changes_nothing(run_jitted):
     rest, states = run_jitted(gated_delta_rule_xla, *(x[cut:] for x in tokens), states, rest_starts)
     num_used = sum(case.counts)
     np.testing.assert_array_equal(np.concatenate([first, rest])[:num_used], whole[:num_used])
+    np.testing.assert_array_equal(states, last)
+
+
+def test_cutting_a_prompt_between_chunks_changes_nothing(run_jitted):
+    case = GatedDeltaRuleCase(name="prompt", counts=(200,), first_positions=(10,))
+    *tokens, states, starts = build_inputs(case)
+    whole, last = run_jitted(in_chunks, *tokens, states, starts, case.positions)
+    parts = []
+    # The positions 64 and 192.
+    for begin, end in ((0, 54), (54, 182), (182, 200)):
+        part, states = run_jitted(
+            in_chunks,
+            *(array[begin:end] for array in tokens),
+            states,
+            np.array([0, end - begin], np.int32),
+            case.positions[begin:end],
+        )
+        parts.append(part)
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
     np.testing.assert_array_equal(states, last)
