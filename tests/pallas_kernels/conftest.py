@@ -10,10 +10,13 @@ from tests.quick_compile import quick_jit
 
 @pytest.fixture(scope="session")
 def run_jitted():
-    """Runs `function(*args)` as one compiled program; keyword arguments are static."""
+    """Runs `function(*args)` as one compiled program; keyword arguments are static.
+
+    The results are NumPy's arrays: a slice of JAX's would be another program.
+    """
 
     def run(function, *args, **static_kwargs):
-        return quick_jit(function, **static_kwargs)(*args)
+        return jax.device_get(quick_jit(function, **static_kwargs)(*args))
 
     return run
 
