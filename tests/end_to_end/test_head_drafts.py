@@ -118,7 +118,8 @@ def plain_runners():
 @pytest.fixture(
     scope="module",
     params=[
-        ("mtp", False),
+        # A program with experts takes several times as long to compile.
+        pytest.param(("mtp", False), marks=pytest.mark.slow),
         ("eagle3", False),
         ("draft_model", False),
         pytest.param(("mtp", True), marks=pytest.mark.slow),
