@@ -59,7 +59,8 @@ class LLM:
     fork of the process that created it, every call raises ForkedProcessError.
 
     Args:
-        model: Folder of a Hugging Face checkpoint or name on the hub; None is the built-in demo.
+        model: Folder of a Hugging Face checkpoint, name on the hub, or GGUF file; None is the
+            built-in demo.
         dtype: "auto" is float32 on the CPU, and the checkpoint's dtype on other devices.
         seed: Seed of random weights, and of requests without a seed.
         revision: Branch, tag or commit of a model on the hub.

@@ -13,6 +13,7 @@ from models.config.split_over_devices import check_split
 from models.errors import ModelError
 from models.loading.check_weights import HEAD_WEIGHT
 from models.loading.checkpoint import Checkpoint
+from models.loading.gguf import GGUFCheckpoint
 from models.loading.kernel_encoder import KernelEncoder, ProductDtype, Quantization
 from models.loading.loaded_model import LoadedModel
 from models.loading.module_structure import ModuleStructure
@@ -50,11 +51,12 @@ def load_model(
     """Loads a model onto the default device, or onto the devices of a mesh.
 
     Args:
-        model: A folder in Hugging Face layout, or a hub name such as "Qwen/Qwen3-0.6B".
+        model: A folder in Hugging Face layout, a GGUF file, or a hub name such as
+            "Qwen/Qwen3-0.6B".
         dtype: The dtype of loaded weights. "auto" is `Platform.weight_dtype` of the dtype in
             config.json or, if it has none, of most numbers in the checkpoint.
-        load_format: "auto" reads safetensors, the only format so far; "dummy" needs only
-            config.json and draws random weights.
+        load_format: "auto" reads safetensors or the GGUF file; "dummy" needs only config.json and
+            draws random weights.
         seed: Of the random weights.
         has_unified_kv: Layers with a sliding window keep all keys and values, as the others do.
         max_model_len: Most tokens of a request, for `ModelConfig.for_length`.
@@ -94,7 +96,7 @@ def load_model(
     if load_format != "dummy":
         folder = resolve_model_folder(model)
     config = dataclasses.replace(config, has_unified_kv=has_unified_kv).for_length(max_model_len)
-    files = None if load_format == "dummy" else SafetensorsCheckpoint(folder)
+    files = None if load_format == "dummy" else _open_files(folder)
     if config.dtype is None:
         own_dtype = "float32" if files is None else files.main_dtype
         config = dataclasses.replace(config, dtype=own_dtype)
@@ -102,8 +104,8 @@ def load_model(
     checkpoint = None if files is None else open_weights(files, dtype)
     if quantization == "checkpoint" and not isinstance(checkpoint, DequantizedCheckpoint):
         raise ModelError(
-            f"quantization is 'checkpoint', and {folder} has no quantized weights to read. Use "
-            "none, int8, int4 or fp8."
+            f"quantization is 'checkpoint', which keeps the numbers of safetensors files, and "
+            f"{folder} has no quantized ones. Use none, int8, int4 or fp8."
         )
     model_class = family_class(config.architecture, model_impl=model_impl)
 
@@ -131,8 +133,14 @@ def load_model(
     )
 
 
-def open_weights(files: SafetensorsCheckpoint, dtype: ModelDtype) -> Checkpoint:
+def _open_files(folder: Path) -> SafetensorsCheckpoint | GGUFCheckpoint:
+    return GGUFCheckpoint(folder) if folder.is_file() else SafetensorsCheckpoint(folder)
+
+
+def open_weights(files: SafetensorsCheckpoint | GGUFCheckpoint, dtype: ModelDtype) -> Checkpoint:
     """Returns the files, or a view of them with dequantized weights."""
+    if isinstance(files, GGUFCheckpoint):
+        return files
     weight_format = read_weight_format(files.folder)
     if weight_format is None:
         return files

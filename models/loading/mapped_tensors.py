@@ -74,9 +74,13 @@ class MappedTensors:
 
         The system reads them again from the file if a view of the tensor is used later.
         """
-        if self._map is None or not sys.platform.startswith("linux"):
-            return
-        start, end = (self._start + offset for offset in self._header[name]["data_offsets"])
-        start -= start % mmap.PAGESIZE
-        if end > start:
-            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
+        if self._map is not None:
+            start, end = (self._start + offset for offset in self._header[name]["data_offsets"])
+            release_pages(self._map, start, end)
+
+
+def release_pages(mapped: mmap.mmap, start: int, end: int) -> None:
+    """Takes the pages of a part of a mapped file out of the memory of this process, on Linux."""
+    start -= start % mmap.PAGESIZE
+    if end > start and sys.platform.startswith("linux"):
+        mapped.madvise(mmap.MADV_DONTNEED, start, end - start)

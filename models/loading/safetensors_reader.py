@@ -160,7 +160,7 @@ def _no_files(folder: Path) -> CheckpointNotFoundError:
     found = sorted(path.name for path in folder.iterdir())
     return CheckpointNotFoundError(
         f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; it contains {_listed(found)}. "
-        "Weights in other formats (*.bin, *.pth, *.gguf) are not read: use the safetensors release "
+        "Weights in other formats (*.bin, *.pth) are not read: use the safetensors release "
         "of the model, or load_format='dummy' for random weights."
     )
 

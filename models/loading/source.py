@@ -9,6 +9,7 @@ import huggingface_hub
 from models.config.fields import read_token_ids
 from models.config.model_config import ModelConfig
 from models.errors import CheckpointNotFoundError, ModelConfigError
+from models.loading.gguf import GGUF_SUFFIX, find_gguf_file, make_config, read_gguf
 from models.loading.json_file import read_json_object
 from models.loading.quantized import WeightFormat, find_weight_format
 from models.model_impl import AUTO
@@ -23,12 +24,17 @@ WEIGHT_FILE_PATTERNS = ("model.safetensors", "model-*.safetensors")
 
 
 def resolve_model_folder(
-    model: str | Path, *, with_weights: bool = True, revision: str | None = None
+    model: str | Path,
+    *,
+    with_weights: bool = True,
+    revision: str | None = None,
 ) -> Path:
     """Returns the local folder of a model, downloading a hub repository where needed.
 
+    Instead of a folder that contains nothing but one GGUF file, it returns the path of this file.
+
     Args:
-        model: A folder, or a hub name such as "Qwen/Qwen3-0.6B".
+        model: A folder, a GGUF file, or a hub name such as "Qwen/Qwen3-0.6B".
         with_weights: False fetches only the configuration and the tokenizer.
         revision: Branch, tag or commit of the hub repository; None is the main branch. It has no
             effect for a folder.
@@ -44,11 +50,14 @@ def resolve_model_folder(
                 "revision %r has no effect: %s is a folder, and its files are used as they are.",
                 *(revision, folder),
             )
-        return folder
+        return find_gguf_file(folder) or folder
     if folder.is_file():
+        if folder.suffix == GGUF_SUFFIX:
+            return folder
         raise CheckpointNotFoundError(
             f"model {str(model)!r} is a file; it must be a folder with config.json and "
-            "*.safetensors files, or the name of a Hub repository such as 'Qwen/Qwen3-0.6B'."
+            "*.safetensors files, a GGUF file, or the name of a Hub repository such as "
+            "'Qwen/Qwen3-0.6B'."
         )
     patterns = [*SMALL_FILE_PATTERNS, *(WEIGHT_FILE_PATTERNS if with_weights else ())]
     try:
@@ -66,8 +75,8 @@ def resolve_model_folder(
             f"model {str(model)!r}{_at(revision)} is neither a folder nor a hub repository that "
             f"can be downloaded ({type(error).__name__}: {reason}). It must be a folder with "
             "config.json and *.safetensors files, or a name such as 'Qwen/Qwen3-0.6B'. Check the "
-            "spelling and the network, log in with `hf auth login` if the repository is gated, or "
-            "use a downloaded folder."
+            "spelling and the network, log in with `hf auth login` if the repository is "
+            "gated, or use a downloaded folder."
         ) from error
 
 
@@ -124,6 +133,8 @@ def read_config_file(folder: Path) -> dict[str, object]:
     Raises:
         ModelConfigError: The file is missing or malformed.
     """
+    if folder.suffix == GGUF_SUFFIX and folder.is_file():
+        return make_config(read_gguf(folder))
     path = folder / "config.json"
     if not path.exists() and (folder / "adapter_config.json").is_file():
         raise ModelConfigError(

@@ -38,8 +38,8 @@ class ModelConfig:
     """The model, its precision and its length limit."""
 
     model: str | None = setting(
-        "folder of a Hugging Face checkpoint, or its name on the hub; the embedded demo model if "
-        "left out",
+        "folder of a Hugging Face checkpoint, its name on the hub, or a GGUF file; the embedded "
+        "demo model if left out",
         None,
     )
     revision: str | None = setting(
@@ -92,7 +92,9 @@ class ModelConfig:
         None,
         spellings={"auto": FIT_MEMORY},
     )
-    load_format: LoadFormat = setting("auto reads safetensors; dummy makes random weights", "auto")
+    load_format: LoadFormat = setting(
+        "auto reads safetensors or GGUF; dummy makes random weights", "auto"
+    )
     model_impl: str = setting(
         "class that runs the model: auto is paxkv's class for the architecture in config.json; "
         "module:Class or path/to/file.py:Class is a class of your own, in a module on Python's "

@@ -67,7 +67,7 @@ def read_generation_config(folder: Path, *, without: Collection[str] = ()) -> Ge
     path = folder / GENERATION_CONFIG_FILE
     try:
         fields = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return GenerationConfig()
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(

@@ -40,7 +40,9 @@ def load_text_parts(config: ModelConfig, folder: Path) -> TextParts:
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
         logger.warning(
-            "%s has no tokenizer.json: prompts must be token ids, and answers have no text.", folder
+            "%s has no tokenizer.json: prompts must be token ids, and answers have no text. "
+            "--tokenizer names a folder or hub repository that has one.",
+            folder,
         )
     options = {
         "special_tokens": tokenizer.special_tokens if tokenizer is not None else {},

@@ -130,9 +130,9 @@ def test_repository_of_the_cache_is_answered_with_its_snapshot(tmp_path):
 
 
 def test_file_in_place_of_a_folder_is_named(tmp_path):
-    path = tmp_path / "model.gguf"
+    path = tmp_path / "model.bin"
     path.write_bytes(b"")
     with pytest.raises(
-        CheckpointNotFoundError, match=r"model\.gguf' is a file; it must be a folder"
+        CheckpointNotFoundError, match=r"model\.bin' is a file; it must be a folder"
     ):
         source.resolve_model_folder(path)

@@ -1,0 +1,7 @@
+"""GGUF files: their tensors, and a config.json made from their metadata."""
+
+from models.loading.gguf.gguf_checkpoint import GGUFCheckpoint
+from models.loading.gguf.gguf_config import make_config
+from models.loading.gguf.gguf_file import GGUF_SUFFIX, find_gguf_file, read_gguf
+
+__all__ = ["GGUF_SUFFIX", "GGUFCheckpoint", "find_gguf_file", "make_config", "read_gguf"]
