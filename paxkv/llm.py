@@ -66,6 +66,8 @@ class LLM:
         revision: Branch, tag or commit of a model on the hub.
         tokenizer: Folder or hub name of another tokenizer.
         tokenizer_revision: Branch, tag or commit of `tokenizer`.
+        hf_token: Access token of the hub. None and True are `HF_TOKEN`, or the token of `hf auth
+            login`.
         served_model_name: Name in `model_info`.
         max_model_len: Maximum of prompt and output tokens together. None is the model's limit; see
             `ModelConfig.max_model_len`. "auto" or -1 lowers this limit to what fits in memory.
@@ -105,6 +107,7 @@ class LLM:
         revision: str | None = None,
         tokenizer: str | Path | None = None,
         tokenizer_revision: str | None = None,
+        hf_token: str | bool | None = None,
         served_model_name: str | Sequence[str] | None = None,
         max_model_len: int | str | None = None,
         load_format: LoadFormat | None = "auto",
@@ -132,6 +135,7 @@ class LLM:
             revision=revision,
             tokenizer=None if tokenizer is None else str(tokenizer),
             tokenizer_revision=tokenizer_revision,
+            hf_token=None if hf_token is True else hf_token,
             served_model_name=_as_names(served_model_name),
             max_model_len=unspelled(ModelConfig, "max_model_len", max_model_len),
             load_format=load_format,

@@ -28,6 +28,7 @@ def resolve_model_folder(
     *,
     with_weights: bool = True,
     revision: str | None = None,
+    token: str | None = None,
 ) -> Path:
     """Returns the local folder of a model, downloading a hub repository where needed.
 
@@ -38,6 +39,7 @@ def resolve_model_folder(
         with_weights: False fetches only the configuration and the tokenizer.
         revision: Branch, tag or commit of the hub repository; None is the main branch. It has no
             effect for a folder.
+        token: The hub's access token; None is `HF_TOKEN`, or the token of `hf auth login`.
 
     Raises:
         CheckpointNotFoundError: The model is neither a folder nor a hub repository that can be
@@ -65,7 +67,7 @@ def resolve_model_folder(
         # is first used, which takes a seventh of the time of all imports of a server.
         return Path(
             huggingface_hub.snapshot_download(
-                str(model), revision=revision, allow_patterns=patterns
+                str(model), revision=revision, allow_patterns=patterns, token=token
             )
         )
     # ValueError: the name cannot be the name of a repository.
@@ -75,8 +77,8 @@ def resolve_model_folder(
             f"model {str(model)!r}{_at(revision)} is neither a folder nor a hub repository that "
             f"can be downloaded ({type(error).__name__}: {reason}). It must be a folder with "
             "config.json and *.safetensors files, or a name such as 'Qwen/Qwen3-0.6B'. Check the "
-            "spelling and the network, log in with `hf auth login` if the repository is "
-            "gated, or use a downloaded folder."
+            "spelling and the network, log in with `hf auth login` or set HF_TOKEN if the "
+            "repository is gated, or use a downloaded folder."
         ) from error
 
 

@@ -55,6 +55,13 @@ class ModelConfig:
         "model's own, else the main branch",
         None,
     )
+    hf_token: str | None = setting(
+        "access token of the hub, for gated repositories. If left out, it is HF_TOKEN, or the "
+        "token of `hf auth login`. Other users of the machine can see the flags of a process, but "
+        "not its variables",
+        None,
+        is_secret=True,
+    )
     served_model_name: tuple[str, ...] = setting(
         "names in the API; answers contain the first one. The value of --model if left out", ()
     )
@@ -146,6 +153,12 @@ class ModelConfig:
         for name in ("revision", "tokenizer", "tokenizer_revision"):
             if not (getattr(self, name) is None or isinstance(getattr(self, name), str)):
                 raise ConfigError(f"{name} must be a string, got {getattr(self, name)!r}.")
+        if self.hf_token is not None and not (isinstance(self.hf_token, str) and self.hf_token):
+            kind = type(self.hf_token).__name__
+            raise ConfigError(
+                f"hf_token must be an access token of the hub, got a {kind} without one. Without "
+                "the setting, HF_TOKEN or the token of `hf auth login` is used."
+            )
         strings("served_model_name", self.served_model_name)
         if self.model is None and len(self.served_model_name) > 1:
             # `--served-model-name demo PATH` must not serve the demo model under the name PATH.

@@ -240,7 +240,6 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     *_ignored_switches(_NO_REMOTE_CODE, "--trust-remote-code"),
     *_ignored(_NO_REMOTE_CODE, "--code-revision"),
     *_ignored("set HF_HOME instead", "--download-dir"),
-    *_ignored("set HF_TOKEN instead", "--hf-token", False, num_values="?"),
     *_ignored("only the needed files are downloaded", "--ignore-patterns", num_values="+"),
     *_ignored(
         "a terminal shows a progress bar, other outputs do not",

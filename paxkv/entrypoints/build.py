@@ -297,7 +297,9 @@ def _model_folder(config: EngineConfig) -> Path:
     if model.model is None:
         folder = Path(str(importlib.resources.files("models.demo") / "checkpoint"))
     else:
-        folder = resolve_model_folder(model.model, with_weights=False, revision=model.revision)
+        folder = resolve_model_folder(
+            model.model, with_weights=False, revision=model.revision, token=model.hf_token
+        )
     hf_config = read_model_config(
         folder,
         generation_folder=generation_config_folder(model.generation_config, folder),
@@ -309,7 +311,9 @@ def _model_folder(config: EngineConfig) -> Path:
         mtp_config(hf_config)
     is_on_hub = model.model is not None and not Path(model.model).expanduser().is_dir()
     if is_on_hub and model.load_format != "dummy":
-        folder = resolve_model_folder(model.model, with_weights=True, revision=model.revision)
+        folder = resolve_model_folder(
+            model.model, with_weights=True, revision=model.revision, token=model.hf_token
+        )
     return folder
 
 
@@ -321,6 +325,7 @@ def _text_folder(config: ModelConfig, model_folder: Path) -> Path:
         config.tokenizer or config.model or model_folder,
         with_weights=False,
         revision=config.tokenizer_revision,
+        token=config.hf_token,
     )
 
 

@@ -21,15 +21,18 @@ def test_revision_of_a_folder_has_no_effect_and_says_so(tmp_path, caplog):
 
 
 def test_hub_name_is_downloaded_without_weights_in_other_formats(tmp_path, monkeypatch):
-    calls = []
+    calls, tokens = [], []
 
-    def fake_download(name, revision, allow_patterns):
+    def fake_download(name, revision, allow_patterns, token):
         calls.append((name, revision, allow_patterns))
+        tokens.append(token)
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake_download)
     assert source.resolve_model_folder("some-org/some-model") == tmp_path
-    source.resolve_model_folder("some-org/some-model", with_weights=False, revision="v2")
+    options = {"with_weights": False, "revision": "v2", "token": "hf_geheim"}
+    source.resolve_model_folder("some-org/some-model", **options)
+    assert tokens == [None, "hf_geheim"]
     [(name, revision, patterns), (_, other_revision, small_patterns)] = calls
     assert (name, revision, other_revision) == ("some-org/some-model", None, "v2")
     assert "model-*.safetensors" in patterns
@@ -40,7 +43,7 @@ def test_hub_name_is_downloaded_without_weights_in_other_formats(tmp_path, monke
 
 
 def test_unreachable_hub_says_what_to_check(monkeypatch):
-    def offline(name, revision, allow_patterns):
+    def offline(name, revision, allow_patterns, token):
         raise huggingface_hub.errors.LocalEntryNotFoundError("no network and not cached")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
@@ -55,7 +58,7 @@ def test_unreachable_hub_says_what_to_check(monkeypatch):
 
 
 def test_failure_without_a_message_is_reported_too(monkeypatch):
-    def broken(name, revision, allow_patterns):
+    def broken(name, revision, allow_patterns, token):
         raise TimeoutError
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", broken)

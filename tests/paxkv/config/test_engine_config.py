@@ -145,3 +145,11 @@ def test_draft_heads_are_refused_on_several_devices():
     EngineConfig(runner=runner)
     with pytest.raises(ConfigError, match="method 'mtp' .* got tensor_parallel_size=2"):
         EngineConfig(runner=runner, parallel=ParallelConfig(tensor_parallel_size=2))
+
+
+@pytest.mark.parametrize("token", ["", False, 5])
+def test_hub_token_must_be_a_string_and_is_never_shown(token):
+    with pytest.raises(ConfigError, match="hf_token must be an access token of the hub"):
+        ModelConfig(hf_token=token)
+    config = ModelConfig(hf_token="hf_geheim")
+    assert config.hf_token == "hf_geheim" and "hf_geheim" not in repr(config)

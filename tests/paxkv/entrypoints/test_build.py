@@ -221,10 +221,10 @@ def test_chat_template_comes_from_the_folder_of_the_tokenizer(
         return other
 
     monkeypatch.setattr("paxkv.entrypoints.build.resolve_model_folder", resolve)
-    build_core(config_for(model, revision="v1", tokenizer_revision="v2"))
+    build_core(config_for(model, revision="v1", tokenizer_revision="v2", hf_token="hf_geheim"))
     assert asked == [
-        (str(model), {"with_weights": False, "revision": "v1"}),
-        (str(model), {"with_weights": False, "revision": "v2"}),
+        (str(model), {"with_weights": False, "revision": "v1", "token": "hf_geheim"}),
+        (str(model), {"with_weights": False, "revision": "v2", "token": "hf_geheim"}),
     ]
 
 
@@ -238,7 +238,7 @@ def test_weights_are_downloaded_after_config_json_is_checked(
 ) -> None:
     asked = []
 
-    def resolve(name: str, *, with_weights: bool, revision: str) -> Path:
+    def resolve(name: str, *, with_weights: bool, revision: str, token: str) -> Path:
         asked.append(with_weights)
         return tmp_path
 

@@ -23,7 +23,6 @@ NEUTRAL = {
     "enforce_eager": False,
     "enable_return_routed_experts": False,
     "disable_custom_all_reduce": False,
-    "hf_token": None,
     "hf_overrides": None,
     "mm_processor_kwargs": None,
     "pooler_config": None,

@@ -52,7 +52,9 @@ def test_formats_and_keys_are_vllms(start_server):
 def test_settings_are_the_given_ones_with_what_the_engine_decided():
     config = EngineConfig(
         model=ModelConfig(
-            served_model_name=("other",), override_generation_config=GenerationConfig(top_k=5)
+            served_model_name=("other",),
+            hf_token=SECRET,
+            override_generation_config=GenerationConfig(top_k=5),
         ),
         cache=CacheConfig(prefix_caching_seed=SECRET, num_gpu_blocks_override=7),
         scheduler=SchedulerConfig(max_num_seqs=5),
