@@ -16,6 +16,7 @@ from models.loading.checkpoint import Checkpoint
 from models.loading.gguf import GGUFCheckpoint
 from models.loading.kernel_encoder import KernelEncoder, ProductDtype, Quantization
 from models.loading.loaded_model import LoadedModel
+from models.loading.mistral_files import MistralCheckpoint, has_mistral_files
 from models.loading.module_structure import ModuleStructure
 from models.loading.quantized import DequantizedCheckpoint
 from models.loading.safetensors_reader import SafetensorsCheckpoint
@@ -134,7 +135,9 @@ def load_model(
 
 
 def _open_files(folder: Path) -> SafetensorsCheckpoint | GGUFCheckpoint:
-    return GGUFCheckpoint(folder) if folder.is_file() else SafetensorsCheckpoint(folder)
+    if folder.is_file():
+        return GGUFCheckpoint(folder)
+    return MistralCheckpoint(folder) if has_mistral_files(folder) else SafetensorsCheckpoint(folder)
 
 
 def open_weights(files: SafetensorsCheckpoint | GGUFCheckpoint, dtype: ModelDtype) -> Checkpoint:

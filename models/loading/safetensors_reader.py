@@ -56,8 +56,11 @@ class _Files:
 class SafetensorsCheckpoint:
     """The weights of one folder. Headers are read on construction, data on `read`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, single_file: str | None = None) -> None:
         """Opens every file once and lists its weights.
+
+        Args:
+            single_file: The name of the only file; None finds the files by their usual names.
 
         Raises:
             CheckpointNotFoundError: There are no weight files, or a file is missing.
@@ -67,7 +70,7 @@ class SafetensorsCheckpoint:
         self.folder = folder
         self.weights: dict[str, StoredWeight] = {}
         self._mapped: dict[Path, MappedTensors] = {}
-        files = _find_files(folder)
+        files = _find_files(folder) if single_file is None else _one_file(folder / single_file)
         for path in files.paths:
             for name, weight in _read_header(path).items():
                 if files.of_weights.get(name, path) == path or name not in self.weights:
@@ -145,6 +148,12 @@ def _find_files(folder: Path) -> _Files:
     return _Files(
         paths=sorted(path for path, match in shards.items() if int(match[2]) == num_shards)
     )
+
+
+def _one_file(path: Path) -> _Files:
+    if not path.is_file():
+        raise CheckpointNotFoundError(f"{describe_missing(path)} Download it.")
+    return _Files(paths=[path])
 
 
 def _no_files(folder: Path) -> CheckpointNotFoundError:

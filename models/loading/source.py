@@ -11,6 +11,7 @@ from models.config.model_config import ModelConfig
 from models.errors import CheckpointNotFoundError, ModelConfigError
 from models.loading.gguf import GGUF_SUFFIX, find_gguf_file, make_config, read_gguf
 from models.loading.json_file import read_json_object
+from models.loading.mistral_files import has_mistral_files, make_mistral_config
 from models.loading.quantized import WeightFormat, find_weight_format
 from models.model_impl import AUTO
 from models.registry import read_config
@@ -137,6 +138,8 @@ def read_config_file(folder: Path) -> dict[str, object]:
     """
     if folder.suffix == GGUF_SUFFIX and folder.is_file():
         return make_config(read_gguf(folder))
+    if has_mistral_files(folder):
+        return make_mistral_config(folder)
     path = folder / "config.json"
     if not path.exists() and (folder / "adapter_config.json").is_file():
         raise ModelConfigError(

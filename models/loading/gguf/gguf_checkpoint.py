@@ -12,6 +12,7 @@ from models.config.model_config import ModelDtype
 from models.errors import CheckpointError, ModelError
 from models.loading.gguf.gguf_config import ROPE_FACTORS, name_in_checkpoint, num_rotated_heads
 from models.loading.gguf.gguf_file import read_gguf
+from models.loading.halves_of_heads import halves_of_heads
 from models.loading.mapped_tensors import release_pages
 from models.loading.safetensors_reader import StoredWeight
 
@@ -76,18 +77,12 @@ class GGUFCheckpoint:
                 )
         weight_np = weight_np.reshape(tensor.shape)
         num_heads = num_rotated_heads(self._file, tensor.name)
-        return weight_np if num_heads is None else _halves_of_heads(weight_np, num_heads)
+        return weight_np if num_heads is None else halves_of_heads(weight_np, num_heads)
 
     def release(self, name: str) -> None:
         """See `Checkpoint.release`."""
         tensor = self._file.tensors[self.weights[name].name]
         release_pages(self._file.data, tensor.start, tensor.start + tensor.num_bytes)
-
-
-def _halves_of_heads(weight_np: np.ndarray, num_heads: int) -> np.ndarray:
-    """Puts the even rows of each head before the odd ones. Row i then rotates with i + half."""
-    in_pairs = weight_np.reshape(num_heads, -1, 2, *weight_np.shape[1:])
-    return in_pairs.swapaxes(1, 2).reshape(weight_np.shape)
 
 
 def _import_gguf(path: Path) -> types.ModuleType:
