@@ -252,15 +252,14 @@ class KVCacheManager:
             return None
 
         if coordinator.state_managers:
-            num_blocks_to_allocate += coordinator.plan_slots(
-                request, hits.blocks, num_computed_tokens, num_spare_blocks
-            )
+            coordinator.plan_slots(request, hits.blocks, num_computed_tokens, num_spare_blocks)
         if new_computed_blocks is not None or num_external_computed_tokens > 0:
             self._start_block_tables(
                 request, hits, num_new_computed_tokens, num_external_computed_tokens
             )
         new_blocks = self.empty_kv_cache_blocks
-        if num_blocks_to_allocate > 0:
+        # A new slot of states may be one that the request holds already.
+        if num_blocks_to_allocate > 0 or coordinator.state_managers:
             blocks = coordinator.allocate_new_blocks(
                 request_id, num_slots, num_encoder_tokens, num_computed_tokens, num_main_tokens
             )
@@ -313,8 +312,11 @@ class KVCacheManager:
             if no state is to be saved, or there is no room.
         """
         managers = self.coordinator.state_managers
-        num_blocks = sum(manager.kv_cache_spec.num_slot_blocks for manager in managers)
+        num_blocks = sum(manager.num_blocks_to_switch(request.request_id) for manager in managers)
         if self._state_block_size is None or num_blocks > self.block_pool.get_num_free_blocks():
+            return None
+        # All groups change their slots at one position.
+        if any(manager.has_switched(request.request_id) for manager in managers):
             return None
         position = 0
         blocks = list(self.empty_kv_cache_blocks.blocks)
@@ -329,9 +331,9 @@ class KVCacheManager:
         """
         self.coordinator.finish_step()
 
-    def free_oldest_fork_state(self) -> bool:
-        """Frees a state that a running request keeps for its forks; False if there is none."""
-        freed = [manager.free_oldest_fork_state() for manager in self.coordinator.state_managers]
+    def free_spare_slot(self) -> bool:
+        """Frees a slot that a running request has beside its own; False if there is none."""
+        freed = [manager.free_spare_slot() for manager in self.coordinator.state_managers]
         return any(freed)
 
     def get_max_tokens_before_allocate(

@@ -55,7 +55,8 @@ class DecodeBursts:
         ]
         num_steps = min(max_decode_steps, max(num_left))
         while num_steps > 1 and not self._has_room(requests, num_left, num_steps):
-            num_steps //= 2
+            if not self._manager.free_spare_slot():
+                num_steps //= 2
         if num_steps > 1:
             plan.num_decode_steps = num_steps
             for request, num_left_tokens in zip(requests, num_left, strict=True):

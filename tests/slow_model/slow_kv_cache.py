@@ -255,8 +255,10 @@ class SlowKVCache:
 
     def switch(self, request, end):
         """Saves a state in the middle of a burst; returns the position after it, or None."""
-        num_blocks = sum(states.size for states in self.states.values())
+        num_blocks = sum(s.cost_of_new(request.request_id) for s in self.states.values())
         if not self.saves_states or num_blocks > len(self.pool.free):
+            return None
+        if any(request.request_id in states.switched for states in self.states.values()):
             return None
         positions = []
         for group, states in self.states.items():
@@ -268,8 +270,8 @@ class SlowKVCache:
         for states in self.states.values():
             states.finish_step()
 
-    def free_oldest_fork(self):
-        return any([states.free_oldest_fork() for states in self.states.values()])
+    def free_spare(self):
+        return any([states.free_spare() for states in self.states.values()])
 
     def read_tables(self, req_id):
         """The tables, with the slots from which the step that is being decided reads."""

@@ -122,7 +122,8 @@ class SlowScheduler:
                     if position is not None:
                         step.slot_switches[request.request_id] = position
                 return
-            num_steps = num_steps // 2
+            if not self.kv.free_spare():
+                num_steps = num_steps // 2
 
     def schedule_running(self):
         for request in list(self.running):
@@ -464,7 +465,7 @@ class SlowScheduler:
         return self.kv.pool.reset()
 
     def release_oldest_kept(self):
-        if self.kv.free_oldest_fork():
+        if self.kv.free_spare():
             return True
         if not self.kept:
             return False

@@ -46,10 +46,12 @@ class SlowStates:
         self.slots = {}
         # Saved states, the least recently used first.
         self.saved = []
-        # Request id -> its states that were saved while it decodes, oldest first.
+        # Request id -> states that were saved while it decodes, oldest first. It holds their slots.
         self.rolling = {}
         self.switched = set()
         self.is_fresh = False
+        # Of the slots in `reads`: states that requests hold after the step.
+        self.rolling_reads = {}
 
     def current(self):
         """Saved states that a look-up finds."""
@@ -61,8 +63,14 @@ class SlowStates:
             wants = first is not None and self.pool.refs[first] == 0
         else:
             wants = self.should_save(request, computed, key)
-        self.is_fresh = wants and num_spare >= self.size
-        return self.size if self.is_fresh else 0
+        size = self.cost_of_new(request.request_id)
+        self.is_fresh = wants and num_spare >= size
+        return size if self.is_fresh else 0
+
+    def cost_of_new(self, req_id):
+        """Free blocks for another slot: none if two states are newer than the oldest one."""
+        rolling = self.rolling.get(req_id, [])
+        return 0 if len(rolling) >= 2 and self.pool.refs[rolling[0].slot[0]] == 1 else self.size
 
     def should_save(self, request, computed, key):
         if request.keeps_state and computed == request.num_prompt - 1:
@@ -117,16 +125,16 @@ class SlowStates:
         self.reads[req_id] = old
         if self.caching and computed % self.block_size == 0:
             self.save(state, key)
+            if state.is_rolling and state.key is not None and state in self.saved:
+                self.rolling_reads[req_id] = state
 
     def new_slot(self, req_id):
-        """That of the request's oldest rolling state, if two are newer; or free blocks."""
-        rolling = self.rolling.get(req_id, [])
-        if len(rolling) >= 2:
-            oldest = rolling.pop(0)
-            if oldest in self.current() and self.pool.refs[oldest.slot[0]] == 0:
+        """That of the request's oldest rolling state, if another is newer; or free blocks."""
+        if self.cost_of_new(req_id) == 0:
+            oldest = self.rolling[req_id].pop(0)
+            if oldest in self.current():
                 self.drop(oldest)
-                self.pool.take(oldest.slot)
-                return oldest.slot
+            return oldest.slot
         slot = self.pool.get_new(self.size)
         self.slots[slot[0]] = slot
         return slot
@@ -137,19 +145,18 @@ class SlowStates:
         state.key = key
         self.pool.cache(state.slot[0], key)
         self.saved = [s for s in self.saved if s.slot[0] != state.slot[0]] + [state]
-        if state.is_rolling:
-            self.rolling.setdefault(state.req_id, []).append(state)
-        current = self.current()
-        while len(current) > self.max_blocks // self.size:
-            self.drop(next((s for s in current if s.is_rolling), current[0]))
-            current = self.current()
+        while len(self.saved) > self.max_blocks // self.size:
+            oldest = self.saved[0]
+            if oldest in self.current():
+                self.pool.forget(oldest.slot[0])
+            self.saved.remove(oldest)
 
     def switch(self, request, end):
         """Takes a new slot from the last multiple within a burst on; returns that position."""
         req_id = request.request_id
         multiples = range(0, end, self.block_size)
         position = multiples[-1] if len(multiples) else 0
-        if position <= request.num_computed or req_id in self.switched:
+        if position <= request.num_computed:
             return None
         old = self.own[req_id]
         self.own[req_id] = self.new_slot(req_id)
@@ -162,25 +169,38 @@ class SlowStates:
         while self.unknown.get(req_id) and self.unknown[req_id][0].num_tokens <= num_tokens:
             state = self.unknown[req_id].pop(0)
             self.save(state, key_at(state.num_tokens))
-            self.pool.release_blocks(state.slot)
+            if state in self.saved:
+                self.rolling.setdefault(req_id, []).append(state)
+            else:
+                self.pool.release_blocks(state.slot)
 
     def finish_step(self):
-        for slot in self.reads.values():
-            self.pool.release_blocks(slot)
-        self.reads = {}
+        for req_id, slot in self.reads.items():
+            if req_id in self.rolling_reads:
+                self.rolling.setdefault(req_id, []).append(self.rolling_reads[req_id])
+            else:
+                self.pool.release_blocks(slot)
+        self.reads, self.rolling_reads = {}, {}
         self.switched = set()
 
     def free(self, req_id):
         slots = [self.own.pop(req_id)] if req_id in self.own else []
         slots += [state.slot for state in self.unknown.pop(req_id, [])]
         slots += [self.forks.pop(req_id).slot] if req_id in self.forks else []
+        slots += [state.slot for state in self.rolling.pop(req_id, [])]
         slots += [self.reads.pop(req_id)] if req_id in self.reads else []
         for slot in slots:
             self.pool.release_blocks(slot)
+        self.rolling_reads.pop(req_id, None)
         self.switched.discard(req_id)
-        self.rolling.pop(req_id, None)
 
-    def free_oldest_fork(self):
+    def free_spare(self):
+        for req_id, states in self.rolling.items():
+            state = states.pop(0)
+            if not states:
+                del self.rolling[req_id]
+            self.pool.release_blocks(state.slot)
+            return True
         if not self.forks:
             return False
         self.pool.release_blocks(self.forks.pop(next(iter(self.forks))).slot)

@@ -136,17 +136,15 @@ class KVCacheCoordinator(ABC):
         new_computed_blocks: GroupBlocks,
         num_computed_tokens: int,
         num_spare_blocks: int,
-    ) -> int:
+    ) -> None:
         """Decides whether the request writes new slots of states; see `MambaManager.plan_slot`."""
-        num_taken = 0
         for manager in self.state_managers:
-            num_taken += manager.plan_slot(
+            num_spare_blocks -= manager.plan_slot(
                 request,
                 new_computed_blocks[manager.kv_cache_group_id],
                 num_computed_tokens,
-                num_spare_blocks - num_taken,
+                num_spare_blocks,
             )
-        return num_taken
 
     def finish_step(self) -> None:
         """Releases blocks that only the step which has been decided needs."""

@@ -74,6 +74,8 @@ class MambaManager(SingleTypeKVCacheManager):
         # Slots that are held beside those in `req_to_blocks`, by request:
         # slots that requests read in the step that is being decided;
         self._read_slots: dict[str, list[KVCacheBlock]] = {}
+        # (with their states, if the requests hold them after the step)
+        self._rolling_reads: dict[str, SavedState] = {}
         # states of tokens that the host does not know yet;
         self._unknown: dict[str, list[SavedState]] = {}
         # and states from which other requests can fork.
@@ -124,11 +126,22 @@ class MambaManager(SingleTypeKVCacheManager):
             is_wanted = bool(new_computed_blocks) and new_computed_blocks[-1].ref_cnt == 0
         else:
             is_wanted = self._should_save(request, num_computed_tokens)
+            if self.saved_states.can_replace(request.request_id):
+                num_slot_blocks = 0
         takes_new_slot = is_wanted and num_spare_blocks >= num_slot_blocks
         self._plan = _Plan(
             request=request, num_computed_tokens=num_computed_tokens, takes_new_slot=takes_new_slot
         )
         return num_slot_blocks if takes_new_slot else 0
+
+    def has_switched(self, request_id: str) -> bool:
+        """Whether the request has a new slot in the step that is being decided."""
+        return request_id in self._switched
+
+    def num_blocks_to_switch(self, request_id: str) -> int:
+        """Number of free blocks that `switch_slot` allocates."""
+        can_replace = self.saved_states.can_replace(request_id)
+        return 0 if can_replace else self.kv_cache_spec.num_slot_blocks
 
     def allocate_new_computed_blocks(
         self,
@@ -190,7 +203,7 @@ class MambaManager(SingleTypeKVCacheManager):
         """
         request_id = request.request_id
         position = (num_tokens - 1) // self.block_size * self.block_size
-        if position <= request.num_computed_tokens or request_id in self._switched:
+        if position <= request.num_computed_tokens:
             return 0, []
         old = self.req_to_blocks[request_id]
         self.req_to_blocks[request_id] = new = self._get_new_slot(request_id)
@@ -209,15 +222,20 @@ class MambaManager(SingleTypeKVCacheManager):
         while unknown and unknown[0].num_tokens <= num_tokens:
             state = unknown.pop(0)
             self.saved_states.add(request, state)
-            self._free_blocks(state.blocks)
+            self._release_saved(request.request_id, state)
         if unknown is not None and not unknown:
             del self._unknown[request.request_id]
 
     def finish_step(self) -> None:
         """Releases the slots that the step reads: later steps may write them."""
-        for slot in self._read_slots.values():
-            self._free_blocks(slot)
+        for request_id, slot in self._read_slots.items():
+            state = self._rolling_reads.get(request_id)
+            if state is None:
+                self._free_blocks(slot)
+            else:
+                self.saved_states.hold(request_id, state)
         self._read_slots.clear()
+        self._rolling_reads.clear()
         self._switched.clear()
 
     def free(self, request_id: str, num_computed_tokens: int) -> None:
@@ -226,11 +244,18 @@ class MambaManager(SingleTypeKVCacheManager):
             self._free_blocks(slot)
         for held in (self.req_to_blocks, self._unknown, self._fork_states, self._read_slots):
             held.pop(request_id, None)
+        self._rolling_reads.pop(request_id, None)
         self._switched.discard(request_id)
-        self.saved_states.forget_request(request_id)
+        self.saved_states.pop_held(request_id)
 
-    def free_oldest_fork_state(self) -> bool:
-        """Frees the state that a request keeps for its forks; False if there is none."""
+    def free_spare_slot(self) -> bool:
+        """Frees a slot that a request has beside its own; False if there is none.
+
+        A saved state can still be found afterwards. A state that was kept for forks is lost.
+        """
+        for slot in self.saved_states.pop_held():
+            self._free_blocks(slot)
+            return True
         if not self._fork_states:
             return False
         state = self._fork_states.pop(next(iter(self._fork_states)))
@@ -245,6 +270,8 @@ class MambaManager(SingleTypeKVCacheManager):
             yield from slot
         for state in self._fork_states.values():
             yield from state.blocks
+        for slot in self.saved_states.all_held_slots():
+            yield from slot
         for states in self._unknown.values():
             for state in states:
                 yield from state.blocks
@@ -344,6 +371,8 @@ class MambaManager(SingleTypeKVCacheManager):
         self._read_slots[request_id] = slot
         if self.enable_caching and num_tokens % self.block_size == 0:
             self.saved_states.add(request, state)
+            if is_rolling and state.is_findable:
+                self._rolling_reads[request_id] = state
 
     def _keep_for_forks(
         self, request: CacheRequest, slot: list[KVCacheBlock], num_tokens: int
@@ -354,15 +383,20 @@ class MambaManager(SingleTypeKVCacheManager):
             self._fork_states[request.request_id] = state
 
     def _get_new_slot(self, request_id: str) -> list[KVCacheBlock]:
-        slot = self.saved_states.pop_replaceable(request_id)
-        if slot is not None:
-            self.block_pool.allocate_blocks(slot)
-        else:
-            slot = self.block_pool.get_new_blocks(self.kv_cache_spec.num_slot_blocks)
-            self._slots[slot[0].block_id] = slot
-            self._forget_old_slots()
+        if self.saved_states.can_replace(request_id):
+            return self.saved_states.pop_replaceable(request_id)
+        slot = self.block_pool.get_new_blocks(self.kv_cache_spec.num_slot_blocks)
         self.num_held_blocks += len(slot)
+        self._slots[slot[0].block_id] = slot
+        self._forget_old_slots()
         return slot
+
+    def _release_saved(self, request_id: str, state: SavedState) -> None:
+        """Holds the slot of a state for the request, if it can write it later; or frees it."""
+        if state.is_rolling and state.is_findable:
+            self.saved_states.hold(request_id, state)
+        else:
+            self._free_blocks(state.blocks)
 
     def _forget_old_slots(self) -> None:
         max_slots = self.block_pool.num_blocks // self.kv_cache_spec.num_slot_blocks
@@ -381,5 +415,6 @@ class MambaManager(SingleTypeKVCacheManager):
             yield state.blocks
         if request_id in self._fork_states:
             yield self._fork_states[request_id].blocks
+        yield from self.saved_states.held_slots(request_id)
         if request_id in self._read_slots:
             yield self._read_slots[request_id]

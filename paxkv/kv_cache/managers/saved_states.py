@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from paxkv.contracts.protocols import CacheRequest
 from paxkv.kv_cache.hashing.block_hash import BlockHashWithGroupId
@@ -34,12 +35,14 @@ class SavedStates:
     The first block of a saved slot has the hash of the tokens. Blocks of a slot are freed in their
     order, so the pool allocates the first one first: a slot that has lost a block has no hash.
 
+    A request that decodes writes its slots in turn: its newest two states are saved, and its next
+    slot is that of the oldest one. These slots are held while there is memory for them.
+
     Args:
         block_size: Tokens between two positions at which a state can be saved.
 
     Attributes:
-        max_blocks: Most blocks of saved slots. The least recently used are dropped beyond it, those
-            of decoding requests before those of prompts.
+        max_blocks: Most blocks of saved slots. The least recently used are dropped beyond it.
     """
 
     def __init__(self, block_pool: BlockPool, *, kv_cache_group_id: int, block_size: int) -> None:
@@ -48,9 +51,9 @@ class SavedStates:
         self._block_size = block_size
         self.max_blocks = block_pool.num_blocks
         # By the id of the first block, the least recently used first. An entry whose block has lost
-        # its hash is out of date.
+        # its hash is out of date, and counts until it is the first.
         self._states: OrderedDict[int, SavedState] = OrderedDict()
-        # Request id -> its states that were saved while it decodes, oldest first.
+        # Request id -> states that were saved while it decodes, oldest first. Their slots are held.
         self._rolling: dict[str, list[SavedState]] = {}
 
     def find(self, first_block: KVCacheBlock) -> SavedState:
@@ -72,6 +75,15 @@ class SavedStates:
         """Makes a state the most recently used one."""
         self._states.move_to_end(state.blocks[0].block_id)
 
+    def held_slots(self, request_id: str) -> list[list[KVCacheBlock]]:
+        """Slots that are held for a request that decodes."""
+        return [state.blocks for state in self._rolling.get(request_id, ())]
+
+    def all_held_slots(self) -> Iterator[list[KVCacheBlock]]:
+        for states in self._rolling.values():
+            for state in states:
+                yield state.blocks
+
     def add(self, request: CacheRequest, state: SavedState) -> None:
         """Adds a state to the prefix cache, unless it is there already."""
         if self.contains(request, state.num_tokens):
@@ -89,48 +101,50 @@ class SavedStates:
         state.key = first.block_hash
         self._states[first.block_id] = state
         self._states.move_to_end(first.block_id)
-        if state.is_rolling:
-            self._rolling.setdefault(request.request_id, []).append(state)
         self._drop_least_used()
+
+    def hold(self, request_id: str, state: SavedState) -> None:
+        """Keeps the slot of a state, which the caller holds, for a request that decodes."""
+        self._rolling.setdefault(request_id, []).append(state)
 
     def remove(self, state: SavedState) -> None:
         """Removes a state from the prefix cache."""
         del self._states[state.blocks[0].block_id]
         self._block_pool.evict(state.blocks[:1])
 
-    def pop_replaceable(self, request_id: str) -> list[KVCacheBlock] | None:
-        """Removes a state of a decoding request that newer ones replace, and returns its slot.
+    def can_replace(self, request_id: str) -> bool:
+        """Whether `pop_replaceable` finds a slot."""
+        rolling = self._rolling.get(request_id, ())
+        return len(rolling) >= 2 and rolling[0].blocks[0].ref_cnt == 1
+
+    def pop_replaceable(self, request_id: str) -> list[KVCacheBlock]:
+        """Removes the oldest state of a decoding request. The caller then holds its slot.
 
         The newest two stay, because the last of them may be of tokens past the request's end.
-
-        Returns:
-            Blocks that are all free; None if there are none.
         """
-        rolling = self._rolling.get(request_id, ())
-        if len(rolling) < 2:
-            return None
-        state = rolling.pop(0)
-        if not self._is_current(state) or state.blocks[0].ref_cnt > 0:
-            return None
-        self.remove(state)
+        state = self._rolling[request_id].pop(0)
+        if state.is_findable:
+            self.remove(state)
         return state.blocks
 
-    def forget_request(self, request_id: str) -> None:
-        """Keeps the states of a request that has ended until other states need their memory."""
-        self._rolling.pop(request_id, None)
+    def pop_held(self, request_id: str | None = None) -> list[list[KVCacheBlock]]:
+        """Stops holding slots; the caller frees them, and their states can still be found.
 
-    def _is_current(self, state: SavedState) -> bool:
-        return state.is_findable and self._states.get(state.blocks[0].block_id) is state
+        Args:
+            request_id: All slots of this request. None: one slot, of any request.
+        """
+        if request_id is not None:
+            return [state.blocks for state in self._rolling.pop(request_id, ())]
+        for other_id, states in self._rolling.items():
+            state = states.pop(0)
+            if not states:
+                del self._rolling[other_id]
+            return [state.blocks]
+        return []
 
     def _drop_least_used(self) -> None:
         size = len(next(iter(self._states.values())).blocks)
-        max_states = self.max_blocks // size
-        if len(self._states) <= max_states:
-            return
-        states = self.find_all()
-        self._states = OrderedDict((state.blocks[0].block_id, state) for state in states)
-        num_surplus = len(states) - max_states
-        if num_surplus > 0:
-            # Sorting is stable, so that the order of use stays within both kinds.
-            for state in sorted(states, key=lambda state: not state.is_rolling)[:num_surplus]:
-                self.remove(state)
+        while len(self._states) > self.max_blocks // size:
+            _, state = self._states.popitem(last=False)
+            if state.is_findable:
+                self._block_pool.evict(state.blocks[:1])

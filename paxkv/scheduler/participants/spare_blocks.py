@@ -29,11 +29,11 @@ class SpareBlocks:
             self._manager.free(request)
 
     def release_oldest_kept(self) -> bool:
-        """Frees a state that is kept for forks, or else the blocks of the oldest kept request.
+        """Frees a spare slot of states, or else the blocks of the oldest kept request.
 
         Returns False if there is neither.
         """
-        if self._manager.free_oldest_fork_state():
+        if self._manager.free_spare_slot():
             return True
         request = self._kept_requests.pop_oldest()
         if request is None:
