@@ -36,6 +36,7 @@ FAMILIES: dict[str, str] = {
     "Lfm2ForCausalLM": "models.families.lfm2:Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM": "models.families.lfm2_moe:Lfm2MoeForCausalLM",
     "NemotronHForCausalLM": "models.families.nemotron_h:NemotronHForCausalLM",
+    "FalconH1ForCausalLM": "models.families.falcon_h1:FalconH1ForCausalLM",
     "BambaForCausalLM": "models.families.bamba:BambaForCausalLM",
     "Mamba2ForCausalLM": "models.families.mamba2:Mamba2ForCausalLM",
     "OlmoeForCausalLM": "models.families.olmoe:OlmoeForCausalLM",

@@ -143,6 +143,10 @@ MORE = {
     ),
     # More tokens to choose than a request can have, so that all are attended to.
     "glm5-dsa-all": _with_fields("glm5-dsa", index_topk=2048),
+    # A norm after the gate of Mamba2, of each of two groups.
+    "falcon-h1-normed": _with_fields(
+        "falcon-h1", mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_n_groups=2
+    ),
 }
 families.EXTRA.update(MORE)
 

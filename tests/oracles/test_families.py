@@ -37,6 +37,7 @@ LOADED = [
     "qwen3.5-moe",
     "nemotron-h",
     "nemotron-h-latent",
+    "falcon-h1",
     "mamba2",
     "lfm2",
     "lfm2-moe",
@@ -131,6 +132,7 @@ LOADED = [
     "doge-window",
     "mistral4-far",
     "glm5-dsa-all",
+    "falcon-h1-normed",
     "apertus1.5",
     "dory",
     "exaone3",
@@ -247,6 +249,10 @@ _OVERRIDDEN = {
     "block_ffn_dim_multiplier": {"lfm2"},
     # The numbers of heads and their width say how wide all heads are.
     "expand": {"nemotron-h", "nemotron-h-latent"},
+    # `mamba_d_ssm` wins.
+    "mamba_expand": {"falcon-h1", "falcon-h1-normed"},
+    # The output of Mamba2 is not normed.
+    "mamba_norm_before_gate": {"falcon-h1"},
     # `layers_block_type` wins.
     "num_hidden_layers": {"nemotron-h", "nemotron-h-latent"},
     # transformers does not read it.

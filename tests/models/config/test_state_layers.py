@@ -18,6 +18,7 @@ SIZES = {
 }
 # Architecture -> its configuration class in transformers, and fields that differ from `SIZES`.
 FAMILIES = {
+    "FalconH1ForCausalLM": ("FalconH1Config", {"mamba_d_ssm": 128, "mamba_n_heads": 8}),
     "GraniteMoeHybridForCausalLM": ("GraniteMoeHybridConfig", {"mamba_n_heads": 8}),
     "Lfm2ForCausalLM": ("Lfm2Config", {"layer_types": ["conv"] * 8}),
     "Lfm2MoeForCausalLM": ("Lfm2MoeConfig", {"layer_types": ["conv", "full_attention"] * 4}),
@@ -28,6 +29,15 @@ FAMILIES = {
 HYBRID = ["linear_attention", "full_attention"] * 4
 # Fields of the hub and of transformers 5, in values that are no defaults.
 OTHER_FIELDS = [
+    ("FalconH1ForCausalLM", {"mamba_d_ssm": 64, "mamba_d_head": 8, "mamba_n_groups": 2}),
+    ("FalconH1ForCausalLM", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    (
+        "FalconH1ForCausalLM",
+        {"ssm_multipliers": [1.0, 2.0, 3.0, 4.0, 5.5], "ssm_in_multiplier": 0.5},
+    ),
+    ("FalconH1ForCausalLM", {"mlp_multipliers": [0.5, 2.0], "key_multiplier": 0.25}),
+    ("FalconH1ForCausalLM", {"projectors_bias": True, "mlp_bias": True, "attention_bias": True}),
+    ("FalconH1ForCausalLM", {"embedding_multiplier": 5.6, "lm_head_multiplier": 0.03}),
     ("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba", "attention"] * 4}),
     ("GraniteMoeHybridForCausalLM", {"layer_types": HYBRID, "position_embedding_type": "rope"}),
     ("GraniteMoeHybridForCausalLM", {"num_local_experts": 0, "shared_intermediate_size": 48}),
