@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from paxkv.config.command_line import add_config_flags, config_from_arguments
-from paxkv.config.engine_config import RunnerConfig
+from paxkv.config.engine_config import EngineConfig, ParallelConfig, RunnerConfig
 from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.errors import ConfigError
 
@@ -75,6 +75,12 @@ def test_only_drafts_from_the_host_adapt():
     assert not SpeculativeConfig.from_fields(NGRAM | {"adapts_drafts": False}).adapts
     assert not SpeculativeConfig.from_fields(MTP).adapts
     assert not SpeculativeConfig.from_fields(MTP | {"method": "eagle3", "model": "m"}).adapts
+
+
+def test_drafters_with_weights_need_one_device():
+    runner = RunnerConfig(speculative_config=SpeculativeConfig.from_fields(MTP))
+    with pytest.raises(ConfigError, match="'mtp' cannot be made on several devices"):
+        EngineConfig(runner=runner, parallel=ParallelConfig(tensor_parallel_size=2))
 
 
 def test_an_unparsed_object_is_rejected():
