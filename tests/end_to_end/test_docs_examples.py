@@ -16,6 +16,7 @@ from paxkv.config.engine_config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
+    ParallelConfig,
     RunnerConfig,
     SchedulerConfig,
     ServerConfig,
@@ -110,6 +111,7 @@ def test_flags_of_servers_that_pages_start_fit_each_other(example, tmp_path, mon
         cache=config_from_arguments(CacheConfig, namespace),
         scheduler=config_from_arguments(SchedulerConfig, namespace),
         runner=config_from_arguments(RunnerConfig, namespace),
+        parallel=config_from_arguments(ParallelConfig, namespace),
     )
     config_from_arguments(ServerConfig, namespace)
 
