@@ -327,7 +327,9 @@ def _check_setting_had_effect(
     may_preempt = settings.num_blocks < _ROOMY.num_blocks and recording.keeps_tokens
     assert (result.num_preemptions > 0) == may_preempt
     may_hit = settings.enable_prefix_caching and recording.can_hit
-    assert (sum(result.num_cached_tokens) > 0) == may_hit
+    # In a tiny pool there may be no room to save a state.
+    if not (may_hit and may_preempt and recording.has_states):
+        assert (sum(result.num_cached_tokens) > 0) == may_hit
     may_fork = settings.has_forks and recording.can_hit and recording.keeps_tokens
     assert (result.num_block_copies > 0) == may_fork
 
