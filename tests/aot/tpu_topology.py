@@ -93,7 +93,8 @@ class DescribedTpu:
         )
         # To lower a Mosaic kernel, JAX asks which chip it is for. Without the mesh, it would find
         # the CPU.
-        mesh = jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=chip)
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.sharding.AbstractMesh((1,), ("chip",), axis_types=auto, abstract_device=chip)
         with jax.sharding.use_abstract_mesh(mesh):
             lowered = jax.jit(function, donate_argnums=donate_argnums).lower(*args)
         compiled = lowered.compile()
