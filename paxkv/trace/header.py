@@ -2,6 +2,7 @@
 
 import dataclasses
 import secrets
+from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
@@ -24,10 +25,11 @@ from paxkv.trace.json_errors import JSON_ERRORS
 
 FORMAT = "paxkv-trace"
 # Increase it when the content of a trace, or the inputs of a scheduler, change.
-VERSION = 4
+VERSION = 5
 # Versions that can be replayed. In version 2, requests with changed logits were never in bursts.
-# Before version 4, a trace did not name the requests that the runner pooled.
-READ_VERSIONS = (2, 3, VERSION)
+# Before version 4, a trace did not name the requests that the runner pooled. Before version 5,
+# recurrent states were not saved for prefix hits.
+READ_VERSIONS = (2, 3, 4, VERSION)
 
 SPEC_CLASSES = {
     spec_class.__name__: spec_class
@@ -166,11 +168,12 @@ def decode_header(line: bytes) -> TraceHeader:
             f"{made_by.paxkv_version}; this is paxkv {paxkv.__version__}, which reads format "
             f"{FORMAT!r}, versions {READ_VERSIONS}. Replay it with the version that wrote it."
         )
+    absent = {"state_cache_share": 0.0} if made_by.version < 5 else {}
     try:
         header = msgspec.json.decode(line, type=_HeaderLine)
         return TraceHeader(
             scheduler_config=_decode(header.scheduler_config, SchedulerConfig),
-            cache_config=_decode(header.cache_config, CacheConfig),
+            cache_config=_decode(header.cache_config, CacheConfig, absent),
             kv_cache_config=KVCacheConfig(
                 num_blocks=header.kv_cache_config.num_blocks,
                 kv_cache_groups=tuple(map(_decode_group, header.kv_cache_config.groups)),
@@ -206,13 +209,19 @@ def _encode(config: object) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(config))
 
 
-def _decode(data: msgspec.Raw, config_class: type[_ConfigT]) -> _ConfigT:
+def _decode(
+    data: msgspec.Raw, config_class: type[_ConfigT], absent: Mapping[str, object] = {}
+) -> _ConfigT:
     """Decodes a config. Rejects unknown and missing fields.
 
     msgspec would drop unknown fields and set missing ones to the current default, and then the
     scheduler would differ from the recorded one.
+
+    Args:
+        absent: Values of the fields that the version of the trace does not have.
     """
-    got = set(msgspec.json.decode(data, type=dict[str, msgspec.Raw]))
+    fields = {**absent, **msgspec.json.decode(data)}
+    got = set(fields)
     expected = {field.name for field in dataclasses.fields(config_class)}
     if got != expected:
         raise TraceFileError(
@@ -220,4 +229,4 @@ def _decode(data: msgspec.Raw, config_class: type[_ConfigT]) -> _ConfigT:
             f"{sorted(got - expected)}, missing {sorted(expected - got)}. Replay it with the "
             "version that wrote it."
         )
-    return msgspec.json.decode(data, type=config_class)
+    return msgspec.convert(fields, type=config_class)

@@ -77,6 +77,14 @@ def test_version_2_header_excludes_changed_logits_from_bursts() -> None:
     assert header == dataclasses.replace(make_header(), bursts_change_logits=False)
 
 
+def test_version_4_header_saves_no_states() -> None:
+    fields = msgspec.json.decode(encode_header(make_header())) | {"version": 4}
+    del fields["cache_config"]["state_cache_share"]
+    assert decode_header(msgspec.json.encode(fields)).cache_config.state_cache_share == 0.0
+    with pytest.raises(TraceFileError, match=r"missing \['state_cache_share'\]"):
+        decode_header(msgspec.json.encode(fields | {"version": VERSION}))
+
+
 def test_every_kv_cache_spec_can_be_decoded() -> None:
     concrete = {
         name
