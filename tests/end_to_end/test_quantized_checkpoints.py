@@ -96,7 +96,7 @@ def test_numbers_are_kept_as_they_are_or_refused(tmp_path, quant_method):
 
 def test_numbers_are_kept_of_quantized_checkpoints_alone(tmp_path):
     folder = write_random_checkpoint(tmp_path, num_layers=1)
-    with pytest.raises(ModelError, match="quantization is 'checkpoint', and .* has no quantized"):
+    with pytest.raises(ModelError, match="quantization is 'checkpoint', which .* has no quantized"):
         load_model(folder, quantization="checkpoint")
 
 

@@ -16,7 +16,7 @@ _SMALL = {**SHAPES["qwen3-0.6b"], "vocab_size": 512, "num_hidden_layers": 1}
 def test_model_counts_its_arrays_and_the_peak_counts_them_too(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(shapes, "SHAPES", {"small": _SMALL})
     folder = write_shape(tmp_path, "small", max_shard_bytes=10**7)
-    figures = loading.measure_here("paxkv", str(folder), "float32")
+    figures = loading.measure("paxkv", folder, "float32")
     num_weights = sum(math.prod(shape) for _, shape in weight_shapes(_SMALL))
     assert figures["model_mb"] >= 4 * num_weights / 1e6  # the head may be a copy
     assert figures["peak_mb"] >= figures["model_mb"]

@@ -350,6 +350,7 @@ def test_slot_counts_are_right_and_skipped_calls_have_no_work(specs, enable_cach
                     assert state(manager) == before
                 finish_step(request)
         copies(manager)
+        manager.finish_step()
         manager.check_invariants()
         assert manager.count_slots(requests) == count_slots_block_by_block(manager, requests)
 
