@@ -1,6 +1,6 @@
 """DeepSeek V3, DeepSeek R1 and Kimi K2: latent attention, which caches one vector per token for all
-heads, and experts chosen in groups. The layer for multi-token prediction is in
-`drafters/mtp_head.py`.
+heads, and experts chosen in groups. The layer for multi-token prediction makes
+drafts with the method `mtp`.
 """
 
 import functools

@@ -1,5 +1,6 @@
 """GLM-4.5, GLM-4.6 and GLM-4.7: partial rotary embeddings, and experts as in DeepSeek-V3 in most
-layers, with shared experts. `drafters/mtp_head.py` has the layer for multi-token prediction.
+layers, with shared experts. The layer for multi-token prediction makes drafts with the method
+`mtp`.
 """
 
 import functools
