@@ -12,16 +12,16 @@ starts one process per loader, which imports it, and measures the loading alone:
 Figures:
 
     load s         until all weights are in memory
-    CPU s          user and system time of the process meanwhile
-    peak           the highest resident memory of the process, minus that before. Pages of mapped
-                   files are included
+    CPU s          user and system time of the process during the load
+    peak           the highest resident memory of the process, minus the resident memory before
+                   the load. Pages of mapped files are included
     beyond model   peak minus the size of the model's arrays. On a CPU these arrays are host memory
 
-The files are bfloat16. With that dtype, transformers returns views of the mapped files, so that it
+The files are bfloat16. With `--dtype bfloat16`, transformers returns views of the mapped files, and
 has read no weight when the time ends. With float32, both loaders make arrays of their own.
 
-The files are in the system's memory, because they were written just before. Memory is read from
-Linux's /proc. The system resets a process's peak at its request.
+The files are in the system's memory, because they were just written. Memory is read from Linux's
+/proc; a write to /proc/self/clear_refs resets the peak.
 """
 
 import argparse

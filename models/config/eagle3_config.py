@@ -42,7 +42,7 @@ def read_eagle3_config(hf_config: Mapping[str, object], target: ModelConfig) -> 
 
     Raises:
         ModelConfigError: A field is missing, of the wrong type, or does not fit the target.
-        UnsupportedModelError: The head has another form.
+        UnsupportedModelError: The head has several layers, or a field that is not supported.
     """
     hf_config = {**hf_config, **read_part(hf_config, "transformer_layer_config")}
     hf_config.setdefault("architectures", ["Eagle3"])
@@ -75,7 +75,7 @@ def read_eagle3_config(hf_config: Mapping[str, object], target: ModelConfig) -> 
 
 
 def _read_taps(hf_config: Mapping[str, object], num_layers: int) -> tuple[int, ...]:
-    """Reads the numbers of layers, which count the layer that reads the hidden states.
+    """Reads the layers whose input the head reads, and returns the layers before them.
 
     Example: 2 is the input of layer 2, which is the output of layer 1.
     """
@@ -88,7 +88,7 @@ def _read_taps(hf_config: Mapping[str, object], num_layers: int) -> tuple[int, .
     if not is_list or layer_ids != sorted({idx for idx in layer_ids if 1 <= idx <= num_layers}):
         raise ModelConfigError(
             f"config.json of the drafter: {_LAYERS_FIELD} is {layer_ids!r}; expected different "
-            f"numbers from 1 to {num_layers} in rising order. Without the field, they are 2, half "
-            "of the model's layers, and 3 less than the model's layers."
+            f"numbers from 1 to {num_layers} in rising order. Without the field they are 2, L // 2 "
+            f"and L - 3, where L is the model's number of layers, {num_layers}."
         )
     return tuple(idx - 1 for idx in layer_ids)

@@ -5,7 +5,7 @@ from models.errors import ModelError
 
 
 def check_split(config: ModelConfig, num_devices: int) -> None:
-    """Checks that every device gets equal parts of each layer.
+    """Checks that devices get equal numbers of heads. `WeightRule.on_mesh` checks other widths.
 
     Raises:
         ModelError: The heads of a layer cannot be split evenly.

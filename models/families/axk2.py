@@ -51,9 +51,10 @@ class AXK2Config(DeepseekV3Config):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ZeroedGroupsTopK(SigmoidTopK):
-    """`SigmoidTopK` in which experts of other groups count as 0, and may be chosen after all.
+    """`SigmoidTopK` that ranks experts of dropped groups as 0, and not as minus infinity.
 
-    They are if the sum of sigmoid and correction is negative for experts of the kept groups.
+    Such an expert is chosen before experts of kept groups whose sum of sigmoid and correction is
+    negative.
     """
 
     def _in_kept_groups(self, ranked: jax.Array) -> jax.Array:
@@ -62,7 +63,7 @@ class ZeroedGroupsTopK(SigmoidTopK):
 
 
 class AXK2Layer(PreNormLayer):
-    """A layer with gated norms, except that before an MLP without experts."""
+    """A layer with gated norms. The norm before an MLP without experts has no gate."""
 
     def __init__(
         self,

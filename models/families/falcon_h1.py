@@ -288,7 +288,7 @@ class ScaledMamba2(Mamba2):
 
 def _read_mamba(hf_config: Mapping[str, object], fields: Mapping[str, object]) -> Mamba2Config:
     hidden_size = fields["hidden_size"]
-    # Null is a multiple of the hidden size; only a field left out is the default.
+    # null stands for mamba_expand * hidden_size, and a missing field for 1024.
     is_null = hf_config.get("mamba_d_ssm", 1024) is None
     expanded = read_count(hf_config, "mamba_expand", 2) * hidden_size
     inner = expanded if is_null else read_count(hf_config, "mamba_d_ssm", 1024)
@@ -308,8 +308,8 @@ def _read_mamba(hf_config: Mapping[str, object], fields: Mapping[str, object]) -
     )
     if config.inner != inner:
         raise ModelConfigError(
-            f"config.json: {num_heads} heads of {config.head_dim} in Mamba2 are not {inner} wide "
-            "together, as mamba_d_ssm says."
+            f"config.json: mamba_n_heads is {num_heads} and mamba_d_head is {config.head_dim}; "
+            f"expected a product of {inner}, the inner width of Mamba2 (mamba_d_ssm)."
         )
     return config
 

@@ -90,7 +90,7 @@ class Lfm2ForCausalLM(DenseDecoder):
 
 
 def with_lfm2_fields(hf_config: Mapping[str, object]) -> dict[str, object]:
-    """The config.json with defaults, and with names of fields that other families have."""
+    """The config.json with defaults, and with the field names of other families."""
     older = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
     renamed = {new: hf_config[old] for old, new in older.items() if hf_config.get(old) is not None}
     hf_config = with_default_rope(with_defaults({**hf_config, **renamed}, LFM2_DEFAULTS), _ROPE)
@@ -138,7 +138,7 @@ def make_lfm2_mixer(
 
 
 def _read_inner_size(hf_config: Mapping[str, object]) -> int:
-    """The inner width of the MLP, which releases compute from the number in config.json."""
+    """The inner width of the MLP, computed from `intermediate_size` as transformers does."""
     size = read_count(hf_config, "intermediate_size")
     if not read_flag(hf_config, "block_auto_adjust_ff_dim", True):
         return size

@@ -57,7 +57,7 @@ class Qwen3_5ForCausalLM(DenseDecoder):
 def join_separate_projections(
     rules: dict[str, WeightRule], prefix: str, config: GatedDeltaNetConfig
 ) -> None:
-    """Makes `in_proj_qkvz` and `in_proj_ba` of matrices with one part each.
+    """Lets `in_proj_qkvz` and `in_proj_ba` read two stored matrices each.
 
     Args:
         rules: Of one `GatedDeltaNet`; changed in place. Their names begin with `prefix`.

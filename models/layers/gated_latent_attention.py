@@ -15,8 +15,8 @@ from models.layers.self_attention import Norm
 class GatedIndexedLatentAttention(IndexedLatentAttention):
     """Index attention whose values are multiplied by `sigmoid(gate_proj(x))`.
 
-    Here x is the queries' latent, normed and then as it was before the norm. The queries are
-    projections of it too. The index reads the normed latent alone.
+    x joins the normed latent of the queries and the same latent before its norm. The queries are
+    projections of x too. The index reads only the normed latent.
     """
 
     def __init__(self, config: IndexedLatentConfig, *, dtype: jnp.dtype) -> None:
@@ -58,7 +58,7 @@ class GatedIndexedLatentAttention(IndexedLatentAttention):
 
 
 class NormedHalfIndexer(Indexer):
-    """An index that reads the first half of the queries' input."""
+    """An index that reads the first half of the queries' input, the normed latent."""
 
     def queries(
         self,

@@ -1,4 +1,4 @@
-"""`GatedRMSNorm`: a norm whose output has factors that a small MLP computes from it."""
+"""`GatedRMSNorm`: a norm whose output is multiplied by gates that a small MLP computes from it."""
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,9 @@ from models.layers.rms_norm import RMSNorm
 
 
 class GatedRMSNorm(nnx.Module):
-    """`y * sigmoid(fc2(silu(fc1(y))))` with `y = RMSNorm(x)`. Between `fc1` and `fc2`, rows have
-    `rank` numbers.
+    """Computes `y * sigmoid(fc2(silu(fc1(y))))` with `y = RMSNorm(x)`.
+
+    The output of `fc1` has `rank` numbers per row.
 
     Source: arXiv:2505.06708 (gates), and A.X K2's release.
     """

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from models.forward.layer_context import LayerContext
 from models.forward.row_widths import Chunk
 
-# The most numbers that one device holds of one array of absorbed queries: 64 MiB of bfloat16.
+# Most numbers of one array of absorbed queries on one device: 64 MiB of bfloat16.
 MAX_NUMBERS = 2**25
 
 # Takes the arrays of a chunk's rows, `seq_lens` i32[num_reqs] and `query_start_loc`

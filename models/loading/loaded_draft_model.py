@@ -18,14 +18,14 @@ from models.loading.loaded_model import LoadedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedDraftModel(LoadedModel):
-    """A model that reads the same tokens as its target, and nothing else of it."""
+    """A model that drafts from the tokens alone, without hidden states of its target."""
 
     taps: ClassVar[tuple[int, ...]] = ()
     reads_hidden: ClassVar[bool] = False
 
     @classmethod
     def of_model(cls, model: LoadedModel, target: LoadedModel) -> "LoadedDraftModel":
-        """Makes a loaded model draft for another one.
+        """Makes a drafter for `target` from a loaded model.
 
         Raises:
             ModelConfigError: The models number tokens differently.
@@ -59,5 +59,5 @@ class LoadedDraftModel(LoadedModel):
         return jnp.argmax(self.compute_logits(params, hidden), axis=-1).astype(jnp.int32)
 
 
-# What runs after each step, and proposes tokens for the next one.
+# Runs after each step, and proposes tokens for the next one.
 LoadedDrafter = LoadedHead | LoadedDraftModel

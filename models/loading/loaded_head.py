@@ -14,7 +14,7 @@ from models.loading.loaded_module import LoadedModule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedHead(LoadedModule):
-    """A draft head ready to run beside its target. See `DraftHead`.
+    """A draft head ready to run after the steps of its target. See `DraftHead`.
 
     Args:
         taps: The layers of the target whose hidden states the head reads, as in `Wants`. Empty: it

@@ -26,9 +26,9 @@ _FIELDS = {
     "rope_theta": "rope_theta",
 }
 _OPTIONAL = ("sliding_window", "tied_embeddings", "max_seq_len", "max_position_embeddings")
-# They change nothing: the only values are those of every such model.
+# Fields that paxkv does not need.
 _WITHOUT_EFFECT = ("model_type", "causal", "dtype")
-# Mistral 7B v0.3 states no length.
+# For a params.json without a length, such as that of Mistral 7B v0.3.
 _DEFAULT_LENGTH = 32_768
 _OUTER_NAMES = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -50,7 +50,7 @@ _LAYER_NAMES = {
 
 
 def has_mistral_files(folder: Path) -> bool:
-    """Whether the folder has only Mistral's own files. With a config.json, its files are used."""
+    """Whether the folder has Mistral's own files, and no config.json, which takes precedence."""
     return (folder / PARAMS_FILE).is_file() and not (folder / "config.json").exists()
 
 

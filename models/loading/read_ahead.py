@@ -14,10 +14,11 @@ from models.loading.quantized import DequantizedCheckpoint
 from models.loading.quantized.packed_integers import ScaledIntegers, widen_numbers
 from models.weight_rule import Source, WeightRule
 
-# A disk or a network answers several readers faster than one, also with fewer processors.
+# Several readers get more bytes per second from a disk or a network than one does, even with fewer
+# processors.
 _NUM_READERS = 4
-# Read ahead until the next parameters need this much memory: a reader waits for no processor then,
-# and the host holds a small part of the model.
+# Readers run ahead until the weights that were read need this much memory. This keeps them busy,
+# and is a small part of a model.
 _MAX_BYTES_AHEAD = 128 * 2**20
 _ITEM_BYTES = {"F64": 8, "F32": 4}
 
@@ -30,7 +31,7 @@ def read_ahead(
     The memory of a rule's sources is released when the caller asks for the next ones.
 
     Args:
-        kept: Of each rule, whether its integers are read as they are.
+        kept: Of each rule, whether its quantized numbers are read as they are stored.
 
     Raises:
         CheckpointError: Numbers are not finite, or a weight cannot be dequantized.
@@ -63,7 +64,7 @@ def read_ahead(
             num_bytes_ahead -= size
             progress.update(size)
     finally:
-        # After an error, what waits for a reader is not read any more.
+        # After an error, reads that have not started are dropped.
         pool.shutdown(cancel_futures=True)
         progress.close()
 

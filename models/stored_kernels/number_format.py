@@ -12,7 +12,7 @@ from jax import lax
 # - e2m1: floats of 4 bits: a sign, 2 bits of exponent, 1 of mantissa; two in a byte
 NumberFormat = Literal["int4", "int8", "e4m3", "e2m1"]
 
-# 4 bits hold -8 to 7 as 0 to 15.
+# The number 0 as int4 stores it.
 MIDDLE = 8
 MAX_E4M3 = 448
 # The bits of a small float are those of a float16 with a smaller exponent. These are the factors
@@ -34,7 +34,7 @@ def as_float32(
     numbers: jax.Array,  # u8 or i8, one number each
     number_format: NumberFormat,
 ) -> jax.Array:  # f32, of the same shape
-    """Widens numbers, which `factor_of` then still has to multiply. Integers stay 0 to 15."""
+    """Widens numbers. The caller multiplies them by `factor_of`. Those of int4 stay 0 to 15."""
     match number_format:
         case "int4" | "int8":
             # XLA:CPU widens bytes to 32-bit integers first, and has vector instructions for both.
@@ -50,7 +50,7 @@ def as_float32(
 
 
 def factor_of(number_format: NumberFormat) -> float:
-    """What results of `as_float32` are multiplied with."""
+    """The factor that results of `as_float32` must be multiplied by."""
     return _FACTORS.get(number_format, 1.0)
 
 

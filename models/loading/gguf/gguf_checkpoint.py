@@ -26,7 +26,7 @@ _PLAIN_DTYPES = {
 class GGUFCheckpoint:
     """Implements `Checkpoint`. A quantized weight is widened to float32 when it is read."""
 
-    # config.json, which is made from the file, always has a dtype.
+    # For a config.json without a dtype. `make_config` always sets one.
     main_dtype: ModelDtype = "bfloat16"
 
     def __init__(self, path: Path) -> None:
@@ -40,13 +40,15 @@ class GGUFCheckpoint:
         self._file = read_gguf(path)
         self.weights: dict[str, StoredWeight] = {}
         for name, tensor in self._file.tensors.items():
-            # make_config has read them.
+            # `make_config` reads these factors.
             if name == ROPE_FACTORS:
                 continue
             dtype = tensor.type_name if tensor.type_name in _PLAIN_DTYPES else "F32"
             own_name = name_in_checkpoint(name)
             if own_name in self.weights:
-                raise CheckpointError(f"{path}: two tensors are {own_name}. Download it again.")
+                raise CheckpointError(
+                    f"{path}: two tensors have the name {own_name}. Download it again."
+                )
             self.weights[own_name] = StoredWeight(
                 path=path, name=name, shape=tensor.shape, dtype=dtype
             )
@@ -56,7 +58,7 @@ class GGUFCheckpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Of the file."""
+        """The size of the file."""
         return len(self._file.data)
 
     def rename(self, names: Mapping[str, str]) -> None:

@@ -81,7 +81,7 @@ def make_config(file: GGUFFile) -> dict[str, object]:
 
 
 def name_in_checkpoint(name: str) -> str:
-    """The name of a tensor in Hugging Face layout. The loader refuses unknown names, which stay."""
+    """The name of a tensor in Hugging Face layout. Unknown names stay; the loader refuses them."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return _OUTER_NAMES.get(name, name)
@@ -90,9 +90,9 @@ def name_in_checkpoint(name: str) -> str:
 
 
 def num_rotated_heads(file: GGUFFile, name: str) -> int | None:
-    """Heads of a projection whose rows the converter reordered; None if it did not.
+    """Heads of a projection whose rows llama.cpp's converter reordered; None for other tensors.
 
-    llama.cpp rotates neighboring dimensions of a Llama model.
+    It reorders queries and keys of Llama models, because llama.cpp rotates neighboring dimensions.
 
     Args:
         name: In the file.
@@ -157,7 +157,7 @@ def _rope_scaling(file: GGUFFile, fields: _Fields) -> dict[str, object] | None:
         if file.tensors[ROPE_FACTORS].type_name != "F32":
             raise ModelConfigError(f"{file.path}: {ROPE_FACTORS} is not F32. Download it again.")
         factors = file.read_bytes(ROPE_FACTORS).view("<f4").tolist()
-        # The factors of all requests, whatever their length.
+        # The factors hold for short and long requests.
         return {
             "rope_type": "longrope",
             "short_factor": factors,
@@ -177,7 +177,7 @@ def _rope_scaling(file: GGUFFile, fields: _Fields) -> dict[str, object] | None:
 
 
 def _main_dtype(file: GGUFFile) -> str:
-    """The dtype of most bytes; bfloat16 if they are quantized, as most models are published."""
+    """The dtype of most bytes; for quantized ones bfloat16, in which most models are published."""
     sizes: dict[str, int] = {}
     for tensor in file.tensors.values():
         sizes[tensor.type_name] = sizes.get(tensor.type_name, 0) + tensor.num_bytes

@@ -144,7 +144,7 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, object], dict[s
     tensors: dict[str, GGUFTensor] = {}
     for name, shape, type_number, offset in descriptions:
         if name in tensors:
-            raise _bad_file(path, f"tensor {name} is in it twice")
+            raise _bad_file(path, f"it has two tensors {name}")
         tensors[name] = _describe_tensor(path, name, shape, type_number, start + offset)
     end = max((tensor.start + tensor.num_bytes for tensor in tensors.values()), default=0)
     if end > len(data):
@@ -203,7 +203,7 @@ class _Cursor:
     def _take_array(self) -> list[object] | np.ndarray:
         type_number, length = self.take("I"), self.take("Q")
         if type_number not in _SCALARS:
-            # A file cannot hold more strings or arrays than bytes.
+            # A false length ends with an error at the end of the file.
             return [self.take_value(type_number) for _ in range(length)]
         dtype = np.dtype(f"<{_SCALARS[type_number]}" if type_number != 7 else "?")
         return np.frombuffer(self._take_bytes(length * dtype.itemsize), dtype)
@@ -211,7 +211,7 @@ class _Cursor:
     def _take_bytes(self, num_bytes: int) -> bytes:
         taken = self._data[self.position : self.position + num_bytes]
         if len(taken) < num_bytes:
-            raise IndexError(f"{num_bytes:,} bytes wanted at byte {self.position:,}")
+            raise IndexError(f"expected {num_bytes:,} bytes at byte {self.position:,}")
         self.position += num_bytes
         return taken
 
