@@ -15,7 +15,7 @@ from models.loading.loaded_head import LoadedHead
 from models.loading.loaded_model import LoadedModel
 from models.loading.module_structure import ModuleStructure
 from models.loading.safetensors_reader import SafetensorsCheckpoint
-from models.loading.source import read_config_file, resolve_model_folder
+from models.loading.source import read_config_file
 from models.loading.tensor_names import name_weights
 
 
@@ -49,20 +49,17 @@ def load_mtp_head(
     return LoadedHead(**_fill(structure, encoder, files, seed=seed))
 
 
-def load_eagle3_head(
-    model: LoadedModel, name: str | Path, *, seed: int = 0, encoder: KernelEncoder
-) -> LoadedHead:
+def load_eagle3_head(model: LoadedModel, folder: Path, *, encoder: KernelEncoder) -> LoadedHead:
     """Loads an EAGLE-3 head onto the default device, in the dtype of its target.
 
     Args:
         model: The target.
-        name: A folder, or the name of a hub repository, with config.json and safetensors files.
+        folder: With config.json and safetensors files.
         encoder: Of the target's kernels.
 
     Raises:
-        ModelError: The head cannot be found, does not fit the model, or its weights do not fit.
+        ModelError: The head does not fit the model, or its weights do not fit.
     """
-    folder, dtype = resolve_model_folder(name), jnp.dtype(model.dtype)
     config = read_eagle3_config(read_config_file(folder), model.config)
     files = SafetensorsCheckpoint(folder)
     has_embedding = any(name.endswith("embed_tokens.weight") for name in files.weights)
@@ -74,10 +71,10 @@ def load_eagle3_head(
         )
 
     def make(*, has_head_kernel: bool) -> nnx.Module:
-        return Eagle3Head(config, has_embedding=has_embedding, dtype=dtype)
+        return Eagle3Head(config, has_embedding=has_embedding, dtype=jnp.dtype(model.dtype))
 
     structure = ModuleStructure(config, make=make, dtype=model.dtype, encoder=encoder)
-    return LoadedHead(**_fill(structure, encoder, files, seed=seed), taps=config.taps)
+    return LoadedHead(**_fill(structure, encoder, files), taps=config.taps)
 
 
 def _fill(
@@ -85,7 +82,7 @@ def _fill(
     encoder: KernelEncoder,
     files: SafetensorsCheckpoint | None,
     *,
-    seed: int,
+    seed: int = 0,
 ) -> dict[str, object]:
     checkpoint = None if files is None else open_weights(files, structure.dtype)
     if checkpoint is not None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from models.cache.format import Pages
+from models.config.model_config import ModelConfig
 from models.errors import ModelConfigError
 from models.forward.forward_batch import ForwardBatch
 from models.forward.wants import Wants
@@ -28,13 +29,9 @@ class LoadedDraftModel(LoadedModel):
         """Makes a drafter for `target` from a loaded model.
 
         Raises:
-            ModelConfigError: The models number tokens differently.
+            ModelConfigError: The vocabularies have different sizes.
         """
-        if model.config.vocab_size != target.config.vocab_size:
-            raise ModelConfigError(
-                f"the draft model has vocab_size {model.config.vocab_size}; the model has "
-                f"{target.config.vocab_size}. Use a draft model with the same tokenizer."
-            )
+        check_vocabulary(model.config, target.config)
         fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
         return cls(**fields | {"unused_token_ids": target.unused_token_ids})
 
@@ -57,6 +54,19 @@ class LoadedDraftModel(LoadedModel):
     ) -> jax.Array:  # i32[num_rows]
         """Returns the most likely token of each row."""
         return jnp.argmax(self.compute_logits(params, hidden), axis=-1).astype(jnp.int32)
+
+
+def check_vocabulary(config: ModelConfig, target: ModelConfig) -> None:
+    """Checks that a draft model can have the tokenizer of its target.
+
+    Raises:
+        ModelConfigError: The vocabularies have different sizes.
+    """
+    if config.vocab_size != target.vocab_size:
+        raise ModelConfigError(
+            f"the draft model has vocab_size {config.vocab_size}; the model has "
+            f"{target.vocab_size}. Use a draft model with the same tokenizer."
+        )
 
 
 # Runs after each step, and proposes tokens for the next one.

@@ -68,6 +68,10 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"method {self.method!r} {needed if self.model is None else refused}."
             )
+        if self.model is not None and not (isinstance(self.model, str) and self.model):
+            raise ConfigError(
+                f"model must be a folder or the name of a hub repository, got {self.model!r}."
+            )
         if self.is_on_device:
             self._check_fields_on_device()
         at_least("prompt_lookup_min", self.prompt_lookup_min, 1)

@@ -3,13 +3,14 @@
 `build_client.py` constructs the objects that need no JAX.
 """
 
+import contextlib
 import dataclasses
 import importlib.resources
 import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from paxkv.client.inproc_client import InprocClient
@@ -61,13 +62,19 @@ from paxkv.trace.trace_file import check_trace_file
 # Before the imports below, which fail without an explanation if another package is named `models`.
 check_package_origin()
 
-from models import LoadedModel, load_model, read_model_config  # noqa: E402
+from models import LoadedModel, ModelError, load_model, read_model_config  # noqa: E402
+from models import ModelConfig as TargetConfig  # noqa: E402
+from models.config.eagle3_config import read_eagle3_config  # noqa: E402
 from models.config.split_over_devices import check_split  # noqa: E402
 from models.drafters.mtp_head import mtp_config  # noqa: E402
 from models.loading.kernel_encoder import KernelEncoder  # noqa: E402
 from models.loading.load_head import load_eagle3_head, load_mtp_head  # noqa: E402
-from models.loading.loaded_draft_model import LoadedDrafter, LoadedDraftModel  # noqa: E402
-from models.loading.source import resolve_model_folder  # noqa: E402
+from models.loading.loaded_draft_model import (  # noqa: E402
+    LoadedDrafter,
+    LoadedDraftModel,
+    check_vocabulary,
+)
+from models.loading.source import read_config_file, resolve_model_folder  # noqa: E402
 from models.platforms import default_platform  # noqa: E402
 from models.platforms.gpu import SHARE_VARIABLE  # noqa: E402
 from paxkv.runner.memory.device_mesh import find_mesh  # noqa: E402
@@ -290,8 +297,8 @@ def _model_folder(config: EngineConfig) -> Path:
     """Finds the model's folder. Rejects unsupported models before weights are downloaded.
 
     Raises:
-        ModelError: The model cannot be found, or its config.json describes an unsupported model, or
-            a model without the draft head of the settings.
+        ModelError: The model or its drafter cannot be found, or a config.json describes an
+            unsupported model, or the drafter does not fit the model.
     """
     model = config.model
     if model.model is None:
@@ -306,9 +313,7 @@ def _model_folder(config: EngineConfig) -> Path:
         model_impl=model.model_impl,
     )
     check_split(hf_config, config.parallel.tensor_parallel_size)
-    speculative = config.runner.speculative_config
-    if speculative is not None and speculative.method == "mtp":
-        mtp_config(hf_config)
+    _check_drafter(config, hf_config)
     is_on_hub = model.model is not None and not Path(model.model).expanduser().is_dir()
     if is_on_hub and model.load_format != "dummy":
         folder = resolve_model_folder(
@@ -375,31 +380,73 @@ def _has_head(config: EngineConfig) -> bool:
     return speculative is not None and speculative.is_on_device
 
 
+def _check_drafter(config: EngineConfig, target: TargetConfig) -> None:
+    """Rejects a drafter that does not fit the model, before any weights are downloaded."""
+    if not _has_head(config):
+        return
+    with _named_errors():
+        method = config.runner.speculative_config.method
+        if method == "mtp":
+            mtp_config(target)
+            return
+        folder = _drafter_folder(config, with_weights=False)
+        if method == "eagle3":
+            read_eagle3_config(read_config_file(folder), target)
+        else:
+            check_vocabulary(read_model_config(folder), target)
+
+
+def _drafter_folder(config: EngineConfig, *, with_weights: bool) -> Path:
+    """The folder of the head or of the smaller model that `speculative_config` names."""
+    return resolve_model_folder(
+        config.runner.speculative_config.model,
+        with_weights=with_weights,
+        token=config.model.hf_token,
+    )
+
+
+@contextlib.contextmanager
+def _named_errors() -> Iterator[None]:
+    """Adds the setting to errors about the drafter, which else read as errors about the model."""
+    try:
+        yield
+    except ModelError as error:
+        raise type(error)(f"speculative_config: {error}") from error
+
+
 def _load_head(config: EngineConfig, model: LoadedModel, folder: Path) -> LoadedDrafter | None:
     """Loads the drafter with weights; None if the method of drafts has none."""
     if not _has_head(config):
         return None
-    encoder, seed = _make_encoder(config), config.model.seed
-    name = config.runner.speculative_config.model
-    if config.runner.speculative_config.method == "mtp":
-        load_format = config.model.load_format
-        head = load_mtp_head(model, folder, load_format=load_format, seed=seed, encoder=encoder)
-    elif config.runner.speculative_config.method == "eagle3":
-        head = load_eagle3_head(model, name, seed=seed, encoder=encoder)
-    else:
-        draft_model = load_model(
-            name,
-            dtype=model.dtype,
-            has_unified_kv=config.cache.disable_hybrid_kv_cache_manager,
-            product_dtype=encoder.product_dtype,
-            quantization=encoder.quantization,
-            quantization_group_size=encoder.group_size,
-            panel_width=encoder.panel_width,
-            platform=encoder.platform,
-        )
-        head = LoadedDraftModel.of_model(draft_model, model)
+    with _named_errors():
+        head = _load_drafter(config, model, folder)
     logger.info("drafter: %s", head.describe_weights())
     return head
+
+
+def _load_drafter(config: EngineConfig, model: LoadedModel, folder: Path) -> LoadedDrafter:
+    encoder, method = _make_encoder(config), config.runner.speculative_config.method
+    load_format, seed = config.model.load_format, config.model.seed
+    if method == "mtp":
+        return load_mtp_head(model, folder, load_format=load_format, seed=seed, encoder=encoder)
+    if method == "eagle3":
+        # Its weights show whether it has an embedding, so they are read with "dummy" too.
+        return load_eagle3_head(model, _drafter_folder(config, with_weights=True), encoder=encoder)
+    max_model_len = config.model.max_model_len
+    draft_model = load_model(
+        _drafter_folder(config, with_weights=load_format != "dummy"),
+        dtype=model.dtype,
+        load_format=load_format,
+        seed=seed,
+        has_unified_kv=config.cache.disable_hybrid_kv_cache_manager,
+        max_model_len=None if max_model_len == FIT_MEMORY else max_model_len,
+        product_dtype=encoder.product_dtype,
+        quantization=encoder.quantization,
+        quantization_group_size=encoder.group_size,
+        panel_width=encoder.panel_width,
+        platform=encoder.platform,
+    )
+    return LoadedDraftModel.of_model(draft_model, model)
 
 
 def _make_encoder(config: EngineConfig) -> KernelEncoder:
@@ -554,8 +601,8 @@ def _find_num_lookahead_tokens(config: RunnerConfig, runner: ModelRunner) -> int
     """Most drafts that the scheduler schedules for a request in a step.
 
     Raises:
-        ConfigError: The model has recurrent states, which cannot go back to the last accepted
-            draft.
+        ConfigError: The model or its draft model has recurrent states, which cannot go back to the
+            last accepted draft.
         InvariantError: The runner verifies another number of drafts.
     """
     speculative = config.speculative_config
@@ -567,8 +614,9 @@ def _find_num_lookahead_tokens(config: RunnerConfig, runner: ModelRunner) -> int
         )
     if num_drafts > 0 and runner.kv_cache_config.has_states:
         raise ConfigError(
-            "speculative_config does not work with this model yet: its recurrent layers cannot go "
-            "back after a rejected draft. Leave it out."
+            "speculative_config does not work with recurrent layers yet, which cannot go back "
+            "after a rejected draft; the model or its draft model has some. Leave "
+            "speculative_config out, or use a draft model without recurrent layers."
         )
     return num_drafts
 

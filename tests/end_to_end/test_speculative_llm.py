@@ -1,10 +1,12 @@
 """`LLM(speculative_config=...)`: the answers of an engine without drafts, in fewer steps."""
 
+import json
 import random
 
 import pytest
 
-from models import UnsupportedModelError
+import paxkv.entrypoints.build
+from models import CheckpointNotFoundError, ModelConfigError, UnsupportedModelError
 from paxkv import LLM, SamplingParams, StructuredOutputsParams
 from paxkv.entrypoints.build_scheduler import make_scheduler
 from paxkv.errors import ConfigError
@@ -12,7 +14,7 @@ from paxkv.trace.replayer import replay
 from paxkv.trace.trace_file import TraceReader
 from tests.end_to_end.demo_prompts import PAXKV_QUESTIONS, SYSTEM_PROMPT
 from tests.engine_compilations import process_engine_compilations
-from tests.small_engine import SETTINGS
+from tests.small_engine import CHECKPOINT, SETTINGS
 
 NGRAM = {
     "method": "ngram",
@@ -137,3 +139,47 @@ def test_method_without_a_drafter_is_refused():
 def test_model_without_a_head_is_refused():
     with pytest.raises(UnsupportedModelError, match="'mtp' does not support LlamaForCausalLM"):
         LLM(**SETTINGS, speculative_config={"method": "mtp", "num_speculative_tokens": 1})
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    """Fails the test if weights are loaded."""
+    monkeypatch.setattr(
+        paxkv.entrypoints.build, "load_model", lambda *args, **kwargs: pytest.fail()
+    )
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+@pytest.mark.usefixtures("no_weights")
+def test_missing_drafter_is_refused_before_weights_are_loaded(tmp_path, method):
+    speculative = {"method": method, "num_speculative_tokens": 1, "model": str(tmp_path / "none")}
+    with pytest.raises(CheckpointNotFoundError, match=r"^speculative_config: model .*none' is nei"):
+        LLM(**SETTINGS, speculative_config=speculative)
+    with pytest.raises(ModelConfigError, match="^speculative_config: .*config.json does not exist"):
+        LLM(**SETTINGS, speculative_config=speculative | {"model": str(tmp_path)})
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_drafter_with_another_vocabulary_is_refused_before_weights_are_loaded(tmp_path):
+    config = json.loads((CHECKPOINT / "config.json").read_text()) | {"vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    speculative = {"num_speculative_tokens": 1, "model": str(tmp_path)}
+    with pytest.raises(ModelConfigError, match="^speculative_config: .*512; the model has 768"):
+        LLM(**SETTINGS, speculative_config=speculative | {"method": "draft_model"})
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    with pytest.raises(ModelConfigError, match="^speculative_config: .*512; the model has 768"):
+        LLM(**SETTINGS, speculative_config=speculative | {"method": "eagle3"})
+
+
+def test_access_token_is_for_the_drafter_too(monkeypatch):
+    found = []
+
+    def resolve(model, *, token=None, **kwargs):
+        found.append((model, token))
+        raise CheckpointNotFoundError("gated")
+
+    monkeypatch.setattr(paxkv.entrypoints.build, "resolve_model_folder", resolve)
+    speculative = {"method": "eagle3", "num_speculative_tokens": 1, "model": "some/head"}
+    with pytest.raises(CheckpointNotFoundError, match="^speculative_config: gated"):
+        LLM(**SETTINGS, hf_token="secret", speculative_config=speculative)
+    assert found == [("some/head", "secret")]

@@ -37,6 +37,8 @@ def test_unset_limits_have_vllms_defaults(limits, lengths):
         (MTP | {"prompt_lookup_max": 3}, "for method 'ngram', got method 'mtp'"),
         ({"model": "m", "num_speculative_tokens": 3}, "needs method"),
         (MTP | {"method": "draft_model"}, "method 'draft_model' needs model"),
+        (MTP | {"method": "draft_model", "model": ""}, "model must be a folder or .*, got ''"),
+        (MTP | {"method": "eagle3", "model": 3}, "model must be a folder or .*, got 3"),
         (
             {"method": "ngrams", "num_speculative_tokens": 3},
             "must be one of ngram, mtp, eagle3, draft_model, got",
