@@ -69,5 +69,5 @@ def check_vocabulary(config: ModelConfig, target: ModelConfig) -> None:
         )
 
 
-# Runs after each step, and proposes tokens for the next one.
+# A module that runs after each step, and proposes tokens for the next step.
 LoadedDrafter = LoadedHead | LoadedDraftModel

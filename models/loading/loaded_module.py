@@ -61,7 +61,7 @@ class LoadedModule:
     param_names: tuple[str, ...]
     params: tuple[jax.Array, ...]
     weight_rules: Mapping[str, WeightRule]  # by the name of the parameter or the `StoredKernel`
-    platform: Platform  # that it was loaded for, and its programs are compiled for
+    platform: Platform  # for which it was loaded, and its programs are compiled
     # Of the files that the weights were read from; None if the weights are random.
     file_bytes: int | None = None
     kernels: KernelSettings = KernelSettings()
@@ -144,7 +144,7 @@ class LoadedModule:
         return dataclasses.replace(self, kernels=kernels)
 
     def with_places(self, places: Sequence[LayerPlaces]) -> Self:
-        """The same model over a KV cache in which each layer's memory is there.
+        """Returns the same module with the place of each layer's caches in the KV cache.
 
         Raises:
             ModelError: There are not as many places as layers.
@@ -158,7 +158,7 @@ class LoadedModule:
         return dataclasses.replace(self, places=tuple(places))
 
     def _check_places(self, batch: ForwardBatch, pages: Pages) -> None:
-        """JAX would take the last group or row in place of one that is not there."""
+        """Checks the places, because JAX would use the last row for one that is out of range."""
         if not self.places:
             raise ModelError(
                 "the model's layers have no places in a KV cache; expected one for each, from "

@@ -135,7 +135,7 @@ class ModuleStructure:
         return self._mesh and NamedSharding(self._mesh, split_spec(rule.axes))
 
     def split(self, name: str, value: KernelValue) -> KernelValue:
-        """The value of a parameter, each of whose arrays is split as its kind of kernel says.
+        """Splits each array of a stored kernel over the mesh. Returns other values as they are.
 
         Raises:
             ModelError: An array cannot be split evenly.

@@ -1,4 +1,4 @@
-"""Brings a checkpoint's array to the devices of a mesh, each with its own part."""
+"""Puts a checkpoint's array onto the devices of a mesh: each device gets its own part."""
 
 import jax
 import jax.numpy as jnp

@@ -25,8 +25,8 @@ class TargetHiddenVariant(StepVariant):
 
     Args:
         num_tokens: The largest number of tokens of a step.
-        taps: Layers whose hidden states are written, side by side. Empty: the hidden states after
-            the last norm are.
+        taps: Layers whose hidden states are written, side by side. Empty: only the
+            hidden states after the last norm.
     """
 
     num_tokens: int

@@ -35,11 +35,11 @@ class _NextTokens(NamedTuple):
 class _DraftState(NamedTuple):
     """The loop over drafts. A row that is not alive computes its last token again."""
 
-    token_ids: jax.Array  # i32[num_reqs], what the row computed last
-    hidden: jax.Array  # f[num_reqs, hidden], what it computed that from
+    token_ids: jax.Array  # i32[num_reqs], the last token that the row computed
+    hidden: jax.Array  # f[num_reqs, hidden], the input for that token
     positions: jax.Array  # i32[num_reqs]
     is_alive: jax.Array  # bool[num_reqs]
-    next_hidden: jax.Array  # f[num_reqs, hidden], what came out
+    next_hidden: jax.Array  # f[num_reqs, hidden], the output for that token
     draft_ids: jax.Array  # i32[num_reqs], the token that the row drafted last
     pages: Pages
     drafts: jax.Array  # i32[num_reqs, num_drafts]
@@ -49,7 +49,7 @@ def make_draft(model: LoadedModel, head: LoadedDrafter, shape: DraftShape) -> Dr
     """The program of one shape, not yet compiled.
 
     It first runs the head over all tokens of the step, so that the head has keys and values of
-    every token. That gives the first draft of each request that drew a token. Then it drafts one
+    every token. This gives the first draft of each request that drew a token. Then it drafts one
     token after the other. A draft model drafts every token in this loop. Tokens of rejected drafts
     are computed too. The next step of the request writes over their keys and values.
 
@@ -66,7 +66,7 @@ def make_draft(model: LoadedModel, head: LoadedDrafter, shape: DraftShape) -> Dr
         kv_cache: Pages,
         packed: jax.Array,  # i32[num_words], of the step
         prev_tokens: jax.Array,  # i32[max_num_seqs], of the step
-        target_hidden: jax.Array | None,  # f[max_num_tokens, width], where the head reads it
+        target_hidden: jax.Array | None,  # f[max_num_tokens, width]; None: not read
         result: jax.Array,  # i32[max_draws, max_num_seqs, RESULT_WIDTH], of the sampler
         following_ids: jax.Array,  # i32[num_reqs], see `BuiltStep`
     ) -> tuple[Pages, jax.Array]:
