@@ -68,9 +68,13 @@ class SlowStates:
         return size if self.is_fresh else 0
 
     def cost_of_new(self, req_id):
-        """Free blocks for another slot: none if two states are newer than the oldest one."""
-        rolling = self.rolling.get(req_id, [])
-        return 0 if len(rolling) >= 2 and self.pool.refs[rolling[0].slot[0]] == 1 else self.size
+        """Free blocks for another slot: none if the request alone holds one of an older state."""
+        return 0 if self.replaceable(req_id) else self.size
+
+    def replaceable(self, req_id):
+        """All rolling states of a request but its newest one, if no other request holds them."""
+        older = self.rolling.get(req_id, [])[:-1]
+        return [state for state in older if self.pool.refs[state.slot[0]] == 1]
 
     def should_save(self, request, computed, key):
         if request.keeps_state and computed == request.num_prompt - 1:
@@ -129,9 +133,10 @@ class SlowStates:
                 self.rolling_reads[req_id] = state
 
     def new_slot(self, req_id):
-        """That of the request's oldest rolling state, if another is newer; or free blocks."""
-        if self.cost_of_new(req_id) == 0:
-            oldest = self.rolling[req_id].pop(0)
+        """The slot of the request's oldest replaceable state, or else free blocks."""
+        if self.replaceable(req_id):
+            oldest = self.replaceable(req_id)[0]
+            self.rolling[req_id].remove(oldest)
             if oldest in self.current():
                 self.drop(oldest)
             return oldest.slot

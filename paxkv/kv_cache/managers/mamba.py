@@ -322,6 +322,10 @@ class MambaManager(SingleTypeKVCacheManager):
     def check_invariants(self) -> None:
         """See the base class. Slots are complete, have no block in common, and keep their hash."""
         size = self.kv_cache_spec.num_slot_blocks
+        holders = {*self._read_slots, *self._rolling_reads, *self._unknown, *self._fork_states}
+        holders |= self._switched | self.saved_states.holder_ids()
+        if not holders <= self.req_to_blocks.keys():
+            raise InvariantError(f"{holders=} names requests that hold no slot of their own.")
         slots = {}
         for request_id in self.req_to_blocks:
             for slot in self._slots_of(request_id):

@@ -84,6 +84,10 @@ class SavedStates:
             for state in states:
                 yield state.blocks
 
+    def holder_ids(self) -> set[str]:
+        """Requests for which slots are held."""
+        return set(self._rolling)
+
     def add(self, request: CacheRequest, state: SavedState) -> None:
         """Adds a state to the prefix cache, unless it is there already."""
         if self.contains(request, state.num_tokens):
@@ -114,15 +118,16 @@ class SavedStates:
 
     def can_replace(self, request_id: str) -> bool:
         """Whether `pop_replaceable` finds a slot."""
-        rolling = self._rolling.get(request_id, ())
-        return len(rolling) >= 2 and rolling[0].blocks[0].ref_cnt == 1
+        return self._find_replaceable(request_id) is not None
 
     def pop_replaceable(self, request_id: str) -> list[KVCacheBlock]:
         """Removes the oldest state of a decoding request. The caller then holds its slot.
 
-        The newest two stay, because the last of them may be of tokens past the request's end.
+        The newest state stays, because the state that the request saves next may be of tokens past
+        its end. A slot that another request holds for its forks stays too.
         """
-        state = self._rolling[request_id].pop(0)
+        state = self._find_replaceable(request_id)
+        self._rolling[request_id].remove(state)
         if state.is_findable:
             self.remove(state)
         return state.blocks
@@ -141,6 +146,12 @@ class SavedStates:
                 del self._rolling[other_id]
             return [state.blocks]
         return []
+
+    def _find_replaceable(self, request_id: str) -> SavedState | None:
+        for state in self._rolling.get(request_id, [])[:-1]:
+            if state.blocks[0].ref_cnt == 1:
+                return state
+        return None
 
     def _drop_least_used(self) -> None:
         size = len(next(iter(self._states.values())).blocks)

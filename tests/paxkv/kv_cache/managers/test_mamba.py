@@ -191,6 +191,62 @@ def test_decoding_request_keeps_its_last_states():
     manager.check_invariants()
 
 
+def decode(manager, request, end):
+    """Computes single tokens until the request has `end` of them."""
+    for num_tokens in range(request.num_tokens + 1, end + 1):
+        request.all_token_ids.append(num_tokens - 1)
+        step_to(manager, request, num_tokens)
+
+
+def test_slot_that_another_request_keeps_for_forks_is_not_written():
+    manager = make_manager(full(), states(), num_blocks=60)
+    request = run_alone(manager, "r", range(3))
+    decode(manager, request, 9)
+    source = FakeRequest("s", range(9))
+    source.keeps_state_for_forks = True
+    assert admit(manager, source)
+    manager.finish_step()
+    finish_step(source)
+    (kept,) = manager.get_forked_blocks(source, 8).blocks[1]
+    decode(manager, request, 40)
+    assert kept.block_id not in table(manager, request, 1)
+    assert hit(manager, range(10)) == (8, [0, kept.block_id])
+    # The request also holds its own slot and two newer states.
+    assert manager.coordinator.state_managers[0].num_held_blocks == 5 * 3
+    manager.free(source)
+    manager.free(request)
+    manager.check_invariants()
+
+
+def test_groups_with_unequal_room_do_not_switch_in_the_middle_of_a_burst():
+    manager = make_manager(full(), states(), states(2), num_blocks=20)
+    request = run_alone(manager, "r", range(8))
+    request.all_token_ids.append(8)
+    # One more slot of 3 blocks fits, and one of 6 does not.
+    manager.block_pool.get_new_blocks(manager.block_pool.get_num_free_blocks() - 4)
+    assert manager.allocate_slots(request, 1) is not None
+    small, large = manager.coordinator.state_managers
+    assert small.has_switched("r") and not large.has_switched("r")
+    manager.block_pool.free_blocks(manager.block_pool.blocks[-6:])
+    assert manager.reserve_slots(request, 16) is not None
+    assert manager.switch_slot(request, 16) is None
+
+
+def test_slot_held_for_an_ended_request_breaks_an_invariant():
+    manager = make_manager(full(), states(), num_blocks=60)
+    request = run_alone(manager, "r", range(3))
+    decode(manager, request, 9)
+    states_of_requests = manager.coordinator.state_managers[0].saved_states
+    (state,) = [state for state in states_of_requests.find_all() if state.num_tokens == 8]
+    manager.free(request)
+    manager.check_invariants()
+    manager.block_pool.touch(state.blocks)
+    manager.coordinator.state_managers[0].num_held_blocks += 3
+    states_of_requests.hold("r", state)
+    with pytest.raises(InvariantError, match="hold no slot of their own"):
+        manager.check_invariants()
+
+
 def test_running_request_is_forked_before_the_last_token_of_its_prompt():
     manager = make_manager(full(), states(), num_blocks=40, enable_caching=False)
     source = FakeRequest("r", range(7))
