@@ -332,7 +332,7 @@ class KVCacheManager:
         self.coordinator.finish_step()
 
     def free_spare_slot(self) -> bool:
-        """Frees a slot that a running request has beside its own; False if there is none."""
+        """Frees a slot that a request holds in addition to its own; False if there is none."""
         freed = [manager.free_spare_slot() for manager in self.coordinator.state_managers]
         return any(freed)
 

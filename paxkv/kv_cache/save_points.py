@@ -4,7 +4,7 @@ Other requests can continue from a state only if it was saved: later tokens over
 saved at multiples of the block size
 
 - before the last tokens of the prompt, as late as possible;
-- where the keys and values of a longer prefix were found than the state (`state_save_at`);
+- where a look-up found keys and values, but no state (`state_save_at`);
 - while the request decodes, at every multiple that it passes.
 
 A request from which others fork also saves the state before the last token of its prompt.
@@ -34,7 +34,7 @@ def is_save_point(request: CacheRequest, num_tokens: int, block_size: int) -> bo
 def cut_at_save_point(
     request: CacheRequest, num_computed_tokens: int, num_new_tokens: int, block_size: int | None
 ) -> int:
-    """Number of new tokens up to the first position within them at which the state is saved.
+    """Number of new tokens that a step may compute: up to the first save point among them.
 
     Args:
         block_size: None without prefix caching.
@@ -50,7 +50,7 @@ def cut_at_save_point(
 
 
 def max_tokens_before_save(request: CacheRequest, block_size: int | None) -> int:
-    """Number of tokens after which the request may have to save its state, and not before.
+    """Number of tokens up to which the request has no state to save.
 
     Args:
         block_size: None without prefix caching.

@@ -471,8 +471,8 @@ class Scheduler:
         is_burst = scheduler_output.num_decode_steps > 1
         num_scheduled_tokens = scheduler_output.num_scheduled_tokens
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        # With drafts, the number of computed tokens depends on how many drafts were accepted. A
-        # state that was saved within the burst may be found from now on.
+        # With drafts, the number of computed tokens depends on how many drafts were accepted. The
+        # states that a burst saved enter the prefix cache now, which the fast path does not do.
         plain = {} if drafts else requests
         if scheduler_output.slot_switches:
             plain = {

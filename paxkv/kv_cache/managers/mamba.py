@@ -19,7 +19,7 @@ from paxkv.kv_cache.save_points import is_fork_point, is_save_point
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """What `allocate_slots` does for a request.
+    """What `plan_slot` has decided for a request.
 
     Args:
         num_computed_tokens: Tokens of the state that the step reads.
@@ -71,17 +71,17 @@ class MambaManager(SingleTypeKVCacheManager):
         )
         # Slots by the id of their first block, also of requests that have ended.
         self._slots: dict[int, list[KVCacheBlock]] = {}
-        # Slots that are held beside those in `req_to_blocks`, by request:
-        # slots that requests read in the step that is being decided;
+        # The next four describe slots that requests hold in addition to those in `req_to_blocks`.
+        # Request id -> slot that the request reads in the step that is being decided.
         self._read_slots: dict[str, list[KVCacheBlock]] = {}
-        # (with their states, if the requests hold them after the step)
+        # Request id -> state in its read slot, if the request still holds the slot after the step.
         self._rolling_reads: dict[str, SavedState] = {}
-        # states of tokens that the host does not know yet;
+        # Request id -> states after tokens that the host does not know yet.
         self._unknown: dict[str, list[SavedState]] = {}
-        # and states from which other requests can fork.
+        # Request id -> state from which other requests can fork.
         self._fork_states: dict[str, SavedState] = {}
         self._plan: _Plan | None = None
-        # Requests that write another slot in the step that is being decided than in the last one.
+        # Running requests that get a new slot in the step that is being decided.
         self._switched: set[str] = set()
 
     @property
@@ -249,9 +249,10 @@ class MambaManager(SingleTypeKVCacheManager):
         self.saved_states.pop_held(request_id)
 
     def free_spare_slot(self) -> bool:
-        """Frees a slot that a request has beside its own; False if there is none.
+        """Frees a slot that a request holds in addition to its own; False if there is none.
 
-        A saved state can still be found afterwards. A state that was kept for forks is lost.
+        Afterwards, other requests can still find a saved state, but cannot fork from a state that
+        was kept only for forks.
         """
         for slot in self.saved_states.pop_held():
             self._free_blocks(slot)

@@ -42,7 +42,8 @@ class SavedStates:
         block_size: Tokens between two positions at which a state can be saved.
 
     Attributes:
-        max_blocks: Most blocks of saved slots. The least recently used are dropped beyond it.
+        max_blocks: Largest number of blocks that saved slots may take. Beyond it, the least
+            recently used states leave the prefix cache.
     """
 
     def __init__(self, block_pool: BlockPool, *, kv_cache_group_id: int, block_size: int) -> None:
@@ -50,8 +51,8 @@ class SavedStates:
         self._kv_cache_group_id = kv_cache_group_id
         self._block_size = block_size
         self.max_blocks = block_pool.num_blocks
-        # By the id of the first block, the least recently used first. An entry whose block has lost
-        # its hash is out of date, and counts until it is the first.
+        # By the id of the first block, the least recently used first. If the block loses its hash,
+        # the entry stays, and counts for `max_blocks` until it becomes the first one.
         self._states: OrderedDict[int, SavedState] = OrderedDict()
         # Request id -> states that were saved while it decodes, oldest first. Their slots are held.
         self._rolling: dict[str, list[SavedState]] = {}
