@@ -45,7 +45,7 @@ def _name_parts(path: jax.tree_util.KeyPath) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModule:
-    """A module ready to run: a model, or a drafter that runs beside one.
+    """A model, or a drafter of a model, that is ready to run.
 
     `params` is a flat tuple because JAX flattens the arguments of each step, and takes several
     times as long for an `nnx.State`. Methods that take `params` are pure functions of their

@@ -77,7 +77,7 @@ class SingleTypeKVCacheManager(ABC):
         return self.get_blocks(request_id)
 
     def get_extra_blocks(self) -> Iterable[KVCacheBlock]:
-        """Blocks that are held for requests beside their block tables, once for each holder."""
+        """Blocks that requests hold outside their block tables, once for each holder."""
         return ()
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:

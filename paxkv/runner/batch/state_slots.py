@@ -13,7 +13,7 @@ def fill_slots(
     table: SlotTable,
     rows: Sequence[int] | np.ndarray,  # of the same requests in `table`
 ) -> None:
-    """Copies the slots that the requests read, and those that they write."""
+    """Copies the slots that the requests read and the slots that they write."""
     _, num_groups, _, blocks_per_state = tables_np.shape
     for part_np, ids_np in zip(tables_np, (table.read_ids_np, table.block_ids_np), strict=True):
         slots_np = ids_np[rows].reshape(-1, num_groups, blocks_per_state)

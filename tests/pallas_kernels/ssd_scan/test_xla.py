@@ -1,11 +1,14 @@
 """Tests of `ssd_scan/xla.py` against the reference."""
 
+import functools
+
 import numpy as np
 import pytest
 
 from pallas_kernels.ssd_scan.cases import CASES, SSDScanCase, build_inputs
 from pallas_kernels.ssd_scan.reference import ssd_scan_reference
 from pallas_kernels.ssd_scan.xla import ssd_scan_xla
+from tests.pallas_kernels.cut_prompts import compute_parts
 
 
 def in_chunks(*arrays):
@@ -34,16 +37,8 @@ def test_cutting_a_prompt_between_chunks_changes_nothing(run_jitted):
     case = SSDScanCase(name="prompt", counts=(200,), first_positions=(10,))
     *tokens, states, starts = build_inputs(case)
     whole, last = run_jitted(in_chunks, *tokens, states, starts, case.positions)
-    parts = []
+    compute = functools.partial(run_jitted, in_chunks)
     # The positions 64 and 192.
-    for begin, end in ((0, 54), (54, 182), (182, 200)):
-        part, states = run_jitted(
-            in_chunks,
-            *(array[begin:end] for array in tokens),
-            states,
-            np.array([0, end - begin], np.int32),
-            case.positions[begin:end],
-        )
-        parts.append(part)
-    np.testing.assert_array_equal(np.concatenate(parts), whole)
+    parts, states = compute_parts(compute, tokens, states, case.positions, cuts=(54, 182))
+    np.testing.assert_array_equal(parts, whole)
     np.testing.assert_array_equal(states, last)

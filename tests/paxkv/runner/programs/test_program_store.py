@@ -229,7 +229,7 @@ def test_memory_that_programs_need_is_known_without_compiling_them_again(tmp_pat
     programs = start(ProgramCache(tmp_path))
     kv_cache = programs.abstract_cache
     found = [programs.get(shape, kv_cache).memory_analysis() for shape in COMPILED]
-    # All results except those that overwrite arguments.
+    # Results that overwrite arguments need no memory of their own.
     by_program = [
         m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes for m in found
     ]
