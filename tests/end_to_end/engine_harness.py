@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from models import load_model
 from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
@@ -192,9 +193,9 @@ def _num_chunks_of_all(*arguments: Any, may_skip: bool) -> jax.Array:
 
 
 @functools.cache
-def _make_recording_sampler(shape: SamplerShape) -> SamplerFunction:
+def _make_recording_sampler(shape: SamplerShape, mesh: Mesh | None) -> SamplerFunction:
     """One function per shape, so that JAX traces the samplers of all runners once."""
-    return sampler_program_module.make_sampler(shape)
+    return sampler_program_module.make_sampler(shape, mesh)
 
 
 def run_engine(

@@ -38,6 +38,19 @@ def logits_sharding(mesh: Mesh, vocab_size: int) -> NamedSharding:
     return NamedSharding(mesh, spec)
 
 
+def keep_split(
+    logits: jax.Array,  # f32[num_rows, vocab]
+    mesh: Mesh | None,
+) -> jax.Array:  # f32[num_rows, vocab]
+    """Keeps logits split over the devices of a mesh, if there is one.
+
+    Without this, JAX 0.11 gathers them at the end of a branch.
+    """
+    if mesh is None:
+        return logits
+    return jax.lax.with_sharding_constraint(logits, logits_sharding(mesh, logits.shape[1]))
+
+
 def mesh_of(param: jax.Array) -> Mesh:
     """Returns the mesh of a parameter, or a mesh of the device that has it."""
     sharding = param.sharding

@@ -132,6 +132,7 @@ def _draw(
         sampling,
         None,
         chunk_rows=shape.chunk_rows,
+        mesh=model.kernels.mesh,
         greedy_ids=greedy_ids,
     )
     return result, (logits, row_state)

@@ -204,5 +204,12 @@ def _draw(
     sampling = join_step_rows(fields, num_rows=num_rows)
     if state.drawing is None:
         return sample(logits, decode_step_rows(sampling)).token_ids[:, None], None
-    result, row_state = draw_rows(logits, state.drawing, sampling, None, chunk_rows=num_rows)
+    result, row_state = draw_rows(
+        logits,
+        state.drawing,
+        sampling,
+        None,
+        chunk_rows=num_rows,
+        mesh=model.kernels.mesh,
+    )
     return result[:, :1], row_state

@@ -183,7 +183,7 @@ class StepPrograms:
         token_mask = self._abstract(shape.num_rows, 1 + vocab_words(vocab_size))
         logits = self._abstract_logits()
         sampler = jax.jit(
-            make_sampler(shape),
+            make_sampler(shape, self._model.kernels.mesh),
             donate_argnums=(0, 1),
             out_shardings=(logits.sharding, *[self._sharding] * 3),
         )

@@ -5,7 +5,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from paxkv.runner.memory.device_mesh import keep_split
 from paxkv.runner.sampling.logits_processors import needs_processing, process_logits
 from paxkv.runner.sampling.row_state import RowState
 from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH, pack_result
@@ -20,6 +22,7 @@ def draw_rows(
     token_mask: jax.Array | None,  # i32[num_rows, 1 + vocab_words], as `process_logits` takes it
     *,
     chunk_rows: int,
+    mesh: Mesh | None,
     greedy_ids: jax.Array | None = None,  # i32[num_rows]
 ) -> tuple[jax.Array, RowState]:  # i32[num_rows, RESULT_WIDTH]
     """Draws a token for each row with a `draw_position` above 0, and adds it to the row's tokens.
@@ -28,6 +31,7 @@ def draw_rows(
 
     Args:
         chunk_rows: Rows that are drawn at a time, up to the last row that draws.
+        mesh: The devices that the logits are split over, if there are several.
         greedy_ids: The most likely token of each row, if known. They are the result if no row needs
             more. Rows that did not ask for log-probabilities may get some.
     """
@@ -42,11 +46,12 @@ def draw_rows(
             return jax.lax.dynamic_slice_in_dim(array, start, chunk_rows)
 
         drawn = _draw_chunk(
-            lambda: rows_of(logits),
+            lambda: keep_split(rows_of(logits), mesh),
             state,
             rows_of(sampling),
             None if token_mask is None else rows_of(token_mask),
             None if greedy_ids is None else rows_of(greedy_ids),
+            mesh,
         )
         return jax.lax.dynamic_update_slice_in_dim(result, drawn, start, axis=0)
 
@@ -86,17 +91,19 @@ def _draw_chunk(
     sampling: jax.Array,  # i32[chunk_rows, step_row_width]
     token_mask: jax.Array | None,
     greedy_ids: jax.Array | None,
+    mesh: Mesh | None,
 ) -> jax.Array:  # i32[chunk_rows, RESULT_WIDTH]
     inputs = decode_processors(sampling)
 
     def process() -> tuple[jax.Array, jax.Array | None]:
-        processed = process_logits(logits_of(), inputs, state, token_mask)
+        processed = process_logits(logits_of(), inputs, state, token_mask, mesh)
         return processed, None if greedy_ids is None else argmax_grouped(processed)
 
     # Both branches slice: a slice before the branches would be copied once more.
     processed, greedy_ids = jax.lax.cond(
         needs_processing(inputs, token_mask), process, lambda: (logits_of(), greedy_ids)
     )
+    processed = keep_split(processed, mesh)
     sampled = sample(
         processed, decode_step_rows(sampling), raw_logits=logits_of, greedy_ids=greedy_ids
     )

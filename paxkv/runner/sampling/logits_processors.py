@@ -8,7 +8,9 @@ Source: vllm/v1/sample/sampler.py, vllm/v1/sample/ops/ and vllm/v1/sample/logits
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from paxkv.runner.memory.device_mesh import keep_split
 from paxkv.runner.sampling.row_state import ANY_TOKEN, BITS, RowState
 from paxkv.runner.sampling.sampling_columns import ProcessorInputs, Processors
 
@@ -31,12 +33,14 @@ def process_logits(
     inputs: ProcessorInputs,
     state: RowState,
     token_mask: jax.Array | None,  # i32[num_logits, 1 + vocab_words]
+    mesh: Mesh | None = None,
 ) -> jax.Array:  # f32[num_logits, vocab]
     """Returns the logits that tokens are drawn from. Processors that no row needs cost nothing.
 
     Args:
         token_mask: Word 0 of a row is 1 if the row has a mask. The other words have a bit for each
             token, set if the token is allowed. None: no row has a mask.
+        mesh: The devices that the logits are split over, if there are several.
     """
     is_forbidden = _forbidden_tokens(logits.shape[1], inputs, state, token_mask)
     logits = jnp.where(is_forbidden, -jnp.inf, logits)
@@ -51,6 +55,7 @@ def process_logits(
             lambda logits: logits,
             logits,
         )
+        logits = keep_split(logits, mesh)
     return logits
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jax
+from jax.sharding import Mesh
 
 from paxkv.runner.sampling.accept_drafts import accept_drafts, record_given
 from paxkv.runner.sampling.draw_rows import draw_rows
@@ -15,7 +16,7 @@ SamplerFunction = Callable[
 ]
 
 
-def make_sampler(shape: SamplerShape) -> SamplerFunction:
+def make_sampler(shape: SamplerShape, mesh: Mesh | None) -> SamplerFunction:
     """The sampler of one shape, not yet compiled. It takes what a step of `make_step` returns.
 
     Its result i32[max_draws, num_reqs, RESULT_WIDTH] has the draws of each request (`pack_result`),
@@ -26,6 +27,9 @@ def make_sampler(shape: SamplerShape) -> SamplerFunction:
 
     With `max_draws` above 1, a request draws the token at each draft's position and the token after
     its last draft. Its tokens end with the first token that differs from its draft.
+
+    Args:
+        mesh: The devices, if there are several.
     """
 
     def draw(
@@ -36,7 +40,9 @@ def make_sampler(shape: SamplerShape) -> SamplerFunction:
     ) -> tuple[jax.Array, RowState, jax.Array, jax.Array]:
         if shape.max_draws > 1:
             state = record_given(state, sampling)
-        result, state = draw_rows(logits, state, sampling, token_mask, chunk_rows=shape.chunk_rows)
+        result, state = draw_rows(
+            logits, state, sampling, token_mask, chunk_rows=shape.chunk_rows, mesh=mesh
+        )
         by_req = result[None] if shape.max_draws == 1 else accept_drafts(result, sampling, shape)
         return logits, state, by_req, by_req[0, :, 0]
 

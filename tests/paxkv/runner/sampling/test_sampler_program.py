@@ -40,7 +40,7 @@ def test_logits_and_histories_are_updated_in_place(chunk_rows):
         num_rows=NUM_ROWS, num_reqs=NUM_ROWS, max_model_len=MAX_MODEL_LEN, chunk_rows=chunk_rows
     )
     logits, state = abstract(NUM_ROWS, VOCAB, dtype=jnp.float32), abstract_state()
-    lowered = jax.jit(make_sampler(shape), donate_argnums=(0, 1)).lower(
+    lowered = jax.jit(make_sampler(shape, None), donate_argnums=(0, 1)).lower(
         logits,
         state,
         abstract(NUM_ROWS, step_row_width(1)),
