@@ -1,0 +1,43 @@
+"""Plain-JAX body of `selective_scan`: one step per request, or a loop over tokens.
+
+The decay of each number of the state depends on the token and on the channel, so tokens cannot be
+combined by matrix products. A parallel scan within chunks of tokens computes more and needs memory
+for the states of all tokens of a chunk (docs/design/kernels.md, "Prompts in recurrent ops").
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ragged_requests import scan_tokens, step_rows
+
+
+def selective_scan_xla(
+    x: jax.Array,  # f[num_tokens, num_groups, width]
+    dt: jax.Array,  # f[num_tokens, num_groups, width]
+    a: jax.Array,  # f[num_groups, state_size, width]
+    b: jax.Array,  # f[num_tokens, num_groups, state_size]
+    c: jax.Array,  # f[num_tokens, num_groups, state_size]
+    states: jax.Array,  # f32[num_reqs, num_groups, state_size, width]
+    query_start_loc: jax.Array,  # i32[num_reqs + 1]
+    *,
+    has_one_token_each: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.selective_scan`."""
+    a = a.astype(jnp.float32)
+
+    def step(
+        state: jax.Array,  # f32[..., num_groups, state_size, width]
+        x: jax.Array,  # f32[..., num_groups, width]
+        dt: jax.Array,  # f32[..., num_groups, width]
+        b: jax.Array,  # f32[..., num_groups, state_size]
+        c: jax.Array,  # f32[..., num_groups, state_size]
+    ) -> tuple[jax.Array, jax.Array]:
+        added = b[..., None] * (dt * x)[..., None, :]
+        state = jnp.exp(dt[..., None, :] * a) * state + added
+        return state, (c[..., None] * state).sum(axis=-2)
+
+    tokens = tuple(array.astype(jnp.float32) for array in (x, dt, b, c))
+    states = states.astype(jnp.float32)
+    if has_one_token_each:
+        return step_rows(step, states, tokens)
+    return scan_tokens(step, states, tokens, query_start_loc, jnp.zeros(x.shape, jnp.float32))
