@@ -30,6 +30,7 @@ LOADED = [
     "llama4",
     "deepseek-v3",
     "deepseek-v2",
+    "jamba",
     "bamba",
     "granite-hybrid",
     "qwen3-next",
@@ -38,6 +39,8 @@ LOADED = [
     "nemotron-h",
     "nemotron-h-latent",
     "falcon-h1",
+    "mamba",
+    "falcon-mamba",
     "mamba2",
     "lfm2",
     "lfm2-moe",
@@ -174,9 +177,10 @@ _WITHOUT_EFFECT = {
     *("scale_attention_softmax_in_fp32", "slow_but_exact", "emb_pdrop", "embedding_fraction"),
     *("init_device", "lambda_std_dev", "embedding_initializer_range"),
     *("chunk_size", "mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"),
+    *("time_step_init_scheme", "time_step_scale", "use_associative_scan", "use_mambapy"),
     *("rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min"),
-    # How 16-bit numbers are rounded; and a size that no layer of Mamba2 has.
-    *("residual_in_fp32", "time_step_rank"),
+    # How 16-bit numbers are rounded.
+    "residual_in_fp32",
     # How other engines compute states and experts; states are float32 here. And drafts.
     *("mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "use_mamba_kernels"),
     *("mtp_layers_block_type", "num_nextn_predict_layers"),
@@ -194,6 +198,7 @@ _LATENT = {
     *("glm4-moe-lite", "longcat-flash", "minicpm3", "youtu", "axk1"),
     *("deepseek-v3.2", "glm5-dsa", "glm5-dsa-all", "axk2"),
 }
+_MAMBA = {"mamba", "falcon-mamba", "mamba2"}
 # Fields that another field of the same configuration overrides or switches off.
 _OVERRIDDEN = {
     # Any change of the parameters of the rotary embedding is read; none at all are the default's.
@@ -208,9 +213,9 @@ _OVERRIDDEN = {
     # The one in `rope_parameters` wins.
     "rope_theta": {"cohere2-moe"},
     "global_attn_every_n_layers": {"afmoe"},
-    # JetMoE has one query per KV head for each expert of a token. Mamba2 has no attention.
-    "num_attention_heads": {"laguna", "laguna-per-element", "jetmoe", "mamba2"},
-    "num_key_value_heads": {"gpt-bigcode", "dbrx", "mamba2"},
+    # JetMoE has one query per KV head for each expert of a token. Mamba has no attention.
+    "num_attention_heads": {"laguna", "laguna-per-element", "jetmoe", *_MAMBA},
+    "num_key_value_heads": {"gpt-bigcode", "dbrx", *_MAMBA},
     # No layer has an MLP without experts.
     "intermediate_size": {"kolibri1", "mamba2", "qwen3.5-moe"},
     "multi_query": {"falcon"},
@@ -219,6 +224,8 @@ _OVERRIDDEN = {
     "expansion_ratio": {"mpt"},
     "learned_pos_emb": {"mpt"},
     "norm_type": {"mpt"},
+    # No layer of Mamba2 has it.
+    "time_step_rank": {"mamba2"},
     # The last layer, which is as good as any later one.
     "moe_layer_end_index": {"ernie4.5-moe"},
     "mtp_layer_types": {"mellum2"},
@@ -247,8 +254,10 @@ _OVERRIDDEN = {
     # `block_auto_adjust_ff_dim` is false.
     "block_multiple_of": {"lfm2"},
     "block_ffn_dim_multiplier": {"lfm2"},
-    # The numbers of heads and their width say how wide all heads are.
-    "expand": {"nemotron-h", "nemotron-h-latent"},
+    # The layer with attention is the only one with any larger period too.
+    "attn_layer_period": {"jamba"},
+    # The numbers of heads and their width say how wide all heads are, or `intermediate_size` does.
+    "expand": {"nemotron-h", "nemotron-h-latent", "mamba", "falcon-mamba"},
     # `mamba_d_ssm` wins.
     "mamba_expand": {"falcon-h1", "falcon-h1-normed"},
     # The output of Mamba2 is not normed.

@@ -1,0 +1,114 @@
+"""Mamba in its first form: layers with a state space and nothing else."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from flax import nnx
+
+from models.config.fields import (
+    read_count,
+    read_flag,
+    read_number,
+    refuse_other_values,
+    with_defaults,
+)
+from models.config.model_config import ModelConfig, read_model_fields
+from models.decoder_spec import DecoderSpec, spec_of_attention, with_states
+from models.decoders.decoder import Decoder
+from models.layers.mamba import Mamba, MambaConfig, read_time_step_rank
+from models.layers.mamba2 import MAMBA
+from models.layers.mixer_layer import MixerLayer
+from models.layers.rms_norm import RMSNorm
+from models.weight_rule import WeightRule, with_renamed_sources
+
+# Defaults of fields that a config.json may leave out.
+_DEFAULTS = {
+    # A state takes any number of tokens, and config.json names no limit. The host keeps the tokens
+    # of running requests in arrays of this length.
+    "max_position_embeddings": 2**17,
+    "initializer_range": 0.1,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaModelConfig(ModelConfig):
+    """The config of a model of `Mamba` layers."""
+
+    mamba: MambaConfig
+    eps: float  # of the norms of layers
+
+    def spec(self, kv_dtype: str) -> DecoderSpec:
+        spec = spec_of_attention(self.attention, kv_dtype=kv_dtype)
+        return with_states(spec, MAMBA, self.mamba.format())
+
+
+class MambaForCausalLM(Decoder):
+    """Source: arXiv:2312.00752."""
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> MambaModelConfig:
+        return MambaModelConfig(**read_mamba_fields(hf_config))
+
+    def __init__(
+        self, config: MambaModelConfig, *, has_head_kernel: bool, dtype: jnp.dtype
+    ) -> None:
+        norm = functools.partial(RMSNorm, config.hidden_size, eps=config.eps, dtype=dtype)
+        super().__init__(
+            config,
+            layers=[
+                MixerLayer(
+                    mixer=Mamba(config.mamba, norm=self.make_mixer_norm(config), dtype=dtype),
+                    norm=norm,
+                )
+                for _ in range(config.num_layers)
+            ],
+            norm=norm(),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
+        )
+
+    @staticmethod
+    def make_mixer_norm(config: MambaModelConfig) -> Callable[[int], nnx.Module] | None:
+        """The argument `norm` of `Mamba`."""
+        return None
+
+    def weight_rules(self) -> dict[str, WeightRule]:
+        """Checkpoints have other names for the embedding and the last norm."""
+
+        def rename(name: str) -> str:
+            name = name.replace("model.embed_tokens.", "backbone.embeddings.")
+            name = name.replace("model.norm.", "backbone.norm_f.")
+            return name.replace("model.layers.", "backbone.layers.")
+
+        return with_renamed_sources(super().weight_rules(), rename)
+
+    def name_weight(self, name: str) -> str:
+        """Some checkpoints on the hub have the embedding's name in the singular."""
+        return name.replace("backbone.embedding.", "backbone.embeddings.")
+
+
+def read_mamba_fields(hf_config: Mapping[str, object]) -> dict[str, object]:
+    """The fields of `MambaModelConfig`. Raises as `read_model_fields`."""
+    hf_config = with_defaults(hf_config, _DEFAULTS)
+    refuse_other_values(hf_config, {"hidden_act": "silu"})
+    fields = read_model_fields(hf_config, default_tie_word_embeddings=True)
+    expanded = read_count(hf_config, "expand", 2) * fields["hidden_size"]
+    mamba = MambaConfig(
+        hidden_size=fields["hidden_size"],
+        # Falcon-Mamba-7B has 16 in `expand`, and this field is right.
+        inner=read_count(hf_config, "intermediate_size", expanded),
+        state_size=read_count(hf_config, "state_size", 16),
+        time_step_rank=read_time_step_rank(hf_config, "time_step_rank"),
+        kernel_size=read_count(hf_config, "conv_kernel", 4),
+        use_bias=read_flag(hf_config, "use_bias"),
+        use_conv_bias=read_flag(hf_config, "use_conv_bias", True),
+    )
+    return fields | {
+        "attention": (None,) * fields["num_layers"],
+        "mamba": mamba,
+        "eps": read_number(hf_config, "layer_norm_epsilon", 1e-5),
+    }
