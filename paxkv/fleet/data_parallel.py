@@ -27,9 +27,9 @@ from paxkv.contracts.engine_request import (
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.contracts.wire import LoopTransport
 from paxkv.errors import EngineDeadError, InvariantError
+from paxkv.fleet.prefix_router import PrefixRouter
+from paxkv.fleet.prompt_digest import prompt_chain
 from paxkv.fleet.replica import Replica
-from paxkv.fleet.replica_choice import choose_replica
-from paxkv.fleet.replica_prefixes import prompt_chain
 from paxkv.fleet.stats_sum import sum_stats
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class _PendingCall:
 class DataParallelTransport:
     """The `LoopTransport` of several replicas: engines with the same model, each with a KV cache.
 
-    `choose_replica` chooses the replica of a request. A fork goes to the replica that has its
+    A `PrefixRouter` chooses the replica of a request. A fork goes to the replica that has its
     blocks. Control calls go to all replicas.
 
     When a replica dies, the client receives an `EngineDead` with the ids of its requests, and other
@@ -75,6 +75,10 @@ class DataParallelTransport:
     ) -> None:
         self._replicas = [Replica.from_ready(transport, ready) for transport, ready in replicas]
         self._have_prefix_caches = have_prefix_caches
+        # Has the reachable replicas only.
+        self._router = PrefixRouter[int]()
+        for idx, (_, ready) in enumerate(replicas):
+            self._router.add(idx, ready.model_info.max_fitting_tokens)
         self._calls: dict[int, _PendingCall] = {}
         self._is_closing = False
         # The replica whose message is being handled.
@@ -155,36 +159,50 @@ class DataParallelTransport:
 
     def _add(self, request: EngineRequest) -> None:
         message = AddRequest(request=request)
-        replica = self._find(request.fork_from)
+        idx = self._find(request.fork_from)
         # Hash the prompt only if a replica must be chosen: beam search sends a fork for each token.
-        if replica is None or not replica.send(message):
+        if idx is None or not self._send(idx, message):
             chain = prompt_chain(request) if self._have_prefix_caches else []
             params = request.sampling_params
             # Prompt log-probabilities need every prompt token computed, so no cached block is read.
             # The computed blocks are cached for other requests.
             reads_none = params.skip_reading_prefix_cache or params.prompt_logprobs is not None
             readable_chain = [] if reads_none else chain
-            replica = choose_replica(self._replicas, readable_chain)
-            while not replica.send(message):
-                replica = choose_replica(self._replicas, readable_chain)
-            replica.prefixes.record(chain)
-        replica.requests[request.request_id] = request.keep_blocks
+            stalled = [i for i in self._router if self._replicas[i].transport.stall is not None]
+            idx = self._router.choose(readable_chain, avoid=stalled)
+            while not self._send(idx, message):
+                idx = self._router.choose(readable_chain, avoid=stalled)
+            self._router.record(idx, chain)
+        self._replicas[idx].requests[request.request_id] = request.keep_blocks
+        self._update_load(idx)
 
-    def _find(self, request_id: str | None) -> Replica | None:
+    def _send(self, idx: int, message: EngineInput) -> bool:
+        """Sends a message to a replica; False if its engine has ended, so it gets no more."""
+        is_sent = self._replicas[idx].send(message)
+        if not is_sent:
+            self._router.remove(idx)
+        return is_sent
+
+    def _update_load(self, idx: int) -> None:
+        if idx in self._router:
+            self._router.set_num_requests(idx, len(self._replicas[idx].requests))
+
+    def _find(self, request_id: str | None) -> int | None:
         """The reachable replica that runs a request or keeps its blocks, if any."""
-        for replica in self._replicas:
-            if replica.is_reachable and replica.holds_blocks_of(request_id):
-                return replica
+        for idx in self._router:
+            if self._replicas[idx].holds_blocks_of(request_id):
+                return idx
         return None
 
     def _abort(self, request_ids: Sequence[str]) -> None:
-        for replica in self._replicas:
+        for idx, replica in enumerate(self._replicas):
             own_ids = replica.remove(request_ids) if replica.is_alive else []
             if own_ids:
-                replica.send(AbortRequests(request_ids=own_ids))
+                self._send(idx, AbortRequests(request_ids=own_ids))
+                self._update_load(idx)
 
     def _call(self, call: UtilityCall) -> None:
-        called = [idx for idx, replica in enumerate(self._replicas) if replica.is_reachable]
+        called = sorted(self._router)
         if call.method in _FIRST_REPLICA_METHODS:
             called = called[:1]
         if not called:
@@ -196,7 +214,7 @@ class DataParallelTransport:
             if call.method == "start_profile":
                 # A folder per replica, because all replicas use the same file names.
                 arguments = (f"{arguments[0]}/replica-{idx}",)
-            if not self._replicas[idx].send(dataclasses.replace(call, arguments=arguments)):
+            if not self._send(idx, dataclasses.replace(call, arguments=arguments)):
                 pending.awaited.discard(idx)
         self._answer_if_complete(call.call_id)
 
@@ -230,6 +248,7 @@ class DataParallelTransport:
         # Before requests are removed. If the client fails, `EngineDead` must list all of them.
         self._on_message(dataclasses.replace(step, stats=self._merged_stats(), engine_idx=idx))
         replica.record_finished(step)
+        self._update_load(idx)
 
     def _handle_reply(self, idx: int, reply: UtilityReply) -> None:
         call = self._calls.get(reply.call_id)
@@ -238,8 +257,9 @@ class DataParallelTransport:
         if call.method == "get_stats" and reply.error is None:
             stats = msgspec.json.decode(reply.result_json, type=SchedulerStats)
             self._replicas[idx].update_stats(stats)
-        if call.method == "reset_prefix_cache" and reply.result_json == "true":
-            self._replicas[idx].prefixes.clear()
+        is_reset = call.method == "reset_prefix_cache" and reply.result_json == "true"
+        if is_reset and idx in self._router:
+            self._router.forget_prompts(idx)
         call.replies.append(reply)
         call.awaited.discard(idx)
         self._answer_if_complete(reply.call_id)
@@ -263,6 +283,8 @@ class DataParallelTransport:
         was_dead = not self._is_alive
         replica = self._replicas[idx]
         replica.record_successor(ready)
+        self._router.remove(idx)
+        self._router.add(idx, ready.model_info.max_fitting_tokens)
         if self._is_closing:
             replica.send(Shutdown())
         if was_dead:
@@ -274,6 +296,7 @@ class DataParallelTransport:
             next_state = "will be restarted" if dead.retry_after_s else "will not be restarted"
             logger.error("replica %d has ended and %s: %s", idx, next_state, dead.reason)
         request_ids = self._replicas[idx].record_end(dead)
+        self._router.remove(idx)
         reason = f"replica {idx}: {dead.reason}"
         if self._is_alive:
             for call_id, call in list(self._calls.items()):

@@ -11,7 +11,6 @@ from paxkv.contracts.engine_request import EngineInput
 from paxkv.contracts.engine_start import EngineReady
 from paxkv.contracts.wire import LoopTransport
 from paxkv.errors import EngineDeadError
-from paxkv.fleet.replica_prefixes import ReplicaPrefixes
 from paxkv.fleet.stats_sum import add_counters, keep_expert_tokens
 
 
@@ -24,8 +23,6 @@ class Replica:
         own_stats: The last statistics that the current engine reported.
         counted_before: Counters of the engines that died in this replica.
         ended: The `EngineDead` of the last engine; None while an engine runs.
-        prefixes: Prompts that were sent to this replica.
-        is_unreachable: A send failed. The engine's `EngineDead` follows or was received.
         requests: Unfinished request id -> whether it keeps its blocks after its end.
         kept_ids: Finished requests that keep their blocks for forks.
     """
@@ -34,33 +31,25 @@ class Replica:
     ready: EngineReady
     stats: SchedulerStats
     own_stats: SchedulerStats
-    prefixes: ReplicaPrefixes
     counted_before: SchedulerStats = SchedulerStats()
     ended: EngineDead | None = None
-    is_unreachable: bool = False
     requests: dict[str, bool] = dataclasses.field(default_factory=dict)
     kept_ids: set[str] = dataclasses.field(default_factory=set)
 
     @classmethod
     def from_ready(cls, transport: LoopTransport, ready: EngineReady) -> Self:
         """Makes a replica whose first engine is ready."""
-        prefixes = ReplicaPrefixes(ready.model_info.max_fitting_tokens)
-        return cls(transport, ready, ready.stats, ready.stats, prefixes)
+        return cls(transport, ready, ready.stats, ready.stats)
 
     @property
     def is_alive(self) -> bool:
         return self.ended is None
-
-    @property
-    def is_reachable(self) -> bool:
-        return self.is_alive and not self.is_unreachable
 
     def send(self, message: EngineInput) -> bool:
         """Sends a message to the engine; False if it has ended."""
         try:
             self.transport.send(message)
         except EngineDeadError:
-            self.is_unreachable = True
             return False
         return True
 
@@ -98,7 +87,6 @@ class Replica:
         self.stats = add_counters(nothing, self.stats)
         self.requests.clear()
         self.kept_ids.clear()
-        self.prefixes.clear()
         return request_ids
 
     def record_successor(self, ready: EngineReady) -> None:
@@ -108,5 +96,4 @@ class Replica:
             before, num_replaced_engines=before.num_replaced_engines + 1
         )
         self.update_stats(ready.stats)
-        self.ready, self.ended, self.is_unreachable = ready, None, False
-        self.prefixes = ReplicaPrefixes(ready.model_info.max_fitting_tokens)
+        self.ready, self.ended = ready, None

@@ -26,7 +26,7 @@ from paxkv.contracts.engine_start import EngineReady, FeatureUse
 from paxkv.errors import EngineDeadError
 from paxkv.fleet.data_parallel import DataParallelTransport
 from paxkv.fleet.loop_thread import LoopThread
-from paxkv.fleet.replica_prefixes import prompt_chain
+from paxkv.fleet.prompt_digest import prompt_chain
 from paxkv.fleet.stats_sum import COUNTERS
 from paxkv.server.metrics.engine_totals import EngineTotals
 from tests.paxkv.client.fake_replicas import FakeReplica, Replicas, ready_engine, request
@@ -297,8 +297,8 @@ def test_known_prefixes_are_limited_by_the_cache_of_the_restarted_engine() -> No
     # More than the 512 tokens that fit into the first engine's cache.
     prompt = list(range(1024))
     assert replicas.add("b", prompt_token_ids=prompt) == 1
-    prefixes = replicas.transport._replicas[1].prefixes
-    assert prefixes.num_known(prompt_chain(request("c", prompt_token_ids=prompt))) == 64
+    chain = prompt_chain(request("c", prompt_token_ids=prompt))
+    assert replicas.transport._router.num_known(1, chain) == 64
 
 
 def test_call_to_a_replica_that_just_ended_gets_an_error_reply() -> None:
