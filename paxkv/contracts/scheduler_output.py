@@ -71,7 +71,8 @@ class CachedRequestData:
         resumed_req_ids: Requests that resume after a preemption. Their `new_block_ids` replace the
             block table instead of being appended to it.
         new_block_ids: Per request, the new blocks of each group; None if there are none. A new slot
-            of states is written instead of the old one, from which the step reads.
+            of states is written instead of the old one, from which the step reads. The lists must
+            not be changed: a slot always has the same one.
         num_computed_tokens: Computed tokens before this step.
         num_output_tokens: Output tokens before this step, including tokens of steps in flight.
         all_token_ids: Prompt and output of each resumed request, because the runner may have

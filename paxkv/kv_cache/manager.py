@@ -14,6 +14,7 @@ from paxkv.kv_cache.coordinators.coordinator import GroupBlocks
 from paxkv.kv_cache.coordinators.coordinator_choice import get_kv_cache_coordinator
 from paxkv.kv_cache.observers.block_pool_observer import BlockPoolObserver
 from paxkv.kv_cache.observers.prefix_cache_miss import PrefixCacheMissExplainer, PrefixGroup
+from paxkv.kv_cache.pool.block import Slot
 from paxkv.kv_cache.save_points import cut_at_save_point, max_tokens_before_save
 from paxkv.kv_cache.stats import PrefixCacheStats
 
@@ -30,8 +31,13 @@ class KVCacheBlocks:
     is_fork: bool = False
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        """Physical block ids, a list per group."""
-        return tuple([block.block_id for block in group] for group in self.blocks)
+        """Physical block ids, a list per group. The caller must not change the lists."""
+        return tuple(
+            [
+                group.block_ids if isinstance(group, Slot) else [block.block_id for block in group]
+                for group in self.blocks
+            ]
+        )
 
     def is_empty(self) -> bool:
         return not any(self.blocks)
@@ -251,15 +257,16 @@ class KVCacheManager:
         ):
             return None
 
-        if coordinator.state_managers:
-            coordinator.plan_slots(request, hits.blocks, num_computed_tokens, num_spare_blocks)
+        takes_slot = bool(coordinator.state_managers) and coordinator.plan_slots(
+            request, hits.blocks, num_computed_tokens, num_spare_blocks
+        )
         if new_computed_blocks is not None or num_external_computed_tokens > 0:
             self._start_block_tables(
                 request, hits, num_new_computed_tokens, num_external_computed_tokens
             )
         new_blocks = self.empty_kv_cache_blocks
         # A new slot of states may be one that the request holds already.
-        if num_blocks_to_allocate > 0 or coordinator.state_managers:
+        if num_blocks_to_allocate > 0 or takes_slot:
             blocks = coordinator.allocate_new_blocks(
                 request_id, num_slots, num_encoder_tokens, num_computed_tokens, num_main_tokens
             )
@@ -337,7 +344,11 @@ class KVCacheManager:
         return any(freed)
 
     def get_max_tokens_before_allocate(
-        self, request: CacheRequest, *, are_cached_late: bool = False
+        self,
+        request: CacheRequest,
+        *,
+        are_cached_late: bool = False,
+        is_step_decided: bool = False,
     ) -> int:
         """Largest number of tokens for which `allocate_slots` has nothing to do.
 
@@ -349,13 +360,18 @@ class KVCacheManager:
         Args:
             are_cached_late: Ignore that blocks become full. The caller calls `cache_blocks` itself,
                 because it knows their tokens only after they are computed.
+            is_step_decided: `allocate_slots` was called for the step that starts after the
+                request's computed tokens.
         """
         num_tokens = self.coordinator.get_max_tokens_before_allocate(
             request.request_id, are_cached_late=are_cached_late
         )
         if not self.coordinator.state_managers:
             return num_tokens
-        return min(num_tokens, max_tokens_before_save(request, self._state_block_size))
+        max_tokens = max_tokens_before_save(
+            request, self._state_block_size, is_step_decided=is_step_decided
+        )
+        return min(num_tokens, max_tokens)
 
     def drain_block_copies(self) -> list[BlockCopy]:
         """Block copies since the last call, which the runner makes all at once.

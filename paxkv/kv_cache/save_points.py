@@ -49,17 +49,20 @@ def cut_at_save_point(
     return end - num_computed_tokens
 
 
-def max_tokens_before_save(request: CacheRequest, block_size: int | None) -> int:
+def max_tokens_before_save(
+    request: CacheRequest, block_size: int | None, *, is_step_decided: bool = False
+) -> int:
     """Number of tokens up to which the request has no state to save.
 
     Args:
         block_size: None without prefix caching.
+        is_step_decided: The next step has its slots, so the state before it needs no more work.
     """
-    num_computed_tokens = request.num_computed_tokens
+    num_tokens = request.num_computed_tokens + is_step_decided
     limit = sys.maxsize
     if block_size is not None:
-        limit = cdiv(num_computed_tokens, block_size) * block_size
-    if request.keeps_state_for_forks and num_computed_tokens < request.num_prompt_tokens:
+        limit = cdiv(num_tokens, block_size) * block_size
+    if request.keeps_state_for_forks and num_tokens < request.num_prompt_tokens:
         limit = min(limit, request.num_prompt_tokens - 1)
     return limit
 

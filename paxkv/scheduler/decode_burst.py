@@ -100,7 +100,8 @@ class DecodeBursts:
         new_blocks = self._manager.reserve_slots(request, num_tokens)
         if new_blocks.is_empty():
             return
-        request.set_tokens_before_allocate(self._manager.get_max_tokens_before_allocate(request))
+        num_tokens = self._manager.get_max_tokens_before_allocate(request, is_step_decided=True)
+        request.set_tokens_before_allocate(num_tokens)
         self._add_blocks(plan, req_id, new_blocks)
 
     def _save_state(self, plan: StepPlan, request: Request) -> None:
@@ -117,8 +118,8 @@ class DecodeBursts:
         first = plan.blocks.get(req_id, self._manager.empty_kv_cache_blocks)
         plan.blocks[req_id] = KVCacheBlocks(
             tuple(
-                (*first_group, *new_group)
-                for first_group, new_group in zip(first.blocks, new_blocks.blocks, strict=True)
+                (*of_first, *new) if of_first and new else of_first or new
+                for of_first, new in zip(first.blocks, new_blocks.blocks, strict=True)
             )
         )
 

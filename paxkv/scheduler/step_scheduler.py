@@ -155,7 +155,9 @@ class StepScheduler:
             if new_blocks is not None:
                 # With placeholders, `AsyncScheduler` caches a full block when its tokens are known.
                 num_tokens = manager.get_max_tokens_before_allocate(
-                    request, are_cached_late=request.num_output_placeholders > 0
+                    request,
+                    are_cached_late=request.num_output_placeholders > 0,
+                    is_step_decided=True,
                 )
                 request.set_tokens_before_allocate(num_tokens)
                 if not new_blocks.is_empty():
@@ -380,7 +382,7 @@ class StepScheduler:
         """Moves a waiting request that has its blocks to the running requests."""
         request.num_computed_tokens = num_computed_tokens
         request.set_tokens_before_allocate(
-            self._kv_cache_manager.get_max_tokens_before_allocate(request)
+            self._kv_cache_manager.get_max_tokens_before_allocate(request, is_step_decided=True)
         )
         request.fork_source = None
         is_new = request.status is RequestStatus.WAITING

@@ -136,15 +136,20 @@ class KVCacheCoordinator(ABC):
         new_computed_blocks: GroupBlocks,
         num_computed_tokens: int,
         num_spare_blocks: int,
-    ) -> None:
+    ) -> bool:
         """Decides whether the request writes new slots of states; see `MambaManager.plan_slot`."""
+        takes_slot = False
         for manager in self.state_managers:
-            num_spare_blocks -= manager.plan_slot(
+            num_taken = manager.plan_slot(
                 request,
                 new_computed_blocks[manager.kv_cache_group_id],
                 num_computed_tokens,
                 num_spare_blocks,
             )
+            if num_taken is not None:
+                num_spare_blocks -= num_taken
+                takes_slot = True
+        return takes_slot
 
     def finish_step(self) -> None:
         """Releases blocks that only the step which has been decided needs."""

@@ -12,7 +12,7 @@ from paxkv.kv_cache.hashing.block_hash import BlockHash, get_group_id
 from paxkv.kv_cache.managers.device_block_work import DeviceBlockWork
 from paxkv.kv_cache.managers.saved_states import SavedState, SavedStates
 from paxkv.kv_cache.managers.single_type_manager import SingleTypeKVCacheManager
-from paxkv.kv_cache.pool.block import KVCacheBlock
+from paxkv.kv_cache.pool.block import KVCacheBlock, Slot
 from paxkv.kv_cache.pool.block_pool import BlockPool
 from paxkv.kv_cache.save_points import is_fork_point, is_save_point
 
@@ -24,11 +24,13 @@ class _Plan:
     Args:
         num_computed_tokens: Tokens of the state that the step reads.
         takes_new_slot: The request writes a new slot, and the slot that it reads stays as it is.
+        replaced: The old state of the request whose slot it then writes. None: free blocks.
     """
 
     request: CacheRequest
     num_computed_tokens: int
     takes_new_slot: bool
+    replaced: SavedState | None = None
 
 
 class MambaManager(SingleTypeKVCacheManager):
@@ -68,6 +70,7 @@ class MambaManager(SingleTypeKVCacheManager):
             block_pool,
             kv_cache_group_id=kv_cache_group_id,
             block_size=self.block_size,
+            num_slot_blocks=kv_cache_spec.num_slot_blocks,
         )
         # Slots by the id of their first block, also of requests that have ended.
         self._slots: dict[int, list[KVCacheBlock]] = {}
@@ -112,27 +115,40 @@ class MambaManager(SingleTypeKVCacheManager):
         new_computed_blocks: Sequence[KVCacheBlock],
         num_computed_tokens: int,
         num_spare_blocks: int,
-    ) -> int:
+    ) -> int | None:
         """Decides whether the request writes a new slot; the calls that allocate blocks follow it.
 
         Args:
             num_spare_blocks: Free blocks that the request does not need otherwise.
 
         Returns:
-            Number of the spare blocks that are taken.
+            Number of the spare blocks that are taken. None if the request does not need a slot, or
+            takes the one that it needs in any case.
         """
         num_slot_blocks = self.kv_cache_spec.num_slot_blocks
+        replaced = None
         if request.request_id not in self.req_to_blocks:
             is_wanted = bool(new_computed_blocks) and new_computed_blocks[-1].ref_cnt == 0
+            takes_new_slot = is_wanted and num_spare_blocks >= num_slot_blocks
         else:
-            is_wanted = self._should_save(request, num_computed_tokens)
-            if self.saved_states.can_replace(request.request_id):
+            # Most steps of running requests end here.
+            if num_computed_tokens % self.block_size and not request.keeps_state_for_forks:
+                return None
+            if not self._should_save(request, num_computed_tokens):
+                return None
+            replaced = self.saved_states.find_replaceable(request.request_id)
+            if replaced is not None:
                 num_slot_blocks = 0
-        takes_new_slot = is_wanted and num_spare_blocks >= num_slot_blocks
+            takes_new_slot = num_spare_blocks >= num_slot_blocks
+            if not takes_new_slot:
+                return None
         self._plan = _Plan(
-            request=request, num_computed_tokens=num_computed_tokens, takes_new_slot=takes_new_slot
+            request=request,
+            num_computed_tokens=num_computed_tokens,
+            takes_new_slot=takes_new_slot,
+            replaced=replaced,
         )
-        return num_slot_blocks if takes_new_slot else 0
+        return num_slot_blocks if takes_new_slot else None
 
     def has_switched(self, request_id: str) -> bool:
         """Whether the request has a new slot in the step that is being decided."""
@@ -140,8 +156,8 @@ class MambaManager(SingleTypeKVCacheManager):
 
     def num_blocks_to_switch(self, request_id: str) -> int:
         """Number of free blocks that `switch_slot` allocates."""
-        can_replace = self.saved_states.can_replace(request_id)
-        return 0 if can_replace else self.kv_cache_spec.num_slot_blocks
+        replaced = self.saved_states.find_replaceable(request_id)
+        return self.kv_cache_spec.num_slot_blocks if replaced is None else 0
 
     def allocate_new_computed_blocks(
         self,
@@ -180,14 +196,18 @@ class MambaManager(SingleTypeKVCacheManager):
         plan, self._plan = self._plan, None
         old = self.req_to_blocks.get(request_id)
         if old is None:
-            self.req_to_blocks[request_id] = new = self._get_new_slot(request_id)
+            self.req_to_blocks[request_id] = new = self._get_new_slot()
             source = self._read_slots.get(request_id)
             if source is not None and plan is not None:
                 self._keep_for_forks(plan.request, source, plan.num_computed_tokens)
             return new
         if plan is None or not plan.takes_new_slot:
             return ()
-        self.req_to_blocks[request_id] = new = self._get_new_slot(request_id)
+        if plan.replaced is None:
+            new = self._get_new_slot()
+        else:
+            new = self.saved_states.pop_replaceable(request_id, plan.replaced)
+        self.req_to_blocks[request_id] = new
         self._leave_slot(plan.request, old, plan.num_computed_tokens)
         return new
 
@@ -206,7 +226,12 @@ class MambaManager(SingleTypeKVCacheManager):
         if position <= request.num_computed_tokens:
             return 0, []
         old = self.req_to_blocks[request_id]
-        self.req_to_blocks[request_id] = new = self._get_new_slot(request_id)
+        replaced = self.saved_states.find_replaceable(request_id)
+        if replaced is None:
+            new = self._get_new_slot()
+        else:
+            new = self.saved_states.pop_replaceable(request_id, replaced)
+        self.req_to_blocks[request_id] = new
         state = SavedState(old, position, is_rolling=True)
         self._unknown.setdefault(request_id, []).append(state)
         return position, new
@@ -264,7 +289,8 @@ class MambaManager(SingleTypeKVCacheManager):
         return True
 
     def get_first_step_blocks(self, request_id: str) -> Sequence[KVCacheBlock]:
-        return [*self._read_slots.get(request_id, ()), *self.req_to_blocks[request_id]]
+        slot = self.req_to_blocks[request_id]
+        return [*self._read_slots[request_id], *slot] if request_id in self._read_slots else slot
 
     def get_extra_blocks(self) -> Iterator[KVCacheBlock]:
         for slot in self._read_slots.values():
@@ -387,10 +413,8 @@ class MambaManager(SingleTypeKVCacheManager):
             state = SavedState(slot, num_tokens, is_rolling=False)
             self._fork_states[request.request_id] = state
 
-    def _get_new_slot(self, request_id: str) -> list[KVCacheBlock]:
-        if self.saved_states.can_replace(request_id):
-            return self.saved_states.pop_replaceable(request_id)
-        slot = self.block_pool.get_new_blocks(self.kv_cache_spec.num_slot_blocks)
+    def _get_new_slot(self) -> Slot:
+        slot = Slot(self.block_pool.get_new_blocks(self.kv_cache_spec.num_slot_blocks))
         self.num_held_blocks += len(slot)
         self._slots[slot[0].block_id] = slot
         self._forget_old_slots()

@@ -40,16 +40,25 @@ class SavedStates:
 
     Args:
         block_size: Tokens between two positions at which a state can be saved.
+        num_slot_blocks: Blocks of a slot.
 
     Attributes:
         max_blocks: Largest number of blocks that saved slots may take. Beyond it, the least
             recently used states leave the prefix cache.
     """
 
-    def __init__(self, block_pool: BlockPool, *, kv_cache_group_id: int, block_size: int) -> None:
+    def __init__(
+        self,
+        block_pool: BlockPool,
+        *,
+        kv_cache_group_id: int,
+        block_size: int,
+        num_slot_blocks: int,
+    ) -> None:
         self._block_pool = block_pool
         self._kv_cache_group_id = kv_cache_group_id
         self._block_size = block_size
+        self._num_slot_blocks = num_slot_blocks
         self.max_blocks = block_pool.num_blocks
         # By the id of the first block, the least recently used first. If the block loses its hash,
         # the entry stays, and counts for `max_blocks` until it becomes the first one.
@@ -91,18 +100,16 @@ class SavedStates:
 
     def add(self, request: CacheRequest, state: SavedState) -> None:
         """Adds a state to the prefix cache, unless it is there already."""
-        if self.contains(request, state.num_tokens):
-            return
         first = state.blocks[0]
-        num_blocks = state.num_tokens // self._block_size
-        self._block_pool.cache_full_blocks(
+        is_added = self._block_pool.cache_block(
             request=request,
-            blocks=[self._block_pool.null_block] * (num_blocks - 1) + [first],
-            num_cached_blocks=num_blocks - 1,
-            num_full_blocks=num_blocks,
+            block=first,
+            num_tokens=state.num_tokens,
             block_size=self._block_size,
             kv_cache_group_id=self._kv_cache_group_id,
         )
+        if not is_added:
+            return
         state.key = first.block_hash
         self._states[first.block_id] = state
         self._states.move_to_end(first.block_id)
@@ -117,17 +124,19 @@ class SavedStates:
         del self._states[state.blocks[0].block_id]
         self._block_pool.evict(state.blocks[:1])
 
-    def can_replace(self, request_id: str) -> bool:
-        """Whether `pop_replaceable` finds a slot."""
-        return self._find_replaceable(request_id) is not None
-
-    def pop_replaceable(self, request_id: str) -> list[KVCacheBlock]:
-        """Removes the oldest state of a decoding request. The caller then holds its slot.
+    def find_replaceable(self, request_id: str) -> SavedState | None:
+        """The oldest state of a decoding request whose slot the request may write again.
 
         The newest state stays, because the state that the request saves next may be of tokens past
         its end. A slot that another request holds for its forks stays too.
         """
-        state = self._find_replaceable(request_id)
+        for state in self._rolling.get(request_id, ())[:-1]:
+            if state.blocks[0].ref_cnt == 1:
+                return state
+        return None
+
+    def pop_replaceable(self, request_id: str, state: SavedState) -> list[KVCacheBlock]:
+        """Removes a state that `find_replaceable` found. The caller then holds its slot."""
         self._rolling[request_id].remove(state)
         if state.is_findable:
             self.remove(state)
@@ -148,15 +157,9 @@ class SavedStates:
             return [state.blocks]
         return []
 
-    def _find_replaceable(self, request_id: str) -> SavedState | None:
-        for state in self._rolling.get(request_id, [])[:-1]:
-            if state.blocks[0].ref_cnt == 1:
-                return state
-        return None
-
     def _drop_least_used(self) -> None:
-        size = len(next(iter(self._states.values())).blocks)
-        while len(self._states) > self.max_blocks // size:
+        max_states = self.max_blocks // self._num_slot_blocks
+        while len(self._states) > max_states:
             _, state = self._states.popitem(last=False)
             if state.is_findable:
                 self._block_pool.evict(state.blocks[:1])

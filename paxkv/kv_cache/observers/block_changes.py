@@ -114,8 +114,7 @@ class BlockChangeLog(BlockPoolObserver):
         block_size: int,
         group_id: int,
     ) -> None:
-        for block_idx in block_idxs:
-            block = blocks[block_idx]
+        for block_idx, block in zip(block_idxs, blocks, strict=True):
             block_id = block.block_id
             self._ids.append(block_id)
             self._depths.append(block_idx + 1)

@@ -56,7 +56,7 @@ class BlockMovementLog(BlockPoolObserver):
         block_size: int,
         group_id: int,
     ) -> None:
-        self._movements.cached += [blocks[idx].block_id for idx in block_idxs]
+        self._movements.cached += [block.block_id for block in blocks]
 
     def on_evicted(
         self,

@@ -12,7 +12,7 @@ class BlockPoolObserver(Protocol):
     """An observer of a `BlockPool`. Subclasses override the methods of the events they need.
 
     The pool calls a method after it has made the change. An observer must not change the pool or
-    its blocks. The null block does not occur in events, except in `blocks` of `on_cached`.
+    its blocks. The null block does not occur in events.
     """
 
     def on_allocated(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -40,8 +40,8 @@ class BlockPoolObserver(Protocol):
         """Blocks of one request and one KV cache group entered the prefix cache.
 
         Args:
-            blocks: All blocks of the request in the group.
-            block_idxs: Indices in `blocks` of the blocks that entered the cache, in order.
+            blocks: The blocks that entered the cache, in the order of their tokens.
+            block_idxs: For each of them, the number of blocks of `block_size` tokens before it.
             first_idxs: The part of `block_idxs` whose hash no other block had.
             block_hashes: One hash for each full block of `block_size` tokens of the request.
         """

@@ -26,6 +26,20 @@ class KVCacheBlock:
     next_free_block: "KVCacheBlock | None" = dataclasses.field(default=None, repr=False)
 
 
+class Slot(list[KVCacheBlock]):
+    """The blocks of a slot of states, which never change.
+
+    Attributes:
+        block_ids: Their ids. The list is always the same object.
+    """
+
+    __slots__ = ("block_ids",)
+
+    def __init__(self, blocks: Iterable[KVCacheBlock]) -> None:
+        super().__init__(blocks)
+        self.block_ids = [block.block_id for block in self]
+
+
 class FreeKVCacheBlockQueue:
     """Free blocks in the order in which they are allocated.
 

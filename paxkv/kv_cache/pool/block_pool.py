@@ -187,6 +187,7 @@ class BlockPool:
         block_hashes = with_block_size(
             request.block_hashes, self.hash_block_size or block_size, block_size
         )
+        cached: list[KVCacheBlock] = []
         block_idxs: list[int] = []
         first_idxs: list[int] = []
         for block_idx in range(num_cached_blocks, num_full_blocks):
@@ -197,9 +198,72 @@ class BlockPool:
                 raise InvariantError(f"{block!r} is cached already.")
             key = make_block_hash_with_group_id(block_hashes[block_idx], kv_cache_group_id)
             block.block_hash = key
+            cached.append(block)
             block_idxs.append(block_idx)
             if self.cached_block_hash_to_block.insert(key, block):
                 first_idxs.append(block_idx)
+        self._report_cached(
+            request=request,
+            blocks=cached,
+            block_idxs=block_idxs,
+            first_idxs=first_idxs,
+            block_hashes=block_hashes,
+            block_size=block_size,
+            group_id=kv_cache_group_id,
+        )
+
+    def cache_block(
+        self,
+        *,
+        request: CacheRequest,
+        block: KVCacheBlock,
+        num_tokens: int,
+        block_size: int,
+        kv_cache_group_id: int,
+    ) -> bool:
+        """Adds one block to the prefix cache, under the hash of a request's first tokens.
+
+        Returns False, and changes nothing, if a block with this hash is cached already.
+
+        Args:
+            num_tokens: A multiple of `block_size`.
+
+        Raises:
+            InvariantError: The block is cached already.
+        """
+        block_hashes = with_block_size(
+            request.block_hashes, self.hash_block_size or block_size, block_size
+        )
+        block_idx = num_tokens // block_size - 1
+        key = make_block_hash_with_group_id(block_hashes[block_idx], kv_cache_group_id)
+        if key in self.cached_block_hash_to_block:
+            return False
+        if block.block_hash is not None:
+            raise InvariantError(f"{block!r} is cached already.")
+        block.block_hash = key
+        self.cached_block_hash_to_block.insert(key, block)
+        self._report_cached(
+            request=request,
+            blocks=[block],
+            block_idxs=[block_idx],
+            first_idxs=[block_idx],
+            block_hashes=block_hashes,
+            block_size=block_size,
+            group_id=kv_cache_group_id,
+        )
+        return True
+
+    def _report_cached(
+        self,
+        *,
+        request: CacheRequest,
+        blocks: Sequence[KVCacheBlock],
+        block_idxs: Sequence[int],
+        first_idxs: Sequence[int],
+        block_hashes: Sequence[BlockHash],
+        block_size: int,
+        group_id: int,
+    ) -> None:
         for observer in self._observers:
             observer.on_cached(
                 request=request,
@@ -208,7 +272,7 @@ class BlockPool:
                 first_idxs=first_idxs,
                 block_hashes=block_hashes,
                 block_size=block_size,
-                group_id=kv_cache_group_id,
+                group_id=group_id,
             )
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:

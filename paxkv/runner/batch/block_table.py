@@ -1,5 +1,6 @@
 """`BlockTable`: the physical blocks of every row of the batch, per KV cache group."""
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -73,6 +74,11 @@ class SlotTable(BlockTable):
         )
         self.read_ids_np = np.zeros_like(self.block_ids_np)
         self._moving_rows: list[int] = []  # rows that read another slot than they write
+        # The last slots of each row, as the scheduler gave them and as arrays. A decoding request
+        # writes three slots in turn, and the conversion would be most of the cost of a new slot.
+        self._recent: list[deque[tuple[Sequence[int], np.ndarray]]] = [
+            deque(maxlen=3) for _ in range(max_num_seqs)
+        ]
 
     def append_row(self, row_idx: int, block_ids: Sequence[int]) -> None:
         """Gives a row a slot to write.
@@ -86,15 +92,13 @@ class SlotTable(BlockTable):
         """
         if not block_ids:
             return
-        self._check_ids(block_ids)
         size = self.block_ids_np.shape[1]
-        if len(block_ids) not in (size, 2 * size):
-            raise InvariantError(f"a slot has {size} blocks, got {len(block_ids)}.")
-        if self.num_blocks_np[row_idx] > 0 and len(block_ids) == size:
+        ids_np = self._find_or_convert(row_idx, block_ids)
+        if self.num_blocks_np[row_idx] > 0 and len(ids_np) == size:
             self.read_ids_np[row_idx] = self.block_ids_np[row_idx]
         else:
-            self.read_ids_np[row_idx] = block_ids[:size]
-        self.block_ids_np[row_idx] = block_ids[-size:]
+            self.read_ids_np[row_idx] = ids_np[:size]
+        self.block_ids_np[row_idx] = ids_np[-size:]
         self.num_blocks_np[row_idx] = size
         self._moving_rows.append(row_idx)
 
@@ -105,12 +109,30 @@ class SlotTable(BlockTable):
     def clear_row(self, row_idx: int) -> None:
         super().clear_row(row_idx)
         self.read_ids_np[row_idx] = 0
+        self._recent[row_idx].clear()
 
     def finish_moves(self) -> list[int]:
         """Makes all rows read the slots that they write. Returns the rows that got a slot."""
         rows, self._moving_rows = self._moving_rows, []
-        self.read_ids_np[rows] = self.block_ids_np[rows]
+        if rows:
+            self.read_ids_np[rows] = self.block_ids_np[rows]
         return rows
+
+    def _find_or_convert(self, row_idx: int, block_ids: Sequence[int]) -> np.ndarray:
+        """Returns block ids as i32[len(block_ids)], after checking those that are not known."""
+        recent = self._recent[row_idx]
+        for known_ids, ids_np in recent:
+            # The scheduler never changes the list of a slot, and `recent` keeps it alive.
+            if known_ids is block_ids:
+                return ids_np
+        self._check_ids(block_ids)
+        size = self.block_ids_np.shape[1]
+        if len(block_ids) not in (size, 2 * size):
+            raise InvariantError(f"a slot has {size} blocks, got {len(block_ids)}.")
+        ids_np = np.array(block_ids, np.int32)
+        if len(block_ids) == size:
+            recent.append((block_ids, ids_np))
+        return ids_np
 
 
 class MultiGroupBlockTable:

@@ -28,5 +28,6 @@ def fill_slot_switches(
 ) -> None:
     """Fills in the position from which on each request writes its second slot."""
     switches_np[: len(positions_np)] = positions_np
-    for req_id, position in slot_switches.items():
-        switches_np[req_ids.index(req_id)] = position
+    if slot_switches:
+        places = [place for place, req_id in enumerate(req_ids) if req_id in slot_switches]
+        switches_np[places] = [slot_switches[req_ids[place]] for place in places]

@@ -42,8 +42,13 @@ def test_steps_between_two_multiples_have_nothing_to_save():
     for request.num_computed_tokens in (0, 1, 16, 17):
         limits.append(max_tokens_before_save(request, BLOCK_SIZE))
     assert limits == [0, 16, 16, 32]
+    request.num_computed_tokens = 16
+    assert max_tokens_before_save(request, BLOCK_SIZE, is_step_decided=True) == 32
     request.keeps_state_for_forks = True
     assert max_tokens_before_save(request, None) == 19
+    request.num_computed_tokens = 19
+    assert max_tokens_before_save(request, BLOCK_SIZE) == 19
+    assert max_tokens_before_save(request, BLOCK_SIZE, is_step_decided=True) == 32
 
 
 def make(scheduler_class=Scheduler, **settings):

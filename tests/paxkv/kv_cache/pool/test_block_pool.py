@@ -418,7 +418,7 @@ class EventList(BlockPoolObserver):
 
     def on_cached(self, *, blocks, block_idxs, first_idxs, group_id, **others):
         assert others.keys() == {"request", "block_hashes", "block_size"}
-        self.add("cached", [blocks[idx] for idx in block_idxs], block_idxs, first_idxs, group_id)
+        self.add("cached", blocks, block_idxs, first_idxs, group_id)
 
     def on_evicted(self, blocks, keys, findable):
         assert [block.block_hash for block in blocks] == [None] * len(blocks)
