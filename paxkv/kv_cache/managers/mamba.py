@@ -17,7 +17,7 @@ from paxkv.kv_cache.pool.block_pool import BlockPool
 from paxkv.kv_cache.save_points import is_fork_point, is_save_point
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class _Plan:
     """What `plan_slot` has decided for a request.
 
@@ -381,7 +381,7 @@ class MambaManager(SingleTypeKVCacheManager):
             raise InvariantError(f"saved states start at {hashed}, hashed are {cached}.")
 
     def _should_save(self, request: CacheRequest, num_tokens: int) -> bool:
-        if is_fork_point(request, num_tokens):
+        if request.keeps_state_for_forks and is_fork_point(request, num_tokens):
             return True
         if not self.can_save_states or not is_save_point(request, num_tokens, self.block_size):
             return False
@@ -408,7 +408,7 @@ class MambaManager(SingleTypeKVCacheManager):
     def _keep_for_forks(
         self, request: CacheRequest, slot: list[KVCacheBlock], num_tokens: int
     ) -> None:
-        if is_fork_point(request, num_tokens):
+        if request.keeps_state_for_forks and is_fork_point(request, num_tokens):
             self._touch(slot)
             state = SavedState(slot, num_tokens, is_rolling=False)
             self._fork_states[request.request_id] = state

@@ -5,7 +5,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from paxkv.contracts.protocols import CacheRequest
-from paxkv.kv_cache.hashing.block_hash import BlockHashWithGroupId
+from paxkv.kv_cache.hashing.block_hash import (
+    BlockHashWithGroupId,
+    make_block_hash_with_group_id,
+)
 from paxkv.kv_cache.pool.block import KVCacheBlock
 from paxkv.kv_cache.pool.block_pool import BlockPool
 
@@ -77,9 +80,9 @@ class SavedStates:
     def contains(self, request: CacheRequest, num_tokens: int) -> bool:
         """Whether a look-up finds the state after the request's first `num_tokens` tokens."""
         num_hashes = num_tokens // self._block_pool.hash_block_size
-        group_ids = (self._kv_cache_group_id,)
         block_hash = request.block_hashes[num_hashes - 1]
-        return self._block_pool.get_cached_block(block_hash, group_ids) is not None
+        key = make_block_hash_with_group_id(block_hash, self._kv_cache_group_id)
+        return key in self._block_pool.cached_block_hash_to_block
 
     def touch(self, state: SavedState) -> None:
         """Makes a state the most recently used one."""

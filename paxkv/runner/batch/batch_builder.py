@@ -58,10 +58,11 @@ class BatchBuilder:
         req_ids = list(scheduler_output.num_scheduled_tokens)
         rows_np = self._rows.rows_of(req_ids)
         grown_rows = self._rows.drain_grown_rows()
+        changed_slots = self._rows.block_tables.drain_changed_slots()
         repeater, self._burst_repeater = self._burst_repeater, None
         built = None
         if repeater is not None:
-            built = repeater.repeat(scheduler_output, rows_np, grown_rows)
+            built = repeater.repeat(scheduler_output, rows_np, grown_rows, changed_slots)
         if built is None:
             repeater = None
             built = self._build_anew(scheduler_output, req_ids, rows_np)

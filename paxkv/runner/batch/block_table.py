@@ -74,6 +74,7 @@ class SlotTable(BlockTable):
         )
         self.read_ids_np = np.zeros_like(self.block_ids_np)
         self._moving_rows: list[int] = []  # rows that read another slot than they write
+        self._changed_rows: set[int] = set()
         # The last slots of each row, as the scheduler gave them and as arrays. A decoding request
         # writes three slots in turn, and the conversion would be most of the cost of a new slot.
         self._recent: list[deque[tuple[Sequence[int], np.ndarray]]] = [
@@ -111,12 +112,17 @@ class SlotTable(BlockTable):
         self.read_ids_np[row_idx] = 0
         self._recent[row_idx].clear()
 
-    def finish_moves(self) -> list[int]:
-        """Makes all rows read the slots that they write. Returns the rows that got a slot."""
+    def finish_moves(self) -> None:
+        """Makes all rows read the slots that they write."""
         rows, self._moving_rows = self._moving_rows, []
         if rows:
             self.read_ids_np[rows] = self.block_ids_np[rows]
-        return rows
+            self._changed_rows.update(rows)
+
+    def drain_changed_rows(self) -> list[int]:
+        """Returns rows whose slots to read or to write changed since the last call."""
+        rows, self._changed_rows = self._changed_rows.union(self._moving_rows), set()
+        return list(rows)
 
     def _find_or_convert(self, row_idx: int, block_ids: Sequence[int]) -> np.ndarray:
         """Returns block ids as i32[len(block_ids)], after checking those that are not known."""
@@ -166,6 +172,11 @@ class MultiGroupBlockTable:
         for table in self.tables:
             table.clear_row(row_idx)
 
-    def finish_moves(self) -> list[int]:
-        """Ends the last step; see `SlotTable.finish_moves`. Returns rows whose tables changed."""
-        return [row_idx for table in self._slot_tables for row_idx in table.finish_moves()]
+    def finish_moves(self) -> None:
+        """Ends the last step; see `SlotTable.finish_moves`."""
+        for table in self._slot_tables:
+            table.finish_moves()
+
+    def drain_changed_slots(self) -> list[list[int]]:
+        """Returns `SlotTable.drain_changed_rows` of each group of states."""
+        return [table.drain_changed_rows() for table in self._slot_tables]

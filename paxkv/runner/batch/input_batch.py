@@ -160,7 +160,7 @@ class InputBatch:
         Rows are freed before new ones are allocated, because a full batch may replace requests in
         one step.
         """
-        self._grown_rows += self.block_tables.finish_moves()
+        self.block_tables.finish_moves()
         for req_id in scheduler_output.finished_req_ids:
             # A request that ended before its first step has no row.
             if req_id in self.requests:
