@@ -38,6 +38,7 @@ FAMILIES: dict[str, str] = {
     "NemotronHForCausalLM": "models.families.nemotron_h:NemotronHForCausalLM",
     "FalconH1ForCausalLM": "models.families.falcon_h1:FalconH1ForCausalLM",
     "BambaForCausalLM": "models.families.bamba:BambaForCausalLM",
+    "ZambaForCausalLM": "models.families.zamba:ZambaForCausalLM",
     "JambaForCausalLM": "models.families.jamba:JambaForCausalLM",
     "MambaForCausalLM": "models.families.mamba:MambaForCausalLM",
     "FalconMambaForCausalLM": "models.families.falcon_mamba:FalconMambaForCausalLM",

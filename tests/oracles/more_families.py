@@ -192,6 +192,10 @@ SHALLOW = {family: functools.partial(_with_few_layers, family) for family in _AL
     "bamba": _with_fields("bamba", num_hidden_layers=2, attn_layer_indices=[1]),
     "jamba": _with_fields("jamba", num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1),
     "qwen3-next": _with_fields("qwen3-next", num_hidden_layers=2, full_attention_interval=2),
+    # Two layers share a block.
+    "zamba": _with_fields(
+        "zamba", num_hidden_layers=3, layers_block_type=["hybrid", "linear_attention", "hybrid"]
+    ),
     "ernie4.5-moe": _with_fields("ernie4.5-moe", num_hidden_layers=2, moe_layer_end_index=1),
     # The second layer uses the choice of the first.
     **{

@@ -120,6 +120,7 @@ LOADED = [
     "gemma",
     "nanochat",
     "jetmoe",
+    "zamba",
     "diffllama",
     "doge",
     "stablelm-2",
@@ -255,7 +256,9 @@ _OVERRIDDEN = {
     "block_multiple_of": {"lfm2"},
     "block_ffn_dim_multiplier": {"lfm2"},
     # The layer with attention is the only one with any larger period too.
-    "attn_layer_period": {"jamba"},
+    "attn_layer_period": {"jamba", "zamba"},
+    # `layers_block_type` wins.
+    "attn_layer_offset": {"zamba"},
     # The numbers of heads and their width say how wide all heads are, or `intermediate_size` does.
     "expand": {"nemotron-h", "nemotron-h-latent", "mamba", "falcon-mamba"},
     # `mamba_d_ssm` wins.

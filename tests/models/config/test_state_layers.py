@@ -28,6 +28,7 @@ FAMILIES = {
     "NemotronHForCausalLM": ("NemotronHConfig", {"num_hidden_layers": 4}),
     "Qwen3_5ForCausalLM": ("Qwen3_5TextConfig", {}),
     "Qwen3_5MoeForCausalLM": ("Qwen3_5MoeTextConfig", {}),
+    "ZambaForCausalLM": ("ZambaConfig", {}),
 }
 HYBRID = ["linear_attention", "full_attention"] * 4
 # Fields of the hub and of transformers 5, in values that are no defaults.
@@ -74,6 +75,10 @@ OTHER_FIELDS = [
     ("Qwen3_5MoeForCausalLM", {"layer_types": HYBRID, "num_experts": 8, "num_experts_per_tok": 2}),
     ("Qwen3_5MoeForCausalLM", {"linear_conv_kernel_dim": 3, "moe_intermediate_size": 24}),
     ("Qwen3_5MoeForCausalLM", {"shared_expert_intermediate_size": 48, "tie_word_embeddings": True}),
+    ("ZambaForCausalLM", {"layers_block_type": ["hybrid", "mamba"] * 4, "n_mamba_heads": 4}),
+    ("ZambaForCausalLM", {"attn_layer_period": 3, "attn_layer_offset": 1, "mamba_dt_rank": 7}),
+    ("ZambaForCausalLM", {"attention_head_dim": 16, "mamba_d_state": 8, "hidden_act": "silu"}),
+    ("ZambaForCausalLM", {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3}),
 ]
 
 
