@@ -16,9 +16,9 @@ from models.layers.rotary import yarn_mscale
 class LatentAttentionConfig(AttentionConfig):
     """Latent attention of one layer.
 
-    A head has `nope_dim` dimensions without positions, then `rope_dim` dimensions that are turned;
-    `head_dim` is their sum. `num_kv_heads` is that of the expanded form, one for each query head.
-    The cache stores one vector per token.
+    A head has `nope_dim` dimensions of its own, then `rope_dim` dimensions whose keys all heads
+    share; `head_dim` is their sum. `num_kv_heads` is that of the expanded form, one for each query
+    head. The cache stores one vector per token.
     """
 
     # Width of the queries' latent; None: queries are projected from the hidden states.
@@ -27,11 +27,12 @@ class LatentAttentionConfig(AttentionConfig):
     # Whether dimensions 2 * i and 2 * i + 1 are turned as a pair. Otherwise i and i + half are.
     turns_neighbors: bool = True
     norm_eps: float = 1e-6  # of the norms of latents
+    unturned_dim: int = 0  # `rope_dim` of a layer without positions
 
     @property
     def rope_dim(self) -> int:
-        """Dimensions of a head that are turned: `rotary_dim`, or 0 without positions."""
-        return self.rotary[1]
+        """Dimensions with shared keys. They are turned if the layer has positions."""
+        return self.rotary[1] if self.has_positions else self.unturned_dim
 
     @property
     def nope_dim(self) -> int:
@@ -48,7 +49,7 @@ def read_latent_attention(
     hf_config: Mapping[str, object],
     max_position_embeddings: int,
     *,
-    default_q_latent_dim: int,
+    default_q_latent_dim: int | None,
     turns_neighbors: bool = True,
 ) -> LatentAttentionConfig:
     """Reads the latent attention of DeepSeek and its followers, which all layers share.
@@ -95,7 +96,7 @@ def read_turns_neighbors(hf_config: Mapping[str, object]) -> bool:
     return read_flag(hf_config, "rope_interleave", "rope_interleave" not in hf_config)
 
 
-def _read_q_latent_dim(hf_config: Mapping[str, object], default: int) -> int | None:
+def _read_q_latent_dim(hf_config: Mapping[str, object], default: int | None) -> int | None:
     is_null = hf_config.get("q_lora_rank", default) is None
     return None if is_null else read_count(hf_config, "q_lora_rank", default)
 

@@ -146,7 +146,7 @@ class GatedDeltaNet(nnx.Module):
         q, k, v = jnp.split(qkv, [config.k_width, 2 * config.k_width], axis=1)
         q, k = (x.reshape(x.shape[0], config.num_k_heads, config.k_dim) for x in (q, k))
         heads_per_key = config.num_v_heads // config.num_k_heads
-        q, k = (jnp.repeat(_with_length_one(x), heads_per_key, axis=1) for x in (q, k))
+        q, k = (jnp.repeat(with_length_one(x), heads_per_key, axis=1) for x in (q, k))
         return q * config.k_dim**-0.5, k, v.reshape(v.shape[0], -1, config.v_dim)
 
     def _gate(
@@ -163,5 +163,6 @@ class GatedDeltaNet(nnx.Module):
         return (scaled * jax.nn.silu(z.astype(jnp.float32))).astype(z.dtype)
 
 
-def _with_length_one(x: jax.Array) -> jax.Array:
+def with_length_one(x: jax.Array) -> jax.Array:
+    """The vectors of the last axis, scaled to a length of 1."""
     return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + _LENGTH_EPS)

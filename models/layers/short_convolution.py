@@ -40,7 +40,11 @@ class ShortConvolution(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((num_channels,), dtype)) if use_bias else None
 
     def weight_rules(self, name: str) -> dict[str, WeightRule]:
-        """See `HasWeights.weight_rules`. Checkpoints store [num_channels, 1, kernel_size]."""
+        """See `HasWeights.weight_rules`. Checkpoints store [num_channels, 1, kernel_size].
+
+        The rule of the kernel may get several sources in place of this one, for parts of the
+        channels in order.
+        """
         shape = (self.num_channels, 1, self.kernel_size)
         weight = Source(name=f"{name}.weight", shape=shape)
         rules = {
@@ -76,5 +80,4 @@ class ShortConvolution(nnx.Module):
 
 
 def _by_place(weights_np: Sequence[np.ndarray]) -> np.ndarray:
-    (weight_np,) = weights_np
-    return np.ascontiguousarray(weight_np[:, 0].T).reshape(-1)
+    return np.ascontiguousarray(np.concatenate(weights_np)[:, 0].T).reshape(-1)

@@ -53,6 +53,13 @@ CASES: tuple[GatedDeltaRuleCase, ...] = (
         num_padding=3,
         first_positions=(0, 5, 63, 60, 30),
     ),
+    GatedDeltaRuleCase(
+        name="chunks_per_row",
+        counts=(70, 0, 1, 140),
+        num_padding=3,
+        first_positions=(0, 5, 63, 30),
+        has_decay_per_row=True,
+    ),
     GatedDeltaRuleCase(name="bfloat16", counts=(4, 1), dtype="bfloat16"),
 )
 

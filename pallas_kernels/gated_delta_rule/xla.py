@@ -1,6 +1,7 @@
 """Plain-JAX body of `gated_delta_rule`: one step per request, or a scan over chunks or tokens."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,14 +36,13 @@ def gated_delta_rule_xla(
     if has_one_token_each:
         return step_rows(_step, states, tokens)
     out = jnp.zeros(v.shape, jnp.float32)
-    # Chunks need one decay per head.
-    if positions is None or decay.shape[2] > 1:
+    if positions is None:
         return scan_tokens(_step, states, tokens, query_start_loc, out)
     return scan_chunks(
         lambda state, q, k, v, decay, beta, log_decay: _chunk_step(state, q, k, v, log_decay, beta),
         lambda state, q, k, v, decay, beta, log_decay: _step(state, q, k, v, decay, beta),
         states,
-        (*tokens, log_decay.astype(jnp.float32).reshape(decay.shape[:2])),
+        (*tokens, log_decay.astype(jnp.float32).reshape(decay.shape)),
         query_start_loc,
         positions,
         out,
@@ -71,7 +71,7 @@ def _chunk_step(
     q: jax.Array,  # f32[size, num_heads, k_dim]
     k: jax.Array,  # f32[size, num_heads, k_dim]
     v: jax.Array,  # f32[size, num_heads, v_dim]
-    log_decay: jax.Array,  # f32[size, num_heads]
+    log_decay: jax.Array,  # f32[size, num_heads, k_dim or 1]
     beta: jax.Array,  # f32[size, num_heads]
 ) -> tuple[jax.Array, jax.Array]:
     """Finds all changes of the state at once, as the solution of a triangular system.
@@ -79,20 +79,71 @@ def _chunk_step(
     The change of token t is `beta (v - k^T S)`, where S is the decayed state before it: the state
     before the chunk, plus `k change^T` of the tokens before t, all decayed up to t.
 
-    Source: arXiv:2412.06464, section 3.3.
+    Source: arXiv:2412.06464, section 3.3; with a decay per row, arXiv:2510.26692, section 4.
     """
-    between = jnp.exp(sums_between(log_decay))  # [num_heads, to, from]
-    since = jnp.exp(jnp.cumsum(log_decay, axis=0)).T[:, :, None]  # [num_heads, size, 1]
-    q, k, v = (array.swapaxes(0, 1) for array in (q, k, v))
+    decayed_products = _products_by_head if log_decay.shape[2] == 1 else _products_by_row
+    q, k, v, log_decay = (array.swapaxes(0, 1) for array in (q, k, v, log_decay))
     beta = beta.T[:, :, None]
-    alike = jnp.tril(_dot("htk,hsk->hts", k, k) * between, -1)
-    wanted = beta * (v - since * _dot("htk,hkv->htv", k, state))
-    change = _solve(beta * alike, wanted)
-    out = since * _dot("htk,hkv->htv", q, state)
-    out += _dot("hts,hsv->htv", _dot("htk,hsk->hts", q, k) * between, change)
-    kept = k * between[:, -1, :, None]
-    state = since[:, -1:] * state + _dot("hsk,hsv->hkv", kept, change)
+    (seen, alike), since, until = decayed_products(jnp.stack([q, k]), k, log_decay)
+    wanted = beta * (v - _dot("htk,hkv->htv", since * k, state))
+    change = _solve(beta * jnp.tril(alike, -1), wanted)
+    out = _dot("htk,hkv->htv", since * q, state) + _dot("hts,hsv->htv", seen, change)
+    state = since[:, -1, :, None] * state + _dot("hsk,hsv->hkv", until * k, change)
     return state, out.swapaxes(0, 1)
+
+
+class _Decayed(NamedTuple):
+    """Products of rows and keys of a chunk, and its decays."""
+
+    # Row t times the key of token s, decayed from s to t: [..., t, s]. Zero if s is after t.
+    products: jax.Array  # f32[..., num_heads, size, size]
+    since: jax.Array  # f32[num_heads, size, k_dim or 1], from the state before the chunk
+    until: jax.Array  # f32[num_heads, size, k_dim or 1], to the end of the chunk
+
+
+def _products_by_head(
+    rows: jax.Array,  # f32[..., num_heads, size, k_dim]
+    k: jax.Array,  # f32[num_heads, size, k_dim]
+    log_decay: jax.Array,  # f32[num_heads, size, 1]
+) -> _Decayed:
+    between = jnp.exp(sums_between(log_decay[:, :, 0].T))
+    since = jnp.exp(jnp.cumsum(log_decay, axis=1))
+    products = _dot("...htk,hsk->...hts", rows, k) * between
+    return _Decayed(products, since, between[:, -1, :, None])
+
+
+def _products_by_row(
+    rows: jax.Array,  # f32[..., num_heads, size, k_dim]
+    k: jax.Array,  # f32[num_heads, size, k_dim]
+    log_decay: jax.Array,  # f32[num_heads, size, k_dim]
+) -> _Decayed:
+    """Joins neighboring spans of 1, 2, 4, ... tokens. The size is a power of two.
+
+    The decay between tokens of two spans is that of the key to the end of its span, times that of
+    the row since the start of its span. Both are at most 1, so nothing overflows. The quotient of
+    two decays since the start of the chunk would.
+    """
+    num_heads, size, k_dim = k.shape
+    products = (rows * k).sum(axis=-1)[..., None, None]  # [..., num_heads, span, t, s]
+    since = jnp.exp(log_decay)[:, :, None]  # [num_heads, span, t, k_dim]
+    until = jnp.ones_like(since)
+    for half in (1 << power for power in range(size.bit_length() - 1)):
+        pair = (size // (2 * half), 2, half)  # first and second span
+        of_rows, of_keys = (x.reshape(*x.shape[:-2], *pair, k_dim) for x in (rows, k))
+        since, until = (x.reshape(num_heads, *pair, k_dim) for x in (since, until))
+        products = products.reshape(*products.shape[:-3], *pair, half)
+        later = _dot(
+            "...ik,...jk->...ij",
+            of_rows[..., 1, :, :] * since[:, :, 1],
+            of_keys[:, :, 0] * until[:, :, 0],
+        )
+        first, second = products[..., 0, :, :], products[..., 1, :, :]
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        products = jnp.concatenate([upper, jnp.concatenate([later, second], axis=-1)], axis=-2)
+        of_first, of_second = since[:, :, :1, -1:], since[:, :, 1:, -1:]
+        since = jnp.concatenate([since[:, :, :1], since[:, :, 1:] * of_first], axis=3)[:, :, 0]
+        until = jnp.concatenate([until[:, :, :1] * of_second, until[:, :, 1:]], axis=3)[:, :, 0]
+    return _Decayed(products[..., 0, :, :], since[:, 0], until[:, 0])
 
 
 def _solve(

@@ -36,6 +36,7 @@ LOADED = [
     "qwen3-next",
     "qwen3.5",
     "qwen3.5-moe",
+    "kimi-linear",
     "nemotron-h",
     "nemotron-h-latent",
     "falcon-h1",
@@ -197,7 +198,7 @@ _WITHOUT_EFFECT = {
 _LATENT = {
     *("deepseek-v3", "deepseek-v2", "sarvam-mla", "mistral4", "mistral4-far"),
     *("glm4-moe-lite", "longcat-flash", "minicpm3", "youtu", "axk1"),
-    *("deepseek-v3.2", "glm5-dsa", "glm5-dsa-all", "axk2"),
+    *("deepseek-v3.2", "glm5-dsa", "glm5-dsa-all", "axk2", "kimi-linear"),
 }
 _MAMBA = {"mamba", "falcon-mamba", "mamba2"}
 # Fields that another field of the same configuration overrides or switches off.

@@ -50,8 +50,14 @@ def test_cutting_a_prompt_changes_nothing(run_jitted):
     np.testing.assert_array_equal(states, last)
 
 
-def test_cutting_a_prompt_between_chunks_changes_nothing(run_jitted):
-    case = GatedDeltaRuleCase(name="prompt", counts=(200,), first_positions=(10,))
+@pytest.mark.parametrize("has_decay_per_row", [False, True])
+def test_cutting_a_prompt_between_chunks_changes_nothing(has_decay_per_row, run_jitted):
+    case = GatedDeltaRuleCase(
+        name="prompt",
+        counts=(200,),
+        first_positions=(10,),
+        has_decay_per_row=has_decay_per_row,
+    )
     *tokens, states, starts = build_inputs(case)
     whole, last = run_jitted(in_chunks, *tokens, states, starts, case.positions)
     compute = functools.partial(run_jitted, in_chunks)
