@@ -43,6 +43,8 @@ class Source:
 
     name: str  # "model.layers.0.mlp.up_proj.weight"
     shape: tuple[int, ...]  # as stored
+    # Shapes that checkpoints of other software have for it.
+    other_shapes: tuple[tuple[int, ...], ...] = ()
     # Whether a checkpoint may lack it. `combine` then gets no array for it.
     is_optional: bool = False
     # Whether it is an index or a distance, and not a floating-point number.

@@ -32,6 +32,7 @@ class GatedDeltaNetConfig:
     v_dim: int  # width of a value head
     kernel_size: int  # of the convolution
     eps: float  # of the norm of each head's output
+    max_beta: float = 1.0  # with 2, a token may turn the value of its key around
 
     @property
     def k_width(self) -> int:
@@ -118,7 +119,7 @@ class GatedDeltaNet(nnx.Module):
         out, states = pallas_kernels.gated_delta_rule(
             *(q, k, v),
             -jnp.exp(self.A_log[...]) * step_size,
-            jax.nn.sigmoid(b),
+            config.max_beta * jax.nn.sigmoid(b),
             states,
             state.query_start_loc,
             positions=context.scan_positions,

@@ -79,8 +79,8 @@ def check_weights(
     # Several parameters may have parts of one source, and each of them has a shape for it.
     misshapen = [
         f"{stored[name].name} (has shape {list(stored[name].shape)}, needs {list(shape)})"
-        for name, shape in sorted({(source.name, source.shape) for source in sources})
-        if name in stored and stored[name].shape != shape
+        for name, shape, others in sorted({(s.name, s.shape, s.other_shapes) for s in sources})
+        if name in stored and stored[name].shape not in (shape, *others)
     ]
     unreadable = [
         f"{stored[name].name} ({stored[name].dtype})"

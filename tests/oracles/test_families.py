@@ -36,6 +36,7 @@ LOADED = [
     "qwen3-next",
     "qwen3.5",
     "qwen3.5-moe",
+    "olmo-hybrid",
     "kimi-linear",
     "nemotron-h",
     "nemotron-h-latent",
@@ -185,6 +186,8 @@ _WITHOUT_EFFECT = {
     "residual_in_fp32",
     # How other engines compute states and experts; states are float32 here. And drafts.
     *("mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "use_mamba_kernels"),
+    *("linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor"),
+    *("linear_dt_max", "linear_dt_min"),
     *("mtp_layers_block_type", "num_nextn_predict_layers"),
     *(
         "residual_dropout",

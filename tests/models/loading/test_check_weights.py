@@ -46,6 +46,13 @@ def test_every_parameter_of_a_shared_source_says_its_shape(shapes):
         check_weights(stored, sources, where="here")
 
 
+def test_shapes_of_other_software_fit():
+    stored = {"part": StoredWeight(path=Path("w"), name="part", shape=(3,), dtype="F32")}
+    check_weights(stored, [Source(name="part", shape=(4,), other_shapes=((3,),))], where="here")
+    with pytest.raises(WeightMismatchError, match=r"part \(has shape \[3\], needs \[4\]\)"):
+        check_weights(stored, [Source(name="part", shape=(4,), other_shapes=((2,),))], where="here")
+
+
 @pytest.mark.parametrize(("num_weights", "end"), [(10, "w09."), (11, "w09 and 1 more.")])
 def test_ten_of_a_kind_are_listed_and_the_rest_are_counted(num_weights, end):
     names = [f"w{number:02}" for number in range(num_weights)]
