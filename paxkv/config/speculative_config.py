@@ -35,8 +35,8 @@ class SpeculativeConfig:
         prompt_lookup_max: The largest number of tokens to find. The drafter tries this number
             first, and then smaller ones.
         adapts_drafts: Choose the number of drafts that a step verifies from measured times and
-            acceptance; it is often 0. If False, verify all drafts. None is True for "ngram", and
-            False for other methods, which always verify all drafts. vLLM has no such field.
+            acceptance; it is often 0. If False, verify all drafts. None is True. vLLM has no such
+            field.
 
     Raises:
         ConfigError: A value is invalid, or the method has no drafter.
@@ -83,11 +83,6 @@ class SpeculativeConfig:
             )
 
     def _check_fields_on_device(self) -> None:
-        if self.adapts_drafts:
-            raise ConfigError(
-                f"adapts_drafts is true, but method {self.method!r} always verifies all drafts. "
-                "Leave it out."
-            )
         if self.prompt_lookup_min is not None or self.prompt_lookup_max is not None:
             raise ConfigError(
                 "prompt_lookup_min and prompt_lookup_max are for method 'ngram', got method "
@@ -96,13 +91,18 @@ class SpeculativeConfig:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the drafter has weights, and runs on the device after each step."""
+        """Whether the drafter has weights, and runs on the device after steps."""
         return self.method != "ngram"
 
     @property
     def adapts(self) -> bool:
         """`adapts_drafts`, with its default."""
-        return not self.is_on_device if self.adapts_drafts is None else self.adapts_drafts
+        return True if self.adapts_drafts is None else self.adapts_drafts
+
+    @property
+    def prevents_bursts(self) -> bool:
+        """Whether a drafter on the device runs after every step."""
+        return self.is_on_device and not self.adapts
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:

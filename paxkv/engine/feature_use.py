@@ -65,6 +65,9 @@ def _prefix_cache(
 def _bursts(config: EngineConfig, kv_cache_config: KVCacheConfig) -> tuple[bool, str]:
     if config.runner.batch_invariant:
         return False, "--batch-invariant computes one decode step at a time."
+    speculative = config.runner.speculative_config
+    if speculative is not None and speculative.prevents_bursts:
+        return False, f"the drafter {speculative.method!r} runs after every step."
     if config.scheduler.max_decode_burst == 1:
         return False, "--max-decode-burst is 1."
     return True, (

@@ -636,8 +636,9 @@ def _make_core(
     kv_event_publisher: KVEventPublisher | None,
     grammars: GrammarManager | None,
 ) -> EngineCore:
-    # Only steps run the draft head.
-    has_bursts = not config.runner.batch_invariant and not _has_head(config)
+    speculative = config.runner.speculative_config
+    always_drafts = speculative is not None and speculative.prevents_bursts
+    has_bursts = not config.runner.batch_invariant and not always_drafts
     return EngineCore(
         scheduler,
         runner,

@@ -28,8 +28,9 @@ from paxkv.runner.batch.input_batch import InputBatch
 from paxkv.runner.batch.unbuilt import refuse_unbuilt
 from paxkv.runner.features.base import StepFeature
 from paxkv.runner.features.feature_device import FeatureDevice
-from paxkv.runner.features.feature_list import make_features
-from paxkv.runner.features.target_hidden import TargetHidden, make_target_hidden
+from paxkv.runner.features.feature_list import make_features, make_head_drafts
+from paxkv.runner.features.head_drafts import HeadDrafts, HeadStep
+from paxkv.runner.features.target_hidden import target_hidden_of
 from paxkv.runner.features.traced_features import FeatureValues, split_arrays
 from paxkv.runner.memory.device_mesh import mesh_of
 from paxkv.runner.memory.kv_cache_arrays import (
@@ -99,13 +100,13 @@ class ModelRunner:
         head: LoadedDrafter | None = None,
     ) -> None:
         features = make_features(runner_config, model)
-        self._target_hidden: TargetHidden | None = None
+        self._head_drafts: HeadDrafts | None = None
         if head is not None:
-            self._target_hidden = make_target_hidden(
+            self._head_drafts = make_head_drafts(
                 *(runner_config, model, head),
                 max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
             )
-            features = (*features, self._target_hidden)
+            features = (*features, self._head_drafts)
         self._features = features
         self._feature_of = {v: feature for feature in features for v in feature.variants()}
         self._handled = frozenset().union(*(feature.handles for feature in features))
@@ -325,7 +326,10 @@ class ModelRunner:
         result: jax.Array,  # i32[max_draws, max_num_seqs, RESULT_WIDTH]
     ) -> jax.Array | None:  # i32[num_reqs, num_drafts]
         """Starts the draft head after a step. Must be called before the next step starts."""
-        if self._target_hidden is None:
+        num_proposed = sum(
+            planned.num_proposed for planned in built.features if isinstance(planned, HeadStep)
+        )
+        if num_proposed == 0:
             return None
         program = self._programs.get(self._buckets.draft_shape_for(built.shape), self._kv_cache)
         # As in `_launch`.
@@ -336,9 +340,10 @@ class ModelRunner:
                 self._kv_cache,
                 built.packed_np,
                 prev_tokens,
-                self._target_hidden.hidden,
+                target_hidden_of(self._head_drafts.arrays),
                 result,
                 built.following_ids_np,
+                np.int32(num_proposed),
             )
         return drafts
 

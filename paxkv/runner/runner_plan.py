@@ -104,6 +104,8 @@ class RunnerPlan:
             max_model_len=self.max_model_len,
             max_draws=1 + self.max_drafts,
             has_draft_head=self.head_config is not None,
+            always_drafts=self.head_config is not None
+            and self.runner_config.speculative_config.prevents_bursts,
             batch_invariant=self.runner_config.batch_invariant,
             sampled_chunk_rows=SAMPLED_CHUNK_ROWS if self.platform.samples_in_chunks else None,
             shares_programs=self.platform.shares_programs,

@@ -15,6 +15,8 @@ from paxkv.config.engine_config import RunnerConfig
 from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.runner import ModelRunner
 from paxkv.runner.batch.device_step import DeviceStep
+from paxkv.runner.drafters.depth_pacer import DepthPacer
+from paxkv.runner.features import feature_list
 from tests.end_to_end.engine_runs import run
 from tests.end_to_end.head_checkpoints import make_llama_checkpoint, make_mtp_checkpoint
 from tests.end_to_end.test_drafts import REQUESTS, check_equal, make_request
@@ -79,6 +81,19 @@ class Heads:
         return self.llama, LoadedDraftModel.of_model(draft_model, self.llama)
 
 
+class RandomPacer(DepthPacer):
+    """Changes the number of drafts at random; 0 in half of the choices."""
+
+    def __init__(self, max_drafts):
+        super().__init__(max_drafts)
+        self.rng = random.Random(0)
+
+    def choose(self, rates):
+        choices = [*range(1, MAX_DRAFTS + 1), *[0] * MAX_DRAFTS]
+        self._choices.append(self.rng.choice(choices))
+        return self.num_drafts
+
+
 class ModelStepper:
     """Drafts of a draft model, from its logits for the whole text."""
 
@@ -96,9 +111,15 @@ class ModelStepper:
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """A runner without drafts, and one with the same weights and a head."""
+    """A runner without drafts, and one with the same weights and a head.
+
+    Attributes:
+        pacer: Changes the number of drafts. None: there are always `MAX_DRAFTS`.
+    """
 
     method: str
+    batch_invariant: bool
+    pacer: RandomPacer | None
     plain: ModelRunner
     runner: ModelRunner
     stepper: HeadStepper | ModelStepper
@@ -119,22 +140,28 @@ def plain_runners():
     scope="module",
     params=[
         # A program with experts takes several times as long to compile.
-        pytest.param(("mtp", False), marks=pytest.mark.slow),
-        ("eagle3", False),
-        ("draft_model", False),
-        pytest.param(("mtp", True), marks=pytest.mark.slow),
-        pytest.param(("eagle3", True), marks=pytest.mark.slow),
-        pytest.param(("draft_model", True), marks=pytest.mark.slow),
+        pytest.param(("mtp", False, False), marks=pytest.mark.slow),
+        pytest.param(("mtp", False, True), marks=pytest.mark.slow),
+        ("eagle3", False, True),
+        ("draft_model", False, False),
+        pytest.param(("eagle3", False, False), marks=pytest.mark.slow),
+        pytest.param(("draft_model", False, True), marks=pytest.mark.slow),
+        pytest.param(("mtp", True, False), marks=pytest.mark.slow),
+        pytest.param(("eagle3", True, True), marks=pytest.mark.slow),
+        pytest.param(("draft_model", True, False), marks=pytest.mark.slow),
     ],
-    ids=lambda param: f"{param[0]}_invariant" if param[1] else param[0],
+    ids=lambda param: "_".join(
+        [param[0], *["invariant"] * param[1], "adapting" if param[2] else "always"]
+    ),
 )
 def drafting(request, tmp_path_factory, heads, plain_runners):
-    method, batch_invariant = request.param
+    method, batch_invariant, adapts = request.param
     model, head = getattr(heads, method)
     speculative = SpeculativeConfig(
         method=method,
         num_speculative_tokens=MAX_DRAFTS,
         model=None if method == "mtp" else "not read",
+        adapts_drafts=adapts,
     )
     config = RunnerConfig(batch_invariant=batch_invariant, max_logprobs=-1)
 
@@ -145,12 +172,15 @@ def drafting(request, tmp_path_factory, heads, plain_runners):
     plain = (model.config.architecture, batch_invariant)
     if plain not in plain_runners:
         plain_runners[plain] = make(config)
-    runner = make(dataclasses.replace(config, speculative_config=speculative), head)
+    pacer = RandomPacer(MAX_DRAFTS) if adapts else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feature_list, "DepthPacer", lambda max_drafts: pacer)
+        runner = make(dataclasses.replace(config, speculative_config=speculative), head)
     if method == "draft_model":
         stepper = ModelStepper(head)
     else:
         stepper = HeadStepper(model, head, max_tokens=MAX_MODEL_LEN)
-    return Drafting(method, plain_runners[plain], runner, stepper)
+    return Drafting(method, batch_invariant, pacer, plain_runners[plain], runner, stepper)
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +204,11 @@ def run_with_drafts(drafting, requests, compiler, **settings):
 
 
 def check_random_run(drafting, compiler, truth, seed):
-    """Prefix hits, few blocks, chunked prompts, arrivals and async scheduling."""
+    """Prefix hits, few blocks, chunked prompts, arrivals, async scheduling and bursts."""
     rng = random.Random(seed)
+    can_burst = drafting.pacer is not None and not drafting.batch_invariant
+    if drafting.pacer is not None:
+        drafting.pacer.rng = rng
     few_blocks = 1 + 7 * len(drafting.runner.kv_cache_config.kv_cache_groups)
     requests = rng.sample(ALL_REQUESTS, rng.randint(1, len(ALL_REQUESTS)))
     num_arrivals = rng.randint(0, len(requests) - 1)
@@ -186,6 +219,7 @@ def check_random_run(drafting, compiler, truth, seed):
         is_async=rng.random() < 0.5,
         num_blocks=rng.choice([None, few_blocks]),
         caching=rng.random() < 0.5,
+        max_decode_burst=rng.choice([1, 8 if can_burst else 1]),
         arrivals=sorted(rng.choices(range(30), k=num_arrivals)),
     )
     for req_id, answer in answers.items():
@@ -200,6 +234,10 @@ def test_drafts_change_no_answer(drafting, compiler, truth, seed):
 
 def test_drafts_are_those_of_a_head_without_a_paged_cache(drafting, compiler, monkeypatch):
     """With prompts of two steps, prefix hits, accepted and rejected drafts."""
+    if drafting.pacer is not None:
+        # Without a choice of 0, the head has keys and values of every token.
+        monkeypatch.setattr(drafting.pacer, "choose", lambda rates: MAX_DRAFTS)
+        monkeypatch.setattr(RandomPacer, "num_drafts", MAX_DRAFTS)
     take_drafts, drawn, found = DeviceStep._take_drafts, defaultdict(list), []
 
     def take(step, sampled_token_ids):

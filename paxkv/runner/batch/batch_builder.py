@@ -107,6 +107,7 @@ class BatchBuilder:
             )
         # Where requests may have several draws, bursts leave no logits for the sampler.
         can_burst &= not needs_host or self._buckets.max_draws == 1
+        can_burst &= not any(feature.needs_step for feature in features)
         if num_steps > 1 or (can_burst and bool((rows.num_scheduled_np == 1).all())):
             return self._build_burst(
                 *(rows, num_steps, features, scheduler_output.slot_switches),

@@ -1,15 +1,13 @@
 """`DraftPacer`: decides how many drafts the next step verifies, from measured times."""
 
 import dataclasses
-import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from paxkv.runner.drafters.step_times import StepTimes, round_up
 from paxkv.runner.shapes.bucket_sizes import MIN_VERIFIED_TOKENS
 
-# The median of this many steps is the expected time of the next one.
-_NUM_TIMES = 5
 # An expected time falls with every decision until it is measured again, so that its way is tried
 # again. The first factor applies to verifying steps while the engine runs ahead. The second applies
 # to steps without drafts while the engine waits for tokens.
@@ -50,9 +48,9 @@ class DraftPacer:
         self._clock = clock
         self._last_fetch_s: float | None = None
         # By rounded number of requests: seconds of a decode step.
-        self._plain_times: dict[int, _Times] = {}
+        self._plain_times: dict[int, StepTimes] = {}
         # By rounded number of requests, and of tokens; 0 tokens if the step has no drafts.
-        self._waiting_times: dict[tuple[int, int], _Times] = {}
+        self._waiting_times: dict[tuple[int, int], StepTimes] = {}
         # Tokens and seconds of the average step while the engine waits.
         self._waiting_tokens, self._waiting_s = 0.0, 0.0
         # The last decisions: whether the engine runs ahead. The steps in flight after a change were
@@ -83,11 +81,11 @@ class DraftPacer:
             return
         took_s = now_s - last_s
         if all(self._is_ahead):
-            times = self._plain_times.setdefault(_round_up(num_reqs), _Times())
+            times = self._plain_times.setdefault(round_up(num_reqs), StepTimes())
             times.record(took_s / num_decode_steps)
         elif not any(self._is_ahead):
             size = _round_tokens(num_tokens) if num_drafts else 0
-            times = self._waiting_times.setdefault((_round_up(num_reqs), size), _Times())
+            times = self._waiting_times.setdefault((round_up(num_reqs), size), StepTimes())
             times.record(took_s)
             self._waiting_tokens += _STEP_WEIGHT * (num_drawn - self._waiting_tokens)
             self._waiting_s += _STEP_WEIGHT * (took_s - self._waiting_s)
@@ -105,7 +103,7 @@ class DraftPacer:
             proposals: The drafter's tokens for some of them.
             rates: For the same requests, the probability that a draft is right.
         """
-        plain = self._plain_times.get(_round_up(num_reqs))
+        plain = self._plain_times.get(round_up(num_reqs))
         if plain is None:
             return self._run_ahead()
         plain_rate = num_reqs / plain.expected_s
@@ -140,7 +138,7 @@ class DraftPacer:
             return DraftChoice(drafts={}, is_ahead=False)
         if ranked:
             for (size, _), times in self._waiting_times.items():
-                if size == _round_up(num_reqs):
+                if size == round_up(num_reqs):
                     times.age(_VERIFY_AGING)
         return self._run_ahead()
 
@@ -148,8 +146,8 @@ class DraftPacer:
         self._is_ahead.append(True)
         return DraftChoice(drafts={}, is_ahead=True)
 
-    def _expected_s(self, num_reqs: int, num_drafts: int, plain: "_Times") -> float:
-        size, size_reqs = _round_tokens(num_reqs + num_drafts), _round_up(num_reqs)
+    def _expected_s(self, num_reqs: int, num_drafts: int, plain: StepTimes) -> float:
+        size, size_reqs = _round_tokens(num_reqs + num_drafts), round_up(num_reqs)
         times = self._waiting_times.get((size_reqs, size))
         if times is not None:
             return times.expected_s
@@ -159,26 +157,6 @@ class DraftPacer:
             if known_reqs == size_reqs and known_size < size
         )
         return max(smaller, default=plain.expected_s)
-
-
-class _Times:
-    """Durations of the most recent steps of one size."""
-
-    def __init__(self) -> None:
-        self._recent_s: deque[float] = deque(maxlen=_NUM_TIMES)
-        self._factor = 1.0
-
-    @property
-    def expected_s(self) -> float:
-        return self._factor * statistics.median(self._recent_s)
-
-    def record(self, took_s: float) -> None:
-        self._recent_s.append(took_s)
-        self._factor = 1.0
-
-    def age(self, factor: float) -> None:
-        """Lowers the expected time, until it is measured again."""
-        self._factor *= factor
 
 
 def _gains_by_size(num_reqs: int, gains: Sequence[float]) -> Iterator[tuple[int, float]]:
@@ -194,10 +172,5 @@ def _gains_by_size(num_reqs: int, gains: Sequence[float]) -> Iterator[tuple[int,
         yield num_drafts, sum(gains[:num_drafts])
 
 
-def _round_up(count: int) -> int:
-    """The next power of two. Steps of about the same size have about the same duration."""
-    return 1 << (count - 1).bit_length()
-
-
 def _round_tokens(num_tokens: int) -> int:
-    return max(MIN_VERIFIED_TOKENS, _round_up(num_tokens))
+    return max(MIN_VERIFIED_TOKENS, round_up(num_tokens))

@@ -45,6 +45,11 @@ class FeatureStep(Protocol):
         """Whether this object also serves repetitions of its burst, without filling fields."""
         return False
 
+    @property
+    def needs_step(self) -> bool:
+        """Whether the program must be a step, because another program runs after it."""
+        return False
+
     def fill(self, views: Mapping[str, np.ndarray]) -> None:
         """Fills the variant's fields, which start as zeros."""
         ...

@@ -28,7 +28,7 @@ class _DraftedStep(FeatureStep):
     Args:
         requests: The requests of the step; None for pooled ones.
         num_tokens: Tokens that the step computes, including drafts.
-        is_decode: Whether every request computes only its last token, and drafts if any.
+        is_decode: See `ScheduledRows`.
     """
 
     drafts: "Drafts"
@@ -90,16 +90,13 @@ class Drafts(StepFeature):
                 self._start(new_req.req_id, new_req.prompt_token_ids)
 
     def plan(self, step: ScheduledRows) -> FeatureStep | None:
-        num_own_np = step.num_scheduled_np - step.num_drafts_np
-        is_decode_np = step.num_computed_np + 1 >= step.num_tokens_np
-        is_burst = step.num_decode_steps > 1
         return _DraftedStep(
             drafts=self,
             requests=[*map(self._requests.get, step.req_ids)],
             num_tokens=len(step.positions_np),
             num_drafts=int(step.num_drafts_np.sum()),
             num_decode_steps=step.num_decode_steps,
-            is_decode=is_burst or bool(((num_own_np == 1) & is_decode_np).all()),
+            is_decode=step.is_decode,
         )
 
     def propose(self, step: _DraftedStep, output: ModelRunnerOutput) -> dict[str, list[int]]:

@@ -1,13 +1,17 @@
 """The list of step features."""
 
 from models import LoadedModel
+from models.loading.loaded_draft_model import LoadedDrafter
 from paxkv.config.engine_config import RunnerConfig
+from paxkv.runner.drafters.depth_pacer import DepthPacer
 from paxkv.runner.drafters.draft_pacer import DraftPacer
 from paxkv.runner.drafters.drafter_list import make_drafter
 from paxkv.runner.features.base import StepFeature
 from paxkv.runner.features.drafts import Drafts
 from paxkv.runner.features.expert_load import ExpertLoad
+from paxkv.runner.features.head_drafts import HeadDrafts
 from paxkv.runner.features.prompt_logprobs import PromptLogprobs
+from paxkv.runner.features.target_hidden import make_target_hidden
 
 
 def make_features(config: RunnerConfig, model: LoadedModel) -> tuple[StepFeature, ...]:
@@ -20,9 +24,22 @@ def make_features(config: RunnerConfig, model: LoadedModel) -> tuple[StepFeature
     if config.expert_load_window is not None:
         features.append(ExpertLoad(model, config.expert_load_window))
     speculative = config.speculative_config
-    # A drafter with weights is no feature: the runner runs it after each step.
+    # The feature of a drafter with weights comes from `make_head_drafts`.
     if speculative is not None and not speculative.is_on_device:
         max_drafts = speculative.num_speculative_tokens
         pacer = DraftPacer() if speculative.adapts else None
         features.append(Drafts(make_drafter(speculative), max_drafts=max_drafts, pacer=pacer))
     return tuple(features)
+
+
+def make_head_drafts(
+    config: RunnerConfig, model: LoadedModel, head: LoadedDrafter, *, max_num_batched_tokens: int
+) -> HeadDrafts:
+    """Makes the feature for the draft head of `config.speculative_config`."""
+    speculative = config.speculative_config
+    max_drafts = speculative.num_speculative_tokens
+    return HeadDrafts(
+        make_target_hidden(config, model, head, max_num_batched_tokens=max_num_batched_tokens),
+        max_drafts=max_drafts,
+        pacer=DepthPacer(max_drafts) if speculative.adapts else None,
+    )

@@ -1,4 +1,4 @@
-"""A step feature that keeps the hidden states of a step on the device, for a draft head."""
+"""`TargetHiddenVariant`: keeps the hidden states of a step on the device, for a draft head."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -9,11 +9,7 @@ import jax.numpy as jnp
 from models import LoadedModel, Outputs, Wants
 from models.loading.loaded_draft_model import LoadedDrafter
 from paxkv.config.engine_config import RunnerConfig
-from paxkv.contracts.scheduler_output import SchedulerOutput
-from paxkv.runner.features.base import FeatureStep, StepFeature
-from paxkv.runner.features.feature_device import FeatureDevice
 from paxkv.runner.shapes.bucket_sizes import INVARIANT_TILE_TOKENS
-from paxkv.runner.shapes.scheduled_rows import ScheduledRows
 from paxkv.runner.shapes.step_variant import DeviceArray, StepPart, StepVariant
 
 _HIDDEN = "target_hidden"
@@ -58,53 +54,24 @@ class TargetHiddenVariant(StepVariant):
         return {_HIDDEN: part.write(values[_HIDDEN], hidden)}
 
 
-class TargetHidden(StepFeature):
-    """Owns the array of hidden states. The next step overwrites it.
-
-    Args:
-        variant: None: the drafter reads no hidden states.
-        max_drafts: Most drafts that the head proposes for a request.
-    """
-
-    def __init__(self, variant: TargetHiddenVariant | None, *, max_drafts: int) -> None:
-        self._variant = variant
-        self._max_drafts = max_drafts
-
-    @property
-    def max_drafts(self) -> int:
-        return self._max_drafts
-
-    @property
-    def hidden(self) -> jax.Array | None:  # f[num_tokens, width]
-        """The hidden states of the last step; other rows are of earlier steps."""
-        return self.arrays.get(_HIDDEN)
-
-    def variants(self) -> tuple[StepVariant, ...]:
-        return () if self._variant is None else (self._variant,)
-
-    def before_step(self, scheduler_output: SchedulerOutput, device: FeatureDevice) -> None:
-        """Does nothing."""
-
-    def plan(self, step: ScheduledRows) -> FeatureStep | None:
-        """Returns None, because the variant is in every program and needs nothing from the host."""
-        return None
-
-
 def make_target_hidden(
     config: RunnerConfig, model: LoadedModel, head: LoadedDrafter, *, max_num_batched_tokens: int
-) -> TargetHidden:
-    """Makes the feature for the draft head of `config.speculative_config`."""
-    max_drafts = config.speculative_config.num_speculative_tokens
+) -> TargetHiddenVariant | None:
+    """Makes the variant for a drafter; None if the drafter reads no hidden states."""
     if not head.reads_hidden:
-        return TargetHidden(None, max_drafts=max_drafts)
+        return None
     tile_tokens = INVARIANT_TILE_TOKENS if config.batch_invariant else 1
-    variant = TargetHiddenVariant(
+    return TargetHiddenVariant(
         num_tokens=-(-max_num_batched_tokens // tile_tokens) * tile_tokens,
         hidden_size=model.config.hidden_size,
         dtype=model.dtype,
         taps=head.taps,
     )
-    return TargetHidden(variant, max_drafts=max_drafts)
+
+
+def target_hidden_of(arrays: Mapping[str, jax.Array]) -> jax.Array | None:
+    """Returns the hidden states f[num_tokens, width] of the last step; None if there are none."""
+    return arrays.get(_HIDDEN)
 
 
 def abstract_target_hidden(variants: Iterable[StepVariant]) -> DeviceArray:

@@ -15,10 +15,10 @@ from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.shapes.packed_layout import PackedLayout
 from paxkv.runner.shapes.program_shapes import DraftShape
 
-# (params, head_params, kv_cache, packed, prev_tokens, target_hidden, result, following_ids) ->
-# (kv_cache, drafts)
+# (params, head_params, kv_cache, packed, prev_tokens, target_hidden, result, following_ids,
+# num_proposed) -> (kv_cache, drafts)
 DraftFunction = Callable[
-    [Params, Params, Pages, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array],
+    [Params, Params, Pages, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array],
     tuple[Pages, jax.Array],
 ]
 
@@ -54,7 +54,7 @@ def make_draft(model: LoadedModel, head: LoadedDrafter, shape: DraftShape) -> Dr
     are computed too. The next step of the request writes over their keys and values.
 
     The drafts' keys and values go to slots after the step's tokens. A request gets no more drafts
-    where its block table ends. The program returns `drafts` i32[num_reqs, num_drafts], with
+    where its block table ends. The program returns `drafts` i32[num_reqs, shape.num_drafts], with
     `NO_TOKEN` after the last draft of each request.
     """
     step = shape.step
@@ -69,6 +69,7 @@ def make_draft(model: LoadedModel, head: LoadedDrafter, shape: DraftShape) -> Dr
         target_hidden: jax.Array | None,  # f[max_num_tokens, width]; None: not read
         result: jax.Array,  # i32[max_draws, max_num_seqs, RESULT_WIDTH], of the sampler
         following_ids: jax.Array,  # i32[num_reqs], see `BuiltStep`
+        num_proposed: jax.Array,  # i32[], drafts of each request, in [1, shape.num_drafts]
     ) -> tuple[Pages, jax.Array]:
         fields = unpack_fields(layout, packed, prev_tokens)
         tables = tables_of(fields, step)
@@ -148,7 +149,7 @@ def make_draft(model: LoadedModel, head: LoadedDrafter, shape: DraftShape) -> Dr
             )
 
         first = int(head.reads_hidden)
-        state = jax.lax.fori_loop(first, shape.num_drafts, extend, state)
+        state = jax.lax.fori_loop(first, num_proposed, extend, state)
         return state.pages, state.drafts
 
     return draft

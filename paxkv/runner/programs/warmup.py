@@ -170,6 +170,7 @@ class StepPrograms:
             hidden,
             self._abstract(*result),
             self._abstract(shape.step.num_reqs),
+            self._abstract(),
         )
 
     def _lower_sampling(self, shape: SamplerShape | RowShape) -> Lowered:

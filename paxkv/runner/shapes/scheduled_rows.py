@@ -55,6 +55,13 @@ class ScheduledRows:
         num_tokens = len(self.req_of_token_np)
         self.positions_np = np.arange(num_tokens, dtype=np.int32) + shift_np[self.req_of_token_np]
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request computes only its last token, and drafts if any; or a burst."""
+        num_own_np = self.num_scheduled_np - self.num_drafts_np
+        is_last_np = self.num_computed_np + 1 >= self.num_tokens_np
+        return self.num_decode_steps > 1 or bool(((num_own_np == 1) & is_last_np).all())
+
     def rows_of_fields(self, req_idx: int) -> slice:
         """The rows of a request in fields with a row for each token of the step.
 

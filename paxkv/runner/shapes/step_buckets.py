@@ -46,8 +46,8 @@ class StepBuckets:
     Args:
         max_decode_burst: Most steps of a burst.
         max_draws: Most tokens that one request draws in a step; above 1, steps verify drafts.
-        has_draft_head: A draft head runs after each step, and proposes `max_draws - 1` tokens. Then
-            there are no bursts.
+        has_draft_head: A draft head runs after steps, and proposes up to `max_draws - 1` tokens.
+        always_drafts: The draft head runs after every step, so there are no bursts.
         batch_invariant: One program computes all steps, tile by tile, so that the same instructions
             compute every token.
         sampled_chunk_rows: Rows that the sampler draws at a time. None: all rows.
@@ -70,6 +70,7 @@ class StepBuckets:
         max_model_len: int,
         max_draws: int = 1,
         has_draft_head: bool = False,
+        always_drafts: bool = False,
         batch_invariant: bool = False,
         sampled_chunk_rows: int | None = SAMPLED_CHUNK_ROWS,
         shares_programs: bool = False,
@@ -113,7 +114,7 @@ class StepBuckets:
             )
             for features in combinations
         }
-        has_bursts = not batch_invariant and not has_draft_head
+        has_bursts = not batch_invariant and not always_drafts
         req_widths = divide(decode_buckets(max_num_seqs)) if has_bursts else ()
         self._num_reqs = tuple(widths[-1] for widths in req_widths)
         self.burst_shapes = tuple(

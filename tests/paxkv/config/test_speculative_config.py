@@ -33,7 +33,6 @@ def test_unset_limits_have_vllms_defaults(limits, lengths):
         ({"method": "eagle", "model": "m"}, "'eagle' has no drafter yet; methods are ngram, mtp"),
         ({"method": "eagle3", "num_speculative_tokens": 3}, "method 'eagle3' needs model"),
         (MTP | {"model": "m"}, "method 'mtp' takes no model, got 'm'"),
-        (MTP | {"adapts_drafts": True}, "method 'mtp' always verifies all drafts"),
         (MTP | {"prompt_lookup_max": 3}, "for method 'ngram', got method 'mtp'"),
         ({"model": "m", "num_speculative_tokens": 3}, "needs method"),
         (MTP | {"method": "draft_model"}, "method 'draft_model' needs model"),
@@ -72,11 +71,12 @@ def test_flag_reads_the_object():
         parse("--speculative-config", '{"method": "medusa"}')
 
 
-def test_only_drafts_from_the_host_adapt():
-    assert SpeculativeConfig.from_fields(NGRAM).adapts
-    assert not SpeculativeConfig.from_fields(NGRAM | {"adapts_drafts": False}).adapts
-    assert not SpeculativeConfig.from_fields(MTP).adapts
-    assert not SpeculativeConfig.from_fields(MTP | {"method": "eagle3", "model": "m"}).adapts
+@pytest.mark.parametrize(("fields", "is_on_device"), [(NGRAM, False), (MTP, True)])
+def test_drafts_adapt_by_default(fields, is_on_device):
+    adapting = SpeculativeConfig.from_fields(fields)
+    assert adapting.adapts and not adapting.prevents_bursts
+    always = SpeculativeConfig.from_fields(fields | {"adapts_drafts": False})
+    assert not always.adapts and always.prevents_bursts == is_on_device
 
 
 def test_drafters_with_weights_need_one_device():

@@ -47,6 +47,7 @@ def test_each_step_has_a_program_of_the_draft_head(batch_invariant):
     buckets = make_buckets(
         max_draws=4,
         has_draft_head=True,
+        always_drafts=True,
         batch_invariant=batch_invariant,
         feature_variants=[[PromptLogprobsVariant(num_logits=0)]],
     )
@@ -58,6 +59,7 @@ def test_each_step_has_a_program_of_the_draft_head(batch_invariant):
         assert draft.num_drafts == 3
         assert draft.token_widths in ((), step.widths, token_buckets(step.num_tokens))
     assert not buckets.has_bursts
+    assert make_buckets(max_draws=4, has_draft_head=True).has_bursts
     assert make_buckets(max_draws=4).draft_shape_for(steps[0]) is None
 
 

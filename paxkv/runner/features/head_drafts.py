@@ -1,0 +1,135 @@
+"""A step feature that decides whether a draft head runs after a step, and which drafts it keeps."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from paxkv.runner.drafters.acceptance import Acceptance, TotalAcceptance
+from paxkv.runner.drafters.depth_pacer import DepthPacer
+from paxkv.runner.features.base import FeatureStep, StepFeature
+from paxkv.runner.features.feature_device import FeatureDevice
+from paxkv.runner.features.target_hidden import TargetHiddenVariant
+from paxkv.runner.shapes.scheduled_rows import ScheduledRows
+from paxkv.runner.shapes.step_variant import StepVariant
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HeadStep(FeatureStep):
+    """One step, or several bursts of the same requests.
+
+    Args:
+        requests: The requests of the step; None for pooled ones.
+        num_drafts: Most drafts of a request that the step verifies.
+        num_proposed: Drafts that the head proposes for each request after the step. 0: it does
+            not run.
+        is_decode: See `ScheduledRows`.
+    """
+
+    feature: "HeadDrafts"
+    requests: Sequence[Acceptance | None]
+    num_drafts: int
+    num_proposed: int
+    num_decode_steps: int
+    is_decode: bool
+    variant: None = None
+
+    @property
+    def is_repeatable(self) -> bool:
+        return True
+
+    @property
+    def needs_step(self) -> bool:
+        return self.num_proposed > 0
+
+    def fill(self, views: Mapping[str, np.ndarray]) -> None:
+        """Fills nothing, because there is no variant."""
+
+    def finish(
+        self, output: ModelRunnerOutput, results: Mapping[str, np.ndarray]
+    ) -> ModelRunnerOutput:
+        kept = self.feature.keep_drafts(self, output)
+        return dataclasses.replace(output, draft_token_ids=kept)
+
+
+class HeadDrafts(StepFeature):
+    """Owns the array of hidden states that the head reads. The next step overwrites it.
+
+    Args:
+        variant: Fills the array. None: the drafter reads no hidden states.
+        max_drafts: Most drafts that the head proposes for a request.
+        pacer: Decides how many drafts are worth their time. None: always `max_drafts`.
+    """
+
+    def __init__(
+        self, variant: TargetHiddenVariant | None, *, max_drafts: int, pacer: DepthPacer | None
+    ) -> None:
+        self._variant = variant
+        self._max_drafts = max_drafts
+        self._pacer = pacer
+        self._total = TotalAcceptance()
+        # The running requests, except pooled ones.
+        self._requests: dict[str, Acceptance] = {}
+
+    @property
+    def max_drafts(self) -> int:
+        return self._max_drafts
+
+    def variants(self) -> tuple[StepVariant, ...]:
+        return () if self._variant is None else (self._variant,)
+
+    def before_step(self, scheduler_output: SchedulerOutput, device: FeatureDevice) -> None:
+        for req_id in (*scheduler_output.finished_req_ids, *scheduler_output.preempted_req_ids):
+            self._requests.pop(req_id, None)
+        started = [new.req_id for new in scheduler_output.scheduled_new_reqs if not new.is_pooled]
+        for req_id in (*scheduler_output.scheduled_cached_reqs.all_token_ids, *started):
+            self._requests[req_id] = Acceptance(self._total)
+
+    def plan(self, step: ScheduledRows) -> HeadStep:
+        return HeadStep(
+            feature=self,
+            requests=[*map(self._requests.get, step.req_ids)],
+            num_drafts=int(step.num_drafts_np.max()),
+            num_proposed=self._num_proposed(step),
+            num_decode_steps=step.num_decode_steps,
+            is_decode=step.is_decode,
+        )
+
+    def keep_drafts(self, step: HeadStep, output: ModelRunnerOutput) -> dict[str, list[int]]:
+        """Records the tokens of a step, and returns the drafts for the next one."""
+        if self._pacer is None:
+            return output.draft_token_ids
+        drawn: dict[str, Acceptance] = {}
+        for req_id, token_ids, acceptance in zip(
+            output.req_ids, output.sampled_token_ids, step.requests, strict=True
+        ):
+            # The request may have ended, or lost its row, since the step was planned.
+            if acceptance is None or not token_ids or self._requests.get(req_id) is not acceptance:
+                continue
+            acceptance.record_drawn(token_ids)
+            acceptance.record_proposal(output.draft_token_ids.get(req_id, ()))
+            drawn[req_id] = acceptance
+        # A step between two numbers of drafts has the duration of neither.
+        is_between = step.num_drafts != step.num_proposed
+        self._pacer.record_step(
+            num_reqs=len(output.req_ids),
+            num_drafts=step.num_proposed,
+            num_decode_steps=step.num_decode_steps,
+            is_decode=step.is_decode and not is_between,
+        )
+        if not drawn:
+            return {}
+        num_drafts = self._pacer.choose([acceptance.rate for acceptance in drawn.values()])
+        # An entry without drafts keeps the engine from running ahead.
+        return {
+            req_id: output.draft_token_ids.get(req_id, [])[:num_drafts]
+            for req_id in (drawn if num_drafts else ())
+        }
+
+    def _num_proposed(self, step: ScheduledRows) -> int:
+        if step.num_decode_steps > 1:
+            return 0
+        if self._pacer is None:
+            return self._max_drafts
+        return self._pacer.num_drafts or int(not step.is_decode)

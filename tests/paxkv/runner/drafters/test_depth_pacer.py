@@ -1,0 +1,92 @@
+"""`DepthPacer`: as many drafts as make the most tokens per second by the measured times."""
+
+import pytest
+
+from paxkv.runner.drafters.depth_pacer import DepthPacer
+
+
+class Machine:
+    """Computes steps in fixed times, and reports them to a pacer.
+
+    Args:
+        burst_s: Seconds of a decode step while the engine runs ahead, in bursts of 8.
+        draft_s: Seconds of a step by its number of drafts.
+        rate: Probability that a draft is right; each step makes the expected number of tokens.
+    """
+
+    def __init__(self, *, num_reqs, burst_s, draft_s, rate):
+        self.now_s = 0.0
+        self.pacer = DepthPacer(max(draft_s), clock=lambda: self.now_s)
+        self.num_reqs, self.burst_s, self.draft_s, self.rate = num_reqs, burst_s, draft_s, rate
+        self.num_tokens = 0
+
+    def run(self, num_choices):
+        choices = []
+        for _ in range(num_choices):
+            num_drafts = self.pacer.num_drafts
+            num_steps = 1 if num_drafts else 8
+            self.now_s += self.draft_s[num_drafts] if num_drafts else 8 * self.burst_s
+            tokens_each = sum(self.rate**depth for depth in range(num_drafts + 1))
+            self.num_tokens += self.num_reqs * num_steps * tokens_each
+            self.pacer.record_step(
+                num_reqs=self.num_reqs,
+                num_drafts=num_drafts,
+                num_decode_steps=num_steps,
+                is_decode=True,
+            )
+            choices.append(self.pacer.choose([self.rate] * self.num_reqs))
+        return choices
+
+
+def test_useless_drafts_are_only_tried_rarely():
+    draft_s = {1: 1.2, 2: 1.4, 3: 1.6}
+    machine = Machine(num_reqs=64, burst_s=1.0, draft_s=draft_s, rate=0.02)
+    machine.run(100)
+    choices = machine.run(1000)
+    assert choices.count(0) > 950
+    # The time of steps with drafts is measured again now and then.
+    assert choices.count(0) < 1000
+    assert machine.num_tokens > 0.98 * 64 * machine.now_s
+
+
+@pytest.mark.parametrize(("rate", "best"), [(0.95, 4), (0.6, 2), (0.3, 0)])
+def test_number_of_drafts_follows_acceptance_and_times(rate, best):
+    draft_s = {1: 1.4, 2: 1.6, 3: 2.0, 4: 2.4}
+    machine = Machine(num_reqs=4, burst_s=1.0, draft_s=draft_s, rate=rate)
+    choices = machine.run(200)
+    assert choices[-50:].count(best) > 40
+
+
+def test_time_of_bursts_is_known_before_the_first_drafts():
+    pacer = DepthPacer(3, clock=iter(range(100)).__next__)
+    for num_reqs in (1, 1, 4):
+        pacer.record_step(num_reqs=num_reqs, num_drafts=0, num_decode_steps=1, is_decode=True)
+        assert pacer.choose([0.9] * num_reqs) == 0
+    for _ in range(2):
+        pacer.record_step(num_reqs=1, num_drafts=0, num_decode_steps=1, is_decode=True)
+    assert pacer.choose([0.9]) == 3
+    # Another number of requests has another time.
+    assert pacer.choose([0.9] * 4) == 0
+
+
+def test_times_that_have_changed_are_measured_again():
+    machine = Machine(num_reqs=1, burst_s=1.0, draft_s={1: 50.0}, rate=0.9)
+    assert machine.run(20)[-1] == 0
+    machine.draft_s = {1: 1.1}
+    assert machine.run(3000)[-1] == 1
+    # The time without drafts is measured again too.
+    machine.burst_s = 0.1
+    assert machine.run(12_000)[-1] == 0
+
+
+def test_step_in_flight_after_a_change_is_not_measured():
+    pacer = DepthPacer(1, clock=iter([0, 1, 2, 3, 4, 100, 101, 102]).__next__)
+
+    def fetch(num_drafts):
+        pacer.record_step(num_reqs=1, num_drafts=num_drafts, num_decode_steps=1, is_decode=True)
+        return pacer.choose([0.9])
+
+    assert [fetch(0) for _ in range(5)] == [0, 0, 0, 1, 1]
+    # It was decided before the change, so its 96 seconds are not those of a step with a draft.
+    assert fetch(0) == 1
+    assert [fetch(1), fetch(1)] == [1, 1]
