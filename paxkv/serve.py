@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 
 import paxkv
+from paxkv.asgi import EngineApp
 from paxkv.client.async_client import AsyncEngineClient
 from paxkv.config.command_line import add_config_flags, config_from_arguments
 from paxkv.config.engine_config import EngineConfig, ServerConfig
@@ -31,9 +32,7 @@ from paxkv.entrypoints.engine_flags import ENGINE_CONFIG_CLASSES, engine_config_
 from paxkv.entrypoints.process_logging import set_up_logging
 from paxkv.errors import ConfigError, EngineDeadError
 from paxkv.package_origin import check_package_origin
-from paxkv.server.app import create_app
 from paxkv.server.http_server import HttpServer, bind_socket, socket_url
-from paxkv.server.metrics.stats_log import StatsLog
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,12 +76,11 @@ async def serve(
     Raises:
         EngineDeadError: The engine has ended, and none takes its place.
     """
+    served = await EngineApp.start_built(engine, config, engine_config)
     watcher: asyncio.Task[None] | None = None
-    stats_log: asyncio.Task[None] | None = None
     try:
-        await engine.start()
         server = HttpServer(
-            create_app(engine, config, engine_config),
+            served.app,
             engine,
             config,
             on_ready=lambda: print(
@@ -90,16 +88,13 @@ async def serve(
             ),
         )
         watcher = asyncio.create_task(_end_with_engine(engine, server))
-        if not config.disable_log_stats:
-            stats_log = asyncio.create_task(StatsLog(engine, config.log_stats_interval_s).run())
         await server.serve(sockets=[bound])
         if watcher.done():
             watcher.result()
     finally:
-        for task in (watcher, stats_log):
-            if task is not None:
-                task.cancel()
-        await engine.close(drain_timeout_s=0.0)
+        if watcher is not None:
+            watcher.cancel()
+        await served.close()
 
 
 async def _end_with_engine(engine: AsyncEngineClient, server: HttpServer) -> None:

@@ -34,6 +34,7 @@ COMPOSITION_ROOTS = {
     "paxkv/entrypoints/trace_frames.py",
     "paxkv/entrypoints/engine_process.py",
     "paxkv/serve.py",
+    "paxkv/asgi.py",
     "paxkv/compile.py",
     "paxkv/llm.py",
     "paxkv/generate.py",

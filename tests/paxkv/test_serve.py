@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from paxkv import serve
+from paxkv import asgi, serve
 from paxkv.config.engine_config import (
     CacheConfig,
     ModelConfig,
@@ -193,7 +193,7 @@ def test_application_gets_the_settings_of_the_engine(monkeypatch, capsys):
         raise ConfigError("seen")
 
     monkeypatch.setattr(serve, "build_async_client", lambda *_, **__: StartedEngine())
-    monkeypatch.setattr(serve, "create_app", create_app)
+    monkeypatch.setattr(asgi, "create_app", create_app)
     assert serve.main(["--port", "0", "--block-size", "32"]) == 1
     assert capsys.readouterr().err == "paxkv: error: seen\n"
 
