@@ -17,8 +17,9 @@ MODEL_AXIS = "model"
 # vocabulary, and experts. A mesh splits all over `MODEL_AXIS`, with three exceptions (`on_mesh`):
 # - KV heads stay whole if there are fewer of them than devices.
 # - The vocabulary stays whole if its size is no multiple of the number of devices.
-# - Experts stay whole: every device has a part of each expert.
-SplitAxis = Literal["heads", "kv_heads", "inner", "vocab", "experts"]
+# - Experts stay whole, because every device has a part of each expert. With expert parallelism,
+#   each device has some experts, which are whole ("own_experts").
+SplitAxis = Literal["heads", "kv_heads", "inner", "vocab", "experts", "own_experts"]
 # - matrix: the kernel [in, out] of a `Linear`; a checkpoint stores it as [out, in]
 # - experts: the kernels [num_experts, in, out] of an `ExpertLinear`; `combine` makes
 #   [num_experts, out, in] from a checkpoint
@@ -84,25 +85,34 @@ class WeightRule:
             )
 
     def on_mesh(
-        self, shape: tuple[int, ...], num_devices: int, *, splits_kv_heads: bool
+        self,
+        shape: tuple[int, ...],
+        num_devices: int,
+        *,
+        splits_kv_heads: bool,
+        splits_experts: bool = False,
     ) -> "WeightRule":
         """The rule for a mesh of `num_devices`. Axes that the mesh does not split are None.
 
         Args:
             shape: Of the parameter.
             splits_kv_heads: See `models.config.split_over_devices.splits_kv_heads`.
+            splits_experts: Whether each device has its own experts.
 
         Raises:
             ModelError: An axis has to be split and cannot be.
         """
-        axes = tuple(
-            None if is_whole(axis, size, num_devices, splits_kv_heads=splits_kv_heads) else axis
-            for axis, size in zip(self.axes, shape, strict=True)
-        )
+        if splits_experts and "experts" in self.axes:
+            axes = tuple("own_experts" if axis == "experts" else None for axis in self.axes)
+        else:
+            axes = tuple(
+                None if is_whole(axis, size, num_devices, splits_kv_heads=splits_kv_heads) else axis
+                for axis, size in zip(self.axes, shape, strict=True)
+            )
         for axis, size in zip(axes, shape, strict=True):
-            if axis not in (None, "experts") and size % num_devices:
+            if axis is not None and size % num_devices:
                 raise ModelError(
-                    f"a parameter of {self.sources[0].name} has {size} features of the axis "
+                    f"a parameter of {self.sources[0].name} has {size} entries along the axis "
                     f"{axis!r}, which cannot be split over {num_devices} devices; expected a "
                     "multiple. Use fewer devices."
                 )

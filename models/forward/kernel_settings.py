@@ -23,6 +23,13 @@ WHOLE = PartitionSpec()
 Result = TypeVar("Result")
 
 
+# What is split over the devices in a product of tiles of rows with the matrices of experts:
+# - out: the output features of each matrix; the features of the result are split too
+# - in: the input features of each matrix, and the features of x; the results are added
+# - experts: each device has its own experts, and tiles with their rows
+ExpertSplit = Literal["in", "out", "experts"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSettings:
     """The arguments of dispatch, and the mesh over which heads are split. Hashable, so static.
@@ -34,6 +41,8 @@ class KernelSettings:
         batch_invariant: A token's attention must have the same bits in every batch.
         splits_kv_heads: Whether no two devices have keys and values of the same head.
             `LoadedModel.with_kernels` sets it.
+        splits_experts: Whether each device has its own experts (`models.layers.expert_parallel`).
+            `LoadedModel.with_kernels` sets it.
     """
 
     implementation: str | None = None
@@ -41,6 +50,7 @@ class KernelSettings:
     mesh: Mesh | None = None
     batch_invariant: bool = False
     splits_kv_heads: bool = True
+    splits_experts: bool = False
 
     @classmethod
     def for_mesh(
@@ -132,14 +142,12 @@ class KernelSettings:
         weights: jax.Array,  # f or u16[num_groups, in_features, out_features]
         tiles: pallas_kernels.GroupTiles,
         *,
-        split: Literal["in", "out"],
+        split: ExpertSplit,
     ) -> jax.Array:  # f[num_tiles * tile_rows, out_features]
         """As `pallas_kernels.grouped_matmul`; weights of uint16 are the bits of x's dtype.
 
         Args:
-            split: Which features of the matrices are split over the devices. With "out", the
-                features of the result are split too. With "in", the features of x are, and the
-                results of the devices are added.
+            split: See `ExpertSplit`.
         """
 
         def multiply(x: jax.Array, weights: jax.Array, *tiles: jax.Array) -> jax.Array:
@@ -152,14 +160,12 @@ class KernelSettings:
             is_part = split == "in" and self.num_shards > 1
             return jax.lax.psum(y, MODEL_AXIS) if is_part else y
 
-        columns, rows = PartitionSpec(None, MODEL_AXIS), PartitionSpec(None, MODEL_AXIS, None)
-        if split == "out":
-            x_spec, weights_spec, y_spec = WHOLE, PartitionSpec(None, None, MODEL_AXIS), columns
-        else:
-            x_spec, weights_spec, y_spec = columns, rows, WHOLE
+        matrix_axis = {"experts": 0, "in": 1, "out": 2}[split]
+        weights_spec = PartitionSpec(*[None] * matrix_axis, MODEL_AXIS)
+        x_spec, tiles_spec, y_spec = specs_of_tiles(split)
         return self.by_device(
             *(multiply, x, weights, tiles.groups, tiles.sizes),
-            in_specs=(x_spec, weights_spec, WHOLE, WHOLE),
+            in_specs=(x_spec, weights_spec, tiles_spec, tiles_spec),
             out_specs=y_spec,
         )
 
@@ -184,3 +190,15 @@ class KernelSettings:
             in_specs=(PAGES_BY_DEVICE, WHOLE),
             out_specs=PAGES_BY_DEVICE,
         )
+
+
+def specs_of_tiles(split: ExpertSplit) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
+    """How x, the tiles and the result of a product with experts are split over the devices."""
+    columns = PartitionSpec(None, MODEL_AXIS)
+    match split:
+        case "out":
+            return WHOLE, WHOLE, columns
+        case "in":
+            return columns, WHOLE, WHOLE
+        case "experts":
+            return (PartitionSpec(MODEL_AXIS),) * 3

@@ -58,8 +58,9 @@ class ExpertAttention(Attention):
         super().__init__(config, dtype=dtype)
         sizes = config.hidden_size, config.num_kv_heads * config.head_dim
         self.router = Router(config.hidden_size, num_experts, dtype=dtype)
-        self.q_proj = ExpertLinear(num_experts, *sizes, split="out", dtype=dtype)
-        self.o_proj = ExpertLinear(num_experts, *sizes[::-1], split="in", dtype=dtype)
+        options = {"is_of_attention": True, "dtype": dtype}
+        self.q_proj = ExpertLinear(num_experts, *sizes, split="out", **options)
+        self.o_proj = ExpertLinear(num_experts, *sizes[::-1], split="in", **options)
         self.bias = nnx.Param(jnp.zeros((config.hidden_size,), dtype))
         self.num_experts = num_experts
         self.choose = choose
@@ -87,7 +88,8 @@ class ExpertAttention(Attention):
         choices = choices_of_used_rows(heads.expert_ids, self.num_experts, context)
         tiles = tiles_of_choices(choices, self.num_experts, context)
         out = self.o_proj(by_choice[tiles.rows], tiles, context)
-        return sum_of_choices(out, tiles, heads.weights) + self.bias[...]
+        total = sum_of_choices(out, tiles.places, heads.weights)
+        return total.astype(out.dtype) + self.bias[...]
 
     def _queries(
         self, normed: jax.Array, cos: jax.Array, sin: jax.Array, context: LayerContext

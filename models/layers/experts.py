@@ -12,12 +12,19 @@ from flax import nnx
 from models.config.dense_config import Activation
 from models.config.moe_config import MoEConfig
 from models.errors import WeightMismatchError
+from models.forward.kernel_settings import WHOLE
 from models.forward.layer_context import LayerContext
 from models.layers.chosen_kernel import with_kernel
+from models.layers.expert_parallel import (
+    BY_DEVICE,
+    biases_of_tiles,
+    rows_of_tiles,
+    tiles_of_own_experts,
+)
 from models.layers.mlp import activate
 from models.layers.routing import Routing
 from models.stored_kernels.use_kernel import multiply_groups
-from models.weight_rule import Source, WeightRule
+from models.weight_rule import MODEL_AXIS, Source, WeightRule
 from pallas_kernels import GroupTiles, make_group_tiles
 
 # The name of a `LayerContext.report`: the number of rows that go through each expert of a layer,
@@ -41,6 +48,7 @@ class ExpertLinear(nnx.Module):
         out_features: int,
         *,
         split: Literal["in", "out"],
+        is_of_attention: bool = False,
         use_bias: bool = False,
         dtype: jnp.dtype,
     ) -> None:
@@ -48,8 +56,11 @@ class ExpertLinear(nnx.Module):
 
         Args:
             split: Whether a mesh splits the input features or the output features.
+            is_of_attention: Whether a mesh splits these features even with expert parallelism,
+                because it splits the heads of attention.
         """
         self.split = split
+        self.is_of_attention = is_of_attention
         self.kernel = nnx.Param(jnp.zeros((num_experts, in_features, out_features), dtype))
         self.bias = nnx.Param(jnp.zeros((num_experts, out_features), dtype)) if use_bias else None
 
@@ -65,8 +76,9 @@ class ExpertLinear(nnx.Module):
             for expert in range(num_experts)
         )
         inner = ("inner", None) if self.split == "in" else (None, "inner")
+        experts = None if self.is_of_attention else "experts"
         kernel = WeightRule(
-            sources=sources, layout="experts", axes=("experts", *inner), combine=np.stack
+            sources=sources, layout="experts", axes=(experts, *inner), combine=np.stack
         )
         return {"kernel": kernel}
 
@@ -76,15 +88,19 @@ class ExpertLinear(nnx.Module):
         tiles: GroupTiles,
         context: LayerContext,
     ) -> jax.Array:  # f[num_tiles * tile_rows, out_features]
-        kernel = self.kernel.get_value()
-        y = multiply_groups(x, kernel, tiles, context.kernels, split=self.split)
+        kernels = context.kernels
+        is_split = kernels.splits_experts and not self.is_of_attention
+        split = "experts" if is_split else self.split
+        y = multiply_groups(x, self.kernel.get_value(), tiles, kernels, split=split)
         if self.bias is None:
             return y
-        bias = with_kernel(
-            lambda groups, bias: bias.at[groups].get(mode="clip"),
-            tiles.groups,
-            self.bias.get_value(),
-        )
+
+        def find_biases(groups: jax.Array, bias: jax.Array) -> jax.Array:
+            if is_split:
+                return biases_of_tiles(groups, bias, kernels)
+            return bias.at[groups].get(mode="clip")
+
+        bias = with_kernel(find_biases, tiles.groups, self.bias.get_value())
         return y + jnp.repeat(bias, x.shape[0] // tiles.groups.shape[0], axis=0)
 
 
@@ -120,10 +136,42 @@ class Experts(nnx.Module):
         top_k = routing.expert_ids.shape[1]
         choices = choices_of_used_rows(routing.expert_ids, self.num_experts, context)
         context.report(EXPERT_TOKENS, functools.partial(self._count_choices, choices))
+        if context.kernels.splits_experts:
+            return self._sum_of_devices(x, choices, routing.weights, context)
         tiles = tiles_of_choices(choices, self.num_experts, context)
-        inner = self.inner(x[tiles.rows // top_k], tiles, context)
-        down = self.finish(self.down_proj(inner, tiles, context))
-        return sum_of_choices(down, tiles, routing.weights)
+        down = self._down(x[tiles.rows // top_k], tiles, context)
+        return sum_of_choices(down, tiles.places, routing.weights).astype(x.dtype)
+
+    def _sum_of_devices(
+        self,
+        x: jax.Array,  # f[num_rows, hidden]
+        choices: jax.Array,  # i32[num_rows, top_k], in [0, num_experts]
+        weights: jax.Array,  # f32[num_rows, top_k]
+        context: LayerContext,
+    ) -> jax.Array:  # f[num_rows, hidden]
+        """The result with expert parallelism."""
+        kernels = context.kernels
+        tiles = tiles_of_own_experts(choices.reshape(-1), self.num_experts, kernels)
+        chosen = rows_of_tiles(x, tiles.rows // choices.shape[1], kernels)
+
+        def add(down: jax.Array, places: jax.Array, weights: jax.Array) -> jax.Array:
+            return jax.lax.psum(sum_of_choices(down, places, weights), MODEL_AXIS)
+
+        total = kernels.by_device(
+            *(add, self._down(chosen, tiles, context), tiles.places, weights),
+            in_specs=(BY_DEVICE, BY_DEVICE, WHOLE),
+            out_specs=WHOLE,
+        )
+        return total.astype(x.dtype)
+
+    def _down(
+        self,
+        chosen: jax.Array,  # f[places, hidden]
+        tiles: GroupTiles,
+        context: LayerContext,
+    ) -> jax.Array:  # f[places, hidden]
+        """The output of each place's expert."""
+        return self.finish(self.down_proj(self.inner(chosen, tiles, context), tiles, context))
 
     def _count_choices(
         self,
@@ -205,18 +253,18 @@ def tiles_of_choices(
 
 def sum_of_choices(
     outputs: jax.Array,  # f[num_tiles * tile_rows, width]
-    tiles: GroupTiles,
+    places: jax.Array,  # i32[num_rows * top_k], as in `GroupTiles`
     weights: jax.Array,  # f32[num_rows, top_k]
-) -> jax.Array:  # f[num_rows, width]
-    """The weighted sum of the outputs of each row's choices, added in float32."""
+) -> jax.Array:  # f32[num_rows, width]
+    """The weighted sum of the outputs of each row's choices. Choices without a place add zero."""
     num_rows, top_k = weights.shape
     # Adds one choice after the other, so that the order is the same in every batch.
-    places = tiles.places.reshape(num_rows, top_k)
+    places = places.reshape(num_rows, top_k)
     total = jnp.zeros((num_rows, outputs.shape[1]), jnp.float32)
     for choice in range(top_k):
         own = outputs.at[places[:, choice]].get(mode="fill", fill_value=0)
         total += own.astype(jnp.float32) * weights[:, choice, None]
-    return total.astype(outputs.dtype)
+    return total
 
 
 def make_experts(config: MoEConfig, *, dtype: jnp.dtype) -> Experts:

@@ -48,6 +48,7 @@ def load_model(
     model_impl: str = AUTO,
     platform: Platform | None = None,
     mesh: Mesh | None = None,
+    enable_expert_parallel: bool = False,
 ) -> LoadedModel:
     """Loads a model onto the default device, or onto the devices of a mesh.
 
@@ -69,6 +70,8 @@ def load_model(
         model_impl: As in `models.registry.read_config`.
         platform: What its programs will be compiled for; None is JAX's default device.
         mesh: With the axis `MODEL_AXIS`. Each device gets its own part of every parameter.
+        enable_expert_parallel: Each device of the mesh has its own experts, and not a part of each
+            expert. It has no effect on one device.
 
     Raises:
         ModelError: The subclass says whether the model cannot be found, is not supported, or its
@@ -117,6 +120,7 @@ def load_model(
             dtype=dtype,
             encoder=encoder,
             mesh=mesh,
+            splits_experts=enable_expert_parallel and mesh is not None,
         )
 
     structure = make_structure(config)

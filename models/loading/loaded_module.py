@@ -64,6 +64,7 @@ class LoadedModule:
     platform: Platform  # for which it was loaded, and its programs are compiled
     # Of the files that the weights were read from; None if the weights are random.
     file_bytes: int | None = None
+    splits_experts: bool = False  # whether each device has its own experts
     kernels: KernelSettings = KernelSettings()
     # Of the caches of each layer; the runner plans the cache and sets them (`with_places`).
     places: tuple[LayerPlaces, ...] = ()
@@ -140,7 +141,9 @@ class LoadedModule:
         """
         check_split(self.config, kernels.num_shards)
         splits = splits_kv_heads(self.config, kernels.num_shards)
-        kernels = dataclasses.replace(kernels, splits_kv_heads=splits)
+        kernels = dataclasses.replace(
+            kernels, splits_kv_heads=splits, splits_experts=self.splits_experts
+        )
         return dataclasses.replace(self, kernels=kernels)
 
     def with_places(self, places: Sequence[LayerPlaces]) -> Self:

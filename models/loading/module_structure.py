@@ -41,6 +41,7 @@ class ModuleStructure:
         dtype: ModelDtype,
         encoder: KernelEncoder,
         mesh: Mesh | None = None,
+        splits_experts: bool = False,
     ) -> None:
         """Makes the structure.
 
@@ -48,6 +49,10 @@ class ModuleStructure:
             make: Makes the module from `has_head_kernel`, as families have it. The module has the
                 methods for weights of `Decoder`.
             mesh: As in `load_model`.
+            splits_experts: Whether each device of the mesh has its own experts.
+
+        Raises:
+            ModelError: The module cannot be split over the mesh, or its rules do not fit it.
         """
         self.config = config
         self.dtype = dtype
@@ -97,11 +102,20 @@ class ModuleStructure:
                     "may have. Use a `Linear`, or the layout 'table' for an array that stays as it "
                     "is stored."
                 )
-        self._mesh = mesh
+        if splits_experts and not any("experts" in rule.axes for rule in self.rules):
+            raise ModelError(
+                f"enable_expert_parallel is on, but no layer of {config.architecture} has experts. "
+                "Leave it out."
+            )
+        self._mesh, self._splits_experts = mesh, splits_experts
         if mesh is not None:
             splits = splits_kv_heads(config, mesh.size)
             self.rules = tuple(
-                rule.on_mesh(shape.shape, mesh.size, splits_kv_heads=splits)
+                rule.on_mesh(
+                    *(shape.shape, mesh.size),
+                    splits_kv_heads=splits,
+                    splits_experts=splits_experts,
+                )
                 for rule, shape in zip(self.rules, self.shapes, strict=True)
             )
 
@@ -128,6 +142,7 @@ class ModuleStructure:
             "params": arrays,
             "weight_rules": dict(zip(self.names, self.rules, strict=True)),
             "platform": encoder.platform,
+            "splits_experts": self._splits_experts,
         }
 
     def sharding_of(self, rule: WeightRule) -> NamedSharding | None:

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from models.forward.kernel_settings import KernelSettings
+from models.forward.kernel_settings import ExpertSplit, KernelSettings
 from models.stored_kernels.stored_kernel import StoredKernel, UseKernel
 from models.weight_rule import SplitAxis, split_spec
 from pallas_kernels import GroupTiles
@@ -47,6 +46,6 @@ class Bits16Kernel(StoredKernel):
         settings: KernelSettings,
         use: UseKernel,
         *,
-        split: Literal["in", "out"],
+        split: ExpertSplit,
     ) -> jax.Array:  # f[num_tiles * tile_rows, out_features]
         return use(lambda x, k: settings.grouped_matmul(x, k.bits, tiles, split=split), x)

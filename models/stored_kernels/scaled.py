@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from models.forward.kernel_settings import WHOLE, KernelSettings
+from models.forward.kernel_settings import ExpertSplit, KernelSettings, specs_of_tiles
 from models.layers.product import dot_float32
 from models.stored_kernels.few_rows import MAX_FEW_ROWS, multiply_few_rows
 from models.stored_kernels.number_format import MAX_E4M3, MIDDLE, NumberFormat, has_pairs
@@ -147,7 +147,7 @@ class ScaledKernel(StoredKernel):
         settings: KernelSettings,
         use: UseKernel,
         *,
-        split: Literal["in", "out"],
+        split: ExpertSplit,
     ) -> jax.Array:  # f[num_tiles * tile_rows, out_features]
         if settings.num_shards == 1 or self.num_panels > 1:
             y = self._multiply_tiles(
@@ -159,14 +159,18 @@ class ScaledKernel(StoredKernel):
             y = kernel._multiply_tiles(x, groups, kernel._panel_of)
             return lax.psum(y, MODEL_AXIS) if split == "in" else y
 
-        columns = PartitionSpec(None, MODEL_AXIS)
-        axes = (None, "inner", None) if split == "in" else (None, None, "inner")
-        specs = jax.tree.unflatten(jax.tree.structure(self), self.specs(axes))
+        axes = {
+            "in": (None, "inner", None),
+            "out": (None, None, "inner"),
+            "experts": ("own_experts", None, None),
+        }
+        specs = jax.tree.unflatten(jax.tree.structure(self), self.specs(axes[split]))
+        x_spec, tiles_spec, y_spec = specs_of_tiles(split)
         return use(
             lambda x, kernel: settings.by_device(
                 *(on_device, x, tiles.groups, kernel),
-                in_specs=(columns if split == "in" else WHOLE, WHOLE, specs),
-                out_specs=WHOLE if split == "in" else columns,
+                in_specs=(x_spec, tiles_spec, specs),
+                out_specs=y_spec,
             ),
             x,
         )

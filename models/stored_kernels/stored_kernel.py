@@ -2,14 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from models.errors import ModelError
-from models.forward.kernel_settings import KernelSettings
+from models.forward.kernel_settings import ExpertSplit, KernelSettings
 from models.weight_rule import SplitAxis
 from pallas_kernels import GroupTiles
 
@@ -59,11 +59,11 @@ class StoredKernel(ABC):
         settings: KernelSettings,
         use: UseKernel,
         *,
-        split: Literal["in", "out"],
+        split: ExpertSplit,
     ) -> jax.Array:  # f[num_tiles * tile_rows, out_features]
         """The products of tiles of rows with the matrices of their experts.
 
         Args:
-            split: The features of the matrices that a mesh splits.
+            split: What a mesh splits.
         """
         raise ModelError(f"a {type(self).__name__} holds one matrix; expected a stack.")

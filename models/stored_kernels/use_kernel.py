@@ -2,11 +2,11 @@
 
 import functools
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import jax
 
-from models.forward.kernel_settings import KernelSettings
+from models.forward.kernel_settings import ExpertSplit, KernelSettings
 from models.layers.chosen_kernel import ChosenKernel, with_kernel
 from models.stored_kernels.plain import PlainKernel
 from models.stored_kernels.stored_kernel import StoredKernel, UseKernel
@@ -37,7 +37,7 @@ def multiply_groups(
     tiles: GroupTiles,
     settings: KernelSettings,
     *,
-    split: Literal["in", "out"],
+    split: ExpertSplit,
 ) -> jax.Array:  # f[num_tiles * tile_rows, out_features]
     """See `StoredKernel.multiply_groups`."""
     first, use = _first_and_use(kernel)

@@ -534,6 +534,12 @@ class ParallelConfig:
         1,
         aliases=("-tp",),
     )
+    enable_expert_parallel: bool = setting(
+        "give each device its own experts, instead of a part of each expert. The number of experts "
+        "must be a multiple of --tensor-parallel-size",
+        False,
+        aliases=("-ep",),
+    )
     data_parallel_size: int = setting(
         "number of engines that share the requests. Each is a process with its own weights and KV "
         "cache, so other limits and sizes apply to each engine. On an NVIDIA machine each engine "

@@ -116,8 +116,8 @@ _NO_REMOTE_CODE = "code from a checkpoint is never run"
 _CHECKPOINT = "paxkv follows the checkpoint and has no flag to override it"
 _HUGGING_FACE = "paxkv reads only checkpoints in the format of Hugging Face"
 _NO_MULTIMODAL = "only text models are supported"
-_NO_EXPERT_PARALLELISM = (
-    "each device of an engine has a part of every expert; expert parallelism is not supported"
+_FIXED_EXPERTS = (
+    "with --enable-expert-parallel, each device has neighboring experts, and keeps them"
 )
 _NO_MAMBA = "states of Mamba layers are float32, and have no settings"
 _NO_LORA = "LoRA adapters are not supported"
@@ -195,10 +195,10 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     *_refused_switches("all layers compute all tokens of a prompt", "--kv-sharing-fast-prefill"),
     *_refused_switches("tokens are sampled in 32 bits", "--use-fp64-gumbel"),
     # Experts.
-    *_ignored_switches(_NO_EXPERT_PARALLELISM, "--enable-expert-parallel, -ep --enable-eplb"),
-    *_ignored_switches(_NO_EXPERT_PARALLELISM, "--enable-ep-weight-filter"),
-    *_ignored(_NO_EXPERT_PARALLELISM, "--eplb-config", {}),
-    *_ignored(_NO_EXPERT_PARALLELISM, "--expert-placement-strategy", "linear"),
+    *_ignored_switches(_FIXED_EXPERTS, "--enable-eplb"),
+    *_ignored_switches(_FIXED_EXPERTS, "--enable-ep-weight-filter"),
+    *_ignored(_FIXED_EXPERTS, "--eplb-config", {}),
+    *_ignored(_FIXED_EXPERTS, "--expert-placement-strategy", "linear"),
     *_refused_switches(
         "answers do not name the experts of their tokens", "--enable-return-routed-experts"
     ),

@@ -345,6 +345,11 @@ def _load_model(config: EngineConfig, folder: Path, tokenizer: Tokenizer | None)
     # JAX reads this variable when it first uses a GPU. It is the only way to limit JAX's memory.
     os.environ.setdefault(SHARE_VARIABLE, f"{config.cache.gpu_memory_utilization:g}")
     mesh = find_mesh(config.parallel.tensor_parallel_size)
+    if config.parallel.enable_expert_parallel and mesh is None:
+        logger.warning(
+            "enable_expert_parallel has no effect with tensor_parallel_size=1: one device has all "
+            "experts."
+        )
     platform = default_platform()
     max_model_len = config.model.max_model_len
     model = load_model(
@@ -362,6 +367,7 @@ def _load_model(config: EngineConfig, folder: Path, tokenizer: Tokenizer | None)
         panel_width=platform.column_panel_width(batch_invariant=config.runner.batch_invariant),
         platform=platform,
         mesh=mesh,
+        enable_expert_parallel=config.parallel.enable_expert_parallel,
     )
     logger.info("%s", model.describe_weights())
     is_own_class = model.class_name.startswith("models.families.")

@@ -4,6 +4,7 @@ The number of CPU devices is settled when JAX starts, so tests run this file in 
 """
 
 import collections
+import dataclasses
 import json
 import logging
 import math
@@ -15,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from models import load_model
+from models.forward.kernel_settings import KernelSettings
+from models.layers.routing import Routing
 from models.stored_kernels.scaled import ScaledKernel
 from paxkv import LLM, StructuredOutputsParams
 from paxkv.config.sampling_params import SamplingParams
@@ -37,6 +41,9 @@ from tests.end_to_end.engine_harness import (
 from tests.end_to_end.golden_runs import GREEDY, check_against
 from tests.end_to_end.test_quantized_checkpoints import write_pair
 from tests.engine_compilations import quick_engine_compilations
+from tests.models.layers.test_experts import make_experts
+from tests.models.layers.test_experts import run as run_experts
+from tests.models.plain_context import plain_context
 from tests.models.stored_kernels.dequantized import dequantized
 from tests.oracles.serving_golden import load_serving_golden, write_serving_recipe
 
@@ -78,6 +85,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
+        "num_experts": 4,
         "num_local_experts": 4,
         "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention"],
@@ -270,6 +278,23 @@ def check_kept_integers(quant_method: str, num_devices: int) -> None:
     assert num_scaled > 0
 
 
+def check_own_experts(num_devices: int) -> None:
+    """A layer whose devices have whole experts computes what one device computes."""
+    experts, rng = make_experts(use_bias=True), np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((7, experts.gate_proj.kernel.shape[1])), jnp.float32)
+    weights = jnp.asarray(rng.uniform(0.1, 1, (7, 2)), jnp.float32)
+    context = plain_context(7)
+    kernels = dataclasses.replace(
+        KernelSettings.for_mesh(find_mesh(num_devices)), splits_experts=True
+    )
+    split = dataclasses.replace(context, kernels=kernels)
+    # Experts 2 and 3 are on the last two of four devices. In the second case, all choose them.
+    for expert_ids in (rng.integers(0, 4, (7, 2)), [[2, 3]] * 7):
+        routing = Routing(jnp.asarray(expert_ids, jnp.int32), weights)
+        alone, many = (run_experts(experts, x, routing, c) for c in (context, split))
+        np.testing.assert_allclose(many, alone, rtol=1e-5, atol=1e-5)
+
+
 def check_generator(num_devices: int) -> None:
     """`CompiledGenerator` draws the tokens of an engine, which are those of transformers."""
     folder = write_serving_recipe(Path(tempfile.mkdtemp()), "llama")
@@ -328,10 +353,12 @@ def _check_logprobs(
             assert abs(logprob.logprob - many[token_id].logprob) < 1e-4
 
 
+OWN_EXPERTS = {"enable_expert_parallel": True}
 CASES = {
     "quick": lambda: (
         check_weights(4),
         check_kept_integers("awq", 2),
+        check_own_experts(4),
         check_golden("llama", 2),
         check_golden("gemma3_shallow", 4),
     ),
@@ -344,6 +371,13 @@ CASES = {
     "windows": lambda: (check_golden("qwen2_window", 4), check_golden("gemma2", 2)),
     "sinks": lambda: (check_same_as_alone("gpt_oss", 2), check_same_as_alone("gpt_oss", 4)),
     "experts": lambda: (check_same_as_alone("qwen3_moe", 2), check_same_as_alone("qwen3_moe", 4)),
+    "expert_parallel": lambda: (
+        check_same_as_alone("qwen3_moe", 2, **OWN_EXPERTS),
+        check_same_as_alone("gpt_oss", 4, **OWN_EXPERTS),
+        check_same_as_alone(
+            "qwen3_moe", 4, quantization="int8", quantization_group_size=32, **OWN_EXPERTS
+        ),
+    ),
     "llm": check_llm,
     "quantized": lambda: (
         check_same_as_alone("llama", 2, quantization="int4", quantization_group_size=32),

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from models.families.llama import LlamaForCausalLM
 from models.platforms import CPU
 from models.registry import FAMILIES
 from models.weight_rule import Source, SplitAxis, WeightRule, split_spec, with_stored_names
+from paxkv.runner.memory.device_mesh import device_mesh
 from tests.models.steppers import checkpoint_folder, model_of
 from tests.oracles.recipes import write_recipe
 
@@ -106,8 +108,26 @@ def test_a_mesh_leaves_axes_whole_that_it_cannot_split() -> None:
     assert axes_on(4, "vocab", None) == (None, None)
     assert axes_on(4, None, "kv_heads") == (None, "kv_heads")
     assert axes_on(4, None, "kv_heads", splits_kv_heads=False) == (None, None)
-    with pytest.raises(ModelError, match="w has 6 features of the axis 'inner'.* 4 devices"):
+    with pytest.raises(ModelError, match="w has 6 entries along the axis 'inner'.* 4 devices"):
         axes_on(4, "inner", None)
+
+
+def test_with_expert_parallelism_a_device_has_whole_experts() -> None:
+    rule = WeightRule(
+        sources=(Source(name="w", shape=(6, 8)),), layout="table", axes=("experts", "inner")
+    )
+    own = rule.on_mesh((6, 8), 3, splits_kv_heads=True, splits_experts=True)
+    assert split_spec(own.axes) == PartitionSpec("model", None)
+    parts = rule.on_mesh((6, 8), 2, splits_kv_heads=True)
+    assert split_spec(parts.axes) == PartitionSpec(None, "model")
+    with pytest.raises(ModelError, match="w has 6 entries along the axis 'own_experts'"):
+        rule.on_mesh((6, 8), 4, splits_kv_heads=True, splits_experts=True)
+
+
+def test_expert_parallelism_needs_experts(tmp_path) -> None:
+    folder = write_recipe(tmp_path, "llama")
+    with pytest.raises(ModelError, match="no layer of LlamaForCausalLM has experts"):
+        load_model(folder, mesh=device_mesh(jax.devices()[0]), enable_expert_parallel=True)
 
 
 @pytest.mark.parametrize("panel_width", [None, 64])

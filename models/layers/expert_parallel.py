@@ -1,0 +1,62 @@
+"""Expert parallelism: each device of a mesh has its own experts, and every device has all rows.
+
+A device sorts the choices of its own experts into tiles, multiplies these, and sums their weighted
+outputs. The sums of all devices are then added. Arrays of tiles have the tiles of one device after
+those of another, and are split along their first axis.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from models.forward.kernel_settings import WHOLE, KernelSettings
+from models.weight_rule import MODEL_AXIS
+from pallas_kernels import GroupTiles, make_group_tiles
+
+BY_DEVICE = PartitionSpec(MODEL_AXIS)
+
+
+def tiles_of_own_experts(
+    expert_ids: jax.Array,  # i32[num_choices], in [0, num_experts]
+    num_experts: int,
+    kernels: KernelSettings,
+) -> GroupTiles:
+    """The tiles of all devices. Their groups count from a device's first expert.
+
+    Choices of other devices' experts have no place, so `places` is i32[num_devices * num_choices].
+    """
+    num_own = num_experts // kernels.num_shards
+    tile_rows = kernels.tile_rows(expert_ids.size, num_experts)
+
+    def on_device(expert_ids: jax.Array) -> GroupTiles:
+        own_ids = expert_ids - jax.lax.axis_index(MODEL_AXIS) * num_own
+        is_own = (own_ids >= 0) & (own_ids < num_own)
+        group_ids = jnp.where(is_own, own_ids, num_own)
+        return make_group_tiles(group_ids, num_groups=num_own, tile_rows=tile_rows)
+
+    return kernels.by_device(on_device, expert_ids, in_specs=(WHOLE,), out_specs=BY_DEVICE)
+
+
+def rows_of_tiles(
+    x: jax.Array,  # f[num_rows, width]
+    rows: jax.Array,  # i32[num_devices * num_tiles * tile_rows]
+    kernels: KernelSettings,
+) -> jax.Array:  # f[num_devices * num_tiles * tile_rows, width]
+    """The row of x at each place; each device looks up those of its own tiles."""
+    return kernels.by_device(
+        lambda x, rows: x[rows], *(x, rows), in_specs=(WHOLE, BY_DEVICE), out_specs=BY_DEVICE
+    )
+
+
+def biases_of_tiles(
+    groups: jax.Array,  # i32[num_devices * num_tiles]
+    bias: jax.Array,  # f[num_experts, width]
+    kernels: KernelSettings,
+) -> jax.Array:  # f[num_devices * num_tiles, width]
+    """The bias of each tile's expert; that of tiles without rows is undefined."""
+    return kernels.by_device(
+        lambda groups, bias: bias.at[groups].get(mode="clip"),
+        *(groups, bias),
+        in_specs=(BY_DEVICE, BY_DEVICE),
+        out_specs=BY_DEVICE,
+    )
