@@ -238,7 +238,7 @@ def test_bad_chat_field_is_400_and_named(shared_server, fields, param):
     assert _error(response)["param"] == param
 
 
-def test_message_says_what_came_and_what_is_allowed(shared_server):
+def test_the_message_says_what_was_received_and_what_is_allowed(shared_server):
     response = shared_server.client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": "5"})
     assert _error(response)["message"] == "max_tokens: expected int | null, got str."
     response = shared_server.client.post(COMPLETIONS, json={"max_tokens": 5})
@@ -447,13 +447,13 @@ ORIGIN = {"Origin": "https://a.org"}
 PREFLIGHT = ORIGIN | {"Access-Control-Request-Method": "POST"}
 
 
-def test_no_web_page_may_use_the_server_unless_asked_for(shared_server):
+def test_web_pages_are_refused_by_default(shared_server):
     response = shared_server.client.options(COMPLETIONS, headers=PREFLIGHT)
     assert response.status_code == 405
     assert "access-control-allow-origin" not in response.headers
 
 
-def test_allowed_origin_may_and_another_may_not(start_server):
+def test_only_allowed_origins_may_use_the_server(start_server):
     server = start_server(
         allowed_origins=("https://a.org",),
         allowed_methods=("POST",),
@@ -474,7 +474,7 @@ def test_allowed_origin_may_and_another_may_not(start_server):
 
 
 @pytest.mark.parametrize("front", ["", "/api"])
-def test_a_proxy_may_take_the_root_path_off_or_leave_it(start_server, front):
+def test_a_proxy_may_strip_the_root_path_or_keep_it(start_server, front):
     server = start_server(root_path="/api", api_key=("key",))
     assert server.client.get(f"{front}/version").status_code == 200
     assert server.client.get(f"{front}/v1/models").status_code == 401
@@ -486,7 +486,7 @@ def test_a_proxy_may_take_the_root_path_off_or_leave_it(start_server, front):
 
 
 @pytest.mark.parametrize("front", ["", "/api", "//api/"])
-def test_a_slash_too_many_opens_no_other_door(start_server, front):
+def test_an_extra_slash_does_not_bypass_the_key(start_server, front):
     server = start_server(root_path="/api", api_key=("key",), enable_admin=True)
     body, headers = {"prompt": "a"}, {"Authorization": "Bearer key"}
     for path in ("/v1/completions/", "//v1/completions", "/v1//completions//"):

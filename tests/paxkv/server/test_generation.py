@@ -114,7 +114,7 @@ def test_a_grammar_that_fails_is_the_requests_fault():
     asyncio.run(run())
 
 
-def test_who_is_refused_as_there_is_no_engine_is_no_request_that_ended():
+def test_requests_refused_without_an_engine_are_not_counted_as_ended():
     async def run(*, is_alive):
         engine, metrics = FakeEngine(), ServerMetrics("m")
         engine.is_alive = is_alive

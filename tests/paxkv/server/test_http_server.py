@@ -127,7 +127,7 @@ def test_signal_lets_a_running_stream_finish_and_takes_no_new_one(start_process,
     assert process.stdout.read() == "drained []\n"
 
 
-def test_answer_in_the_background_ends_with_the_port_through_which_it_could_be_asked_for(
+def test_answers_in_the_background_end_when_the_port_closes(
     start_process,
 ):
     process, url = start_process(600)
@@ -144,7 +144,7 @@ def test_answer_in_the_background_ends_with_the_port_through_which_it_could_be_a
     assert len(ast.literal_eval(process.stdout.read().removeprefix("drained "))) == 1
 
 
-def test_stream_that_takes_too_long_is_told_and_ends(start_process):
+def test_a_stream_past_its_deadline_ends_with_an_error(start_process):
     process, url = start_process(0.3)
     thread, lines = _stream_in_thread(url, max_tokens=400)
     os.kill(process.pid, signal.SIGTERM)
@@ -182,7 +182,7 @@ def test_second_signal_does_not_wait(start_process):
         assert process.wait(PATIENCE_S) == 0
 
 
-def test_reader_that_never_reads_cannot_hold_the_drain(start_process):
+def test_a_client_that_never_reads_does_not_delay_the_drain(start_process):
     process, url = start_process(0.3)
     host, port = url.removeprefix("http://").split(":")
     with socket.socket() as connection:
@@ -207,7 +207,7 @@ def test_bound_port_refuses_connections_until_the_server_starts():
             socket.create_connection(bound.getsockname(), timeout=PATIENCE_S).close()
 
 
-def test_idle_connection_outlives_that_of_clients_and_balancers():
+def test_idle_connections_last_longer_than_those_of_clients_and_balancers():
     config = ServerConfig()
     engine = FakeEngine()
     server = HttpServer(create_app(engine, config), engine, config)
@@ -235,7 +235,7 @@ def test_url_names_the_port_that_was_picked():
         assert bound.getsockname()[1] > 0
 
 
-def test_https_with_a_certificate_of_ones_own(start_server):
+def test_a_server_answers_with_its_own_certificate(start_server):
     server = start_server(ssl_certfile=str(PEM))
     assert server.url.startswith("https://127.0.0.1:")
     assert server.client.get("/version").status_code == 200
@@ -276,7 +276,7 @@ def test_bad_file_for_https_is_known_before_the_port(tmp_path, setting, text):
         bind_socket(ServerConfig(port=0, **{"ssl_certfile": str(PEM), setting: str(path)}))
 
 
-def test_more_connections_than_the_process_may_have_are_known_before_the_port():
+def test_too_many_connections_are_an_error_before_the_port_opens():
     with pytest.raises(ConfigError, match="--max-connections"):
         bind_socket(ServerConfig(port=0, max_connections=2**40))
 

@@ -28,7 +28,7 @@ def test_soft_limit_is_raised_to_what_is_needed(limits):
     assert limits[0] == (10_000 + NUM_OTHER_FILES, 1_000_000)
 
 
-def test_without_a_number_there_are_as_many_as_can_be(limits, caplog):
+def test_without_a_limit_there_are_as_many_connections_as_possible(limits, caplog):
     limits[0] = (1024, 1_000_000)
     assert allow_connections(None) == MOST_CONNECTIONS
     limits[0] = (1024, resource.RLIM_INFINITY)
@@ -45,7 +45,7 @@ def test_high_limit_is_left_alone(limits):
     assert limits[0] == (200_000, 200_000)
 
 
-def test_low_hard_limit_is_a_warning_or_an_error_that_names_the_remedy(limits, caplog):
+def test_a_low_hard_limit_is_a_warning_or_an_error_that_says_what_to_do(limits, caplog):
     assert allow_connections(None) == 4096 - NUM_OTHER_FILES
     assert "hard limit of open files is 4096" in caplog.text
     limits[0] = (1024, 4096)

@@ -54,7 +54,7 @@ def merged(interval, *steps):
         (100, ["a", "bcdef"]),
     ],
 )
-def test_an_output_has_as_many_tokens_but_for_the_first_and_the_last(interval, texts):
+def test_outputs_have_the_stream_interval_except_the_first_and_the_last(interval, texts):
     steps = [(0, [delta]) for delta in deltas(*"abcdef", has_logprobs=True)]
     found = [output.outputs[0] for _, output in merged(interval, *steps)]
     assert [completion.text for completion in found] == texts

@@ -43,7 +43,7 @@ def test_numbers_that_json_does_not_have_are_not_replaced(checker):
         checker.check(StructuredOutputsParams(json={"const": float("nan")}))
 
 
-def test_what_is_remembered_of_a_grammar_is_as_short_for_a_long_one(checker):
+def test_the_cache_key_of_a_long_grammar_is_short(checker):
     long = StructuredOutputsParams(choice=["a" * 1000, "b"])
     checker.check(long)
     assert checker.is_remembered(long)
@@ -51,7 +51,7 @@ def test_what_is_remembered_of_a_grammar_is_as_short_for_a_long_one(checker):
     assert max(map(len, checker._verdicts)) == 32
 
 
-def test_an_endless_one_is_given_up_and_the_next_is_answered(checker):
+def test_an_endless_compilation_is_stopped_and_the_next_is_answered(checker):
     start_s = time.monotonic()
     with pytest.raises(InvalidRequestError, match="within 1.5 s"):
         checker.check(ENDLESS)
@@ -73,7 +73,7 @@ def test_others_are_answered_meanwhile(checker):
         assert isinstance(slow.exception(60), InvalidRequestError)
 
 
-def test_a_quick_check_leaves_a_heavy_one_open_and_settles_the_others(checker):
+def test_a_quick_check_decides_all_but_heavy_grammars(checker):
     # On a busy machine half a second may pass before one of them has had its turn, not each time.
     assert any(checker.check_quickly(StructuredOutputsParams(regex="quick")) for _ in range(20))
     with pytest.raises(InvalidRequestError, match="unclosed group"):
@@ -92,7 +92,7 @@ def test_a_quick_check_leaves_a_heavy_one_open_and_settles_the_others(checker):
     assert not checker.is_heavy(StructuredOutputsParams(regex="quick"))
 
 
-def test_a_process_that_was_killed_is_replaced_and_refuses_nobody(checker):
+def test_a_killed_compiler_process_is_replaced_and_no_request_is_refused(checker):
     checker.check(StructuredOutputsParams(regex="before it"))
     (forker,) = checker._running
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -106,7 +106,7 @@ def test_a_process_that_was_killed_is_replaced_and_refuses_nobody(checker):
             asked.result(60)
 
 
-def test_after_the_close_no_process_is_left_and_who_waits_hears_of_it():
+def test_closing_ends_the_processes_and_fails_waiting_requests():
     # A trial that was left alone would go on for longer than is waited for here.
     checker = CheckerProcess(**SETUP | {"max_compile_s": 90.0})
     checker.check(GOOD)
@@ -121,7 +121,7 @@ def test_after_the_close_no_process_is_left_and_who_waits_hears_of_it():
         checker.check(GOOD if not checker.is_remembered(GOOD) else BAD)
 
 
-def test_who_is_not_closed_leaves_no_process_either():
+def test_an_unclosed_compiler_leaves_no_process():
     checker = CheckerProcess(**SETUP)
     checker.check(GOOD)
     (forker,) = checker._running
@@ -130,7 +130,7 @@ def test_who_is_not_closed_leaves_no_process_either():
     assert not forker.is_alive
 
 
-def test_a_trial_is_answered_in_a_line():
+def test_a_compile_check_is_answered_in_one_line_and_has_time_limits():
     ours, theirs = socket.socketpair()
     with ours, theirs, ours.makefile("rwb") as asked, theirs.makefile("rwb") as answered:
         for params, is_good in ((GOOD, True), (BAD, False)):
@@ -144,7 +144,7 @@ def test_a_trial_is_answered_in_a_line():
         assert signal.setitimer(timer, 0)[0] > 0
 
 
-def test_who_has_given_up_waiting_is_no_error():
+def test_giving_up_a_wait_is_no_error():
     ours, theirs = socket.socketpair()
     with theirs:
         answered = theirs.makefile("rwb")

@@ -53,7 +53,7 @@ def test_digits_of_numbers_are_counted_outside_of_strings(text, expected):
     assert _is_limited(text) is expected
 
 
-def test_a_number_that_must_be_longer_goes_on():
+def test_digits_of_a_number_that_must_be_longer_are_not_limited():
     assert not _is_limited(FULL, others=False)
 
 
@@ -62,7 +62,7 @@ def test_a_number_that_must_be_longer_goes_on():
     [{"json": {"type": "number"}}, {"json": {"type": "integer"}}, {"json_object": True}],
     ids=str,
 )
-def test_an_answer_of_digits_comes_to_an_end(fields):
+def test_an_answer_of_digits_ends(fields):
     manager = GrammarManager(COMPILER)
     add_request(manager, "a", **fields)
     begin = '{"a":' if "json_object" in fields else ""

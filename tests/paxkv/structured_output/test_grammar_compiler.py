@@ -127,13 +127,13 @@ def test_drawn_texts_have_the_form(name):
     assert all(map(has_form, texts)), texts
 
 
-def test_as_many_choices_as_may_be_sent_are_drawn_from():
+def test_the_largest_accepted_number_of_choices_works():
     choices = [f"c{i}" for i in range(MAX_CHOICES)]
     params = StructuredOutputsParams(choice=choices)
     assert {_draw(make_compiler(), params, seed) for seed in range(3)} <= set(choices)
 
 
-def test_a_structural_tag_binds_what_stands_behind_its_trigger_alone():
+def test_a_structural_tag_constrains_only_the_text_after_its_trigger():
     compiler = make_compiler()
     params = StructuredOutputsParams(structural_tag=json.dumps(TAG))
     good = 'free text <f=a>{"n": 1, "c": "red"}</f> and more'
@@ -153,7 +153,7 @@ def test_a_structural_tag_binds_what_stands_behind_its_trigger_alone():
         ({"disable_additional_properties": True}, '{"n": 1}', '{"n":1,"m":2}'),
     ],
 )
-def test_both_forms_of_a_structural_tag_heed_what_is_said_of_json(
+def test_both_forms_of_a_structural_tag_follow_the_json_options(
     is_older, options, written, refused
 ):
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
@@ -232,7 +232,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_what_would_grow_without_end_is_refused_soon(name):
+def test_a_grammar_that_grows_without_end_is_refused_soon(name):
     compiler = make_compiler()
     start_s = time.monotonic()
     with pytest.raises(InvalidRequestError):
@@ -261,7 +261,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_what_is_settled_without_an_end_stops_no_step(name):
+def test_a_grammar_that_never_ends_does_not_stop_a_step(name):
     matcher = make_compiler().compile(StructuredOutputsParams(**ENDLESS[name]))
     assert matcher.consume_tokens(TOKENIZER.encode("abcdefghij!"))
     # It would never come back.
@@ -272,7 +272,7 @@ def test_what_is_settled_without_an_end_stops_no_step(name):
     assert matcher.consume_tokens(TOKENIZER.encode("xxx"))
 
 
-def test_white_space_in_json_has_an_end_or_none_at_all():
+def test_white_space_in_json_is_bounded_or_absent():
     compiler = make_compiler()
     flexible = compiler.compile(StructuredOutputsParams(json=SCHEMA))
     assert flexible.consume_tokens(TOKENIZER.encode('{ \n  "n": 1,'))
@@ -282,7 +282,7 @@ def test_white_space_in_json_has_an_end_or_none_at_all():
     assert not compiler.compile(tight).consume_tokens(TOKENIZER.encode('{ "n"'))
 
 
-def test_copies_of_a_grammar_move_on_alone():
+def test_copies_of_a_grammar_advance_independently():
     compiler = make_compiler()
     params = StructuredOutputsParams(choice=["ab", "ba"])
     first, second = compiler.compile(params), compiler.compile(params)

@@ -83,7 +83,7 @@ def test_masks_follow_the_tokens_of_each_request(manager):
     assert manager.drain_ended() == {}
 
 
-def test_one_mask_is_that_of_several_together(manager):
+def test_one_mask_equals_that_of_a_batch(manager):
     for request_id in "ab":
         add_request(manager, request_id, regex="[a-c]{3}")
     alone = manager.make_bitmask(["a"]).bitmask_np
@@ -103,7 +103,7 @@ def test_a_token_without_a_place_ends_the_request_with_the_reason(manager):
     assert manager.drain_ended() == {} and manager.num_requests == 0
 
 
-def test_a_complete_form_is_an_end_also_where_eos_is_none(manager):
+def test_a_complete_text_of_the_grammar_ends_the_answer_without_an_eos_token(manager):
     add_request(manager, "a", regex="[0-9]+", sampling={"ignore_eos": True})
     manager.advance("a", _ids("7"))
     assert manager.drain_ended() == {}
@@ -111,7 +111,7 @@ def test_a_complete_form_is_an_end_also_where_eos_is_none(manager):
     assert manager.drain_ended() == {"a": GrammarEnd()}
 
 
-def test_a_form_that_ends_within_the_drafts_ends_there(manager):
+def test_a_grammar_that_ends_within_the_drafts_ends_there(manager):
     """Whether or not `ignore_eos` lets the scheduler read tokens after the end."""
     add_request(manager, "a", regex="[0-9]+", sampling={"ignore_eos": True})
     seven, eight = _ids("7")[-1], _ids("8")[-1]
@@ -162,7 +162,7 @@ def test_settings_of_the_request_narrow_what_its_grammar_allows(manager):
         ({"regex": "[78]{3}", "bad_words": ((25, 26), (26, 25))}, "777", None),
     ],
 )
-def test_where_nothing_is_left_a_complete_form_ends_and_another_fails(
+def test_without_allowed_tokens_a_complete_grammar_ends_and_an_incomplete_one_fails(
     manager, fields, written, is_complete
 ):
     assert [_ids("7"), _ids("8")] == [[25], [26]]
@@ -181,7 +181,7 @@ def test_where_nothing_is_left_a_complete_form_ends_and_another_fails(
     assert manager.num_requests == 0
 
 
-def test_a_grammar_that_cannot_be_compiled_after_all_is_told_of(manager):
+def test_a_grammar_that_fails_to_compile_later_is_reported(manager):
     manager.add(_request("a", regex="(a"))
     failed = {}
     deadline_s = time.monotonic() + 60
@@ -192,7 +192,7 @@ def test_a_grammar_that_cannot_be_compiled_after_all_is_told_of(manager):
     assert "unclosed group" in failed["a"].error
 
 
-def test_requests_that_go_are_forgotten_wherever_they_stand(manager):
+def test_ended_requests_are_removed_from_every_list(manager):
     add_request(manager, "a", regex="a")
     manager.add(_request("b", regex="b"))
     for request_id in "abc":
@@ -204,7 +204,7 @@ def test_requests_that_go_are_forgotten_wherever_they_stand(manager):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_form_is_spelled_with_the_tokens_that_are_left(manager, seed):
+def test_a_grammar_is_spelled_with_the_tokens_that_are_allowed(manager, seed):
     # Each character is a token; of "true" the usual ones are longer.
     characters = [i for i in range(VOCAB_SIZE) if len(TOKENIZER.token_text(i)) == 1]
     allowed = [*(i for i in characters if TOKENIZER.token_text(i) != "\ufffd"), EOS]
@@ -228,7 +228,7 @@ def test_a_form_is_spelled_with_the_tokens_that_are_left(manager, seed):
             assert TOKENIZER.decode(text) == "the cat" and true not in text
 
 
-def test_a_form_begins_behind_the_thoughts():
+def test_the_grammar_starts_after_the_reasoning():
     manager = GrammarManager(make_compiler(thinks=True))
     for request_id, thoughts in (("a", "begun"), ("b", "maybe"), ("c", "maybe")):
         add_request(manager, request_id, choice=["no", "yes"], thoughts=thoughts)
@@ -264,7 +264,7 @@ def test_thoughts_without_their_tokens_are_refused(manager):
     assert "the tokens <think> and </think>" in ended["a"].error
 
 
-def test_a_small_grammar_waits_for_no_heavy_one():
+def test_a_small_grammar_does_not_wait_for_a_heavy_one():
     may_go_on = threading.Event()
 
     class Compiler(GrammarCompiler):

@@ -37,7 +37,7 @@ def _fits(grammar: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", FITTING)
-def test_a_grammar_takes_its_text(name):
+def test_a_grammar_accepts_its_text(name):
     assert _fits(*FITTING[name])
 
 

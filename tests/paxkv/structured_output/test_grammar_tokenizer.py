@@ -72,7 +72,7 @@ def _spelled(backend: tokenizers.Tokenizer, text: str) -> list[int]:
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_text_is_drawn_as_it_stands_and_of_no_special_token(name, text):
+def test_a_literal_text_is_drawn_without_special_tokens(name, text):
     backend = BACKENDS[name]
     token_ids = _spelled(backend, text)
     drawn = backend.decoder.decode(["x", *map(backend.id_to_token, token_ids)])
@@ -106,7 +106,7 @@ def test_the_name_of_a_special_token_leaves_the_rest_as_the_tokenizer_spells_it(
         ("Metaspace", ["<0x62>", " <", "s", "▁"]),
     ],
 )
-def test_a_text_goes_on_after_another_without_a_space_of_its_own(name, words):
+def test_a_text_after_another_is_spelled_without_a_leading_space(name, words):
     backend = BACKENDS[name]
     text = backend.decoder.decode(["x", *words])[1:]
     assert [backend.id_to_token(i) for i in _spelled(backend, text)] == words
@@ -119,7 +119,7 @@ def test_tokens_without_bytes_are_refused():
         make_grammar_tokenizer(backend.to_str(), vocab_size=800, eos_token_ids=[EOS])
 
 
-def test_every_end_of_an_answer_is_allowed_behind_a_whole_text():
+def test_every_end_token_is_allowed_after_a_complete_text():
     tokenizer = make_grammar_tokenizer(TOKENIZER.json, vocab_size=800, eos_token_ids=[EOS, 0])
     assert sorted(tokenizer.eos_tokens) == [0, EOS] and tokenizer.vocab_size == 800
     matcher = llguidance.LLMatcher(tokenizer, llguidance.grammar_from("choice", '["a"]'))

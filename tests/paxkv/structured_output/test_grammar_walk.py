@@ -37,7 +37,7 @@ def _find(schema):
         ),
     ],
 )
-def test_a_dead_end_is_found_behind_other_properties(schema, text):
+def test_a_dead_end_after_other_properties_is_found(schema, text):
     assert _find(schema).endswith(f"(after {text!r})")
 
 
@@ -46,7 +46,7 @@ def test_a_grammar_without_a_dead_end_passes(schema):
     assert _find(schema) is None
 
 
-def test_the_matcher_stays_in_front_of_its_first_token():
+def test_a_search_for_dead_ends_does_not_advance_the_matcher():
     matcher = llguidance.LLMatcher(TOKENIZER, llguidance.grammar_from("regex", "[ab]{2}"))
     assert find_dead_end(matcher, TOKENIZER, eos_token_ids=[EOS], is_json=False) is None
     assert matcher.consume_tokens(TOKENIZER.tokenize_str("ab")) and matcher.is_accepting()

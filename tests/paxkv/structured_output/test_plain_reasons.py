@@ -45,7 +45,7 @@ from tests.paxkv.structured_output.demo_grammars import make_compiler
         ),
     ],
 )
-def test_a_form_that_cannot_be_compiled(fields, message):
+def test_a_grammar_that_cannot_be_compiled(fields, message):
     with pytest.raises(InvalidRequestError) as raised:
         make_compiler().check(StructuredOutputsParams(**fields))
     assert str(raised.value) == message
@@ -67,7 +67,7 @@ def test_a_form_that_cannot_be_compiled(fields, message):
         (NO_TOKEN_LEFT, f"{NO_TOKEN_LEFT}."),
     ],
 )
-def test_an_answer_that_cannot_go_on(reason, words):
+def test_an_answer_that_cannot_continue_is_an_error(reason, words):
     form = StructuredOutputsParams(json="{}", sent_in=(FormField(name="response_format"),))
     message = describe_failure(form, reason, num_tokens=12)
     assert message.startswith("the grammar of response_format cannot go on after 12 tokens: ")

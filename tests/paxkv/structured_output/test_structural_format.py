@@ -127,7 +127,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_format_takes_its_texts_and_no_others(name):
+def test_a_format_accepts_its_texts_and_no_others(name):
     form, good, bad = FORMATS[name]
     assert [text for text in good if not has_format(form, text)] == []
     assert [text for text in bad if has_format(form, text)] == []
@@ -171,7 +171,7 @@ def test_a_malformed_format_is_refused_with_the_reason(name):
         compile_format(form)
 
 
-def test_formats_lie_within_each_other_so_deep_and_no_deeper():
+def test_formats_may_be_nested_up_to_the_limit():
     form = const("a")
     for _ in range(32):
         form = sequence(form)

@@ -36,7 +36,7 @@ def _write(thoughts, text):
         assert not thoughts.advance(token_id)
 
 
-def test_thoughts_may_hold_all_but_what_ends_the_answer(tokens):
+def test_reasoning_may_have_every_token_except_ends_of_the_answer(tokens):
     thoughts = Thoughts(tokens, is_begun=True)
     assert _allowed(thoughts) == WITH_TEXT - {EOS}
     _write(thoughts, "well, {</b> < /think")
@@ -44,7 +44,7 @@ def test_thoughts_may_hold_all_but_what_ends_the_answer(tokens):
     assert thoughts.advance(CLOSE)
 
 
-def test_the_tag_cannot_be_spelled_in_thoughts(tokens):
+def test_reasoning_cannot_spell_the_rest_of_the_end_tag(tokens):
     (bracket,) = THINKER.encode(">", add_special_tokens=False)
     thoughts = Thoughts(tokens, is_begun=True)
     _write(thoughts, "so <</think")
@@ -64,7 +64,7 @@ def test_a_token_that_has_the_tag_in_it_is_not_drawn():
     assert mask_np[0] & 0b11111 == 0b01011
 
 
-def test_whatever_is_drawn_readers_of_text_find_the_same_end(tokens):
+def test_text_parsers_find_the_same_end_in_every_drawn_answer(tokens):
     rng = np.random.default_rng(0)
     # Tokens that could spell the tag are drawn most often.
     likely = [*THINKER.encode("</think></think", add_special_tokens=False), CLOSE]
@@ -84,7 +84,7 @@ def test_whatever_is_drawn_readers_of_text_find_the_same_end(tokens):
         assert split.content == ("answer" if is_closed else "")
 
 
-def test_without_thoughts_the_first_token_is_the_forms(tokens):
+def test_without_reasoning_the_grammar_starts_at_the_first_token(tokens):
     form_np = np.zeros(NUM_WORDS, np.int32)
     form_np[0] = 0b1000
     thoughts = Thoughts(tokens, is_begun=False)

@@ -28,15 +28,15 @@ def _left(limits):
     return set(np.flatnonzero(np.unpackbits(mask_np.view(np.uint8), bitorder="little")).tolist())
 
 
-def test_bits_stand_where_masks_have_them():
+def test_bits_of_forbidden_tokens_match_the_masks():
     assert token_bits([0, 31, 33], 2).tolist() == [-(2**31) + 1, 2]
 
 
-def test_without_settings_everything_is_left():
+def test_without_settings_every_token_is_allowed():
     assert _left(_limits()) == set(range(VOCAB_SIZE))
 
 
-def test_allowed_tokens_and_single_bad_ones():
+def test_allowed_tokens_and_bad_words_of_one_token_limit_a_grammar():
     limits = _limits(allowed_token_ids=[5, 6, 40], bad_words=((6,), (9,)))
     assert _left(limits) == {5, 40}
 
@@ -50,7 +50,7 @@ def test_ends_come_after_min_tokens():
     assert _left(limits) == set(range(VOCAB_SIZE))
 
 
-def test_the_last_token_of_a_bad_word_is_taken_where_the_others_stand():
+def test_the_last_token_of_a_bad_word_is_banned_after_the_others():
     words = ((3, 4), (4, 4, 5), (4, 6))
     for drawn in itertools.product((3, 4), repeat=4):
         limits = _limits(bad_words=words)

@@ -17,7 +17,7 @@ def line_without(name):
     return json.dumps({key: value for key, value in GOOD.items() if key != name}).encode()
 
 
-def test_body_is_kept_as_it_stands_in_the_line():
+def test_the_body_of_a_line_is_kept_unchanged():
     body = b'{ "prompt": "x", "seed": 123456789012345678901234567890, "top_p": 1e-1}'
     line = line_without("body")[:-1] + b', "body": ' + body + b"}\r"
     request = BatchLineReader().read(b"\xef\xbb\xbf" + line, 1)
@@ -49,7 +49,7 @@ def test_body_is_kept_as_it_stands_in_the_line():
         (line_with(body={"prompt": "x", "stream": True}), "leave stream out", "stream", "a"),
     ],
 )
-def test_mistake_is_named_with_its_line(line, words, param, custom_id):
+def test_an_error_names_its_line(line, words, param, custom_id):
     with pytest.raises(BatchLineError) as raised:
         BatchLineReader().read(line, 7)
     assert words in str(raised.value)
@@ -57,12 +57,12 @@ def test_mistake_is_named_with_its_line(line, words, param, custom_id):
 
 
 @pytest.mark.parametrize("body", [None, [], "x", {}, {"stream": False}, {"stream": "yes"}])
-def test_what_else_is_wrong_with_a_body_is_left_to_the_route(body):
+def test_other_errors_in_a_body_are_left_to_the_route(body):
     request = BatchLineReader().read(line_with(body=body), 1)
     assert json.loads(request.body) == body
 
 
-def test_custom_id_is_used_once_in_a_file_whatever_came_of_it():
+def test_a_custom_id_may_appear_once_in_a_file():
     reader = BatchLineReader()
     reader.read(line_with(), 1)
     reader.read(line_with(custom_id="b"), 2)

@@ -112,7 +112,7 @@ def test_access_log_has_no_lines(caplog):
     assert not caplog.messages
 
 
-def test_lines_are_taken_when_their_turn_comes():
+def test_lines_are_read_when_they_can_start():
     engine, rows, most_ahead = FakeEngine(), [], 0
 
     def lines():
@@ -133,7 +133,7 @@ def test_rows_come_as_they_are_done():
     assert run_lines(lines, engine=engine)[1] == ["short", "long"]
 
 
-def test_lines_in_progress_are_bounded_and_keep_the_engine_full():
+def test_the_number_of_lines_in_progress_is_bounded_and_fills_the_engine():
     engine = FakeEngine(seconds_per_token=0.001)
     lines = [line(str(i), TEXT, {"prompt": "a", "max_tokens": 2}) for i in range(100)]
     assert len(run_lines(lines, engine=engine)[0]) == 100
@@ -163,7 +163,7 @@ def test_lines_wait_while_another_engine_starts():
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "row not written"])
-def test_requests_are_aborted_when_a_batch_ends_early(is_cancelled):
+def test_requests_are_aborted_if_a_batch_ends_early(is_cancelled):
     engine = FakeEngine()
 
     def fail(row):

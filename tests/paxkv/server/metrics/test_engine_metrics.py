@@ -41,13 +41,13 @@ def test_the_hit_rate_is_that_of_the_recent_requests():
     assert samples["paxkv:prefix_cache_preempted_hits_total", None] == 5
 
 
-def test_before_the_first_request_no_share_divides_by_zero():
+def test_shares_are_zero_before_the_first_request():
     samples = scrape(SchedulerStats())
     for name in ("prefix_cache_hit_rate", "padding_waste_ratio", "kv_waste_ratio"):
         assert samples[f"paxkv:{name}", None] == 0
 
 
-def test_what_is_wasted_is_a_share():
+def test_waste_is_reported_as_a_share():
     samples = scrape(
         SchedulerStats(
             num_scheduled_tokens=30,
@@ -92,7 +92,7 @@ def test_block_residency_becomes_histograms_of_seconds():
         assert samples[f"{other}_count", None] == 0
 
 
-def test_counters_go_on_where_the_engine_before_ended():
+def test_counters_continue_after_the_previous_engine():
     first = SchedulerStats(engine_start_time=1.0, num_preemptions=5, num_running_reqs=7)
     second = SchedulerStats(engine_start_time=2.0, num_preemptions=2, num_running_reqs=1)
     samples = scrape(first, second)

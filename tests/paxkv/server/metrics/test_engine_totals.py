@@ -43,7 +43,7 @@ def test_every_count_is_the_sum_over_the_engines(engines):
     assert totals.num_restarts == max(len(engines) - 1, 0)
 
 
-def test_between_two_engines_there_is_nothing_and_nothing_is_lost():
+def test_counters_survive_a_restart_of_the_engine():
     totals = EngineTotals()
     totals.update(_stats(1.0, 5))
     assert totals.update(SchedulerStats()).num_steps == 5
@@ -51,7 +51,7 @@ def test_between_two_engines_there_is_nothing_and_nothing_is_lost():
     assert totals.num_restarts == 1
 
 
-def test_experts_of_a_step_from_before_an_idle_answer_take_nothing_back():
+def test_a_late_step_record_does_not_lower_counters_of_experts():
     # An idle engine counts a window when it is asked: no other counter tells which is newer.
     totals = EngineTotals()
     step, answer = (
@@ -67,7 +67,7 @@ def test_experts_of_a_step_from_before_an_idle_answer_take_nothing_back():
     assert seen.engines[0].expert_tokens == {2: (7, 0)}
 
 
-def test_a_step_from_before_the_last_answer_takes_nothing_back():
+def test_a_late_step_record_does_not_lower_counters():
     totals = EngineTotals()
     totals.update(_stats(1.0, 5))
     totals.record(_stats(1.0, 4))
@@ -78,7 +78,7 @@ def test_a_step_from_before_the_last_answer_takes_nothing_back():
     assert totals.update(_stats(2.0, 1)).num_steps == 6
 
 
-def test_a_step_from_before_the_last_answer_takes_nothing_back_of_one_of_several_engines():
+def test_a_late_step_record_of_one_of_several_engines_does_not_lower_counters():
     totals = EngineTotals()
     latest, earlier = (
         msgspec.structs.replace(_stats(1.0, 7 + n), engines=(_stats(1.0, 7), _stats(2.0, n)))

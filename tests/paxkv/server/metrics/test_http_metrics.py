@@ -60,7 +60,7 @@ def test_neither_paths_nor_methods_of_clients_become_labels(start_server):
     }
 
 
-def test_who_asks_after_the_server_is_not_counted(start_server):
+def test_health_checks_are_not_counted(start_server):
     server = start_server()
     for path in ("/health", "/ping", "/load", "/version", "/metrics"):
         assert server.client.get(path).status_code == 200

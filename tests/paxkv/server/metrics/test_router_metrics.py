@@ -47,7 +47,7 @@ def test_cached_tokens_come_from_the_device():
     assert by_source == {"device": 4, "host": 0, "p2p": 0, "disk": 0, "external_unspecified": 0}
 
 
-def test_adapters_are_none_as_of_now():
+def test_there_are_no_adapters_yet():
     ((of, value),) = scrape()["vllm:lora_requests_info"].items()
     assert dict(of) == {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
     assert abs(value - time.time()) < 60

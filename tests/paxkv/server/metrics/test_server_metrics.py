@@ -143,7 +143,7 @@ def test_stream_shows_its_first_token_when_it_comes():
     assert samples["vllm:request_generation_tokens_sum",] == 6
 
 
-def test_tokens_are_those_that_the_engines_client_has_counted():
+def test_token_counts_come_from_the_engines_client():
     metrics = ServerMetrics("m")
     # 2 tokens within 0.01 s, 3 within 0.05 s, 1 later than the last bound.
     counts = (2, 0, 3, *[0] * 16, 1)
@@ -168,7 +168,7 @@ def test_tokens_are_those_that_the_engines_client_has_counted():
     assert (samples[f"{name}_count",], samples[f"{name}_sum",]) == (6, 90.5)
 
 
-def test_tokens_of_several_engines_are_told_of_each():
+def test_tokens_of_several_engines_are_counted_for_each():
     engines = (
         TokenTotals(num_prompt_tokens=10, num_cached_prompt_tokens=2, num_generation_tokens=7),
         TokenTotals(num_generation_tokens=4, token_latency_counts=(4, *[0] * 19)),
@@ -203,7 +203,7 @@ def test_request_that_does_not_end_counts_once_a_completion(error, reason):
     assert samples["vllm:request_params_n_count",] == 0
 
 
-def test_search_that_is_given_up_counts_each_of_its_sequences():
+def test_an_aborted_beam_search_counts_each_of_its_sequences():
     metrics = ServerMetrics("m")
     params = BeamSearchParams(beam_width=3, max_tokens=3)
     with pytest.raises(GeneratorExit), metrics.start_request(is_stream=False, params=params):
@@ -211,7 +211,7 @@ def test_search_that_is_given_up_counts_each_of_its_sequences():
     assert scrape(metrics)["vllm:request_success_total", "abort"] == 3
 
 
-def test_callers_mistake_is_no_request():
+def test_refused_calls_are_not_counted_as_requests():
     metrics = ServerMetrics("m")
     with pytest.raises(InvalidRequestError), metrics.start_request(is_stream=True):
         raise InvalidRequestError("no")

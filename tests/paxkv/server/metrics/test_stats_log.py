@@ -52,7 +52,7 @@ def test_rates_are_of_the_interval_and_cached_prompts_are_not_computed(caplog) -
     ]
 
 
-def test_drafts_are_in_the_line_of_an_interval_that_had_some(caplog) -> None:
+def test_the_log_line_has_drafts_if_the_interval_had_some(caplog) -> None:
     engine = Engine()
     engine.has_counted(1, 0, 1, num_steps=1, num_draft_tokens=100, num_accepted_tokens=100)
     log = StatsLog(engine, 10.0)

@@ -81,7 +81,7 @@ def test_path_cannot_forge_a_line(start_server, lines):
         ("GET /a/user:known@host", "GET /a/user:known@host"),
     ],
 )
-def test_line_has_no_user_and_no_password(start_server, lines, request_target, logged):
+def test_the_log_line_has_no_user_and_no_password(start_server, lines, request_target, logged):
     server = start_server()
     with socket.create_connection(server.address, timeout=PATIENCE_S) as connection:
         connection.sendall(request_target.encode() + b" HTTP/1.1\r\nHost: x\r\n\r\n")

@@ -28,11 +28,11 @@ def _admission(max_waiting_requests, *, max_num_seqs=4, max_num_queued_reqs=None
     return Admission(engine, max_waiting_requests, max_num_queued_reqs)
 
 
-def test_without_a_bound_everybody_comes_in():
+def test_without_a_bound_every_request_is_admitted():
     assert _admission(None).has_room(10_000)
 
 
-def test_places_of_the_batch_and_waiting_ones_are_all_there_are():
+def test_the_places_are_those_of_the_batch_and_of_waiting_requests():
     admission = _admission(2)
     with admission.admit(3), admission.admit(3):
         assert admission.num_requests == 6
@@ -42,7 +42,7 @@ def test_places_of_the_batch_and_waiting_ones_are_all_there_are():
     assert admission.has_room(6)
 
 
-def test_running_and_waiting_requests_together_have_a_bound_of_their_own():
+def test_running_and_waiting_requests_share_a_bound():
     # The batch has room for 4, and 2 may wait.
     for max_waiting in (None, 2):
         admission = _admission(max_waiting, max_num_queued_reqs=3)
@@ -57,14 +57,14 @@ def test_running_and_waiting_requests_together_have_a_bound_of_their_own():
         assert not admission.has_room(1)
 
 
-def test_place_is_given_back_when_its_request_fails():
+def test_a_failed_request_frees_its_place():
     admission = _admission(0)
     with pytest.raises(RuntimeError), admission.admit(4):
         raise RuntimeError
     assert admission.has_room(4)
 
 
-def test_engine_that_has_some_waiting_offers_only_the_places_it_runs():
+def test_an_engine_with_waiting_requests_offers_only_running_places():
     # 2 run and 1 waits though 4 could run: memory is short. 3 + 1 - 2 = 2 would wait.
     full = {"num_running_reqs": 2, "num_waiting_reqs": 1}
     for max_waiting, has_room in ((1, False), (2, True)):
@@ -73,7 +73,7 @@ def test_engine_that_has_some_waiting_offers_only_the_places_it_runs():
             assert admission.has_room(1) == has_room
 
 
-def test_who_waits_for_a_grammar_takes_a_place_and_leaves_the_others_open():
+def test_a_request_that_waits_for_a_grammar_blocks_only_its_own_place():
     # One of 4 places is in use, and one waiting request has a grammar to compile: not full.
     for num_compiling, num_waiting, has_room in ((1, 1, True), (1, 2, False)):
         admission = _admission(
@@ -84,11 +84,11 @@ def test_who_waits_for_a_grammar_takes_a_place_and_leaves_the_others_open():
             assert not admission.has_room(3)
 
 
-def test_what_the_engine_said_of_those_who_left_closes_no_door():
+def test_load_that_the_engine_reports_after_clients_left_does_not_block_requests():
     assert _admission(0, num_running_reqs=0, num_waiting_reqs=5).has_room(4)
 
 
-def test_call_that_would_be_too_large_for_an_empty_server_is_the_callers_mistake():
+def test_a_call_too_large_for_an_empty_server_is_a_client_error():
     with pytest.raises(InvalidRequestError, match="7 completions of all its prompts.* 6 at once"):
         _admission(2).has_room(7)
 
@@ -132,7 +132,7 @@ def full_server(start_server):
     assert server.client.post(COMPLETIONS, json={"prompt": "a"} | {"max_tokens": 1}).is_success
 
 
-def test_one_too_many_is_503_with_retry_after_at_once_and_the_others_finish(full_server):
+def test_a_request_over_the_limit_is_503_at_once_and_the_others_finish(full_server):
     for stream in (False, True):
         response = full_server.client.post(COMPLETIONS, json={"prompt": "a", "stream": stream})
         assert response.status_code == 503
@@ -148,7 +148,7 @@ def test_one_too_many_is_503_with_retry_after_at_once_and_the_others_finish(full
     assert full_server.client.get("/health").status_code == 200
 
 
-def test_openai_client_waits_as_it_is_told_and_comes_in(full_server):
+def test_openais_client_retries_after_the_given_time(full_server):
     statuses, freed_s = [], []
 
     def make_room(response):
@@ -171,7 +171,7 @@ def test_openai_client_waits_as_it_is_told_and_comes_in(full_server):
     assert time.monotonic() - freed_s[0] >= 0.9
 
 
-def test_client_that_leaves_gives_its_place_back(start_server):
+def test_a_client_that_disconnects_frees_its_place(start_server):
     server = start_server(max_waiting_requests=0)
     for _ in range(3):
         with server.client.stream(

@@ -173,7 +173,7 @@ def test_connection_without_a_byte_is_closed(server):
 
 
 @pytest.mark.parametrize("start", [b"GET /health HTTP/1.1\r\n", HEAD + b"\r\n"])
-def test_drip_does_not_reset_the_clock(server, start):
+def test_single_bytes_do_not_extend_the_deadline(server, start):
     with socket.create_connection(server.address, timeout=PATIENCE_S) as connection:
         connection.sendall(start)
         for _ in range(2):
@@ -185,7 +185,7 @@ def test_drip_does_not_reset_the_clock(server, start):
         _assert_is_408(_read_what_is_over(connection))
 
 
-def test_body_that_nobody_reads_ends_in_time_too(server):
+def test_an_unread_body_has_a_deadline_too(server):
     with socket.create_connection(server.address, timeout=PATIENCE_S) as connection:
         connection.sendall(HEAD.replace(b"/v1/completions", b"/nothing") + b"\r\n")
         assert _read_answer(connection).startswith(b"HTTP/1.1 404")
@@ -208,7 +208,7 @@ def test_whole_request_may_be_answered_after_the_deadline(start_server):
             assert _read_answer(connection).startswith(b"HTTP/1.1 200")
 
 
-def test_clock_starts_anew_with_the_next_request_of_a_connection(server):
+def test_each_request_of_a_connection_has_its_own_deadline(server):
     with socket.create_connection(server.address, timeout=PATIENCE_S) as connection:
         request = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
         for _ in range(3):
@@ -270,7 +270,7 @@ def test_errors_below_the_application_have_the_form_of_the_path(start_server, ca
             assert found["request_id"] == _request_id(head)
 
 
-def test_an_error_has_the_form_of_its_own_path_and_not_of_the_one_before(server):
+def test_an_error_has_the_form_of_its_own_path(server):
     before = b"GET /v1/messages HTTP/1.1\r\nHost: x\r\n\r\n"
     for bad in (b"garbage\r\n\r\n", b"GET /v1/models HTTP/1.1\r\nno name\r\n\r\n"):
         for in_one in (False, True):
@@ -335,7 +335,7 @@ def test_silent_connections_do_not_keep_others_out(start_server):
             connection.close()
 
 
-def test_a_client_that_takes_no_answer_is_dropped(start_server):
+def test_a_client_that_does_not_read_its_answer_is_dropped(start_server):
     server = start_server(request_timeout_s=TIMEOUT_S, max_body_bytes=4_000_000)
     body = json.dumps({"prompt": "a" * 3_900_000}).encode()
     head = (
@@ -404,7 +404,7 @@ def test_an_error_in_the_body_has_the_id_of_its_request(server, caplog, name):
 
 
 @pytest.mark.parametrize("protocol", ["h2c", "websocket"])
-def test_an_upgrade_is_passed_over_without_a_word(server, caplog, protocol):
+def test_an_upgrade_header_is_ignored(server, caplog, protocol):
     headers = {"Connection": "Upgrade", "Upgrade": protocol}
     assert server.client.get("/version", headers=headers).status_code == 200
     assert not [record for record in caplog.records if record.levelname == "WARNING"]

@@ -45,7 +45,7 @@ def test_ignored_parts_are_named_in_a_header_and_logged_once(start_server, caplo
     assert IGNORED_HEADER not in server.client.post("/v1/messages", json=BODY).headers
 
 
-def test_every_route_with_tools_tells(start_server):
+def test_every_route_with_tools_reports_ignored_keywords(start_server):
     server = start_server()
     tools = [{"type": "web_search"}]
     for path, fields in (
@@ -58,7 +58,7 @@ def test_every_route_with_tools_tells(start_server):
         assert "tools of type web_search" in response.headers[IGNORED_HEADER]
 
 
-def test_a_long_body_is_read_in_a_thread_and_tells_too(start_server):
+def test_a_long_body_is_read_in_a_thread_and_reports_ignored_fields(start_server):
     server = start_server()
     body = BODY | {"betas": ["x" * 50_000]}
     assert server.client.post("/v1/messages", json=body).headers[IGNORED_HEADER] == "betas"

@@ -35,5 +35,5 @@ def test_slashes_too_many_are_removed(path, expected):
         ("/apiv1/", "/apiv1"),
     ],
 )
-def test_the_path_of_a_proxy_stays(path, expected):
+def test_the_path_of_a_proxy_is_kept(path, expected):
     assert plain_path(path, "/api") == expected

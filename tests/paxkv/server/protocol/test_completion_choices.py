@@ -65,7 +65,7 @@ def test_the_best_have_the_highest_logprob_per_token():
     assert [c.index for c in kept] == [0, 1, 2]
 
 
-def test_an_end_that_nobody_asked_for_is_not_told():
+def test_an_echoed_prompt_without_completion_has_no_stop_reason():
     output = _output("x")
     stopped = dataclasses.replace(output.outputs[0], finish_reason="stop", stop_reason="x")
     output = dataclasses.replace(output, outputs=[stopped])
@@ -75,7 +75,7 @@ def test_an_end_that_nobody_asked_for_is_not_told():
     assert (choice.finish_reason, choice.stop_reason) == ("stop", "x")
 
 
-def test_the_prompt_is_in_front_and_scored_but_for_its_first_token():
+def test_the_echoed_prompt_is_scored_except_its_first_token():
     choice = _taken(_made(echo=True, logprobs=1), _output("xy"))
     assert choice.text == "abcxy"
     logprobs = choice.logprobs
@@ -85,7 +85,7 @@ def test_the_prompt_is_in_front_and_scored_but_for_its_first_token():
     assert logprobs.top_logprobs[:2] == [None, {"b": -2.0}]
 
 
-def test_of_tokens_with_the_same_text_the_likelier_is_told():
+def test_the_likelier_of_two_tokens_with_the_same_text_is_returned():
     position = {
         token_id: Logprob(logprob=-float(rank), rank=rank, decoded_token=text)
         for rank, (token_id, text) in enumerate([(7, "x"), (8, "?"), (9, "?")], start=1)
@@ -117,7 +117,7 @@ def test_without_tokens_the_answer_is_the_prompt_alone():
     assert made.num_tokens(output) == 0
 
 
-def test_every_choice_of_every_prompt_begins_with_its_own():
+def test_every_choice_starts_with_its_own_prompt():
     made = _made(("abc", [100, 101]), echo=True, n=2)
     texts = {}
     for prompt_idx, prompt in enumerate(("abc", "de")):

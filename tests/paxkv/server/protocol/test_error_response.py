@@ -6,13 +6,13 @@ from paxkv.errors import EngineDeadError, SlowReaderError
 from paxkv.server.protocol.error_response import error_response
 
 
-def test_dead_engine_says_when_another_may_be_ready() -> None:
+def test_a_dead_engine_answers_with_retry_after() -> None:
     response = error_response(EngineDeadError("it ended", retry_after_s=5))
     assert (response.status_code, response.headers["Retry-After"]) == (503, "5")
     assert "Retry-After" not in error_response(EngineDeadError("it ended")).headers
 
 
-def test_a_slow_reader_is_told_so_and_nothing_is_logged(caplog) -> None:
+def test_a_slow_reader_gets_an_error_and_nothing_is_logged(caplog) -> None:
     response = error_response(SlowReaderError("read faster"))
     error = json.loads(response.body)["error"]
     assert response.status_code == 408

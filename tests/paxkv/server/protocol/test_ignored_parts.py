@@ -23,7 +23,7 @@ def noted():
     ignored_parts.reset(token)
 
 
-def test_fields_that_ask_for_nothing_are_not_noted(noted):
+def test_fields_that_ask_for_nothing_are_not_reported(noted):
     ignored = {"a": (), "b": (1, []), "c": ()}
     record_ignored_fields({"a": None, "b": [], "c": 0, "d": 5}, ignored)
     assert noted == ["c"]
@@ -39,12 +39,12 @@ def test_names_are_those_of_a_header(noted):
     assert len(noted) == MAX_NAMES
 
 
-def test_a_thread_of_the_request_notes_too(noted):
+def test_ignored_fields_are_recorded_in_threads_of_the_request_too(noted):
     asyncio.run(asyncio.to_thread(record_ignored, "a"))
     assert noted == ["a"]
 
 
-def test_outside_of_a_request_nothing_is_noted():
+def test_outside_of_a_request_nothing_is_recorded():
     record_ignored("a")
     assert ignored_parts.get() is None
 

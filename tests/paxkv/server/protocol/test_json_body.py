@@ -35,7 +35,7 @@ def test_parts_are_counted(part, num_parts):
 
 
 @pytest.mark.parametrize("text", ["[{:", '"[{:', "\\[", '\\"{', "\\\\", '\\\\"[', "é\n{"])
-def test_signs_within_text_are_no_parts(text):
+def test_brackets_and_commas_in_strings_are_not_counted(text):
     body = {"prompt": text * MAX_PARTS, "other": [text] * 9}
     assert decode_object(json.dumps(body).encode()) == body
 
@@ -48,13 +48,13 @@ def test_strings_are_counted(string):
         decode_object(b'{"[":[%s]}' % b",".join([string] * MAX_STRINGS))
 
 
-def test_what_is_no_json_has_the_name_of_what_it_was():
+def test_an_error_about_json_names_what_was_read():
     for text in (b"{", b"\xff", b'"\\ud800"', b"[" * 10_000, b"NaN"):
         with pytest.raises(InvalidRequestError, match="^that thing "):
             decode_json(text, name="that thing")
 
 
-def test_a_mark_in_front_of_a_body_is_none_of_its_parts():
+def test_a_byte_order_mark_before_a_body_is_skipped():
     assert decode_object(b'\xef\xbb\xbf{"prompt": "a"}') == {"prompt": "a"}
 
 
@@ -81,7 +81,7 @@ def test_a_whole_number_may_be_written_as_a_float():
 
 
 @pytest.mark.parametrize("count", [1.5, 2.0**53, 1e300, True, "16"])
-def test_what_is_no_whole_number_is_refused(count):
+def test_numbers_that_are_not_whole_are_refused(count):
     with pytest.raises(InvalidRequestError, match="count: expected int"):
         convert_fields({"count": count}, _Numbers)
 

@@ -58,7 +58,7 @@ _SHARED_DEFAULTS = {
         ),
     ],
 )
-def test_a_body_with_every_default_of_vllm_is_answered(shared_server, path, fields):
+def test_a_body_with_every_default_of_vllm_is_accepted(shared_server, path, fields):
     body = _SHARED_DEFAULTS | fields | {"max_tokens": 2}
     response = shared_server.client.post(path, json=body)
     assert response.status_code == 200, response.text
@@ -122,7 +122,7 @@ def test_prompt_logprobs_are_not_streamed():
         parse_completion({"prompt": "a", "prompt_logprobs": 1, "stream": True})
 
 
-def test_a_mistake_is_quoted_however_deep_or_long_it_is():
+def test_an_error_quotes_the_value_at_any_depth_and_length():
     prompt = []
     for _ in range(200_000):
         prompt = [prompt]

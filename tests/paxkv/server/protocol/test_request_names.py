@@ -3,7 +3,7 @@
 from paxkv.server.protocol.request_names import MAX_NAMES, RequestNames, client_request_id
 
 
-def test_a_name_has_the_ids_of_all_its_prompts_and_the_oldest_is_forgotten():
+def test_a_name_keeps_the_ids_of_its_prompts_and_the_oldest_name_is_dropped():
     names = RequestNames()
     client_request_id.set("mine")
     names.record("e1")
@@ -16,7 +16,7 @@ def test_a_name_has_the_ids_of_all_its_prompts_and_the_oldest_is_forgotten():
     assert names.engine_ids(f"other-{MAX_NAMES - 1}") == ["e"]
 
 
-def test_a_name_that_comes_for_ever_takes_no_memory_for_ever():
+def test_a_name_used_again_and_again_needs_bounded_memory():
     names = RequestNames()
     client_request_id.set("same")
     for i in range(3 * MAX_NAMES):

@@ -29,7 +29,7 @@ DEFAULTS = SamplingDefaults(
 )
 
 
-def test_completion_stops_at_16_tokens_and_chat_goes_on_unless_told():
+def test_completions_default_to_16_tokens_and_chats_to_no_limit():
     assert completion_sampling_params(parse_completion({"prompt": "a"}), NEUTRAL).max_tokens == 16
     assert chat_sampling_params(parse_chat({"messages": [USER]}), NEUTRAL).max_tokens is None
 
@@ -48,7 +48,7 @@ def test_chat_logprobs_without_alternatives_ask_for_the_drawn_token_alone():
     assert logprobs(logprobs=True, top_logprobs=4) == 4
 
 
-def test_n_reaches_the_sampling_params_and_best_of_may_repeat_it():
+def test_n_reaches_the_sampling_params_and_best_of_may_equal_it():
     request = parse_completion({"prompt": "a", "n": 3, "best_of": 3})
     assert completion_sampling_params(request, NEUTRAL).n == 3
     assert (
@@ -90,7 +90,7 @@ def _keywords(**fields):
         ("seed", -7),
     ],
 )
-def test_fields_of_the_same_name_are_handed_on(name, value):
+def test_fields_of_the_same_name_are_passed_on(name, value):
     assert _keywords(**{name: value})[name] == value
     assert chat_keywords(parse_chat({"messages": [USER], name: value}), NEUTRAL)[name] == value
     assert name not in _keywords()
@@ -102,7 +102,7 @@ def test_logit_bias_is_by_token_id_and_stays_within_openais_bounds():
 
 
 @pytest.mark.parametrize("key", ["a", "-1", "1.0", "", "\u0661", "1" * 5000])
-def test_logit_bias_of_no_token_is_refused(key):
+def test_logit_bias_with_a_key_that_is_no_token_is_refused(key):
     with pytest.raises(InvalidRequestError) as raised:
         _keywords(logit_bias={key: 1})
     assert raised.value.param == "logit_bias"
@@ -124,7 +124,7 @@ def test_echo_with_logprobs_scores_the_prompt():
     assert "prompt_logprobs" not in _keywords(logprobs=3)
 
 
-def test_no_token_is_asked_for_only_where_the_prompt_is_echoed():
+def test_max_tokens_may_be_0_only_with_echo():
     assert _keywords(echo=True, max_tokens=0)["max_tokens"] == 1
     with pytest.raises(InvalidRequestError, match="max_tokens must be"):
         _keywords(max_tokens=0)
@@ -134,7 +134,7 @@ def test_no_token_is_asked_for_only_where_the_prompt_is_echoed():
 
 
 @pytest.mark.parametrize("form", [None, {"type": "json_object"}])
-def test_a_forced_call_is_a_grammar_whatever_form_content_would_have(form):
+def test_a_forced_call_is_a_grammar_with_every_response_format(form):
     request = parse_chat({"messages": [USER], "response_format": form})
     keywords = chat_keywords(request, NEUTRAL, ToolUse(schema='{"type":"object"}'))
     assert keywords["structured_outputs"] == StructuredOutputsParams(json='{"type":"object"}')
@@ -147,12 +147,12 @@ def test_a_forced_call_is_a_grammar_whatever_form_content_would_have(form):
         ({"response_format": {"type": "yaml"}}, "response_format.type must be"),
     ],
 )
-def test_a_forced_call_bears_no_grammar_of_the_whole_answer(fields, words):
+def test_a_forced_call_refuses_a_grammar_of_the_whole_answer(fields, words):
     with pytest.raises(InvalidRequestError, match=words):
         chat_keywords(parse_chat({"messages": [USER]} | fields), NEUTRAL, ToolUse(schema="{}"))
 
 
-def test_options_alone_stand_beside_a_response_format():
+def test_json_options_alone_may_accompany_a_response_format():
     fields = {
         "response_format": {"type": "json_object"},
         "structured_outputs": {"disable_any_whitespace": True},
@@ -168,7 +168,7 @@ def test_options_alone_stand_beside_a_response_format():
         _keywords(structured_outputs={"regex": "a", "thoughts": "begun"})
 
 
-def test_what_holds_for_all_structured_output_is_added():
+def test_options_for_all_structured_output_are_added():
     config = StructuredOutputsConfig(disable_any_whitespace=True)
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
     assert with_server_settings(params, config).structured_outputs.disable_any_whitespace
@@ -186,7 +186,7 @@ def test_what_holds_for_all_structured_output_is_added():
         {"min_tokens": 1},
     ],
 )
-def test_a_beam_search_takes_no_field_that_it_does_not_heed(fields):
+def test_a_beam_search_refuses_fields_that_it_ignores(fields):
     with pytest.raises(InvalidRequestError, match="with use_beam_search"):
         parse_completion({"prompt": "a", "use_beam_search": True} | fields)
 
@@ -224,7 +224,7 @@ def _max_tokens(defaults, **fields):
     )
 
 
-def test_max_new_tokens_of_the_model_is_a_default_and_that_of_the_operator_a_limit_too():
+def test_max_new_tokens_is_a_default_and_from_the_operator_a_limit_too():
     few = SamplingDefaults(generation_config=GenerationConfig(max_new_tokens=9))
     # A chat is left open: its default must fit behind its prompt.
     assert _max_tokens(few) == (9, None)
@@ -239,7 +239,7 @@ def test_max_new_tokens_of_the_model_is_a_default_and_that_of_the_operator_a_lim
     assert chat_sampling_params(request, limited).max_tokens == 9
 
 
-def test_a_limit_hides_no_mistake():
+def test_a_limit_does_not_hide_other_errors():
     limited = SamplingDefaults(max_tokens_limit=9)
     for name in ("max_tokens", "max_completion_tokens"):
         for value in (-1, 0, 2**31):

@@ -72,7 +72,7 @@ def test_references_of_each_function_begin_at_its_own_parameters(name, good, bad
     assert not _fits([{"name": name, "parameters": bad}])
 
 
-def test_agents_may_bring_hundreds_of_tools():
+def test_requests_may_have_hundreds_of_tools():
     tools = [_tool(f"t{i}") for i in range(259)]
     assert len(checked_tools(tools)) == 259
     use = tool_use(parse_chat({"messages": MESSAGES, "tools": tools}), AUTO)

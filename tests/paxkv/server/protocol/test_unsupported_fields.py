@@ -54,7 +54,9 @@ IGNORED = [
     ("parse", "body", "name", "neutral"),
     [(p, body, n, neutral) for p, body, fields in IGNORED for n, neutral in fields.items()],
 )
-def test_field_is_ignored_and_noted_except_values_that_ask_for_nothing(parse, body, name, neutral):
+def test_a_field_without_effect_is_reported_unless_its_value_asks_for_nothing(
+    parse, body, name, neutral
+):
     ignored = IgnoredParts()
     noted = ignored.names
     token = ignored_parts.set(ignored)
@@ -67,7 +69,7 @@ def test_field_is_ignored_and_noted_except_values_that_ask_for_nothing(parse, bo
 
 
 @pytest.mark.parametrize(("parse", "body"), [route[:2] for route in ROUTES[:3]])
-def test_a_session_has_no_effect_and_is_accepted(parse, body):
+def test_a_session_id_is_accepted_without_effect(parse, body):
     assert parse(body | {"session_id": "s"}).session_id == "s"
 
 
@@ -95,13 +97,13 @@ def test_a_session_has_no_effect_and_is_accepted(parse, body):
         ),
     ],
 )
-def test_field_is_never_dropped_without_a_word(parse, body, fields):
+def test_every_field_is_read_reported_or_refused(parse, body, fields):
     for name, value in fields.items():
         with pytest.raises(UnsupportedFeatureError, match=f"^{name} .*: {REASONS[name]}; leave"):
             parse(body | {name: value})
 
 
-def test_every_reason_is_half_a_sentence_and_belongs_to_a_field():
+def test_every_reason_completes_a_sentence_and_belongs_to_a_field():
     known = {*COMPLETION_FIELDS, *CHAT_FIELDS, *RESPONSES_FIELDS}
     assert set(REASONS) <= known
     assert not [reason for reason in REASONS.values() if reason.endswith(".")]

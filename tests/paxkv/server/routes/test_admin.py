@@ -42,7 +42,7 @@ def test_miss_is_explained_by_the_request_id_that_the_client_got(start_server):
         assert (response.status_code, response.json()["error"]["param"]) == (400, "request_id")
 
 
-def test_profile_goes_to_the_folder_of_the_command_line(start_server):
+def test_the_profile_is_written_to_the_folder_on_the_command_line(start_server):
     server = start_server(enable_admin=True, profile_dir="/somewhere")
     answer = server.client.post("/start_profile")
     assert (answer.status_code, answer.json()) == (200, {"profile_dir": "/somewhere"})
@@ -52,7 +52,7 @@ def test_profile_goes_to_the_folder_of_the_command_line(start_server):
     assert server.engine.calls[0] == ("start_profile", "/somewhere")
 
 
-def test_what_the_engine_says_against_it_is_told(start_server, monkeypatch):
+def test_the_engines_refusal_is_reported(start_server, monkeypatch):
     async def refuse(folder):
         raise PaxkvError("the engine answered: the disk is full")
 

@@ -111,13 +111,13 @@ def test_beam_search_shows_logprobs_only_when_asked(shared_server):
     assert len(position["top_logprobs"]) == 3
 
 
-def test_max_completion_tokens_wins_and_without_a_limit_the_context_is_filled(shared_server):
+def test_max_completion_tokens_wins_and_the_default_is_the_rest_of_the_context(shared_server):
     assert _post(shared_server, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
     body = _post(shared_server, max_tokens=None)
     assert body["usage"]["total_tokens"] == 512  # the fake's max_model_len
 
 
-def test_what_is_left_out_is_the_models_default(start_server):
+def test_absent_fields_have_the_models_defaults(start_server):
     server = start_server()
     server.engine.set_sampling_defaults(temperature=0.5, top_k=3, limit=4)
     for fields in ({"max_tokens": 2}, {"temperature": 0.9, "top_k": 0, "max_tokens": 99}):
@@ -165,7 +165,7 @@ def test_text_parts_are_joined_and_template_arguments_arrive(shared_server):
     assert body["choices"][0]["message"]["content"] == _answer("<user>a\nb<tail>", 8)
 
 
-def test_special_tokens_are_added_only_on_request(shared_server):
+def test_special_tokens_are_added_only_if_requested(shared_server):
     body = _post(shared_server, add_special_tokens=True)
     assert body["usage"]["prompt_tokens"] == len(PROMPT) + 1
     body = _post(shared_server, add_special_tokens=None)
@@ -249,7 +249,7 @@ def tool_server():
         yield server
 
 
-def test_calls_and_thoughts_are_told_apart_whole_and_streamed(tool_server):
+def test_calls_and_reasoning_are_separated_whole_and_streamed(tool_server):
     text = (
         '<think>hm</think>so: <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n'
         '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
@@ -270,7 +270,7 @@ def test_calls_and_thoughts_are_told_apart_whole_and_streamed(tool_server):
     assert "<tool>f" in tool_server.engine.seen_prompts[-1]["prompt"]
 
 
-def test_one_call_is_told_of_where_parallel_ones_are_unwanted(tool_server):
+def test_only_one_call_is_returned_without_parallel_calls(tool_server):
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2
     fields = {"messages": _said(text), "tools": [TOOL], "max_tokens": 200}
     (choice,) = _post(tool_server, parallel_tool_calls=False, **fields)["choices"]
@@ -317,7 +317,7 @@ def test_tokens_of_thoughts_are_counted_whole_and_streamed(
     assert so_far[0] == 0 and so_far == sorted(so_far)
 
 
-def test_who_tells_no_thoughts_apart_counts_none(shared_server):
+def test_without_a_reasoning_parser_no_reasoning_tokens_are_counted(shared_server):
     body = _post(shared_server, messages=_said("<think>hm</think>so"), max_tokens=50)
     assert "completion_tokens_details" not in body["usage"]
 
@@ -329,7 +329,9 @@ def test_who_tells_no_thoughts_apart_counts_none(shared_server):
         ({"type": "function", "function": {"name": "f"}}, '{"a": 1}', "stop"),
     ],
 )
-def test_a_forced_call_is_a_grammar_and_comes_as_a_call(shared_server, tool_choice, said, reason):
+def test_a_forced_call_is_a_grammar_and_is_returned_as_a_call(
+    shared_server, tool_choice, said, reason
+):
     fields = {"messages": _said(said), "tools": [TOOL], "tool_choice": tool_choice}
     (choice,) = _post(shared_server, max_tokens=99, **fields)["choices"]
     (call,) = choice["message"]["tool_calls"]
@@ -341,7 +343,7 @@ def test_a_forced_call_is_a_grammar_and_comes_as_a_call(shared_server, tool_choi
     assert schema["type"] == ("array" if tool_choice == "required" else "object")
 
 
-def test_choice_none_shows_the_tools_and_looks_for_no_call(tool_server):
+def test_tool_choice_none_shows_the_tools_and_parses_no_call(tool_server):
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     fields = {"messages": _said(text), "tools": [TOOL], "tool_choice": "none", "max_tokens": 99}
     (choice,) = _post(tool_server, **fields)["choices"]
@@ -372,7 +374,7 @@ def test_token_ids_and_usage_come_with_every_chunk_when_asked(shared_server):
     assert num_sent == 8 + 7
 
 
-def test_prompt_text_comes_when_asked(shared_server):
+def test_the_prompts_text_is_returned_if_requested(shared_server):
     assert _post(shared_server, return_prompt_text=True)["prompt_text"] == PROMPT
     assert "prompt_text" not in _post(shared_server)
     first, *rest = _stream(shared_server, return_prompt_text=True)
@@ -394,7 +396,7 @@ def test_a_server_may_count_the_tokens_of_every_stream(start_server):
     assert "usage" in _post(server)
 
 
-def test_events_have_as_many_tokens_as_asked(shared_server):
+def test_events_have_the_requested_number_of_tokens(shared_server):
     chunks = _stream(shared_server, stream_interval=3, return_token_ids=True)
     sizes = [len(c["choices"][0].get("token_ids", ())) for c in chunks]
     # The chunk with the role has none.
@@ -417,7 +419,7 @@ def test_server_sets_interval_and_template_arguments_that_requests_may_change(st
     assert "".join(map(chr, body["tokens"])) == PROMPT.replace("<a", "<t><a")
 
 
-def test_token_ids_of_text_that_is_held_back_come_all_the_same(tool_server):
+def test_token_ids_of_text_that_is_held_back_are_sent(tool_server):
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     fields = {"messages": _said(text), "tools": [TOOL], "max_tokens": 99, "return_token_ids": True}
     (choice,) = _post(tool_server, **fields)["choices"]
@@ -445,7 +447,7 @@ def test_the_last_message_is_continued_and_echoed(shared_server, content):
     assert joined["content"] == "well, " + answer
 
 
-def test_a_trusted_request_may_bring_its_template(tool_server):
+def test_a_trusted_request_may_have_its_own_template(tool_server):
     fields = {"chat_template": "{% for m in messages %}[{{ m.content }}]{% endfor %}"}
     body = _post(tool_server, **fields)
     assert body["choices"][0]["message"]["content"] == _answer("[be brief][hi]", 8)
@@ -479,7 +481,7 @@ def test_a_broken_template_of_the_model_is_the_servers_error(start_server, tmp_p
         ("", False, "none"),
     ],
 )
-def test_a_form_begins_behind_the_thoughts(start_server, tail, has_tokens, thoughts):
+def test_the_grammar_starts_after_the_reasoning(start_server, tail, has_tokens, thoughts):
     server = start_server(reasoning_parser="qwen3")
     if has_tokens:
         server.engine.tokenizer.named_ids = {"<think>": 298, "</think>": 299}

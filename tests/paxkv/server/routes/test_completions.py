@@ -185,7 +185,7 @@ def test_logprobs_hold_the_drawn_token_besides_the_likely_ones(shared_server):
     }
 
 
-def test_the_whole_vocabulary_is_told_where_the_server_allows_it(start_server):
+def test_all_logprobs_are_returned_if_the_server_allows_it(start_server):
     server = start_server()
     info = dataclasses.replace(server.engine.model_info, max_logprobs=-1)
     server.engine.model_info = info
@@ -251,7 +251,7 @@ def test_null_means_the_default(shared_server):
     assert (params.temperature, params.max_tokens, params.logprobs) == (1.0, 16, None)
 
 
-def test_what_is_left_out_is_the_models_default(start_server):
+def test_absent_fields_have_the_models_defaults(start_server):
     server = start_server()
     server.engine.set_sampling_defaults(temperature=0.5, top_k=3, max_new_tokens=4, limit=4)
     for fields in ({}, {"temperature": 0.9, "top_k": 0, "max_tokens": 99}):

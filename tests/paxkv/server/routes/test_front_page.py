@@ -12,7 +12,7 @@ def _links(page):
     return re.findall(r'href="([^"]*)"', page)
 
 
-def test_has_a_route_for_each_promise():
+def test_every_promised_route_exists():
     (route,) = FrontPageRoutes(ServerConfig()).routes()
     assert (route.path, route.methods) == ("/", {"GET", "HEAD"})
 
@@ -33,7 +33,7 @@ def test_head_has_no_body(shared_server):
 
 
 @pytest.mark.parametrize("path", ["/", "/api", "/api/"])
-def test_needs_no_key_and_hides_what_is_off(start_server, path):
+def test_it_needs_no_key_and_hides_routes_that_are_off(start_server, path):
     server = start_server(
         root_path="/api", api_key=("key",), enable_inspector=False, disable_fastapi_docs=True
     )

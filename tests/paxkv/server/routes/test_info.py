@@ -17,7 +17,7 @@ def _values(text):
     return {name: float(value) for name, value in pairs}
 
 
-def test_has_a_route_for_each_promise():
+def test_every_promised_route_exists():
     paths = {route.path for route in InfoRoutes(None, None, None).routes()}
     assert {"/v1/models", "/health", "/metrics", "/version"} <= paths
 
@@ -41,7 +41,7 @@ def test_models_lists_the_one_model(shared_server):
 
 
 @pytest.mark.parametrize("name", ["org/other", MODEL_NAME])
-def test_a_model_answers_to_all_its_names_and_tells_the_first(start_server, name):
+def test_a_model_has_several_names_and_answers_with_the_first(start_server, name):
     server = start_server()
     info = dataclasses.replace(server.engine.model_info, other_model_names=("org/other",))
     server.engine.model_info = info
@@ -109,7 +109,7 @@ def test_metrics_count_what_was_served(start_server):
     assert values[f"vllm:inter_token_latency_seconds_count{label}"] == 8
 
 
-def test_openmetrics_is_answered_to_who_accepts_it(shared_server):
+def test_openmetrics_is_returned_to_clients_that_accept_it(shared_server):
     headers = [("Accept", "text/html"), ("Accept", "application/openmetrics-text")]
     response = shared_server.client.get("/metrics", headers=headers)
     assert response.headers["content-type"].startswith("application/openmetrics-text")

@@ -88,7 +88,7 @@ def _error(response):
     return body["error"]["type"], body["error"]["message"]
 
 
-def test_has_a_route_for_each_promise():
+def test_every_promised_route_exists():
     routes = MessagesRoutes(None, None, ServerConfig()).routes()
     assert [(route.path, route.methods) for route in routes] == [
         ("/v1/messages", {"POST"}),
@@ -117,7 +117,7 @@ def test_thoughts_text_and_calls_are_blocks(server):
     assert usage["cache_creation_input_tokens"] == 0
 
 
-def test_a_stream_tells_the_same_in_anthropics_order(server):
+def test_a_stream_has_the_same_content_in_anthropics_order(server):
     body = _body(ANSWER, tools=[TOOL])
     whole, events = _answer(server, body), _stream(server, body)
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
@@ -249,7 +249,7 @@ def test_a_forced_call_is_a_tool_use(server, choice, said, stream):
     assert server.engine.seen_params[-1].structured_outputs.json is not None
 
 
-def test_an_answer_goes_on_with_the_assistants_last_message(server):
+def test_an_answer_continues_the_assistants_last_message(server):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "it is ("}]
     _answer(server, _body("", messages=messages, system="be brief", max_tokens=2))
     assert server.engine.seen_prompts[-1]["prompt"] == "<system>be brief<user>hi<assistant>it is ("
@@ -276,7 +276,7 @@ def test_a_count_is_the_length_of_the_prompt(server, fields):
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-def test_mistakes_have_anthropics_form(server, path):
+def test_errors_have_anthropics_form(server, path):
     good = _body("hi")
     assert _error(_post(server, good | {"messages": []}, path)) == (
         "invalid_request_error",
@@ -294,7 +294,7 @@ def test_mistakes_have_anthropics_form(server, path):
     assert _error(server.client.get(path))[0] == "invalid_request_error"
 
 
-def test_a_path_below_that_is_none_is_not_found(server):
+def test_an_unknown_path_below_the_root_path_is_404(server):
     response = server.client.post("/v1/messages/batches", json={})
     assert response.status_code == 404
     assert _error(response) == ("not_found_error", "there is nothing at /v1/messages/batches.")
@@ -340,7 +340,7 @@ def test_an_overloaded_server_is_529(start_server, stream):
     ("text", "status", "kind"),
     [(FAIL_AFTER_3, 500, "api_error"), (DIE_AFTER_3, 503, "api_error")],
 )
-def test_a_failure_of_the_server_is_told_whole_and_streamed(start_server, text, status, kind):
+def test_a_failure_of_the_server_is_reported_whole_and_streamed(start_server, text, status, kind):
     server = start_server()
     body = _body("", messages=[{"role": "user", "content": text}], max_tokens=9)
     response = _post(server, body)

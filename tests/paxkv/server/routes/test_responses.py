@@ -60,7 +60,7 @@ def _items(response):
     return found
 
 
-def test_has_a_route_for_each_promise():
+def test_every_promised_route_exists():
     routes = ResponsesRoutes(None, None, ServerConfig()).routes()
     assert [(route.path, route.methods - {"HEAD"}) for route in routes] == [
         ("/v1/responses", {"POST"}),
@@ -87,7 +87,7 @@ def test_thoughts_text_and_calls_are_items(client):
     assert response.store is True
 
 
-def test_a_stream_tells_the_same_in_openais_order(client):
+def test_a_stream_has_the_same_content_in_openais_order(client):
     fields = {
         "model": MODEL_NAME,
         "input": SAY + ANSWER + SAID,
@@ -140,7 +140,7 @@ def test_an_answer_that_was_cut_off_is_incomplete(client):
         assert len(response.output_text) == 4
 
 
-def test_a_conversation_with_calls_comes_to_the_template(server, client):
+def test_a_conversation_with_calls_reaches_the_template(server, client):
     client.responses.create(
         model=MODEL_NAME,
         instructions="be brief",
@@ -182,7 +182,7 @@ def _chat(items: list[object]) -> list[tuple[object, ...]]:
     ]
 
 
-def test_thoughts_stand_before_what_followed_them():
+def test_reasoning_precedes_the_text_after_it():
     said = {"role": "assistant", "content": "let me see"}
     items = [said, _thought("x"), _call("f"), _call("g"), _thought("y"), _call("h")]
     assert _chat(items) == [
@@ -236,7 +236,7 @@ def test_thoughts_without_text_are_their_summary():
         _chat([_call("f"), thought | encrypted])
 
 
-def test_the_form_of_a_text_is_a_grammar(server, client):
+def test_the_format_of_a_text_is_a_grammar(server, client):
     schema = {"type": "object", "properties": {}}
     client.responses.create(
         model=MODEL_NAME,
@@ -301,19 +301,19 @@ def test_bad_field_is_400_and_named(server, fields, param):
         ),
     ],
 )
-def test_a_mistake_is_told_in_the_names_of_this_api(server, fields, words):
+def test_an_error_uses_the_field_names_of_this_api(server, fields, words):
     error = server.client.post("/v1/responses", json={"input": "a"} | fields).json()["error"]
     assert words in error["message"]
     assert re.split(r"[.\[]", error["param"])[0] in fields
 
 
-def test_more_may_be_asked_for_than_an_answer_here_can_have(server, client):
+def test_include_and_effort_may_ask_for_more_than_an_answer_can_have(server, client):
     include = ["reasoning.encrypted_content", "file_search_call.results"]
     answer = _create(client, input="a", include=include, reasoning={"effort": "xhigh"})
     assert answer.output_text
 
 
-def test_what_does_not_fit_is_cut_off_at_its_beginning_where_that_is_allowed(server, client):
+def test_long_prompts_are_cut_at_the_start_if_allowed(server, client):
     assert _create(client, input="a", truncation="auto").truncation == "auto"
     assert server.engine.seen_prompts[-1]["truncate_prompt_tokens"] == "auto"
     assert _create(client, input="a").truncation == "disabled"
@@ -332,7 +332,7 @@ def _create(client, *, stream=False, **fields):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_goes_on_where_the_one_before_ended(server, client, stream):
+def test_a_response_continues_the_previous_one(server, client, stream):
     first = _create(client, stream=stream, input="one", instructions="be brief")
     item = {"type": "function_call_output", "call_id": "c", "output": "two"}
     second = _create(client, stream=stream, input=[item], previous_response_id=first.id)
@@ -351,7 +351,7 @@ def test_a_response_goes_on_where_the_one_before_ended(server, client, stream):
     assert server.engine.seen_prompts[-1]["prompt"].endswith("<user>4<assistant>")
 
 
-def test_calls_and_thoughts_are_part_of_what_goes_on(server, client):
+def test_calls_and_reasoning_are_part_of_the_continued_conversation(server, client):
     first = _create(client, input=SAY + ANSWER + SAID, tools=[TOOL], max_output_tokens=300)
     seen = []
     server.engine.chat_template.render, render = (
@@ -422,7 +422,7 @@ def test_an_answer_in_the_background_is_cancelled_in_the_engine(server, client):
     assert not server.engine.running
 
 
-def test_a_deleted_answer_is_gone_and_one_in_the_background_ends(server, client):
+def test_deleting_removes_an_answer_and_ends_one_in_the_background(server, client):
     kept, gone = _create(client, input="one"), _create(client, input="two")
     client.responses.delete(gone.id)
     for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
@@ -453,7 +453,7 @@ def test_an_answer_is_found_by_its_id_whatever_name_its_request_had(client, name
     assert client.responses.retrieve(response.id).id == response.id
 
 
-def test_a_full_server_takes_nothing_into_the_background(start_server):
+def test_a_full_server_refuses_answers_in_the_background(start_server):
     server = start_server(max_waiting_requests=0)
     server.engine.model_info = dataclasses.replace(server.engine.model_info, max_num_seqs=1)
     body = {"input": NO_TOKENS, "background": True}
@@ -463,7 +463,7 @@ def test_a_full_server_takes_nothing_into_the_background(start_server):
     server.client.post(f"/v1/responses/{begun['id']}/cancel")
 
 
-def test_what_is_left_out_is_the_models_default_and_the_answer_tells_it(start_server):
+def test_absent_fields_have_the_models_defaults_which_the_answer_names(start_server):
     server = start_server()
     server.engine.set_sampling_defaults(temperature=0.5, top_p=0.75, top_k=3, limit=4)
     asked = {"input": "hi", "max_output_tokens": 2}

@@ -20,6 +20,6 @@ def test_root_path_is_taken_off_once(root_path, path, inside):
     assert route_path({"path": path, "root_path": root_path}) == inside
 
 
-def test_below_a_path_is_itself_and_what_follows_a_slash():
+def test_a_path_includes_itself_and_what_follows_a_slash():
     assert is_below("/v1/a", "/v1/a") and is_below("/v1/a/b", "/v1/a")
     assert not is_below("/v1/ab", "/v1/a") and not is_below("/v1", "/v1/a")

@@ -18,7 +18,7 @@ def test_it_does_not_exist_unless_enabled(shared_server):
     assert shared_server.client.get("/server_info").status_code == 404
 
 
-def test_it_needs_a_key_where_there_are_any_and_shows_none(start_server, monkeypatch):
+def test_it_needs_a_key_if_keys_are_set_and_never_shows_them(start_server, monkeypatch):
     monkeypatch.setenv("PAXKV_API_KEY", SECRET)
     monkeypatch.setenv("HF_TOKEN", SECRET)
     monkeypatch.setenv("HF_HOME", "/of/models")
@@ -75,6 +75,6 @@ def test_settings_are_the_given_ones_with_what_the_engine_decided():
 
 
 @pytest.mark.parametrize("name", ["block_size", "num_gpu_blocks"])
-def test_counts_are_numbers_where_the_engine_gave_them(name):
+def test_counts_are_present_if_the_engine_reported_them(name):
     info = dataclasses.replace(FakeEngine().model_info, cache_settings={name: "12"})
     assert engine_settings(info, None)["cache_config"] == {name: 12}

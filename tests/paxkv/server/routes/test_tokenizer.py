@@ -11,7 +11,7 @@ USER = {"role": "user", "content": "a"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
-def test_has_a_route_for_each_promise():
+def test_every_promised_route_exists():
     paths = {route.path for route in TokenizerRoutes(None, None).routes()}
     assert paths == {"/tokenize", "/detokenize"}
 
@@ -49,13 +49,13 @@ def test_tokenize(shared_server, fields, tokens):
     }
 
 
-def test_tokens_come_with_their_names(shared_server):
+def test_tokens_are_returned_with_their_names(shared_server):
     fields = {"prompt": "ab", "return_token_strs": True}
     body = shared_server.client.post("/tokenize", json=fields).json()
     assert body["token_strs"] == ["<256>", "<97>", "<98>"]
 
 
-def test_names_are_not_made_on_the_loop(shared_server, monkeypatch):
+def test_token_names_are_made_outside_of_the_event_loop(shared_server, monkeypatch):
     loop_threads, name_threads = set(), set()
 
     def id_to_token(token_id):

@@ -53,6 +53,6 @@ def test_model_without_a_tokenizer_is_a_clear_error():
 
 
 @pytest.mark.parametrize("is_on", [False, True])
-def test_route_is_there_only_when_asked_for(is_on):
+def test_the_route_exists_only_if_enabled(is_on):
     app = create_app(FakeEngine(), ServerConfig(enable_tokenizer_info_endpoint=is_on))
     assert ("/tokenizer_info" in {route.path for route in app.routes}) == is_on

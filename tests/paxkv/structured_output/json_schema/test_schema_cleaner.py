@@ -91,14 +91,14 @@ def test_what_llguidance_can_enforce_stays(schema):
     assert cleaned == {"items": schema} and cleaner.ignored == ()
 
 
-def test_names_of_a_pattern_that_is_left_out_are_additional_ones():
+def test_names_of_a_removed_pattern_count_as_additional_properties():
     schema = {"patternProperties": {"^(?!a)": S}, "additionalProperties": False}
     cleaned, cleaner = _clean(schema, probes_values=True)
     assert cleaned == {"patternProperties": {}}
     assert cleaner.ignored == ("#/patternProperties/%5E(%3F!a)", "#/additionalProperties")
 
 
-def test_alternatives_are_told_apart_where_they_can_be():
+def test_alternatives_of_one_of_are_kept_only_if_they_exclude_each_other():
     apart, alike = [{**I}, {**S}], [{**I}, {"type": "number"}]
     schema = {"anyOf": [{"oneOf": apart}, {"oneOf": alike, "anyOf": [{}]}]}
     cleaned, cleaner = _clean(schema, probes_values=True)
@@ -108,7 +108,7 @@ def test_alternatives_are_told_apart_where_they_can_be():
     assert cleaner.ignored == ("#/anyOf/1/oneOf",)
 
 
-def test_a_pattern_without_further_names_becomes_properties():
+def test_a_pattern_that_lists_names_becomes_properties():
     closed = {"additionalProperties": False}
     names = {"patternProperties": {"^(x|y)$": I, "^z": S}}
     cleaned, cleaner = _clean({**names, **closed, "required": ["y", "x", "za"]})

@@ -69,7 +69,7 @@ IMPOSSIBLE = [
 REFERENCE = {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/d"}}
 
 
-def test_no_fault_is_found_in_good_schemas_and_in_those_of_another_kind():
+def test_good_schemas_and_other_kinds_of_grammars_have_no_faults():
     probe = LlguidanceProbe(make_grammar_tokenizer(**SETUP), LIMITS)
     good = {"properties": None, "items": [{}, True], "enum": [5], "minItems": 2.0}
     for schema in (good, True, 5, {"type": "string", "pattern": "("}):

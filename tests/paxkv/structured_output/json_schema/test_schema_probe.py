@@ -37,5 +37,5 @@ def test_a_pattern_is_found_anywhere_in_a_text(pattern, text, expected):
         ("^$", [], True),
     ],
 )
-def test_the_names_of_a_pattern_may_be_used_up(pattern, names, expected):
+def test_a_pattern_has_more_names_unless_all_are_listed(pattern, names, expected):
     assert PROBE.has_more_names(pattern, names) is expected

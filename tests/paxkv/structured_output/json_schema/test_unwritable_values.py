@@ -20,5 +20,5 @@ def test_the_first_one_is_named(value, words):
     assert find_unwritable(value).startswith(words)
 
 
-def test_what_json_has_passes():
+def test_what_json_allows_passes():
     assert find_unwritable({"a": [1.5, 10**400, None, True, "\U0001f600", {"é": {}}]}) is None

@@ -66,7 +66,7 @@ def test_thoughts_and_calls_are_parts_of_the_assistants_message():
     assert chat_messages_of([_assistant(CALL)], None)[0]["content"] == ""
 
 
-def test_blocks_of_the_servers_tools_are_left_out_and_noted():
+def test_blocks_of_server_tools_are_left_out_and_reported():
     ignored = IgnoredParts()
     names = ignored.names
     token = ignored_parts.set(ignored)
@@ -87,7 +87,7 @@ def test_blocks_of_the_servers_tools_are_left_out_and_noted():
 @pytest.mark.parametrize(
     ("value", "arguments"), [([1], "[1]"), (-4, "-4"), ('{"a": ', '{"a": '), (None, None)]
 )
-def test_an_input_may_be_no_object(value, arguments):
+def test_the_input_of_a_call_may_be_no_object(value, arguments):
     (message,) = chat_messages_of([_assistant(CALL | {"input": value})], None)
     assert message["tool_calls"][0]["function"]["arguments"] == arguments
 
@@ -151,7 +151,7 @@ def test_the_result_of_a_tool_may_be_any_json(content, shown):
         ([_user(*[_text("a")] * 10_001)], "has 10001 blocks; at most 10000"),
     ],
 )
-def test_a_mistake_is_named_by_its_place(messages, words):
+def test_an_error_names_the_place(messages, words):
     with pytest.raises(InvalidRequestError) as raised:
         chat_messages_of(messages, None)
     assert words in str(raised.value)

@@ -17,7 +17,7 @@ VALUE = {
 
 
 @pytest.mark.parametrize("text", [json.dumps(VALUE), json.dumps(VALUE, indent=1)])
-def test_every_beginning_is_read_as_by_the_parser_of_anthropics_client(text):
+def test_every_prefix_is_parsed_as_by_anthropics_client(text):
     num_partial = 0
     for length in range(1, len(text) + 1):
         beginning = text[:length]
@@ -27,5 +27,5 @@ def test_every_beginning_is_read_as_by_the_parser_of_anthropics_client(text):
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "}{", "[" * 100_000])
-def test_what_is_no_json_has_no_part(text):
+def test_a_body_that_is_not_json_has_no_parts(text):
     assert complete_part(text) is None

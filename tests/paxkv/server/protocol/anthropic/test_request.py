@@ -15,7 +15,7 @@ def _chat(**fields):
     return parse_messages({"messages": HI, "max_tokens": 5} | fields)[1]
 
 
-def test_fields_with_a_counterpart_are_those_of_a_chat():
+def test_fields_with_a_counterpart_become_fields_of_a_chat():
     given = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "stream": True, "cache_salt": "s"}
     chat = _chat(model="m", **given)
     assert {name: getattr(chat, name) for name in given} == given
@@ -59,7 +59,7 @@ def test_tools_and_their_choice(choice, expected, is_parallel):
     assert (chat.tool_choice, chat.parallel_tool_calls) == (expected, is_parallel)
 
 
-def test_thinking_is_what_templates_call_it():
+def test_reasoning_has_the_name_that_templates_use():
     for thinking, is_enabled in (
         ({"type": "enabled", "budget_tokens": 1024}, True),
         ({"type": "adaptive", "display": "summarized"}, True),
@@ -73,7 +73,7 @@ def test_thinking_is_what_templates_call_it():
     assert _chat(thinking={"type": "adaptive", "display": "omitted"}).include_reasoning is False
 
 
-def test_the_form_of_the_output_and_the_effort():
+def test_the_output_format_and_the_effort_are_read():
     schema = {"type": "object"}
     form = {"type": "json_schema", "schema": schema}
     chat = _chat(output_config={"format": form, "effort": "high"})
@@ -83,7 +83,7 @@ def test_the_form_of_the_output_and_the_effort():
     assert _chat(output_format=form).response_format == chat.response_format
 
 
-def test_the_answer_goes_on_with_the_assistants_last_message():
+def test_the_answer_continues_the_assistants_last_message():
     begun = [*HI, {"role": "assistant", "content": "the answer is ("}]
     for chat in (_chat(messages=begun), parse_count_tokens({"messages": begun})[1]):
         assert chat.continue_final_message is True and chat.add_generation_prompt is False
@@ -144,7 +144,7 @@ def test_a_count_reads_what_changes_the_prompt():
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs is not supported"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(fields, words):
+def test_unsupported_fields_are_refused_by_name(fields, words):
     with pytest.raises(InvalidRequestError) as raised:
         _chat(**fields)
     assert words in str(raised.value)
@@ -202,7 +202,7 @@ def test_tools_of_anthropics_server_are_ignored_and_noted(noted):
     assert _chat(tools=[TOOL | {"type": "tool_of_2030"}]).tools == _chat(tools=[TOOL]).tools
 
 
-def test_when_and_by_whom_a_tool_is_called_is_ignored_and_noted(noted):
+def test_fields_for_when_and_by_whom_a_tool_is_called_are_ignored_and_reported(noted):
     fields = {"defer_loading": True, "allowed_callers": ["code"], "input_examples": [{"a": 1}]}
     assert _chat(tools=[TOOL | fields] * 2).tools == _chat(tools=[TOOL] * 2).tools
     assert sorted(noted) == sorted(f"{name} of tools" for name in fields)
@@ -211,6 +211,6 @@ def test_when_and_by_whom_a_tool_is_called_is_ignored_and_noted(noted):
     assert noted == []
 
 
-def test_agents_may_bring_hundreds_of_tools():
+def test_requests_may_have_hundreds_of_tools():
     tools = [TOOL | {"name": f"mcp__{k}"} for k in range(259)]
     assert len(_chat(tools=tools).tools) == 259

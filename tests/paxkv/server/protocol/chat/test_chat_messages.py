@@ -21,7 +21,7 @@ def test_parts_of_text_have_one_form_whatever_they_were_called():
     assert message["content"] == [{"type": "text", "text": t} for t in "abc"]
 
 
-def test_as_many_parts_as_are_allowed_may_be_given():
+def test_a_body_may_have_the_largest_allowed_number_of_parts():
     content = ["a"] * MAX_CONTENT_PARTS
     (message,) = chat_messages([{"role": "user", "content": content}])
     assert len(message["content"]) == MAX_CONTENT_PARTS
@@ -35,7 +35,7 @@ def test_a_refusal_may_be_sent_back():
     assert message["content"] == [{"type": "text", "text": "no"}]
 
 
-def test_a_turn_with_tools_comes_through():
+def test_a_turn_with_tools_is_accepted():
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = chat_messages(
         [
@@ -145,7 +145,7 @@ def test_data_that_templates_could_not_write_is_refused():
         {"type": "reasoning_text", "text": "hm"},
     ],
 )
-def test_thoughts_among_the_parts_are_the_reasoning(part):
+def test_reasoning_parts_become_the_reasoning(part):
     text = {"type": "text", "text": "so"}
     secret = {"type": "redacted_thinking", "data": "gAAA"}
     (message,) = chat_messages([{"role": "assistant", "content": [part, secret, text]}])

@@ -29,7 +29,7 @@ def test_variables_of_the_request_reach_the_template():
 @pytest.mark.parametrize(
     "name", ["messages", "add_generation_prompt", "tools", "documents", "self", "template_kwargs"]
 )
-def test_no_name_of_a_variable_breaks_the_server(name):
+def test_template_variables_of_any_name_do_not_break_the_server(name):
     engine = _engine("{{ messages[0].content }}")
     try:
         text = render_chat(

@@ -43,7 +43,7 @@ def _is_there(store, name):
     return True
 
 
-def test_a_conversation_is_the_items_and_the_answer():
+def test_a_conversation_is_its_items_and_the_answer():
     store = ResponseStore(2 * SIZE)
     assert store.put(_response("a", text="two"), [ITEM])
     first, second = store.conversation("resp_a")
@@ -64,7 +64,7 @@ def test_the_least_recently_used_is_dropped_within_the_bound():
         store.get("resp_b")
 
 
-def test_what_is_too_large_is_not_stored_and_drops_nothing():
+def test_an_answer_that_is_too_large_is_not_stored_and_evicts_none():
     store = ResponseStore(2 * SIZE)
     store.put(_response("a"), [ITEM])
     assert not store.put(_response("b", text="x" * 2 * SIZE), [ITEM])
@@ -73,7 +73,7 @@ def test_what_is_too_large_is_not_stored_and_drops_nothing():
         store.put_running(_response("c", status="queued", text="x" * 2 * SIZE), [ITEM])
 
 
-def test_a_running_one_is_kept_until_it_has_ended():
+def test_a_running_answer_is_kept_until_it_ends():
     store = ResponseStore(3 * SIZE)
     store.put_running(_response("a", status="queued"), [ITEM])
     store.put_running(_response("b", status="queued"), [ITEM])
