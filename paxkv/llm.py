@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import threading
 import weakref
@@ -46,6 +47,7 @@ from paxkv.entrypoints.build import build_engine, build_llm_client
 from paxkv.entrypoints.llm_arguments import drop_vllm_arguments, json_text
 from paxkv.errors import EngineDeadError, InvalidRequestError, InvariantError
 from paxkv.text.chat_template import ChatTemplate, Message
+from paxkv.text.leading_messages import count_leading_chars
 from paxkv.text.tokenizer import Tokenizer
 
 Conversation = Sequence[Message]
@@ -310,18 +312,19 @@ class LLM:
                 param="chat_template",
             )
         is_single = bool(messages) and isinstance(messages[0], Mapping)
-        prompts = [
-            {
-                "prompt": template.render(
-                    conversation,
-                    add_generation_prompt=add_generation_prompt,
-                    template_kwargs=chat_template_kwargs,
-                ),
-                # The template contains BOS.
-                "add_special_tokens": False,
-            }
-            for conversation in ([messages] if is_single else messages)
-        ]
+        render = functools.partial(
+            template.render,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=chat_template_kwargs,
+        )
+        prompts = []
+        for conversation in [messages] if is_single else messages:
+            text = render(conversation)
+            # The template contains BOS.
+            prompts.append({"prompt": text, "add_special_tokens": False})
+            if self._engine.model_info.saves_states:
+                num_chars = count_leading_chars(text, conversation, render)
+                prompts[-1]["num_leading_chars"] = num_chars
         return self.generate(
             prompts,
             sampling_params,

@@ -1,6 +1,7 @@
 """`InputProcessor`: turns a prompt and its parameters into a checked `EngineRequest`."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -29,7 +30,7 @@ Prompt = str | Sequence[int] | Mapping[str, object]
 PROMPT_KEYS = frozenset(
     {
         *("prompt", "prompt_token_ids", "add_special_tokens", "cache_salt"),
-        *("truncate_prompt_tokens", "truncation_side"),
+        *("truncate_prompt_tokens", "truncation_side", "num_leading_chars"),
     }
 )
 MAX_PRIORITY = 2**63 - 1
@@ -73,6 +74,8 @@ class InputProcessor:
         self._max_prompt_tokens = max_prompt_tokens
         self._eos_token_ids = all_eos_token_ids(tokenizer, eos_token_ids, vocab_size)
         self._grammar_checker = grammar_checker
+        # Many conversations have the same leading messages.
+        self._encode_leading = functools.lru_cache(maxsize=16)(self._encode)
 
     @property
     def grammar_checker(self) -> GrammarChecker | None:
@@ -119,6 +122,7 @@ class InputProcessor:
         self._check_sampling_params(sampling_params, checks_grammar=checks_grammar)
         token_ids, cache_salt = self._tokenize(prompt)
         num_prompt_tokens = len(token_ids)
+        num_leading_tokens = self._count_leading_tokens(prompt, token_ids)
         num_kept = _checked_truncation(prompt)
         max_tokens, is_default = sampling_params.max_tokens, cuts_max_tokens or num_kept == "auto"
         if max_tokens is None:
@@ -130,6 +134,8 @@ class InputProcessor:
             )
             keeps_first = _checked_truncation_side(prompt) == "right"
             token_ids = token_ids[:num_kept] if keeps_first else token_ids[-num_kept:]
+            if not keeps_first and len(token_ids) < num_prompt_tokens:
+                num_leading_tokens = 0
         self._check_prompt_length(len(token_ids))
         # After the length check, because an invalid prompt may have millions of tokens.
         self._check_token_ids(token_ids)
@@ -154,6 +160,7 @@ class InputProcessor:
             # If there is a grammar, it decides whether the output can continue or is complete.
             scarce_token_ids=scarce_token_ids if grammar is None else (),
             num_truncated_tokens=num_prompt_tokens - len(token_ids),
+            num_leading_tokens=min(num_leading_tokens, len(token_ids)),
             needs_grammar=grammar is not None,
             has_heavy_grammar=grammar is not None and self._grammar_checker.is_heavy(grammar),
         )
@@ -243,6 +250,34 @@ class InputProcessor:
             self._check_text_length(text)
         add_special_tokens = bool(prompt.get("add_special_tokens", True))
         return self._encode(text, add_special_tokens=add_special_tokens), cache_salt
+
+    def _count_leading_tokens(self, prompt: Prompt, token_ids: list[int]) -> int:
+        """Number of tokens that any prompt with the same `num_leading_chars` begins with.
+
+        The characters may end within a token of the prompt, which does not count then.
+        """
+        num_chars = prompt.get("num_leading_chars") if isinstance(prompt, Mapping) else None
+        if num_chars is None:
+            return 0
+        text = prompt.get("prompt")
+        if prompt.get("prompt_token_ids") is not None or not isinstance(text, str):
+            raise InvalidRequestError(
+                "num_leading_chars needs the prompt as text; leave it out, or send no "
+                "prompt_token_ids.",
+                param="prompt",
+            )
+        if type(num_chars) is not int or not 0 <= num_chars <= len(text):
+            raise InvalidRequestError(
+                f"num_leading_chars must be an integer in [0, {len(text)}], got {num_chars!r}.",
+                param="prompt",
+            )
+        if num_chars == 0:
+            return 0
+        add_special_tokens = bool(prompt.get("add_special_tokens", True))
+        leading_ids = self._encode_leading(text[:num_chars], add_special_tokens=add_special_tokens)
+        pairs = enumerate(zip(leading_ids, token_ids, strict=False))
+        num_most = min(len(leading_ids), len(token_ids))
+        return next((idx for idx, (one, other) in pairs if one != other), num_most)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if self._tokenizer is None:

@@ -50,6 +50,8 @@ class EngineRequest:
             without the last prompt token. The request waits until these tokens are computed. If
             the blocks are no longer available, the prompt is computed from its tokens.
         num_truncated_tokens: Prompt tokens that `truncate_prompt_tokens` removed.
+        num_leading_tokens: Prompt tokens of the leading messages of a chat, which other chats are
+            likely to have too; 0 if unknown. The states of recurrent layers are saved there.
         is_streamed: The client reads the tokens as they are sampled, so bursts are shorter.
         keep_blocks: Keep the blocks after the request's end, for requests that fork from it, until
             it is aborted or their memory is needed.
@@ -73,6 +75,7 @@ class EngineRequest:
     keep_blocks: bool = False
     is_streamed: bool = False
     num_truncated_tokens: int = 0
+    num_leading_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

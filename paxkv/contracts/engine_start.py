@@ -39,6 +39,8 @@ class ModelInfo:
         sampling_defaults: Sampling parameters for fields that a request does not set.
         other_model_names: Other names that requests may use for the model.
         feature_uses: Whether the engine uses the features that depend on model, device or settings.
+        saves_states: The prefix cache saves states of recurrent layers, so the engine should know
+            the `num_leading_tokens` of chats.
     """
 
     served_model_name: str
@@ -53,6 +55,7 @@ class ModelInfo:
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     other_model_names: tuple[str, ...] = ()
     feature_uses: tuple[FeatureUse, ...] = ()
+    saves_states: bool = False
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -47,6 +47,11 @@ class CacheRequest(Protocol):
         ...
 
     @property
+    def num_leading_tokens(self) -> int:
+        """See `EngineRequest`."""
+        ...
+
+    @property
     def keeps_state_for_forks(self) -> bool:
         """Whether requests will fork from this one while it runs."""
         ...

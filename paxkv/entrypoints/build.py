@@ -276,6 +276,7 @@ def _build_core(
             why_no_kernels=runner.kernel_choice.why_no_kernels,
             ops_without_kernels=runner.kernel_choice.ops_without_kernels,
         ),
+        saves_states=scheduler.kv_cache_manager.saves_states,
     )
     ready = EngineReady(
         model_info=model_info,

@@ -121,6 +121,11 @@ class KVCacheManager:
         )
 
     @property
+    def saves_states(self) -> bool:
+        """Whether states of recurrent layers enter the prefix cache."""
+        return self._state_block_size is not None
+
+    @property
     def usage(self) -> float:
         """Share of the blocks that requests hold, in [0, 1]."""
         return self.block_pool.get_usage()

@@ -4,6 +4,7 @@ Other requests can continue from a state only if it was saved: later tokens over
 saved at multiples of the block size
 
 - before the last tokens of the prompt, as late as possible;
+- before the end of the leading messages of a chat, as late as possible (`num_leading_tokens`);
 - where a look-up found keys and values, but no state (`state_save_at`);
 - while the request decodes, at every multiple that it passes.
 
@@ -25,9 +26,8 @@ def is_save_point(request: CacheRequest, num_tokens: int, block_size: int) -> bo
     """Whether the state after `num_tokens` tokens is saved for the prefix cache."""
     if num_tokens % block_size or num_tokens == 0:
         return False
-    return num_tokens >= request.num_prompt_tokens or num_tokens in (
-        _last_multiple(request, block_size),
-        request.state_save_at,
+    return num_tokens >= request.num_prompt_tokens or num_tokens in _prompt_points(
+        request, block_size
     )
 
 
@@ -43,7 +43,7 @@ def cut_at_save_point(
     if request.keeps_state_for_forks:
         points.append(request.num_prompt_tokens - 1)
     if block_size is not None:
-        points += [_last_multiple(request, block_size), request.state_save_at]
+        points += _prompt_points(request, block_size)
     end = num_computed_tokens + num_new_tokens
     end = min((point for point in points if num_computed_tokens < point < end), default=end)
     return end - num_computed_tokens
@@ -67,6 +67,10 @@ def max_tokens_before_save(
     return limit
 
 
-def _last_multiple(request: CacheRequest, block_size: int) -> int:
-    """The last position at which the state can be saved before the request's last token."""
-    return (request.num_tokens - 1) // block_size * block_size
+def _prompt_points(request: CacheRequest, block_size: int) -> tuple[int, ...]:
+    """The save points within the prompt, or within the tokens of a resumed request."""
+    return (
+        (request.num_tokens - 1) // block_size * block_size,
+        request.num_leading_tokens // block_size * block_size,
+        request.state_save_at,
+    )

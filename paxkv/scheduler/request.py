@@ -91,6 +91,7 @@ class Request:
         "needs_grammar",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_leading_tokens",
         "num_output_placeholders",
         "num_plain_tokens",
         "num_preemptions",
@@ -135,6 +136,7 @@ class Request:
         self.keeps_state_for_forks = (
             self.keep_blocks and 1 < self.num_prompt_tokens < max_num_tokens - 1
         )
+        self.num_leading_tokens = engine_request.num_leading_tokens
         # See `KVCacheManager.get_state_to_save`.
         self.state_save_at = 0
         # Whether the request has ended, and has no later state than that of its computed tokens.

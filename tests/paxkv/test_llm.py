@@ -224,6 +224,22 @@ def test_chat_renders_one_conversation_or_several(make_llm: Callable[..., LLM]) 
     assert output.prompt_token_ids == [BOS_ID, *b"calm"]
 
 
+def test_chat_tells_an_engine_that_saves_states_where_the_user_begins(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm()
+    info = dataclasses.replace(llm._engine.model_info, saves_states=True)
+    monkeypatch.setattr(llm, "_engine", dataclasses.replace(llm._engine, model_info=info))
+    added = []
+    monkeypatch.setattr(llm._client, "add_request", lambda request, prompt: added.append(request))
+    monkeypatch.setattr(llm._client, "wait_for_outputs", lambda: 1 / 0)
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    with pytest.raises(ZeroDivisionError):
+        llm.chat(messages, use_tqdm=False)
+    assert added[0].prompt_token_ids == list(b"be brief|hi|>")
+    assert added[0].num_leading_tokens == len("be brief|")
+
+
 def test_chat_without_messages_or_template_is_refused(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm()
     with pytest.raises(InvalidRequestError):

@@ -70,6 +70,10 @@ class RealRequest:
         return self.slow.save_at
 
     @property
+    def num_leading_tokens(self):
+        return self.slow.num_leading
+
+    @property
     def keeps_state_for_forks(self):
         return self.slow.keeps_state
 

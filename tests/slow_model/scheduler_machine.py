@@ -172,6 +172,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             # Often more urgent than all earlier requests: then it may preempt them.
             priority=draw.choice([0, 1, -self.num_requests, -self.num_requests]),
             keep_blocks=draw.random() < (0.4 if self.is_quiet else 0.1),
+            num_leading_tokens=draw.choice([0, draw.randint(0, len(tokens))]),
             **options,
         )
 
@@ -219,6 +220,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             skips_reading=params.skip_reading_prefix_cache,
             fork_from=request.fork_from,
             keep_blocks=request.keep_blocks,
+            num_leading=request.num_leading_tokens,
             external=external,
             # A preempted request loses its tokens in flight. In a pool this small, a request whose
             # blocks are always taken for other requests' loads would lose every token.

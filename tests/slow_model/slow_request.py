@@ -41,6 +41,8 @@ class SlowRequest:
     num_placeholders: int = 0
     # Tokens after which its state is saved, because others share this prefix.
     save_at: int = 0
+    # Tokens at its beginning that other requests are likely to have.
+    num_leading: int = 0
     # Whether it has ended, and its state is that after `num_computed` tokens.
     has_final_state: bool = False
 

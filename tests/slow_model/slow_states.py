@@ -23,6 +23,7 @@ def save_points(request, block_size, caching):
     points = [request.num_prompt - 1] if request.keeps_state else []
     if caching:
         points += [(len(request.tokens) - 1) // block_size * block_size, request.save_at]
+        points.append(request.num_leading // block_size * block_size)
     return points
 
 

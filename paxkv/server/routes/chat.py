@@ -219,7 +219,7 @@ async def _start_chat(
     template_kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         template_kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-    text = await asyncio.to_thread(
+    rendered = await asyncio.to_thread(
         render_chat,
         engine,
         body.messages,
@@ -229,7 +229,9 @@ async def _start_chat(
         documents=body.documents,
         continue_final_message=bool(body.continue_final_message),
         chat_template=body.chat_template,
+        counts_leading_chars=info.saves_states,
     )
+    text = rendered.text
     is_bound = (
         not isinstance(sampling_params, BeamSearchParams)
         and sampling_params.structured_outputs is not None
@@ -237,9 +239,12 @@ async def _start_chat(
     starts_thinking = _starts_thinking(text, engine, config, is_bound=is_bound)
     if is_bound:
         sampling_params = _with_thoughts(sampling_params, starts_thinking)
+    # The template has already written the special tokens, including BOS.
+    prompt = prompt_with_options(text, body, add_special_tokens=False)
+    if rendered.num_leading_chars:
+        prompt = {**prompt, "num_leading_chars": rendered.num_leading_chars}
     outputs = generator.generate(
-        # The template has already written the special tokens, including BOS.
-        [prompt_with_options(text, body, add_special_tokens=False)],
+        [prompt],
         sampling_params,
         priority=body.priority or 0,
         stream=bool(body.stream),

@@ -139,7 +139,7 @@ class TokenizerRoutes:
                 tools=known_tools(body.tools or ()) or None,
                 continue_final_message=bool(body.continue_final_message),
                 chat_template=body.chat_template,
-            )
+            ).text
             # The template has already written the special tokens.
             add_special_tokens = bool(body.add_special_tokens)
         assert text is not None

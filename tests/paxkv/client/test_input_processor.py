@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from tokenizers import models
 
 from paxkv.client.input_processor import InputProcessor, text_of_prompt
 from paxkv.client.parallel_sampling import make_children
@@ -60,6 +61,42 @@ def test_bos_is_added_to_text_by_default() -> None:
     prompt = {"prompt": "a", "add_special_tokens": False}
     assert process(processor, prompt).prompt_token_ids == [97]
     assert process(processor, [97]).prompt_token_ids == [97]
+
+
+@pytest.mark.parametrize(
+    ("num_chars", "options", "num_tokens"),
+    [
+        (0, {}, 0),
+        # The last of these characters is in the prompt's token "cd".
+        (3, {}, 2),
+        (4, {}, 3),
+        (3, {"truncate_prompt_tokens": 1, "truncation_side": "right"}, 1),
+        (3, {"truncate_prompt_tokens": 2}, 0),
+        (3, {"truncate_prompt_tokens": 3}, 2),
+    ],
+)
+def test_tokens_of_leading_messages_are_counted(num_chars, options, num_tokens) -> None:
+    backend = byte_level_backend([b"cd"])
+    vocab = backend.get_vocab(with_added_tokens=False)
+    backend.model = models.BPE(vocab=vocab, merges=[("c", "d")])
+    processor = make(tokenizer=Tokenizer(backend, {}))
+    prompt = {"prompt": "abcd", "num_leading_chars": num_chars, **options}
+    assert process(processor, "abcd").num_leading_tokens == 0
+    assert process(processor, prompt).num_leading_tokens == num_tokens
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"prompt": "ab", "num_leading_chars": 3},
+        {"prompt": "ab", "num_leading_chars": -1},
+        {"prompt": "ab", "num_leading_chars": True},
+        {"prompt_token_ids": [97], "num_leading_chars": 0},
+    ],
+)
+def test_leading_part_that_is_not_in_the_text_is_rejected(prompt) -> None:
+    with pytest.raises(InvalidRequestError, match="num_leading_chars"):
+        process(make(), prompt)
 
 
 def test_too_long_text_is_rejected_before_tokenization(monkeypatch) -> None:

@@ -72,6 +72,7 @@ class FakeRequest:
         self.num_prompt_tokens = len(self.all_token_ids)
         self.num_preemptions = 0
         self.state_save_at = 0
+        self.num_leading_tokens = 0
         self.keeps_state_for_forks = False
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         self.hash_block_size = hash_block_size

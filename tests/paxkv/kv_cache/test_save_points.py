@@ -28,6 +28,11 @@ def test_steps_end_where_the_state_is_saved():
     request.state_save_at = 32
     points = [n for n in range(130) if is_save_point(request, n, BLOCK_SIZE)]
     assert points == [32, 96, 112, 128]
+    request.num_leading_tokens = 50
+    points = [n for n in range(130) if is_save_point(request, n, BLOCK_SIZE)]
+    assert points == [32, 48, 96, 112, 128]
+    assert cut_at_save_point(request, 32, 68, BLOCK_SIZE) == 16
+    request.num_leading_tokens = 15
     cuts = [cut_at_save_point(request, start, 100 - start, BLOCK_SIZE) for start in (0, 32, 96)]
     assert cuts == [32, 64, 4]
     assert cut_at_save_point(request, 0, 100, None) == 100
@@ -96,6 +101,23 @@ def test_prompts_sent_one_after_another_share_their_beginning(num_shared):
     assert (second.reason, second.kind) == ("state_not_saved", "state")
     assert (second.block_idx + 1) * second.block_size == num_found[2]
     assert (third.reason, third.kind) == ("block_differs", "full_attention")
+
+
+@pytest.mark.parametrize("num_shared", [300, 400])
+def test_only_the_first_of_several_chats_computes_their_leading_messages(num_shared):
+    scheduler, runner = make(), FunctionRunner()
+    num_found, num_steps = [], []
+    for i, prompt in enumerate(prompts_with_beginning(num_shared)):
+        request = add(scheduler, f"r{i}", prompt, max_tokens=4, num_leading_tokens=num_shared)
+        num_before = scheduler.num_steps
+        run_until_end(scheduler, runner)
+        scheduler.check_invariants()
+        assert request.all_token_ids[len(prompt) :] == continuation(prompt, 4)
+        num_found.append(request.num_cached_tokens)
+        num_steps.append(scheduler.num_steps - num_before)
+    assert num_found == [0] + [num_shared // BLOCK_SIZE * BLOCK_SIZE] * (NUM_REQUESTS - 1)
+    # The other prompts are not cut there: three tokens after the first, and the end of the prompt.
+    assert num_steps[0] == 6 and set(num_steps[1:]) <= {4, 5}
 
 
 @pytest.mark.parametrize("num_shared", [300, 400])

@@ -43,6 +43,7 @@ FULL_REQUEST = EngineRequest(
     keep_blocks=True,
     is_streamed=True,
     num_truncated_tokens=4,
+    num_leading_tokens=2,
 )
 
 

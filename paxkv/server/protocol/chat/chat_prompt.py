@@ -1,5 +1,7 @@
 """Renders the messages of a chat to the text of its prompt."""
 
+import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 from paxkv.config.engine_config import ServerConfig
@@ -7,6 +9,7 @@ from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.engine_protocol import ChatTemplate, EngineClient
 from paxkv.server.protocol.chat.chat_messages import chat_messages
 from paxkv.text.chat_template import ChatTemplate as RequestTemplate
+from paxkv.text.leading_messages import count_leading_chars
 
 # Variables of templates that the server sets itself, so a request must not set them.
 _RESERVED_TEMPLATE_ARGUMENTS = ("messages", "add_generation_prompt", "tools", "documents")
@@ -14,6 +17,18 @@ _RESERVED_TEMPLATE_ARGUMENTS = ("messages", "add_generation_prompt", "tools", "d
 # template strips messages, the space after the mark is lost.
 _END_MARK = "\N{NUMBER SIGN}\ue0f1\N{NUMBER SIGN}"
 _END = _END_MARK + " "
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedChat:
+    """The prompt of a conversation.
+
+    Args:
+        num_leading_chars: See `count_leading_chars`; None if they were not counted.
+    """
+
+    text: str
+    num_leading_chars: int | None = None
 
 
 def render_chat(
@@ -26,7 +41,8 @@ def render_chat(
     documents: Sequence[Mapping[str, object]] | None = None,
     continue_final_message: bool = False,
     chat_template: str | None = None,
-) -> str:
+    counts_leading_chars: bool = False,
+) -> RenderedChat:
     """Renders the prompt of a conversation. Call it in a thread, because long ones take a while.
 
     Args:
@@ -45,15 +61,23 @@ def render_chat(
     checked = chat_messages(messages)
     if continue_final_message:
         checked[-1] = _with_end_mark(checked[-1])
-    text = _template(engine, chat_template).render(
-        checked,
+    render = functools.partial(
+        _template(engine, chat_template).render,
         add_generation_prompt=add_generation_prompt,
         template_kwargs=template_kwargs,
         tools=tools,
         documents=documents,
     )
-    if not continue_final_message:
-        return text
+    text = render(checked)
+    num_leading_chars = None
+    if counts_leading_chars:
+        num_leading_chars = count_leading_chars(text, checked, render)
+    if continue_final_message:
+        text = _cut_at_end_mark(text)
+    return RenderedChat(text=text, num_leading_chars=num_leading_chars)
+
+
+def _cut_at_end_mark(text: str) -> str:
     head, mark, rest = text.rpartition(_END_MARK)
     if not mark:
         raise InvalidRequestError(

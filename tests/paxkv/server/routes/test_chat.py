@@ -1,6 +1,7 @@
 """/v1/chat/completions: messages, streams, log-probabilities, the official client."""
 
 import asyncio
+import dataclasses
 import json
 
 import openai
@@ -69,6 +70,15 @@ def test_answer_has_openai_form(shared_server):
     assert body["usage"]["prompt_tokens"] == len(PROMPT)
     assert body["usage"]["completion_tokens"] == 8
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+def test_engine_that_saves_states_gets_the_length_of_the_leading_messages(start_server):
+    server = start_server()
+    _post(server)
+    assert "num_leading_chars" not in server.engine.seen_prompts[-1]
+    server.engine.model_info = dataclasses.replace(server.engine.model_info, saves_states=True)
+    _post(server)
+    assert server.engine.seen_prompts[-1]["num_leading_chars"] == len("<system>be brief<user>")
 
 
 def test_stream_begins_with_the_role_and_says_the_same_as_the_whole(shared_server):

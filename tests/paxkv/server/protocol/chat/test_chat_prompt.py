@@ -21,9 +21,9 @@ def test_variables_of_the_request_reach_the_template():
         "{{ messages[0].content }}{% if add_generation_prompt %}>{% endif %}{{ enable_thinking }}"
     )
     kwargs = {"enable_thinking": 7}
-    text = render_chat(engine, MESSAGES, add_generation_prompt=True, template_kwargs=kwargs)
-    assert text == "hi>7"
-    assert render_chat(engine, MESSAGES, add_generation_prompt=False) == "hi"
+    chat = render_chat(engine, MESSAGES, add_generation_prompt=True, template_kwargs=kwargs)
+    assert chat.text == "hi>7" and chat.num_leading_chars is None
+    assert render_chat(engine, MESSAGES, add_generation_prompt=False).text == "hi"
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_template_variables_of_any_name_do_not_break_the_server(name):
     try:
         text = render_chat(
             engine, MESSAGES, add_generation_prompt=True, template_kwargs={name: "x"}
-        )
+        ).text
     except InvalidRequestError as error:
         assert error.param == "chat_template_kwargs"
         assert name in str(error)
@@ -54,5 +54,5 @@ def test_a_continued_message_ends_as_the_template_writes_it(source, prompt):
     messages = [{"role": "user", "content": "hi "}, {"role": "assistant", "content": "So: "}]
     text = render_chat(
         _engine(source), messages, add_generation_prompt=False, continue_final_message=True
-    )
+    ).text
     assert text == prompt
