@@ -648,8 +648,8 @@ class ForeignModel(LlamaForCausalLM):
         (
             "Glm3ForCausalLM",
             "glm3",
-            "Supported architectures with similar names: GlmForCausalLM, Glm4ForCausalLM, "
-            "Olmo3ForCausalLM. ",
+            "Supported architectures with similar names: GlmForCausalLM, Lfm3ForCausalLM, "
+            "Glm4ForCausalLM. ",
         ),
     ],
 )

@@ -46,6 +46,7 @@ LOADED = [
     "mamba2",
     "lfm2",
     "lfm2-moe",
+    "lfm3",
     "glm4-moe-lite",
     "mistral4",
     "longcat-flash",
