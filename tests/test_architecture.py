@@ -35,6 +35,7 @@ COMPOSITION_ROOTS = {
     "paxkv/entrypoints/engine_process.py",
     "paxkv/serve.py",
     "paxkv/asgi.py",
+    "paxkv/ray/engine_replica.py",
     "paxkv/compile.py",
     "paxkv/llm.py",
     "paxkv/generate.py",
@@ -109,6 +110,14 @@ MAY_IMPORT = {
         "paxkv.client",
         "paxkv.inspector",
         "paxkv.fleet",
+    },
+    "paxkv.ray": {
+        "paxkv",
+        "paxkv.config",
+        "paxkv.contracts",
+        "paxkv.fleet",
+        "paxkv.server",
+        "paxkv.entrypoints",
     },
 }
 # The folders of the runner, from the ground floor up: each imports only those before it.

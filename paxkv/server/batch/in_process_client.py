@@ -20,22 +20,40 @@ async def post_json(app: ASGIApp, path: str, body: bytes, *, request_id: str) ->
     Args:
         request_id: Sent as X-Request-Id.
     """
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"x-request-id", request_id.encode()),
+    ]
+    return await _call(app, "POST", path, body, headers, name=request_id)
+
+
+async def get_text(app: ASGIApp, path: str) -> str:
+    """Sends a GET request; returns the body of the answer."""
+    return (await _call(app, "GET", path, b"", [], name=path)).body.decode()
+
+
+async def _call(
+    app: ASGIApp,
+    method: str,
+    path: str,
+    body: bytes,
+    headers: list[tuple[bytes, bytes]],
+    *,
+    name: str,
+) -> InProcessResponse:
     exchange = _Exchange(body)
     scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.1",
-        "method": "POST",
+        "method": method,
         "scheme": "http",
         "path": path,
         "raw_path": path.encode(),
         "root_path": "",
         "query_string": b"",
-        "headers": [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"x-request-id", request_id.encode()),
-        ],
+        "headers": headers,
         "client": None,
         "server": None,
         "state": {},
@@ -46,7 +64,7 @@ async def post_json(app: ASGIApp, path: str, body: bytes, *, request_id: str) ->
         # Starlette answers a bug with status 500, and then raises it so that it is logged.
         if not exchange.status:
             raise
-        _logger.exception("request %s failed", request_id)
+        _logger.exception("request %s failed", name)
     return InProcessResponse(status=exchange.status, body=b"".join(exchange.parts))
 
 

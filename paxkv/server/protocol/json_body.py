@@ -56,7 +56,7 @@ async def read_body(
             f"content_encoding must be identity or absent, got {content_encoding!r}; send the body "
             "as it is, not compressed."
         )
-    body = await _read_body(request, max_body_bytes)
+    body = await read_limited(request, max_body_bytes)
     if len(body) <= _SHORT_BODY_BYTES:
         return read(decode_object(body))
     return await asyncio.to_thread(lambda: read(decode_object(body)))
@@ -181,7 +181,12 @@ def _missing_field(what: str) -> str | None:
     return what.split()[-1] if what.startswith("missing required field") else None
 
 
-async def _read_body(request: Request, max_body_bytes: int) -> bytes:
+async def read_limited(request: Request, max_body_bytes: int) -> bytes:
+    """Receives a body of any kind.
+
+    Raises:
+        BodyTooLargeError: It is longer than `max_body_bytes`.
+    """
     content_length = int(request.headers.get("content-length", "0"))
     if content_length > max_body_bytes * _DISCARD_FACTOR:
         raise _too_large(max_body_bytes)

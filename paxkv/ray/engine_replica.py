@@ -1,0 +1,74 @@
+"""`EngineReplica`: one engine with its application, as a replica of Ray Serve."""
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from ray import serve
+from starlette.types import Message
+
+from paxkv.asgi import EngineApp
+from paxkv.config.engine_config import EngineConfig, ServerConfig
+from paxkv.entrypoints.process_logging import set_up_logging
+from paxkv.errors import EngineDeadError
+from paxkv.ray.asgi_call import call_app
+from paxkv.ray.relay import Accepted
+from paxkv.ray.replica_load import NEEDED_REPLICAS, needed_replicas
+from paxkv.ray.request_router import CACHE_TOKENS
+from paxkv.server.batch.in_process_client import get_text
+
+
+class EngineReplica:
+    """Starts an engine, answers requests with it, and closes it. Ray Serve calls all methods."""
+
+    async def __init__(self, engine_config: EngineConfig, server_config: ServerConfig) -> None:
+        set_up_logging()
+        self._id = serve.get_replica_context().replica_id.unique_id
+        self._drain_timeout_s = server_config.shutdown_timeout_s
+        self._served = await EngineApp.start(engine_config, server_config)
+
+    async def answer(
+        self, scope: dict[str, Any], body: bytes, *, chain: list[int], avoid: list[str]
+    ) -> AsyncGenerator[Accepted | list[Message], None]:
+        """Runs one request.
+
+        Args:
+            scope: Result of `portable_scope`.
+            chain: For the router, as `avoid` is.
+        """
+        del chain, avoid
+        yield Accepted(self._id)
+        answer = call_app(self._served.app, scope, body)
+        try:
+            async for messages in answer:
+                yield messages
+        finally:
+            await answer.aclose()
+
+    async def read_metrics(self) -> tuple[str, str]:
+        """The replica's id, and its metrics in Prometheus' text format."""
+        return self._id, await get_text(self._served.app, "/metrics")
+
+    def record_replica_metadata(self) -> dict[str, int]:
+        """Read once by the routers."""
+        return {CACHE_TOKENS: self._served.engine.model_info.max_fitting_tokens}
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Read regularly by the autoscaler."""
+        engine = self._served.engine
+        needed = needed_replicas(engine.latest_stats, engine.model_info.max_num_seqs)
+        return {NEEDED_REPLICAS: needed}
+
+    async def check_health(self) -> None:
+        """Raises an error if the replica must be replaced.
+
+        An engine that is being started again is no reason: requests go to other replicas meanwhile.
+        """
+        problem = self._served.engine.problem
+        if isinstance(problem, EngineDeadError) and problem.retry_after_s is not None:
+            return
+        if problem is not None:
+            raise problem
+
+    async def __del__(self) -> None:
+        # Ray Serve waits for the requests before this.
+        await self._served.close(drain_timeout_s=self._drain_timeout_s)
