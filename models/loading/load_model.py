@@ -5,6 +5,7 @@ import functools
 from pathlib import Path
 from typing import Literal, get_args
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -23,6 +24,7 @@ from models.loading.safetensors_reader import SafetensorsCheckpoint
 from models.loading.source import read_model_config, read_weight_format, resolve_model_folder
 from models.loading.tensor_names import name_weights
 from models.loading.tied_head import is_head_tied
+from models.loading.weight_memory import check_weight_memory
 from models.model_impl import AUTO
 from models.platforms import Platform, default_platform
 from models.platforms.jax_process import check_not_forked
@@ -75,8 +77,8 @@ def load_model(
 
     Raises:
         ModelError: The subclass says whether the model cannot be found, is not supported, or its
-            weights do not fit. `ModelError` itself: an argument is wrong, or this process is a fork
-            of a process that loaded a model.
+            weights do not fit it. `ModelError` itself: an argument is wrong, a device has too
+            little free memory, or this process is a fork of a process that loaded a model.
     """
     _check_choice("dtype", dtype, get_args(LoadDtype))
     _check_choice("load_format", load_format, get_args(LoadFormat))
@@ -132,9 +134,18 @@ def load_model(
         if not is_tied:
             config = dataclasses.replace(config, tie_word_embeddings=False)
             structure = make_structure(config)
+    file_bytes = None if files is None else files.num_bytes
+    is_kept = quantization == "checkpoint"
+    check_weight_memory(
+        # Numbers that are kept as they are stored need about the bytes of their files.
+        file_bytes // num_devices if is_kept else structure.weight_bytes(encoder),
+        [jax.devices()[0]] if mesh is None else list(mesh.devices.flat),
+        platform,
+        file_bytes=file_bytes,
+    )
     return LoadedModel(
         **structure.fill(encoder, checkpoint, seed=seed),
-        file_bytes=None if files is None else files.num_bytes,
+        file_bytes=file_bytes,
     )
 
 

@@ -145,6 +145,23 @@ class ModuleStructure:
             "splits_experts": self._splits_experts,
         }
 
+    def weight_bytes(self, encoder: KernelEncoder) -> int:
+        """Bytes that the weights will need on each device, if none are quantized in the files."""
+        # Panels need as many bytes as the matrix, and cannot be made from abstract arrays.
+        encoder = dataclasses.replace(encoder, panel_width=None)
+        num_bytes = 0
+        for name, rule, shape in zip(self.names, self.rules, self.shapes, strict=True):
+            encode = functools.partial(
+                encoder.encode,
+                layout=rule.layout,
+                is_router=name in self.routers,
+                splits_inputs=_splits_inputs(rule),
+            )
+            leaves = jax.tree.leaves(jax.eval_shape(encode, shape))
+            num_parts = 1 if self._mesh is None or not any(rule.axes) else self._mesh.size
+            num_bytes += sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // num_parts
+        return num_bytes
+
     def sharding_of(self, rule: WeightRule) -> NamedSharding | None:
         """How a parameter with this rule is split; None: it is on the default device."""
         return self._mesh and NamedSharding(self._mesh, split_spec(rule.axes))

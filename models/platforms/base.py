@@ -155,6 +155,13 @@ class Platform:
         """A long-lived array of zeros."""
         return jnp.zeros(shape, dtype, device=sharding)
 
+    def free_bytes_for_weights(self, devices: list[jax.Device]) -> int | None:
+        """Free memory of the device that has least of it; None if a device does not report it."""
+        found = [device.memory_stats() or {} for device in devices]
+        if not all("bytes_limit" in stats for stats in found):
+            return None
+        return min(stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in found)
+
     def free_host_bytes(self) -> int | None:
         """Free memory of the host, which the KV cache shares with everything else on the host.
 

@@ -17,7 +17,7 @@ from models.decoders.layer_loop import PlacedLayer, run_in_loop
 from models.forward.carry import Carry
 from models.forward.layer_context import LayerContext
 from models.platforms.base import Platform, TiedHead
-from models.platforms.host_memory import available_memory_bytes
+from models.platforms.host_memory import available_memory_bytes, free_swap_bytes
 from models.platforms.huge_pages import use_huge_pages
 from models.platforms.lazy_zeros import lazy_zeros
 from models.platforms.processor import (
@@ -145,6 +145,10 @@ class CPU(Platform):
     ) -> jax.Array:
         """As `Platform.allocate_zeros`. Linux provides a page when a step first writes to it."""
         return lazy_zeros(shape, dtype, sharding)
+
+    def free_bytes_for_weights(self, devices: list[jax.Device]) -> int | None:
+        """As `Platform.free_bytes_for_weights`. Simulated devices share the host's memory."""
+        return (available_memory_bytes() + free_swap_bytes()) // len(devices)
 
     def free_host_bytes(self) -> int | None:
         return available_memory_bytes()

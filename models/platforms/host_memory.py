@@ -49,6 +49,11 @@ def available_memory_bytes() -> int:
     return min(of_machine, *(_available_in(group, folder, of_machine) for group, folder in folders))
 
 
+def free_swap_bytes() -> int:
+    """Free space for pages that are swapped out; 0 if Linux does not say it."""
+    return _numbers(_MEMINFO).get("SwapFree:", 0) * 1024
+
+
 def _folders(group: _ControlGroup) -> list[Path]:
     """The group of this process and all groups around it: each may have a limit.
 

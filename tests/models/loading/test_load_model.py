@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import re
 
 import jax
@@ -13,7 +14,8 @@ from safetensors.numpy import load_file, save_file
 from models.decoders.decoder import Decoder
 from models.errors import CheckpointError, CheckpointNotFoundError, ModelError, WeightMismatchError
 from models.loading.load_model import load_model
-from models.platforms import TPU
+from models.loading.module_structure import ModuleStructure
+from models.platforms import CPU, TPU
 from tests.oracles.dense_model import dense_logits
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.paged_stepper import PagedStepper
@@ -259,6 +261,21 @@ def test_checkpoint_that_transformers_saved_is_the_same_model(tmp_path, recipe):
     assert dataclasses.replace(saved.config, **written) == dataclasses.replace(
         ours.config, **written
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"panel_width": 64}, {"quantization": "int4"}])
+def test_the_memory_of_weights_is_known_before_they_are_read(
+    tmp_path, monkeypatch, caplog, options
+):
+    folder = write_random_checkpoint(tmp_path, hidden_size=128, num_layers=1, vocab_size=2048)
+    options = options | {"dtype": "float32"}
+    with caplog.at_level(logging.INFO, "models.loading.weight_memory"):
+        num_bytes = load_model(folder, **options).device_bytes
+    assert f"files, about {num_bytes / 2**20:,.1f} MiB on the device, where " in caplog.text
+    monkeypatch.setattr(CPU, "free_bytes_for_weights", lambda self, devices: num_bytes - 1)
+    monkeypatch.setattr(ModuleStructure, "fill", None)  # it would read the weights
+    with pytest.raises(ModelError, match="the weights need about .* are free. Quantize them"):
+        load_model(folder, **options)
 
 
 def test_weights_are_described_as_in_files_and_on_the_device(tmp_path):
