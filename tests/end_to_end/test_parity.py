@@ -32,14 +32,17 @@ EVERY_SETTING = (
     "bloom",  # ALiBi
     "qwen3-next",  # states of Gated DeltaNet, and gated attention
 )
-EVERY_KIND = ("mimo-v2-flash-dense", "deepseek-v3", "qwen3-next")
+EVERY_KIND = ("deepseek-v3", "qwen3-next")
+# No family above has their ops, so their check runs the XLA bodies: the scans of Mamba and Mamba2.
+XLA_BODIES = ("mamba", "bamba")
 OTHERS = [family for family in LOADED if family not in EVERY_SETTING]
 
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_forward_pass_has_the_logits_of_transformers(family: str, tmp_path: Path) -> None:
     start = time.process_time()
-    share = forward_share_of_bound(family, tmp_path, 1)
+    implementation = None if family in XLA_BODIES else "reference"
+    share = forward_share_of_bound(family, tmp_path, 1, implementation=implementation)
     seconds = time.process_time() - start
     print(f"\n{family:20} {share:8.3f} of bound, {seconds:4.1f} s of CPU time")
 
