@@ -42,6 +42,7 @@ FAMILIES: dict[str, str] = {
     "FalconH1ForCausalLM": "models.families.falcon_h1:FalconH1ForCausalLM",
     "BambaForCausalLM": "models.families.bamba:BambaForCausalLM",
     "ZambaForCausalLM": "models.families.zamba:ZambaForCausalLM",
+    "Zamba2ForCausalLM": "models.families.zamba2:Zamba2ForCausalLM",
     "JambaForCausalLM": "models.families.jamba:JambaForCausalLM",
     "MambaForCausalLM": "models.families.mamba:MambaForCausalLM",
     "FalconMambaForCausalLM": "models.families.falcon_mamba:FalconMambaForCausalLM",

@@ -143,6 +143,16 @@ MORE = {
     ),
     # More tokens to choose than a request can have, so that all are attended to.
     "glm5-dsa-all": _with_fields("glm5-dsa", index_topk=2048),
+    # Two shared blocks, in turn, and no adapters of attention.
+    "zamba2-blocks": _with_fields(
+        "zamba2",
+        num_hidden_layers=4,
+        layers_block_type=["hybrid", "hybrid", "linear_attention", "hybrid"],
+        num_mem_blocks=2,
+        use_shared_attention_adapter=False,
+        use_mem_rope=False,
+        mamba_ngroups=2,
+    ),
     # A norm after the gate of Mamba2, of each of two groups.
     "falcon-h1-normed": _with_fields(
         "falcon-h1", mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_n_groups=2
@@ -194,7 +204,12 @@ SHALLOW = {family: functools.partial(_with_few_layers, family) for family in _AL
     "qwen3-next": _with_fields("qwen3-next", num_hidden_layers=2, full_attention_interval=2),
     # Two layers share a block.
     "zamba": _with_fields(
-        "zamba", num_hidden_layers=3, layers_block_type=["hybrid", "linear_attention", "hybrid"]
+        "zamba", num_hidden_layers=3, layers_block_type=["linear_attention", "hybrid", "hybrid"]
+    ),
+    "zamba2": _with_fields(
+        "zamba2",
+        num_hidden_layers=3,
+        layers_block_type=["linear_attention", "hybrid", "hybrid"],
     ),
     "ernie4.5-moe": _with_fields("ernie4.5-moe", num_hidden_layers=2, moe_layer_end_index=1),
     # The second layer uses the choice of the first.

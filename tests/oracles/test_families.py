@@ -41,6 +41,7 @@ LOADED = [
     "nemotron-h",
     "nemotron-h-latent",
     "falcon-h1",
+    "zamba2",
     "mamba",
     "falcon-mamba",
     "mamba2",
@@ -139,6 +140,7 @@ LOADED = [
     "doge-window",
     "mistral4-far",
     "glm5-dsa-all",
+    "zamba2-blocks",
     "falcon-h1-normed",
     "apertus1.5",
     "dory",
@@ -264,6 +266,17 @@ _OVERRIDDEN = {
     "attn_layer_period": {"jamba", "zamba"},
     # `layers_block_type` wins.
     "attn_layer_offset": {"zamba"},
+    # `layers_block_type` wins. transformers does not read the others.
+    **dict.fromkeys(
+        (
+            "hybrid_layer_ids",
+            "kv_channels",
+            "num_query_groups",
+            "use_conv_bias",
+            "use_mem_eff_path",
+        ),
+        {"zamba2", "zamba2-blocks"},
+    ),
     # The numbers of heads and their width say how wide all heads are, or `intermediate_size` does.
     "expand": {"nemotron-h", "nemotron-h-latent", "mamba", "falcon-mamba"},
     # `mamba_d_ssm` wins.

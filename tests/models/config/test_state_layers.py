@@ -32,6 +32,7 @@ FAMILIES = {
     "Qwen3_5ForCausalLM": ("Qwen3_5TextConfig", {}),
     "Qwen3_5MoeForCausalLM": ("Qwen3_5MoeTextConfig", {}),
     "ZambaForCausalLM": ("ZambaConfig", {}),
+    "Zamba2ForCausalLM": ("Zamba2Config", {"num_hidden_layers": 54, "hidden_size": 128}),
 }
 HYBRID = ["linear_attention", "full_attention"] * 4
 # Fields of the hub and of transformers 5, in values that are no defaults.
@@ -109,6 +110,11 @@ OTHER_FIELDS = [
     ("ZambaForCausalLM", {"attn_layer_period": 3, "attn_layer_offset": 1, "mamba_dt_rank": 7}),
     ("ZambaForCausalLM", {"attention_head_dim": 16, "mamba_d_state": 8, "hidden_act": "silu"}),
     ("ZambaForCausalLM", {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3}),
+    ("Zamba2ForCausalLM", {"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"]}),
+    ("Zamba2ForCausalLM", {"n_mamba_heads": 16, "mamba_ngroups": 2, "mamba_d_state": 8}),
+    ("Zamba2ForCausalLM", {"num_mem_blocks": 2, "adapter_rank": 4}),
+    ("Zamba2ForCausalLM", {"use_mem_rope": True, "rope_theta": 5e5, "mamba_d_conv": 3}),
+    ("Zamba2ForCausalLM", {"use_shared_attention_adapter": True, "intermediate_size": 80}),
 ]
 
 
