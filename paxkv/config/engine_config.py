@@ -467,7 +467,8 @@ class RunnerConfig:
     speculative_config: SpeculativeConfig | None = setting(
         'JSON object: speculative decoding, as in {"method": "ngram", "num_speculative_tokens": 4, '
         '"prompt_lookup_min": 2, "prompt_lookup_max": 4}. A drafter proposes the next tokens of a '
-        "request, and one step verifies them all. This does not change answers. The method mtp "
+        "request, and one step verifies them all. This does not change answers. The method suffix "
+        "proposes tokens from finished answers too. The method mtp "
         "runs the layer for multi-token prediction of DeepSeek V3 and GLM-4.5. The methods eagle3 "
         "and draft_model run the EAGLE-3 head or the smaller model in the field model. No drafts "
         "if left out",

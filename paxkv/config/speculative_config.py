@@ -3,19 +3,55 @@
 import dataclasses
 from collections.abc import Mapping
 
-from paxkv.config.setting import at_least, one_of, true_or_false
+from paxkv.config.setting import at_least, is_number, one_of, true_or_false
 from paxkv.errors import ConfigError
 
-METHODS = ("ngram", "mtp", "eagle3", "draft_model")
+METHODS = ("ngram", "suffix", "mtp", "eagle3", "draft_model")
+_METHODS_ON_HOST = ("ngram", "suffix")
 _METHODS_WITH_MODEL = ("eagle3", "draft_model")
 # Methods of vLLM that have no drafter yet.
 _METHODS_WITHOUT_DRAFTER = (
-    *("suffix", "eagle", "medusa", "mlp_speculator"),
+    *("eagle", "medusa", "mlp_speculator"),
     *("ngram_gpu", "dflash"),
 )
 MAX_SPECULATIVE_TOKENS = 64
+# Field -> field of `SuffixLimits`.
+_SUFFIX_FIELDS = {
+    "suffix_decoding_max_tree_depth": "max_depth",
+    "suffix_decoding_max_cached_requests": "max_cached_requests",
+    "suffix_decoding_max_spec_factor": "max_spec_factor",
+    "suffix_decoding_min_token_prob": "min_token_prob",
+}
 # vLLM's length of n-grams if neither limit is set.
 _DEFAULT_LOOKUP = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SuffixLimits:
+    """Limits of the method "suffix". The defaults are vLLM's.
+
+    Args:
+        max_depth: Most tokens of a match and its drafts together.
+        max_cached_requests: Finished requests whose answers are kept; 0 keeps none.
+        max_spec_factor: Most drafts for each token of the match.
+        min_token_prob: Smallest share of the matches that must agree with a draft.
+    """
+
+    max_depth: int = 24
+    max_cached_requests: int = 10_000
+    max_spec_factor: float = 1.0
+    min_token_prob: float = 0.1
+
+    @property
+    def max_match(self) -> int:
+        """Tokens of the longest match. A longer one would leave room for fewer drafts."""
+        return max(1, int(self.max_depth / (1 + self.max_spec_factor)))
+
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts after any match, at least 1."""
+        by_factor = int(self.max_spec_factor * self.max_match)
+        return max(1, min(by_factor, self.max_depth - self.max_match))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +60,8 @@ class SpeculativeConfig:
 
     Args:
         method: The drafter. "ngram" finds the last tokens of a request earlier in the request, and
-            proposes the tokens that followed them there. "mtp" runs the layer for multi-token
+            proposes the tokens that followed them there. "suffix" does so with the longest match in
+            the request and in answers of finished requests. "mtp" runs the layer for multi-token
             prediction that the model's checkpoint has. "eagle3" runs the head in `model`.
             "draft_model" runs a smaller model with the same tokenizer.
         num_speculative_tokens: Most drafts of a request in one step.
@@ -34,6 +71,10 @@ class SpeculativeConfig:
             two limits is set, the other one is equal to it. If none is set, both are 5.
         prompt_lookup_max: The largest number of tokens to find. The drafter tries this number
             first, and then smaller ones.
+        suffix_decoding_max_tree_depth: For "suffix", see `SuffixLimits`. None is its default.
+        suffix_decoding_max_cached_requests: As above.
+        suffix_decoding_max_spec_factor: As above.
+        suffix_decoding_min_token_prob: As above.
         adapts_drafts: Choose the number of drafts that a step verifies from measured times and
             acceptance; it is often 0. If False, verify all drafts. None is True. vLLM has no such
             field.
@@ -47,6 +88,10 @@ class SpeculativeConfig:
     model: str | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    suffix_decoding_max_tree_depth: int | None = None
+    suffix_decoding_max_cached_requests: int | None = None
+    suffix_decoding_max_spec_factor: float | None = None
+    suffix_decoding_min_token_prob: float | None = None
     adapts_drafts: bool | None = None
 
     def __post_init__(self) -> None:
@@ -72,8 +117,9 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"model must be a folder or the name of a hub repository, got {self.model!r}."
             )
-        if self.is_on_device:
-            self._check_fields_on_device()
+        self._check_fields_of_method("ngram", "prompt_lookup_min", "prompt_lookup_max")
+        self._check_fields_of_method("suffix", *_SUFFIX_FIELDS)
+        self._check_suffix_fields()
         at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
         at_least("prompt_lookup_max", self.prompt_lookup_max, 1)
         shortest, longest = self.lookup_lengths
@@ -82,17 +128,31 @@ class SpeculativeConfig:
                 f"prompt_lookup_min={shortest} must be at most prompt_lookup_max={longest}."
             )
 
-    def _check_fields_on_device(self) -> None:
-        if self.prompt_lookup_min is not None or self.prompt_lookup_max is not None:
+    def _check_fields_of_method(self, method: str, *names: str) -> None:
+        given = [name for name in names if getattr(self, name) is not None]
+        if given and self.method != method:
             raise ConfigError(
-                "prompt_lookup_min and prompt_lookup_max are for method 'ngram', got method "
-                f"{self.method!r}. Leave them out."
+                f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} for method "
+                f"{method!r}, got method {self.method!r}. Remove what does not belong to it."
+            )
+
+    def _check_suffix_fields(self) -> None:
+        at_least("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, 2)
+        at_least("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0)
+        factor, share = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
+        if factor is not None and not (is_number(factor) and factor > 0):
+            raise ConfigError(
+                f"suffix_decoding_max_spec_factor must be a number above 0, got {factor!r}."
+            )
+        if share is not None and not (is_number(share) and 0 <= share <= 1):
+            raise ConfigError(
+                f"suffix_decoding_min_token_prob must be a number in [0, 1], got {share!r}."
             )
 
     @property
     def is_on_device(self) -> bool:
         """Whether the drafter has weights, and runs on the device after steps."""
-        return self.method != "ngram"
+        return self.method not in _METHODS_ON_HOST
 
     @property
     def adapts(self) -> bool:
@@ -111,6 +171,12 @@ class SpeculativeConfig:
         given = [limit for limit in limits if limit is not None] or [_DEFAULT_LOOKUP]
         return given[0], given[-1]
 
+    @property
+    def suffix_limits(self) -> SuffixLimits:
+        """The limits of the method "suffix", with their defaults."""
+        given = {limit: getattr(self, name) for name, limit in _SUFFIX_FIELDS.items()}
+        return SuffixLimits(**{name: value for name, value in given.items() if value is not None})
+
     @classmethod
     def from_fields(cls, fields: object) -> "SpeculativeConfig | None":
         """Reads the JSON object of the flag; null counts as not set. `{}` is no speculation.
@@ -125,6 +191,12 @@ class SpeculativeConfig:
         given = {name: value for name, value in fields.items() if value is not None}
         if not given:
             return None
+        if given.get("method") == "suffix":
+            # If a limit is invalid, the error must name the limit.
+            given = {"num_speculative_tokens": 1} | given
+            if fields.get("num_speculative_tokens") is None:
+                max_drafts = cls.from_fields(given).suffix_limits.max_drafts
+                given["num_speculative_tokens"] = min(max_drafts, MAX_SPECULATIVE_TOKENS)
         known = [field.name for field in dataclasses.fields(cls)]
         missing = [name for name in ("method", "num_speculative_tokens") if name not in given]
         unknown = [name for name in given if name not in known]

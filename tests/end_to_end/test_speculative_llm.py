@@ -132,8 +132,8 @@ def test_trace_with_drafts_can_be_replayed(engines, trace_file):
 
 
 def test_method_without_a_drafter_is_refused():
-    with pytest.raises(ConfigError, match="'suffix' has no drafter yet"):
-        LLM(speculative_config={"method": "suffix", "num_speculative_tokens": 1})
+    with pytest.raises(ConfigError, match="'medusa' has no drafter yet"):
+        LLM(speculative_config={"method": "medusa", "num_speculative_tokens": 1})
 
 
 def test_model_without_a_head_is_refused():

@@ -11,6 +11,7 @@ from paxkv.errors import ConfigError
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 MTP = {"method": "mtp", "num_speculative_tokens": 1}
+SUFFIX = {"method": "suffix"}
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,10 @@ def test_unset_limits_have_vllms_defaults(limits, lengths):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"method": "eagle", "model": "m"}, "'eagle' has no drafter yet; methods are ngram, mtp"),
+        (
+            {"method": "eagle", "model": "m"},
+            "'eagle' has no drafter yet; methods are ngram, suffix",
+        ),
         ({"method": "eagle3", "num_speculative_tokens": 3}, "method 'eagle3' needs model"),
         (MTP | {"model": "m"}, "method 'mtp' takes no model, got 'm'"),
         (MTP | {"prompt_lookup_max": 3}, "for method 'ngram', got method 'mtp'"),
@@ -40,7 +44,7 @@ def test_unset_limits_have_vllms_defaults(limits, lengths):
         (MTP | {"method": "eagle3", "model": 3}, "model must be a folder or .*, got 3"),
         (
             {"method": "ngrams", "num_speculative_tokens": 3},
-            "must be one of ngram, mtp, eagle3, draft_model, got",
+            "must be one of ngram, suffix, mtp, eagle3, draft_model, got",
         ),
         (NGRAM | {"draft_tensor_parallel_size": 1}, "got draft_tensor_parallel_size"),
         ({"num_speculative_tokens": 3}, "needs method; got"),
@@ -49,6 +53,12 @@ def test_unset_limits_have_vllms_defaults(limits, lengths):
         (NGRAM | {"num_speculative_tokens": True}, r"in \[1, 64\], got True"),
         (NGRAM | {"prompt_lookup_min": 0}, "prompt_lookup_min must be an integer of at least 1"),
         (NGRAM | {"prompt_lookup_min": 4, "prompt_lookup_max": 2}, "prompt_lookup_min=4 must be"),
+        ({"method": "suffix", "prompt_lookup_min": 2}, "for method 'ngram', got method 'suffix'"),
+        (NGRAM | {"suffix_decoding_max_tree_depth": 9}, "for method 'suffix', got method 'ngram'"),
+        (SUFFIX | {"suffix_decoding_max_tree_depth": 1}, "max_tree_depth must be an integer of at"),
+        (SUFFIX | {"suffix_decoding_max_cached_requests": -1}, "max_cached_requests must be an"),
+        (SUFFIX | {"suffix_decoding_max_spec_factor": 0}, "max_spec_factor must be .* above 0"),
+        (SUFFIX | {"suffix_decoding_min_token_prob": "x"}, r"min_token_prob must be .*\[0, 1\]"),
         ([], "must be a JSON object"),
     ],
 )
@@ -71,7 +81,20 @@ def test_flag_reads_the_object():
         parse("--speculative-config", '{"method": "medusa"}')
 
 
-@pytest.mark.parametrize(("fields", "is_on_device"), [(NGRAM, False), (MTP, True)])
+def test_suffix_needs_no_number_of_drafts():
+    """It is the largest number that the other limits allow."""
+    config = SpeculativeConfig.from_fields(SUFFIX)
+    assert config.num_speculative_tokens == config.suffix_limits.max_drafts == 12
+    few = SUFFIX | {"suffix_decoding_max_tree_depth": 10, "suffix_decoding_max_spec_factor": 0.25}
+    assert SpeculativeConfig.from_fields(few).num_speculative_tokens == 2
+    many = SUFFIX | {"suffix_decoding_max_tree_depth": 1000}
+    assert SpeculativeConfig.from_fields(many).num_speculative_tokens == 64
+    assert SpeculativeConfig.from_fields(SUFFIX | {"num_speculative_tokens": 3}) == (
+        SpeculativeConfig(method="suffix", num_speculative_tokens=3)
+    )
+
+
+@pytest.mark.parametrize(("fields", "is_on_device"), [(NGRAM, False), (SUFFIX, False), (MTP, True)])
 def test_drafts_adapt_by_default(fields, is_on_device):
     adapting = SpeculativeConfig.from_fields(fields)
     assert adapting.adapts and not adapting.prevents_bursts

@@ -1,13 +1,16 @@
-"""N-gram drafts change no answer, under random settings of the engine."""
+"""Drafts from tokens alone change no answer, under random settings of the engine."""
 
 import random
 
 import pytest
 
 from paxkv.config.engine_config import RunnerConfig
+from paxkv.config.speculative_config import SuffixLimits
 from paxkv.runner import model_runner
+from paxkv.runner.drafters.base import Drafter
 from paxkv.runner.drafters.draft_pacer import DraftChoice, DraftPacer
 from paxkv.runner.drafters.ngram import NgramDrafter
+from paxkv.runner.drafters.suffix import SuffixDrafter, SuffixRequest
 from paxkv.runner.features.drafts import Drafts
 from paxkv.runner.features.feature_list import make_features
 from tests.end_to_end.engine_runs import run
@@ -51,16 +54,48 @@ class RandomPacer(DraftPacer):
         return DraftChoice(drafts=drafts, is_ahead=not drafts)
 
 
+class ChangingDrafter(Drafter):
+    """Drafters that share a runner, because its programs are the same for all.
+
+    Attributes:
+        method: Of new requests.
+    """
+
+    def __init__(self):
+        self.method = "ngram"
+        self._drafters = {
+            "ngram": NgramDrafter(shortest=1, longest=3),
+            "suffix": SuffixDrafter(SuffixLimits(), max_cached_tokens=200),
+        }
+
+    def start(self, token_ids):
+        return self._drafters[self.method].start(token_ids)
+
+    def end(self, request):
+        method = "suffix" if isinstance(request, SuffixRequest) else "ngram"
+        self._drafters[method].end(request)
+
+
 @pytest.fixture(scope="module")
 def pacer():
     return RandomPacer()
 
 
+@pytest.fixture(scope="module")
+def drafter():
+    return ChangingDrafter()
+
+
+@pytest.fixture(params=["ngram", "suffix"], autouse=True)
+def method(request, drafter):
+    drafter.method = request.param
+    return request.param
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["steps", "batch_invariant"])
-def runners(request, tmp_path_factory, pacer):
+def runners(request, tmp_path_factory, pacer, drafter):
     """A runner without drafts and one with the same weights and drafts; steps of a burst."""
     config = RunnerConfig(batch_invariant=request.param, max_logprobs=-1)
-    drafter = NgramDrafter(shortest=1, longest=3)
     drafts = Drafts(drafter, max_drafts=MAX_DRAFTS, pacer=pacer)
     found = []
     for added in ((), (drafts,)):
