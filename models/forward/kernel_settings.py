@@ -18,6 +18,7 @@ from models.weight_rule import MODEL_AXIS, SplitAxis, is_whole
 TOKENS_BY_HEAD = PartitionSpec(None, MODEL_AXIS, None)
 PAGES_BY_DEVICE = PartitionSpec(None, None, MODEL_AXIS)
 BY_HEAD = PartitionSpec(MODEL_AXIS)  # f[heads]
+BY_DEVICE = PartitionSpec(MODEL_AXIS)  # the first axis
 WHOLE = PartitionSpec()
 
 Result = TypeVar("Result")
@@ -26,8 +27,10 @@ Result = TypeVar("Result")
 # What is split over the devices in a product of tiles of rows with the matrices of experts:
 # - out: the output features of each matrix; the features of the result are split too
 # - in: the input features of each matrix, and the features of x; the results are added
+# - parts: as "in", but the results are not added; the result has those of one device after those of
+#   another
 # - experts: each device has its own experts, and tiles with their rows
-ExpertSplit = Literal["in", "out", "experts"]
+ExpertSplit = Literal["in", "out", "parts", "experts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +163,7 @@ class KernelSettings:
             is_part = split == "in" and self.num_shards > 1
             return jax.lax.psum(y, MODEL_AXIS) if is_part else y
 
-        matrix_axis = {"experts": 0, "in": 1, "out": 2}[split]
+        matrix_axis = {"experts": 0, "in": 1, "parts": 1, "out": 2}[split]
         weights_spec = PartitionSpec(*[None] * matrix_axis, MODEL_AXIS)
         x_spec, tiles_spec, y_spec = specs_of_tiles(split)
         return self.by_device(
@@ -200,5 +203,7 @@ def specs_of_tiles(split: ExpertSplit) -> tuple[PartitionSpec, PartitionSpec, Pa
             return WHOLE, WHOLE, columns
         case "in":
             return columns, WHOLE, WHOLE
+        case "parts":
+            return columns, WHOLE, BY_DEVICE
         case "experts":
-            return (PartitionSpec(MODEL_AXIS),) * 3
+            return BY_DEVICE, BY_DEVICE, BY_DEVICE

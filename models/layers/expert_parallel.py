@@ -7,13 +7,10 @@ those of another, and are split along their first axis.
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from models.forward.kernel_settings import WHOLE, KernelSettings
+from models.forward.kernel_settings import BY_DEVICE, WHOLE, KernelSettings
 from models.weight_rule import MODEL_AXIS
 from pallas_kernels import GroupTiles, make_group_tiles
-
-BY_DEVICE = PartitionSpec(MODEL_AXIS)
 
 
 def tiles_of_own_experts(
@@ -45,18 +42,4 @@ def rows_of_tiles(
     """The row of x at each place; each device looks up those of its own tiles."""
     return kernels.by_device(
         lambda x, rows: x[rows], *(x, rows), in_specs=(WHOLE, BY_DEVICE), out_specs=BY_DEVICE
-    )
-
-
-def biases_of_tiles(
-    groups: jax.Array,  # i32[num_devices * num_tiles]
-    bias: jax.Array,  # f[num_experts, width]
-    kernels: KernelSettings,
-) -> jax.Array:  # f[num_devices * num_tiles, width]
-    """The bias of each tile's expert; that of tiles without rows is undefined."""
-    return kernels.by_device(
-        lambda groups, bias: bias.at[groups].get(mode="clip"),
-        *(groups, bias),
-        in_specs=(BY_DEVICE, BY_DEVICE),
-        out_specs=BY_DEVICE,
     )

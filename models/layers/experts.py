@@ -12,15 +12,10 @@ from flax import nnx
 from models.config.dense_config import Activation
 from models.config.moe_config import MoEConfig
 from models.errors import WeightMismatchError
-from models.forward.kernel_settings import WHOLE
+from models.forward.kernel_settings import BY_DEVICE, WHOLE, ExpertSplit, KernelSettings
 from models.forward.layer_context import LayerContext
 from models.layers.chosen_kernel import with_kernel
-from models.layers.expert_parallel import (
-    BY_DEVICE,
-    biases_of_tiles,
-    rows_of_tiles,
-    tiles_of_own_experts,
-)
+from models.layers.expert_parallel import rows_of_tiles, tiles_of_own_experts
 from models.layers.mlp import activate
 from models.layers.routing import Routing
 from models.stored_kernels.use_kernel import multiply_groups
@@ -87,21 +82,51 @@ class ExpertLinear(nnx.Module):
         x: jax.Array,  # f[num_tiles * tile_rows, in_features]
         tiles: GroupTiles,
         context: LayerContext,
+        *,
+        in_parts: bool = False,
     ) -> jax.Array:  # f[num_tiles * tile_rows, out_features]
+        """The outputs at all places.
+
+        Args:
+            in_parts: With input features that a mesh splits, the result has the parts of one device
+                after those of another, f[num_devices * num_tiles * tile_rows, out_features]. Their
+                sum is the output.
+        """
         kernels = context.kernels
-        is_split = kernels.splits_experts and not self.is_of_attention
-        split = "experts" if is_split else self.split
+        split = self.split
+        if kernels.splits_experts and not self.is_of_attention:
+            split = "experts"
+        elif in_parts and kernels.num_shards > 1:
+            split = "parts"
         y = multiply_groups(x, self.kernel.get_value(), tiles, kernels, split=split)
         if self.bias is None:
             return y
-
-        def find_biases(groups: jax.Array, bias: jax.Array) -> jax.Array:
-            if is_split:
-                return biases_of_tiles(groups, bias, kernels)
-            return bias.at[groups].get(mode="clip")
-
-        bias = with_kernel(find_biases, tiles.groups, self.bias.get_value())
+        bias = with_kernel(
+            functools.partial(_biases_of_tiles, kernels=kernels, split=split),
+            *(tiles.groups, self.bias.get_value()),
+        )
         return y + jnp.repeat(bias, x.shape[0] // tiles.groups.shape[0], axis=0)
+
+
+def _biases_of_tiles(
+    groups: jax.Array,  # i32[num_tiles]
+    bias: jax.Array,  # f[num_experts, out_features]
+    *,
+    kernels: KernelSettings,
+    split: ExpertSplit,
+) -> jax.Array:  # f[num_tiles, out_features], or of all devices
+    """The bias of each tile's expert; that of tiles without rows is undefined."""
+
+    def find(groups: jax.Array, bias: jax.Array) -> jax.Array:
+        found = bias.at[groups].get(mode="clip")
+        if split == "parts":  # added on one device only
+            found = jnp.where(jax.lax.axis_index(MODEL_AXIS) == 0, found, 0)
+        return found
+
+    if split in ("in", "out"):
+        return find(groups, bias)
+    spec = BY_DEVICE if split == "experts" else WHOLE
+    return kernels.by_device(find, groups, bias, in_specs=(spec, spec), out_specs=BY_DEVICE)
 
 
 class Experts(nnx.Module):
@@ -109,6 +134,10 @@ class Experts(nnx.Module):
 
     No row is dropped, even if all rows choose the same expert. Padding rows go through no expert.
     """
+
+    # Whether `finish` of a sum is the sum of `finish`. Devices then add the weighted sums of their
+    # parts: one row per token, instead of one per choice.
+    adds_parts: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -136,42 +165,20 @@ class Experts(nnx.Module):
         top_k = routing.expert_ids.shape[1]
         choices = choices_of_used_rows(routing.expert_ids, self.num_experts, context)
         context.report(EXPERT_TOKENS, functools.partial(self._count_choices, choices))
-        if context.kernels.splits_experts:
-            return self._sum_of_devices(x, choices, routing.weights, context)
-        tiles = tiles_of_choices(choices, self.num_experts, context)
-        down = self._down(x[tiles.rows // top_k], tiles, context)
-        return sum_of_choices(down, tiles.places, routing.weights).astype(x.dtype)
-
-    def _sum_of_devices(
-        self,
-        x: jax.Array,  # f[num_rows, hidden]
-        choices: jax.Array,  # i32[num_rows, top_k], in [0, num_experts]
-        weights: jax.Array,  # f32[num_rows, top_k]
-        context: LayerContext,
-    ) -> jax.Array:  # f[num_rows, hidden]
-        """The result with expert parallelism."""
         kernels = context.kernels
-        tiles = tiles_of_own_experts(choices.reshape(-1), self.num_experts, kernels)
-        chosen = rows_of_tiles(x, tiles.rows // choices.shape[1], kernels)
-
-        def add(down: jax.Array, places: jax.Array, weights: jax.Array) -> jax.Array:
-            return jax.lax.psum(sum_of_choices(down, places, weights), MODEL_AXIS)
-
-        total = kernels.by_device(
-            *(add, self._down(chosen, tiles, context), tiles.places, weights),
-            in_specs=(BY_DEVICE, BY_DEVICE, WHOLE),
-            out_specs=WHOLE,
-        )
+        if kernels.splits_experts:
+            tiles = tiles_of_own_experts(choices.reshape(-1), self.num_experts, kernels)
+            chosen = rows_of_tiles(x, tiles.rows // top_k, kernels)
+        else:
+            tiles = tiles_of_choices(choices, self.num_experts, context)
+            chosen = x[tiles.rows // top_k]
+        inner = self.inner(chosen, tiles, context)
+        down = self.finish(self.down_proj(inner, tiles, context, in_parts=self.adds_parts))
+        if kernels.splits_experts or (self.adds_parts and kernels.num_shards > 1):
+            total = _sum_of_devices(down, tiles.places, routing.weights, kernels)
+        else:
+            total = sum_of_choices(down, tiles.places, routing.weights)
         return total.astype(x.dtype)
-
-    def _down(
-        self,
-        chosen: jax.Array,  # f[places, hidden]
-        tiles: GroupTiles,
-        context: LayerContext,
-    ) -> jax.Array:  # f[places, hidden]
-        """The output of each place's expert."""
-        return self.finish(self.down_proj(self.inner(chosen, tiles, context), tiles, context))
 
     def _count_choices(
         self,
@@ -265,6 +272,25 @@ def sum_of_choices(
         own = outputs.at[places[:, choice]].get(mode="fill", fill_value=0)
         total += own.astype(jnp.float32) * weights[:, choice, None]
     return total
+
+
+def _sum_of_devices(
+    outputs: jax.Array,  # f[num_devices * num_tiles * tile_rows, width]
+    places: jax.Array,  # i32[num_rows * top_k], the same on all devices or of each
+    weights: jax.Array,  # f32[num_rows, top_k]
+    kernels: KernelSettings,
+) -> jax.Array:  # f32[num_rows, width]
+    """As `sum_of_choices`, of outputs of which each device has a part."""
+
+    def add(outputs: jax.Array, places: jax.Array, weights: jax.Array) -> jax.Array:
+        return jax.lax.psum(sum_of_choices(outputs, places, weights), MODEL_AXIS)
+
+    places_spec = BY_DEVICE if kernels.splits_experts else WHOLE
+    return kernels.by_device(
+        *(add, outputs, places, weights),
+        in_specs=(BY_DEVICE, places_spec, WHOLE),
+        out_specs=WHOLE,
+    )
 
 
 def make_experts(config: MoEConfig, *, dtype: jnp.dtype) -> Experts:

@@ -31,6 +31,8 @@ class ScaledSigmoidTopK(SigmoidTopK):
 class NormedExperts(Experts):
     """Experts whose outputs are normed before they are multiplied by their weights."""
 
+    adds_parts = False
+
     def __init__(
         self,
         num_experts: int,

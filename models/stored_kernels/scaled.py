@@ -161,6 +161,7 @@ class ScaledKernel(StoredKernel):
 
         axes = {
             "in": (None, "inner", None),
+            "parts": (None, "inner", None),
             "out": (None, None, "inner"),
             "experts": ("own_experts", None, None),
         }

@@ -28,9 +28,6 @@ NUM_BLOCKS = 16_384
 NUM_REQS = 64
 MAX_MODEL_LEN = 8_192
 MAX_BURST_STEPS = 8
-# In the names of ops that count tokens for penalties. They are in a branch within that for changed
-# logits, which is within that for random sampling, and may exchange more than other ops.
-OF_PENALTIES = "/cond/branch_1_fun" * 3
 
 _COMMON = {
     "num_layers": NUM_LAYERS,

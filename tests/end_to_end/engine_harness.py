@@ -166,9 +166,10 @@ def _logits_behind_result(vocab_size: int) -> Iterator[None]:
         *,
         raw_logits: Callable[[], jax.Array] | None = None,
         greedy_ids: jax.Array | None = None,
+        mesh: Mesh | None = None,
     ) -> SampledTokens:
         last_logits[:] = [logits]
-        return sample(logits, inputs, raw_logits=raw_logits, greedy_ids=greedy_ids)
+        return sample(logits, inputs, raw_logits=raw_logits, greedy_ids=greedy_ids, mesh=mesh)
 
     def recording_pack(sampled: SampledTokens) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(last_logits.pop(), jnp.int32)

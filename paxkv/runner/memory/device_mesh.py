@@ -39,9 +39,9 @@ def logits_sharding(mesh: Mesh, vocab_size: int) -> NamedSharding:
 
 
 def keep_split(
-    logits: jax.Array,  # f32[num_rows, vocab]
+    logits: jax.Array,  # f32[num_rows, vocab] or f32[num_rows, num_vocab_groups, group_size]
     mesh: Mesh | None,
-) -> jax.Array:  # f32[num_rows, vocab]
+) -> jax.Array:
     """Keeps logits split over the devices of a mesh, if there is one.
 
     Without this, JAX 0.11 gathers them at the end of a branch.

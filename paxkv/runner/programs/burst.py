@@ -149,7 +149,7 @@ def _find_logits(
 
     def find(width: Width, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         logits = model.compute_logits(params, width.read(hidden))
-        parts = (logits, argmax_grouped(logits))
+        parts = (logits, argmax_grouped(logits, model.kernels.mesh))
         return tuple(map(width.write, carry, parts))
 
     return batch.at_width(find, (room, jnp.zeros(hidden.shape[0], jnp.int32)))

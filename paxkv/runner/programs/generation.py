@@ -203,7 +203,9 @@ def _draw(
     fields = {"sampling_rows": sampling_rows, "draw_position": draw_position}
     sampling = join_step_rows(fields, num_rows=num_rows)
     if state.drawing is None:
-        return sample(logits, decode_step_rows(sampling)).token_ids[:, None], None
+        return sample(logits, decode_step_rows(sampling), mesh=model.kernels.mesh).token_ids[
+            :, None
+        ], None
     result, row_state = draw_rows(
         logits,
         state.drawing,

@@ -97,7 +97,7 @@ def _draw_chunk(
 
     def process() -> tuple[jax.Array, jax.Array | None]:
         processed = process_logits(logits_of(), inputs, state, token_mask, mesh)
-        return processed, None if greedy_ids is None else argmax_grouped(processed)
+        return processed, None if greedy_ids is None else argmax_grouped(processed, mesh)
 
     # Both branches slice: a slice before the branches would be copied once more.
     processed, greedy_ids = jax.lax.cond(
@@ -105,7 +105,11 @@ def _draw_chunk(
     )
     processed = keep_split(processed, mesh)
     sampled = sample(
-        processed, decode_step_rows(sampling), raw_logits=logits_of, greedy_ids=greedy_ids
+        processed,
+        decode_step_rows(sampling),
+        raw_logits=logits_of,
+        greedy_ids=greedy_ids,
+        mesh=mesh,
     )
     return pack_result(sampled)
 

@@ -140,10 +140,10 @@ def _count_tokens(
         tokens = state.token_ids[inputs.row[:, None], places[None]]
         is_counted = (places >= first) & (places < num_tokens[:, None])
         is_output = places >= inputs.num_prompt_tokens[:, None]
-        column = jnp.where(is_counted, tokens + vocab_size * is_output, 2 * vocab_size)
-        return counts.at[row_idx, column].add(1, mode="drop")
+        column = jnp.where(is_counted, tokens, vocab_size)
+        return counts.at[is_output.astype(jnp.int32), row_idx, column].add(1, mode="drop")
 
     num_chunks = (jnp.max(num_tokens) + chunk - 1) // chunk
-    counts = jnp.zeros((num_logits, 2 * vocab_size), jnp.int32)
-    counts = jax.lax.fori_loop(0, num_chunks, count_chunk, counts)
-    return counts[:, :vocab_size], counts[:, vocab_size:]
+    counts = jnp.zeros((2, num_logits, vocab_size), jnp.int32)
+    in_prompt, in_output = jax.lax.fori_loop(0, num_chunks, count_chunk, counts)
+    return in_prompt, in_output

@@ -12,8 +12,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from paxkv.config.sampling_params import MAX_LOGPROBS
+from paxkv.runner.memory.device_mesh import keep_split
 from paxkv.runner.sampling.sampled_tokens import (
     RESULT_WIDTH,
     SampledTokens,
@@ -35,6 +37,7 @@ def sample(
     *,
     raw_logits: Callable[[], jax.Array] | None = None,
     greedy_ids: jax.Array | None = None,
+    mesh: Mesh | None = None,
 ) -> SampledTokens:
     """Draws a token per row. Filters and log-probabilities that no row needs cost nothing.
 
@@ -42,12 +45,13 @@ def sample(
         raw_logits: Returns the model's logits, f32[num_logits, vocab], if processors have changed
             `logits`. Log-probabilities are computed from these.
         greedy_ids: i32[num_logits], the most likely tokens, if known.
+        mesh: The devices that the logits are split over, if there are several.
     """
     if greedy_ids is None:
-        greedy_ids = argmax_grouped(logits)
+        greedy_ids = argmax_grouped(logits, mesh)
     token_ids = jax.lax.cond(
         jnp.any(inputs.temperature > 0),
-        lambda: jnp.where(inputs.temperature > 0, _draw(logits, inputs), greedy_ids),
+        lambda: jnp.where(inputs.temperature > 0, _draw(logits, inputs, mesh), greedy_ids),
         lambda: greedy_ids,
     )
     # Packed, because a branch with five results would need five more kernels.
@@ -61,20 +65,26 @@ def sample(
     return unpack_result(packed)
 
 
-def argmax_grouped(logits: jax.Array) -> jax.Array:  # f32[num_logits, vocab] -> i32[num_logits]
+def argmax_grouped(
+    logits: jax.Array,  # f32[num_logits, vocab]
+    mesh: Mesh | None = None,
+) -> jax.Array:  # i32[num_logits]
     """`jnp.argmax` over the last axis, ties to the lowest index, as a search in two levels."""
-    grouped = _grouped(logits, fill=-jnp.inf)
+    grouped = _grouped(logits, -jnp.inf, mesh)
     group_idx = jnp.argmax(grouped.max(axis=-1), axis=-1)
     inner_idx = jnp.argmax(_take_group(grouped, group_idx), axis=-1)
     return (group_idx * GROUP_SIZE + inner_idx).astype(jnp.int32)
 
 
-def _draw(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:  # i32[num_logits]
+def _draw(
+    logits: jax.Array, inputs: SamplingInputs, mesh: Mesh | None
+) -> jax.Array:  # i32[num_logits]
     """Draws from each row's filtered distribution. The results of greedy rows are ignored."""
     temperature = jnp.where(inputs.temperature > 0, inputs.temperature, 1.0)[:, None]
     shifted = (logits - logits.max(axis=-1, keepdims=True)) / temperature
     # The most likely token has weight 1, so every weight is in [0, 1].
-    weights = _grouped(jnp.exp(shifted), fill=0.0)  # f32[num_logits, num_vocab_groups, GROUP_SIZE]
+    # f32[num_logits, num_vocab_groups, GROUP_SIZE]
+    weights = _grouped(jnp.exp(shifted), 0.0, mesh)
     threshold = _filter_threshold(weights, inputs)
     kept = jnp.where(weights >= threshold[:, None, None], weights, 0.0)
     # One uniform number picks the group, another the token in it. The product of both probabilities
@@ -214,14 +224,23 @@ def with_logprobs(logits: jax.Array, token_ids: jax.Array) -> SampledTokens:
     )
 
 
-def _grouped(x: jax.Array, fill: float) -> jax.Array:
-    """f[num_logits, vocab] -> f[num_logits, num_vocab_groups, GROUP_SIZE], padded with `fill`."""
+def _grouped(
+    x: jax.Array,  # f[num_logits, vocab]
+    fill: float,
+    mesh: Mesh | None,
+) -> jax.Array:  # f[num_logits, num_vocab_groups, GROUP_SIZE]
+    """x in groups, padded with `fill`, so that each device of a mesh has equally many groups.
+
+    If its groups were cut at the ends of devices, a device would need all of x.
+    """
     num_logits, vocab = x.shape
     num_vocab_groups = -(-vocab // GROUP_SIZE)
+    if mesh is not None:
+        num_vocab_groups += -num_vocab_groups % mesh.size
     padding = num_vocab_groups * GROUP_SIZE - vocab
     if padding:
         x = jnp.pad(x, ((0, 0), (0, padding)), constant_values=fill)
-    return x.reshape(num_logits, num_vocab_groups, GROUP_SIZE)
+    return keep_split(x.reshape(num_logits, num_vocab_groups, GROUP_SIZE), mesh)
 
 
 def _take_group(grouped: jax.Array, group_idx: jax.Array) -> jax.Array:
