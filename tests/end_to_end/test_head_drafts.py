@@ -100,7 +100,7 @@ class ModelStepper:
     def __init__(self, model):
         self._stepper = PagedStepper(model)
 
-    def drafts(self, token_ids, num_drafts, num_tokens):
+    def drafts(self, token_ids, num_drafts):
         token_ids = list(token_ids)
         for _ in range(num_drafts):
             self._stepper.reset()
@@ -179,7 +179,7 @@ def drafting(request, tmp_path_factory, heads, plain_runners):
     if method == "draft_model":
         stepper = ModelStepper(head)
     else:
-        stepper = HeadStepper(model, head, max_tokens=MAX_MODEL_LEN)
+        stepper = HeadStepper(model, head, max_tokens=MAX_MODEL_LEN, width=MAX_MODEL_LEN)
     return Drafting(method, batch_invariant, pacer, plain_runners[plain], runner, stepper)
 
 
@@ -264,7 +264,7 @@ def test_drafts_are_those_of_a_head_without_a_paged_cache(drafting, compiler, mo
     for req_id, token_ids, draft_ids in found:
         known = [*prompts[req_id], *token_ids]
         if len(known) + MAX_DRAFTS <= MAX_MODEL_LEN:
-            wanted = drafting.stepper.drafts(known, MAX_DRAFTS, MAX_MODEL_LEN)
+            wanted = drafting.stepper.drafts(known, MAX_DRAFTS)
             # After the step that admits a request, its last block may be full.
             assert draft_ids == wanted[: len(draft_ids)] and draft_ids
             num_whole += len(draft_ids) == MAX_DRAFTS

@@ -21,9 +21,10 @@ class HeadStepper:
 
     Args:
         max_tokens: Of the request.
+        width: Tokens of each call, with padding, so that each program compiles once.
     """
 
-    def __init__(self, model, head, *, max_tokens):
+    def __init__(self, model, head, *, max_tokens, width):
         spec = with_drafter(model.config.spec("float32"), head.config.spec("float32"))
         groups = groups_of_spec(spec, block_size=BLOCK_SIZE)
         places = groups.places(spec)
@@ -31,65 +32,83 @@ class HeadStepper:
         self.model = model.with_places(places[:num_layers])
         self.head = head.with_places(places[num_layers:])
         self.tables = groups.tables(max_tokens)
+        self.width = width
         num_blocks = sum(table.num_groups * table.max_blocks_per_req for table in self.tables)
         self.pages = empty_kv_cache(groups.config(1 + num_blocks), model.platform, "float32")
-        self._forward = jax.jit(self.model.forward, compiler_options=QUICK_COMPILE)
-        self._run = jax.jit(self.head.run, compiler_options=QUICK_COMPILE)
+        jit = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
+        self._forward = jit(self._forward_and_combine)
+        self._run = jit(self._embed_and_run)
+        self._choose = jit(self._logits_and_choice)
 
-    def batch(self, token_ids, start, num_tokens):
-        """Args: num_tokens: With padding."""
-        padded, positions = np.zeros((2, num_tokens), np.int32)
+    def batch(self, token_ids, start):
+        padded, positions = np.zeros((2, self.width), np.int32)
         padded[: len(token_ids)] = token_ids
         positions[: len(token_ids)] = np.arange(start, start + len(token_ids))
         tables, first = [], 1
         for table in self.tables:
             shape = (table.num_groups, 1, table.max_blocks_per_req)
             size = table.num_groups * table.max_blocks_per_req
-            tables.append(jnp.arange(first, first + size, dtype=jnp.int32).reshape(shape))
+            tables.append(np.arange(first, first + size, dtype=np.int32).reshape(shape))
             first += size
-        return make_batch(
-            token_ids=jnp.array(padded),
-            positions=jnp.array(positions),
-            query_start_loc=jnp.array([0, len(token_ids)], jnp.int32),
-            seq_lens=jnp.array([start + len(token_ids)], jnp.int32),
+        batch = make_batch(
+            token_ids=padded,
+            positions=positions,
+            query_start_loc=np.array([0, len(token_ids)], np.int32),
+            seq_lens=np.array([start + len(token_ids)], np.int32),
             block_tables=tables,
             table_shapes=self.tables,
-            logits_indices=jnp.zeros(1, jnp.int32),
+            logits_indices=np.zeros(1, np.int32),
             wants=Wants(
                 logits="none", hidden="none" if self.head.taps else "all", taps=self.head.taps
             ),
         )
+        return jax.device_put(batch)
 
-    def compute_hidden(self, token_ids, start, num_tokens=None):
-        """What the head reads of the target's hidden states, with padding."""
-        batch = self.batch(token_ids, start, num_tokens or len(token_ids))
-        outputs, self.pages = self._forward(self.model.params, self.pages, batch)
-        hidden = jnp.concatenate(outputs.taps, 1) if self.head.taps else outputs.hidden
-        return self.head.combine(self.head.params, hidden)
+    def compute_hidden(self, token_ids, start):
+        """What the head reads of the target's hidden states."""
+        batch = self.batch(token_ids, start)
+        hidden, self.pages = self._forward(self.model.params, self.head.params, self.pages, batch)
+        return np.asarray(hidden)[: len(token_ids)]
 
     def predict(self, next_ids, hidden, start):
-        """Hidden states of the head, with the padding of `hidden`."""
-        batch = self.batch(next_ids, start, hidden.shape[0])
-        target_embed = functools.partial(self.model.embed, self.model.params)
-        embedded = self.head.embed(self.head.params, batch.token_ids, target_embed)
-        hidden, self.pages = self._run(
-            self.head.params, self.pages, batch, embedded=embedded, hidden=hidden
+        """Hidden states of the head."""
+        batch = self.batch(next_ids, start)
+        rows, self.pages = self._run(
+            self.model.params, self.head.params, self.pages, batch, self._padded(hidden)
         )
-        return hidden
+        return np.asarray(rows)[: len(next_ids)]
 
     def choose(self, hidden):
         """The most likely token of each row."""
-        target_logits = functools.partial(self.model.compute_logits, self.model.params)
-        return self.head.choose(self.head.params, hidden, target_logits).tolist()
+        chosen = self._choose(self.model.params, self.head.params, self._padded(hidden))
+        return np.asarray(chosen)[: len(hidden)].tolist()
 
-    def drafts(self, token_ids, num_drafts, num_tokens):
+    def drafts(self, token_ids, num_drafts):
         """The drafts after these tokens, computed without drafts that were made before."""
         last = len(token_ids) - 2
-        hidden = self.compute_hidden(token_ids[:-1], 0, num_tokens)
-        hidden = self.predict(token_ids[1:], hidden, 0)[last : last + 1]
+        hidden = self.predict(token_ids[1:], self.compute_hidden(token_ids[:-1], 0), 0)[-1:]
         found = self.choose(hidden)
         while len(found) < num_drafts:
             last += 1
             hidden = self.predict(found[-1:], hidden, last)
             found += self.choose(hidden)
         return found
+
+    def _padded(self, hidden):
+        padded_np = np.zeros((self.width, hidden.shape[1]), hidden.dtype)
+        padded_np[: len(hidden)] = hidden
+        return jax.device_put(padded_np)
+
+    def _forward_and_combine(self, params, head_params, pages, batch):
+        outputs, pages = self.model.forward(params, pages, batch)
+        hidden = jnp.concatenate(outputs.taps, 1) if self.head.taps else outputs.hidden
+        return self.head.combine(head_params, hidden), pages
+
+    def _embed_and_run(self, params, head_params, pages, batch, hidden):
+        target_embed = functools.partial(self.model.embed, params)
+        embedded = self.head.embed(head_params, batch.token_ids, target_embed)
+        return self.head.run(head_params, pages, batch, embedded=embedded, hidden=hidden)
+
+    def _logits_and_choice(self, params, head_params, hidden):
+        target_logits = functools.partial(self.model.compute_logits, params)
+        return self.head.choose(head_params, hidden, target_logits)

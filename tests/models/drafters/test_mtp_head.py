@@ -12,6 +12,8 @@ from tests.end_to_end.parity import largest_difference
 from tests.models.drafters.head_stepper import HeadStepper
 
 MAX_TOKENS = 24
+# Tokens of the longer chunk.
+WIDTH = 13
 
 
 @pytest.fixture(scope="module", params=["deepseek-v3", "glm4-moe"])
@@ -36,12 +38,12 @@ def test_logits_are_those_of_transformers(checkpoint):
     cache = MtpCache(config=model.config.get_mtp_config())
     loaded = load_model(folder, dtype="float32", max_model_len=MAX_TOKENS)
     head = load_mtp_head(loaded, folder, encoder=KernelEncoder(platform=loaded.platform))
-    stepper = HeadStepper(loaded, head, max_tokens=MAX_TOKENS)
+    stepper = HeadStepper(loaded, head, max_tokens=MAX_TOKENS, width=WIDTH)
     with torch.no_grad():
         outputs = model(torch.tensor([token_ids[:20]]), output_hidden_states=True)
         their_hidden = outputs.hidden_states[-1]
         differences = []
-        for start, end in ((0, 13), (13, 20)):
+        for start, end in ((0, WIDTH), (WIDTH, 20)):
             their_rows = theirs.forward_layer(
                 0,
                 their_hidden[:, start:end],

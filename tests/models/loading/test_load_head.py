@@ -12,6 +12,8 @@ from tests.models.drafters.eagle3_checkpoints import CONFIG, write_eagle3_head
 from tests.models.drafters.head_stepper import HeadStepper
 
 MAX_TOKENS = 24
+# Tokens of the longer chunk.
+WIDTH = 13
 
 
 def norm(x, scale):
@@ -91,7 +93,7 @@ def test_tokens_are_those_of_a_plain_implementation(
         **fields,
     )
     head = load_eagle3_head(model, tmp_path, encoder=KernelEncoder(platform=model.platform))
-    stepper = HeadStepper(model, head, max_tokens=MAX_TOKENS)
+    stepper = HeadStepper(model, head, max_tokens=MAX_TOKENS, width=WIDTH)
     token_ids = np.random.RandomState(0).randint(2, 700, 21).tolist()
     with torch.no_grad():
         outputs = theirs(torch.tensor([token_ids[:20]]), output_hidden_states=True)
@@ -101,7 +103,7 @@ def test_tokens_are_those_of_a_plain_implementation(
     norms_residual = fields.get("norm_before_residual", False)
     wanted = plain_head(weights, table[token_ids[1:]], fused, norms_residual=norms_residual)
     rows = []
-    for start, end in ((0, 13), (13, 20)):
+    for start, end in ((0, WIDTH), (WIDTH, 20)):
         hidden = stepper.compute_hidden(token_ids[start:end], start)
         rows.append(stepper.predict(token_ids[start + 1 : end + 1], hidden, start))
         np.testing.assert_allclose(rows[-1], wanted[start:end], atol=2e-4)
