@@ -80,6 +80,7 @@ FAMILIES: dict[str, str] = {
     "Dots1ForCausalLM": "models.families.dots1:Dots1ForCausalLM",
     "SolarOpenForCausalLM": "models.families.solar_open:SolarOpenForCausalLM",
     "SarvamMoEForCausalLM": "models.families.sarvam_moe:SarvamMoEForCausalLM",
+    "MiniMaxForCausalLM": "models.families.minimax:MiniMaxForCausalLM",
     "MiniMaxM2ForCausalLM": "models.families.minimax_m2:MiniMaxM2ForCausalLM",
     "CohereForCausalLM": "models.families.cohere:CohereForCausalLM",
     "Cohere2ForCausalLM": "models.families.cohere2:Cohere2ForCausalLM",

@@ -49,7 +49,7 @@ class MixtralForCausalLM(MoEDecoder):
     def __init__(self, config: MoEConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
         super().__init__(
             config,
-            sparse_mlp=functools.partial(_make_sparse_mlp, config, dtype),
+            sparse_mlp=functools.partial(make_sparse_mlp, config, dtype),
             norm=functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype),
             has_head_kernel=has_head_kernel,
             dtype=dtype,
@@ -59,7 +59,8 @@ class MixtralForCausalLM(MoEDecoder):
         return block_sparse_moe_rules(super().weight_rules())
 
 
-def _make_sparse_mlp(config: MoEConfig, dtype: jnp.dtype) -> SparseMLP:
+def make_sparse_mlp(config: MoEConfig, dtype: jnp.dtype) -> SparseMLP:
+    """Makes the experts of one layer."""
     return SparseMLP(
         gate=Router(config.hidden_size, config.num_experts, dtype=dtype),
         choose=SoftmaxTopK(top_k=config.num_experts_per_tok, normalizes=True),

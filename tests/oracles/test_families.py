@@ -38,6 +38,7 @@ LOADED = [
     "qwen3.5-moe",
     "olmo-hybrid",
     "kimi-linear",
+    "minimax-01",
     "nemotron-h",
     "nemotron-h-latent",
     "falcon-h1",
@@ -279,6 +280,8 @@ _OVERRIDDEN = {
     ),
     # The numbers of heads and their width say how wide all heads are, or `intermediate_size` does.
     "expand": {"nemotron-h", "nemotron-h-latent", "mamba", "falcon-mamba"},
+    # Tokens that transformers computes together.
+    "block_size": {"minimax-01"},
     # `mamba_d_ssm` wins.
     "mamba_expand": {"falcon-h1", "falcon-h1-normed"},
     # The output of Mamba2 is not normed.
