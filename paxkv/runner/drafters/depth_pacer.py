@@ -10,7 +10,10 @@ from paxkv.runner.drafters.step_times import StepTimes, round_up
 # again. The first factor applies to steps with drafts while the engine runs ahead. The second
 # applies to steps without drafts. It is closer to 1, because the head has no keys and values of
 # tokens that were computed without it, so the next drafts are worse.
-_DRAFT_AGING, _PLAIN_AGING = 0.998, 0.9998
+_DRAFT_AGING, _PLAIN_AGING = 0.999, 0.9998
+# Drafts must promise to be faster by this factor. Measured times vary, and useless drafts must not
+# be verified because of that.
+_MIN_GAIN = 1.05
 # Fewer steps without drafts do not tell their time.
 _MIN_PLAIN_STEPS = 3
 
@@ -24,7 +27,8 @@ class DepthPacer:
 
     The engine's first steps with a number of requests run ahead, so that their time is known. A
     number of drafts whose time is unknown is expected to take as long as the slowest known smaller
-    number, or else as a step without drafts. So each number is tried once.
+    number, or else as a step without drafts. So each number is tried, soon if many drafts are
+    right. A step with drafts cannot be faster than one without them.
 
     Args:
         max_drafts: Most drafts of a request.
@@ -96,12 +100,12 @@ class DepthPacer:
     def _find_best(self, rates: Sequence[float], size: int) -> int:
         plain_s = slowest_s = self._plain_times[size].expected_s
         num_tokens = float(len(rates))
-        best, best_rate = 0, num_tokens / plain_s
+        best, best_rate = 0, _MIN_GAIN * num_tokens / plain_s
         for num_drafts in range(1, self._max_drafts + 1):
             # A request's second draft promises less than its first.
             num_tokens += sum(rate**num_drafts for rate in rates)
-            times = self._draft_times.get((size, num_drafts))
-            took_s = slowest_s if times is None else times.expected_s
+            times = self._draft_times.setdefault((size, num_drafts), StepTimes())
+            took_s = times.expected_at_least(plain_s if times.is_known else slowest_s)
             slowest_s = max(slowest_s, took_s)
             if num_tokens / took_s > best_rate:
                 best, best_rate = num_drafts, num_tokens / took_s

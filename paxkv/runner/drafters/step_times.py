@@ -5,6 +5,8 @@ from collections import deque
 
 # The median of this many steps is the expected time of the next one.
 _NUM_TIMES = 5
+# Times that have aged to less than this factor do not count once there is a new one.
+_OLD_FACTOR = 0.8
 
 
 class StepTimes:
@@ -16,9 +18,24 @@ class StepTimes:
 
     @property
     def expected_s(self) -> float:
-        return self._factor * statistics.median(self._recent_s)
+        """The expected time, if a step was measured."""
+        return self.expected_at_least(0.0)
+
+    def expected_at_least(self, low_s: float) -> float:
+        """The expected time, if steps of this size cannot be faster than `low_s`.
+
+        Without a measurement, they are expected to take `low_s`.
+        """
+        median_s = statistics.median(self._recent_s) if self._recent_s else 0.0
+        return self._factor * max(median_s, low_s)
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._recent_s)
 
     def record(self, took_s: float) -> None:
+        if self._factor < _OLD_FACTOR:
+            self._recent_s.clear()
         self._recent_s.append(took_s)
         self._factor = 1.0
 
