@@ -43,9 +43,9 @@ from benchmarks.tables import markdown_table
 _ROUND_ROBIN = "ray.serve.experimental.round_robin_router.RoundRobinRouter"
 CASES = {
     "one replica": {"num_replicas": "1"},
-    "two replicas, round robin": {"num_replicas": "2", "request_router": _ROUND_ROBIN},
+    "two replicas round robin": {"num_replicas": "2", "request_router": _ROUND_ROBIN},
     "two replicas": {"num_replicas": "2"},
-    "two replicas, one killed": {"num_replicas": "2"},
+    "two replicas one killed": {"num_replicas": "2"},
 }
 # A cache of 80 blocks of 64 tokens holds about half of the prefixes.
 _SETTINGS = {"num_gpu_blocks_override": "80", "max_num_seqs": "8", "max_num_batched_tokens": "256"}
@@ -59,7 +59,11 @@ _SAMPLE = re.compile(r'^vllm:prefix_cache_(hits|queries)_total\{.*replica="(\w+)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The requests of a case."""
+    """The requests of a case.
+
+    Args:
+        max_tokens_killed: `max_tokens` in the case with a kill, so that streams run when it comes.
+    """
 
     num_requests: int = 200
     num_concurrent: int = 6
@@ -67,6 +71,7 @@ class Workload:
     prefix_tokens: int = 512
     tail_tokens: int = 32
     max_tokens: int = 16
+    max_tokens_killed: int = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,7 +138,7 @@ def running_application(arguments: dict[str, str], log: Path) -> Iterator[Runnin
     try:
         yield application
     finally:
-        process.send_signal(signal.SIGINT)
+        process.terminate()
         try:
             process.wait(120)
         except subprocess.TimeoutExpired:
@@ -176,7 +181,9 @@ def measure(name: str, workload: Workload, log: Path) -> dict[str, float]:
         rng.choice(prefixes) + tokens(workload.tail_tokens) for _ in range(workload.num_requests)
     ]
     num_replicas = int(arguments["num_replicas"])
-    kill_at = workload.num_requests // 2 if "killed" in name else None
+    kill_at, max_tokens = None, workload.max_tokens
+    if "killed" in name:
+        kill_at, max_tokens = workload.num_requests // 2, workload.max_tokens_killed
     figures: dict[str, float] = {}
     with running_application(arguments, log) as application:
         application.wait_for_replicas(num_replicas, _START_S)
@@ -188,7 +195,7 @@ def measure(name: str, workload: Workload, log: Path) -> dict[str, float]:
                 if next(counter) == kill_at:
                     killed.append((application.kill_replica(), time.monotonic()))
             start_s = time.monotonic()
-            ending = send_request(application.port, prompt, workload.max_tokens)
+            ending = send_request(application.port, prompt, max_tokens)
             seconds.append(time.monotonic() - start_s)
             return ending
 
@@ -226,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=output_file, default=out)
     arguments = vars(parser.parse_args(argv))
     cases, log, out = (arguments.pop(name) for name in ("cases", "log", "out"))
-    if importlib.util.find_spec("ray.serve") is None:
+    if importlib.util.find_spec("ray") is None:
         raise BenchmarkError("Ray Serve is not installed. Install paxkv with the extra `ray`.")
     workload = Workload(**arguments)
     figures = {

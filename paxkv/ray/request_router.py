@@ -58,6 +58,7 @@ class PrefixRequestRouter(RequestRouter):
             return [candidate_replicas]
         # Without this, Ray would call again immediately if all replicas reject the request.
         pending_request.routing_context.should_backoff = True
+        self._forget_cancelled()
         arguments = pending_request.kwargs
         chain = arguments.get(CHAIN, ())
         avoided = set(arguments.get(AVOID, ()))
@@ -71,7 +72,6 @@ class PrefixRequestRouter(RequestRouter):
         self._place(request_id, chosen)
         self._unsent[request_id] = time.monotonic()
         self._unsent.move_to_end(request_id)
-        self._forget_cancelled()
         others = [replica for key, replica in replicas.items() if key != chosen]
         # Replicas to avoid come last.
         others.sort(key=lambda replica: replica.replica_id.unique_id in avoided)
