@@ -1,13 +1,11 @@
 """`ModelRunner`: computes the scheduler's steps on one device, or on the devices of a mesh."""
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -26,12 +24,8 @@ from paxkv.runner.batch.built_step import BuiltStep
 from paxkv.runner.batch.device_step import DeviceStep, FinishedStep
 from paxkv.runner.batch.input_batch import InputBatch
 from paxkv.runner.batch.unbuilt import refuse_unbuilt
-from paxkv.runner.features.base import StepFeature
-from paxkv.runner.features.feature_device import FeatureDevice
 from paxkv.runner.features.feature_list import make_features, make_head_drafts
 from paxkv.runner.features.head_drafts import HeadDrafts, HeadStep
-from paxkv.runner.features.target_hidden import target_hidden_of
-from paxkv.runner.features.traced_features import FeatureValues, split_arrays
 from paxkv.runner.memory.device_mesh import mesh_of
 from paxkv.runner.memory.kv_cache_arrays import (
     abstract_kv_cache,
@@ -43,7 +37,6 @@ from paxkv.runner.memory.memory_plan import (
     measure_device_memory,
     report_memory,
 )
-from paxkv.runner.memory.zeros import put_zeros
 from paxkv.runner.profiler import Profiler
 from paxkv.runner.programs.expert_check import products_of
 from paxkv.runner.programs.kernel_check import KernelChoice, choose_implementation
@@ -53,7 +46,8 @@ from paxkv.runner.programs.warmup import StepPrograms
 from paxkv.runner.runner_plan import RunnerPlan
 from paxkv.runner.sampling.logits_check import LogitsCheck
 from paxkv.runner.sampling.wide_logprobs import num_returned_logits
-from paxkv.runner.shapes.program_shapes import BurstShape, CopyShape, TableShape
+from paxkv.runner.shapes.program_shapes import BurstShape, TableShape
+from paxkv.runner.worker import Worker
 
 DEFAULT_RUNNER_CONFIG = RunnerConfig()
 
@@ -108,7 +102,6 @@ class ModelRunner:
             )
             features = (*features, self._head_drafts)
         self._features = features
-        self._feature_of = {v: feature for feature in features for v in feature.variants()}
         self._handled = frozenset().union(*(feature.handles for feature in features))
         mesh = mesh_of(model.params[0])
         plan = RunnerPlan(
@@ -140,19 +133,19 @@ class ModelRunner:
             batch_invariant=runner_config.batch_invariant,
         )
         model = model.with_kernels(kernels)
-        self._params = _put_params(model, mesh)
-        self._head_params: tuple[jax.Array, ...] = ()
+        params = _put_params(model, mesh)
+        head_params: tuple[jax.Array, ...] = ()
         if head is not None:
             # Drafts may differ from batch to batch, and answers do not depend on them.
             head = head.with_kernels(dataclasses.replace(kernels, batch_invariant=False))
-            self._head_params = _put_params(head, mesh)
+            head_params = _put_params(head, mesh)
         modules = [model] if head is None else [model, head]
         self._weight_bytes = sum(module.device_bytes for module in modules)
 
         def make_programs(plan: RunnerPlan) -> StepPrograms:
             return StepPrograms(
                 model=model,
-                params=self._params,
+                params=params,
                 buckets=plan.buckets,
                 max_num_seqs=scheduler_config.max_num_seqs,
                 mesh=mesh,
@@ -163,8 +156,17 @@ class ModelRunner:
         memory = host_memory or self._measure_memory(plan, make_programs)
         plan, self.memory_plan = plan.fit(memory)
         self._buckets = plan.buckets
-        self._programs = make_programs(plan)
-        self._allocate(plan)
+        self.worker = Worker(
+            make_programs(plan),
+            params=params,
+            head_params=head_params,
+            kv_cache=allocate_kv_cache(self.kv_cache_config, mesh, self._platform, plan.kv_dtype),
+            features=features,
+            head_drafts=self._head_drafts,
+            vocab_size=model.config.vocab_size,
+            max_num_seqs=scheduler_config.max_num_seqs,
+            sharding=self._sharding,
+        )
         self._rows = InputBatch.create(
             max_num_seqs=scheduler_config.max_num_seqs,
             max_model_len=plan.max_model_len,
@@ -212,15 +214,17 @@ class ModelRunner:
 
     @property
     def num_compiles_after_ready(self) -> int:
-        return self._programs.num_compiles_after_ready
+        return self.worker.programs.num_compiles_after_ready
 
     def warm_up(self) -> int:
         """Loads or compiles every program that traffic can ask for; returns their number."""
         # On a CPU, the system copies weights into huge pages while programs are compiled.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            params = (*self._params, *self._head_params)
+            params = (*self.worker.params, *self.worker.head_params)
             prepared = thread.submit(self._platform.prepare_arrays, params)
-            num_programs = self._programs.warm_up(self._kv_cache, show_progress=self._show_progress)
+            num_programs = self.worker.programs.warm_up(
+                self.worker.kv_cache, show_progress=self._show_progress
+            )
             prepared.result()
         return_freed_memory()
         on_host = self._platform.free_host_bytes() is not None
@@ -253,12 +257,16 @@ class ModelRunner:
                 "`start_sampling` first."
             )
         self._rows.update(scheduler_output)
-        with self._feature_device() as device:
+        with self.worker.feature_device() as device:
             for feature in self._features:
                 feature.before_step(scheduler_output, device)
-        self._sampler.write_rows(self._rows.pack_started_rows(), self._kv_cache)
+        for packed_np in self._rows.pack_started_rows():
+            self.worker.write_row(packed_np)
         # The device copies blocks before the step runs, because the step may overwrite them.
-        self._copy_blocks(scheduler_output)
+        num_blocks = self.kv_cache_config.num_blocks
+        copies_np = build_block_copies(scheduler_output, self._buckets, num_blocks=num_blocks)
+        if copies_np is not None:
+            self.worker.copy_blocks(copies_np)
         if not scheduler_output.num_scheduled_tokens:
             return FinishedStep(self._features)
         if self._logits_check is not None:
@@ -266,94 +274,44 @@ class ModelRunner:
         built = self._builder.build(scheduler_output)
         step = DeviceStep(built=built, rows=self._rows, logits_check=self._logits_check)
         self._launch(built, step)
-        with self._feature_device() as device:
+        with self.worker.feature_device() as device:
             for feature in self._features:
                 feature.after_step(device)
         self._rows.record_drawn(built.rows_np, built.num_drawn_np, built.num_drafts_np)
         self._num_padded_tokens += built.num_padded_tokens
         return step
 
-    @contextlib.contextmanager
-    def _feature_device(self) -> Iterator[FeatureDevice]:
-        """Lends the KV cache to features, and takes back the pages that they return."""
-        device = FeatureDevice(self._kv_cache, sharding=self._sharding, program=self._programs.get)
-        yield device
-        self._kv_cache = device.pages
-
     def _launch(self, built: BuiltStep, step: DeviceStep) -> None:
-        shape = built.shape
-        program = self._programs.get(shape, self._kv_cache)
-        arguments = (self._params, self._kv_cache, built.packed_np, self._prev_tokens)
-        features = [self._feature_of[variant] for variant in shape.features]
-        arrays = split_arrays(shape.features, [feature.arrays for feature in features])
-        # `packed_np` is the only host array. The program transfers it faster than `device_put`.
-        with jax.transfer_guard_host_to_device("allow"):
-            sampler = self._sampler
-            if isinstance(shape, BurstShape):
-                outputs = program(*arguments, sampler.logits, sampler.row_state, *arrays)
-                self._kv_cache, sampler.logits, sampler.row_state, sampling, *outputs = outputs
-                result, next_tokens, donated = outputs
-                _update_arrays(features, donated)
-                if not built.leaves_logits:
-                    step.result, self._prev_tokens = result, next_tokens
-                    return
-            else:
-                outputs = program(*arguments, sampler.logits, *arrays)
-                self._kv_cache, sampler.logits, sampling, results, donated = outputs
-                step.feature_results = dict(zip(shape.features, results, strict=True))
-                _update_arrays(features, donated)
-
-        prev_tokens = self._prev_tokens
+        worker, shape = self.worker, built.shape
+        if isinstance(shape, BurstShape):
+            leaves_logits = built.leaves_logits
+            result = worker.run_burst(shape, built.packed_np, leaves_logits=leaves_logits)
+            if not leaves_logits:
+                step.result = result
+                return
+        else:
+            results = worker.run_step(shape, built.packed_np)
+            step.feature_results = dict(zip(shape.features, results, strict=True))
 
         def draw(mask_np: np.ndarray | None) -> jax.Array:
             self._waiting_step = None
-            result, self._prev_tokens = self._sampler.draw(sampling, mask_np, self._kv_cache)
-            step.drafts = self._draft(built, prev_tokens, result)
+            result = worker.draw(mask_np)
+            num_proposed = sum(
+                planned.num_proposed for planned in built.features if isinstance(planned, HeadStep)
+            )
+            if num_proposed:
+                step.drafts = worker.draft(
+                    shape, built.packed_np, built.following_ids_np, num_proposed=num_proposed
+                )
             if self._returns_logits:
-                step.fetch_logits(self._sampler.logits)
+                step.fetch_logits(worker.sampler.logits)
             return result
 
         if step.grammar_rows:
             self._waiting_step = step
-            step.wait_for_bitmask(draw, self._sampler.mask_dims)
+            step.wait_for_bitmask(draw, worker.sampler.mask_dims)
         else:
             step.result = draw(None)
-
-    def _draft(
-        self,
-        built: BuiltStep,
-        prev_tokens: jax.Array,  # i32[max_num_seqs], of the step
-        result: jax.Array,  # i32[max_draws, max_num_seqs, RESULT_WIDTH]
-    ) -> jax.Array | None:  # i32[num_reqs, num_drafts]
-        """Starts the draft head after a step. Must be called before the next step starts."""
-        num_proposed = sum(
-            planned.num_proposed for planned in built.features if isinstance(planned, HeadStep)
-        )
-        if num_proposed == 0:
-            return None
-        program = self._programs.get(self._buckets.draft_shape_for(built.shape), self._kv_cache)
-        # As in `_launch`.
-        with jax.transfer_guard_host_to_device("allow"):
-            self._kv_cache, drafts = program(
-                self._params,
-                self._head_params,
-                self._kv_cache,
-                built.packed_np,
-                prev_tokens,
-                target_hidden_of(self._head_drafts.arrays),
-                result,
-                built.following_ids_np,
-                np.int32(num_proposed),
-            )
-        return drafts
-
-    def _copy_blocks(self, scheduler_output: SchedulerOutput) -> None:
-        num_blocks = self.kv_cache_config.num_blocks
-        copies_np = build_block_copies(scheduler_output, self._buckets, num_blocks=num_blocks)
-        if copies_np is not None:
-            program = self._programs.get(CopyShape(num_copies=copies_np.shape[1]), self._kv_cache)
-            copies = jax.device_put(copies_np, self._sharding)
-            self._kv_cache = program(self._kv_cache, copies)
 
     def _measure_memory(
         self, plan: RunnerPlan, make_programs: Callable[[RunnerPlan], StepPrograms]
@@ -380,25 +338,6 @@ class ModelRunner:
             planned_bytes=own_bytes + sum(feature.num_bytes() for feature in self._features),
             activation_bytes=make_programs(plan).measure_temp_bytes(tiny_cache),
         )
-
-    def _allocate(self, plan: RunnerPlan) -> None:
-        """Makes the arrays that stay on the device from step to step."""
-        max_num_seqs = plan.scheduler_config.max_num_seqs
-        self._sampler = StepSampler(
-            self._programs, vocab_size=plan.model_config.vocab_size, sharding=self._sharding
-        )
-        for feature in self._features:
-            feature.allocate(self._sharding)
-        self._kv_cache = allocate_kv_cache(
-            self.kv_cache_config, self._sharding.mesh, self._platform, plan.kv_dtype
-        )
-        self._prev_tokens = put_zeros((max_num_seqs,), jnp.int32, self._sharding)
-
-
-def _update_arrays(features: Sequence[StepFeature], donated: FeatureValues) -> None:
-    """Gives features the arrays that replace those which they donated to the step."""
-    for feature, written in zip(features, donated, strict=True):
-        feature.arrays.update(written)
 
 
 def _put_params(model: LoadedModule, mesh: Mesh) -> tuple[jax.Array, ...]:

@@ -213,14 +213,14 @@ class ParityEngine:
         """Puts the weights of another checkpoint of the family in."""
         model = load_model(checkpoint, dtype="float32")
         for runner in self._runners:
-            runner._params = _put_like(model, runner._params)
+            runner.worker.params = _put_like(model, runner.worker.params)
         if self._generator is not None:
             self._generator._model = model
 
     @property
     def num_programs(self) -> int:
         """Compiled so far, for all settings."""
-        num_programs = sum(runner._programs.num_compiles for runner in self._runners)
+        num_programs = sum(runner.worker.programs.num_compiles for runner in self._runners)
         if self._generator is not None:
             num_programs += self._generator._generate._cache_size()
         return num_programs

@@ -162,8 +162,8 @@ def check_golden(recipe: str, num_devices: int) -> RecordingRunner:
 def check_collectives(recording: RecordingRunner) -> None:
     """Two sums per layer and one for the embedding; then numbers of rows that draw."""
     runner = recording.runner
-    config = runner._programs._model.config
-    for shape, program in runner._programs._programs.items():
+    config = runner.worker.programs._model.config
+    for shape, program in runner.worker.programs._programs.items():
         num_sums = collections.Counter()
         for computation, operation, dims in _collectives(program.as_text()):
             if (operation, dims[-1]) == ("all-reduce", config.hidden_size):
@@ -179,7 +179,7 @@ def check_collectives(recording: RecordingRunner) -> None:
             assert 2 <= max(num_sums.values()) <= 3, (shape, num_sums)
         # The cache stays in place on each device.
         memory = program.memory_analysis()
-        cache_bytes = runner._kv_cache.addressable_shards[0].data.nbytes
+        cache_bytes = runner.worker.kv_cache.addressable_shards[0].data.nbytes
         if hasattr(shape, "tables"):
             assert memory.alias_size_in_bytes >= cache_bytes, shape
         assert memory.temp_size_in_bytes < cache_bytes / 2, shape
@@ -249,10 +249,10 @@ def check_state_collectives(num_devices: int) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIGS["mamba2"]))
     options = LIMITS | {"load_format": "dummy", "mesh": find_mesh(num_devices)}
     runner = RecordingRunner(folder, 16, **options).runner
-    model = runner._programs._model
+    model = runner.worker.programs._model
     hidden_size, width = model.parameters["layers.0.mixer.in_proj.kernel"].shape
     shape = next(shape for shape in runner._buckets.largest if isinstance(shape, StepShape))
-    program = runner._programs.compile(shape, runner._kv_cache)
+    program = runner.worker.programs.compile(shape, runner.worker.kv_cache)
     found = {(operation, *dims) for _, operation, dims in _collectives(program.as_text())}
     gathered = {("all-gather", num_tokens, width) for num_tokens in shape.widths}
     assert found > gathered

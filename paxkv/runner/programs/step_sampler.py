@@ -1,7 +1,6 @@
 """`StepSampler`: starts the program that samples the tokens of steps, and owns its arrays."""
 
 import math
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,6 @@ class StepSampler:
         num_rows = buckets.sampler_shape.num_rows
         self._programs = programs
         self._sampler_shape, self._row_shape = buckets.sampler_shape, buckets.row_shape
-        self._sharding = sharding
         self.logits = put_zeros(
             (num_rows, vocab_size), jnp.float32, logits_sharding(sharding.mesh, vocab_size)
         )
@@ -48,12 +46,10 @@ class StepSampler:
         num_state_words = row_shape.num_rows * sum(math.prod(dims) for dims in fields)
         return 4 * (sampler_shape.num_rows * sum(widths) + num_state_words)
 
-    def write_rows(self, packed_rows_np: Sequence[np.ndarray], kv_cache: Pages) -> None:
-        """Writes rows of `pack_row`."""
-        for packed_np in packed_rows_np:
-            program = self._programs.get(self._row_shape, kv_cache)
-            packed = jax.device_put(packed_np, self._sharding)
-            self.row_state = program(self.row_state, packed)
+    def write_row(self, packed_np: np.ndarray, kv_cache: Pages) -> None:
+        """Writes a row of `pack_row`."""
+        program = self._programs.get(self._row_shape, kv_cache)
+        self.row_state = program(self.row_state, packed_np)
 
     def draw(
         self,
@@ -62,8 +58,7 @@ class StepSampler:
         kv_cache: Pages,
     ) -> tuple[jax.Array, jax.Array]:
         """Starts the sampler; returns its result and the next step's `prev_tokens`."""
-        has_mask = mask_np is not None
-        token_mask = jax.device_put(mask_np, self._sharding) if has_mask else self._no_mask
+        token_mask = self._no_mask if mask_np is None else mask_np
         program = self._programs.get(self._sampler_shape, kv_cache)
         self.logits, self.row_state, result, next_tokens = program(
             self.logits, self.row_state, sampling, token_mask

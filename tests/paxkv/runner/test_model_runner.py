@@ -265,9 +265,9 @@ def test_requests_with_nan_logits_are_counted_with_check_logits(runner, monkeypa
     driver.step({"a": 1})
     assert runner.num_corrupted_requests == 0
     # The head alone: keys and values stay numbers, and other tests use the same cache.
-    *others, head = runner._params[:3]
-    broken = (*others, head * np.float32(np.nan), *runner._params[3:])
-    monkeypatch.setattr(runner, "_params", broken)
+    *others, head = runner.worker.params[:3]
+    broken = (*others, head * np.float32(np.nan), *runner.worker.params[3:])
+    monkeypatch.setattr(runner.worker, "params", broken)
     for _ in range(3):
         driver.step({"a": 1})
     driver.add("b", prompt(1, 4), GREEDY)
@@ -367,7 +367,7 @@ def test_step_without_tokens_still_copies(runner):
 
 
 def read_pages(runner: ModelRunner) -> np.ndarray:  # [num_rows, num_blocks, num_words]
-    return np.asarray(jax.device_get(runner._kv_cache))
+    return np.asarray(jax.device_get(runner.worker.kv_cache))
 
 
 @on_every_runner
@@ -402,7 +402,7 @@ def test_cache_without_a_given_size_shares_the_memory_that_is_free():
     pool_bytes = 2**20
     runner = make_runner(TinyModel(), config, host_memory=HostMemory(free_bytes=2 * pool_bytes + 1))
     assert runner.memory_plan.pool_bytes == pool_bytes
-    assert runner._kv_cache.nbytes == pool_bytes
+    assert runner.worker.kv_cache.nbytes == pool_bytes
     with pytest.raises(ConfigError, match="are free after the weights"):
         make_runner(TinyModel(), config, host_memory=HostMemory(free_bytes=0))
 
@@ -410,7 +410,7 @@ def test_cache_without_a_given_size_shares_the_memory_that_is_free():
 def test_half_precision_model_keeps_its_cache_in_float32_on_the_cpu():
     runner = make_runner(TinyModel(dtype="bfloat16"))
     assert runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.dtype == "float32"
-    assert runner._kv_cache.dtype == np.float32
+    assert runner.worker.kv_cache.dtype == np.float32
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["float16", "bfloat16"])
@@ -421,4 +421,4 @@ def test_half_precision_that_is_asked_for_is_kept_as_integers_on_the_cpu(kv_cach
     assert runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.dtype == kv_cache_dtype
     # The place of each layer names the format of the bits.
     assert {place.format.dtype for ((_, place),) in model.places} == {kv_cache_dtype}
-    assert runner._kv_cache.dtype == np.uint16
+    assert runner.worker.kv_cache.dtype == np.uint16

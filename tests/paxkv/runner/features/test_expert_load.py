@@ -113,7 +113,7 @@ def test_flag_adds_no_program_and_programs_without_it_count_nothing(model):
     lowered = {}
     for window_s in (None, WINDOW_S):
         runner = make_runner(model, runner_config=RunnerConfig(expert_load_window=window_s))
-        programs, kv_cache = runner._programs, runner._kv_cache
+        programs, kv_cache = runner.worker.programs, runner.worker.kv_cache
         buckets = programs.buckets
         lowered[window_s] = [
             programs._lower(shape, kv_cache).as_text()

@@ -265,7 +265,7 @@ def test_step_with_a_grammar_waits_for_its_bitmask(warm, runner):
 
 
 def test_arrays_that_stay_on_the_device_are_counted(runner):
-    sampler = runner._sampler
+    sampler = runner.worker.sampler
     assert isinstance(sampler, StepSampler)
     arrays = (sampler.logits, sampler.row_state, sampler._no_mask)
     num_bytes = sum(array.nbytes for array in jax.tree.leaves(arrays))

@@ -86,7 +86,7 @@ def test_warm_up_compiles_all_buckets_once(mesh, kv_cache, capsys, compile_nothi
 
 
 def test_programs_overwrite_the_cache_and_the_logits(one_group):
-    programs, kv_cache = one_group.runner._programs, one_group.runner._kv_cache
+    programs, kv_cache = one_group.runner.worker.programs, one_group.runner.worker.kv_cache
     cache_bytes = kv_cache.size * kv_cache.dtype.itemsize
     logits_bytes = programs.buckets.sampler_shape.num_rows * VOCAB * 4
     for shape in programs.buckets.largest_first:

@@ -1,0 +1,184 @@
+"""`Worker`: the device half of a runner. It owns everything that stays on the devices."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from models import Pages
+from paxkv.runner.features.base import StepFeature
+from paxkv.runner.features.feature_device import FeatureDevice
+from paxkv.runner.features.head_drafts import HeadDrafts
+from paxkv.runner.features.target_hidden import target_hidden_of
+from paxkv.runner.features.traced_features import FeatureValues, split_arrays
+from paxkv.runner.memory.zeros import put_zeros
+from paxkv.runner.programs.step import Params
+from paxkv.runner.programs.step_sampler import StepSampler
+from paxkv.runner.programs.warmup import StepPrograms
+from paxkv.runner.shapes.program_shapes import BurstShape, CopyShape, StepShape
+
+
+class Worker:
+    """Calls the programs of steps. Everything runs on the devices in the order of calls.
+
+    Each method takes only host arrays and shapes, and keeps what the next calls need.
+
+    Args:
+        kv_cache: The pages, filled with zeros.
+        head_drafts: The feature whose array the draft head reads; None without a draft head.
+
+    Attributes:
+        kv_cache: The next call overwrites it.
+        params: Of the model. `head_params` are those of the draft head.
+    """
+
+    def __init__(
+        self,
+        programs: StepPrograms,
+        *,
+        params: Params,
+        head_params: Params,
+        kv_cache: Pages,
+        features: Sequence[StepFeature],
+        head_drafts: HeadDrafts | None,
+        vocab_size: int,
+        max_num_seqs: int,
+        sharding: NamedSharding,
+    ) -> None:
+        self.kv_cache = kv_cache
+        self.programs = programs
+        self.sampler = StepSampler(programs, vocab_size=vocab_size, sharding=sharding)
+        self.params, self.head_params = params, head_params
+        self._feature_of = {v: feature for feature in features for v in feature.variants()}
+        self._head_drafts = head_drafts
+        self._sharding = sharding
+        for feature in features:
+            feature.allocate(sharding)
+        self._prev_tokens = put_zeros((max_num_seqs,), jnp.int32, sharding)
+        # Of the last step, for the sampler and the draft head.
+        self._sampling: jax.Array | None = None
+        self._read_tokens = self._prev_tokens
+        self._result: jax.Array | None = None
+
+    @contextlib.contextmanager
+    def feature_device(self) -> Iterator[FeatureDevice]:
+        """Lends the KV cache to features, and takes back the pages that they return."""
+        device = FeatureDevice(self.kv_cache, sharding=self._sharding, program=self.programs.get)
+        yield device
+        self.kv_cache = device.pages
+
+    def write_row(self, packed_np: np.ndarray) -> None:
+        """Writes a row of `pack_row`."""
+        with _host_arrays():
+            self.sampler.write_row(packed_np, self.kv_cache)
+
+    def copy_blocks(
+        self,
+        copies_np: np.ndarray,  # i32[2, num_copies]
+    ) -> None:
+        program = self.programs.get(CopyShape(num_copies=copies_np.shape[1]), self.kv_cache)
+        with _host_arrays():
+            self.kv_cache = program(self.kv_cache, copies_np)
+
+    def run_step(
+        self,
+        shape: StepShape,
+        packed_np: np.ndarray,  # i32[num_words]
+    ) -> FeatureValues:
+        """Computes a step without its tokens, which `draw` samples.
+
+        Returns:
+            The results of each of the shape's features.
+        """
+        outputs = self._run(shape, packed_np)
+        self.kv_cache, self.sampler.logits, self._sampling, results, donated = outputs
+        self._update_features(shape, donated)
+        return results
+
+    def run_burst(
+        self,
+        shape: BurstShape,
+        packed_np: np.ndarray,  # i32[num_words]
+        *,
+        leaves_logits: bool,
+    ) -> jax.Array | None:  # i32[max_steps, num_reqs, RESULT_WIDTH]
+        """Computes a burst and returns its result; None if `draw` must sample after it."""
+        sampler = self.sampler
+        outputs = self._run(shape, packed_np, sampler.row_state)
+        self.kv_cache, sampler.logits, sampler.row_state, self._sampling, *outputs = outputs
+        result, next_tokens, donated = outputs
+        self._update_features(shape, donated)
+        if leaves_logits:
+            return None
+        self._prev_tokens = next_tokens
+        return result
+
+    def draw(
+        self,
+        mask_np: np.ndarray | None,  # i32[mask_dims]
+    ) -> jax.Array:  # i32[max_draws, num_reqs, RESULT_WIDTH]
+        """Samples the tokens of the last step."""
+        self._read_tokens = self._prev_tokens
+        with _host_arrays():
+            drawn = self.sampler.draw(self._sampling, mask_np, self.kv_cache)
+        self._result, self._prev_tokens = drawn
+        return self._result
+
+    def draft(
+        self,
+        shape: StepShape,
+        packed_np: np.ndarray,
+        following_ids_np: np.ndarray,  # i32[num_reqs]
+        *,
+        num_proposed: int,
+    ) -> jax.Array:  # i32[num_reqs, num_drafts]
+        """Runs the draft head for the last step, whose tokens were drawn.
+
+        Args:
+            shape: Of the step, as `packed_np` is its buffer.
+            num_proposed: Drafts of each request.
+        """
+        program = self.programs.get(self.programs.buckets.draft_shape_for(shape), self.kv_cache)
+        with _host_arrays():
+            self.kv_cache, drafts = program(
+                self.params,
+                self.head_params,
+                self.kv_cache,
+                packed_np,
+                self._read_tokens,
+                target_hidden_of(self._head_drafts.arrays),
+                self._result,
+                following_ids_np,
+                np.int32(num_proposed),
+            )
+        return drafts
+
+    def _run(
+        self, shape: StepShape | BurstShape, packed_np: np.ndarray, *state: object
+    ) -> tuple[object, ...]:
+        program = self.programs.get(shape, self.kv_cache)
+        features = [self._feature_of[variant] for variant in shape.features]
+        arrays = split_arrays(shape.features, [feature.arrays for feature in features])
+        with _host_arrays():
+            return program(
+                self.params,
+                self.kv_cache,
+                packed_np,
+                self._prev_tokens,
+                self.sampler.logits,
+                *state,
+                *arrays,
+            )
+
+    def _update_features(self, shape: StepShape | BurstShape, donated: FeatureValues) -> None:
+        """Gives features the arrays that replace those which they donated to the step."""
+        for variant, written in zip(shape.features, donated, strict=True):
+            self._feature_of[variant].arrays.update(written)
+
+
+def _host_arrays() -> contextlib.AbstractContextManager[None]:
+    """Lets programs take host arrays, which they transfer faster than `device_put`."""
+    return jax.transfer_guard_host_to_device("allow")
