@@ -121,7 +121,16 @@ MAY_IMPORT = {
     },
 }
 # The folders of the runner, from the ground floor up: each imports only those before it.
-RUNNER_FLOORS = ("shapes", "memory", "sampling", "drafters", "features", "batch", "programs")
+RUNNER_FLOORS = (
+    "ranks",
+    "shapes",
+    "memory",
+    "sampling",
+    "drafters",
+    "features",
+    "batch",
+    "programs",
+)
 MAY_IMPORT_JAX = {"pallas_kernels", "models", "paxkv.runner"}
 JAX_MODULES = {"jax", "jaxlib", "flax", "optax"}
 ORACLE_MODULES = {"torch", "transformers"}

@@ -43,7 +43,8 @@ from paxkv.runner.programs.kernel_check import KernelChoice, choose_implementati
 from paxkv.runner.programs.program_store import ProgramStore
 from paxkv.runner.programs.step_sampler import StepSampler
 from paxkv.runner.programs.warmup import StepPrograms
-from paxkv.runner.runner_plan import RunnerPlan
+from paxkv.runner.ranks.rank_group import Leader, RankGroup, agree
+from paxkv.runner.runner_plan import RunnerPlan, fit_all_ranks
 from paxkv.runner.sampling.logits_check import LogitsCheck
 from paxkv.runner.sampling.wide_logprobs import num_returned_logits
 from paxkv.runner.shapes.program_shapes import BurstShape, TableShape
@@ -69,6 +70,7 @@ class ModelRunner:
         program_store: Loads and saves compiled programs. None: all programs are compiled.
         show_progress: Whether the warm-up draws a progress bar on stderr.
         head: The draft head of `runner_config.speculative_config`, if its method has one.
+        group: The processes that compute for the engine. None: only this one.
 
     Attributes:
         kernel_choice: Whether kernels for this device run; if not, the reason.
@@ -92,6 +94,7 @@ class ModelRunner:
         program_store: ProgramStore | None = None,
         show_progress: bool = False,
         head: LoadedDrafter | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         features = make_features(runner_config, model)
         self._head_drafts: HeadDrafts | None = None
@@ -126,7 +129,7 @@ class ModelRunner:
         if head is not None:
             head = head.with_places(plan.head_places)
             modules.append(head)
-        self.kernel_choice = _choose_kernels(runner_config, modules, plan.tables, mesh)
+        self.kernel_choice = _choose_kernels(runner_config, modules, plan.tables, mesh, group)
         kernels = KernelSettings.for_mesh(
             mesh,
             implementation=self.kernel_choice.implementation,
@@ -154,7 +157,8 @@ class ModelRunner:
             )
 
         memory = host_memory or self._measure_memory(plan, make_programs)
-        plan, self.memory_plan = plan.fit(memory)
+        plan, self.memory_plan = fit_all_ranks(plan, memory, group)
+        self._group = group
         self._buckets = plan.buckets
         self.worker = Worker(
             make_programs(plan),
@@ -166,6 +170,7 @@ class ModelRunner:
             vocab_size=model.config.vocab_size,
             max_num_seqs=scheduler_config.max_num_seqs,
             sharding=self._sharding,
+            send=group.send if isinstance(group, Leader) else None,
         )
         self._rows = InputBatch.create(
             max_num_seqs=scheduler_config.max_num_seqs,
@@ -217,22 +222,42 @@ class ModelRunner:
         return self.worker.programs.num_compiles_after_ready
 
     def warm_up(self) -> int:
-        """Loads or compiles every program that traffic can ask for; returns their number."""
+        """Loads or compiles every program that traffic can ask for; returns their number.
+
+        Raises:
+            ConfigError: Processes of a group have different programs.
+        """
+        programs, kv_cache = self.worker.programs, self.worker.kv_cache
+        agree(self._group, "programs", lambda: programs.describe(kv_cache))
         # On a CPU, the system copies weights into huge pages while programs are compiled.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             params = (*self.worker.params, *self.worker.head_params)
             prepared = thread.submit(self._platform.prepare_arrays, params)
-            num_programs = self.worker.programs.warm_up(
-                self.worker.kv_cache, show_progress=self._show_progress
-            )
+            num_programs = programs.warm_up(kv_cache, show_progress=self._show_progress)
             prepared.result()
+        # No rank begins before all are ready.
+        agree(self._group, "number of programs", lambda: str(num_programs))
         return_freed_memory()
         on_host = self._platform.free_host_bytes() is not None
         if on_host and (resident := resident_bytes()) is not None:
-            num_devices = self._sharding.mesh.size
+            num_devices = len(self._sharding.mesh.local_devices)
             sizes = (self._weight_bytes * num_devices, self.memory_plan.pool_bytes * num_devices)
             logger.info("%s", report_memory(resident, *sizes))
         return num_programs
+
+    def close(self) -> None:
+        """See `Executor.close`."""
+        if self._group is not None:
+            self._group.end()
+
+    def follow(self) -> None:
+        """Repeats the leader's calls until the leader ends.
+
+        Raises:
+            EngineDeadError: A call is damaged or lost.
+        """
+        while (call := self._group.next_call()) is not None:
+            self.worker.repeat(call)
 
     def start_profile(self, folder: str) -> bool:
         return self._profiler.start(folder)
@@ -332,7 +357,7 @@ class ModelRunner:
         )
         own_bytes = StepSampler.num_bytes(plan.buckets, plan.model_config.vocab_size)
         return measure_device_memory(
-            mesh.devices.flat,
+            mesh.local_devices,
             self._platform,
             weight_bytes=self._weight_bytes,
             planned_bytes=own_bytes + sum(feature.num_bytes() for feature in self._features),
@@ -348,7 +373,11 @@ def _put_params(model: LoadedModule, mesh: Mesh) -> tuple[jax.Array, ...]:
 
 
 def _choose_kernels(
-    config: RunnerConfig, modules: Sequence[LoadedModule], tables: Sequence[TableShape], mesh: Mesh
+    config: RunnerConfig,
+    modules: Sequence[LoadedModule],
+    tables: Sequence[TableShape],
+    mesh: Mesh,
+    group: RankGroup | None,
 ) -> KernelChoice:
     if config.batch_invariant:
         return KernelChoice("xla", "--batch-invariant uses plain XLA on every device.")
@@ -362,4 +391,11 @@ def _choose_kernels(
         )
     ]
     products = frozenset().union(*map(products_of, modules))
-    return choose_implementation(config.kernels, tests, products, mesh.devices.flat[0])
+    choice = choose_implementation(config.kernels, tests, products, mesh.local_devices[0])
+    if group is None:
+        return choice
+    # If the kernels fail on one host, plain XLA replaces them on all hosts.
+    for rank, implementation in enumerate(group.exchange("kernels", choice.implementation or "")):
+        if implementation == "xla" and choice.implementation != "xla":
+            return KernelChoice("xla", f"host {rank} uses plain XLA; its log has the reason.")
+    return choice

@@ -10,6 +10,7 @@ from paxkv.errors import KVCacheTooSmallError
 from paxkv.runner.memory.kv_cache_arrays import kv_cache_dtype
 from paxkv.runner.memory.kv_cache_groups import KVCacheGroups, groups_of_spec
 from paxkv.runner.memory.memory_plan import DeviceMemory, HostMemory, MemoryPlan, plan_memory
+from paxkv.runner.ranks.rank_group import RankGroup
 from paxkv.runner.shapes.bucket_sizes import SAMPLED_CHUNK_ROWS
 from paxkv.runner.shapes.own_program import OwnProgram
 from paxkv.runner.shapes.program_shapes import TableShape
@@ -154,3 +155,18 @@ class RunnerPlan:
                     "num_gpu_blocks_override."
                 )
             plan = dataclasses.replace(plan, max_model_len=fitting)
+
+
+def fit_all_ranks(
+    plan: RunnerPlan, memory: DeviceMemory | HostMemory | None, group: RankGroup | None
+) -> tuple[RunnerPlan, MemoryPlan]:
+    """As `RunnerPlan.fit`, with the number of blocks of the rank that has room for the fewest."""
+    fitted, memory_plan = plan.fit(memory)
+    if group is None:
+        return fitted, memory_plan
+    num_blocks = memory_plan.kv_cache_config.num_blocks
+    fewest = min(group.exchange("number of KV blocks", num_blocks))
+    if fewest == num_blocks:
+        return fitted, memory_plan
+    cache_config = dataclasses.replace(plan.cache_config, num_gpu_blocks_override=fewest)
+    return dataclasses.replace(plan, cache_config=cache_config).fit(None)

@@ -1,7 +1,7 @@
 """`Worker`: the device half of a runner. It owns everything that stays on the devices."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,19 @@ from paxkv.runner.memory.zeros import put_zeros
 from paxkv.runner.programs.step import Params
 from paxkv.runner.programs.step_sampler import StepSampler
 from paxkv.runner.programs.warmup import StepPrograms
+from paxkv.runner.ranks.rank_message import Call, HostArray
 from paxkv.runner.shapes.program_shapes import BurstShape, CopyShape, StepShape
 
 
 class Worker:
     """Calls the programs of steps. Everything runs on the devices in the order of calls.
 
-    Each method takes only host arrays and shapes, and keeps what the next calls need.
+    Each method takes only host arrays and shapes, and keeps what the next calls need. If an engine
+    has several processes, the leader's worker sends each call before it makes it, and the workers
+    of the followers repeat it. So all processes start the same programs in the same order.
 
     Args:
+        send: Sends a call to the followers. None: there are none, or this is one.
         kv_cache: The pages, filled with zeros.
         head_drafts: The feature whose array the draft head reads; None without a draft head.
 
@@ -47,7 +51,11 @@ class Worker:
         vocab_size: int,
         max_num_seqs: int,
         sharding: NamedSharding,
+        send: Callable[[Call], None] | None = None,
     ) -> None:
+        self._send = send
+        self._shapes = programs.buckets.largest_first
+        self._shape_idx = {shape: idx for idx, shape in enumerate(self._shapes)}
         self.kv_cache = kv_cache
         self.programs = programs
         self.sampler = StepSampler(programs, vocab_size=vocab_size, sharding=sharding)
@@ -72,6 +80,8 @@ class Worker:
 
     def write_row(self, packed_np: np.ndarray) -> None:
         """Writes a row of `pack_row`."""
+        if self._send is not None:
+            self._send(Call("write_row", array=HostArray.of(packed_np)))
         with _host_arrays():
             self.sampler.write_row(packed_np, self.kv_cache)
 
@@ -79,6 +89,8 @@ class Worker:
         self,
         copies_np: np.ndarray,  # i32[2, num_copies]
     ) -> None:
+        if self._send is not None:
+            self._send(Call("copy_blocks", array=HostArray.of(copies_np)))
         program = self.programs.get(CopyShape(num_copies=copies_np.shape[1]), self.kv_cache)
         with _host_arrays():
             self.kv_cache = program(self.kv_cache, copies_np)
@@ -93,6 +105,8 @@ class Worker:
         Returns:
             The results of each of the shape's features.
         """
+        if self._send is not None:
+            self._send(Call("run_step", self._shape_idx[shape], HostArray.of(packed_np)))
         outputs = self._run(shape, packed_np)
         self.kv_cache, self.sampler.logits, self._sampling, results, donated = outputs
         self._update_features(shape, donated)
@@ -106,6 +120,9 @@ class Worker:
         leaves_logits: bool,
     ) -> jax.Array | None:  # i32[max_steps, num_reqs, RESULT_WIDTH]
         """Computes a burst and returns its result; None if `draw` must sample after it."""
+        if self._send is not None:
+            idx, array = self._shape_idx[shape], HostArray.of(packed_np)
+            self._send(Call("run_burst", idx, array, leaves_logits))
         sampler = self.sampler
         outputs = self._run(shape, packed_np, sampler.row_state)
         self.kv_cache, sampler.logits, sampler.row_state, self._sampling, *outputs = outputs
@@ -121,6 +138,9 @@ class Worker:
         mask_np: np.ndarray | None,  # i32[mask_dims]
     ) -> jax.Array:  # i32[max_draws, num_reqs, RESULT_WIDTH]
         """Samples the tokens of the last step."""
+        if self._send is not None:
+            mask = None if mask_np is None else HostArray.of(mask_np)
+            self._send(Call("draw", array=mask))
         self._read_tokens = self._prev_tokens
         with _host_arrays():
             drawn = self.sampler.draw(self._sampling, mask_np, self.kv_cache)
@@ -155,6 +175,28 @@ class Worker:
                 np.int32(num_proposed),
             )
         return drafts
+
+    def repeat(self, call: Call) -> None:
+        """Makes the leader's call. Waits until the step before the last one has been computed.
+
+        An error of that step is raised here. The wait also bounds the work that is queued.
+        """
+        array_np = None if call.array is None else call.array.array_np
+        shape = self._shapes[call.shape_idx]
+        before = self._prev_tokens
+        match call.name:
+            case "write_row":
+                self.write_row(array_np)
+            case "copy_blocks":
+                self.copy_blocks(array_np)
+            case "run_step":
+                self.run_step(shape, array_np)
+            case "run_burst":
+                self.run_burst(shape, array_np, leaves_logits=call.leaves_logits)
+            case "draw":
+                self.draw(array_np)
+        if self._prev_tokens is not before:
+            before.block_until_ready()
 
     def _run(
         self, shape: StepShape | BurstShape, packed_np: np.ndarray, *state: object

@@ -25,6 +25,7 @@ from paxkv.runner.batch.device_step import DeviceStep
 from paxkv.runner.model_runner import ModelRunner
 from paxkv.runner.programs import burst as burst_module
 from paxkv.runner.programs import warmup as warmup_module
+from paxkv.runner.ranks.rank_group import RankGroup
 from paxkv.runner.sampling import draw_rows as draw_rows_module
 from paxkv.runner.sampling import sampler_program as sampler_program_module
 from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH, SampledTokens, pack_result
@@ -90,6 +91,7 @@ class RecordingRunner:
             fewer there is one program of steps.
         has_few_sizes: That program has two widths, 16 tokens and all. A burst of a single request
             runs the program for `MAX_NUM_SEQS` of them instead of its own.
+        group: The processes that compute together.
         load_options: Other arguments of `load_model`.
     """
 
@@ -103,6 +105,7 @@ class RecordingRunner:
         batch_invariant: bool = False,
         max_num_batched_tokens: int = 2048,
         has_few_sizes: bool = False,
+        group: RankGroup | None = None,
         **load_options: Any,
     ) -> None:
         self.max_model_len = max_model_len
@@ -113,7 +116,7 @@ class RecordingRunner:
             **load_options,
         )
         self.vocab_size = model.config.vocab_size
-        with _logits_behind_result(self.vocab_size), pytest.MonkeyPatch.context() as patch:
+        with returned_logits(self.vocab_size), pytest.MonkeyPatch.context() as patch:
             if has_few_sizes:
                 patch.setattr(step_buckets, "token_buckets", _few_token_buckets)
                 patch.setattr(step_buckets, "decode_buckets", lambda max_num_seqs: (max_num_seqs,))
@@ -130,6 +133,7 @@ class RecordingRunner:
                 max_model_len=max_model_len,
                 seed=0,
                 runner_config=RunnerConfig(batch_invariant=batch_invariant),
+                group=group,
             )
 
     @property
@@ -153,7 +157,7 @@ def _few_token_buckets(max_num_batched_tokens: int, *, verifies_drafts: bool) ->
 
 
 @contextlib.contextmanager
-def _logits_behind_result(vocab_size: int) -> Iterator[None]:
+def returned_logits(vocab_size: int) -> Iterator[None]:
     """Inside, a step that is traced appends its logits to its packed result.
 
     One trace at a time: `warm_up`, which traces in several threads, must not run inside.
@@ -254,7 +258,7 @@ def run_engine(
     )
     step = num_arrivals = 0
     in_flight: deque[tuple[SchedulerOutput, DeviceStep]] = deque()
-    with _logits_behind_result(recording.vocab_size):
+    with returned_logits(recording.vocab_size):
         while (
             waiting
             or in_flight

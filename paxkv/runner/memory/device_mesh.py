@@ -11,19 +11,26 @@ from paxkv.errors import ConfigError
 def find_mesh(num_devices: int) -> Mesh | None:
     """Returns a mesh of devices of the default kind; None stands for JAX's default device.
 
+    If there are several processes, each has an equal part of the devices.
+
     Raises:
-        ConfigError: JAX has fewer devices.
+        ConfigError: A process has fewer devices.
     """
     if num_devices == 1:
         return None
     (default,) = jax.device_put(0).devices()
-    devices = jax.devices(default.platform)
-    if len(devices) < num_devices:
-        raise ConfigError(
-            f"tensor_parallel_size={num_devices} is more than the {len(devices)} devices "
-            f"that JAX has ({default.device_kind}). Lower it, or make more devices visible."
-        )
-    return device_mesh(*devices[:num_devices])
+    num_processes = jax.process_count(default.platform)
+    num_each = num_devices // num_processes
+    parts = [jax.local_devices(rank, default.platform) for rank in range(num_processes)]
+    for rank, devices in enumerate(parts):
+        if len(devices) < num_each:
+            where = f" of host {rank} (nnodes={num_processes})" if num_processes > 1 else ""
+            raise ConfigError(
+                f"tensor_parallel_size={num_devices} is more than the {len(devices)} devices "
+                f"that JAX has{where} ({default.device_kind}). Lower it, or make more devices "
+                "visible."
+            )
+    return device_mesh(*(device for devices in parts for device in devices[:num_each]))
 
 
 def device_mesh(*devices: jax.Device) -> Mesh:

@@ -13,4 +13,10 @@ def put_zeros(shape: tuple[int, ...], dtype: DTypeLike, sharding: Sharding) -> j
     array may be donated, so it must not share the host's memory. On a CPU, `may_alias=False` keeps
     `device_put` from sharing it.
     """
-    return jax.device_put(np.zeros(shape, dtype), sharding, may_alias=False)
+    if sharding.is_fully_addressable:
+        return jax.device_put(np.zeros(shape, dtype), sharding, may_alias=False)
+    # `device_put` would compare the processes' arrays, by a program.
+    part = np.zeros(sharding.shard_shape(shape), dtype)
+    devices = sharding.addressable_devices
+    parts = [jax.device_put(part, device, may_alias=False) for device in devices]
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)

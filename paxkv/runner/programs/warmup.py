@@ -219,10 +219,22 @@ class StepPrograms:
         )
         return len(self._programs)
 
+    def describe(self, kv_cache: Pages) -> str:
+        """Describes all programs, one fact on a line. Equal texts mean equal programs."""
+        facts = [f"{name}: {value}" for name, value in sorted(self._identity(kv_cache).items())]
+        return "\n".join([*facts, *map(repr, self.buckets.largest_first)])
+
     def _open_store(self, shapes: Sequence[ProgramShape], kv_cache: Pages) -> ProgramFolder | None:
         if self._store is None:
             return None
-        identity = program_identity(
+        identity = self._identity(kv_cache)
+        if jax.process_count() > 1:
+            # A stored program names the devices of its process.
+            identity["process"] = f"{jax.process_index()} of {jax.process_count()}"
+        return self._store.open(identity, shapes, list(self._mesh.devices.flat))
+
+    def _identity(self, kv_cache: Pages) -> dict[str, str]:
+        return program_identity(
             model=self._model,
             params=self._params,
             kv_cache=kv_cache,
@@ -233,7 +245,6 @@ class StepPrograms:
             head=self._head,
             feature_code=(*self.buckets.feature_variants, *self.buckets.own_programs),
         )
-        return self._store.open(identity, shapes, list(self._mesh.devices.flat))
 
     def _load_or_compile(
         self,

@@ -1,0 +1,1 @@
+"""The messages between the processes of one engine."""
