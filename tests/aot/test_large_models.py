@@ -2,12 +2,19 @@
 
 import collections
 import functools
+import re
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh
 
-from models.platforms import GPU
+from models.platforms import GPU, TPU
+from models.weight_rule import MODEL_AXIS
+from tests.aot.hlo_text import parse_instructions
 from tests.aot.large_models import CONFIGS, abstract_model, describe
 from tests.aot.step_programs import NUM_REQS, burst
+from tests.aot.tpu_topology import describe_tpus, missing_for_tpu
 
 NUM_LAYERS = 2
 # (model, whether each device has its own experts)
@@ -44,14 +51,17 @@ def weights_of_a_device(name: str, num_devices: int, num_layers: int) -> int:
 @each
 def test_the_announced_bytes_of_weights_follow_from_the_config(model, num_devices):
     name, splits_experts = model
-    mesh = MeshSize(num_devices)
-    structure, encoder = describe(name, mesh, GPU(), splits_experts=splits_experts)
-    num_layers = CONFIGS[name]["num_hidden_layers"]
-    expected = 2 * weights_of_a_device(name, num_devices, num_layers)
-    assert structure.weight_bytes(encoder) == expected
-    # As published: 141 GB and 470 GB in all.
-    total = {"llama_70b": 141e9, "qwen3_235b": 470e9}[name]
-    assert expected == pytest.approx(total / num_devices, rel=0.01 if num_devices == 4 else 0.05)
+    structure, encoder = describe(
+        *(name, MeshSize(num_devices), GPU()), num_layers=3, splits_experts=splits_experts
+    )
+    assert structure.weight_bytes(encoder) == 2 * weights_of_a_device(name, num_devices, 3)
+
+
+def test_weights_of_whole_models_are_as_large_as_published() -> None:
+    # 141 and 470 GB in all.
+    for name, total_gb in (("llama_70b", 141), ("qwen3_235b", 470)):
+        num_bytes = 2 * weights_of_a_device(name, 4, CONFIGS[name]["num_hidden_layers"])
+        assert num_bytes / 1e9 == pytest.approx(total_gb / 4, rel=0.01)
 
 
 def decode_step(model, mesh, platform):
@@ -101,3 +111,25 @@ def test_devices_add_two_sums_per_layer_and_exchange_no_weights(compiled, model)
     assert sizes["all-reduce", hidden_bytes] == 2 * NUM_LAYERS, sizes
     # The sum of embeddings in bfloat16, and a few numbers of each row that draws.
     assert max(c.num_bytes for c in result.collectives) == hidden_bytes, sizes
+
+
+@pytest.mark.skipif(missing_for_tpu() is not None, reason=str(missing_for_tpu()))
+@pytest.mark.parametrize("model", [MODELS[0], MODELS[2]], ids=["llama_70b", "qwen3_235b"])
+def test_eight_v6e_chips_add_two_sums_per_layer_and_exchange_no_weights(model):
+    chips = np.array(describe_tpus("v6e:2x4"))
+    mesh = Mesh(chips, (MODEL_AXIS,), axis_types=(AxisType.Auto,))
+    step = decode_step(model, mesh, TPU())
+    jitted = jax.jit(step.function, donate_argnums=step.donate_argnums)
+    program = jitted.lower(*step.args).compile()
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= step.cache_bytes
+    assert memory.temp_size_in_bytes < 128 * 2**20
+    sizes = collections.Counter(
+        (instruction.opcode, max(instruction.array_bytes))
+        for instruction in parse_instructions(program.as_text())
+        if re.match("all-|reduce-scatter|collective-permute", instruction.opcode)
+    )
+    # In bfloat16, as is the sum of the embeddings.
+    hidden_bytes = NUM_REQS * step.model.config.hidden_size * 2
+    assert sizes["all-reduce", hidden_bytes] == 2 * NUM_LAYERS + 1, sizes
+    assert max(num_bytes for _, num_bytes in sizes) == hidden_bytes, sizes

@@ -129,9 +129,13 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def describe_tpu(topology: str) -> DescribedTpu:
     """The first chip of a topology such as "v5e:2x2"."""
+    return DescribedTpu(describe_tpus(topology)[0])
+
+
+def describe_tpus(topology: str) -> list[jax.Device]:
+    """All chips of a topology."""
     # By default, libtpu asks the cloud's metadata server for the machine's type, and waits.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     # By default, libtpu lets only one process of a machine use the TPU. Here there is no TPU.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    return DescribedTpu(described.devices[0])
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
