@@ -67,6 +67,7 @@ from models import ModelConfig as TargetConfig  # noqa: E402
 from models.config.eagle3_config import read_eagle3_config  # noqa: E402
 from models.config.split_over_devices import check_split  # noqa: E402
 from models.drafters.mtp_head import mtp_config  # noqa: E402
+from models.loading.gguf.gguf_tokenizer import write_tokenizer_of  # noqa: E402
 from models.loading.kernel_encoder import KernelEncoder  # noqa: E402
 from models.loading.load_head import load_eagle3_head, load_mtp_head  # noqa: E402
 from models.loading.loaded_draft_model import (  # noqa: E402
@@ -86,6 +87,7 @@ from paxkv.runner.programs.program_store import (  # noqa: E402
     NewCompiledPrograms,
     ProgramStore,
     choose_store,
+    user_cache_folder,
 )
 
 logger = logging.getLogger(__name__)
@@ -326,7 +328,12 @@ def _model_folder(config: EngineConfig) -> Path:
 def _text_folder(config: ModelConfig, model_folder: Path) -> Path:
     """The folder of the tokenizer and of its chat template."""
     if config.tokenizer is None and config.tokenizer_revision is None:
-        return model_folder
+        if not model_folder.is_file():
+            return model_folder
+        cache = user_cache_folder()
+        # Without a tokenizer, the file itself stands for a folder that has none.
+        folder = write_tokenizer_of(model_folder, cache and cache.parent / "tokenizers")
+        return folder or model_folder
     return resolve_model_folder(
         config.tokenizer or config.model or model_folder,
         with_weights=False,

@@ -1,0 +1,172 @@
+"""Makes tokenizer.json and tokenizer_config.json from the metadata of a GGUF file."""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from models.loading.gguf.gguf_file import read_gguf
+
+logger = logging.getLogger(__name__)
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# The file's `tokenizer.ggml.pre` -> the pattern of pieces that no token crosses.
+_PATTERNS = {
+    "llama-bpe": rf"{_WORDS}|\p{{N}}{{1,3}}|{_OTHERS}",
+    "qwen2": rf"{_WORDS}|\p{{N}}|{_OTHERS}",
+}
+# Llama 3 reads a piece that is a token as this token, whatever its merges make of it.
+_WHOLE_PIECES = {"llama-bpe"}
+_NFC = {"qwen2"}
+_SPACE = "\u2581"
+# Values of `tokenizer.ggml.token_type`.
+_CONTROL, _USER_DEFINED = 3, 4
+_PRE = "tokenizer.ggml.pre"
+_NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+
+
+def write_tokenizer_of(path: Path, cache: Path | None) -> Path | None:
+    """Writes the tokenizer of a GGUF file and its chat template into a folder of the cache.
+
+    Args:
+        path: The GGUF file.
+        cache: A folder that may not exist yet. None: a new folder that stays until a person or the
+            system removes it.
+
+    Returns:
+        The folder; None if the file has a tokenizer that paxkv cannot read, or none, which a
+        warning explains.
+    """
+    metadata = read_gguf(path).metadata
+    made = _make_backend(metadata)
+    if isinstance(made, str):
+        logger.warning("the tokenizer of %s is not read: %s.", path, made)
+        return None
+    files = {
+        "tokenizer.json": made.to_str(),
+        "tokenizer_config.json": json.dumps(_tokenizer_config(metadata), ensure_ascii=False),
+    }
+    digest = hashlib.sha256("\0".join(files.values()).encode()).hexdigest()[:32]
+    folder = Path(tempfile.mkdtemp(prefix="paxkv-")) if cache is None else cache / digest
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        # Another engine may be writing the same file.
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
+            file.write(text)
+        os.replace(file.name, folder / name)
+    return folder
+
+
+def _make_backend(metadata: Mapping[str, object]) -> tokenizers.Tokenizer | str:
+    """The tokenizer, or the reason why there is none."""
+    kind, tokens = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list):
+        return "the file has no tokenizer.ggml.tokens"
+    if kind == "gpt2":
+        return _make_byte_level(metadata, tokens)
+    if kind == "llama":
+        return _make_sentencepiece(metadata, tokens)
+    return f"tokenizer.ggml.model is {kind!r}; paxkv reads 'gpt2' and 'llama'"
+
+
+def _make_byte_level(
+    metadata: Mapping[str, object], tokens: Sequence[str]
+) -> tokenizers.Tokenizer | str:
+    pre, merges = metadata.get(_PRE), metadata.get("tokenizer.ggml.merges")
+    if pre not in _PATTERNS:
+        known = ", ".join(map(repr, _PATTERNS))
+        return f"tokenizer.ggml.pre is {pre!r}; paxkv reads {known}"
+    if not isinstance(merges, list):
+        return "the file has no tokenizer.ggml.merges"
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            {token: idx for idx, token in enumerate(tokens)},
+            [tuple(merge.split(" ")) for merge in merges],
+            ignore_merges=pre in _WHOLE_PIECES,
+        )
+    )
+    if pre in _NFC:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(_PATTERNS[pre]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _make_sentencepiece(
+    metadata: Mapping[str, object], tokens: Sequence[str]
+) -> tokenizers.Tokenizer | str:
+    scores = metadata.get("tokenizer.ggml.scores")
+    if scores is None:
+        return "the file has no tokenizer.ggml.scores"
+    ids = {token: idx for idx, token in enumerate(tokens)}
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            ids,
+            _merges_of(ids, scores),
+            unk_token=None if unknown is None else tokens[int(unknown)],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    has_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
+    backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return backend
+
+
+def _merges_of(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """All pairs of tokens that make a token, the pair of the token with the highest score first."""
+    found = [
+        (-float(scores[idx]), ids[token[:cut]], ids[token[cut:]], token[:cut], token[cut:])
+        for token, idx in ids.items()
+        for cut in range(1, len(token))
+        if token[:cut] in ids and token[cut:] in ids
+    ]
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _tokenizer_config(metadata: Mapping[str, object]) -> dict[str, object]:
+    tokens = metadata["tokenizer.ggml.tokens"]
+    types = metadata.get("tokenizer.ggml.token_type", ())
+    config: dict[str, object] = {
+        "added_tokens_decoder": {
+            str(idx): {
+                "content": tokens[idx],
+                "special": bool(kind == _CONTROL),
+                "normalized": False,
+                "lstrip": False,
+                "rstrip": False,
+                "single_word": False,
+            }
+            for idx, kind in enumerate(types)
+            if kind in (_CONTROL, _USER_DEFINED)
+        }
+    }
+    for name, own_name in _NAMED.items():
+        token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if token_id is not None:
+            config[own_name] = tokens[int(token_id)]
+    # The defaults of llama.cpp.
+    has_bos = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get(_PRE) == "llama-bpe"
+    config["add_bos_token"] = bool(metadata.get("tokenizer.ggml.add_bos_token", has_bos))
+    config["add_eos_token"] = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
+    if "tokenizer.chat_template" in metadata:
+        config["chat_template"] = metadata["tokenizer.chat_template"]
+    return config
