@@ -273,6 +273,12 @@ class CacheConfig:
         "[0, 1]. They take the place of cached keys and values, and never that of running requests",
         0.5,
     )
+    state_save_interval: int | None = setting(
+        "also save states of recurrent layers every so many tokens of a prompt, rounded up to "
+        "whole blocks, for prompts that share a beginning of any length; each takes one more step. "
+        "Off if left out",
+        None,
+    )
     disable_hybrid_kv_cache_manager: bool = setting(
         "keep all KV blocks of sliding-window layers, so that all layers share one block table: "
         "less work for the scheduler, but more memory",
@@ -338,6 +344,7 @@ class CacheConfig:
                 "kv_events_config is set, but without enable_prefix_caching there are no events. "
                 "Leave one of them out."
             )
+        at_least("state_save_interval", self.state_save_interval, 1)
         at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 2)
         at_least("cpu_kv_cache_bytes", self.cpu_kv_cache_bytes, 1)
         if not (is_number(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1):

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
-from paxkv.contracts.kv_cache_spec import KVCacheConfig
+from paxkv.contracts.kv_cache_spec import KVCacheConfig, cdiv
 from paxkv.contracts.observation import PrefixCacheMiss
 from paxkv.contracts.protocols import CacheRequest
 from paxkv.contracts.scheduler_output import BlockCopy
@@ -15,7 +15,7 @@ from paxkv.kv_cache.coordinators.coordinator_choice import get_kv_cache_coordina
 from paxkv.kv_cache.observers.block_pool_observer import BlockPoolObserver
 from paxkv.kv_cache.observers.prefix_cache_miss import PrefixCacheMissExplainer, PrefixGroup
 from paxkv.kv_cache.pool.block import Slot
-from paxkv.kv_cache.save_points import cut_at_save_point, max_tokens_before_save
+from paxkv.kv_cache.save_points import SavePoints
 from paxkv.kv_cache.stats import PrefixCacheStats
 
 
@@ -50,6 +50,8 @@ class KVCacheManager:
         use_eagle: Compute the last block of a prefix hit again, because the drafter needs it.
         state_cache_share: Share of the blocks that saved states may take, in [0, 1]. It is divided
             evenly among the groups of states.
+        state_save_interval: Tokens between two further save points in prompts; they are rounded up
+            to whole blocks. None: no further save points.
         observers: Receive every change of the pool's blocks.
         dcp_world_size: Ranks that share each sequence in decode.
         pcp_world_size: Ranks that share each sequence in prefill.
@@ -65,6 +67,7 @@ class KVCacheManager:
         enable_caching: bool = True,
         use_eagle: bool = False,
         state_cache_share: float = 1.0,
+        state_save_interval: int | None = None,
         observers: Iterable[BlockPoolObserver] = (),
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
@@ -104,17 +107,22 @@ class KVCacheManager:
             ],
             hash_block_size=self.hash_block_size,
         )
-        # Tokens between two positions at which states are saved for the prefix cache.
-        self._state_block_size: int | None = None
+        self._save_points = SavePoints(block_size=None)
         if self.enable_caching and state_managers and can_save:
             block_sizes = [m.block_size for m in self.coordinator.single_type_managers]
-            self._state_block_size = math.lcm(*block_sizes)
+            block_size = math.lcm(*block_sizes)
             sizes = {manager.block_size for manager in state_managers}
-            if sizes != {self._state_block_size}:
+            if sizes != {block_size}:
                 raise ConfigError(
                     "the block size of states must be the least common multiple of all block "
                     f"sizes, got {block_sizes}."
                 )
+            interval = state_save_interval
+            if interval is not None:
+                interval = cdiv(interval, block_size) * block_size
+            self._save_points = SavePoints(block_size=block_size, interval=interval)
+        for manager in state_managers:
+            manager.save_points = self._save_points
         # Most calls return no new block, so all of them return this object.
         self.empty_kv_cache_blocks = KVCacheBlocks(
             tuple(() for _ in range(self.num_kv_cache_groups))
@@ -123,7 +131,7 @@ class KVCacheManager:
     @property
     def saves_states(self) -> bool:
         """Whether states of recurrent layers enter the prefix cache."""
-        return self._state_block_size is not None
+        return self._save_points.block_size is not None
 
     @property
     def usage(self) -> float:
@@ -155,7 +163,7 @@ class KVCacheManager:
         Args:
             num_hit_tokens: Length of the hit that `get_computed_blocks` found for the request.
         """
-        if self._state_block_size is None or request.skip_reading_prefix_cache:
+        if not self.saves_states or request.skip_reading_prefix_cache:
             return 0
         return self.coordinator.find_state_to_save(
             request.block_hashes, request.num_tokens - 1, num_hit_tokens
@@ -170,9 +178,7 @@ class KVCacheManager:
         """
         if not self.coordinator.state_managers:
             return num_new_tokens
-        return cut_at_save_point(
-            request, num_computed_tokens, num_new_tokens, self._state_block_size
-        )
+        return self._save_points.cut(request, num_computed_tokens, num_new_tokens)
 
     def get_forked_blocks(
         self, source: CacheRequest, num_tokens: int, *, is_final: bool = False
@@ -325,7 +331,7 @@ class KVCacheManager:
         """
         managers = self.coordinator.state_managers
         num_blocks = sum(manager.num_blocks_to_switch(request.request_id) for manager in managers)
-        if self._state_block_size is None or num_blocks > self.block_pool.get_num_free_blocks():
+        if not self.saves_states or num_blocks > self.block_pool.get_num_free_blocks():
             return None
         # All groups change their slots at one position.
         if any(manager.has_switched(request.request_id) for manager in managers):
@@ -373,9 +379,7 @@ class KVCacheManager:
         )
         if not self.coordinator.state_managers:
             return num_tokens
-        max_tokens = max_tokens_before_save(
-            request, self._state_block_size, is_step_decided=is_step_decided
-        )
+        max_tokens = self._save_points.max_tokens_before(request, is_step_decided=is_step_decided)
         return min(num_tokens, max_tokens)
 
     def drain_block_copies(self) -> list[BlockCopy]:

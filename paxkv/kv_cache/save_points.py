@@ -6,11 +6,13 @@ saved at multiples of the block size
 - before the last tokens of the prompt, as late as possible;
 - before the end of the leading messages of a chat, as late as possible (`num_leading_tokens`);
 - where a look-up found keys and values, but no state (`state_save_at`);
+- at every multiple of `--state-save-interval` within the prompt;
 - while the request decodes, at every multiple that it passes.
 
 A request from which others fork also saves the state before the last token of its prompt.
 """
 
+import dataclasses
 import sys
 
 from paxkv.contracts.kv_cache_spec import cdiv
@@ -22,53 +24,60 @@ def is_fork_point(request: CacheRequest, num_tokens: int) -> bool:
     return request.keeps_state_for_forks and num_tokens == request.num_prompt_tokens - 1
 
 
-def is_save_point(request: CacheRequest, num_tokens: int, block_size: int) -> bool:
-    """Whether the state after `num_tokens` tokens is saved for the prefix cache."""
-    if num_tokens % block_size or num_tokens == 0:
-        return False
-    return num_tokens >= request.num_prompt_tokens or num_tokens in _prompt_points(
-        request, block_size
-    )
-
-
-def cut_at_save_point(
-    request: CacheRequest, num_computed_tokens: int, num_new_tokens: int, block_size: int | None
-) -> int:
-    """Number of new tokens that a step may compute: up to the first save point among them.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SavePoints:
+    """Where the requests of an engine save their states.
 
     Args:
-        block_size: None without prefix caching.
+        block_size: States are saved for the prefix cache at multiples of this number. None: only
+            for forks.
+        interval: A multiple of `block_size`; states of prompts are saved at its multiples. None:
+            only at the other save points.
     """
-    points = []
-    if request.keeps_state_for_forks:
-        points.append(request.num_prompt_tokens - 1)
-    if block_size is not None:
-        points += _prompt_points(request, block_size)
-    end = num_computed_tokens + num_new_tokens
-    end = min((point for point in points if num_computed_tokens < point < end), default=end)
-    return end - num_computed_tokens
 
+    block_size: int | None
+    interval: int | None = None
 
-def max_tokens_before_save(
-    request: CacheRequest, block_size: int | None, *, is_step_decided: bool = False
-) -> int:
-    """Number of tokens up to which the request has no state to save.
+    def contains(self, request: CacheRequest, num_tokens: int) -> bool:
+        """Whether the state after `num_tokens` tokens is saved for the prefix cache."""
+        if self.block_size is None or num_tokens % self.block_size or num_tokens == 0:
+            return False
+        return (
+            num_tokens >= request.num_prompt_tokens
+            or (self.interval is not None and num_tokens % self.interval == 0)
+            or num_tokens in _prompt_points(request, self.block_size)
+        )
 
-    Args:
-        block_size: None without prefix caching.
-        is_step_decided: The next step has its slots, so the state before it needs no more work.
-    """
-    num_tokens = request.num_computed_tokens + is_step_decided
-    limit = sys.maxsize
-    if block_size is not None:
-        limit = cdiv(num_tokens, block_size) * block_size
-    if request.keeps_state_for_forks and num_tokens < request.num_prompt_tokens:
-        limit = min(limit, request.num_prompt_tokens - 1)
-    return limit
+    def cut(self, request: CacheRequest, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Number of new tokens that a step may compute: up to the first save point among them."""
+        points = []
+        if request.keeps_state_for_forks:
+            points.append(request.num_prompt_tokens - 1)
+        if self.block_size is not None:
+            points += _prompt_points(request, self.block_size)
+        if self.interval is not None:
+            points.append((num_computed_tokens // self.interval + 1) * self.interval)
+        end = num_computed_tokens + num_new_tokens
+        end = min((point for point in points if num_computed_tokens < point < end), default=end)
+        return end - num_computed_tokens
+
+    def max_tokens_before(self, request: CacheRequest, *, is_step_decided: bool = False) -> int:
+        """Number of tokens up to which the request has no state to save.
+
+        Args:
+            is_step_decided: The next step has its slots, so the state before it needs no more work.
+        """
+        num_tokens = request.num_computed_tokens + is_step_decided
+        limit = sys.maxsize
+        if self.block_size is not None:
+            limit = cdiv(num_tokens, self.block_size) * self.block_size
+        if request.keeps_state_for_forks and num_tokens < request.num_prompt_tokens:
+            limit = min(limit, request.num_prompt_tokens - 1)
+        return limit
 
 
 def _prompt_points(request: CacheRequest, block_size: int) -> tuple[int, ...]:
-    """The save points within the prompt, or within the tokens of a resumed request."""
+    """Save points within the prompt, or within the tokens of a resumed request."""
     return (
         (request.num_tokens - 1) // block_size * block_size,
         request.num_leading_tokens // block_size * block_size,

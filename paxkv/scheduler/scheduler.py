@@ -99,6 +99,7 @@ class Scheduler:
             enable_caching=cache_config.enable_prefix_caching,
             use_eagle=use_eagle,
             state_cache_share=cache_config.state_cache_share,
+            state_save_interval=cache_config.state_save_interval,
             observers=observers,
         )
         self.limits = make_request_limits(

@@ -25,11 +25,12 @@ from paxkv.trace.json_errors import JSON_ERRORS
 
 FORMAT = "paxkv-trace"
 # Increase it when the content of a trace, or the inputs of a scheduler, change.
-VERSION = 5
+VERSION = 6
 # Versions that can be replayed. In version 2, requests with changed logits were never in bursts.
 # Before version 4, a trace did not name the requests that the runner pooled. Before version 5,
-# recurrent states were not saved for prefix hits.
-READ_VERSIONS = (2, 3, 4, VERSION)
+# recurrent states were not saved for prefix hits. Before version 6, they were not saved at regular
+# intervals.
+READ_VERSIONS = (2, 3, 4, 5, VERSION)
 
 SPEC_CLASSES = {
     spec_class.__name__: spec_class
@@ -168,7 +169,9 @@ def decode_header(line: bytes) -> TraceHeader:
             f"{made_by.paxkv_version}; this is paxkv {paxkv.__version__}, which reads format "
             f"{FORMAT!r}, versions {READ_VERSIONS}. Replay it with the version that wrote it."
         )
-    absent = {"state_cache_share": 0.0} if made_by.version < 5 else {}
+    absent = {"state_save_interval": None} if made_by.version < 6 else {}
+    if made_by.version < 5:
+        absent["state_cache_share"] = 0.0
     try:
         header = msgspec.json.decode(line, type=_HeaderLine)
         return TraceHeader(

@@ -107,8 +107,9 @@ class ManagerMachine(RuleBasedStateMachine):
         use_eagle=st.booleans(),
         hash_block_size=st.sampled_from([None, None, 1]),
         state_share=st.sampled_from([1, 1, 0.5, 0.3, 0]),
+        state_interval=st.sampled_from([None, None, 1, 7]),
     )
-    def start(self, data, num_tokens, use_eagle, hash_block_size, state_share):
+    def start(self, data, num_tokens, use_eagle, hash_block_size, state_share, state_interval):
         self.kinds = data.draw(st.sampled_from(self.KINDS))
         # Block hashes do not cover the input of the encoder, so there is no caching with one.
         has_encoder = any(kind.name == "cross" for kind in self.kinds)
@@ -131,6 +132,7 @@ class ManagerMachine(RuleBasedStateMachine):
             enable_caching=self.caching,
             use_eagle=self.use_eagle,
             state_cache_share=state_share,
+            state_save_interval=state_interval,
             observers=[self.event_recorder],
         )
         self.hasher = None
@@ -143,6 +145,7 @@ class ManagerMachine(RuleBasedStateMachine):
             caching=self.caching,
             use_eagle=self.use_eagle,
             state_share=state_share,
+            state_interval=state_interval or 0,
         )
         self.memory = KVMemory(self.kinds)
         self.requests = {}
@@ -337,8 +340,10 @@ class ManagerMachine(RuleBasedStateMachine):
         """Number of new tokens up to the first position at which the state is saved."""
         cut = num_new
         for states in self.slow.states.values():
-            can_save = self.slow.saves_states
-            cut = slow_states.cut(request, computed, cut, states.block_size, can_save)
+            cut = slow_states.cut(
+                *(request, computed, cut),
+                *(states.block_size, self.slow.saves_states, states.interval),
+            )
         assert self.real.cut_at_save_point(real, computed, num_new) == cut
         return cut
 

@@ -79,6 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked = draw.random() < 0.7
         must_fit = draw.random() < 0.6
         state_share = draw.choice([1, 1, 0.5, 0.3])
+        state_interval = draw.choice([None, None, 1, 7])
         has_connector = draw.random() < 0.4 and not self.is_quiet and not has_states
         self.connector = SlowConnector() if has_connector else None
         self.real = self.SCHEDULER(
@@ -93,6 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 enable_prefix_caching=caching,
                 prefix_caching_seed="test",
                 state_cache_share=state_share,
+                state_save_interval=state_interval,
             ),
             kv_cache_config=make_config(self.kinds, num_blocks),
             max_model_len=MAX_MODEL_LEN,
@@ -114,6 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             is_async=is_async,
             has_connector=self.connector is not None,
             state_share=state_share,
+            state_interval=state_interval or 0,
             **settings,
         )
         self.runner = SlowRunner(self.kinds, num_blocks=num_blocks, max_model_len=MAX_MODEL_LEN)

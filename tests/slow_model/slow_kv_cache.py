@@ -35,7 +35,15 @@ class SlowKVCache:
     """
 
     def __init__(
-        self, kinds, num_blocks, *, max_model_len, caching, use_eagle=False, state_share=1
+        self,
+        kinds,
+        num_blocks,
+        *,
+        max_model_len,
+        caching,
+        use_eagle=False,
+        state_share=1,
+        state_interval=0,
     ):
         self.kinds = kinds
         self.pool = SlowPool(num_blocks)
@@ -53,10 +61,13 @@ class SlowKVCache:
                 kind.block_size,
                 caching=caching,
                 max_blocks=int(num_blocks * state_share) // num_state_groups,
+                interval=state_interval,
             )
             for group, kind in enumerate(kinds)
             if kind.name == "state"
         }
+        for states in self.states.values():
+            states.can_save = self.saves_states
         self.use_eagle = use_eagle
         self.tables = {}
         # Per request and group: number of leading blocks that were cached or hit.

@@ -26,6 +26,7 @@ class SlowScheduler:
         is_async=False,
         has_connector=False,
         state_share=1,
+        state_interval=0,
     ):
         self.kv = SlowKVCache(
             kinds,
@@ -34,6 +35,7 @@ class SlowScheduler:
             caching=caching,
             use_eagle=use_eagle,
             state_share=state_share,
+            state_interval=state_interval,
         )
         self.max_model_len = max_model_len
         self.policy = policy
@@ -154,7 +156,8 @@ class SlowScheduler:
     def cut(self, request, computed, num_new):
         for states in self.kv.states.values():
             num_new = slow_states.cut(
-                request, computed, num_new, states.block_size, self.kv.saves_states
+                *(request, computed, num_new),
+                *(states.block_size, self.kv.saves_states, states.interval),
             )
         return num_new
 

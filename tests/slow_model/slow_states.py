@@ -18,17 +18,20 @@ class Saved:
     key: object = None
 
 
-def save_points(request, block_size, caching):
+def save_points(request, block_size, caching, interval=0):
     """Positions in the prompt at which the state is saved, and that of forks."""
     points = [request.num_prompt - 1] if request.keeps_state else []
     if caching:
         points += [(len(request.tokens) - 1) // block_size * block_size, request.save_at]
         points.append(request.num_leading // block_size * block_size)
+        if interval:
+            # Rounded up to whole blocks.
+            points += range(0, len(request.tokens), -(-interval // block_size) * block_size)
     return points
 
 
-def cut(request, computed, num_new, block_size, caching):
-    points = [p for p in save_points(request, block_size, caching) if p > computed]
+def cut(request, computed, num_new, block_size, caching, interval):
+    points = [p for p in save_points(request, block_size, caching, interval) if p > computed]
     return min([num_new, *(point - computed for point in points)])
 
 
@@ -39,9 +42,12 @@ class SlowStates:
         max_blocks: Of all saved slots.
     """
 
-    def __init__(self, pool, size, block_size, *, caching, max_blocks):
+    def __init__(self, pool, size, block_size, *, caching, max_blocks, interval=0):
         self.pool, self.size, self.block_size = pool, size, block_size
         self.caching, self.max_blocks = caching, max_blocks
+        self.interval = interval
+        # Set to false if another group of states has no room to save its own.
+        self.can_save = True
         self.own, self.reads, self.unknown, self.forks = {}, {}, {}, {}
         # By the first block: the slot that it began last.
         self.slots = {}
@@ -82,9 +88,9 @@ class SlowStates:
             return True
         if not self.caching or computed == 0 or computed % self.block_size:
             return False
-        if self.max_blocks < self.size:
+        if not self.can_save:
             return False
-        points = save_points(request, self.block_size, True)
+        points = save_points(request, self.block_size, True, self.interval)
         if computed < request.num_prompt and computed not in points:
             return False
         return computed > len(request.tokens) or self.pool.find(key) is None

@@ -14,7 +14,7 @@ from paxkv.kv_cache.managers.saved_states import SavedState, SavedStates
 from paxkv.kv_cache.managers.single_type_manager import SingleTypeKVCacheManager
 from paxkv.kv_cache.pool.block import KVCacheBlock, Slot
 from paxkv.kv_cache.pool.block_pool import BlockPool
-from paxkv.kv_cache.save_points import is_fork_point, is_save_point
+from paxkv.kv_cache.save_points import SavePoints, is_fork_point
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -72,6 +72,8 @@ class MambaManager(SingleTypeKVCacheManager):
             block_size=self.block_size,
             num_slot_blocks=kv_cache_spec.num_slot_blocks,
         )
+        # `KVCacheManager` sets them, if states of all groups can be saved.
+        self.save_points = SavePoints(block_size=None)
         # Slots by the id of their first block, also of requests that have ended.
         self._slots: dict[int, list[KVCacheBlock]] = {}
         # The next four describe slots that requests hold in addition to those in `req_to_blocks`.
@@ -383,7 +385,7 @@ class MambaManager(SingleTypeKVCacheManager):
     def _should_save(self, request: CacheRequest, num_tokens: int) -> bool:
         if request.keeps_state_for_forks and is_fork_point(request, num_tokens):
             return True
-        if not self.can_save_states or not is_save_point(request, num_tokens, self.block_size):
+        if not self.save_points.contains(request, num_tokens):
             return False
         return num_tokens > request.num_tokens or not self.saved_states.contains(
             request, num_tokens

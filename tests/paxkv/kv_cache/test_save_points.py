@@ -5,7 +5,7 @@ import random
 import pytest
 
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, MambaSpec
-from paxkv.kv_cache.save_points import cut_at_save_point, is_save_point, max_tokens_before_save
+from paxkv.kv_cache.save_points import SavePoints
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.scheduler import Scheduler
 from tests.paxkv.kv_cache.cache_fakes import FakeRequest
@@ -23,37 +23,52 @@ STATES = MambaSpec(
 NUM_REQUESTS, NUM_BLOCKS = 32, 4000
 
 
+POINTS = SavePoints(block_size=BLOCK_SIZE)
+ONLY_FORKS = SavePoints(block_size=None)
+
+
+def points_of(request, save_points):
+    return [n for n in range(130) if save_points.contains(request, n)]
+
+
 def test_steps_end_where_the_state_is_saved():
     request = FakeRequest("r", range(100))
     request.state_save_at = 32
-    points = [n for n in range(130) if is_save_point(request, n, BLOCK_SIZE)]
-    assert points == [32, 96, 112, 128]
+    assert points_of(request, POINTS) == [32, 96, 112, 128]
+    assert points_of(request, ONLY_FORKS) == []
     request.num_leading_tokens = 50
-    points = [n for n in range(130) if is_save_point(request, n, BLOCK_SIZE)]
-    assert points == [32, 48, 96, 112, 128]
-    assert cut_at_save_point(request, 32, 68, BLOCK_SIZE) == 16
+    assert points_of(request, POINTS) == [32, 48, 96, 112, 128]
+    assert POINTS.cut(request, 32, 68) == 16
     request.num_leading_tokens = 15
-    cuts = [cut_at_save_point(request, start, 100 - start, BLOCK_SIZE) for start in (0, 32, 96)]
+    cuts = [POINTS.cut(request, start, 100 - start) for start in (0, 32, 96)]
     assert cuts == [32, 64, 4]
-    assert cut_at_save_point(request, 0, 100, None) == 100
+    assert ONLY_FORKS.cut(request, 0, 100) == 100
     request.keeps_state_for_forks = True
-    assert cut_at_save_point(request, 96, 4, BLOCK_SIZE) == 3
-    assert cut_at_save_point(request, 0, 100, None) == 99
+    assert POINTS.cut(request, 96, 4) == 3
+    assert ONLY_FORKS.cut(request, 0, 100) == 99
+
+
+def test_long_prompts_save_at_every_interval():
+    request = FakeRequest("r", range(100))
+    save_points = SavePoints(block_size=BLOCK_SIZE, interval=32)
+    assert points_of(request, save_points) == [32, 64, 96, 112, 128]
+    cuts = [save_points.cut(request, start, 100 - start) for start in (0, 31, 32, 96)]
+    assert cuts == [32, 1, 32, 4]
 
 
 def test_steps_between_two_multiples_have_nothing_to_save():
     request = FakeRequest("r", range(20))
     limits = []
     for request.num_computed_tokens in (0, 1, 16, 17):
-        limits.append(max_tokens_before_save(request, BLOCK_SIZE))
+        limits.append(POINTS.max_tokens_before(request))
     assert limits == [0, 16, 16, 32]
     request.num_computed_tokens = 16
-    assert max_tokens_before_save(request, BLOCK_SIZE, is_step_decided=True) == 32
+    assert POINTS.max_tokens_before(request, is_step_decided=True) == 32
     request.keeps_state_for_forks = True
-    assert max_tokens_before_save(request, None) == 19
+    assert ONLY_FORKS.max_tokens_before(request) == 19
     request.num_computed_tokens = 19
-    assert max_tokens_before_save(request, BLOCK_SIZE) == 19
-    assert max_tokens_before_save(request, BLOCK_SIZE, is_step_decided=True) == 32
+    assert POINTS.max_tokens_before(request) == 19
+    assert POINTS.max_tokens_before(request, is_step_decided=True) == 32
 
 
 def make(scheduler_class=Scheduler, **settings):
@@ -118,6 +133,19 @@ def test_only_the_first_of_several_chats_computes_their_leading_messages(num_sha
     assert num_found == [0] + [num_shared // BLOCK_SIZE * BLOCK_SIZE] * (NUM_REQUESTS - 1)
     # The other prompts are not cut there: three tokens after the first, and the end of the prompt.
     assert num_steps[0] == 6 and set(num_steps[1:]) <= {4, 5}
+
+
+def test_with_an_interval_the_second_of_several_prompts_shares_most_of_their_beginning():
+    # 100 tokens are rounded up to 112, so the states are those after 112, 224 and 336 tokens.
+    scheduler, runner = make(state_save_interval=100), FunctionRunner()
+    num_found = []
+    for i, prompt in enumerate(prompts_with_beginning(400)[:4]):
+        request = add(scheduler, f"r{i}", prompt, max_tokens=4)
+        run_until_end(scheduler, runner)
+        scheduler.check_invariants()
+        assert request.all_token_ids[len(prompt) :] == continuation(prompt, 4)
+        num_found.append(request.num_cached_tokens)
+    assert num_found == [0, 336, 400, 400]
 
 
 @pytest.mark.parametrize("num_shared", [300, 400])

@@ -34,6 +34,7 @@ def make_scheduler(
     use_eagle=False,
     bursts_change_logits=True,
     state_cache_share=0.5,
+    state_save_interval=None,
     **config,
 ):
     groups = tuple(
@@ -46,6 +47,7 @@ def make_scheduler(
             enable_prefix_caching=caching,
             prefix_caching_seed="test",
             state_cache_share=state_cache_share,
+            state_save_interval=state_save_interval,
         ),
         kv_cache_config=KVCacheConfig(num_blocks=num_blocks, kv_cache_groups=groups),
         max_model_len=max_model_len,

@@ -85,6 +85,14 @@ def test_version_4_header_saves_no_states() -> None:
         decode_header(msgspec.json.encode(fields | {"version": VERSION}))
 
 
+def test_version_5_header_has_no_interval_of_saved_states() -> None:
+    fields = msgspec.json.decode(encode_header(make_header())) | {"version": 5}
+    del fields["cache_config"]["state_save_interval"]
+    assert decode_header(msgspec.json.encode(fields)) == make_header()
+    with pytest.raises(TraceFileError, match=r"missing \['state_save_interval'\]"):
+        decode_header(msgspec.json.encode(fields | {"version": VERSION}))
+
+
 def test_every_kv_cache_spec_can_be_decoded() -> None:
     concrete = {
         name
