@@ -43,6 +43,7 @@ FAMILIES: dict[str, str] = {
     "BambaForCausalLM": "models.families.bamba:BambaForCausalLM",
     "ZambaForCausalLM": "models.families.zamba:ZambaForCausalLM",
     "Zamba2ForCausalLM": "models.families.zamba2:Zamba2ForCausalLM",
+    "RecurrentGemmaForCausalLM": ("models.families.recurrent_gemma:RecurrentGemmaForCausalLM"),
     "JambaForCausalLM": "models.families.jamba:JambaForCausalLM",
     "MambaForCausalLM": "models.families.mamba:MambaForCausalLM",
     "FalconMambaForCausalLM": "models.families.falcon_mamba:FalconMambaForCausalLM",

@@ -16,6 +16,7 @@ from benchmarks.ops.findings import ERROR_LIMITS, close_findings
 from benchmarks.units.unit import Finding
 from pallas_kernels.causal_conv1d import cases as conv_cases
 from pallas_kernels.gated_delta_rule import cases as delta_cases
+from pallas_kernels.rg_lru_scan import cases as lru_cases
 from pallas_kernels.selective_scan import cases as selective_cases
 from pallas_kernels.ssd_scan import cases as ssd_cases
 
@@ -52,10 +53,12 @@ def _close(what: str, got_np: np.ndarray, wanted: jax.Array, limit: float) -> li
     return close_findings(what, got_np, np.asarray(wanted, np.float64), limit)
 
 
-# Layers of Qwen3-Next-80B, Falcon-Mamba-7B and Mamba-Codestral-7B: 64 decoding requests.
+# Layers of Qwen3-Next-80B, RecurrentGemma-2B, Falcon-Mamba-7B and Mamba-Codestral-7B: 64
+# decoding requests.
 _DECODES = {"name": "64 decodes", "counts": (1,) * 64, "dtype": "bfloat16"}
 _CONV = conv_cases.CausalConv1dCase(num_channels=8192, **_DECODES)
 _DELTA = delta_cases.GatedDeltaRuleCase(num_heads=32, k_dim=128, v_dim=128, **_DECODES)
+_LRU = lru_cases.RGLRUScanCase(width=2560, **_DECODES)
 _SELECTIVE = selective_cases.SelectiveScanCase(width=8192, state_size=16, **_DECODES)
 _SSD = ssd_cases.SSDScanCase(num_heads=128, num_groups=8, head_dim=64, state_size=128, **_DECODES)
 
@@ -74,6 +77,13 @@ RECURRENT_OPS = [
         problem=_problem_maker("gated_delta_rule", delta_cases.build_inputs),
         cases=delta_cases.CASES,
         timed=[(_DELTA, Work(num_bytes=2 * 4 * 64 * 32 * 128 * 128))],
+        has_kernel=False,
+    ),
+    MeasuredOp(
+        op="rg_lru_scan",
+        problem=_problem_maker("rg_lru_scan", lru_cases.build_inputs),
+        cases=lru_cases.CASES,
+        timed=[(_LRU, Work(num_bytes=2 * 4 * 64 * 2560))],
         has_kernel=False,
     ),
     MeasuredOp(

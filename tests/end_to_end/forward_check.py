@@ -50,6 +50,7 @@ def share_of_bound(
 ) -> float:
     """As `forward_share_of_bound`, with a model of transformers that was saved in the folder."""
     import torch
+    import transformers
 
     from tests.oracles import families
 
@@ -59,7 +60,12 @@ def share_of_bound(
     with torch.no_grad():
         for text in texts:
             uncached = model(input_ids=torch.tensor([text]), use_cache=False).logits[0]
-            cache = model(input_ids=torch.tensor([text[:-1]]), use_cache=True).cache
+            prompt = {"input_ids": torch.tensor([text[:-1]]), "use_cache": True}
+            cache = getattr(model(**prompt), "cache", None)
+            if cache is None:
+                # RecurrentGemma in transformers returns no cache.
+                cache = transformers.DynamicCache(config=model.config)
+                model(**prompt, cache=cache)
             decoded = model(
                 input_ids=torch.tensor([text[-1:]]), cache=cache, **_position(model, len(text) - 1)
             ).logits[0]

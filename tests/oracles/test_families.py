@@ -49,6 +49,7 @@ LOADED = [
     "lfm2",
     "lfm2-moe",
     "lfm3",
+    "recurrent-gemma",
     "glm4-moe-lite",
     "mistral4",
     "longcat-flash",
@@ -186,6 +187,7 @@ _WITHOUT_EFFECT = {
     *("chunk_size", "mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"),
     *("time_step_init_scheme", "time_step_scale", "use_associative_scan", "use_mambapy"),
     *("rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min"),
+    *("final_w_init_variance_scale", "w_init_variance_scale"),
     # How 16-bit numbers are rounded.
     "residual_in_fp32",
     # How other engines compute states and experts; states are float32 here. And drafts.

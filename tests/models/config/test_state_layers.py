@@ -33,6 +33,7 @@ FAMILIES = {
     "Qwen3_5ForCausalLM": ("Qwen3_5TextConfig", {}),
     "Qwen3_5MoeForCausalLM": ("Qwen3_5MoeTextConfig", {}),
     "ZambaForCausalLM": ("ZambaConfig", {}),
+    "RecurrentGemmaForCausalLM": ("RecurrentGemmaConfig", {}),
     "Zamba2ForCausalLM": ("Zamba2Config", {"num_hidden_layers": 54, "hidden_size": 128}),
 }
 HYBRID = ["linear_attention", "full_attention"] * 4
@@ -115,6 +116,10 @@ OTHER_FIELDS = [
     ("ZambaForCausalLM", {"attn_layer_period": 3, "attn_layer_offset": 1, "mamba_dt_rank": 7}),
     ("ZambaForCausalLM", {"attention_head_dim": 16, "mamba_d_state": 8, "hidden_act": "silu"}),
     ("ZambaForCausalLM", {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3}),
+    ("RecurrentGemmaForCausalLM", {"block_types": ["attention", "recurrent"], "lru_width": 96}),
+    ("RecurrentGemmaForCausalLM", {"attention_window_size": 64, "conv1d_width": 3}),
+    ("RecurrentGemmaForCausalLM", {"partial_rotary_factor": 1.0, "logits_soft_cap": 20.0}),
+    ("RecurrentGemmaForCausalLM", {"hidden_activation": "silu", "attention_bias": True}),
     ("Zamba2ForCausalLM", {"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"]}),
     ("Zamba2ForCausalLM", {"n_mamba_heads": 16, "mamba_ngroups": 2, "mamba_d_state": 8}),
     ("Zamba2ForCausalLM", {"num_mem_blocks": 2, "adapter_rank": 4}),

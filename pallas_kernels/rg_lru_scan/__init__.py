@@ -1,0 +1,1 @@
+"""The recurrence of real-gated linear recurrent units, with one decay per channel."""
