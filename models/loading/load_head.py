@@ -8,7 +8,7 @@ from flax import nnx
 from models.config.eagle3_config import read_eagle3_config
 from models.drafters.eagle3_head import Eagle3Head
 from models.drafters.mtp_head import make_mtp_head, mtp_config
-from models.errors import ModelConfigError
+from models.errors import ModelConfigError, UnsupportedModelError
 from models.loading.kernel_encoder import KernelEncoder
 from models.loading.load_model import LoadFormat, open_weights
 from models.loading.loaded_head import LoadedHead
@@ -46,6 +46,13 @@ def load_mtp_head(
 
     structure = ModuleStructure(config, make=make, dtype=model.dtype, encoder=encoder)
     files = None if load_format == "dummy" else SafetensorsCheckpoint(folder)
+    prefix = f"model.layers.{layer_idx}."
+    if files is not None and not any(name.startswith(prefix) for name in files.weights):
+        raise UnsupportedModelError(
+            f"method 'mtp' needs the tensors {prefix}* of the layer for multi-token prediction; "
+            f"{folder} has none, although config.json has num_nextn_predict_layers="
+            f"{model.config.num_mtp_layers}. Use a checkpoint that has them, or another method."
+        )
     return LoadedHead(**_fill(structure, encoder, files, seed=seed))
 
 

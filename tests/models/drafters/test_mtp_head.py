@@ -1,11 +1,13 @@
 """The heads for multi-token prediction compute what transformers computes."""
 
 import dataclasses
+import shutil
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from models import load_model
+from models import UnsupportedModelError, load_model
 from models.loading.kernel_encoder import KernelEncoder
 from models.loading.load_head import load_mtp_head
 from tests.end_to_end.parity import largest_difference
@@ -70,9 +72,25 @@ def test_logits_are_those_of_transformers(checkpoint):
 def test_another_model_is_refused():
     from models.config.model_config import ModelConfig
     from models.drafters.mtp_head import mtp_config
-    from models.errors import UnsupportedModelError
 
     fields = {field.name: None for field in dataclasses.fields(ModelConfig)}
     config = ModelConfig(**fields | {"architecture": "LlamaForCausalLM"})
     with pytest.raises(UnsupportedModelError, match="does not support LlamaForCausalLM"):
         mtp_config(config)
+
+
+def test_checkpoint_without_the_layer_is_refused(checkpoint, tmp_path):
+    """Some published copies keep the field of config.json, but not the tensors."""
+    _, folder = checkpoint
+    shutil.copy(folder / "config.json", tmp_path)
+    model = load_model(folder, dtype="float32", load_format="dummy")
+    prefix = f"model.layers.{model.config.num_layers}."
+    weights = {
+        name: weight
+        for name, weight in load_file(folder / "model.safetensors").items()
+        if not name.startswith(prefix)
+    }
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    encoder = KernelEncoder(platform=model.platform)
+    with pytest.raises(UnsupportedModelError, match=rf"method 'mtp' needs the tensors {prefix}\*"):
+        load_mtp_head(model, tmp_path, encoder=encoder)
