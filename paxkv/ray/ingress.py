@@ -12,7 +12,13 @@ from starlette.responses import Response
 from paxkv.errors import EngineDeadError, PaxkvError
 from paxkv.fleet.prompt_digest import body_chain
 from paxkv.ray.asgi_call import portable_scope
-from paxkv.ray.relay import Answer, AvoidedReplicas, RelayedAnswer, ReplicaLostError
+from paxkv.ray.relay import (
+    Answer,
+    AvoidedReplicas,
+    RelayedAnswer,
+    ReplicaLostError,
+    error_answer,
+)
 from paxkv.ray.replica_metrics import merge_metrics
 from paxkv.server.protocol.error_response import error_response
 from paxkv.server.protocol.json_body import read_limited
@@ -50,7 +56,7 @@ class Ingress:
         try:
             body = await read_limited(request, self._max_body_bytes)
         except PaxkvError as error:
-            return error_response(error)
+            return error_answer(error, request.scope)
         is_probe = request.url.path in _HEALTH_PATHS
         return RelayedAnswer(
             functools.partial(self._answer, portable_scope(request.scope), body, body_chain(body)),

@@ -58,7 +58,8 @@ class RelayedAnswer(Response):
 
     Args:
         answer: Sends the request.
-        accept_timeout_s: Time in which a replica must accept the request, per attempt.
+        accept_timeout_s: Time in which a replica must accept the request. There is no further
+            attempt after this time.
         avoid: Replicas that failed other requests recently. The ids of those that fail this one are
             added.
     """
@@ -77,6 +78,9 @@ class RelayedAnswer(Response):
             relay = _Relay(scope, send, may_retry=attempt < _MAX_ATTEMPTS)
             try:
                 last_answer = await self._relay(relay)
+            except EngineDeadError as error:
+                await error_answer(error, scope)(scope, receive, send)
+                return
             except ReplicaLostError as error:
                 if relay.replica_id is not None:
                     self._avoid.add(relay.replica_id)
@@ -89,7 +93,7 @@ class RelayedAnswer(Response):
         for message in last_answer:
             await send(message)
         if not last_answer:
-            await error_response(_lost())(scope, receive, send)
+            await error_answer(_lost(), scope)(scope, receive, send)
 
     async def _relay(self, relay: "_Relay") -> list[Message]:
         """Sends one replica's answer; returns a withheld answer instead, if it may be retried."""
@@ -99,8 +103,10 @@ class RelayedAnswer(Response):
                 async with asyncio.timeout(self._accept_timeout_s):
                     accepted = await anext(answer)
             except TimeoutError:
-                raise ReplicaLostError(
-                    f"no engine accepted the request within {self._accept_timeout_s:g} seconds."
+                raise EngineDeadError(
+                    f"no engine accepted the request within {self._accept_timeout_s:g} s. All "
+                    "are starting or full: try again later.",
+                    retry_after_s=_RETRY_AFTER_S,
                 ) from None
             assert isinstance(accepted, Accepted)
             relay.replica_id = accepted.replica_id
@@ -182,6 +188,20 @@ class AvoidedReplicas:
         now_s = asyncio.get_running_loop().time()
         self._until_s = {key: until for key, until in self._until_s.items() if until > now_s}
         return list(self._until_s)
+
+
+def error_answer(error: PaxkvError, scope: Scope) -> Response:
+    """The answer for an error of the ingress, in the form of the path's API."""
+    response = error_response(error)
+    if not is_below(scope["path"], MESSAGES_PATH):
+        return response
+    found = anthropic_error(
+        response.status_code, bytes(response.body), request_id=request_id_of(scope)
+    )
+    assert found is not None
+    status, body = found
+    headers = {name: value for name, value in response.headers.items() if name == "retry-after"}
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
 def stream_error(error: PaxkvError, path: str, request_id: str) -> bytes:

@@ -26,7 +26,6 @@ def part(body: bytes, *, is_last: bool = False) -> dict:
 LOST = ReplicaLostError("killed")
 WHOLE = [[start()], [part(b"data: 1\n\n"), part(b"data: [DONE]\n\n", is_last=True)]]
 FULL = [[start(503), part(b"full", is_last=True)]]
-HANGS = object()
 
 
 class Replicas:
@@ -42,8 +41,6 @@ class Replicas:
         self.avoided.append(list(avoid))
         try:
             for item in [Accepted(str(number)), *self.answers[number]]:
-                if item is HANGS:
-                    await asyncio.Event().wait()
                 if isinstance(item, Exception):
                     raise item
                 yield item
@@ -126,20 +123,30 @@ def test_three_lost_replicas_are_an_error_with_a_time_to_retry() -> None:
     assert json.loads(sent[1]["body"])["error"]["code"] == "engine_dead"
 
 
+def test_an_error_of_the_ingress_has_the_form_of_its_api() -> None:
+    sent = Replicas([LOST], [LOST], [LOST]).relay("/v1/messages")
+    assert (sent[0]["status"], json.loads(sent[1]["body"])["type"]) == (503, "error")
+    assert (b"retry-after", b"1") in sent[0]["headers"]
+
+
 def test_an_error_of_the_client_is_not_retried() -> None:
     replicas = Replicas([[start(400), part(b"wrong", is_last=True)]], WHOLE)
     assert replicas.relay()[1]["body"] == b"wrong"
 
 
 def test_a_request_that_no_replica_accepts_ends() -> None:
+    calls = []
+
     async def accept_never(avoid: Collection[str]) -> AsyncGenerator[object, None]:
+        calls.append(avoid)
         await asyncio.Event().wait()
         yield
 
     replicas = Replicas()
     replicas.answer = accept_never
     sent = replicas.relay(accept_timeout_s=0.01)
-    assert sent[0]["status"] == 503
+    assert (sent[0]["status"], len(calls)) == (503, 1)
+    assert "no engine accepted" in json.loads(sent[1]["body"])["error"]["message"]
 
 
 def test_a_failed_replica_is_avoided_only_for_a_while() -> None:
