@@ -31,6 +31,7 @@ from paxkv.entrypoints.cli.command_parser import CommandParser
 from paxkv.entrypoints.engine_flags import ENGINE_CONFIG_CLASSES, engine_config_from_arguments
 from paxkv.entrypoints.process_logging import set_up_logging
 from paxkv.errors import ConfigError, EngineDeadError
+from paxkv.fleet.follower_host import FollowerHost
 from paxkv.package_origin import check_package_origin
 from paxkv.server.http_server import HttpServer, bind_socket, socket_url
 
@@ -44,6 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_package_origin()
         engine_config = engine_config_from_arguments(namespace)
         server_config = config_from_arguments(ServerConfig, namespace)
+        if engine_config.parallel.node_rank > 0:
+            with ended_by_sigterm():
+                idle_s = server_config.engine_ready_timeout_s
+                FollowerHost(engine_config, max_idle_start_s=idle_s).run()
+            return 0
         # Before the engine: a taken port is known at once, not after minutes of warm-up. The
         # port opens only when the engine is ready.
         with bind_socket(server_config) as bound:

@@ -107,6 +107,10 @@ class Platform:
         """
         return {}
 
+    def compiler_options_of_processes(self) -> dict[str, str]:
+        """Further options of XLA, if the devices are in several processes."""
+        return {}
+
     def num_compile_threads(self) -> int:
         """Programs that are compiled at a time: one per core, if the host's memory allows it."""
         num_fitting = available_memory_bytes() // self.compile_bytes

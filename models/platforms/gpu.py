@@ -31,6 +31,11 @@ class GPU(Platform):
             "xla_gpu_dot_merger_threshold_mb": "0",
         }
 
+    def compiler_options_of_processes(self) -> dict[str, str]:
+        # By default, each process tunes a part of every program and waits for the others. A process
+        # that loads the program from disk would not take part.
+        return {"xla_gpu_shard_autotuning": "False"}
+
     def total_memory_bytes(self, limit_bytes: int) -> int:
         # The limit is a share of the memory, which is set before JAX starts.
         return int(limit_bytes / float(os.environ.get(SHARE_VARIABLE, DEFAULT_SHARE)))

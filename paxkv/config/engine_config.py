@@ -556,9 +556,49 @@ class ParallelConfig:
         aliases=("-dp",),
     )
 
+    nnodes: int = setting(
+        "number of hosts of an engine, which share its --tensor-parallel-size devices equally. Run "
+        "the command with the same flags on each host: docs/guide/several-devices.md",
+        1,
+        aliases=("-n",),
+    )
+    node_rank: int = setting(
+        "number of this host. Host 0 serves requests; the others compute with it",
+        0,
+        aliases=("-r",),
+    )
+    master_addr: str = setting(
+        "address of host 0 in the network of the hosts. Nobody else may reach it, because the "
+        "hosts send tokens unencrypted",
+        "127.0.0.1",
+    )
+    master_port: int = setting("port of host 0 for the other hosts; they use further ports", 29501)
+    distributed_timeout_seconds: int = setting(
+        "longest time that the hosts of an engine wait for each other while they start", 600
+    )
+
     def __post_init__(self) -> None:
         at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         at_least("data_parallel_size", self.data_parallel_size, 1)
+        at_least("nnodes", self.nnodes, 1)
+        at_least("node_rank", self.node_rank, 0)
+        at_least("master_port", self.master_port, 1)
+        at_least("distributed_timeout_seconds", self.distributed_timeout_seconds, 1)
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(
+                f"node_rank must be below nnodes={self.nnodes}, got {self.node_rank}. Hosts are "
+                "numbered from 0."
+            )
+        if self.tensor_parallel_size % self.nnodes:
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size} is not a multiple of "
+                f"nnodes={self.nnodes}. Each host has the same number of devices."
+            )
+        if self.nnodes > 1 and self.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size={self.data_parallel_size} does not work with "
+                f"nnodes={self.nnodes} yet. Start a server for each engine."
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -578,6 +618,17 @@ class EngineConfig:
             raise ConfigError(
                 f"drafts of method {speculative.method!r} cannot be made on several devices yet: "
                 f"got tensor_parallel_size={num_devices}. Use method 'ngram', or one device."
+            )
+        num_hosts = self.parallel.nnodes
+        if num_hosts > 1 and self.runner.expert_load_window is not None:
+            raise ConfigError(
+                f"expert_load_window does not work with nnodes={num_hosts} yet. Leave it out."
+            )
+        most = self.runner.max_logprobs
+        if num_hosts > 1 and not 0 <= most <= MAX_LOGPROBS:
+            raise ConfigError(
+                f"max_logprobs={most} does not work with nnodes={num_hosts} yet, because each host "
+                f"has a part of the logits. Use at most {MAX_LOGPROBS}."
             )
 
 

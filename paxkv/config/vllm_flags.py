@@ -74,7 +74,7 @@ def accepted_values(flag: VllmFlag) -> list[str]:
 
 
 def _is_same(value: object, neutral: object) -> bool:
-    # In Python True == 1, but `nnodes=True` does not mean one node.
+    # In Python True == 1, but `pipeline_parallel_size=True` does not mean one stage.
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
@@ -108,6 +108,7 @@ _ONE_PROCESS = (
     "an engine is one process, whose devices each have a part of every layer "
     "(--tensor-parallel-size); --data-parallel-size starts several engines"
 )
+_HOST_RANK = "host 0 serves requests and the others do not: see --node-rank"
 _ONE_MACHINE = "all engines run on one machine and share its port; use --data-parallel-size"
 _COMPILED = "all steps run as programs that XLA compiles before the port opens"
 _KERNELS = "use --kernels instead"
@@ -138,14 +139,11 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     # Devices and machines.
     *_refused(_ONE_PROCESS, "--pipeline-parallel-size, -pp", 1),
     *_refused(_ONE_PROCESS, "--decode-context-parallel-size, -dcp", 1),
-    *_refused(_ONE_PROCESS, "--prefill-context-parallel-size, -pcp --nnodes, -n", 1),
-    *_refused(_ONE_PROCESS, "--node-rank, -r", 0),
-    *_refused(_ONE_PROCESS, "--master-addr", "127.0.0.1", "localhost"),
-    *_refused(_ONE_PROCESS, "--master-port", 29501, 0),
-    *_refused_switches(_ONE_PROCESS, "--headless"),
+    *_refused(_ONE_PROCESS, "--prefill-context-parallel-size, -pcp", 1),
+    *_refused_switches(_HOST_RANK, "--headless"),
     *_refused(_ONE_PROCESS, "--device-ids"),
     *_ignored(_ONE_PROCESS, "--distributed-executor-backend", "uni"),
-    *_ignored(_ONE_PROCESS, "--max-parallel-loading-workers --distributed-timeout-seconds"),
+    *_ignored(_ONE_PROCESS, "--max-parallel-loading-workers"),
     *_ignored(_ONE_PROCESS, "--cpu-distributed-timeout-seconds --dcp-comm-backend"),
     *_ignored(_ONE_PROCESS, "--dcp-kv-cache-interleave-size --cp-kv-cache-interleave-size", 1),
     *_ignored(_ONE_PROCESS, "--all2all-backend", "allgather_reducescatter"),

@@ -6,6 +6,7 @@ from paxkv.config.engine_config import EngineConfig
 from paxkv.config.sampling_defaults import SamplingDefaults
 from paxkv.config.sampling_params import MAX_LOGPROBS
 from paxkv.contracts.engine_output import SchedulerStats
+from paxkv.contracts.rank_place import RankPlace
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,7 @@ class EngineOrder:
             it.
         step_counter: Descriptor of the `StepCounter` that the client created.
         show_progress: Draw a progress bar on stderr while programs compile.
+        place: Of the process among those that compute for the engine. None: it is the only one.
     """
 
     config: EngineConfig
@@ -95,6 +97,7 @@ class EngineOrder:
     folder: str | None = None
     curve_keys: CurveKeys | None = None
     show_progress: bool = False
+    place: RankPlace | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,5 +147,10 @@ class EngineStartFailed:
     is_mistake: bool
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FollowerReady:
+    """A process that only repeats the calls of another one has started."""
+
+
 # Messages that an engine process may send besides `EngineOutput`.
-EngineStartOutput = EngineHello | ModelFound | EngineReady | EngineStartFailed
+EngineStartOutput = EngineHello | ModelFound | EngineReady | EngineStartFailed | FollowerReady

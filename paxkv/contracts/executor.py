@@ -100,3 +100,7 @@ class Executor(Protocol):
     def execute_model(self, scheduler_output: SchedulerOutput) -> StepHandle:
         """Starts one step and returns without waiting for the device."""
         ...
+
+    def close(self) -> None:
+        """Ends the other processes that compute, if there are any. May be repeated."""
+        ...

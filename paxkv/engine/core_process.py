@@ -16,22 +16,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 import zmq
 
 from paxkv.config.engine_config import EngineConfig
 from paxkv.contracts import wire
-from paxkv.contracts.engine_output import EngineOutput
+from paxkv.contracts.engine_output import EngineDead, EngineOutput
 from paxkv.contracts.engine_start import (
     EngineHello,
     EngineOrder,
     EngineReady,
     EngineStartFailed,
     EngineStartOutput,
+    FollowerReady,
     ModelFound,
 )
+from paxkv.contracts.rank_place import RankPlace
 from paxkv.contracts.step_counter import StepCounter
 from paxkv.engine.core_loop import run_core
 from paxkv.engine.engine_core import EngineCore
@@ -61,7 +63,21 @@ class BuildCore(Protocol):
         *,
         show_progress: bool,
         on_model_found: Callable[[Path], None],
+        place: RankPlace | None = None,
     ) -> tuple[EngineCore, EngineReady]: ...
+
+
+class BuildFollower(Protocol):
+    """Builds a process that repeats the calls of the leader of its group.
+
+    Returns:
+        The function that does so until the leader ends.
+
+    Raises:
+        ConfigError: As for `BuildCore`.
+    """
+
+    def __call__(self, config: EngineConfig, *, place: RankPlace) -> Callable[[], None]: ...
 
 
 class ZmqChannel:
@@ -118,8 +134,12 @@ class ZmqChannel:
         return socket
 
 
-def run_engine_process(build: BuildCore) -> int:
-    """Reads an order from standard input, and runs its engine; returns the process's exit code."""
+def run_engine_process(build: BuildCore, build_follower: BuildFollower | None = None) -> int:
+    """Reads an order from standard input, and runs its engine; returns the process's exit code.
+
+    Args:
+        build_follower: Needed if the order may be for a follower.
+    """
     order = _read_order()
     if order is None:
         return _PARENT_IS_GONE
@@ -135,6 +155,8 @@ def run_engine_process(build: BuildCore) -> int:
     with is_binding:
         channel = ZmqChannel(order)
     try:
+        if order.place is not None and order.place.rank > 0:
+            return _follow(build_follower, order, channel)
         return _build_and_run(build, order, channel)
     finally:
         channel.close()
@@ -198,24 +220,54 @@ def _start_pulse(count_step: Callable[[], None]) -> Iterator[None]:
 
 
 def _build_and_run(build: BuildCore, order: EngineOrder, channel: ZmqChannel) -> int:
-    try:
-        with _start_pulse(channel.count_step):
-            core, ready = build(
-                order.config,
-                show_progress=order.show_progress,
-                on_model_found=lambda folder: channel.post(ModelFound(folder=str(folder))),
-            )
-    except ConfigError as error:
-        channel.post(EngineStartFailed(message=str(error), is_mistake=True))
+    def build_engine() -> tuple[EngineCore, EngineReady]:
+        return build(
+            order.config,
+            show_progress=order.show_progress,
+            on_model_found=lambda folder: channel.post(ModelFound(folder=str(folder))),
+            place=order.place,
+        )
+
+    built = _try_to_build(build_engine, channel)
+    if built is None:
         return 1
-    except Exception as error:
-        logger.exception("the engine could not be built")
-        message = f"the engine could not be built: {type(error).__name__}: {error}"
-        channel.post(EngineStartFailed(message=message, is_mistake=False))
-        return 1
+    core, ready = built
     channel.post(ready)
     try:
         channel.post(run_core(core, channel))
     finally:
         core.close()
     return 0
+
+
+def _follow(build: BuildFollower, order: EngineOrder, channel: ZmqChannel) -> int:
+    follow = _try_to_build(lambda: build(order.config, place=order.place), channel)
+    if follow is None:
+        return 1
+    channel.post(FollowerReady())
+    try:
+        follow()
+    # After any error, this process may differ from the leader, so all processes must start again.
+    except Exception as error:
+        logger.exception("the process of rank %d died", order.place.rank)
+        channel.post(EngineDead(reason=f"{type(error).__name__}: {error}"))
+        return 1
+    channel.post(EngineDead(reason="it was shut down"))
+    return 0
+
+
+Built = TypeVar("Built")
+
+
+def _try_to_build(build: Callable[[], Built], channel: ZmqChannel) -> Built | None:
+    """Builds the process's part of an engine; None after it has reported an error."""
+    try:
+        with _start_pulse(channel.count_step):
+            return build()
+    except ConfigError as error:
+        channel.post(EngineStartFailed(message=str(error), is_mistake=True))
+    except Exception as error:
+        logger.exception("the engine could not be built")
+        message = f"the engine could not be built: {type(error).__name__}: {error}"
+        channel.post(EngineStartFailed(message=message, is_mistake=False))
+    return None

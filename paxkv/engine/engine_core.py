@@ -272,9 +272,10 @@ class EngineCore:
         )
 
     def close(self) -> None:
-        """Closes the scheduler, the publisher and the grammars. May be repeated."""
+        """Closes the scheduler, the executor, the publisher and the grammars. May be repeated."""
         # While a trace is recorded, this writes the decision of a step that failed on the device.
         self._scheduler.close()
+        self._executor.close()
         if self._kv_event_publisher is not None:
             self._kv_event_publisher.close()
         if self._grammars is not None:

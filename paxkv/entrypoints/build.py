@@ -30,6 +30,7 @@ from paxkv.config.sampling_defaults import SamplingDefaults
 from paxkv.contracts.engine_start import EngineReady, ModelInfo
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
 from paxkv.contracts.protocols import GrammarGate
+from paxkv.contracts.rank_place import RankPlace
 from paxkv.contracts.wire import EngineTransport
 from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
@@ -89,6 +90,8 @@ from paxkv.runner.programs.program_store import (  # noqa: E402
     choose_store,
     user_cache_folder,
 )
+from paxkv.runner.ranks.join_group import join_group  # noqa: E402
+from paxkv.runner.ranks.rank_group import RankGroup  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +132,12 @@ def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltE
         ModelError: The model cannot be loaded.
         EngineDeadError: An engine's process ended before it was ready.
     """
-    if config.parallel.data_parallel_size > 1:
+    if config.parallel.node_rank > 0:
+        raise ConfigError(
+            f"node_rank is {config.parallel.node_rank}, but only host 0 can have an LLM. Run "
+            "`paxkv serve` with the same settings on the other hosts."
+        )
+    if config.parallel.data_parallel_size > 1 or config.parallel.nnodes > 1:
         return _build_engines(config, show_progress=show_progress)
     found: list[TextParts] = []
     built = build_core(
@@ -176,10 +184,12 @@ def build_core(
     *,
     show_progress: bool = False,
     on_model_found: Callable[[Path], None] = lambda folder: None,
+    place: RankPlace | None = None,
 ) -> BuiltCore:
     """Loads the model and compiles all programs.
 
     Args:
+        place: Of the leader of a group. None: this process computes alone.
         on_model_found: Called before the weights are loaded, with the folder of the model's
             tokenizer and chat template.
 
@@ -193,7 +203,11 @@ def build_core(
     kv_event_publisher = make_kv_event_publisher(config.cache.kv_events)
     try:
         return _build_core(
-            config, kv_event_publisher, show_progress=show_progress, on_model_found=on_model_found
+            config,
+            kv_event_publisher,
+            show_progress=show_progress,
+            on_model_found=on_model_found,
+            group=None if place is None else join_group(place),
         )
     except BaseException:
         if kv_event_publisher is not None:
@@ -211,6 +225,11 @@ def compile_programs(config: EngineConfig, path: Path, *, show_progress: bool = 
         ConfigError: The folder cannot be used, or the settings do not fit the model or the device.
         ModelError: The model cannot be loaded.
     """
+    if config.parallel.nnodes > 1:
+        raise ConfigError(
+            f"programs of nnodes={config.parallel.nnodes} hosts cannot be compiled ahead: each "
+            "host stores its programs in --compilation-cache-dir when it starts."
+        )
     store = NewCompiledPrograms(path)  # first, because it fails immediately
     folder = _model_folder(config)
     # Programs do not need sampling defaults, but an engine with invalid defaults could not start.
@@ -228,6 +247,7 @@ def _build_core(
     *,
     show_progress: bool,
     on_model_found: Callable[[Path], None],
+    group: RankGroup | None,
 ) -> BuiltCore:
     store = choose_store(config.runner)
     folder = _model_folder(config)
@@ -238,7 +258,7 @@ def _build_core(
     tokenizer = load_tokenizer(text_folder)
     model = _load_model(config, folder, tokenizer)
     head = _load_head(config, model, folder)
-    runner = _make_runner(config, model, store, head=head, show_progress=show_progress)
+    runner = _make_runner(config, model, store, head=head, show_progress=show_progress, group=group)
     max_model_len = runner.memory_plan.max_model_len
     num_lookahead_tokens = _find_num_lookahead_tokens(config.runner, runner)
     runner.warm_up()
@@ -287,6 +307,23 @@ def _build_core(
         stats=core.make_stats(),
     )
     return BuiltCore(core=core, ready=ready)
+
+
+def build_follower_runner(config: EngineConfig, place: RankPlace) -> ModelRunner:
+    """Joins a group, loads this process's part of the model, and compiles all programs.
+
+    Raises:
+        ConfigError: The settings do not fit the model, the device or the other processes.
+        ModelError: The model cannot be loaded.
+    """
+    store = choose_store(config.runner)
+    folder = _model_folder(config)
+    tokenizer = load_tokenizer(_text_folder(config.model, folder))
+    group = join_group(place)
+    model = _load_model(config, folder, tokenizer)
+    runner = _make_runner(config, model, store, head=None, show_progress=False, group=group)
+    runner.warm_up()
+    return runner
 
 
 def build_llm_client(engine: BuiltEngine) -> InprocClient:
@@ -482,6 +519,7 @@ def _make_runner(
     *,
     head: LoadedDrafter | None,
     show_progress: bool,
+    group: RankGroup | None = None,
 ) -> ModelRunner:
     """Builds the runner. If `max_model_len` is not set, the longest that fits the KV cache is used.
 
@@ -509,6 +547,7 @@ def _make_runner(
         program_store=store,
         show_progress=show_progress,
         head=head,
+        group=group,
     )
     plan = runner.memory_plan
     if not is_given:
@@ -519,7 +558,7 @@ def _make_runner(
             memory_flag=_memory_flag(cache_config, on_host=on_host),
             level=logging.WARNING if setting is None else logging.INFO,
         )
-    pool_bytes = plan.pool_bytes * plan.num_devices
+    pool_bytes = plan.pool_bytes * plan.num_devices // config.parallel.nnodes
     if on_host and pool_bytes > host_memory.free_bytes:
         logger.warning(
             "the KV cache may grow to %d MiB, but only %d MiB are free: the system may kill this "
@@ -541,7 +580,8 @@ def _host_memory(config: ParallelConfig, model: LoadedModel) -> HostMemory | Non
         return None
     num_engines = config.data_parallel_size
     # Later engines load their weights afterwards, and use the first engine's number of blocks.
-    weight_bytes = model.device_bytes * config.tensor_parallel_size if num_engines > 1 else 0
+    num_devices = config.tensor_parallel_size // config.nnodes
+    weight_bytes = model.device_bytes * num_devices if num_engines > 1 else 0
     return HostMemory.of_engines(free_bytes, num_engines=num_engines, weight_bytes=weight_bytes)
 
 

@@ -13,6 +13,7 @@ from paxkv.contracts.engine_start import EngineReady, ModelInfo
 from paxkv.contracts.wire import LoopTransport
 from paxkv.fleet.data_parallel import DataParallelTransport
 from paxkv.fleet.engine_supervisor import EngineSupervisor, RestartPolicy
+from paxkv.fleet.follower_hosts import FollowerHosts
 from paxkv.fleet.replica_places import (
     replica_config,
     replica_environments,
@@ -151,6 +152,7 @@ def start_engines(
     sizes = config.parallel.data_parallel_size, config.parallel.tensor_parallel_size
     environments = replica_environments(*sizes)
     configs = [replica_config(config, idx) for idx in range(len(environments))]
+    hosts = FollowerHosts(config) if config.parallel.nnodes > 1 else None
     engines: list[EngineSupervisor] = []
 
     def start(idx: int) -> EngineSupervisor:
@@ -162,6 +164,7 @@ def start_engines(
             stall_s=stall_s,
             show_progress=show_progress and idx == 0,
             environment=environments[idx],
+            hosts=hosts,
         )
         engines.append(engine)
         return engine
@@ -183,6 +186,8 @@ def start_engines(
     except BaseException:
         for engine in engines:
             engine.close()
+        if hosts is not None:
+            hosts.close()
         raise
     (text,) = found
     if len(engines) == 1:

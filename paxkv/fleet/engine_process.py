@@ -26,8 +26,10 @@ from paxkv.contracts.engine_start import (
     EngineReady,
     EngineStartFailed,
     EngineStartOutput,
+    FollowerReady,
     ModelFound,
 )
+from paxkv.contracts.rank_place import RankPlace
 from paxkv.contracts.step_counter import StepCounter
 from paxkv.errors import ConfigError, EngineDeadError, InvariantError
 from paxkv.fleet.socket_folder import SocketFolder, remove_stale_folders
@@ -63,6 +65,7 @@ class EngineProcess:
         environment: Variables to add to the environment of this process.
         max_idle_start_s: Kills the engine if it does nothing for this many seconds before it is
             ready; 0 is no limit.
+        place: Of the process among those that compute for the engine. None: it is the only one.
 
     Attributes:
         num_sent: Number of messages that were sent to the engine.
@@ -76,7 +79,9 @@ class EngineProcess:
         command: Sequence[str] = ENGINE_COMMAND,
         environment: Mapping[str, str] = MappingProxyType({}),
         max_idle_start_s: float = 0.0,
+        place: RankPlace | None = None,
     ) -> None:
+        self._place = place
         self._start_watch = StepWatch(max_idle_start_s)
         self._context = zmq.Context()
         self._lock = threading.Lock()
@@ -146,6 +151,24 @@ class EngineProcess:
                     raise ConfigError(message) if is_mistake else EngineDeadError(message)
                 case other:
                     raise InvariantError(f"received {type(other).__name__} before EngineReady.")
+
+    def wait_until_ended(self) -> str:
+        """Waits for the end of a follower, which sends no outputs; returns the reason."""
+        try:
+            while True:
+                match self._next_start_message():
+                    case EngineHello(input_endpoint=endpoint):
+                        self._connect_inputs(endpoint)
+                    case FollowerReady():
+                        self._is_starting = False
+                    case EngineStartFailed(message=message):
+                        return message
+                    case EngineDead(reason=reason):
+                        return reason
+                    case other:
+                        return f"it sent an unexpected {type(other).__name__}."
+        except (EngineDeadError, InvariantError) as error:
+            return str(error)
 
     def send(self, message: EngineInput) -> None:
         """Queues a message; never waits.
@@ -255,6 +278,7 @@ class EngineProcess:
             folder=None if self._folder is None else str(self._folder.path),
             curve_keys=keys,
             show_progress=show_progress,
+            place=self._place,
         )
 
     def _send_order(self, order: EngineOrder) -> None:
@@ -297,7 +321,8 @@ class EngineProcess:
             if self._outputs.poll(_START_POLL_MS):
                 return wire.decode_output(self._outputs.recv())
             if code is not None:
-                raise EngineDeadError(f"the engine ended before it was ready: {describe_end(code)}")
+                before = "before it was ready" if self._is_starting else "unexpectedly"
+                raise EngineDeadError(f"the engine ended {before}: {describe_end(code)}")
 
     def _check_start(self) -> None:
         """Kills a process that does nothing although it is not ready.
@@ -307,7 +332,9 @@ class EngineProcess:
         """
         watch = self._start_watch
         # `| 1`: an odd count means that the engine has work, and a starting engine always has.
-        if watch.limit_s > 0 and watch.is_too_long(self.step_count | 1, 0, time.monotonic()):
+        if not self._is_starting or watch.limit_s <= 0:
+            return
+        if watch.is_too_long(self.step_count | 1, 0, time.monotonic()):
             self._process.send_signal(signal.SIGUSR1)
             time.sleep(_TRACEBACK_S)
             self._process.kill()

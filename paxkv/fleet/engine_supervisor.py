@@ -16,6 +16,7 @@ from paxkv.contracts.engine_request import EngineInput, Shutdown
 from paxkv.contracts.engine_start import EngineReady, EngineStartOutput
 from paxkv.errors import ConfigError, EngineDeadError, InvariantError
 from paxkv.fleet.engine_process import ENGINE_COMMAND, EngineProcess, describe_end
+from paxkv.fleet.follower_hosts import FollowerHosts
 from paxkv.fleet.replica_places import same_sized_config
 from paxkv.fleet.step_watch import StepWatch
 
@@ -60,6 +61,8 @@ class EngineSupervisor:
         max_idle_start_s: See `EngineProcess`.
         show_progress: The first engine draws a progress bar on stderr while it compiles programs.
         command: See `EngineProcess`, also for `environment`.
+        hosts: Other hosts that compute for the engine. Their processes start and end with the
+            engine's process. The supervisor closes them.
     """
 
     def __init__(
@@ -73,8 +76,10 @@ class EngineSupervisor:
         show_progress: bool = False,
         command: Sequence[str] = ENGINE_COMMAND,
         environment: Mapping[str, str] = MappingProxyType({}),
+        hosts: FollowerHosts | None = None,
     ) -> None:
         self._config = config
+        self._hosts = hosts
         self._step_watch = StepWatch(max_step_s)
         self._stall_watch = StepWatch(stall_s)
         self._is_stalled = False
@@ -89,6 +94,8 @@ class EngineSupervisor:
         # Deaths and failed starts since an engine last served for `policy.window_s`.
         self._num_consecutive = 0
         self._num_restarts = 0
+        # The process whose messages the loop delivers.
+        self._process_on_loop: EngineProcess | None = None
         # The engine died, and no other is ready yet.
         self._is_dead = threading.Event()
         # The client received the final `EngineDead`.
@@ -98,13 +105,7 @@ class EngineSupervisor:
         self._start_took_s = 1.0
         # Why the last start failed; "" after a successful start.
         self._start_error = ""
-        self._process = EngineProcess(
-            config,
-            show_progress=show_progress,
-            command=command,
-            environment=environment,
-            max_idle_start_s=max_idle_start_s,
-        )
+        self._process = self._start_process(config, show_progress=show_progress)
 
     @property
     def pid(self) -> int:
@@ -113,7 +114,10 @@ class EngineSupervisor:
 
     def wait_until_ready(self, on_model_found: Callable[[Path], None]) -> EngineReady:
         """Waits for the first engine. Raises as `EngineProcess.wait_until_ready` does."""
-        ready = self._process.wait_until_ready(on_model_found)
+        try:
+            ready = self._process.wait_until_ready(on_model_found)
+        except EngineDeadError as error:
+            raise self._explained(error) from error
         self._record_ready()
         # Clients rely on these sizes, so restarted engines must have the same.
         self._config = same_sized_config(self._config, ready)
@@ -142,6 +146,7 @@ class EngineSupervisor:
         """Calls `on_message` on the loop with every message from now on. Call it on the loop."""
         self._loop, self._on_message = loop, on_message
         self._process.deliver_on(loop, self._on_process_message)
+        self._process_on_loop = self._process
         if self._step_watch.limit_s > 0 or self._stall_watch.limit_s > 0:
             self._watch_steps()
         self._thread = threading.Thread(target=self._supervise, name=SUPERVISOR_THREAD, daemon=True)
@@ -170,6 +175,8 @@ class EngineSupervisor:
         """Ends the engine and all restarts. Must not be called on the loop of `deliver_on`."""
         self._is_closing.set()
         self._process.end()
+        if self._hosts is not None:
+            self._hosts.close()
         if self._thread is None:
             self._process.release()
             return
@@ -215,14 +222,10 @@ class EngineSupervisor:
             self._policy.max_restarts,
         )
         try:
-            process = EngineProcess(
-                _with_own_trace_file(self._config, self._num_restarts),
-                show_progress=False,
-                command=self._command,
-                environment=self._environment,
-                max_idle_start_s=self._max_idle_start_s,
+            process = self._start_process(
+                _with_own_trace_file(self._config, self._num_restarts), show_progress=False
             )
-        except OSError as error:
+        except (OSError, EngineDeadError) as error:
             self._start_error = f"{type(error).__name__}: {error}"
             logger.error("the engine process cannot be started: %s", error)
             return False
@@ -233,13 +236,53 @@ class EngineSupervisor:
             ready = process.wait_until_ready()
         except (ConfigError, EngineDeadError, InvariantError) as error:
             if not self._is_closing.is_set():
-                self._start_error = str(error)
-                logger.error("the engine could not be started again: %s", error)
+                self._start_error = str(self._explained(error))
+                logger.error("the engine could not be started again: %s", self._start_error)
             process.end()
             process.release()
             return self._is_closing.is_set()
         self._record_ready()
         return self._on_loop(lambda: self._on_ready(process, ready))
+
+    def _start_process(self, config: EngineConfig, *, show_progress: bool) -> EngineProcess:
+        """Starts the engine's process, and those of the other hosts.
+
+        Raises:
+            EngineDeadError: Another host is missing.
+        """
+        # The first process of an engine is not there yet when a host ends.
+        started: list[EngineProcess] = []
+        place = None
+        if self._hosts is not None:
+            self._hosts.stop()
+            place = self._hosts.start(config, lambda reason: self._on_host_end(started, reason))
+        process = EngineProcess(
+            config,
+            show_progress=show_progress,
+            command=self._command,
+            environment=self._environment,
+            max_idle_start_s=self._max_idle_start_s,
+            place=place,
+        )
+        started.append(process)
+        if self._hosts is not None and self._hosts.end_reason is not None:
+            process.kill()
+        return process
+
+    def _on_host_end(self, started: Sequence[EngineProcess], reason: str) -> None:
+        """Handles the end of another host's process, on a thread of `FollowerHosts`."""
+        process = self._process_on_loop
+        if process is not None and process in started and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.give_up, reason)
+            return
+        logger.error("the engine is killed: %s", reason)
+        for each in started:
+            each.kill()
+
+    def _explained(self, error: Exception) -> Exception:
+        """The error of a start, or the reason why another host killed the start."""
+        reason = None if self._hosts is None else self._hosts.end_reason
+        return error if reason is None else EngineDeadError(reason)
 
     def _on_loop(self, function: Callable[[], bool]) -> bool:
         """Calls a function on the loop and returns its result; False if the loop has closed."""
@@ -327,6 +370,7 @@ class EngineSupervisor:
         self._stall_watch.start_over()
         self._is_stalled = False
         process.deliver_on(self._loop, self._on_process_message)
+        self._process_on_loop = process
         self._on_message(ready)
         return True
 

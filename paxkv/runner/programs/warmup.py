@@ -86,6 +86,8 @@ class StepPrograms:
         self._compiler_options = model.platform.compiler_options(
             model.product_dtypes, batch_invariant=buckets.is_batch_invariant
         )
+        if jax.process_count() > 1:
+            self._compiler_options |= model.platform.compiler_options_of_processes()
         self._programs: dict[ProgramShape, Compiled] = {}
         self._is_ready = False
         self.num_loaded = 0

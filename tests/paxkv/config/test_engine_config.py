@@ -147,6 +147,32 @@ def test_draft_heads_are_refused_on_several_devices():
         EngineConfig(runner=runner, parallel=ParallelConfig(tensor_parallel_size=2))
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 is not a multiple of nnodes=2"),
+        ({"node_rank": 2}, "node_rank must be below nnodes=2, got 2"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2 does not work with nnodes=2 yet"),
+        ({"master_port": 0}, "master_port must be an integer of at least 1"),
+    ],
+)
+def test_hosts_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        ParallelConfig(**{"tensor_parallel_size": 4, "nnodes": 2} | settings)
+
+
+def test_features_that_do_not_work_on_several_hosts_are_refused():
+    parallel = ParallelConfig(tensor_parallel_size=2, nnodes=2)
+    EngineConfig(parallel=parallel, runner=RunnerConfig(max_logprobs=20))
+    for runner, message in (
+        (RunnerConfig(max_logprobs=21), "max_logprobs=21 does not work with nnodes=2"),
+        (RunnerConfig(max_logprobs=-1), "max_logprobs=-1 does not work with nnodes=2"),
+        (RunnerConfig(expert_load_window=5.0), "expert_load_window does not work with nnodes=2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            EngineConfig(parallel=parallel, runner=runner)
+
+
 @pytest.mark.parametrize("token", ["", False, 5])
 def test_hub_token_must_be_a_string_and_is_never_shown(token):
     with pytest.raises(ConfigError, match="hf_token must be an access token of the hub"):

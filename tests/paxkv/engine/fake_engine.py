@@ -87,6 +87,9 @@ class FakeExecutor:
         was_recording, self.profile_folder = self.profile_folder is not None, None
         return was_recording
 
+    def close(self) -> None:
+        """There are no other processes."""
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> "FakeStep":
         if self.num_steps == self._fails_at_step:
             raise RuntimeError("the device is on fire")

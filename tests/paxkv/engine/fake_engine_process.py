@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import msgspec
 
 from paxkv.config.engine_config import EngineConfig, ModelConfig
 from paxkv.contracts.engine_start import EngineReady, ModelInfo
+from paxkv.contracts.rank_place import RankPlace
 from paxkv.engine.core_process import leave_signals_to_parent, run_engine_process
 from paxkv.engine.engine_core import EngineCore
 from paxkv.errors import ConfigError
@@ -31,8 +33,23 @@ def fake_config(**settings: object) -> EngineConfig:
         exit_code: The process exits while it starts; below 0 it kills itself with that signal.
         healthy_file: Only if this file does not exist yet: it is made, and the start succeeds.
             Later ones fail.
+        follower_mistake: A follower refuses to start with this message.
+        follower_error: A follower starts, and then raises an error with this message.
     """
     return EngineConfig(model=ModelConfig(model=json.dumps(settings)))
+
+
+def build_follower(config: EngineConfig, *, place: RankPlace) -> Callable[[], None]:
+    settings = json.loads(config.model.model)
+    if "follower_mistake" in settings:
+        raise ConfigError(settings["follower_mistake"])
+
+    def follow() -> None:
+        if "follower_error" in settings:
+            raise RuntimeError(settings["follower_error"])
+        threading.Event().wait()
+
+    return follow
 
 
 def _compute(seconds: float) -> None:
@@ -42,9 +59,15 @@ def _compute(seconds: float) -> None:
 
 
 def build(
-    config: EngineConfig, *, show_progress: bool, on_model_found: Callable[[Path], None]
+    config: EngineConfig,
+    *,
+    show_progress: bool,
+    on_model_found: Callable[[Path], None],
+    place: RankPlace | None = None,
 ) -> tuple[EngineCore, EngineReady]:
     settings = json.loads(config.model.model)
+    for name in ("follower_mistake", "follower_error"):
+        settings.pop(name, None)
     time.sleep(settings.pop("start_s", 0))
     end_s = time.monotonic() + settings.pop("work_s", 0)
     while time.monotonic() < end_s:
@@ -90,4 +113,4 @@ def build(
 
 if __name__ == "__main__":
     leave_signals_to_parent()
-    sys.exit(run_engine_process(build))
+    sys.exit(run_engine_process(build, build_follower))

@@ -8,7 +8,7 @@ import pytest
 
 from paxkv.engine.core_process import leave_signals_to_parent, run_engine_process
 from paxkv.fleet import engine_process
-from tests.paxkv.engine.fake_engine_process import build
+from tests.paxkv.engine.fake_engine_process import build, build_follower
 from tests.paxkv.forked_processes import forked_processes, serve_forks
 
 
@@ -25,7 +25,7 @@ def forked_engines() -> Iterator[None]:
 
 def _run_engine(_: Sequence[str]) -> int:
     leave_signals_to_parent()
-    return run_engine_process(build)
+    return run_engine_process(build, build_follower)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ import pytest
 from paxkv.client.async_client import AsyncEngineClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
+from paxkv.config.engine_config import EngineConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import Shutdown
 from paxkv.errors import EngineDeadError
 from paxkv.fleet import engine_process
 from paxkv.fleet.engine_supervisor import EngineSupervisor, RestartPolicy
+from paxkv.fleet.follower_hosts import FollowerHosts
 from tests.paxkv.client.test_async_client import LONG, collect, in_loop, until_idle
 from tests.paxkv.engine.fake_engine_process import COMMAND, VOCAB_SIZE, fake_config
 from tests.paxkv.engine.forked_engines import forked_engines
@@ -39,16 +41,24 @@ async def running(
     max_restarts: int = 3,
     window_s: float = 600.0,
     max_step_s: float = 300.0,
+    config: EngineConfig | None = None,
+    hosts: FollowerHosts | None = None,
     **settings: object,
 ) -> AsyncIterator[AsyncEngineClient]:
-    """A client with its own engine process."""
+    """A client with its own engine process.
+
+    Args:
+        config: None: made of `settings`.
+        hosts: Of the engine's other processes.
+    """
     policy = RestartPolicy(max_restarts=max_restarts, window_s=window_s)
     supervisor = EngineSupervisor(
-        fake_config(**settings),
+        config or fake_config(**settings),
         policy,
         max_step_s=max_step_s,
         max_idle_start_s=600.0,
         command=COMMAND,
+        hosts=hosts,
     )
     try:
         ready = supervisor.wait_until_ready(lambda folder: None)
