@@ -26,12 +26,15 @@ _LATENTS = {
     **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
     **{"moe_intermediate_size": 16, "first_k_dense_replace": 1},
 }
+_INDEX = {"index_topk": 16, "index_head_dim": 16, "index_n_heads": 16}
 # Models whose weights do not matter, by the name of their family: a config.json.
 CONFIGS = {
     "deepseek-v3": {"architectures": ["DeepseekV3ForCausalLM"], **_LATENTS},
-    "deepseek-v3.2": {
-        **{"architectures": ["DeepseekV32ForCausalLM"], **_LATENTS},
-        **{"index_topk": 16, "index_head_dim": 16, "index_n_heads": 16},
+    "deepseek-v3.2": {"architectures": ["DeepseekV32ForCausalLM"], **_LATENTS, **_INDEX},
+    # The second layer writes index keys, and then reads the latents of the first layer.
+    "mistral-large4": {
+        **{"architectures": ["MistralLarge4ForCausalLM"], **_LATENTS, **_INDEX},
+        **{"no_rope_layers": [1, 1, 0], "kv_source_layers": [0, 0, 2]},
     },
 }
 
