@@ -132,11 +132,6 @@ def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltE
         ModelError: The model cannot be loaded.
         EngineDeadError: An engine's process ended before it was ready.
     """
-    if config.parallel.node_rank > 0:
-        raise ConfigError(
-            f"node_rank is {config.parallel.node_rank}, but only host 0 can have an LLM. Run "
-            "`paxkv serve` with the same settings on the other hosts."
-        )
     if config.parallel.data_parallel_size > 1 or config.parallel.nnodes > 1:
         return _build_engines(config, show_progress=show_progress)
     found: list[TextParts] = []

@@ -11,6 +11,7 @@ from paxkv.client.output_processor import OutputProcessor
 from paxkv.config.engine_config import EngineConfig, ModelConfig, ServerConfig
 from paxkv.contracts.engine_start import EngineReady, ModelInfo
 from paxkv.contracts.wire import LoopTransport
+from paxkv.errors import ConfigError
 from paxkv.fleet.data_parallel import DataParallelTransport
 from paxkv.fleet.engine_supervisor import EngineSupervisor, RestartPolicy
 from paxkv.fleet.follower_hosts import FollowerHosts
@@ -149,6 +150,11 @@ def start_engines(
         EngineDeadError: An engine ended before it was ready.
     """
     # These checks are first, because they fail immediately.
+    if config.parallel.node_rank > 0:
+        raise ConfigError(
+            f"node_rank is {config.parallel.node_rank}, but only host 0 has a client. Run `paxkv "
+            "serve` with the same settings on the other hosts."
+        )
     sizes = config.parallel.data_parallel_size, config.parallel.tensor_parallel_size
     environments = replica_environments(*sizes)
     configs = [replica_config(config, idx) for idx in range(len(environments))]

@@ -26,7 +26,7 @@ from paxkv.entrypoints.build_client import (
     log_sampling_defaults,
     start_engines,
 )
-from paxkv.errors import ChatTemplateError
+from paxkv.errors import ChatTemplateError, ConfigError
 from paxkv.fleet.engine_supervisor import RestartPolicy
 from tests.paxkv.client.test_async_client import collect, in_loop
 from tests.paxkv.fake_build import save_tokenizer, started_fake
@@ -396,3 +396,10 @@ def test_sampling_defaults_that_change_answers_are_logged(caplog: pytest.LogCapt
     with caplog.at_level("INFO"):
         log_sampling_defaults(model_info)
     assert "are top_k=1, max_new_tokens=12, from the model's" in caplog.text
+
+
+def test_only_host_0_has_a_client() -> None:
+    parallel = ParallelConfig(tensor_parallel_size=2, nnodes=2, node_rank=1)
+    policy = RestartPolicy(max_restarts=0, window_s=1.0)
+    with pytest.raises(ConfigError, match="node_rank is 1, but only host 0 has a client"):
+        start_engines(EngineConfig(parallel=parallel), policy)
