@@ -58,10 +58,18 @@ def windows_runner(windows_checkpoint: Path) -> ModelRunner:
 
 @pytest.fixture(scope="session")
 def runners(tmp_path_factory: pytest.TempPathFactory) -> Runners:
-    """Recording runners of golden recipes. The normal suite uses that of llama."""
+    """Recording runners of golden recipes, with programs of every size."""
     return make_runners(tmp_path_factory.mktemp("recipes"))
 
 
 @pytest.fixture(scope="session")
-def llama_runner(runners: Runners) -> RecordingRunner:
-    return runners("llama", 8)
+def quick_runners(tmp_path_factory: pytest.TempPathFactory) -> Runners:
+    """Those of the normal suite, for steps of up to 64 tokens: few programs."""
+    return make_runners(
+        tmp_path_factory.mktemp("quick"), max_num_batched_tokens=64, has_few_sizes=True
+    )
+
+
+@pytest.fixture(scope="session")
+def llama_runner(quick_runners: Runners) -> RecordingRunner:
+    return quick_runners("llama", 8)

@@ -10,7 +10,7 @@ from tests.end_to_end.engine_harness import EngineSettings, run_engine
 from tests.oracles.serving_golden import write_serving_recipe
 
 BLOCK_SIZE, NUM_NEW_TOKENS, VOCAB_SIZE = 8, 14, 160
-ROOMY = EngineSettings(block_size=BLOCK_SIZE, num_blocks=200, max_num_batched_tokens=2048)
+ROOMY = EngineSettings(block_size=BLOCK_SIZE, num_blocks=200)
 SETTINGS = {
     "all_at_once": ROOMY,
     "no_prefix_cache": dataclasses.replace(ROOMY, enable_prefix_caching=False),

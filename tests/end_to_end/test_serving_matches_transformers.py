@@ -17,14 +17,14 @@ from tests.end_to_end.settings_product import (
 from tests.oracles.serving_golden import load_serving_golden, write_serving_recipe
 
 # Each pair of recipe and block size is compiled anew, so the normal run has one of them, with every
-# pair of the other settings.
-QUICK_LEVELS = {"recipe": ("llama",), "block_size": (8,)}
+# pair of the other settings. Steps of more than 64 tokens would need more programs.
+QUICK_LEVELS = {"recipe": ("llama",), "block_size": (8,), "max_num_batched_tokens": (16, 64)}
 QUICK_SELECTION = pairwise_selection(**QUICK_LEVELS)
 
 
 @pytest.mark.parametrize("combination", QUICK_SELECTION, ids=str)
-def test_answer_does_not_depend_on_settings(runners, combination: tuple) -> None:
-    result = run_combination(runners, combination)
+def test_answer_does_not_depend_on_settings(quick_runners, combination: tuple) -> None:
+    result = run_combination(quick_runners, combination)
     values = dict(zip(FACTORS, combination, strict=True))
     # In a tiny pool a shared prefix may leave room for all.
     if not (values["has_tiny_pool"] and values["enable_prefix_caching"]):
@@ -45,19 +45,19 @@ def test_selection_holds_every_pair_of_settings() -> None:
 
 @pytest.mark.parametrize(("enable_prefix_caching", "min_preemptions"), [(False, 5), (True, 2)])
 def test_tiny_pool_preempts_several_times_and_answers_the_same(
-    runners, enable_prefix_caching: bool, min_preemptions: int
+    llama_runner, enable_prefix_caching: bool, min_preemptions: int
 ) -> None:
     golden = load_serving_golden("llama")
     settings = EngineSettings(
         block_size=8, num_blocks=18, enable_prefix_caching=enable_prefix_caching
     )
     prompts = [g.prompt for g in golden]
-    result = run_engine(runners("llama", 8), prompts, settings, sampling_params=GREEDY)
+    result = run_engine(llama_runner, prompts, settings, sampling_params=GREEDY)
     check_against(golden, result)
     assert result.num_preemptions >= min_preemptions
 
 
-def test_admitting_whole_prompts_only_preempts_less_and_answers_the_same(runners) -> None:
+def test_admitting_whole_prompts_only_preempts_less_and_answers_the_same(llama_runner) -> None:
     golden = load_serving_golden("llama")
     num_preemptions = []
     for full_sequence_must_fit in (False, True):
@@ -68,17 +68,17 @@ def test_admitting_whole_prompts_only_preempts_less_and_answers_the_same(runners
             full_sequence_must_fit=full_sequence_must_fit,
         )
         prompts = [g.prompt for g in golden]
-        result = run_engine(runners("llama", 8), prompts, settings, sampling_params=GREEDY)
+        result = run_engine(llama_runner, prompts, settings, sampling_params=GREEDY)
         check_against(golden, result)
         num_preemptions.append(result.num_preemptions)
     assert num_preemptions[1] < num_preemptions[0]
 
 
-def test_second_prompt_with_the_same_prefix_hits_it(runners) -> None:
+def test_second_prompt_with_the_same_prefix_hits_it(llama_runner) -> None:
     golden = load_serving_golden("llama")
     settings = EngineSettings(block_size=8, num_blocks=128, arrival_gap=3)
     prompts = [g.prompt for g in golden]
-    result = run_engine(runners("llama", 8), prompts, settings, sampling_params=GREEDY)
+    result = run_engine(llama_runner, prompts, settings, sampling_params=GREEDY)
     check_against(golden, result)
     # 80 shared tokens are ten full blocks of 8, and 33 are four.
     assert result.num_cached_tokens == [0, 80, 0, 32, 0, 0]

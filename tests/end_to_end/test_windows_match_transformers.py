@@ -7,9 +7,7 @@ from tests.end_to_end.engine_harness import EngineSettings, RecordingRunner, gre
 from tests.end_to_end.golden_runs import (
     GREEDY,
     HeldBlocks,
-    Runners,
     check_against,
-    make_runners,
     run_combination,
 )
 from tests.end_to_end.settings_product import FACTORS, full_product, pairs_of, pairwise_selection
@@ -32,15 +30,6 @@ QUICK_LEVELS = {
     "max_num_batched_tokens": (16, 64),
 }
 QUICK_SELECTION = pairwise_selection(**QUICK_LEVELS)
-
-
-@pytest.fixture(scope="module")
-def quick_runners(tmp_path_factory: pytest.TempPathFactory) -> Runners:
-    """With one program of steps and one of bursts."""
-    largest = max(QUICK_LEVELS["max_num_batched_tokens"])
-    return make_runners(
-        tmp_path_factory.mktemp("quick"), max_num_batched_tokens=largest, has_few_sizes=True
-    )
 
 
 @pytest.mark.parametrize("combination", QUICK_SELECTION, ids=str)
