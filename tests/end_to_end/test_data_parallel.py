@@ -1,4 +1,7 @@
-"""Two engines that share the requests answer as one does."""
+"""Two engines that share the requests answer as one does.
+
+The tests of the fleet and of `build_client` run two engines without a device in the normal suite.
+"""
 
 import json
 import os
@@ -65,6 +68,7 @@ def complete(server, prompts, **fields):
         return [choice["token_ids"] for choice in json.load(response)["choices"]]
 
 
+@pytest.mark.slow
 @NEEDS_TWO_CORES
 def test_metrics_tell_what_each_engine_did(server) -> None:
     def read() -> dict[str, dict[str, float]]:
@@ -90,6 +94,7 @@ def test_metrics_tell_what_each_engine_did(server) -> None:
     assert growth("vllm:e2e_request_latency_seconds_count") == {"0": 2}
 
 
+@pytest.mark.slow
 @NEEDS_TWO_CORES
 def test_server_with_two_engines_answers_as_one_engine(server, demo_llm: LLM) -> None:
     fields = {"max_tokens": 12, "ignore_eos": True}

@@ -92,7 +92,14 @@ def method(request, drafter):
     return request.param
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["steps", "batch_invariant"])
+# The tests of `test_drafts` run batch-invariant steps too.
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="steps"),
+        pytest.param(True, id="batch_invariant", marks=pytest.mark.slow),
+    ],
+)
 def runners(request, tmp_path_factory, pacer, drafter):
     """A runner without drafts and one with the same weights and drafts; steps of a burst."""
     config = RunnerConfig(batch_invariant=request.param, max_logprobs=-1)

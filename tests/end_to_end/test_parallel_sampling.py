@@ -54,14 +54,14 @@ def tokens_of(output: RequestOutput) -> Tokens:
     return [c.token_ids for c in output.outputs]
 
 
-@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+# Each size of the pool, and steps with and without others in flight, with and without the cache.
 @pytest.mark.parametrize(
-    ("num_blocks", "max_num_batched_tokens", "is_ahead"),
+    ("num_blocks", "max_num_batched_tokens", "is_ahead", "enable_prefix_caching"),
     [
-        (160, 8, False),
-        (160, 5, True),
-        (TINY_POOL, 8, True),
-        (TINY_POOL, 5, False),
+        (160, 8, False, False),
+        (160, 5, True, True),
+        (TINY_POOL, 8, True, False),
+        (TINY_POOL, 5, False, True),
     ],
 )
 def test_completions_equal_separate_requests(

@@ -39,9 +39,11 @@ def alone(runner, params: SamplingParams) -> list[list[list[int]]]:
     return [completions_alone(runner, prompt, params) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("enable_prefix_caching", [False, True])
-@pytest.mark.parametrize("num_blocks", [160, 18])
-@pytest.mark.parametrize("max_num_batched_tokens", [8, 5])
+# Each value of a setting comes with each value of every other one.
+@pytest.mark.parametrize(
+    ("max_num_batched_tokens", "num_blocks", "enable_prefix_caching"),
+    [(8, 160, False), (8, 18, True), (5, 160, True), (5, 18, False)],
+)
 def test_completions_equal_separate_requests(
     runner,
     params: SamplingParams,
