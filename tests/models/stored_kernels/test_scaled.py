@@ -22,8 +22,6 @@ from tests.models.stored_kernels.dequantized import FLOATS, dequantized
 TOLERANCE = 1e-5  # of the largest number
 FORMATS = ["int4", "int8", "e4m3", "e2m1"]
 ROUNDED = FORMATS[:3]
-# All columns in one panel; panels of 48, 48 and 48 columns, of which the last holds 4 without use.
-PANEL_WIDTHS = [None, 64]
 IN, OUT = 96, 140
 
 
@@ -91,9 +89,9 @@ def test_rounding_to_floats_keeps_the_largest_number_and_is_near():
     np.testing.assert_allclose(np.abs(rounded_np).max(axis=0), largest, rtol=1e-6)
 
 
-@pytest.mark.parametrize("panel_width", PANEL_WIDTHS)
 @pytest.mark.parametrize("number_format", FORMATS)
-@pytest.mark.parametrize("num_rows", [1, 5])
+# All columns in one panel; panels of 48, 48 and 48 columns, of which the last holds 4 without use.
+@pytest.mark.parametrize(("num_rows", "panel_width"), [(1, 64), (5, None), (5, 64)])
 def test_product_of_a_linear_is_that_of_the_widened_kernel(num_rows, number_format, panel_width):
     linear = Linear(IN, OUT, dtype=jnp.float32)
     kernel = quantized(IN, OUT, number_format=number_format, panel_width=panel_width)
@@ -141,8 +139,10 @@ def make_experts(
     return kept, plain
 
 
-@pytest.mark.parametrize("panel_width", [None, 48])
-@pytest.mark.parametrize("number_format", FORMATS)
+@pytest.mark.parametrize(
+    ("number_format", "panel_width"),
+    [("int4", None), ("int4", 48), ("int8", 48), ("e4m3", None), ("e2m1", 48)],
+)
 def test_experts_compute_as_the_widened_ones(number_format, panel_width):
     pairs = [make_experts(number_format, panel_width, seed) for seed in (1, 2)]
     x = random_array(9, 64, seed=3)

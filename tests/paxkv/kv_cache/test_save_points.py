@@ -162,7 +162,7 @@ def test_prompts_sent_at_once_miss_only_in_the_first_two_steps(num_shared):
     assert all(num >= num_shared // BLOCK_SIZE * BLOCK_SIZE for num in num_found[num_admitted:])
 
 
-@pytest.mark.parametrize("num_answered", [3, BLOCK_SIZE - 1, BLOCK_SIZE, 200])
+@pytest.mark.parametrize("num_answered", [3, BLOCK_SIZE - 1, BLOCK_SIZE, 70])
 @pytest.mark.parametrize(
     ("scheduler_class", "max_decode_steps"), [(Scheduler, 1), (Scheduler, 8), (AsyncScheduler, 8)]
 )
