@@ -37,6 +37,7 @@ FAMILIES: dict[str, str] = {
     "Lfm3ForCausalLM": "models.families.lfm3:Lfm3ForCausalLM",
     "Lfm2MoeForCausalLM": "models.families.lfm2_moe:Lfm2MoeForCausalLM",
     "NemotronHForCausalLM": "models.families.nemotron_h:NemotronHForCausalLM",
+    "BailingHybridForCausalLM": "models.families.bailing_hybrid:BailingHybridForCausalLM",
     "KimiLinearForCausalLM": "models.families.kimi_linear:KimiLinearForCausalLM",
     "OlmoHybridForCausalLM": "models.families.olmo_hybrid:OlmoHybridForCausalLM",
     "FalconH1ForCausalLM": "models.families.falcon_h1:FalconH1ForCausalLM",

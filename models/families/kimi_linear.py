@@ -35,7 +35,7 @@ from models.layers.sparse_mlp import renamed_experts
 from models.weight_rule import WeightRule
 
 # Names of fields on the hub and in transformers -> names here.
-_MAIN_NAMES = {
+MAIN_NAMES = {
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
     "num_expert_group": "n_group",
@@ -74,7 +74,7 @@ class KimiLinearForCausalLM(MoEDecoder):
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> KimiLinearConfig:
-        hf_config = with_defaults(with_main_names(hf_config, _MAIN_NAMES), _DEFAULTS)
+        hf_config = with_defaults(with_main_names(hf_config, MAIN_NAMES), _DEFAULTS)
         refuse_other_values(hf_config, _SUPPORTED)
         fields = read_dense_fields(hf_config)
         experts = read_expert_fields(

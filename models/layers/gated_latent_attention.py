@@ -1,15 +1,41 @@
-"""Index attention with a gate: queries and gates are projections of the queries' latent."""
+"""Latent attention with gates: one per head, or, in index attention, one per number."""
 
 import jax
 import jax.numpy as jnp
 
 from models.cache.format import Pages
 from models.config.index_config import IndexedLatentConfig
+from models.config.latent_config import LatentAttentionConfig
 from models.forward.layer_context import LayerContext
 from models.layers.index_attention import IndexedLatentAttention
 from models.layers.indexer import Indexer, IndexQueries
+from models.layers.latent_attention import LatentAttention
 from models.layers.linear import Linear
 from models.layers.self_attention import Norm
+
+
+class HeadGatedLatentAttention(LatentAttention):
+    """Latent attention whose heads are multiplied by `sigmoid(g_proj(x))`."""
+
+    def __init__(self, config: LatentAttentionConfig, *, dtype: jnp.dtype) -> None:
+        super().__init__(config, dtype=dtype)
+        self.g_proj = Linear(
+            config.hidden_size, config.num_q_heads, axes=(None, "heads"), dtype=dtype
+        )
+
+    def __call__(
+        self, hidden: jax.Array, pages: Pages, context: LayerContext, *, norm: Norm
+    ) -> tuple[jax.Array, Pages]:
+        """See `SelfAttention.__call__`."""
+        attended, pages = super().__call__(hidden, pages, context, norm=norm)
+
+        def apply_gate(hidden: jax.Array, attended: jax.Array, context: LayerContext) -> jax.Array:
+            factors = jax.nn.sigmoid(self.g_proj(norm(hidden), context).astype(jnp.float32))
+            # `expand` is linear in each head.
+            return attended * factors.astype(attended.dtype)[:, :, None]
+
+        gated = context.of_kept().by_token(apply_gate, context.kept(hidden), attended)
+        return gated, pages
 
 
 class GatedIndexedLatentAttention(IndexedLatentAttention):

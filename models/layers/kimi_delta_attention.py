@@ -24,13 +24,22 @@ DELTA_ATTENTION = "delta_attn"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KimiDeltaConfig:
-    """The sizes of a `KimiDeltaAttention`. Queries, keys and values have equal heads."""
+    """The sizes of a `KimiDeltaAttention`. Queries, keys and values have equal heads.
+
+    Args:
+        has_inner_vectors: Whether decays and gates are projections of inner vectors, which are as
+            wide as a head. Otherwise they are projections of the layer's input.
+        min_log_decay: If given, decays are a sigmoid between this number and 0. Otherwise they are
+            a softplus without a bound.
+    """
 
     hidden_size: int
     num_heads: int
     head_dim: int
     kernel_size: int  # of the convolution
     eps: float  # of the norm of each head's output
+    has_inner_vectors: bool = True
+    min_log_decay: float | None = None
 
     @property
     def width(self) -> int:
@@ -46,8 +55,8 @@ class KimiDeltaConfig:
 class KimiDeltaAttention(nnx.Module):
     """A `SelfAttention` whose cache is a state.
 
-    Checkpoints have a matrix for each part of `in_proj`: queries, keys, values, the inner vectors
-    of the decay and of the gate, and `b`. They have a convolution for each of the first three.
+    Checkpoints have a matrix for each part of `in_proj`: queries, keys, values, decays and gates or
+    their inner vectors, and `b`. They have a convolution for each of the first three.
 
     Source: Kimi Linear, arXiv:2510.26692.
     """
@@ -60,8 +69,9 @@ class KimiDeltaAttention(nnx.Module):
             config.hidden_size, sum(self._widths.values()), axes=(None, "heads"), dtype=dtype
         )
         self.conv1d = ShortConvolution(3 * width, config.kernel_size, dtype=dtype)
-        self.f_b_proj = Linear(config.head_dim, width, axes=(None, "heads"), dtype=dtype)
-        self.g_b_proj = Linear(config.head_dim, width, axes=(None, "heads"), dtype=dtype)
+        if config.has_inner_vectors:
+            self.f_b_proj = Linear(config.head_dim, width, axes=(None, "heads"), dtype=dtype)
+            self.g_b_proj = Linear(config.head_dim, width, axes=(None, "heads"), dtype=dtype)
         self.dt_bias = nnx.Param(jnp.zeros((width,), jnp.float32))
         self.A_log = nnx.Param(jnp.zeros((config.num_heads,), jnp.float32))
         self.scale = nnx.Param(jnp.ones((config.head_dim,), dtype))
@@ -70,19 +80,23 @@ class KimiDeltaAttention(nnx.Module):
     @property
     def _widths(self) -> dict[str, int]:
         """Name of each part of `in_proj` in checkpoints -> its width."""
-        width, head_dim = self.config.width, self.config.head_dim
-        return {
-            **dict.fromkeys(("q_proj", "k_proj", "v_proj"), width),
-            **dict.fromkeys(("f_a_proj", "g_a_proj"), head_dim),
-            "b_proj": self.config.num_heads,
-        }
+        widths = dict.fromkeys(("q_proj", "k_proj", "v_proj"), self.config.width)
+        if self.config.has_inner_vectors:
+            widths |= dict.fromkeys(("f_a_proj", "g_a_proj"), self.config.head_dim)
+        else:
+            widths |= dict.fromkeys(("f_proj", "g_proj"), self.config.width)
+        return widths | {"b_proj": self.config.num_heads}
 
     def weight_rules(self, name: str) -> dict[str, WeightRule]:
         """See `HasWeights.weight_rules`."""
         config = self.config
         vectors = {
             "dt_bias": Source(name=f"{name}.dt_bias", shape=(config.width,)),
-            "A_log": Source(name=f"{name}.A_log", shape=(1, 1, config.num_heads, 1)),
+            "A_log": Source(
+                name=f"{name}.A_log",
+                shape=(config.num_heads,),
+                other_shapes=((1, 1, config.num_heads, 1),),
+            ),
             "scale": Source(name=f"{name}.o_norm.weight", shape=(config.head_dim,)),
         }
         rules = {
@@ -119,19 +133,22 @@ class KimiDeltaAttention(nnx.Module):
             qkv, f, g, b = self._parts(
                 context.kernels.split_last(self.in_proj(norm(hidden), context), None)
             )
-            f, g = self.f_b_proj(f, context), self.g_b_proj(g, context)
-            return qkv, *(context.kernels.split_last(y, None) for y in (f, g)), b
+            if self.config.has_inner_vectors:
+                f, g = (
+                    context.kernels.split_last(project(y, context), None)
+                    for project, y in ((self.f_b_proj, f), (self.g_b_proj, g))
+                )
+            return qkv, f, g, b
 
         qkv, f, gate, b = context.by_token(project, hidden)
         state = context.state(DELTA_ATTENTION)
         window, states = context.read_state(state, pages)
         qkv, window = self.conv1d(qkv, window, state, context)
         q, k, v = map(self._heads, jnp.split(qkv, 3, axis=1))
-        step_size = jax.nn.softplus(f.astype(jnp.float32) + self.dt_bias[...])
         out, states = pallas_kernels.gated_delta_rule(
             with_length_one(q) * self.config.head_dim**-0.5,
             *(with_length_one(k), v),
-            -jnp.exp(self.A_log[...])[:, None] * self._heads(step_size),
+            self._log_decay(f),
             jax.nn.sigmoid(b.astype(jnp.float32)),
             states,
             state.query_start_loc,
@@ -152,10 +169,17 @@ class KimiDeltaAttention(nnx.Module):
         return self.o_proj(attended, context)
 
     def _parts(self, projected: jax.Array) -> tuple[jax.Array, ...]:
-        """Queries, keys and values; the inner vectors of decay and gate; and `b`."""
-        qkv_width, head_dim = 3 * self.config.width, self.config.head_dim
-        ends = np.cumsum([qkv_width, head_dim, head_dim])
+        """Queries, keys and values; decays and gates or their inner vectors; and `b`."""
+        widths = list(self._widths.values())
+        ends = np.cumsum([sum(widths[:3]), *widths[3:-1]])
         return tuple(jnp.split(projected, ends, axis=1))
+
+    def _log_decay(self, f: jax.Array) -> jax.Array:  # f32[num_tokens, num_heads, head_dim]
+        raw = self._heads(f.astype(jnp.float32) + self.dt_bias[...])
+        rate = jnp.exp(self.A_log[...])[:, None]
+        if self.config.min_log_decay is None:
+            return -rate * jax.nn.softplus(raw)
+        return self.config.min_log_decay * jax.nn.sigmoid(rate * raw)
 
     def _heads(self, x: jax.Array) -> jax.Array:  # [num_tokens, num_heads, head_dim]
         return x.reshape(x.shape[0], self.config.num_heads, self.config.head_dim)

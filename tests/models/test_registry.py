@@ -142,6 +142,7 @@ _FIELDS_WITHOUT_DEFAULT = {
     "DeepseekV32ForCausalLM": {"num_key_value_heads": 8},
     "GlmMoeDsaForCausalLM": {"num_key_value_heads": 8},
     "MistralLarge4ForCausalLM": {"num_key_value_heads": 8},
+    "BailingHybridForCausalLM": {"num_key_value_heads": 8, "n_group": 1, "topk_group": 1},
     "KimiLinearForCausalLM": {"num_key_value_heads": 8},
     "Glm4MoeLiteForCausalLM": {"num_key_value_heads": 8},
     "LongcatFlashForCausalLM": {"num_key_value_heads": 8},

@@ -40,6 +40,7 @@ LOADED = [
     "qwen3.5-moe",
     "olmo-hybrid",
     "kimi-linear",
+    "bailing-hybrid",
     "minimax-01",
     "nemotron-h",
     "nemotron-h-latent",
@@ -202,7 +203,7 @@ _WITHOUT_EFFECT = {
     *("mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "use_mamba_kernels"),
     *("linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor"),
     *("linear_dt_max", "linear_dt_min"),
-    *("mtp_layers_block_type", "num_nextn_predict_layers"),
+    *("mtp_loss_scaling_factor", "mtp_layers_block_type", "num_nextn_predict_layers"),
     *(
         "residual_dropout",
         "aux_loss_coef",
@@ -216,6 +217,7 @@ _LATENT = {
     *("deepseek-v3", "deepseek-v2", "sarvam-mla", "mistral4", "mistral4-far"),
     *("glm4-moe-lite", "longcat-flash", "minicpm3", "youtu", "axk1"),
     *("deepseek-v3.2", "glm5-dsa", "glm5-dsa-all", "axk2", "kimi-linear"),
+    "bailing-hybrid",
 }
 _MAMBA = {"mamba", "falcon-mamba", "mamba2"}
 # Fields that another field of the same configuration overrides or switches off.
@@ -230,7 +232,7 @@ _OVERRIDDEN = {
     # The weights of a softmax over the chosen experts add up to 1.
     "norm_topk_prob": {"cohere2-moe", "doge", "doge-window"},
     # The one in `rope_parameters` wins.
-    "rope_theta": {"cohere2-moe"},
+    "rope_theta": {"cohere2-moe", "bailing-hybrid"},
     "global_attn_every_n_layers": {"afmoe"},
     # JetMoE has one query per KV head for each expert of a token. Mamba has no attention.
     "num_attention_heads": {"laguna", "laguna-per-element", "jetmoe", *_MAMBA},
@@ -290,6 +292,9 @@ _OVERRIDDEN = {
     ),
     # The numbers of heads and their width say how wide all heads are, or `intermediate_size` does.
     "expand": {"nemotron-h", "nemotron-h-latent", "mamba", "falcon-mamba"},
+    # Lists of layers and fields that begin with `linear_` win.
+    "layer_group_size": {"bailing-hybrid"},
+    "short_conv_kernel_size": {"bailing-hybrid"},
     # Tokens that transformers computes together.
     "block_size": {"minimax-01"},
     # `mamba_d_ssm` wins.
@@ -301,7 +306,14 @@ _OVERRIDDEN = {
     # transformers does not read it.
     "mlp_bias": {"deepseek-v3.2", "glm5-dsa", "glm5-dsa-all"},
     # `mlp_layer_types` wins.
-    "first_k_dense_replace": {"exaone-moe", "deepseek-v3.2", "glm5-dsa", "glm5-dsa-all", "axk2"},
+    "first_k_dense_replace": {
+        "bailing-hybrid",
+        "exaone-moe",
+        "deepseek-v3.2",
+        "glm5-dsa",
+        "glm5-dsa-all",
+        "axk2",
+    },
     # No groups with `topk_method` "greedy".
     "n_group": {"deepseek-v2"},
     "topk_group": {"deepseek-v2"},

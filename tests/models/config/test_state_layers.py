@@ -18,6 +18,7 @@ SIZES = {
 }
 # Architecture -> its configuration class in transformers, and fields that differ from `SIZES`.
 FAMILIES = {
+    "BailingHybridForCausalLM": ("BailingHybridConfig", {"num_key_value_heads": 16}),
     "FalconMambaForCausalLM": ("FalconMambaConfig", {"intermediate_size": None}),
     "FalconH1ForCausalLM": ("FalconH1Config", {"mamba_d_ssm": 128, "mamba_n_heads": 8}),
     "GraniteMoeHybridForCausalLM": ("GraniteMoeHybridConfig", {"mamba_n_heads": 8}),
@@ -39,6 +40,13 @@ FAMILIES = {
 HYBRID = ["linear_attention", "full_attention"] * 4
 # Fields of the hub and of transformers 5, in values that are no defaults.
 OTHER_FIELDS = [
+    ("BailingHybridForCausalLM", {"layer_types": HYBRID, "mlp_layer_types": ["sparse"] * 8}),
+    ("BailingHybridForCausalLM", {"layer_group_size": 3, "first_k_dense_replace": 1}),
+    ("BailingHybridForCausalLM", {"head_dim": 32, "short_conv_kernel_size": 3}),
+    ("BailingHybridForCausalLM", {"kda_safe_gate": False, "q_lora_rank": 24}),
+    ("BailingHybridForCausalLM", {"kda_lower_bound": -2.5, "num_nextn_predict_layers": 0}),
+    ("BailingHybridForCausalLM", {"num_experts_per_token": 2, "num_expert_group": 4}),
+    ("BailingHybridForCausalLM", {"rope_theta": 1e4, "moe_renormalize": False}),
     ("FalconH1ForCausalLM", {"mamba_d_ssm": 64, "mamba_d_head": 8, "mamba_n_groups": 2}),
     ("FalconH1ForCausalLM", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     (
