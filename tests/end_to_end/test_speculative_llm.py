@@ -13,6 +13,7 @@ from paxkv.errors import ConfigError
 from paxkv.trace.replayer import replay
 from paxkv.trace.trace_file import TraceReader
 from tests.end_to_end.demo_prompts import PAXKV_QUESTIONS, SYSTEM_PROMPT
+from tests.models.drafters.eagle3_checkpoints import write_eagle3_head
 from tests.small_engine import CHECKPOINT, SETTINGS
 
 NGRAM = {
@@ -179,3 +180,54 @@ def test_access_token_is_for_the_drafter_too(monkeypatch):
     with pytest.raises(CheckpointNotFoundError, match="^speculative_config: gated"):
         LLM(**SETTINGS, hf_token="secret", speculative_config=speculative)
     assert found == [("some/head", "secret")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "adapts"), [("draft_model", False), ("eagle3", False), ("eagle3", True)]
+)
+def test_drafter_from_a_folder_changes_no_answer(engines, tmp_path, method, adapts):
+    folder = CHECKPOINT
+    if method == "eagle3":
+        folder = tmp_path
+        config = json.loads((CHECKPOINT / "config.json").read_text())
+        write_eagle3_head(
+            folder,
+            vocab_size=config["vocab_size"],
+            draft_vocab_size=100,
+            layer_ids=[1, 2, 3],
+            hidden_size=config["hidden_size"],
+            head_dim=config["head_dim"],
+        )
+    speculative = {
+        "method": method,
+        "num_speculative_tokens": 3,
+        "model": str(folder),
+        "adapts_drafts": adapts,
+    }
+    greedy = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    params = [
+        greedy,
+        SamplingParams(temperature=0.8, seed=3, n=4, max_tokens=20),
+        SamplingParams(
+            temperature=0.0, max_tokens=20, structured_outputs=StructuredOutputsParams(json=SCHEMA)
+        ),
+    ]
+    with process_engine_compilations():
+        drafting = LLM(**SETTINGS, speculative_config=speculative)
+    with drafting:
+        found, wanted = (
+            described(llm.generate(PROMPTS[:3], params, use_tqdm=False))
+            for llm in (drafting, engines[0])
+        )
+        assert found == wanted
+        before = drafting.get_stats()
+        drafting.generate(PROMPTS[0], greedy, use_tqdm=False)
+        stats = drafting.get_stats()
+    assert stats.num_compiles_after_ready == 0
+    if not adapts:
+        assert before.num_draft_tokens > 0
+    if method == "draft_model":
+        # The model is its own draft model, so it is right about the most likely token. After the
+        # prompt, each step draws 4 tokens.
+        assert stats.num_steps - before.num_steps <= 10
