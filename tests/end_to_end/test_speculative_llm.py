@@ -213,9 +213,7 @@ def test_drafter_from_a_folder_changes_no_answer(engines, tmp_path, method, adap
             temperature=0.0, max_tokens=20, structured_outputs=StructuredOutputsParams(json=SCHEMA)
         ),
     ]
-    with process_engine_compilations():
-        drafting = LLM(**SETTINGS, speculative_config=speculative)
-    with drafting:
+    with LLM(**SETTINGS, speculative_config=speculative) as drafting:
         found, wanted = (
             described(llm.generate(PROMPTS[:3], params, use_tqdm=False))
             for llm in (drafting, engines[0])
