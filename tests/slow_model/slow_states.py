@@ -9,6 +9,7 @@ class Saved:
 
     Args:
         key: Its content, while the first block is cached under it.
+        content: What the key will be when it is cached.
     """
 
     slot: list
@@ -16,6 +17,7 @@ class Saved:
     is_rolling: bool
     req_id: str
     key: object = None
+    content: object = None
 
 
 def save_points(request, block_size, caching, interval=0):
@@ -79,9 +81,8 @@ class SlowStates:
         return 0 if self.replaceable(req_id) else self.size
 
     def replaceable(self, req_id):
-        """All rolling states of a request but its newest one, if no other request holds them."""
-        older = self.rolling.get(req_id, [])[:-1]
-        return [state for state in older if self.pool.refs[state.slot[0]] == 1]
+        """All rolling states of a request but its newest one."""
+        return self.rolling.get(req_id, [])[:-1]
 
     def should_save(self, request, computed, key):
         if request.keeps_state and computed == request.num_prompt - 1:
@@ -93,7 +94,7 @@ class SlowStates:
         points = save_points(request, self.block_size, True, self.interval)
         if computed < request.num_prompt and computed not in points:
             return False
-        return computed > len(request.tokens) or self.pool.find(key) is None
+        return computed >= request.num_prompt or self.pool.find(key) is None
 
     def take_hit(self, request, first):
         """A request starts from the slot that begins with a block."""
@@ -135,17 +136,17 @@ class SlowStates:
             return
         self.reads[req_id] = old
         if self.caching and computed % self.block_size == 0:
-            self.save(state, key)
-            if state.is_rolling and state.key is not None and state in self.saved:
+            if state.is_rolling:
+                state.content = key
                 self.rolling_reads[req_id] = state
+            else:
+                self.save(state, key)
 
     def new_slot(self, req_id):
         """The slot of the request's oldest replaceable state, or else free blocks."""
         if self.replaceable(req_id):
             oldest = self.replaceable(req_id)[0]
             self.rolling[req_id].remove(oldest)
-            if oldest in self.current():
-                self.drop(oldest)
             return oldest.slot
         slot = self.pool.get_new(self.size)
         self.slots[slot[0]] = slot
@@ -180,11 +181,8 @@ class SlowStates:
         req_id = request.request_id
         while self.unknown.get(req_id) and self.unknown[req_id][0].num_tokens <= num_tokens:
             state = self.unknown[req_id].pop(0)
-            self.save(state, key_at(state.num_tokens))
-            if state in self.saved:
-                self.rolling.setdefault(req_id, []).append(state)
-            else:
-                self.pool.release_blocks(state.slot)
+            state.content = key_at(state.num_tokens)
+            self.rolling.setdefault(req_id, []).append(state)
 
     def finish_step(self):
         for req_id, slot in self.reads.items():
@@ -196,6 +194,10 @@ class SlowStates:
         self.switched = set()
 
     def free(self, req_id):
+        kept = [*self.rolling.get(req_id, [])]
+        kept += [self.rolling_reads[req_id]] if req_id in self.rolling_reads else []
+        for newest in kept[-1:]:
+            self.save(newest, newest.content)
         slots = [self.own.pop(req_id)] if req_id in self.own else []
         slots += [state.slot for state in self.unknown.pop(req_id, [])]
         slots += [self.forks.pop(req_id).slot] if req_id in self.forks else []
@@ -211,6 +213,7 @@ class SlowStates:
             state = states.pop(0)
             if not states:
                 del self.rolling[req_id]
+            self.save(state, state.content)
             self.pool.release_blocks(state.slot)
             return True
         if not self.forks:

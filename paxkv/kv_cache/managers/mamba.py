@@ -24,13 +24,13 @@ class _Plan:
     Args:
         num_computed_tokens: Tokens of the state that the step reads.
         takes_new_slot: The request writes a new slot, and the slot that it reads stays as it is.
-        replaced: The old state of the request whose slot it then writes. None: free blocks.
+        replaces: The new slot is that of an older state of the request. Otherwise it is free.
     """
 
     request: CacheRequest
     num_computed_tokens: int
     takes_new_slot: bool
-    replaced: SavedState | None = None
+    replaces: bool = False
 
 
 class MambaManager(SingleTypeKVCacheManager):
@@ -39,7 +39,8 @@ class MambaManager(SingleTypeKVCacheManager):
     The slot has the state after the request's last computed token. To save a state, the next step
     reads it from there but writes another slot. The old slot then belongs to no request. Other
     requests find it by its hash, and it becomes free memory as other blocks do. A request with a
-    hit reads the saved slot and writes one of its own. So nothing is copied.
+    hit reads the saved slot and writes one of its own. So nothing is copied. While a request
+    decodes, it holds its last states itself, and writes their slots in turn.
 
     Saving never takes memory from a request: if the pool has no room for another slot, the state is
     overwritten.
@@ -128,7 +129,7 @@ class MambaManager(SingleTypeKVCacheManager):
             takes the one that it needs in any case.
         """
         num_slot_blocks = self.kv_cache_spec.num_slot_blocks
-        replaced = None
+        replaces = False
         if request.request_id not in self.req_to_blocks:
             is_wanted = bool(new_computed_blocks) and new_computed_blocks[-1].ref_cnt == 0
             takes_new_slot = is_wanted and num_spare_blocks >= num_slot_blocks
@@ -138,8 +139,8 @@ class MambaManager(SingleTypeKVCacheManager):
                 return None
             if not self._should_save(request, num_computed_tokens):
                 return None
-            replaced = self.saved_states.find_replaceable(request.request_id)
-            if replaced is not None:
+            replaces = self.saved_states.can_replace(request.request_id)
+            if replaces:
                 num_slot_blocks = 0
             takes_new_slot = num_spare_blocks >= num_slot_blocks
             if not takes_new_slot:
@@ -148,7 +149,7 @@ class MambaManager(SingleTypeKVCacheManager):
             request=request,
             num_computed_tokens=num_computed_tokens,
             takes_new_slot=takes_new_slot,
-            replaced=replaced,
+            replaces=replaces,
         )
         return num_slot_blocks if takes_new_slot else None
 
@@ -158,8 +159,8 @@ class MambaManager(SingleTypeKVCacheManager):
 
     def num_blocks_to_switch(self, request_id: str) -> int:
         """Number of free blocks that `switch_slot` allocates."""
-        replaced = self.saved_states.find_replaceable(request_id)
-        return self.kv_cache_spec.num_slot_blocks if replaced is None else 0
+        can_replace = self.saved_states.can_replace(request_id)
+        return 0 if can_replace else self.kv_cache_spec.num_slot_blocks
 
     def allocate_new_computed_blocks(
         self,
@@ -198,18 +199,14 @@ class MambaManager(SingleTypeKVCacheManager):
         plan, self._plan = self._plan, None
         old = self.req_to_blocks.get(request_id)
         if old is None:
-            self.req_to_blocks[request_id] = new = self._get_new_slot()
+            self.req_to_blocks[request_id] = new = self._get_free_slot()
             source = self._read_slots.get(request_id)
             if source is not None and plan is not None:
                 self._keep_for_forks(plan.request, source, plan.num_computed_tokens)
             return new
         if plan is None or not plan.takes_new_slot:
             return ()
-        if plan.replaced is None:
-            new = self._get_new_slot()
-        else:
-            new = self.saved_states.pop_replaceable(request_id, plan.replaced)
-        self.req_to_blocks[request_id] = new
+        self.req_to_blocks[request_id] = new = self._get_new_slot(request_id, plan.replaces)
         self._leave_slot(plan.request, old, plan.num_computed_tokens)
         return new
 
@@ -228,13 +225,9 @@ class MambaManager(SingleTypeKVCacheManager):
         if position <= request.num_computed_tokens:
             return 0, []
         old = self.req_to_blocks[request_id]
-        replaced = self.saved_states.find_replaceable(request_id)
-        if replaced is None:
-            new = self._get_new_slot()
-        else:
-            new = self.saved_states.pop_replaceable(request_id, replaced)
-        self.req_to_blocks[request_id] = new
-        state = SavedState(old, position, is_rolling=True)
+        can_replace = self.saved_states.can_replace(request_id)
+        self.req_to_blocks[request_id] = new = self._get_new_slot(request_id, can_replace)
+        state = SavedState(request, old, position)
         self._unknown.setdefault(request_id, []).append(state)
         return position, new
 
@@ -244,12 +237,10 @@ class MambaManager(SingleTypeKVCacheManager):
         pass
 
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
-        """Adds saved states to the prefix cache whose `num_tokens` tokens are known now."""
+        """Keeps saved states whose `num_tokens` tokens are known now, as `_leave_slot` does."""
         unknown = self._unknown.get(request.request_id)
         while unknown and unknown[0].num_tokens <= num_tokens:
-            state = unknown.pop(0)
-            self.saved_states.add(request, state)
-            self._release_saved(request.request_id, state)
+            self.saved_states.hold(unknown.pop(0))
         if unknown is not None and not unknown:
             del self._unknown[request.request_id]
 
@@ -260,13 +251,18 @@ class MambaManager(SingleTypeKVCacheManager):
             if state is None:
                 self._free_blocks(slot)
             else:
-                self.saved_states.hold(request_id, state)
+                self.saved_states.hold(state)
         self._read_slots.clear()
         self._rolling_reads.clear()
         self._switched.clear()
 
     def free(self, request_id: str, num_computed_tokens: int) -> None:
-        """See the base class. Also drops states of tokens that the host does not know."""
+        """See the base class. The newest state of known tokens enters the prefix cache."""
+        states = [*self.saved_states.held_states(request_id)]
+        if request_id in self._rolling_reads:
+            states.append(self._rolling_reads[request_id])
+        if states:
+            self.saved_states.add(states[-1])
         for slot in self._slots_of(request_id):
             self._free_blocks(slot)
         for held in (self.req_to_blocks, self._unknown, self._fork_states, self._read_slots):
@@ -281,8 +277,9 @@ class MambaManager(SingleTypeKVCacheManager):
         Afterwards, other requests can still find a saved state, but cannot fork from a state that
         was kept only for forks.
         """
-        for slot in self.saved_states.pop_held():
-            self._free_blocks(slot)
+        held = self.saved_states.pop_any_held()
+        if held is not None:
+            self._free_blocks(held.blocks)
             return True
         if not self._fork_states:
             return False
@@ -387,47 +384,43 @@ class MambaManager(SingleTypeKVCacheManager):
             return True
         if not self.save_points.contains(request, num_tokens):
             return False
-        return num_tokens > request.num_tokens or not self.saved_states.contains(
-            request, num_tokens
-        )
+        # A decoding request writes its slots in turn, so another state costs nothing.
+        is_rolling = num_tokens >= request.num_prompt_tokens
+        return is_rolling or not self.saved_states.contains(request, num_tokens)
 
     def _leave_slot(self, request: CacheRequest, slot: list[KVCacheBlock], num_tokens: int) -> None:
         """Saves the state in the slot that the request has written so far."""
         request_id = request.request_id
         self._switched.add(request_id)
         self._keep_for_forks(request, slot, num_tokens)
-        is_rolling = num_tokens >= request.num_prompt_tokens
-        state = SavedState(slot, num_tokens, is_rolling=is_rolling)
+        state = SavedState(request, slot, num_tokens)
         if num_tokens > request.num_tokens:
             self._unknown.setdefault(request_id, []).append(state)
             return
         self._read_slots[request_id] = slot
         if self.enable_caching and num_tokens % self.block_size == 0:
-            self.saved_states.add(request, state)
-            if is_rolling and state.is_findable:
+            if num_tokens >= request.num_prompt_tokens:
                 self._rolling_reads[request_id] = state
+            else:
+                self.saved_states.add(state)
 
     def _keep_for_forks(
         self, request: CacheRequest, slot: list[KVCacheBlock], num_tokens: int
     ) -> None:
         if request.keeps_state_for_forks and is_fork_point(request, num_tokens):
             self._touch(slot)
-            state = SavedState(slot, num_tokens, is_rolling=False)
+            state = SavedState(request, slot, num_tokens)
             self._fork_states[request.request_id] = state
 
-    def _get_new_slot(self) -> Slot:
+    def _get_new_slot(self, request_id: str, replaces: bool) -> list[KVCacheBlock]:
+        return self.saved_states.pop_replaceable(request_id) if replaces else self._get_free_slot()
+
+    def _get_free_slot(self) -> Slot:
         slot = Slot(self.block_pool.get_new_blocks(self.kv_cache_spec.num_slot_blocks))
         self.num_held_blocks += len(slot)
         self._slots[slot[0].block_id] = slot
         self._forget_old_slots()
         return slot
-
-    def _release_saved(self, request_id: str, state: SavedState) -> None:
-        """Holds the slot of a state for the request, if it can write it later; or frees it."""
-        if state.is_rolling and state.is_findable:
-            self.saved_states.hold(request_id, state)
-        else:
-            self._free_blocks(state.blocks)
 
     def _forget_old_slots(self) -> None:
         max_slots = self.block_pool.num_blocks // self.kv_cache_spec.num_slot_blocks
@@ -446,6 +439,7 @@ class MambaManager(SingleTypeKVCacheManager):
             yield state.blocks
         if request_id in self._fork_states:
             yield self._fork_states[request_id].blocks
-        yield from self.saved_states.held_slots(request_id)
+        for state in self.saved_states.held_states(request_id):
+            yield state.blocks
         if request_id in self._read_slots:
             yield self._read_slots[request_id]

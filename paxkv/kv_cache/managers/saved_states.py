@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from paxkv.contracts.protocols import CacheRequest
 from paxkv.kv_cache.hashing.block_hash import (
@@ -15,16 +15,15 @@ from paxkv.kv_cache.pool.block_pool import BlockPool
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SavedState:
-    """A slot with the state after `num_tokens` tokens of a request. It is not written again.
+    """A slot with the state after the first `num_tokens` tokens of a request.
 
     Args:
-        is_rolling: The state was saved while the request decoded, so its next one replaces it.
         key: The hash of the slot's first block, while the prefix cache has it.
     """
 
+    request: CacheRequest
     blocks: list[KVCacheBlock]
     num_tokens: int
-    is_rolling: bool
     key: BlockHashWithGroupId | None = None
 
     @property
@@ -38,8 +37,10 @@ class SavedStates:
     The first block of a saved slot has the hash of the tokens. Blocks of a slot are freed in their
     order, so the pool allocates the first one first: a slot that has lost a block has no hash.
 
-    A request that decodes writes its slots in turn: its newest two states are saved, and its next
-    slot is that of the oldest one. These slots are held while there is memory for them.
+    A request that decodes writes its slots in turn: it keeps its newest two states, and its next
+    slot is that of the older one. These rolling states are held while there is memory for them.
+    They enter the prefix cache when the request stops holding them. Until then only the request
+    itself has their tokens, so a look-up would not find them.
 
     Args:
         block_size: Tokens between two positions at which a state can be saved.
@@ -66,7 +67,7 @@ class SavedStates:
         # By the id of the first block, the least recently used first. If the block loses its hash,
         # the entry stays, and counts for `max_blocks` until it becomes the first one.
         self._states: OrderedDict[int, SavedState] = OrderedDict()
-        # Request id -> states that were saved while it decodes, oldest first. Their slots are held.
+        # Request id -> states that it keeps while it decodes, oldest first. Their slots are held.
         self._rolling: dict[str, list[SavedState]] = {}
 
     def find(self, first_block: KVCacheBlock) -> SavedState:
@@ -88,9 +89,9 @@ class SavedStates:
         """Makes a state the most recently used one."""
         self._states.move_to_end(state.blocks[0].block_id)
 
-    def held_slots(self, request_id: str) -> list[list[KVCacheBlock]]:
-        """Slots that are held for a request that decodes."""
-        return [state.blocks for state in self._rolling.get(request_id, ())]
+    def held_states(self, request_id: str) -> Sequence[SavedState]:
+        """States that are held for a request that decodes, oldest first."""
+        return self._rolling.get(request_id, ())
 
     def all_held_slots(self) -> Iterator[list[KVCacheBlock]]:
         for states in self._rolling.values():
@@ -101,11 +102,11 @@ class SavedStates:
         """Requests for which slots are held."""
         return set(self._rolling)
 
-    def add(self, request: CacheRequest, state: SavedState) -> None:
+    def add(self, state: SavedState) -> None:
         """Adds a state to the prefix cache, unless it is there already."""
         first = state.blocks[0]
         is_added = self._block_pool.cache_block(
-            request=request,
+            request=state.request,
             block=first,
             num_tokens=state.num_tokens,
             block_size=self._block_size,
@@ -118,47 +119,43 @@ class SavedStates:
         self._states.move_to_end(first.block_id)
         self._drop_least_used()
 
-    def hold(self, request_id: str, state: SavedState) -> None:
+    def hold(self, state: SavedState) -> None:
         """Keeps the slot of a state, which the caller holds, for a request that decodes."""
-        self._rolling.setdefault(request_id, []).append(state)
+        self._rolling.setdefault(state.request.request_id, []).append(state)
 
     def remove(self, state: SavedState) -> None:
         """Removes a state from the prefix cache."""
         del self._states[state.blocks[0].block_id]
         self._block_pool.evict(state.blocks[:1])
 
-    def find_replaceable(self, request_id: str) -> SavedState | None:
-        """The oldest state of a decoding request whose slot the request may write again.
+    def can_replace(self, request_id: str) -> bool:
+        """Whether `pop_replaceable` finds a slot."""
+        return len(self._rolling.get(request_id, ())) > 1
+
+    def pop_replaceable(self, request_id: str) -> list[KVCacheBlock]:
+        """Removes the older state of a decoding request. The caller then holds its slot.
 
         The newest state stays, because the state that the request saves next may be of tokens past
-        its end. A slot that another request holds for its forks stays too.
+        its end.
         """
-        for state in self._rolling.get(request_id, ())[:-1]:
-            if state.blocks[0].ref_cnt == 1:
-                return state
-        return None
+        return self._rolling[request_id].pop(0).blocks
 
-    def pop_replaceable(self, request_id: str, state: SavedState) -> list[KVCacheBlock]:
-        """Removes a state that `find_replaceable` found. The caller then holds its slot."""
-        self._rolling[request_id].remove(state)
-        if state.is_findable:
-            self.remove(state)
-        return state.blocks
+    def pop_held(self, request_id: str) -> list[SavedState]:
+        """Stops holding the states of a request, oldest first; the caller frees their slots."""
+        return self._rolling.pop(request_id, [])
 
-    def pop_held(self, request_id: str | None = None) -> list[list[KVCacheBlock]]:
-        """Stops holding slots; the caller frees them, and their states can still be found.
+    def pop_any_held(self) -> SavedState | None:
+        """Stops holding the oldest state of some request, which enters the prefix cache.
 
-        Args:
-            request_id: All slots of this request. None: one slot, of any request.
+        The caller frees its slot. None if there is none.
         """
-        if request_id is not None:
-            return [state.blocks for state in self._rolling.pop(request_id, ())]
-        for other_id, states in self._rolling.items():
+        for request_id, states in self._rolling.items():
             state = states.pop(0)
             if not states:
-                del self._rolling[other_id]
-            return [state.blocks]
-        return []
+                del self._rolling[request_id]
+            self.add(state)
+            return state
+        return None
 
     def _drop_least_used(self) -> None:
         max_states = self.max_blocks // self._num_slot_blocks

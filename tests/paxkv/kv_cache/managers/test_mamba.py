@@ -94,8 +94,10 @@ def test_state_at_a_save_point_stays_in_its_slot_and_is_found():
 
 def test_hit_reads_the_saved_slot_and_writes_another():
     manager = make_manager(full(), states(), num_blocks=30)
-    request = run_alone(manager, "r", range(8))
-    request.all_token_ids.append(8)
+    request = FakeRequest("r", range(9))
+    assert admit(manager, request, 8)
+    manager.finish_step()
+    finish_step(request, 8)
     old = table(manager, request, 1)
     step_to(manager, request, 9)
     later = FakeRequest("s", range(20))
@@ -103,11 +105,9 @@ def test_hit_reads_the_saved_slot_and_writes_another():
     assert later.num_computed_tokens == 8
     group = manager.coordinator.single_type_managers[1]
     assert ids(group.get_first_step_blocks("s")) == [*old, *table(manager, later, 1)]
-    # The first request holds the slot too, and writes it again if there is no room for others.
-    assert [manager.block_pool.blocks[block_id].ref_cnt for block_id in old] == [2, 2, 2]
+    assert [manager.block_pool.blocks[block_id].ref_cnt for block_id in old] == [1, 1, 1]
     manager.finish_step()
     manager.check_invariants()
-    assert manager.free_spare_slot()
     assert [manager.block_pool.blocks[block_id].ref_cnt for block_id in old] == [0, 0, 0]
     assert hit(manager, range(20))[0] == 8
     manager.check_invariants()
@@ -174,21 +174,32 @@ def test_request_that_shares_keys_but_has_no_state_saves_one_there():
     assert hit(manager, [*range(10), *[5] * 9])[0] == 8
 
 
-def test_decoding_request_keeps_its_last_states():
+@pytest.mark.parametrize("num_tokens", [4, 5, 8, 9, 13, 29])
+def test_last_state_of_a_decoding_request_is_found_when_it_ends(num_tokens):
     manager = make_manager(full(), states(), num_blocks=60)
     request = run_alone(manager, "r", range(3))
-    found = []
-    for num_tokens in range(4, 30):
-        request.all_token_ids.append(num_tokens - 1)
-        step_to(manager, request, num_tokens)
-        found.append(hit(manager, range(40))[0])
-    # The state at a multiple of 4 is found when the step after it has another slot.
-    assert found == [(num_tokens - 1) // 4 * 4 for num_tokens in range(4, 30)]
-    assert [
-        len(state.blocks) for state in manager.coordinator.state_managers[0].saved_states.find_all()
-    ] == [3, 3]
+    decode(manager, request, num_tokens)
+    (group,) = manager.coordinator.state_managers
+    # It writes three slots in turn, and holds those of its newest two states.
+    assert group.num_held_blocks == 3 * min(3, 1 + (num_tokens - 1) // 4)
+    assert hit(manager, range(40))[0] == 0
     manager.free(request)
     manager.check_invariants()
+    # The state at a multiple of 4 is saved when the step after it has another slot.
+    num_found = (num_tokens - 1) // 4 * 4
+    assert hit(manager, range(40))[0] == num_found
+    assert [state.num_tokens for state in group.saved_states.find_all()] == [num_found] * (
+        num_found > 0
+    )
+
+
+def test_state_is_found_after_its_slot_is_not_held_any_more():
+    manager = make_manager(full(), states(), num_blocks=60)
+    request = run_alone(manager, "r", range(3))
+    decode(manager, request, 9)
+    assert [manager.free_spare_slot() for _ in range(3)] == [True, True, False]
+    manager.check_invariants()
+    assert hit(manager, range(6))[0] == 4 and hit(manager, range(40))[0] == 8
 
 
 def decode(manager, request, end):
@@ -200,8 +211,11 @@ def decode(manager, request, end):
 
 def test_slot_that_another_request_keeps_for_forks_is_not_written():
     manager = make_manager(full(), states(), num_blocks=60)
-    request = run_alone(manager, "r", range(3))
-    decode(manager, request, 9)
+    request = FakeRequest("r", range(9))
+    assert admit(manager, request, 8)
+    manager.finish_step()
+    finish_step(request, 8)
+    step_to(manager, request, 9)
     source = FakeRequest("s", range(9))
     source.keeps_state_for_forks = True
     assert admit(manager, source)
@@ -211,7 +225,7 @@ def test_slot_that_another_request_keeps_for_forks_is_not_written():
     decode(manager, request, 40)
     assert kept.block_id not in table(manager, request, 1)
     assert hit(manager, range(10)) == (8, [0, kept.block_id])
-    # The request also holds its own slot and two newer states.
+    # The requests also hold their own slots, and the first one two states.
     assert manager.coordinator.state_managers[0].num_held_blocks == 5 * 3
     manager.free(source)
     manager.free(request)
@@ -237,12 +251,12 @@ def test_slot_held_for_an_ended_request_breaks_an_invariant():
     request = run_alone(manager, "r", range(3))
     decode(manager, request, 9)
     states_of_requests = manager.coordinator.state_managers[0].saved_states
-    (state,) = [state for state in states_of_requests.find_all() if state.num_tokens == 8]
     manager.free(request)
+    (state,) = states_of_requests.find_all()
     manager.check_invariants()
     manager.block_pool.touch(state.blocks)
     manager.coordinator.state_managers[0].num_held_blocks += 3
-    states_of_requests.hold("r", state)
+    states_of_requests.hold(state)
     with pytest.raises(InvariantError, match="hold no slot of their own"):
         manager.check_invariants()
 
@@ -302,8 +316,10 @@ def test_a_part_of_a_slot_breaks_an_invariant():
 
 def test_saved_state_that_a_request_writes_breaks_an_invariant():
     manager = make_manager(full(), states(), num_blocks=30)
-    request = run_alone(manager, "r", range(8))
-    request.all_token_ids.append(8)
+    request = FakeRequest("r", range(9))
+    assert admit(manager, request, 8)
+    manager.finish_step()
+    finish_step(request, 8)
     old = table(manager, request, 1)
     step_to(manager, request, 9)
     group = manager.coordinator.single_type_managers[1]
