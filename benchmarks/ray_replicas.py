@@ -78,6 +78,7 @@ class Workload:
 class RunningApplication:
     """A started application: its port, and the mark in the environment of its processes."""
 
+    process: subprocess.Popen[bytes]
     port: int
     mark: str
 
@@ -99,6 +100,8 @@ class RunningApplication:
             with contextlib.suppress(OSError, http.client.HTTPException):
                 if len(self.prefix_counts()) == num_replicas:
                     return time.monotonic() - start_s
+            if self.process.poll() is not None:
+                raise BenchmarkError("the application ended; its log says why.")
             time.sleep(0.2)
         raise BenchmarkError(f"{num_replicas} replicas were not ready within {timeout_s:g} s.")
 
@@ -134,11 +137,12 @@ def running_application(arguments: dict[str, str], log: Path) -> Iterator[Runnin
             stderr=subprocess.STDOUT,
             env=os.environ | {_MARK: mark, "RAY_USAGE_STATS_ENABLED": "0"},
         )
-    application = RunningApplication(8000, mark)
+    application = RunningApplication(process, 8000, mark)
     try:
         yield application
     finally:
-        process.terminate()
+        if process.poll() is None:
+            process.terminate()
         try:
             process.wait(120)
         except subprocess.TimeoutExpired:

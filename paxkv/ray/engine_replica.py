@@ -20,6 +20,8 @@ from paxkv.server.batch.in_process_client import get_text
 class EngineReplica:
     """Starts an engine, answers requests with it, and closes it. Ray Serve calls all methods."""
 
+    _served: EngineApp | None = None
+
     async def __init__(self, engine_config: EngineConfig, server_config: ServerConfig) -> None:
         set_up_logging()
         self._id = serve.get_replica_context().replica_id.unique_id
@@ -70,5 +72,6 @@ class EngineReplica:
             raise problem
 
     async def __del__(self) -> None:
-        # Ray Serve waits for the requests before this.
-        await self._served.close(drain_timeout_s=self._drain_timeout_s)
+        # Ray Serve waits for the requests before this. After a failed start there is no engine.
+        if self._served is not None:
+            await self._served.close(drain_timeout_s=self._drain_timeout_s)

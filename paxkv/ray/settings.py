@@ -14,13 +14,15 @@ from paxkv.entrypoints.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.entrypoints.engine_flags import ENGINE_CONFIG_CLASSES, engine_config_from_arguments
 from paxkv.errors import ConfigError
 
-# Settings of a port, which Ray Serve's proxy has, and of routes that only make sense with one
-# engine. A stored response is in the memory of one replica, so no response is stored.
+# Settings of a port, which Ray Serve's proxy has, of routes that only make sense with one engine,
+# and of engines over several hosts: a replica is on one host. A stored response is in the memory of
+# one replica, so no response is stored.
 _WITHOUT = (
     *("host", "port", "root_path", "max_connections", "request_timeout_s"),
     *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"),
     *("enable_admin", "profile_dir", "response_store_bytes"),
     *("enable_inspector", "inspector_show_text", "inspector_max_trace_bytes"),
+    *("nnodes", "node_rank", "master_addr", "master_port", "distributed_timeout_seconds"),
 )
 _TRUTHS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -95,7 +97,7 @@ def read_settings(arguments: Mapping[str, object]) -> RaySettings:
     parser = _Parser(prog="paxkv.ray", allow_abbrev=False)
     add_config_flags(parser, RayConfig)
     for config_class in ENGINE_CONFIG_CLASSES:
-        add_config_flags(parser, config_class)
+        add_config_flags(parser, config_class, without=_WITHOUT)
     add_config_flags(parser, ServerConfig, without=_WITHOUT)
     add_serve_arguments(parser)
     switches = {

@@ -36,6 +36,7 @@ def test_arguments_are_text_as_on_a_command_line_or_values_as_in_yaml() -> None:
         ({"max_num_seq": "3"}, "did you mean --max-num-seqs"),
         ({"port": "80"}, "unknown flag --port"),
         ({"enable_admin": "true"}, "unknown flag --enable-admin"),
+        ({"nnodes": "2"}, "unknown flag --nnodes"),
         ({"num_replicas": "0"}, "num_replicas must be"),
         ({"max_replicas": "1", "min_replicas": "2"}, "max_replicas must be"),
         ({"enable_prefix_caching": "perhaps"}, "must be true or false"),
