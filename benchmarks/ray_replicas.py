@@ -94,7 +94,7 @@ class RunningApplication:
         return counts
 
     def wait_for_replicas(self, num_replicas: int, timeout_s: float) -> float:
-        """Waits until so many replicas report metrics; returns the seconds that it took."""
+        """Waits until this number of replicas report metrics; returns the seconds that it took."""
         start_s = time.monotonic()
         while time.monotonic() < start_s + timeout_s:
             with contextlib.suppress(OSError, http.client.HTTPException):

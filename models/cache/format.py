@@ -27,7 +27,7 @@ class CacheFormat(Protocol):
     """How one cache of a layer lies in its pages. Frozen and hashable, so static in a program.
 
     A model's `DecoderSpec` has the formats of whole caches. The runner, and layers in `by_device`,
-    use the formats that `on_each_of` returns. Pages and their sizes are always those of one device.
+    use the formats that `on_each_of` returns. Pages and their sizes are always for one device.
 
     The format, and the layers that use it, read and write the pages. A format without ops of its
     own calls the functions in `models/cache/rules.py`.

@@ -30,7 +30,7 @@ class MTPHead(DraftHead):
     """One layer of the model over a projection of hidden states and embeddings.
 
     A checkpoint may have several of these layers, one for each further token. The head is the first
-    of them, and predicts all further tokens. The embedding and the vocabulary head are those of the
+    of them, and predicts all further tokens. The embedding and the vocabulary head belong to the
     target: checkpoints have equal copies of them, which are not loaded.
     """
 

@@ -25,7 +25,7 @@ from models.weight_rule import WeightRule, with_stored_names
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {
-    # config.json names no limit; the models were trained on so many tokens. The host keeps the
+    # config.json names no limit; the models were trained on this many tokens. The host keeps the
     # tokens of running requests in arrays of this length.
     "max_position_embeddings": 8192,
     "intermediate_size": 7680,

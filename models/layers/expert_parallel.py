@@ -39,7 +39,7 @@ def rows_of_tiles(
     rows: jax.Array,  # i32[num_devices * num_tiles * tile_rows]
     kernels: KernelSettings,
 ) -> jax.Array:  # f[num_devices * num_tiles * tile_rows, width]
-    """The row of x at each place; each device looks up those of its own tiles."""
+    """The row of x at each place; each device looks up the rows of its own tiles."""
     return kernels.by_device(
         lambda x, rows: x[rows], *(x, rows), in_specs=(WHOLE, BY_DEVICE), out_specs=BY_DEVICE
     )

@@ -34,7 +34,7 @@ def as_float32(
     numbers: jax.Array,  # u8 or i8, one number each
     number_format: NumberFormat,
 ) -> jax.Array:  # f32, of the same shape
-    """Widens numbers. The caller multiplies them by `factor_of`. Those of int4 stay 0 to 15."""
+    """Widens numbers. The caller multiplies them by `factor_of`. Numbers of int4 stay 0 to 15."""
     match number_format:
         case "int4" | "int8":
             # XLA:CPU widens bytes to 32-bit integers first, and has vector instructions for both.

@@ -274,7 +274,7 @@ class CacheConfig:
         0.5,
     )
     state_save_interval: int | None = setting(
-        "also save states of recurrent layers every so many tokens of a prompt, rounded up to "
+        "also save states of recurrent layers at multiples of this number of tokens, rounded up to "
         "whole blocks, for prompts that share a beginning of any length; each takes one more step. "
         "Off if left out",
         None,
@@ -568,7 +568,7 @@ class ParallelConfig:
         aliases=("-r",),
     )
     master_addr: str = setting(
-        "address of host 0 in the network of the hosts. Nobody else may reach it, because the "
+        "address of host 0 in the network of the hosts. No other machine may reach it, because the "
         "hosts send tokens unencrypted",
         "127.0.0.1",
     )

@@ -87,7 +87,7 @@ class EngineOrder:
             it.
         step_counter: Descriptor of the `StepCounter` that the client created.
         show_progress: Draw a progress bar on stderr while programs compile.
-        place: Of the process among those that compute for the engine. None: it is the only one.
+        place: Number of the process among the processes of the engine. None: it is the only one.
     """
 
     config: EngineConfig

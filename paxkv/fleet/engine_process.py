@@ -65,7 +65,7 @@ class EngineProcess:
         environment: Variables to add to the environment of this process.
         max_idle_start_s: Kills the engine if it does nothing for this many seconds before it is
             ready; 0 is no limit.
-        place: Of the process among those that compute for the engine. None: it is the only one.
+        place: Number of the process among the processes of the engine. None: it is the only one.
 
     Attributes:
         num_sent: Number of messages that were sent to the engine.

@@ -245,7 +245,7 @@ class EngineSupervisor:
         return self._on_loop(lambda: self._on_ready(process, ready))
 
     def _start_process(self, config: EngineConfig, *, show_progress: bool) -> EngineProcess:
-        """Starts the engine's process, and those of the other hosts.
+        """Starts the engine's process, and the processes of the other hosts.
 
         Raises:
             EngineDeadError: Another host is missing.

@@ -47,7 +47,7 @@ class FollowerHosts:
         self._lock = threading.Lock()
         self._generation = 0
         self._is_closed = threading.Event()
-        # Why the running generation has ended; None while nobody has noticed that.
+        # Why the running generation has ended; None until this is noticed.
         self._end_reason: str | None = None
         self._on_end: Callable[[str], None] = logger.error
         try:

@@ -50,7 +50,7 @@ class PrefixRouter(Generic[_KeyT]):
         # The key of each bit; None if the bit is free.
         self._keys: list[_KeyT | None] = []
         self._all = 0
-        # Number of requests -> the replicas that have so many.
+        # Number of requests -> the replicas that have this number.
         self._by_load: list[int] = [0]
         # Chunk -> the replicas that know it.
         self._holders: dict[int, int] = {}

@@ -26,7 +26,7 @@ def portable_scope(scope: dict[str, Any]) -> dict[str, Any]:
 async def call_app(
     app: ASGIApp, scope: dict[str, Any], body: bytes
 ) -> AsyncGenerator[list[Message], None]:
-    """Yields the messages of the answer, in lists of those that were ready together.
+    """Yields the messages of the answer, in lists of messages that were ready together.
 
     Closing the generator cancels the request.
 

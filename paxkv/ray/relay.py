@@ -60,8 +60,7 @@ class RelayedAnswer(Response):
         answer: Sends the request.
         accept_timeout_s: Time in which a replica must accept the request. There is no further
             attempt after this time.
-        avoid: Replicas that failed other requests recently. The ids of those that fail this one are
-            added.
+        avoid: Replicas that failed other requests recently. Replicas that fail this one are added.
     """
 
     def __init__(

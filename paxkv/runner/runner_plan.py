@@ -32,7 +32,7 @@ class RunnerPlan:
         feature_variants: For each step feature, its variants.
         own_programs: Programs of features other than steps and bursts.
         max_drafts: Most drafts of a request that a step verifies.
-        num_devices: Devices of the mesh. Pages, blocks and bytes are those of each device.
+        num_devices: Devices of the mesh. Pages, blocks and bytes are for each device.
         head_config: The config of the draft head; None if there is no head.
     """
 
@@ -57,7 +57,7 @@ class RunnerPlan:
 
     @functools.cached_property
     def spec(self) -> DecoderSpec:
-        """The caches of the model's layers on each device, and then those of the draft head's."""
+        """The caches on each device of the model's layers, and then of the draft head's layers."""
         spec = self.model_config.spec(self.kv_dtype)
         if self.head_config is not None:
             spec = with_drafter(spec, self.head_config.spec(self.kv_dtype))

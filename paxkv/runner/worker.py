@@ -36,7 +36,7 @@ class Worker:
 
     Attributes:
         kv_cache: The next call overwrites it.
-        params: Of the model. `head_params` are those of the draft head.
+        params: Of the model. `head_params` belong to the draft head.
     """
 
     def __init__(

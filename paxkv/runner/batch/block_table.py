@@ -125,7 +125,7 @@ class SlotTable(BlockTable):
         return list(rows)
 
     def _find_or_convert(self, row_idx: int, block_ids: Sequence[int]) -> np.ndarray:
-        """Returns block ids as i32[len(block_ids)], after checking those that are not known."""
+        """Returns block ids as i32[len(block_ids)], after checking the ids that are not known."""
         recent = self._recent[row_idx]
         for known_ids, ids_np in recent:
             # The scheduler never changes the list of a slot, and `recent` keeps it alive.

@@ -120,7 +120,7 @@ class BurstRepeater:
                 fill_slots(group_np, places, table, rows)
 
     def _places_of(self, row_idxs: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Those of the rows that are in the step, and their places in its tables."""
+        """The rows that are in the step, and their places in its tables."""
         rows = [row_idx for row_idx in row_idxs if row_idx in self._place_of_row]
         return rows, [self._place_of_row[row_idx] for row_idx in rows]
 

@@ -78,7 +78,7 @@ class MemoryPlan:
     Args:
         max_num_batched_tokens: Most tokens of a request that one step computes. A sliding-window
             group holds them in addition to the window.
-        num_devices: Devices that keep a part of every block. All bytes are those of one device.
+        num_devices: Devices that keep a part of every block. All bytes are for one device.
         padded_shares: See `KVCacheGroups`.
     """
 

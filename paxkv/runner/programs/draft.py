@@ -24,7 +24,7 @@ DraftFunction = Callable[
 
 
 class _NextTokens(NamedTuple):
-    """The tokens after those of a step, and where drafts begin."""
+    """The tokens after the tokens of a step, and where drafts begin."""
 
     next_ids: jax.Array  # i32[num_tokens], the token after each token of the step
     # i32[num_reqs], index of the last token of each request that is not a rejected draft.
