@@ -13,7 +13,7 @@ from models.errors import ModelError
 # The mesh axis of tensor parallelism; the KV cache splits its heads over the same one.
 MODEL_AXIS = "model"
 
-# Names of axes: attention's heads, KV heads, the inner width of an MLP, the vocabulary, and experts.
+# Names of axes: attention's heads, KV heads, the inner width of an MLP, the vocabulary and experts.
 # A mesh splits all over `MODEL_AXIS`, with three exceptions (`on_mesh`):
 # - KV heads stay whole if there are fewer of them than devices.
 # - The vocabulary stays whole if its size is no multiple of the number of devices.
