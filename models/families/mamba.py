@@ -16,12 +16,9 @@ from models.config.fields import (
 )
 from models.config.model_config import ModelConfig, read_model_fields
 from models.decoder_spec import DecoderSpec, spec_of_attention, with_states
-from models.decoders.decoder import Decoder
+from models.decoders.backbone_decoder import BackboneDecoder, read_residual_in_fp32
 from models.layers.mamba import Mamba, MambaConfig, read_time_step_rank
 from models.layers.mamba2 import MAMBA
-from models.layers.mixer_layer import MixerLayer
-from models.layers.rms_norm import RMSNorm
-from models.weight_rule import WeightRule, with_renamed_sources
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {
@@ -40,13 +37,14 @@ class MambaModelConfig(ModelConfig):
 
     mamba: MambaConfig
     eps: float  # of the norms of layers
+    residual_in_fp32: bool
 
     def spec(self, kv_dtype: str) -> DecoderSpec:
         spec = spec_of_attention(self.attention, kv_dtype=kv_dtype)
         return with_states(spec, MAMBA, self.mamba.format())
 
 
-class MambaForCausalLM(Decoder):
+class MambaForCausalLM(BackboneDecoder):
     """Source: arXiv:2312.00752."""
 
     @classmethod
@@ -56,17 +54,13 @@ class MambaForCausalLM(Decoder):
     def __init__(
         self, config: MambaModelConfig, *, has_head_kernel: bool, dtype: jnp.dtype
     ) -> None:
-        norm = functools.partial(RMSNorm, config.hidden_size, eps=config.eps, dtype=dtype)
         super().__init__(
             config,
-            layers=[
-                MixerLayer(
-                    mixer=Mamba(config.mamba, norm=self.make_mixer_norm(config), dtype=dtype),
-                    norm=norm,
-                )
-                for _ in range(config.num_layers)
-            ],
-            norm=norm(),
+            mixer=functools.partial(
+                Mamba, config.mamba, norm=self.make_mixer_norm(config), dtype=dtype
+            ),
+            eps=config.eps,
+            residual_in_fp32=config.residual_in_fp32,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )
@@ -75,20 +69,6 @@ class MambaForCausalLM(Decoder):
     def make_mixer_norm(config: MambaModelConfig) -> Callable[[int], nnx.Module] | None:
         """The argument `norm` of `Mamba`."""
         return None
-
-    def weight_rules(self) -> dict[str, WeightRule]:
-        """Checkpoints have other names for the embedding and the last norm."""
-
-        def rename(name: str) -> str:
-            name = name.replace("model.embed_tokens.", "backbone.embeddings.")
-            name = name.replace("model.norm.", "backbone.norm_f.")
-            return name.replace("model.layers.", "backbone.layers.")
-
-        return with_renamed_sources(super().weight_rules(), rename)
-
-    def name_weight(self, name: str) -> str:
-        """Some checkpoints on the hub have the embedding's name in the singular."""
-        return name.replace("backbone.embedding.", "backbone.embeddings.")
 
 
 def read_mamba_fields(hf_config: Mapping[str, object]) -> dict[str, object]:
@@ -111,4 +91,5 @@ def read_mamba_fields(hf_config: Mapping[str, object]) -> dict[str, object]:
         "attention": (None,) * fields["num_layers"],
         "mamba": mamba,
         "eps": read_number(hf_config, "layer_norm_epsilon", 1e-5),
+        "residual_in_fp32": read_residual_in_fp32(hf_config),
     }

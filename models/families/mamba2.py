@@ -15,7 +15,7 @@ from models.config.fields import (
 )
 from models.config.model_config import ModelConfig, read_model_fields
 from models.decoder_spec import DecoderSpec, spec_of_attention, with_states
-from models.decoders.decoder import Decoder
+from models.decoders.backbone_decoder import BackboneDecoder, read_residual_in_fp32
 from models.layers.mamba2 import (
     MAMBA,
     Mamba2,
@@ -23,9 +23,6 @@ from models.layers.mamba2 import (
     check_width,
     read_time_step_limit,
 )
-from models.layers.mixer_layer import MixerLayer
-from models.layers.rms_norm import RMSNorm
-from models.weight_rule import WeightRule, with_renamed_sources
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {
@@ -43,13 +40,14 @@ class Mamba2ModelConfig(ModelConfig):
     """The config of a model of `Mamba2` layers."""
 
     mamba: Mamba2Config
+    residual_in_fp32: bool
 
     def spec(self, kv_dtype: str) -> DecoderSpec:
         spec = spec_of_attention(self.attention, kv_dtype=kv_dtype)
         return with_states(spec, MAMBA, self.mamba.format())
 
 
-class Mamba2ForCausalLM(Decoder):
+class Mamba2ForCausalLM(BackboneDecoder):
     """Source: huggingface.co/docs/transformers/model_doc/mamba2."""
 
     @classmethod
@@ -70,33 +68,21 @@ class Mamba2ForCausalLM(Decoder):
             time_step_limit=read_time_step_limit(hf_config),
         )
         check_width(mamba, hf_config, "expand")
-        return Mamba2ModelConfig(**fields, attention=(None,) * fields["num_layers"], mamba=mamba)
+        return Mamba2ModelConfig(
+            **fields,
+            attention=(None,) * fields["num_layers"],
+            mamba=mamba,
+            residual_in_fp32=read_residual_in_fp32(hf_config),
+        )
 
     def __init__(
         self, config: Mamba2ModelConfig, *, has_head_kernel: bool, dtype: jnp.dtype
     ) -> None:
-        norm = functools.partial(RMSNorm, config.hidden_size, eps=config.mamba.eps, dtype=dtype)
         super().__init__(
             config,
-            layers=[
-                MixerLayer(mixer=Mamba2(config.mamba, dtype=dtype), norm=norm)
-                for _ in range(config.num_layers)
-            ],
-            norm=norm(),
+            mixer=functools.partial(Mamba2, config.mamba, dtype=dtype),
+            eps=config.mamba.eps,
+            residual_in_fp32=config.residual_in_fp32,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )
-
-    def weight_rules(self) -> dict[str, WeightRule]:
-        """Checkpoints have other names for the embedding and the last norm."""
-
-        def rename(name: str) -> str:
-            name = name.replace("model.embed_tokens.", "backbone.embeddings.")
-            name = name.replace("model.norm.", "backbone.norm_f.")
-            return name.replace("model.layers.", "backbone.layers.")
-
-        return with_renamed_sources(super().weight_rules(), rename)
-
-    def name_weight(self, name: str) -> str:
-        """Some checkpoints on the hub have the embedding's name in the singular."""
-        return name.replace("backbone.embedding.", "backbone.embeddings.")

@@ -65,6 +65,16 @@ class RoundedLastRMSNorm(RMSNorm):
         return (_normalize(x, self.eps) * scale).astype(x.dtype)
 
 
+class RoundedInputRMSNorm(RMSNorm):
+    """`RMSNorm` of x rounded to the dtype of the scale, for a float32 residual stream (Mamba)."""
+
+    def __call__(
+        self,
+        x: jax.Array,  # f[..., num_features]
+    ) -> jax.Array:  # f[..., num_features]
+        return super().__call__(x.astype(self.scale[...].dtype))
+
+
 class JoinedHeadsRMSNorm(RMSNorm):
     """`RMSNorm` of all heads of a token together, as if they were one vector (OLMoE, MiniMax-M2).
 

@@ -197,8 +197,6 @@ _WITHOUT_EFFECT = {
     *("time_step_init_scheme", "time_step_scale", "use_associative_scan", "use_mambapy"),
     *("rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min"),
     *("final_w_init_variance_scale", "w_init_variance_scale"),
-    # How 16-bit numbers are rounded.
-    "residual_in_fp32",
     # How other engines compute states and experts; states are float32 here. And drafts.
     *("mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "use_mamba_kernels"),
     *("linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor"),
@@ -303,7 +301,8 @@ _OVERRIDDEN = {
     "mamba_norm_before_gate": {"falcon-h1"},
     # `layers_block_type` wins.
     "num_hidden_layers": {"nemotron-h", "nemotron-h-latent"},
-    # transformers does not read it.
+    # transformers does not read them.
+    "residual_in_fp32": {"nemotron-h", "nemotron-h-latent"},
     "mlp_bias": {"deepseek-v3.2", "glm5-dsa", "glm5-dsa-all"},
     # `mlp_layer_types` wins.
     "first_k_dense_replace": {

@@ -103,6 +103,7 @@ OTHER_FIELDS = [
     ("MiniMaxForCausalLM", {"linear_attn_alpha_factor": 3.5, "full_attn_beta_factor": 2}),
     ("MiniMaxForCausalLM", {"mlp_alpha_factor": 3.5, "num_local_experts": 4, "head_dim": 8}),
     ("MiniMaxForCausalLM", {"sliding_window": 64, "rope_theta": 1e4}),
+    ("MambaForCausalLM", {"residual_in_fp32": False}),
     ("NemotronHForCausalLM", {"layers_block_type": ["moe", "mamba", "mlp", "attention"]}),
     ("NemotronHForCausalLM", {"hybrid_override_pattern": "M-M*EM", "mamba_n_groups": 4}),
     ("NemotronHForCausalLM", {"moe_latent_size": 32, "mlp_bias": True, "use_bias": True}),
