@@ -10,7 +10,7 @@ that need the host between tokens or return more than tokens. Fields that concer
 prefix cache have no effect.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -19,12 +19,19 @@ from models import KernelSettings, LoadedModel
 from paxkv.client.input_processor import InputProcessor
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.config.setting import at_least
+from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.contracts.owner_process import OwnerProcess
 from paxkv.contracts.scheduler_output import NewRequestData
-from paxkv.errors import InvalidRequestError, PromptTooLongError, UnsupportedFeatureError
+from paxkv.errors import (
+    ConfigError,
+    InvalidRequestError,
+    PromptTooLongError,
+    UnsupportedFeatureError,
+)
 from paxkv.runner.batch.input_batch import InputBatch
 from paxkv.runner.memory.device_mesh import mesh_of
 from paxkv.runner.memory.max_model_len import find_max_model_len
+from paxkv.runner.programs.drafting_loop import NgramShape
 from paxkv.runner.programs.generation import GenerateInputs, GenerateShape, make_generate
 from paxkv.scheduler.request import Request
 from paxkv.text.tokenizer import Tokenizer
@@ -52,9 +59,11 @@ class CompiledGenerator:
             limit, as far as its rotary embedding is scaled.
         tokenizer: The model's tokenizer, which `bad_words` need. Its EOS token ends rows, as in the
             engine.
+        speculative_config: Verify n-gram drafts, as `LLM` does. This changes no token.
 
     Raises:
-        ConfigError: `max_model_len` is below 2, or larger than the model's limit.
+        ConfigError: `max_model_len` is below 2, or larger than the model's limit;
+            `speculative_config` has another method than "ngram", or the model cannot verify drafts.
     """
 
     def __init__(
@@ -65,6 +74,7 @@ class CompiledGenerator:
         seed: int = 0,
         max_model_len: int | None = None,
         tokenizer: Tokenizer | None = None,
+        speculative_config: SpeculativeConfig | Mapping[str, object] | None = None,
     ) -> None:
         at_least("max_model_len", max_model_len, 2)
         self._owner = OwnerProcess("this CompiledGenerator")
@@ -80,7 +90,8 @@ class CompiledGenerator:
         self._tokenizer = tokenizer
         # The same options as for the engine's programs.
         options = model.platform.compiler_options(model.product_dtypes)
-        self._generate = jax.jit(make_generate(model, shape), compiler_options=options)
+        generate = make_generate(model, shape, ngram=_read_ngram(speculative_config))
+        self._generate = jax.jit(generate, compiler_options=options)
 
     def generate(
         self,
@@ -209,6 +220,21 @@ class CompiledGenerator:
             sampling_rows=batch.sampling_rows_np,
             packed_rows=packed_rows_np,
         )
+
+
+def _read_ngram(config: SpeculativeConfig | Mapping[str, object] | None) -> NgramShape | None:
+    if config is not None and not isinstance(config, SpeculativeConfig):
+        config = SpeculativeConfig.from_fields(config)
+    if config is None:
+        return None
+    if config.method != "ngram":
+        raise ConfigError(
+            f"CompiledGenerator has only method 'ngram', got {config.method!r}. Use LLM for the "
+            "other methods."
+        )
+    shortest, longest = config.lookup_lengths
+    num_drafts = config.num_speculative_tokens
+    return NgramShape(num_drafts=num_drafts, shortest=shortest, longest=longest)
 
 
 def _check_needs_no_engine(params: SamplingParams) -> None:

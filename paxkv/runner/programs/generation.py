@@ -19,6 +19,7 @@ from paxkv.runner.programs.decode_loop import (
     first_decode_state,
     run_decode_loop,
 )
+from paxkv.runner.programs.drafting_loop import DraftingState, NgramShape, run_drafting_loop
 from paxkv.runner.programs.make_batch import make_batch
 from paxkv.runner.programs.step import Params
 from paxkv.runner.sampling.draw_rows import draw_rows
@@ -80,15 +81,22 @@ class GenerateOutputs:
 
     token_ids: jax.Array  # i32[batch_size, max_new_tokens], padded with 0
     num_tokens: jax.Array  # i32[batch_size], in [0, max_new_tokens]
+    num_steps: jax.Array  # i32[], steps after that of the prompts
 
 
 def make_generate(
-    model: LoadedModel, shape: GenerateShape
+    model: LoadedModel, shape: GenerateShape, *, ngram: NgramShape | None = None
 ) -> Callable[[Params, GenerateInputs], GenerateOutputs]:
     """Returns the pure function `(params, inputs) -> outputs`, not yet compiled.
 
     The KV cache exists only while the function runs. It has room for all rows at their full length,
     in sliding-window layers too.
+
+    Args:
+        ngram: Verify n-gram drafts. This changes the number of steps, but no token.
+
+    Raises:
+        ConfigError: There are drafts, and the model has recurrent layers.
     """
     kv_dtype = kv_cache_dtype(model.dtype, model.platform)
     spec = model.config.spec(kv_dtype).on_each_of(model.kernels.num_shards)
@@ -97,7 +105,13 @@ def make_generate(
     )
     model = model.with_places(groups.places(spec))
     # The last token is returned, but its key and value are never computed.
-    tables = groups.tables(shape.max_tokens_per_row - 1)
+    num_drafts = 0 if ngram is None else ngram.num_drafts
+    tables = groups.tables(shape.max_tokens_per_row - 1 + num_drafts)
+    if num_drafts > 0 and any(table.is_state for table in tables):
+        raise ConfigError(
+            "a model with recurrent layers cannot verify drafts, because a state cannot go back to "
+            "before rejected drafts. Generate without drafts."
+        )
     table_dims = [(t.num_groups, shape.batch_size, t.max_blocks_per_req) for t in tables]
     # Each row of each group owns a range of blocks. Block 0 is the null block.
     block_ends = list(itertools.accumulate(map(math.prod, table_dims), initial=1))
@@ -123,22 +137,59 @@ def make_generate(
                 groups.config(block_ends[-1]), model.platform, kv_dtype, model.kernels.mesh
             ),
             drawing=_first_row_state(inputs, shape, model.config.vocab_size),
-            max_steps=shape.max_new_tokens,
+            max_steps=1 if ngram is not None else shape.max_new_tokens,
             result_width=1,
         )
         row_idx = jnp.arange(shape.batch_size, dtype=jnp.int32)
-        draw = functools.partial(_draw, model, inputs.sampling_rows.at[:, ROW].set(row_idx))
+        sampling_rows = inputs.sampling_rows.at[:, ROW].set(row_idx)
+        draw = functools.partial(_draw, model, sampling_rows)
         state = run_decode_loop(
             *(model, params, rows, state, draw), num_steps=shape.max_new_tokens, prompts=prompts
         )
+        if ngram is not None:
+            first = _first_drafting_state(inputs, shape, state)
+            last = run_drafting_loop(model, params, rows, first, sampling_rows, ngram)
+            return _outputs_of(inputs, shape, last)
         token_ids = state.results[:, :, 0].T
         is_drawn = token_ids != NO_TOKEN
         return GenerateOutputs(
             token_ids=jnp.where(is_drawn, token_ids, 0),
             num_tokens=is_drawn.sum(axis=1, dtype=jnp.int32),
+            num_steps=state.step_idx - 1,
         )
 
     return generate
+
+
+def _first_drafting_state(
+    inputs: GenerateInputs, shape: GenerateShape, state: DecodeState
+) -> DraftingState:
+    """The state after the step of the prompts, which has drawn a token of each row."""
+    token_ids = jnp.pad(inputs.prompt_token_ids, ((0, 0), (0, shape.max_new_tokens)))
+    row_idx = jnp.arange(shape.batch_size, dtype=jnp.int32)
+    has_drawn = (inputs.prompt_lens > 0).astype(jnp.int32)
+    return DraftingState(
+        token_ids=token_ids.at[row_idx, inputs.prompt_lens].set(state.drawn_ids),
+        num_tokens=jnp.maximum(inputs.prompt_lens + has_drawn, 1),
+        num_drawn=has_drawn,
+        is_alive=state.is_alive,
+        pages=state.pages,
+        row_state=state.drawing,
+        num_steps=jnp.int32(0),
+    )
+
+
+def _outputs_of(
+    inputs: GenerateInputs, shape: GenerateShape, state: DraftingState
+) -> GenerateOutputs:
+    idx = jnp.arange(shape.max_new_tokens, dtype=jnp.int32)
+    places = inputs.prompt_lens[:, None] + idx
+    token_ids = jnp.take_along_axis(state.token_ids, places, axis=1)
+    return GenerateOutputs(
+        token_ids=jnp.where(idx < state.num_drawn[:, None], token_ids, 0),
+        num_tokens=state.num_drawn,
+        num_steps=state.num_steps,
+    )
 
 
 def _own_blocks(
