@@ -147,11 +147,12 @@ MORE = {
     "zamba2-blocks": _with_fields(
         "zamba2",
         num_hidden_layers=4,
-        layers_block_type=["hybrid", "hybrid", "linear_attention", "hybrid"],
+        layers_block_type=["linear_attention", "hybrid", "hybrid", "hybrid"],
         num_mem_blocks=2,
         use_shared_attention_adapter=False,
         use_mem_rope=False,
         mamba_ngroups=2,
+        mamba_d_state=32,
     ),
     # A norm after the gate of Mamba2, of each of two groups.
     "falcon-h1-normed": _with_fields(
