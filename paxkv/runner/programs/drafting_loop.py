@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from models import LoadedModel, Pages, Wants
 from paxkv.runner.programs.decode_loop import DecodeRows
@@ -131,7 +132,7 @@ def _run_step(
         "draw_req": places // num_draws,
     }
     sampling = join_step_rows(fields, num_rows=places.shape[0])
-    drawn, row_state = _draw(logits, state.row_state, sampling)
+    drawn, row_state = _draw(logits, state.row_state, sampling, model.kernels.mesh)
     shape = SamplerShape(
         num_rows=places.shape[0],
         num_reqs=num_rows,
@@ -166,8 +167,11 @@ def _draw(
     logits: jax.Array,  # f32[num_draws of all rows, vocab]
     row_state: RowState | None,
     sampling: jax.Array,  # i32[num_draws of all rows, step_row_width]
+    mesh: Mesh | None,
 ) -> tuple[jax.Array, RowState | None]:  # i32[num_draws of all rows, 1 or more]
     if row_state is None:
-        return sample(logits, decode_step_rows(sampling)).token_ids[:, None], None
+        sampled = sample(logits, decode_step_rows(sampling), mesh=mesh)
+        return sampled.token_ids[:, None], None
     row_state = record_given(row_state, sampling)
-    return draw_rows(logits, row_state, sampling, None, chunk_rows=logits.shape[0])
+    num_draws = logits.shape[0]
+    return draw_rows(logits, row_state, sampling, None, chunk_rows=num_draws, mesh=mesh)
