@@ -5,7 +5,6 @@ import functools
 from pathlib import Path
 from typing import Literal, get_args
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -139,7 +138,7 @@ def load_model(
     check_weight_memory(
         # Numbers that are kept as they are stored need about the bytes of their files.
         file_bytes // num_devices if is_kept else structure.weight_bytes(encoder),
-        [jax.devices()[0]] if mesh is None else list(mesh.devices.flat),
+        mesh,
         platform,
         file_bytes=file_bytes,
     )

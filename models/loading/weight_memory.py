@@ -3,6 +3,7 @@
 import logging
 
 import jax
+from jax.sharding import Mesh
 
 from models.errors import ModelError
 from models.platforms import Platform
@@ -12,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 def check_weight_memory(
     num_bytes: int,
-    devices: list[jax.Device],
+    mesh: Mesh | None,
     platform: Platform,
     *,
     file_bytes: int | None,
@@ -21,11 +22,14 @@ def check_weight_memory(
 
     Args:
         num_bytes: On each device.
+        mesh: As in `load_model`. Each process checks its own devices.
         file_bytes: Of the files that are read; None: the weights are random.
 
     Raises:
         ModelError: A device has less free memory.
     """
+    # JAX reads the memory only of devices of this process.
+    devices = [jax.devices()[0]] if mesh is None else mesh.local_devices
     where = "the device" if len(devices) == 1 else f"each of {len(devices)} devices"
     needed = f"about {num_bytes / 2**20:,.1f} MiB on {where}"
     free_bytes = platform.free_bytes_for_weights(devices)
