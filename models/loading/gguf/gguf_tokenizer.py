@@ -45,13 +45,18 @@ def write_tokenizer_of(path: Path, cache: Path | None) -> Path | None:
         warning explains.
     """
     metadata = read_gguf(path).metadata
-    made = _make_backend(metadata)
+    try:
+        made = _make_backend(metadata)
+        config = None if isinstance(made, str) else _tokenizer_config(metadata)
+    # `tokenizers` raises plain exceptions, for example for a merge of a token that is not there.
+    except Exception as error:
+        made = f"its values contradict each other ({type(error).__name__}: {error})"
     if isinstance(made, str):
         logger.warning("the tokenizer of %s is not read: %s.", path, made)
         return None
     files = {
         "tokenizer.json": made.to_str(),
-        "tokenizer_config.json": json.dumps(_tokenizer_config(metadata), ensure_ascii=False),
+        "tokenizer_config.json": json.dumps(config, ensure_ascii=False),
     }
     digest = hashlib.sha256("\0".join(files.values()).encode()).hexdigest()[:32]
     folder = Path(tempfile.mkdtemp(prefix="paxkv-")) if cache is None else cache / digest
