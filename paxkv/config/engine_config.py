@@ -583,6 +583,8 @@ class ParallelConfig:
         at_least("nnodes", self.nnodes, 1)
         at_least("node_rank", self.node_rank, 0)
         at_least("master_port", self.master_port, 1)
+        if self.master_port > 65535:
+            raise ConfigError(f"master_port must be at most 65535, got {self.master_port}.")
         at_least("distributed_timeout_seconds", self.distributed_timeout_seconds, 1)
         if self.node_rank >= self.nnodes:
             raise ConfigError(

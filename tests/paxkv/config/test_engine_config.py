@@ -154,6 +154,7 @@ def test_draft_heads_are_refused_on_several_devices():
         ({"node_rank": 2}, "node_rank must be below nnodes=2, got 2"),
         ({"data_parallel_size": 2}, "data_parallel_size=2 does not work with nnodes=2 yet"),
         ({"master_port": 0}, "master_port must be an integer of at least 1"),
+        ({"master_port": 65536}, "master_port must be at most 65535, got 65536"),
     ],
 )
 def test_hosts_that_do_not_fit_are_refused(settings, message):
