@@ -75,8 +75,6 @@ def _num_replicas(config: RayConfig) -> dict[str, object]:
         "autoscaling_config": AutoscalingConfig(
             min_replicas=config.min_replicas,
             max_replicas=config.max_replicas,
-            # Only a replica that has started can report its requests.
-            initial_replicas=max(config.min_replicas, 1),
             policy=AutoscalingPolicy(policy_function="paxkv.ray.application:scale_on_requests"),
         )
     }

@@ -60,9 +60,10 @@ class RayConfig:
     def __post_init__(self) -> None:
         for name in ("num_replicas", "num_ingresses", "num_cpus", "max_ongoing_requests"):
             at_least(name, getattr(self, name), 1)
-        at_least("min_replicas", self.min_replicas, 0)
+        # Without any engine, no engine reports requests, so the first would never start.
+        at_least("min_replicas", self.min_replicas, 1)
         if self.max_replicas is not None:
-            at_least("max_replicas", self.max_replicas, max(self.min_replicas, 1))
+            at_least("max_replicas", self.max_replicas, self.min_replicas)
         if self.num_gpus is not None:
             at_least("num_gpus", self.num_gpus, 0)
         if not (is_number(self.accept_timeout_s) and 0 < self.accept_timeout_s < math.inf):

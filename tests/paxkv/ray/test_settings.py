@@ -39,6 +39,7 @@ def test_arguments_are_text_as_on_a_command_line_or_values_as_in_yaml() -> None:
         ({"nnodes": "2"}, "unknown flag --nnodes"),
         ({"num_replicas": "0"}, "num_replicas must be"),
         ({"max_replicas": "1", "min_replicas": "2"}, "max_replicas must be"),
+        ({"max_replicas": "2", "min_replicas": "0"}, "min_replicas must be"),
         ({"enable_prefix_caching": "perhaps"}, "must be true or false"),
         ({"accept_timeout_s": "-1"}, "above 0"),
         ({"num_gpus": "1", "tensor_parallel_size": "2"}, "more than num_gpus=1"),
