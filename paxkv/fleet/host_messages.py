@@ -27,12 +27,12 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
     Args:
         version: Of paxkv.
-        config: `shared_config` in JSON.
+        config: `shared_config`: section -> setting -> value.
     """
 
     rank: int
     version: str
-    config: str
+    config: dict[str, dict[str, object]]
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -156,7 +156,8 @@ class HostLink:
 
 def hello_of(config: EngineConfig) -> Hello:
     """The first message of a host with these settings."""
-    shared = msgspec.json.encode(shared_config(config)).decode()
+    # Values as the other end decodes them.
+    shared = msgspec.json.decode(msgspec.json.encode(shared_config(config)))
     return Hello(config.parallel.node_rank, paxkv.__version__, shared)
 
 
@@ -185,13 +186,14 @@ def why_refused(hello: Hello, config: EngineConfig) -> str | None:
         return f"it has paxkv {hello.version}, and host 0 has {wanted.version}."
     if not 1 <= hello.rank < config.parallel.nnodes:
         return f"its --node-rank is {hello.rank}; expected 1 to {config.parallel.nnodes - 1}."
-    theirs, ours = msgspec.json.decode(hello.config), msgspec.json.decode(wanted.config)
-    differences = [
-        f"{name}={part.get(name)!r} (host 0: {value!r})"
-        for section, part in theirs.items()
-        for name, value in ours[section].items()
-        if part.get(name) != value
-    ]
+    differences = []
+    for section in wanted.config | hello.config:
+        theirs, ours = hello.config.get(section, {}), wanted.config.get(section, {})
+        differences += [
+            f"{name}={theirs.get(name)!r} (host 0: {ours.get(name)!r})"
+            for name in ours | theirs
+            if theirs.get(name) != ours.get(name)
+        ]
     return f"its flags differ: {', '.join(differences)}." if differences else None
 
 
