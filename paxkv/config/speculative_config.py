@@ -1,6 +1,7 @@
 """`SpeculativeConfig`: how drafts are made for speculative decoding, with vLLM's field names."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from paxkv.config.setting import at_least, is_number, one_of, true_or_false
@@ -140,9 +141,9 @@ class SpeculativeConfig:
         at_least("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, 2)
         at_least("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0)
         factor, share = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
-        if factor is not None and not (is_number(factor) and factor > 0):
+        if factor is not None and not (is_number(factor) and 0 < factor < math.inf):
             raise ConfigError(
-                f"suffix_decoding_max_spec_factor must be a number above 0, got {factor!r}."
+                f"suffix_decoding_max_spec_factor must be a finite number above 0, got {factor!r}."
             )
         if share is not None and not (is_number(share) and 0 <= share <= 1):
             raise ConfigError(

@@ -58,6 +58,7 @@ def test_unset_limits_have_vllms_defaults(limits, lengths):
         (SUFFIX | {"suffix_decoding_max_tree_depth": 1}, "max_tree_depth must be an integer of at"),
         (SUFFIX | {"suffix_decoding_max_cached_requests": -1}, "max_cached_requests must be an"),
         (SUFFIX | {"suffix_decoding_max_spec_factor": 0}, "max_spec_factor must be .* above 0"),
+        (SUFFIX | {"suffix_decoding_max_spec_factor": float("inf")}, "a finite number above 0"),
         (SUFFIX | {"suffix_decoding_min_token_prob": "x"}, r"min_token_prob must be .*\[0, 1\]"),
         ([], "must be a JSON object"),
     ],
