@@ -568,11 +568,13 @@ class ParallelConfig:
         aliases=("-r",),
     )
     master_addr: str = setting(
-        "address of host 0 in the network of the hosts. No other machine may reach it, because the "
+        "address of host 0 in the network of the hosts. The network must be private, because the "
         "hosts send tokens unencrypted",
         "127.0.0.1",
     )
-    master_port: int = setting("port of host 0 for the other hosts; they use further ports", 29501)
+    master_port: int = setting(
+        "port of host 0 for the other hosts. Each start uses two more free ports of host 0", 29501
+    )
     distributed_timeout_seconds: int = setting(
         "longest time that the hosts of an engine wait for each other while they start", 600
     )
@@ -619,7 +621,8 @@ class EngineConfig:
         if speculative is not None and speculative.is_on_device and num_devices > 1:
             raise ConfigError(
                 f"drafts of method {speculative.method!r} cannot be made on several devices yet: "
-                f"got tensor_parallel_size={num_devices}. Use method 'ngram', or one device."
+                f"got tensor_parallel_size={num_devices}. Use method 'ngram' or 'suffix', or one "
+                "device."
             )
         num_hosts = self.parallel.nnodes
         if num_hosts > 1 and self.runner.expert_load_window is not None:

@@ -104,9 +104,9 @@ def _refused_switches(reason: str, names: str) -> list[VllmFlag]:
     return _refused(reason, names, False, num_values=0)
 
 
-_ONE_PROCESS = (
-    "an engine is one process, whose devices each have a part of every layer "
-    "(--tensor-parallel-size); --data-parallel-size starts several engines"
+_SPLIT_BY_LAYER = (
+    "the devices of an engine each compute a part of every layer (--tensor-parallel-size); "
+    "--data-parallel-size starts several engines"
 )
 _HOST_RANK = "host 0 serves requests and the others do not: see --node-rank"
 _ONE_MACHINE = "all engines run on one machine and share its port; use --data-parallel-size"
@@ -137,24 +137,26 @@ _NO_FAULT_TOLERANCE = "the server restarts engines that died; see --max-engine-r
 
 VLLM_FLAGS: tuple[VllmFlag, ...] = (
     # Devices and machines.
-    *_refused(_ONE_PROCESS, "--pipeline-parallel-size, -pp", 1),
-    *_refused(_ONE_PROCESS, "--decode-context-parallel-size, -dcp", 1),
-    *_refused(_ONE_PROCESS, "--prefill-context-parallel-size, -pcp", 1),
+    *_refused(_SPLIT_BY_LAYER, "--pipeline-parallel-size, -pp", 1),
+    *_refused(_SPLIT_BY_LAYER, "--decode-context-parallel-size, -dcp", 1),
+    *_refused(_SPLIT_BY_LAYER, "--prefill-context-parallel-size, -pcp", 1),
     *_refused_switches(_HOST_RANK, "--headless"),
-    *_refused(_ONE_PROCESS, "--device-ids"),
-    *_ignored(_ONE_PROCESS, "--distributed-executor-backend", "uni"),
-    *_ignored(_ONE_PROCESS, "--max-parallel-loading-workers"),
-    *_ignored(_ONE_PROCESS, "--cpu-distributed-timeout-seconds --dcp-comm-backend"),
-    *_ignored(_ONE_PROCESS, "--dcp-kv-cache-interleave-size --cp-kv-cache-interleave-size", 1),
-    *_ignored(_ONE_PROCESS, "--all2all-backend", "allgather_reducescatter"),
-    *_ignored(_ONE_PROCESS, "--ubatch-size --dbo-decode-token-threshold", 0),
-    *_ignored(_ONE_PROCESS, "--dbo-prefill-token-threshold"),
-    *_ignored_switches(_ONE_PROCESS, "--disable-custom-all-reduce --enable-dbo --dcp-q-replicate"),
-    *_ignored_switches(_ONE_PROCESS, "--disable-nccl-for-dp-synchronization"),
-    *_ignored_switches(_ONE_PROCESS, "--enable-nccl-comm-suspend --ray-workers-use-nsight"),
-    *_ignored_switches(_ONE_PROCESS, "--enable-batch-sharded-sampling --enable-hc-sp"),
-    *_ignored(_ONE_PROCESS, "--numa-bind-cpus --numa-bind-nodes", num_values="+"),
-    *_ignored_switches(_ONE_PROCESS, "--numa-bind"),
+    *_refused(_SPLIT_BY_LAYER, "--device-ids"),
+    *_ignored(_SPLIT_BY_LAYER, "--distributed-executor-backend", "uni"),
+    *_ignored(_SPLIT_BY_LAYER, "--max-parallel-loading-workers"),
+    *_ignored(_SPLIT_BY_LAYER, "--cpu-distributed-timeout-seconds --dcp-comm-backend"),
+    *_ignored(_SPLIT_BY_LAYER, "--dcp-kv-cache-interleave-size --cp-kv-cache-interleave-size", 1),
+    *_ignored(_SPLIT_BY_LAYER, "--all2all-backend", "allgather_reducescatter"),
+    *_ignored(_SPLIT_BY_LAYER, "--ubatch-size --dbo-decode-token-threshold", 0),
+    *_ignored(_SPLIT_BY_LAYER, "--dbo-prefill-token-threshold"),
+    *_ignored_switches(
+        _SPLIT_BY_LAYER, "--disable-custom-all-reduce --enable-dbo --dcp-q-replicate"
+    ),
+    *_ignored_switches(_SPLIT_BY_LAYER, "--disable-nccl-for-dp-synchronization"),
+    *_ignored_switches(_SPLIT_BY_LAYER, "--enable-nccl-comm-suspend --ray-workers-use-nsight"),
+    *_ignored_switches(_SPLIT_BY_LAYER, "--enable-batch-sharded-sampling --enable-hc-sp"),
+    *_ignored(_SPLIT_BY_LAYER, "--numa-bind-cpus --numa-bind-nodes", num_values="+"),
+    *_ignored_switches(_SPLIT_BY_LAYER, "--numa-bind"),
     *_refused(_ONE_MACHINE, "--data-parallel-size-local, -dpl --data-parallel-rank, -dpn"),
     *_refused(_ONE_MACHINE, "--data-parallel-start-rank, -dpr", 0),
     *_refused(_ONE_MACHINE, "--data-parallel-address, -dpa", "127.0.0.1", "localhost"),

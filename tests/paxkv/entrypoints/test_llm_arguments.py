@@ -63,7 +63,7 @@ def test_ignored_arguments_give_one_warning_with_their_reasons():
 @pytest.mark.parametrize(
     ("argument", "value", "reason"),
     [
-        ("pipeline_parallel_size", 2, "one process.* Pass 1, or leave it out"),
+        ("pipeline_parallel_size", 2, "a part of every layer.* Pass 1, or leave it out"),
         ("quantization_config", {"bits": 8}, "quantized weights"),
         ("reasoning_parser", "qwen3", "as one text. Pass '', or leave it out"),
         ("enable_lora", True, "LoRA.* Pass False"),

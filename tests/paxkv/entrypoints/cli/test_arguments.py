@@ -198,5 +198,5 @@ def test_errors_of_a_config_file_end_the_command(capsys, tmp_path):
         capsys, "--config", str(path)
     )
     path.write_text('{"pipeline-parallel-size": 2}')
-    assert "one process" in refused(capsys, "--config", str(path))
+    assert "a part of every layer" in refused(capsys, "--config", str(path))
     assert "cannot read" in refused(capsys, "--config", str(tmp_path / "none.toml"))
