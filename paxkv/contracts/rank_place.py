@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Where a process stands in its group, and where it meets the others.
+    """The rank of a process in its group, and the addresses at which it meets the others.
 
     Args:
         rank: 0 is the leader, which has the scheduler. The others are followers.

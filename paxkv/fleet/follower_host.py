@@ -1,4 +1,4 @@
-"""`FollowerHost`: starts and ends this host's process of an engine, as host 0 says."""
+"""`FollowerHost`: starts and ends this host's process of an engine, on orders of host 0."""
 
 import logging
 import threading
@@ -46,7 +46,7 @@ class FollowerHost:
         self._watcher: threading.Thread | None = None
 
     def run(self) -> None:
-        """Serves host 0 until its server is shut down.
+        """Follows the orders of host 0 until the server there is shut down.
 
         Raises:
             ConfigError: Host 0 does not accept this host.

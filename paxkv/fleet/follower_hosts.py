@@ -33,7 +33,7 @@ class FollowerHosts:
     uses new ports, so that no process of an earlier start can take part.
 
     Args:
-        config: As host 0 was started.
+        config: The settings that host 0 was started with.
 
     Raises:
         ConfigError: The port cannot be opened.
@@ -47,7 +47,7 @@ class FollowerHosts:
         self._lock = threading.Lock()
         self._generation = 0
         self._is_closed = threading.Event()
-        # Why the running generation has ended; None until this is noticed.
+        # Why the last generation has ended; None while it runs.
         self._end_reason: str | None = None
         self._on_end: Callable[[str], None] = logger.error
         try:
@@ -71,8 +71,8 @@ class FollowerHosts:
         """Waits for all hosts, and starts their processes.
 
         Args:
-            config: May have the sizes of an earlier start.
-            on_end: Called once with the reason when a process has ended, from another thread.
+            config: The settings of the processes. They may contain sizes from an earlier start.
+            on_end: Called once, from another thread, when a process has ended; gets the reason.
 
         Returns:
             The place of this host's process.
@@ -110,7 +110,7 @@ class FollowerHosts:
     def stop(self) -> None:
         """Kills the processes of the other hosts."""
         with self._lock:
-            self._generation += 1  # their ends are no news
+            self._generation += 1  # so that the ends of these processes are ignored
             links = list(self._links.values())
         for link in links:
             link.send(StopRank())

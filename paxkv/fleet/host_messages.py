@@ -1,8 +1,8 @@
 """Messages between the hosts of an engine: one line of JSON each, over TCP.
 
 Host 0 listens at `ParallelConfig.master_addr` and `master_port`. Every other host connects, and
-starts and ends its process as host 0 says. Both ends send a message at least every `PING_S`, so an
-end that receives nothing for `LOST_AFTER_S` has lost the connection.
+starts and ends its process on orders of host 0. Both ends send a message at least every `PING_S`,
+so an end that receives nothing for `LOST_AFTER_S` has lost the connection.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     """The first message of a host.
 
     Args:
-        version: Of paxkv.
+        version: The version of paxkv.
         config: `shared_config`: section -> setting -> value.
     """
 
@@ -42,7 +42,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartRank(msgspec.Struct, frozen=True, tag=True):
-    """Start a process. One that runs already is killed.
+    """Start a process, after killing the one that runs.
 
     Args:
         generation: Counts the starts of the group.
@@ -65,7 +65,7 @@ class RankEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Shows that the sender is there."""
+    """Shows that the sender is alive."""
 
 
 class GroupEnded(msgspec.Struct, frozen=True, tag=True):
@@ -171,7 +171,7 @@ def shared_config(config: EngineConfig) -> EngineConfig:
 
 
 def own_config(shared: EngineConfig, own: EngineConfig) -> EngineConfig:
-    """Adds to host 0's settings what is a host's own."""
+    """Host 0's settings, with the token and the rank of this host."""
     return dataclasses.replace(
         shared,
         model=dataclasses.replace(shared.model, hf_token=own.model.hf_token),
@@ -180,7 +180,7 @@ def own_config(shared: EngineConfig, own: EngineConfig) -> EngineConfig:
 
 
 def why_refused(hello: Hello, config: EngineConfig) -> str | None:
-    """Says why host 0, with these settings, cannot work with a host; None if it can."""
+    """The reason why host 0, with these settings, refuses a host; None if it accepts the host."""
     wanted = hello_of(config)
     if hello.version != wanted.version:
         return f"it has paxkv {hello.version}, and host 0 has {wanted.version}."

@@ -25,8 +25,8 @@ class _Place:
         max_chunks: Chunks that its KV cache holds.
         chunks: Chunks of the prompts most recently sent to it, least recent first. Within a prompt,
             later chunks come before earlier ones, so they are removed first: without the first
-            chunk no chunk of the prompt can be found. Not a plain dict: finding its first key takes
-            longer with every removed key.
+            chunk no chunk of the prompt can be found. An `OrderedDict`, because finding the first
+            key of a plain dict takes longer after every removal of a first key.
     """
 
     bit: int
@@ -38,8 +38,8 @@ class _Place:
 class PrefixRouter(Generic[_KeyT]):
     """Chooses replicas by the prompts that were sent to each, and by their numbers of requests.
 
-    A replica's prompts are an estimate of its prefix cache, which may hold fewer, because outputs
-    use blocks too. A wrong guess only costs computing the prompt again.
+    The prompts that a replica has received are an estimate of its prefix cache. The cache may hold
+    fewer, because outputs use blocks too. A wrong guess only costs computing the prompt again.
 
     A set of replicas is an integer with one bit per replica. So a choice takes about as long with a
     thousand replicas as with two.
@@ -96,9 +96,9 @@ class PrefixRouter(Generic[_KeyT]):
     def choose(self, chain: Sequence[int], *, avoid: Collection[_KeyT] = ()) -> _KeyT:
         """Chooses the replica for a prompt.
 
-        An idle replica gets the next request. If none is idle, the request goes to the replica that
-        knows the longest part of its prompt, among replicas that are not much busier than the least
-        busy one.
+        An idle replica gets the next request. If no replica is idle, the request goes to the one
+        that knows the longest part of its prompt, among the replicas that are not much busier than
+        the least busy one.
 
         Args:
             chain: The prompt's digests, empty if the request reads no cached blocks.
@@ -117,8 +117,9 @@ class PrefixRouter(Generic[_KeyT]):
         fewest = 0
         while not self._by_load[fewest] & candidates:
             fewest += 1
-        # If a replica is idle, `most` is 0. Otherwise a system prompt that all requests share would
-        # keep a light load on one replica, and the others would never cache it.
+        # If a replica is idle, `most` is 0, so only idle replicas are candidates. If `most` were
+        # larger, one replica would get all requests of a light load that share a system prompt,
+        # and the others would never cache it.
         most = fewest + max(min(_MAX_EXTRA_REQUESTS, fewest), fewest // _REQUESTS_PER_EXTRA)
         loads = [load & candidates for load in self._by_load[fewest : most + 1]]
         nearest = 0
@@ -131,8 +132,8 @@ class PrefixRouter(Generic[_KeyT]):
                 break
             nearest = holders
         chosen = next(load & nearest for load in loads if load & nearest)
-        # Ties go to the first replica. So a client that sends one request at a time always reaches
-        # the same prefix cache, also with prompts too short for a chain.
+        # Of equal replicas, the first is chosen. So a client that sends one request at a time
+        # always reaches the same prefix cache, also with prompts that are too short for a chain.
         return self._keys[(chosen & -chosen).bit_length() - 1]
 
     def record(self, key: _KeyT, chain: Sequence[int]) -> None:

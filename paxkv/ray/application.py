@@ -16,13 +16,13 @@ from paxkv.ray.ingress import Ingress
 from paxkv.ray.replica_load import NEEDED_REPLICAS, wanted_replicas
 from paxkv.ray.settings import RayConfig, RaySettings, read_settings
 
-# The ingress waits for replicas, so it needs hardly any processor time of its own reservation.
+# The ingress mostly waits for replicas, so it reserves no processor core.
 _INGRESS_CPUS = 0
 _MAX_INGRESS_REQUESTS = 10_000
-# How often Ray Serve asks a replica for its health; three failures replace it.
+# Time between two health checks of a replica. After three failures, Ray Serve replaces the replica.
 _HEALTH_PERIOD_S = 2.0
 _HEALTH_TIMEOUT_S = 10.0
-# After its requests have ended or the drain timeout has passed, the engine ends.
+# Time for the engine to end, after its requests have ended or the drain timeout has passed.
 _CLOSE_S = 20.0
 
 
@@ -85,6 +85,6 @@ def _actor_options(config: RayConfig) -> dict[str, object]:
     if config.num_gpus:
         options["num_gpus"] = config.num_gpus
     else:
-        # The number of threads with which JAX computes on the CPU. By default it takes all cores.
+        # The number of threads with which JAX computes on the CPU. By default, JAX uses all cores.
         options["runtime_env"] = {"env_vars": {"NPROC": str(config.num_cpus)}}
     return options

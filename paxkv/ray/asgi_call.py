@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message
 
 logger = logging.getLogger(__name__)
 
-# Messages that wait for the next process. Then the application waits.
+# Most messages that wait to be sent to the other process. With more, the application waits.
 _MAX_WAITING = 256
 # The parts of an ASGI scope that can be sent to another process.
 _SCOPE_FIELDS = (
@@ -39,14 +39,14 @@ async def call_app(
     async def receive() -> Message:
         if parts:
             return parts.pop()
-        # The next message would be a disconnect. Then the task is cancelled instead.
+        # There is no further message: if the client disconnects, the task is cancelled.
         await asyncio.Event().wait()
 
     async def run() -> None:
         try:
             await app({**scope, "state": {}}, receive, queue.put)
         except Exception:
-            # Starlette answers a bug with status 500, and then raises it so that it is logged.
+            # Starlette answers an unexpected error with status 500, and raises it for the log.
             logger.exception("a request failed")
         await queue.put(None)
 

@@ -35,7 +35,7 @@ class EngineReplica:
 
         Args:
             scope: Result of `portable_scope`.
-            chain: For the router, as `avoid` is.
+            chain: Only `PrefixRequestRouter` reads it, and `avoid`.
         """
         del chain, avoid
         yield Accepted(self._id)
@@ -51,11 +51,11 @@ class EngineReplica:
         return self._id, await get_text(self._served.app, "/metrics")
 
     def record_replica_metadata(self) -> dict[str, int]:
-        """Read once by the routers."""
+        """Returns the size of the prefix cache. Ray Serve reads it once, for the routers."""
         return {CACHE_TOKENS: self._served.engine.model_info.max_fitting_tokens}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Read regularly by the autoscaler."""
+        """Returns the replicas that the requests need. The autoscaler reads it regularly."""
         engine = self._served.engine
         needed = needed_replicas(engine.latest_stats, engine.model_info.max_num_seqs)
         return {NEEDED_REPLICAS: needed}
@@ -63,7 +63,8 @@ class EngineReplica:
     async def check_health(self) -> None:
         """Raises an error if the replica must be replaced.
 
-        An engine that is being started again is no reason: requests go to other replicas meanwhile.
+        A replica that restarts its engine need not be replaced: other replicas get the requests
+        meanwhile.
         """
         problem = self._served.engine.problem
         if isinstance(problem, EngineDeadError) and problem.retry_after_s is not None:

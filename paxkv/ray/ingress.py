@@ -25,15 +25,15 @@ from paxkv.server.protocol.json_body import read_limited
 
 _METRICS_PATH = "/metrics"
 _METRICS_TIMEOUT_S = 5.0
-# Load balancers want an answer soon.
+# Load balancers wait only a short time for an answer.
 _HEALTH_PATHS = ("/health", "/ping")
 _HEALTH_TIMEOUT_S = 5.0
 
 
 class Ingress:
-    """Chooses a replica for each request by the request's prompt, and sends its answer.
+    """Chooses a replica for each request by its prompt, and relays the replica's answer.
 
-    It knows neither the model nor its tokenizer. Replicas check requests, also their API keys.
+    It knows neither the model nor its tokenizer. Replicas check requests and their API keys.
 
     Args:
         engines: The deployment of `EngineReplica`.

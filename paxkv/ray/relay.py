@@ -54,12 +54,13 @@ class RelayedAnswer(Response):
     """The answer of the first replica that does not fail.
 
     While nothing has been sent to the client, a request whose replica was lost, or answered 503, is
-    sent to another replica. A stream that has begun ends with an error event in its API's form.
+    sent to another replica. If the replica of a stream that has begun is lost, the stream ends with
+    an error event in the form of its API.
 
     Args:
         answer: Sends the request.
-        accept_timeout_s: Time in which a replica must accept the request. There is no further
-            attempt after this time.
+        accept_timeout_s: Time in which a replica must accept the request. If none does, the client
+            gets status 503.
         avoid: Replicas that failed other requests recently. Replicas that fail this one are added.
     """
 
@@ -95,7 +96,7 @@ class RelayedAnswer(Response):
             await error_answer(_lost(), scope)(scope, receive, send)
 
     async def _relay(self, relay: "_Relay") -> list[Message]:
-        """Sends one replica's answer; returns a withheld answer instead, if it may be retried."""
+        """Sends one replica's answer; or returns it unsent, if another replica may be tried."""
         withheld: list[Message] = []
         async with aclosing(self._answer(self._avoid.ids())) as answer:
             try:
@@ -131,8 +132,8 @@ class _Relay:
         self._scope = scope
         self._send = send
         self._may_retry = may_retry
-        # Sent with the first part of the body, so that a replica that is lost between the two does
-        # not end the request.
+        # The first message of the answer. It is sent together with the first part of the body, so
+        # that the request can be retried if the replica is lost between the two.
         self._start: Message | None = None
         self.replica_id: str | None = None
         self.has_begun = False
@@ -140,7 +141,7 @@ class _Relay:
         self._is_stream = False
 
     def may_withhold(self, message: Message) -> bool:
-        """Whether the message begins an answer that another replica may improve."""
+        """Whether the message begins an answer with status 503 and another replica may be tried."""
         is_start = message["type"] == "http.response.start"
         return self._may_retry and is_start and message["status"] == _UNAVAILABLE
 
@@ -173,7 +174,8 @@ class _Relay:
 class AvoidedReplicas:
     """The replicas that failed within the last seconds.
 
-    A replica whose engine restarts answers 503 at once, so it is the least busy one.
+    A replica whose engine restarts answers 503 at once. It has the fewest requests, so the router
+    would choose it again.
     """
 
     def __init__(self, period_s: float = 2.0) -> None:

@@ -11,7 +11,7 @@ _FULL = 0.8
 
 
 def needed_replicas(stats: SchedulerStats, max_num_seqs: int) -> float:
-    """How many replicas would run the requests of one replica without letting any wait.
+    """How many replicas are needed to run the requests of one replica without waiting.
 
     A replica has `max_num_seqs` places. While requests wait for KV memory, it has only as many as
     it runs.

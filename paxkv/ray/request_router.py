@@ -12,15 +12,15 @@ from paxkv.fleet.prefix_router import PrefixRouter
 CHAIN, AVOID = "chain", "avoid"
 # Key of a replica's metadata.
 CACHE_TOKENS = "cache_tokens"
-# A request that was chosen a replica and not sent for so long was cancelled in between.
+# A request that has a replica but was not sent for this long was cancelled before it was sent.
 _UNSENT_S = 60.0
 
 
 class PrefixRequestRouter(RequestRouter):
-    """Sends a request to the replica that knows its prompt, unless that is too busy.
+    """Sends a request to the replica that has received its prompt before, unless that is too busy.
 
-    Each process that sends requests has a router. A router knows the prompts that it has sent, and
-    counts its own requests. Replicas report the requests of other routers with every request.
+    Each process that sends requests has a router. A router knows only the prompts that it has sent.
+    It counts its own requests, and those of other routers from the numbers that replicas report.
     """
 
     def initialize_state(self, **_settings: object) -> None:

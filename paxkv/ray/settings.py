@@ -14,9 +14,9 @@ from paxkv.entrypoints.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.entrypoints.engine_flags import ENGINE_CONFIG_CLASSES, engine_config_from_arguments
 from paxkv.errors import ConfigError
 
-# Settings of a port, which Ray Serve's proxy has, of routes that only make sense with one engine,
-# and of engines over several hosts: a replica is on one host. A stored response is in the memory of
-# one replica, so no response is stored.
+# The flags of `paxkv serve` that do not exist here. Ray Serve's proxy has the port and its
+# settings. Some routes are useful only with one engine. A replica runs on one host. No response is
+# stored, because it would be in the memory of one replica only.
 _WITHOUT = (
     *("host", "port", "root_path", "max_connections", "request_timeout_s"),
     *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"),
@@ -44,12 +44,13 @@ class RayConfig:
         "GPUs of each engine; tensor_parallel_size must not be larger. 0 if left out", None
     )
     max_ongoing_requests: int = setting(
-        "largest number of requests that one engine runs or lets wait; further ones wait for an "
+        "largest number of requests that run or wait in one engine. Further requests wait for an "
         "engine with room",
         1000,
     )
     accept_timeout_s: float = setting(
-        "seconds in which an engine must accept a request; then it is answered with 503", 60.0
+        "seconds in which an engine must accept a request; otherwise the client gets status 503",
+        60.0,
     )
     request_router: str = setting(
         "class that chooses the engine of a request: paxkv's, or another of Ray Serve, such as "
@@ -89,8 +90,8 @@ class _Parser(argparse.ArgumentParser):
 def read_settings(arguments: Mapping[str, object]) -> RaySettings:
     """Reads the settings from arguments such as `{"model": "org/name", "max_num_seqs": "32"}`.
 
-    The names are those of the flags of `paxkv serve`, with underscores or hyphens, and those of
-    `RayConfig`. Values may be text, or what a YAML file can hold.
+    The names are the flags of `paxkv serve`, with underscores or hyphens, and the fields of
+    `RayConfig`. Values may be text or values of a YAML file.
 
     Raises:
         ConfigError: An argument is unknown or its value is invalid.

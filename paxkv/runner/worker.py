@@ -30,13 +30,14 @@ class Worker:
     of the followers repeat it. So all processes start the same programs in the same order.
 
     Args:
-        send: Sends a call to the followers. None: there are none, or this is one.
+        send: Sends a call to the followers. None: the engine has no followers, or this worker is a
+            follower's.
         kv_cache: The pages, filled with zeros.
         head_drafts: The feature whose array the draft head reads; None without a draft head.
 
     Attributes:
         kv_cache: The next call overwrites it.
-        params: Of the model. `head_params` belong to the draft head.
+        params: The model's parameters. `head_params` are those of the draft head.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class Worker:
         """Runs the draft head for the last step, whose tokens were drawn.
 
         Args:
-            shape: Of the step, as `packed_np` is its buffer.
+            shape: The shape of the step; `packed_np` is the step's buffer.
             num_proposed: Drafts of each request.
         """
         program = self.programs.get(self.programs.buckets.draft_shape_for(shape), self.kv_cache)
@@ -177,9 +178,10 @@ class Worker:
         return drafts
 
     def repeat(self, call: Call) -> None:
-        """Makes the leader's call. Waits until the step before the last one has been computed.
+        """Repeats a call of the leader.
 
-        An error of that step is raised here. The wait also bounds the work that is queued.
+        Waits until the step before the last one has been computed, and raises an error of that
+        step. The wait also bounds the work that is queued.
         """
         array_np = None if call.array is None else call.array.array_np
         shape = self._shapes[call.shape_idx]

@@ -15,17 +15,17 @@ def count_leading_chars(
 ) -> int:
     """Number of characters of a prompt before the first message of the user.
 
-    These are the messages of the system, the tools, and what the template writes before them. They
-    are rendered again, before another message of the user. The cost does not depend on the messages
-    after them.
+    These characters are the system messages, the tools, and what the template writes before them.
+    To count them, the system messages are rendered again, followed by another user message. The
+    cost does not depend on the later messages of the conversation.
 
     Args:
         text: The rendered conversation.
         render: Renders a conversation in the same way.
 
     Returns:
-        0 if there is no such message, or if the template renders the leading messages differently
-        before another message.
+        0 if no user message follows the system messages, or if the template renders them
+        differently before another message.
     """
     roles = [message.get("role") for message in messages]
     num_leading = next((i for i, role in enumerate(roles) if role not in LEADING_ROLES), len(roles))

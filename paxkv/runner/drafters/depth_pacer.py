@@ -6,29 +6,31 @@ from collections.abc import Callable, Sequence
 
 from paxkv.runner.drafters.step_times import StepTimes, round_up
 
-# An expected time falls with every decision until it is measured again, so that its way is tried
-# again. The first factor applies to steps with drafts while the engine runs ahead. The second
-# applies to steps without drafts. It is closer to 1, because the head has no keys and values of
-# tokens that were computed without it, so the next drafts are worse.
+# The pacer lowers the expected time of the way that it does not choose, drafts or no drafts, with
+# every decision. So it tries this way again at some time, and measures it. The first factor is for
+# times of steps with drafts, the second for times of steps without them. The second is closer to 1:
+# steps without drafts cost more than their time, because the head has no keys and values of their
+# tokens, so later drafts are worse.
 _DRAFT_AGING, _PLAIN_AGING = 0.999, 0.9998
-# Drafts must promise to be faster by this factor. Measured times vary, and useless drafts must not
-# be verified because of that.
+# Drafts are chosen only if the expected gain is at least this factor. Measured times vary, and a
+# smaller gain may be chance.
 _MIN_GAIN = 1.05
-# Fewer steps without drafts do not tell their time.
+# Drafts are not tried before this many steps without drafts were measured.
 _MIN_PLAIN_STEPS = 3
 
 
 class DepthPacer:
     """Chooses the number of drafts with the most expected tokens per second.
 
-    With drafts, the engine waits for the tokens of each step. Without them, it runs ahead: it
-    decides steps before it has their tokens, and bursts of several. The head does not run then,
-    except after steps with prompts, where it proposes one draft to measure the acceptance.
+    With drafts, the engine waits for the tokens of each step. Without drafts, it runs ahead: it
+    decides the next step before it has the tokens of the last one, and runs bursts of steps. While
+    it runs ahead, the head runs only after steps with prompts, where it proposes one draft to
+    measure the acceptance.
 
-    The engine's first steps with a number of requests run ahead, so that their time is known. A
-    number of drafts whose time is unknown is expected to take as long as the slowest known smaller
-    number, or else as a step without drafts. So each number is tried, soon if many drafts are
-    right. A step with drafts cannot be faster than one without them.
+    For each number of requests, the engine runs the first steps without drafts to measure their
+    time. A number of drafts whose time is unknown is expected to take as long as the slowest
+    smaller number, or else as a step without drafts. So each number is tried, sooner if more drafts
+    are right. A step with drafts is never expected to be faster than one without them.
 
     Args:
         max_drafts: Most drafts of a request.
@@ -48,7 +50,7 @@ class DepthPacer:
         # By rounded number of requests, and of drafts for each.
         self._draft_times: dict[tuple[int, int], StepTimes] = {}
         # The last choices. The steps in flight after a change were decided before it, so their
-        # times belong to neither way.
+        # times count for neither choice.
         self._choices: deque[int] = deque([0], maxlen=2)
 
     @property
@@ -66,7 +68,8 @@ class DepthPacer:
         """
         now_s = self._clock()
         last_s, self._last_fetch_s = self._last_fetch_s, now_s
-        # The engine was busy since the last fetch, because all requests had a step before this one.
+        # Only decode steps are measured. Their requests also had the step before, so the engine was
+        # busy since the last fetch.
         if last_s is None or not is_decode:
             return
         took_s, size = now_s - last_s, round_up(num_reqs)
@@ -102,7 +105,7 @@ class DepthPacer:
         num_tokens = float(len(rates))
         best, best_rate = 0, _MIN_GAIN * num_tokens / plain_s
         for num_drafts in range(1, self._max_drafts + 1):
-            # A request's second draft promises less than its first.
+            # A draft counts only if the drafts before it are right too.
             num_tokens += sum(rate**num_drafts for rate in rates)
             times = self._draft_times.setdefault((size, num_drafts), StepTimes())
             took_s = times.expected_at_least(plain_s if times.is_known else slowest_s)

@@ -5,7 +5,7 @@ from collections import deque
 
 # The median of this many steps is the expected time of the next one.
 _NUM_TIMES = 5
-# Times that have aged to less than this factor do not count once there is a new one.
+# If the times have aged to less than this factor, a new time replaces all of them.
 _OLD_FACTOR = 0.8
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from paxkv.config.speculative_config import SuffixLimits
 from paxkv.runner.drafters.base import Drafter, RequestDrafter
 
-# A match is found by its last tokens: by four, or else by one.
+# Matches are looked up by the last four tokens, or else by the last one.
 _ANCHOR_LENGTHS = (4, 1)
 # Only the latest places of an anchor are remembered, so a proposal takes a bounded time.
 _MAX_PLACES = 16
@@ -20,7 +20,7 @@ _MAX_PLACES = 16
 MAX_CACHED_TOKENS = 1 << 18
 # Follows each finished answer, so that no match goes from one answer into the next.
 _END_OF_ANSWER = -1
-# Token ids have fewer bits.
+# More than any token id needs.
 _ID_BITS = 32
 
 
@@ -121,7 +121,7 @@ class FinishedAnswers:
     def __init__(self, *, max_requests: int, max_tokens: int) -> None:
         self._max_requests, self._max_tokens = max_requests, max_tokens
         self.index = TokenIndex()
-        # Tokens of each answer, with its end.
+        # Number of tokens of each answer, including the mark of its end.
         self._lengths: deque[int] = deque()
 
     def add(self, token_ids: Sequence[int]) -> None:
@@ -184,7 +184,8 @@ class SuffixRequest(RequestDrafter):
             counts = Counter(token_id for token_id in votes if token_id is not None)
             if not counts:
                 break
-            # Of equally frequent tokens, the first: of the request itself, and the latest.
+            # Of equally frequent tokens, the first voter's is chosen: the request's own places come
+            # before those in answers, and later places before earlier ones.
             ((token_id, count),) = counts.most_common(1)
             if count < self._limits.min_token_prob * num_voters:
                 break

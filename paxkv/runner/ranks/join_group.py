@@ -6,8 +6,8 @@ from paxkv.contracts.rank_place import RankPlace
 from paxkv.errors import EngineDeadError
 from paxkv.runner.ranks.rank_group import Follower, Leader
 
-# Another process is noticed to be dead by its parent, or by the connection to its host. This is for
-# processes that outlive both.
+# Usually the command that started a process notices its end, or host 0 notices that the connection
+# to a host is lost. JAX's own check is for processes that outlive both.
 _HEARTBEAT_TIMEOUT_S = 60
 
 
@@ -17,7 +17,7 @@ def join_group(place: RankPlace) -> Leader | Follower:
     Raises:
         EngineDeadError: A process did not join within `place.timeout_s`.
     """
-    # The process that started this one handles signals.
+    # The process that started this one handles signals, so JAX must not.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(

@@ -33,12 +33,12 @@ class RankGroup(Protocol):
         """Returns the values of all ranks, in their order. All ranks must call it.
 
         Raises:
-            EngineDeadError: A rank did not answer in time, or exchanges something else.
+            EngineDeadError: A rank did not answer in time, or exchanges another name.
         """
         ...
 
     def end(self) -> None:
-        """Closes the channel. The leader ends the followers. May be repeated."""
+        """Closes the channel. The leader also ends the followers. May be repeated."""
         ...
 
 
@@ -72,11 +72,11 @@ class Leader:
         self.place = place
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.set_hwm(0)  # no limit: a lost call would end the engine
+        self._socket.set_hwm(0)  # an unlimited queue, because a lost call would end the engine
         self._socket.router_mandatory = True
         self._socket.bind(place.calls_endpoint)
         self._names = [b"rank-%d" % rank for rank in range(1, place.num_ranks)]
-        # Messages that wait, because a follower may be ahead of another.
+        # Messages that were received early, because a follower may be ahead of another one.
         self._waiting: dict[bytes, collections.deque[Body]] = {
             name: collections.deque() for name in self._names
         }

@@ -2,8 +2,8 @@
 
 A message has a version (1 byte), a digest (16 bytes) and a body in msgpack. The digest covers the
 body. Each body has a number, which counts the messages from its sender to its receiver. JAX does
-not notice if processes pass different arrays to a program, and the tokens would be wrong. So a
-process ends if a digest or a number is wrong.
+not notice if processes pass different arrays to a program: the tokens would be wrong. So a process
+ends if a digest or a number is wrong.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ CallName = Literal["write_row", "copy_blocks", "run_step", "run_burst", "draw"]
 
 
 class HostArray(msgspec.Struct, frozen=True, array_like=True):
-    """An int32 array as bytes, in the order of the host. All ranks have little-endian hosts."""
+    """An int32 array as bytes, in the byte order of the host. All hosts are little-endian."""
 
     dims: tuple[int, ...]
     data: bytes
@@ -41,9 +41,10 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A call of a method of `Worker`.
 
     Args:
-        shape_idx: Of the program, in `StepBuckets.largest_first`; -1 if the method needs no shape.
-        array: None stands for "no array".
-        leaves_logits: Of a burst.
+        shape_idx: Index of the program's shape in `StepBuckets.largest_first`; -1 if the method has
+            no shape.
+        array: The method's array; None if `draw` has no mask.
+        leaves_logits: See `Worker.run_burst`.
     """
 
     name: CallName
@@ -95,7 +96,7 @@ def decode(message: bytes, *, number: int, sender: str) -> Body:
     """Decodes the message that must have this number.
 
     Args:
-        sender: Words for it in error messages.
+        sender: The name of the sender in error messages.
 
     Raises:
         RankMessageError: The message is not the one that was sent, or not the next one.
