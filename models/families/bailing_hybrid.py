@@ -120,7 +120,8 @@ class BailingHybridForCausalLM(MoEDecoder):
 
 
 def _read_linear(hf_config: Mapping[str, object], eps: float) -> KimiDeltaConfig:
-    # transformers writes fields that begin with `linear_`; `head_dim` is then that of attention.
+    # Files that transformers writes have fields that begin with `linear_`. In them, `head_dim` is
+    # the width of attention's heads.
     num_heads = read_count(hf_config, "num_attention_heads")
     head_dim = read_count(hf_config, "head_dim", 128)
     kernel_size = read_count(hf_config, "short_conv_kernel_size", 4)
@@ -136,7 +137,7 @@ def _read_linear(hf_config: Mapping[str, object], eps: float) -> KimiDeltaConfig
 
 
 def _read_min_log_decay(hf_config: Mapping[str, object]) -> float | None:
-    """The bound of decays, which are not bounded if `kda_safe_gate` is false."""
+    """The lower bound of the logarithms of decays; None if `kda_safe_gate` is false."""
     if not read_flag(hf_config, "kda_safe_gate", True):
         return None
     bound = hf_config.get("kda_lower_bound")

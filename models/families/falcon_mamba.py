@@ -1,4 +1,4 @@
-"""Falcon-Mamba: Mamba with norms of time steps, and of what tokens write and read with."""
+"""Falcon-Mamba: Mamba with norms of time steps and of the vectors B and C."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from models.layers.rms_norm import UnscaledRMSNorm
 class FalconMambaConfig(MambaModelConfig):
     """The config of Falcon-Mamba."""
 
-    mixer_eps: float  # of the norms inside of `Mamba`
+    mixer_eps: float  # of the norms inside `Mamba`
 
 
 class FalconMambaForCausalLM(MambaForCausalLM):

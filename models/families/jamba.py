@@ -122,7 +122,7 @@ def _make_sparse_mlp(config: JambaConfig, dtype: jnp.dtype) -> SparseMLP:
 def _read_period(
     hf_config: Mapping[str, object], name: str, num_layers: int, *, period: int, offset: int
 ) -> list[bool]:
-    """For each layer, whether it is one of every `<name>_period`, from `<name>_offset` on."""
+    """For each layer, whether its index modulo `<name>_period` is `<name>_offset`."""
     period = read_count(hf_config, f"{name}_period", period)
     offset = read_count(hf_config, f"{name}_offset", offset, minimum=0)
     if offset >= period:

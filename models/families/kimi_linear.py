@@ -118,7 +118,7 @@ class KimiLinearForCausalLM(MoEDecoder):
         return renamed_experts(super().weight_rules())
 
     def name_weight(self, name: str) -> str:
-        """MLPs and experts have one name here. On the hub they have two."""
+        """Layers call their MLP or experts `mlp`. On the hub, the two have different names."""
         return name.replace(".block_sparse_moe.", ".mlp.")
 
 
@@ -136,11 +136,11 @@ def _read_attention(
 
 
 def _read_has_state(hf_config: Mapping[str, object]) -> tuple[bool, ...]:
-    """For each layer, whether it has a state: by `layer_types`, or as on the hub."""
+    """For each layer, whether it has a state: from `layer_types`, or from the hub's fields."""
     num_layers = read_count(hf_config, "num_hidden_layers")
     by_rule = [layer_idx == 0 or layer_idx % 4 != 0 for layer_idx in range(num_layers)]
     written = _hub_fields(hf_config)
-    # Counted from 1.
+    # The hub counts layers from 1.
     full = read_layer_numbers(written, "full_attn_layers")
     if full is not None and written.get("kda_layers") is not None:
         by_rule = [layer_idx + 1 not in full for layer_idx in range(num_layers)]
@@ -163,6 +163,6 @@ def _read_linear(hf_config: Mapping[str, object], eps: float) -> KimiDeltaConfig
 
 
 def _hub_fields(hf_config: Mapping[str, object]) -> Mapping[str, object]:
-    """The fields that config.json has in `linear_attn_config` on the hub."""
+    """The fields in `linear_attn_config`, which config.json has on the hub."""
     fields = hf_config.get("linear_attn_config")
     return fields if isinstance(fields, Mapping) else {}

@@ -1,4 +1,4 @@
-"""LFM3: LFM2 with wider convolutions, windows, gated attention, and norms after each part."""
+"""LFM3: LFM2 with wider convolutions, sliding windows, gated attention, norms after each part."""
 
 import functools
 from collections.abc import Mapping

@@ -22,8 +22,8 @@ from models.layers.mamba2 import MAMBA
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {
-    # A state takes any number of tokens, and config.json names no limit. The host keeps the tokens
-    # of running requests in arrays of this length.
+    # The model has no limit of tokens. The host keeps the tokens of running requests in arrays of
+    # this length.
     "max_position_embeddings": 2**17,
     "initializer_range": 0.1,
     "bos_token_id": 0,
@@ -67,19 +67,19 @@ class MambaForCausalLM(BackboneDecoder):
 
     @staticmethod
     def make_mixer_norm(config: MambaModelConfig) -> Callable[[int], nnx.Module] | None:
-        """The argument `norm` of `Mamba`."""
+        """Returns the argument `norm` of `Mamba`."""
         return None
 
 
 def read_mamba_fields(hf_config: Mapping[str, object]) -> dict[str, object]:
-    """The fields of `MambaModelConfig`. Raises as `read_model_fields`."""
+    """Reads the fields of `MambaModelConfig`; raises what `read_model_fields` raises."""
     hf_config = with_defaults(hf_config, _DEFAULTS)
     refuse_other_values(hf_config, {"hidden_act": "silu"})
     fields = read_model_fields(hf_config, default_tie_word_embeddings=True)
     expanded = read_count(hf_config, "expand", 2) * fields["hidden_size"]
     mamba = MambaConfig(
         hidden_size=fields["hidden_size"],
-        # Falcon-Mamba-7B has 16 in `expand`, and this field is right.
+        # `expand` is wrong in Falcon-Mamba-7B, where it is 16, so `intermediate_size` comes first.
         inner=read_count(hf_config, "intermediate_size", expanded),
         state_size=read_count(hf_config, "state_size", 16),
         time_step_rank=read_time_step_rank(hf_config, "time_step_rank"),

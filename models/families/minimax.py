@@ -41,13 +41,13 @@ _DEFAULTS = {
     "eos_token_id": 2,
     "max_position_embeddings": 131_072,
 }
-# transformers computes them from the slopes.
+# Tensors of checkpoints that transformers computes from the slopes. They are not read.
 _COMPUTED = (".query_decay", ".key_decay", ".diagonal_decay")
 
 
 @dataclass(frozen=True, slots=True)
 class ResidualFactors:
-    """Factors of what enters a part of the layer, and of the part's output, in their sum."""
+    """A part of a layer adds its output, times `beta`, to its input, times `alpha`."""
 
     alpha: float
     beta: float
@@ -73,7 +73,7 @@ class MiniMaxConfig(MoEConfig):
 
 
 class MiniMaxLayer(PreNormLayer):
-    """A layer whose residual stream is what its norms return."""
+    """A layer that adds the outputs of its parts to the normed hidden states."""
 
     def __init__(
         self,

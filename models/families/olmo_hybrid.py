@@ -111,7 +111,7 @@ def _make_layer(*, attention: SelfAttention, **parts: object) -> Layer:
 
 
 def _has_positions(hf_config: Mapping[str, object]) -> bool:
-    """Releases turn no heads: their rotary embedding has null in place of a base."""
+    """Whether attention has rotary embeddings. In releases, it has none: `rope_theta` is null."""
     rope = hf_config.get("rope_parameters")
     return not isinstance(rope, Mapping) or rope.get("rope_theta", True) is not None
 
@@ -138,7 +138,8 @@ def _separate_projections(
 ) -> None:
     """Replaces the rules of joined projections, and of the convolution, of one layer.
 
-    Releases have a convolution for each projection. transformers writes three equal parts of them.
+    Releases have a convolution for each of queries, keys and values. transformers joins them and
+    writes three equal parts.
     """
     hidden = (config.hidden_size,)
     qkv = {"q": config.k_width, "k": config.k_width, "v": config.v_width}

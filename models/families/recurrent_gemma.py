@@ -67,7 +67,7 @@ class RecurrentGemmaForCausalLM(Decoder):
             default_activation="gelu_pytorch_tanh",
             default_tie_word_embeddings=True,
         )
-        # config.json has the width of the gate and of up together.
+        # `intermediate_size` in config.json is the width of gate and up together.
         fields["intermediate_size"] //= 2
         hidden_size = fields["hidden_size"]
         heads = read_head_fields(hf_config)
@@ -141,7 +141,7 @@ class RecurrentGemmaForCausalLM(Decoder):
 
 
 def _read_has_attention(hf_config: Mapping[str, object], num_layers: int) -> list[bool]:
-    """For each layer, whether it has attention: `block_types` are the types of a period."""
+    """For each layer, whether it has attention. The list `block_types` repeats over the layers."""
     types = hf_config["block_types"]
     if (
         not isinstance(types, list | tuple)

@@ -148,7 +148,7 @@ class ZambaForCausalLM(Decoder):
 def read_shared_attention(
     hf_config: Mapping[str, object], by_rule: Sequence[bool], *, default_num_kv_heads: int | None
 ) -> tuple[AttentionConfig | None, ...]:
-    """The attention of each layer; None for layers with a recurrent mixer alone.
+    """The attention of each layer; None for layers that have only a recurrent mixer.
 
     Args:
         by_rule: For each layer, whether it has attention if config.json has no list of layers.
@@ -164,13 +164,14 @@ def read_shared_attention(
             f"config.json: attention_hidden_size is {written}; expected {width}, twice the hidden "
             "size, because attention reads the residual stream and the embeddings."
         )
-    # Both names of the width of a head are in use.
+    # Checkpoints use both names for the width of a head.
     name = first_given(hf_config, ("attention_head_dim", "head_dim"))
     heads = read_head_fields(
         hf_config | {"hidden_size": width, "head_dim": hf_config.get(name)},
         default_num_kv_heads=default_num_kv_heads,
     )
-    # Half of the width of a head, because the input has both parts.
+    # The scale is that of half the width, because the input is two times as wide as the hidden
+    # size.
     heads["scale"] = (heads["head_dim"] / 2) ** -0.5
     attention = AttentionConfig(**heads, rope=RopeConfig(), has_positions=False)
     has_attention = read_has_state(

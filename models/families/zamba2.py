@@ -37,7 +37,7 @@ _DEFAULTS = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# Linear of the shared block that adapters change -> the adapters' names here and in checkpoints.
+# Linear of the shared block -> names of the adapters that change it, here and in checkpoints.
 _OF_ATTENTION = {
     "self_attn.q_proj": ("q_adapter", "self_attn.linear_q_adapter_list"),
     "self_attn.k_proj": ("k_adapter", "self_attn.linear_k_adapter_list"),
@@ -56,7 +56,7 @@ class Zamba2Config(DenseConfig):
 
     Args:
         num_blocks: Shared blocks. The layers with attention use them in turn.
-        adapter_rank: Width of the adapters of the shared MLP, which each layer has for itself.
+        adapter_rank: Width of the adapters of the shared MLP. Each layer has its own adapters.
         adapts_attention: Whether layers also have adapters of queries, keys and values.
     """
 
@@ -75,7 +75,8 @@ class Zamba2Config(DenseConfig):
 
 
 class Zamba2ForCausalLM(Decoder):
-    """Time steps are not bounded from below by `time_step_min`, as in the release's kernels.
+    """Unlike in transformers, `time_step_min` is no lower bound of time steps: the kernels of the
+    release have no bound.
 
     Source: arXiv:2411.15242.
     """
@@ -270,7 +271,7 @@ def _default_layers(num_layers: int) -> list[bool]:
 
 
 def _packed(name: str, rule: WeightRule) -> WeightRule:
-    """The rule of an adapter of the MLP, whose checkpoint has rows of the gate, and then of up."""
+    """The rule of an adapter. In checkpoints, the MLP has one adapter: rows of gate, then of up."""
     if ".gate_adapter.up." not in name and ".up_adapter.up." not in name:
         return rule
     (source,) = rule.sources

@@ -1,8 +1,8 @@
 """Expert parallelism: each device of a mesh has its own experts, and every device has all rows.
 
 A device sorts the choices of its own experts into tiles, multiplies these, and sums their weighted
-outputs. The sums of all devices are then added. Arrays of tiles have the tiles of one device after
-those of another, and are split along their first axis.
+outputs. The sums of all devices are then added. Arrays of tiles are split by device along their
+first axis.
 """
 
 import jax
@@ -18,9 +18,10 @@ def tiles_of_own_experts(
     num_experts: int,
     kernels: KernelSettings,
 ) -> GroupTiles:
-    """The tiles of all devices. Their groups count from a device's first expert.
+    """The tiles of all devices. Group 0 of a device's tiles is the first expert of the device.
 
-    Choices of other devices' experts have no place, so `places` is i32[num_devices * num_choices].
+    `places` is i32[num_devices * num_choices]: on each device, choices of other devices' experts
+    have no place.
     """
     num_own = num_experts // kernels.num_shards
     tile_rows = kernels.tile_rows(expert_ids.size, num_experts)

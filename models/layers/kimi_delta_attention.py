@@ -29,8 +29,8 @@ class KimiDeltaConfig:
     Args:
         has_inner_vectors: Whether decays and gates are projections of inner vectors, which are as
             wide as a head. Otherwise they are projections of the layer's input.
-        min_log_decay: If given, decays are a sigmoid between this number and 0. Otherwise they are
-            a softplus without a bound.
+        min_log_decay: If given, the logarithm of a decay is a sigmoid between this number and 0.
+            Otherwise it is a negative softplus, which has no lower bound.
     """
 
     hidden_size: int
@@ -55,8 +55,9 @@ class KimiDeltaConfig:
 class KimiDeltaAttention(nnx.Module):
     """A `SelfAttention` whose cache is a state.
 
-    Checkpoints have a matrix for each part of `in_proj`: queries, keys, values, decays and gates or
-    their inner vectors, and `b`. They have a convolution for each of the first three.
+    Checkpoints have a separate matrix for each part of `in_proj`: queries, keys, values, decays or
+    their inner vectors, gates or their inner vectors, and `b`. They have separate convolutions for
+    queries, keys and values.
 
     Source: Kimi Linear, arXiv:2510.26692.
     """

@@ -79,7 +79,7 @@ class LightningAttention(nnx.Module):
             return tuple(context.kernels.split_last(y, None) for y in projected)
 
         qkv, gate = context.by_token(project, hidden)
-        # For each head its query, its key and its value.
+        # A row has the query, the key and the value of the first head, then those of the next.
         heads = activate(qkv, config.activation).reshape(qkv.shape[0], config.num_heads, -1)
         q, k, v = jnp.split(heads, 3, axis=2)
         state = context.state(LIGHTNING)
@@ -116,7 +116,7 @@ class LightningAttention(nnx.Module):
 
 
 def slope_rule(name: str, num_heads: int, *, layer_idx: int, num_layers: int) -> WeightRule:
-    """The rule of `log_slopes` of one layer. They are computed if the checkpoint has none.
+    """The rule of `log_slopes` of one layer. If the checkpoint has no slopes, they are computed.
 
     Args:
         name: The layer's name in the checkpoint.

@@ -1,4 +1,4 @@
-"""`Mamba`: a state space with one decay per channel, in place of attention (Mamba's first form)."""
+"""`Mamba`: a state space with a decay for each number of its state (Mamba's first form)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ class MambaConfig:
     Args:
         inner: Channels of the convolution and of the state space.
         time_step_rank: Width of a token's time steps before they are projected to all channels.
-        num_groups: Groups of consecutive channels that share what they write into the state and
-            what they read it with.
+        num_groups: Groups of consecutive channels. The channels of a group share B, the vector that
+            a token writes into the state, and C, the vector that it reads the state with.
     """
 
     hidden_size: int
@@ -50,7 +50,7 @@ class MambaConfig:
 
 
 def read_time_step_rank(hf_config: Mapping[str, object], name: str) -> int:
-    """Reads `time_step_rank`, by default "auto": a sixteenth of the hidden size, rounded up."""
+    """Reads `time_step_rank`; "auto", the default, is the hidden size / 16, rounded up."""
     rank = -(-read_count(hf_config, "hidden_size") // 16)
     return rank if hf_config.get(name) == "auto" else read_count(hf_config, name, rank)
 
@@ -71,8 +71,8 @@ class Mamba(nnx.Module):
         """Makes the layer with weights to be filled in.
 
         Args:
-            norm: Makes norms over the given number of features, for time steps before their
-                projection, and for what the token writes and reads with. None: there are none.
+            norm: Makes a norm over the given number of features. The layer has one for time steps
+                before their projection, one for B and one for C. None: no norms.
         """
         self.config = config
         inner, use_bias = config.inner, config.use_bias
@@ -94,7 +94,7 @@ class Mamba(nnx.Module):
         )
 
     def _make_projections(self, dtype: jnp.dtype) -> None:
-        """Makes the projections to time steps, and to what a token writes and reads with."""
+        """Makes the projections to time steps, to B and to C."""
         config = self.config
         width = config.time_step_rank + 2 * config.state_size
         self.x_proj = Linear(config.inner, width, dtype=dtype)
@@ -162,10 +162,7 @@ class Mamba(nnx.Module):
         x: jax.Array,  # f[num_rows, inner]
         context: LayerContext,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Time steps, f32[num_rows, inner]; what a token writes and reads with, f[num_rows, ...].
-
-        The latter have `num_groups * state_size` numbers.
-        """
+        """Time steps, f32[num_rows, inner]; B and C, f[num_rows, num_groups * state_size]."""
         ends = [self.config.time_step_rank, self.config.time_step_rank + self.config.state_size]
         dt, b, c = jnp.split(self.x_proj(x, context), ends, axis=1)
         if self.dt_layernorm is not None:

@@ -152,7 +152,8 @@ class RecurrentBlock(nnx.Module):
         decay = jax.nn.softplus(self.decay[...].astype(jnp.float32))
         log_decay = _DECAY_FACTOR * gate(self.recurrent_gate, self.recurrent_bias) * decay
         inputs = x.astype(jnp.float32) * gate(self.input_gate, self.input_bias)
-        # Inputs are scaled so that the state keeps its size, except the first one of a request.
+        # Inputs are scaled so that the state keeps its size. The first input of a request is not
+        # scaled.
         factor = jnp.where(positions[:, None] == 0, 1.0, jnp.sqrt(1 - jnp.exp(2 * log_decay)))
         return inputs * factor, log_decay
 

@@ -1,4 +1,4 @@
-"""Layers that share one transformer block, each with a recurrent mixer of its own (Zamba)."""
+"""Layers that share one transformer block. Each has its own recurrent mixer (Zamba)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -101,7 +101,7 @@ class RecurrentLayer(nnx.Module):
 
 
 class SharedTransformerLayer(nnx.Module):
-    """A mixer whose input has the output of a transformer block that several layers share."""
+    """Adds the output of the shared block to the input of the layer's own mixer."""
 
     def __init__(
         self, *, shared: SharedTransformer, linear: Linear, recurrent: RecurrentLayer

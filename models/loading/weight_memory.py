@@ -1,4 +1,4 @@
-"""Compares the memory that a model's weights will need with what is free, before they are read."""
+"""Compares the memory that a model's weights need with the free memory, before they are read."""
 
 import logging
 
@@ -21,9 +21,9 @@ def check_weight_memory(
     """Logs how much memory the weights will need.
 
     Args:
-        num_bytes: On each device.
+        num_bytes: Bytes of weights on each device.
         mesh: As in `load_model`. Each process checks its own devices.
-        file_bytes: Of the files that are read; None: the weights are random.
+        file_bytes: Bytes of the files that are read. None: the weights are random.
 
     Raises:
         ModelError: A device has less free memory.

@@ -22,7 +22,7 @@ _PATTERNS = {
     "llama-bpe": rf"{_WORDS}|\p{{N}}{{1,3}}|{_OTHERS}",
     "qwen2": rf"{_WORDS}|\p{{N}}|{_OTHERS}",
 }
-# Llama 3 reads a piece that is a token as this token, whatever its merges make of it.
+# In Llama 3, a piece that is itself a token becomes this token, without merges.
 _WHOLE_PIECES = {"llama-bpe"}
 _NFC = {"qwen2"}
 _SPACE = "\u2581"
@@ -41,8 +41,8 @@ def write_tokenizer_of(path: Path, cache: Path | None) -> Path | None:
             system removes it.
 
     Returns:
-        The folder; None if the file has a tokenizer that paxkv cannot read, or none, which a
-        warning explains.
+        The folder. None if the file has no tokenizer or one that paxkv cannot read; the reason is
+        in a warning.
     """
     metadata = read_gguf(path).metadata
     try:
@@ -137,7 +137,7 @@ def _make_sentencepiece(
 
 
 def _merges_of(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a token, the pair of the token with the highest score first."""
+    """All pairs of tokens that join to a token, ordered by this token's score, highest first."""
     found = [
         (-float(scores[idx]), ids[token[:cut]], ids[token[cut:]], token[:cut], token[cut:])
         for token, idx in ids.items()
