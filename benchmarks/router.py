@@ -14,7 +14,7 @@ too. With several routers, each sees every replica's number of requests but only
 - hit_percent: Prompt tokens in shared prefixes that the replica had cached.
 - imbalance: The largest number of a replica's unfinished requests, divided by the mean; the mean of
   100 moments of the second half.
-- slowest_ms: Simulated time of the slowest percent of the requests starts here.
+- slowest_ms: 99th percentile of the simulated times of requests.
 - decisions_per_cpu_s: Requests per second of CPU time in which one process chooses a replica,
   records the prompt, and counts the request's start and end. Computing digests is not included.
 - digests_per_cpu_s: Chat requests per second of CPU time of which one process computes the digests.
