@@ -85,6 +85,8 @@ class RelayedAnswer(Response):
                 if relay.replica_id is not None:
                     self._avoid.add(relay.replica_id)
                 logger.warning("attempt %d: %s", attempt, error)
+                if relay.is_complete:
+                    return
                 if relay.has_begun:
                     await relay.end_with(_lost())
                     return

@@ -98,6 +98,14 @@ def test_stream_that_has_begun_ends_with_an_error_of_its_api(
     assert "the engine has ended" in json.loads(event.partition("data: ")[2])["error"]["message"]
 
 
+@pytest.mark.parametrize("kind", [b"text/event-stream", b"application/json"])
+def test_a_replica_that_is_lost_after_its_answer_changes_nothing(kind: bytes) -> None:
+    answer = [start(kind=kind), part(b"{}", is_last=True)]
+    replicas = Replicas([answer, LOST])
+    assert replicas.relay() == answer
+    assert len(replicas.avoided) == 1
+
+
 def test_body_that_has_begun_and_is_no_stream_is_cut() -> None:
     replicas = Replicas([[start(kind=b"application/json"), part(b'{"half":')], LOST])
     with pytest.raises(EngineDeadError):
