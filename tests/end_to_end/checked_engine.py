@@ -99,6 +99,9 @@ class ObservedRunner:
         self.num_computed_tokens += scheduler_output.total_num_scheduled_tokens
         return self._runner.execute_model(scheduler_output)
 
+    def close(self) -> None:
+        """Keeps the runner, which other engines use too."""
+
 
 class CheckedCore(EngineCore):
     """An engine core that checks all invariants after each step."""
