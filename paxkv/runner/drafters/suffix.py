@@ -140,8 +140,9 @@ class FinishedAnswers:
 class SuffixRequest(RequestDrafter):
     """Finds the last tokens of a request in its own tokens and in the finished answers.
 
-    Only the longest match counts. All its places vote for the next draft, and those that agree vote
-    for the draft after it. The share of the places that are left is the probability of the draft.
+    Only the longest match counts. Each place of the match votes for the token that follows it, and
+    the token with most votes is the next draft. The places with this token then vote for the draft
+    after it. The probability of a draft is the share of all places that voted for it.
 
     Example: 8 9 was followed by 5 6 twice, and by 5 7 once -> draft 5 with probability 1, and then
     draft 6 with 2/3.

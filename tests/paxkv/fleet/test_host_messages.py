@@ -1,4 +1,4 @@
-"""Host 0 compares all settings of a host with its own, also those that only one of the two has."""
+"""Host 0 compares the settings of a host with its own, and finds settings that only one has."""
 
 import socket
 
