@@ -50,11 +50,13 @@ class DraftHead(nnx.Module, abc.ABC):
         self,
         hidden: jax.Array,  # f[num_rows, hidden], from `run`
         target_logits: Callable[[jax.Array], jax.Array],
+        argmax: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:  # i32[num_rows]
         """Returns the most likely token of each row, as the target numbers tokens.
 
         Args:
             target_logits: The target's vocabulary head.
+            argmax: Returns the index i32[num_rows] of the largest of f32[num_rows, num_ids].
         """
 
     @abc.abstractmethod

@@ -130,10 +130,12 @@ class Eagle3Head(DraftHead):
         return self.midlayer(embedded, hidden, pages, context.at(0, own_places))
 
     def choose(
-        self, hidden: jax.Array, target_logits: Callable[[jax.Array], jax.Array]
+        self,
+        hidden: jax.Array,
+        target_logits: Callable[[jax.Array], jax.Array],
+        argmax: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:
-        logits = self.lm_head.product(self.norm(hidden))
-        draft_ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        draft_ids = argmax(self.lm_head.product(self.norm(hidden)))
         return draft_ids if self.target_ids is None else self.target_ids[...][draft_ids]
 
     def weight_rules(self) -> Mapping[str, WeightRule]:

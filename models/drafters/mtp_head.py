@@ -65,9 +65,12 @@ class MTPHead(DraftHead):
         return self.norm(carry.hidden), pages
 
     def choose(
-        self, hidden: jax.Array, target_logits: Callable[[jax.Array], jax.Array]
+        self,
+        hidden: jax.Array,
+        target_logits: Callable[[jax.Array], jax.Array],
+        argmax: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:
-        return jnp.argmax(target_logits(hidden), axis=-1).astype(jnp.int32)
+        return argmax(target_logits(hidden))
 
     def weight_rules(self) -> Mapping[str, WeightRule]:
         def rename(name: str) -> str:

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from models.config.eagle3_config import read_eagle3_config
+from models.config.split_over_devices import check_split
 from models.drafters.eagle3_head import Eagle3Head
 from models.drafters.mtp_head import make_mtp_head, mtp_config
 from models.errors import ModelConfigError, UnsupportedModelError
@@ -26,14 +28,16 @@ def load_mtp_head(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     encoder: KernelEncoder,
+    mesh: Mesh | None = None,
 ) -> LoadedHead:
-    """Loads the head onto the default device, in the dtype of its target.
+    """Loads the head onto the devices of its target, in the dtype of its target.
 
     Args:
         model: The target.
         folder: The target's checkpoint.
         load_format: As in `load_model`; so is `seed`.
         encoder: Of the target's kernels.
+        mesh: Of the target, as in `load_model`.
 
     Raises:
         ModelError: The model has no such head, or its weights do not fit.
@@ -44,7 +48,14 @@ def load_mtp_head(
     def make(*, has_head_kernel: bool) -> nnx.Module:
         return make_mtp_head(config, layer_idx=layer_idx, dtype=dtype)
 
-    structure = ModuleStructure(config, make=make, dtype=model.dtype, encoder=encoder)
+    structure = ModuleStructure(
+        config,
+        make=make,
+        dtype=model.dtype,
+        encoder=encoder,
+        mesh=mesh,
+        splits_experts=model.splits_experts,
+    )
     files = None if load_format == "dummy" else SafetensorsCheckpoint(folder)
     prefix = f"model.layers.{layer_idx}."
     if files is not None and not any(name.startswith(prefix) for name in files.weights):
@@ -56,18 +67,22 @@ def load_mtp_head(
     return LoadedHead(**_fill(structure, encoder, files, seed=seed))
 
 
-def load_eagle3_head(model: LoadedModel, folder: Path, *, encoder: KernelEncoder) -> LoadedHead:
-    """Loads an EAGLE-3 head onto the default device, in the dtype of its target.
+def load_eagle3_head(
+    model: LoadedModel, folder: Path, *, encoder: KernelEncoder, mesh: Mesh | None = None
+) -> LoadedHead:
+    """Loads an EAGLE-3 head onto the devices of its target, in the dtype of its target.
 
     Args:
         model: The target.
         folder: With config.json and safetensors files.
         encoder: Of the target's kernels.
+        mesh: Of the target, as in `load_model`.
 
     Raises:
         ModelError: The head does not fit the model, or its weights do not fit.
     """
     config = read_eagle3_config(read_config_file(folder), model.config)
+    check_split(config, 1 if mesh is None else mesh.size)
     files = SafetensorsCheckpoint(folder)
     has_embedding = any(name.endswith("embed_tokens.weight") for name in files.weights)
     if not has_embedding and config.hidden_size != model.config.hidden_size:
@@ -80,7 +95,7 @@ def load_eagle3_head(model: LoadedModel, folder: Path, *, encoder: KernelEncoder
     def make(*, has_head_kernel: bool) -> nnx.Module:
         return Eagle3Head(config, has_embedding=has_embedding, dtype=jnp.dtype(model.dtype))
 
-    structure = ModuleStructure(config, make=make, dtype=model.dtype, encoder=encoder)
+    structure = ModuleStructure(config, make=make, dtype=model.dtype, encoder=encoder, mesh=mesh)
     return LoadedHead(**_fill(structure, encoder, files), taps=config.taps)
 
 

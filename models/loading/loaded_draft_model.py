@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from models.cache.format import Pages
 from models.config.model_config import ModelConfig
@@ -51,9 +50,10 @@ class LoadedDraftModel(LoadedModel):
         params: tuple[jax.Array, ...],
         hidden: jax.Array,  # f[num_rows, hidden]
         target_logits: Callable[[jax.Array], jax.Array],
+        argmax: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:  # i32[num_rows]
-        """Returns the most likely token of each row."""
-        return jnp.argmax(self.compute_logits(params, hidden), axis=-1).astype(jnp.int32)
+        """Returns the most likely token of each row. See `DraftHead.choose`."""
+        return argmax(self.compute_logits(params, hidden))
 
 
 def check_vocabulary(config: ModelConfig, target: ModelConfig) -> None:

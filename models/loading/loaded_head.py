@@ -66,6 +66,7 @@ class LoadedHead(LoadedModule):
         params: tuple[jax.Array, ...],
         hidden: jax.Array,  # f[num_rows, hidden]
         target_logits: Callable[[jax.Array], jax.Array],
+        argmax: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:  # i32[num_rows]
         """Returns the most likely token of each row. See `DraftHead.choose`."""
-        return self._merge(params).choose(hidden, target_logits)
+        return self._merge(params).choose(hidden, target_logits, argmax)

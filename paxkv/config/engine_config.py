@@ -616,14 +616,6 @@ class EngineConfig:
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
-        speculative = self.runner.speculative_config
-        num_devices = self.parallel.tensor_parallel_size
-        if speculative is not None and speculative.is_on_device and num_devices > 1:
-            raise ConfigError(
-                f"drafts of method {speculative.method!r} cannot be made on several devices yet: "
-                f"got tensor_parallel_size={num_devices}. Use method 'ngram' or 'suffix', or one "
-                "device."
-            )
         num_hosts = self.parallel.nnodes
         if num_hosts > 1 and self.runner.expert_load_window is not None:
             raise ConfigError(

@@ -316,7 +316,8 @@ def build_follower_runner(config: EngineConfig, place: RankPlace) -> ModelRunner
     tokenizer = load_tokenizer(_text_folder(config.model, folder))
     group = join_group(place)
     model = _load_model(config, folder, tokenizer)
-    runner = _make_runner(config, model, store, head=None, show_progress=False, group=group)
+    head = _load_head(config, model, folder)
+    runner = _make_runner(config, model, store, head=head, show_progress=False, group=group)
     runner.warm_up()
     return runner
 
@@ -471,13 +472,17 @@ def _load_head(config: EngineConfig, model: LoadedModel, folder: Path) -> Loaded
 
 
 def _load_drafter(config: EngineConfig, model: LoadedModel, folder: Path) -> LoadedDrafter:
+    mesh = find_mesh(config.parallel.tensor_parallel_size)
     encoder, method = _make_encoder(config), config.runner.speculative_config.method
     load_format, seed = config.model.load_format, config.model.seed
     if method == "mtp":
-        return load_mtp_head(model, folder, load_format=load_format, seed=seed, encoder=encoder)
+        return load_mtp_head(
+            model, folder, load_format=load_format, seed=seed, encoder=encoder, mesh=mesh
+        )
     if method == "eagle3":
         # Its weights show whether it has an embedding, so they are read with "dummy" too.
-        return load_eagle3_head(model, _drafter_folder(config, with_weights=True), encoder=encoder)
+        head_folder = _drafter_folder(config, with_weights=True)
+        return load_eagle3_head(model, head_folder, encoder=encoder, mesh=mesh)
     max_model_len = config.model.max_model_len
     draft_model = load_model(
         _drafter_folder(config, with_weights=load_format != "dummy"),
@@ -491,19 +496,22 @@ def _load_drafter(config: EngineConfig, model: LoadedModel, folder: Path) -> Loa
         quantization_group_size=encoder.group_size,
         panel_width=encoder.panel_width,
         platform=encoder.platform,
+        mesh=mesh,
     )
     return LoadedDraftModel.of_model(draft_model, model)
 
 
 def _make_encoder(config: EngineConfig) -> KernelEncoder:
     """The form of the model's kernels, for the kernels of its draft head."""
-    platform = default_platform()
+    platform, num_devices = default_platform(), config.parallel.tensor_parallel_size
+    panel_width = platform.column_panel_width(batch_invariant=config.runner.batch_invariant)
     return KernelEncoder(
         platform=platform,
         product_dtype=config.model.product_dtype,
-        panel_width=platform.column_panel_width(batch_invariant=config.runner.batch_invariant),
+        panel_width=panel_width if num_devices == 1 else None,
         quantization=config.model.quantization,
         group_size=config.model.quantization_group_size,
+        num_devices=num_devices,
     )
 
 

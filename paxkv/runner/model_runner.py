@@ -325,9 +325,7 @@ class ModelRunner:
                 planned.num_proposed for planned in built.features if isinstance(planned, HeadStep)
             )
             if num_proposed:
-                step.drafts = worker.draft(
-                    shape, built.packed_np, built.following_ids_np, num_proposed=num_proposed
-                )
+                step.drafts = worker.draft(built.following_ids_np, num_proposed=num_proposed)
             if self._returns_logits:
                 step.fetch_logits(worker.sampler.logits)
             return result

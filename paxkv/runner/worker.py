@@ -68,6 +68,7 @@ class Worker:
             feature.allocate(sharding)
         self._prev_tokens = put_zeros((max_num_seqs,), jnp.int32, sharding)
         # Of the last step, for the sampler and the draft head.
+        self._step: tuple[StepShape, np.ndarray] | None = None
         self._sampling: jax.Array | None = None
         self._read_tokens = self._prev_tokens
         self._result: jax.Array | None = None
@@ -108,6 +109,7 @@ class Worker:
         """
         if self._send is not None:
             self._send(Call("run_step", self._shape_idx[shape], HostArray.of(packed_np)))
+        self._step = shape, packed_np
         outputs = self._run(shape, packed_np)
         self.kv_cache, self.sampler.logits, self._sampling, results, donated = outputs
         self._update_features(shape, donated)
@@ -150,8 +152,6 @@ class Worker:
 
     def draft(
         self,
-        shape: StepShape,
-        packed_np: np.ndarray,
         following_ids_np: np.ndarray,  # i32[num_reqs]
         *,
         num_proposed: int,
@@ -159,9 +159,12 @@ class Worker:
         """Runs the draft head for the last step, whose tokens were drawn.
 
         Args:
-            shape: The shape of the step; `packed_np` is the step's buffer.
             num_proposed: Drafts of each request.
         """
+        if self._send is not None:
+            array_np = np.append(following_ids_np, np.int32(num_proposed))
+            self._send(Call("draft", array=HostArray.of(array_np)))
+        shape, packed_np = self._step
         program = self.programs.get(self.programs.buckets.draft_shape_for(shape), self.kv_cache)
         with _host_arrays():
             self.kv_cache, drafts = program(
@@ -197,6 +200,8 @@ class Worker:
                 self.run_burst(shape, array_np, leaves_logits=call.leaves_logits)
             case "draw":
                 self.draw(array_np)
+            case "draft":
+                self.draft(array_np[:-1], num_proposed=int(array_np[-1]))
         if self._prev_tokens is not before:
             before.block_until_ready()
 

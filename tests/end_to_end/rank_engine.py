@@ -14,6 +14,7 @@ from paxkv.runner.ranks.join_group import join_group
 from paxkv.runner.ranks.rank_group import Follower
 from tests.end_to_end.engine_harness import RecordingRunner, RunResult, returned_logits, run_engine
 from tests.end_to_end.golden_runs import GREEDY, check_against
+from tests.end_to_end.split_drafters import METHODS, make_drafting_runner, run_with_drafts
 from tests.end_to_end.split_engine import CONFIGS, LIMITS, PARAMS, PROMPTS, SETTINGS
 from tests.engine_compilations import quick_engine_compilations
 from tests.oracles.serving_golden import load_serving_golden, write_serving_recipe
@@ -31,6 +32,15 @@ def main(case: str, rank: str, coordinator: str, calls_endpoint: str) -> None:
             timeout_s=600,
         )
     )
+    if case in METHODS:
+        runner = make_drafting_runner(case, find_mesh(NUM_RANKS), group)
+        if isinstance(group, Follower):
+            runner.follow()
+            return
+        found = run_with_drafts(runner, case)
+        assert found == run_with_drafts(make_drafting_runner(case, None), case)
+        print("same")
+        return
     folder, options = Path(tempfile.mkdtemp()), dict(LIMITS)
     if case in CONFIGS:
         (folder / "config.json").write_text(json.dumps(CONFIGS[case]))

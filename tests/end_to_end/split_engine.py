@@ -29,7 +29,7 @@ from paxkv.contracts.request_output import Logprob, RequestOutput
 from paxkv.generate import CompiledGenerator
 from paxkv.runner.memory.device_mesh import find_mesh
 from paxkv.runner.programs.generation import GenerateShape
-from paxkv.runner.shapes.program_shapes import StepShape
+from paxkv.runner.shapes.program_shapes import DraftShape, StepShape
 from tests.end_to_end.engine_harness import (
     MAX_DECODE_BURST,
     MAX_NUM_SEQS,
@@ -39,6 +39,7 @@ from tests.end_to_end.engine_harness import (
     run_engine,
 )
 from tests.end_to_end.golden_runs import GREEDY, check_against
+from tests.end_to_end.split_drafters import make_drafting_runner, run_with_drafts
 from tests.end_to_end.test_quantized_checkpoints import write_pair
 from tests.engine_compilations import quick_engine_compilations
 from tests.models.layers.test_experts import make_experts
@@ -306,6 +307,25 @@ def check_generator(num_devices: int) -> None:
     assert found == [golden[3].new_tokens, golden[5].new_tokens]
 
 
+def check_drafter(method: str, num_devices: int) -> None:
+    """Drafts are those of one device, and so are tokens; each device has a part of the drafter."""
+    alone, split = (make_drafting_runner(method, mesh) for mesh in (None, find_mesh(num_devices)))
+    assert run_with_drafts(split, method) == run_with_drafts(alone, method)
+    kernels = [
+        param for param in split.worker.head_params if not param.sharding.is_fully_replicated
+    ]
+    assert len(kernels) >= 5
+    programs = split.worker.programs
+    cache_bytes = split.worker.kv_cache.addressable_shards[0].data.nbytes
+    for shape, program in programs._programs.items():
+        if isinstance(shape, DraftShape):
+            assert program.memory_analysis().alias_size_in_bytes >= cache_bytes
+            # No weights are gathered: the most is a row of each token.
+            num_tokens, hidden_size = shape.step.num_tokens, programs._model.config.hidden_size
+            for _, operation, dims in _collectives(program.as_text()):
+                assert math.prod(dims) <= num_tokens * hidden_size, (operation, dims)
+
+
 def check_llm() -> None:
     """Grammars, log-probabilities, drafts and stored programs give what they give on one device."""
     prompts = ["What is a KV cache?", "Name three colors.", "abc abc abc abc"]
@@ -383,6 +403,12 @@ CASES = {
         check_same_as_alone("llama", 2, quantization="int4", quantization_group_size=32),
         check_same_as_alone("llama", 2, product_dtype="int8"),
         check_same_as_alone("qwen3_moe", 2, quantization="int8", quantization_group_size=32),
+    ),
+    "drafters": lambda: (
+        check_drafter("eagle3", 2),
+        check_drafter("draft_model", 2),
+        check_drafter("mtp", 2),
+        check_drafter("mtp", 4),
     ),
     "latents": lambda: check_same_as_alone("deepseek_v3", 4),
     "states": lambda: (

@@ -7,8 +7,11 @@ import sys
 
 import pytest
 
-# One family for each kind of cache: keys and values, latents, and states; and experts.
-CASES = ["llama", "gemma3_shallow", "deepseek_v3", "qwen3_next", "qwen3_moe"]
+# One family for each kind of cache: keys and values, latents, and states; experts; and drafters.
+CASES = [
+    *("llama", "gemma3_shallow", "deepseek_v3", "qwen3_next", "qwen3_moe"),
+    *("eagle3", "draft_model", "mtp"),
+]
 
 
 @pytest.mark.parametrize(

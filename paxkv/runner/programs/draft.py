@@ -12,6 +12,7 @@ from models.loading.loaded_draft_model import LoadedDrafter
 from paxkv.runner.programs.make_batch import make_batch, make_decode_batch, tables_of
 from paxkv.runner.programs.step import Params, unpack_fields
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
+from paxkv.runner.sampling.sampler import argmax_grouped
 from paxkv.runner.shapes.packed_layout import PackedLayout
 from paxkv.runner.shapes.program_shapes import DraftShape
 
@@ -221,9 +222,11 @@ def _choose(
 ) -> jax.Array:  # i32[num_reqs]
     """The most likely token of each request."""
     logits_of = functools.partial(model.compute_logits, params)
+    argmax = functools.partial(argmax_grouped, mesh=model.kernels.mesh)
 
     def choose(width: Width, draft_ids: jax.Array) -> jax.Array:
-        return width.write(draft_ids, head.choose(head_params, width.read(hidden), logits_of))
+        chosen = head.choose(head_params, width.read(hidden), logits_of, argmax)
+        return width.write(draft_ids, chosen)
 
     widths = shape.req_widths or (shape.step.num_reqs,)
     return run_at_width(widths, num_used, choose, jnp.zeros(hidden.shape[0], jnp.int32))

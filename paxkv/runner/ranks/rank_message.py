@@ -14,10 +14,10 @@ import numpy as np
 
 from paxkv.errors import EngineDeadError
 
-VERSION = 1
+VERSION = 2
 _DIGEST_BYTES = 16
 
-CallName = Literal["write_row", "copy_blocks", "run_step", "run_burst", "draw"]
+CallName = Literal["write_row", "copy_blocks", "run_step", "run_burst", "draw", "draft"]
 
 
 class HostArray(msgspec.Struct, frozen=True, array_like=True):

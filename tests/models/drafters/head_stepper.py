@@ -111,4 +111,5 @@ class HeadStepper:
 
     def _logits_and_choice(self, params, head_params, hidden):
         target_logits = functools.partial(self.model.compute_logits, params)
-        return self.head.choose(head_params, hidden, target_logits)
+        argmax = functools.partial(jnp.argmax, axis=-1)
+        return self.head.choose(head_params, hidden, target_logits, argmax)

@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from paxkv.config.command_line import add_config_flags, config_from_arguments
-from paxkv.config.engine_config import EngineConfig, ParallelConfig, RunnerConfig
+from paxkv.config.engine_config import RunnerConfig
 from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.errors import ConfigError
 
@@ -101,12 +101,6 @@ def test_drafts_adapt_by_default(fields, is_on_device):
     assert adapting.adapts and not adapting.prevents_bursts
     always = SpeculativeConfig.from_fields(fields | {"adapts_drafts": False})
     assert not always.adapts and always.prevents_bursts == is_on_device
-
-
-def test_drafters_with_weights_need_one_device():
-    runner = RunnerConfig(speculative_config=SpeculativeConfig.from_fields(MTP))
-    with pytest.raises(ConfigError, match="'mtp' cannot be made on several devices"):
-        EngineConfig(runner=runner, parallel=ParallelConfig(tensor_parallel_size=2))
 
 
 def test_an_unparsed_object_is_rejected():

@@ -17,6 +17,7 @@ from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfi
 from paxkv.runner.memory.memory_plan import HostMemory
 from paxkv.runner.model_runner import ModelRunner
 from paxkv.runner.programs.program_store import ProgramCache, ProgramStore
+from paxkv.runner.ranks.rank_group import RankGroup
 from tests.paxkv.runner.tiny_model import TinyModel
 
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 3, 14, 40
@@ -42,6 +43,7 @@ def make_runner(
     store: ProgramStore | None = None,
     host_memory: HostMemory | None = None,
     head: LoadedDrafter | None = None,
+    group: RankGroup | None = None,
 ) -> ModelRunner:
     """A runner with the limits above, before its warm-up."""
     return ModelRunner(
@@ -56,6 +58,7 @@ def make_runner(
         program_store=store,
         host_memory=host_memory,
         head=head,
+        group=group,
     )
 
 

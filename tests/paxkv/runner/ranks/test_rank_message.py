@@ -57,6 +57,6 @@ def test_lost_or_repeated_message_is_noticed(number: int) -> None:
 
 def test_other_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     message = encode(0, CALL)
-    monkeypatch.setattr(rank_message, "VERSION", 2)
-    with pytest.raises(RankMessageError, match="version 1; this process has version 2"):
+    monkeypatch.setattr(rank_message, "VERSION", 3)
+    with pytest.raises(RankMessageError, match="version 2; this process has version 3"):
         decode(message, number=0, sender="the leader")
