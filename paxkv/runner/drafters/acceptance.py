@@ -10,7 +10,7 @@ _PRIOR_TRIALS = 2.0
 
 
 class TotalAcceptance:
-    """The acceptance of all requests together, which a new request is expected to have."""
+    """The acceptance of several requests together, which another request is expected to have."""
 
     def __init__(self) -> None:
         # Unknown drafters are tried, so they start with one right draft of two.
@@ -30,12 +30,21 @@ class Acceptance:
     """Compares the proposals for one request with the tokens that are then drawn.
 
     It needs no verification: proposals that were not sent to the device count too.
+
+    Args:
+        total: Of the requests that this one is like.
     """
 
     def __init__(self, total: TotalAcceptance) -> None:
         self._total = total
         self._num_right = self._num_trials = 0.0
         self._proposal: Sequence[int] = ()
+
+    def start_over(self, total: TotalAcceptance) -> None:
+        """Forgets the comparisons so far, and belongs to other requests from here on."""
+        if self._total is not total:
+            self._total = total
+            self._num_right = self._num_trials = 0.0
 
     @property
     def rate(self) -> float:

@@ -68,7 +68,9 @@ class HeadDrafts(StepFeature):
         self._variant = variant
         self._max_drafts = max_drafts
         self._pacer = pacer
-        self._total = TotalAcceptance()
+        # A request is incomplete after a step without the head, because the head then has no keys
+        # and values of a token. Its drafts are worse, so they say nothing about other requests.
+        self._total, self._incomplete_total = TotalAcceptance(), TotalAcceptance()
         # The running requests, except pooled ones.
         self._requests: dict[str, Acceptance] = {}
 
@@ -109,6 +111,8 @@ class HeadDrafts(StepFeature):
                 continue
             acceptance.record_drawn(token_ids)
             acceptance.record_proposal(output.draft_token_ids.get(req_id, ()))
+            if step.num_proposed == 0:
+                acceptance.start_over(self._incomplete_total)
             drawn[req_id] = acceptance
         # A step between two numbers of drafts has the duration of neither.
         is_between = step.num_drafts != step.num_proposed
