@@ -18,22 +18,20 @@ from pallas_kernels.latent_attention.xla import (
     latent_attention_xla,
 )
 from tests.compiler_flags import AS_FOR_USERS
-from tests.quick_compile import quick_jit, slow_unless_named
+from tests.quick_compile import slow_unless_named
 
 TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
 QUICK_CASES = (
     "empty_and_idle_requests",
     "padding_only",
-    "one_block",
     "many_chunks",
-    "unused_columns",
     "deepseek_heads_16",
     "mixed",
     "chunks_over_long_contexts",
     "mixed_with_unused_columns",
     "mixed_bfloat16_as_uint16",
 )
-THOROUGH_CASES = ("padding_only", "many_chunks", "unused_columns")
+THOROUGH_CASES = ("padding_only", "many_chunks")
 
 
 def check_equals_reference(case, body, attend, attend_by_reference):
@@ -60,7 +58,8 @@ def test_batch_invariant_body_equals_reference(case, attend, attend_by_reference
 
 def test_float32_queries_lose_nothing_to_a_narrower_cache(attend):
     inputs = build_inputs(LatentAttentionCase(name="", requests=((1, 40), (5, 9))))
-    inputs = dataclasses.replace(inputs, kv_cache=inputs.kv_cache.astype(jnp.bfloat16))
+    narrower = np.asarray(inputs.kv_cache).astype(jnp.bfloat16)
+    inputs = dataclasses.replace(inputs, kv_cache=narrower)
     pairs = (attend(inputs, body) for body in (latent_attention_xla, latent_attention_reference))
     for got, wanted in zip(*pairs, strict=True):
         np.testing.assert_allclose(got, wanted, atol=5e-6, rtol=5e-6)
@@ -100,7 +99,7 @@ def test_equals_reference_on_any_batch(run_jitted, requests, seed):
     num_missing = NUM_BLOCKS - inputs.kv_cache.shape[1]
     pad_blocks = ((0, 0), (0, num_missing), (0, 0), (0, 0), (0, 0))
     kv_cache = np.pad(np.asarray(inputs.kv_cache), pad_blocks, constant_values=np.nan)
-    arguments = (*inputs.arrays[:2], kv_cache, jnp.int32(1), *inputs.arrays[4:])
+    arguments = (*inputs.arrays[:2], kv_cache, np.int32(1), *inputs.arrays[4:])
     rules = inputs.rules | {"max_query_len": None}
     bodies = (latent_attention_xla, latent_attention_reference)
     xla, reference = (run_jitted(body, *arguments, **rules) for body in bodies)
@@ -108,22 +107,24 @@ def test_equals_reference_on_any_batch(run_jitted, requests, seed):
         np.testing.assert_allclose(got, wanted, atol=5e-6, rtol=5e-6)
 
 
-def test_bits_do_not_depend_on_the_batch_when_it_is_to_be_invariant():
+def test_bits_do_not_depend_on_the_batch_when_it_is_to_be_invariant(run_jitted):
     case = LatentAttentionCase(name="", requests=((9, 150), (1, 40), (20, 20)))
     inputs = build_inputs(case)
-    call = quick_jit(latent_attention, scale=0.2, batch_invariant=True)
-    row = jnp.int32(inputs.row)
+    call = functools.partial(run_jitted, latent_attention, scale=0.2, batch_invariant=True)
+    row = np.int32(inputs.row)
     together = call(*inputs.arrays[:3], row, *inputs.arrays[4:])
 
     # The last four tokens of the first request, alone, in a call of the same shapes.
     def moved(x):
-        return jnp.zeros_like(x).at[:4].set(x[5:9])
+        moved_np = np.zeros(x.shape, x.dtype)
+        moved_np[:4] = np.asarray(x)[5:9]
+        return moved_np
 
     alone = call(
         *(moved(inputs.q_latent), moved(inputs.q_rope), inputs.kv_cache, row),
         inputs.block_tables,
-        jnp.array([150, 0, 0], jnp.int32),
-        jnp.array([0, 4, 4, 4], jnp.int32),
+        np.array([150, 0, 0], np.int32),
+        np.array([0, 4, 4, 4], np.int32),
     )
     np.testing.assert_array_equal(alone[:4], together[5:9])
 
@@ -166,9 +167,9 @@ def step(
     ("num_tokens", "max_blocks_per_req", "options", "dtype"),
     [
         (1, 5, {"max_query_len": 1}, "float32"),
-        (1, 1, {"block_size": 256}, "float32"),
-        (1, 1, {"kv_dtype": "bfloat16"}, "uint16"),
         (4, 5, {"kv_dtype": "float16"}, "uint16"),
+        pytest.param(1, 1, {"block_size": 256}, "float32", marks=pytest.mark.slow),
+        pytest.param(1, 1, {"kv_dtype": "bfloat16"}, "uint16", marks=pytest.mark.slow),
     ],
 )
 def test_donated_pages_of_latents_are_updated_in_place(
@@ -199,24 +200,25 @@ def temporary_bytes(*, num_tokens, max_blocks_per_req, num_heads=16, num_reqs=4)
 
 
 def test_temporary_memory_is_bounded_by_the_chunk_and_not_by_the_context():
-    short = temporary_bytes(num_tokens=512, max_blocks_per_req=16)
-    long = temporary_bytes(num_tokens=512, max_blocks_per_req=1024)
-    # Contexts of 1,024 and of 65,536 tokens: block tables, their order, and nothing per token.
-    assert long - short < 32 * 4 * 1024 * 4
-    # The output in float32, and tiles: 5.9 MiB.
-    assert long < 512 * 16 * 512 * 4 + 8 * 2**20
+    # Besides the output in float32: tiles (5.9 MiB). The four contexts have up to 2^20 tokens each,
+    # so one byte per token would exceed the limit.
+    temporary = temporary_bytes(num_tokens=512, max_blocks_per_req=2**14)
+    output = 512 * 16 * 512 * 4
+    assert output <= temporary < output + 8 * 2**20
+
+
+def write_and_copy(latents, slots, src, dst, *, implementation):
+    kv_cache = jnp.zeros((2, 3, 1, 2, 3))
+    kv_cache = kv_scatter(kv_cache, latents, None, slots, 1, implementation=implementation)
+    return block_copy(kv_cache, src, dst, implementation=implementation)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_latents_are_written_and_copied(implementation):
+def test_latents_are_written_and_copied(run_jitted, implementation):
     # Two tokens of width 3 go to slots 1 and 2 (block 0, block 1 of size 2); then block 1 -> 2.
-    latents = jnp.array([[[1.0, 2, 3]], [[4, 5, 6]]])
-    kv_cache = kv_scatter(
-        *(jnp.zeros((2, 3, 1, 2, 3)), latents, None, jnp.array([1, 2]), 1),
-        implementation=implementation,
-    )
-    ids = (jnp.array([1]), jnp.array([2]))
-    kv_cache = block_copy(kv_cache, *ids, implementation=implementation)
+    latents = np.array([[[1, 2, 3]], [[4, 5, 6]]], np.float32)
+    ids = (np.array(ids, np.int32) for ids in ([1, 2], [1], [2]))
+    kv_cache = run_jitted(write_and_copy, latents, *ids, implementation=implementation)
     wanted = np.zeros((2, 3, 2, 3))
     wanted[1] = [[[0, 0, 0], [1, 2, 3]], [[4, 5, 6], [0, 0, 0]], [[4, 5, 6], [0, 0, 0]]]
     np.testing.assert_array_equal(kv_cache[:, :, 0], wanted)
