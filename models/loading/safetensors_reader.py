@@ -60,7 +60,8 @@ class SafetensorsCheckpoint:
         """Opens every file once and lists its weights.
 
         Args:
-            single_file: The name of the only file; None finds the files by their usual names.
+            single_file: The name of the only file, if there is no index of its name; None finds the
+                files by their usual names.
 
         Raises:
             CheckpointNotFoundError: There are no weight files, or a file is missing.
@@ -152,6 +153,9 @@ def _find_files(folder: Path) -> _Files:
 
 def _one_file(path: Path) -> _Files:
     if not path.is_file():
+        index_path = path.with_name(f"{path.name}.index.json")
+        if index_path.is_file():
+            return _read_index(index_path)
         raise CheckpointNotFoundError(f"{describe_missing(path)} Download it.")
     return _Files(paths=[path])
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import huggingface_hub
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 SMALL_FILE_PATTERNS = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
 # As transformers names them; "consolidated.safetensors" holds the same weights in another layout.
 WEIGHT_FILE_PATTERNS = ("model.safetensors", "model-*.safetensors")
+MISTRAL_WEIGHT_PATTERNS = ("consolidated.safetensors", "consolidated-*.safetensors")
 
 
 def resolve_model_folder(
@@ -62,20 +64,31 @@ def resolve_model_folder(
             "*.safetensors files, a GGUF file, or the name of a Hub repository such as "
             "'Qwen/Qwen3-0.6B'."
         )
-    patterns = [*SMALL_FILE_PATTERNS, *(WEIGHT_FILE_PATTERNS if with_weights else ())]
+    # The small files say which files hold the weights.
+    found = _download(str(model), SMALL_FILE_PATTERNS, revision=revision, token=token)
+    if not with_weights:
+        return found
+    weights = MISTRAL_WEIGHT_PATTERNS if has_mistral_files(found) else WEIGHT_FILE_PATTERNS
+    patterns = (*SMALL_FILE_PATTERNS, *weights)
+    return _download(str(model), patterns, revision=revision, token=token)
+
+
+def _download(
+    name: str, patterns: Sequence[str], *, revision: str | None, token: str | None
+) -> Path:
     try:
         # The full name delays imports: huggingface_hub imports its download code when the function
         # is first used, which takes a seventh of the time of all imports of a server.
         return Path(
             huggingface_hub.snapshot_download(
-                str(model), revision=revision, allow_patterns=patterns, token=token
+                name, revision=revision, allow_patterns=[*patterns], token=token
             )
         )
     # ValueError: the name cannot be the name of a repository.
     except (OSError, ValueError) as error:
         reason = (str(error).strip() or "no message").splitlines()[0]
         raise CheckpointNotFoundError(
-            f"model {str(model)!r}{_at(revision)} is neither a folder nor a hub repository that "
+            f"model {name!r}{_at(revision)} is neither a folder nor a hub repository that "
             f"can be downloaded ({type(error).__name__}: {reason}). It must be a folder with "
             "config.json and *.safetensors files, or a name such as 'Qwen/Qwen3-0.6B'. Check the "
             "spelling and the network, log in with `hf auth login` or set HF_TOKEN if the "

@@ -76,6 +76,10 @@ from models.loading.loaded_draft_model import (  # noqa: E402
     LoadedDraftModel,
     check_vocabulary,
 )
+from models.loading.mistral_tokenizer import (  # noqa: E402
+    TEKKEN_FILE,
+    write_tokenizer_of_tekken,
+)
 from models.loading.source import read_config_file, resolve_model_folder  # noqa: E402
 from models.platforms import default_platform  # noqa: E402
 from models.platforms.gpu import SHARE_VARIABLE  # noqa: E402
@@ -359,20 +363,28 @@ def _model_folder(config: EngineConfig) -> Path:
 
 
 def _text_folder(config: ModelConfig, model_folder: Path) -> Path:
-    """The folder of the tokenizer and of its chat template."""
+    """The folder of the tokenizer and of its chat template.
+
+    Raises:
+        ModelError: The tokenizer cannot be found, or is Mistral's own and cannot be read.
+    """
     if config.tokenizer is None and config.tokenizer_revision is None:
-        if not model_folder.is_file():
-            return model_folder
-        cache = user_cache_folder()
+        found = model_folder
+    else:
+        found = resolve_model_folder(
+            config.tokenizer or config.model or model_folder,
+            with_weights=False,
+            revision=config.tokenizer_revision,
+            token=config.hf_token,
+        )
+    programs = user_cache_folder()
+    cache = programs and programs.parent / "tokenizers"
+    if found.is_file():
         # Without a tokenizer, the file itself stands for a folder that has none.
-        folder = write_tokenizer_of(model_folder, cache and cache.parent / "tokenizers")
-        return folder or model_folder
-    return resolve_model_folder(
-        config.tokenizer or config.model or model_folder,
-        with_weights=False,
-        revision=config.tokenizer_revision,
-        token=config.hf_token,
-    )
+        return write_tokenizer_of(found, cache) or found
+    tekken = found / TEKKEN_FILE
+    has_other = (found / "tokenizer.json").is_file() or not tekken.is_file()
+    return found if has_other else write_tokenizer_of_tekken(tekken, cache)
 
 
 def _find_sampling_defaults(config: EngineConfig, folder: Path) -> SamplingDefaults:

@@ -38,7 +38,8 @@ class ChatTemplate:
             "default" all others.
         special_tokens: Variables for the template, such as `{"bos_token": "<s>"}`.
         content_format: "openai" passes contents as lists of `{"type": "text", "text": ...}`,
-            "string" as strings. "auto" passes lists if the template has a loop over contents.
+            "string" as strings. "auto" passes lists if the template has a loop over contents. If
+            the template also tests whether values are strings, results of tools are strings.
         origins: Template name -> the place where it was found. A template without an origin came
             with a request, so its errors are errors of the request.
     """
@@ -59,6 +60,7 @@ class ChatTemplate:
         # Compiled on first use: a checkpoint with a broken template can still complete prompts.
         self._compiled: dict[str, jinja2.Template] = {}
         self._expects_parts: dict[str, bool] = {}
+        self._accepts_text: dict[str, bool] = {}
 
     @property
     def source(self) -> str | None:
@@ -178,7 +180,13 @@ class ChatTemplate:
         if needs_short_ids(self._sources[name]):
             checked = [with_short_ids(message) for message in checked]
         if self._expects_parts[name]:
-            checked = [_with_parts(*both) for both in zip(checked, messages, strict=True)]
+            checked = [
+                # Such templates write the result of a tool without a loop.
+                both[0]
+                if self._accepts_text[name] and both[0]["role"] == "tool"
+                else _with_parts(*both)
+                for both in zip(checked, messages, strict=True)
+            ]
         variables = {
             **self._special_tokens,
             **template_kwargs,
@@ -209,11 +217,11 @@ class ChatTemplate:
             source = self._sources[name]
             try:
                 is_auto = self._content_format == "auto"
+                tree = self._environment.parse(source)
                 self._expects_parts[name] = (
-                    _loops_over_contents(self._environment.parse(source))
-                    if is_auto
-                    else self._content_format == "openai"
+                    _loops_over_contents(tree) if is_auto else self._content_format == "openai"
                 )
+                self._accepts_text[name] = is_auto and _tests_for_text(tree)
                 self._compiled[name] = self._environment.from_string(source)
             # Python raises the other three errors if the template is nested too deeply.
             except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:
@@ -357,6 +365,11 @@ def _loops_over_contents(tree: jinja2.nodes.Template) -> bool:
         if _is_content(items) or (isinstance(items, jinja2.nodes.Name) and items.name in names):
             return True
     return False
+
+
+def _tests_for_text(tree: jinja2.nodes.Template) -> bool:
+    """Whether a template tests if something is a string, so it expects texts and parts."""
+    return any(test.name == "string" for test in tree.find_all(jinja2.nodes.Test))
 
 
 def _is_content(node: jinja2.nodes.Node) -> bool:

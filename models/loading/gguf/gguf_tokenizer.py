@@ -1,10 +1,6 @@
 """Makes tokenizer.json and tokenizer_config.json from the metadata of a GGUF file."""
 
-import hashlib
-import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from models.loading.gguf.gguf_file import read_gguf
+from models.loading.tokenizer_folder import write_tokenizer_folder
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +34,7 @@ def write_tokenizer_of(path: Path, cache: Path | None) -> Path | None:
 
     Args:
         path: The GGUF file.
-        cache: A folder that may not exist yet. None: a new folder that stays until a person or the
-            system removes it.
+        cache: As in `write_tokenizer_folder`.
 
     Returns:
         The folder. None if the file has no tokenizer or one that paxkv cannot read; the reason is
@@ -54,19 +50,7 @@ def write_tokenizer_of(path: Path, cache: Path | None) -> Path | None:
     if isinstance(made, str):
         logger.warning("the tokenizer of %s is not read: %s.", path, made)
         return None
-    files = {
-        "tokenizer.json": made.to_str(),
-        "tokenizer_config.json": json.dumps(config, ensure_ascii=False),
-    }
-    digest = hashlib.sha256("\0".join(files.values()).encode()).hexdigest()[:32]
-    folder = Path(tempfile.mkdtemp(prefix="paxkv-")) if cache is None else cache / digest
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        # Another engine may be writing the same file.
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
-            file.write(text)
-        os.replace(file.name, folder / name)
-    return folder
+    return write_tokenizer_folder(made, config, cache)
 
 
 def _make_backend(metadata: Mapping[str, object]) -> tokenizers.Tokenizer | str:

@@ -83,6 +83,23 @@ def test_both_layouts_give_the_same_model(tmp_path, tie):
     assert got.config.eos_token_ids == (2,)
 
 
+def test_weights_in_several_files_are_found_by_their_index(tmp_path):
+    folder = write_random_checkpoint(tmp_path / "hf", "mistral")
+    own = convert(folder, tmp_path / "own")
+    whole = load_model(own)
+    weights = load_file(own / "consolidated.safetensors")
+    (own / "consolidated.safetensors").unlink()
+    of_weights = {}
+    for number, name in enumerate(weights):
+        of_weights[name] = f"consolidated-0000{1 + number % 2}-of-00002.safetensors"
+    for file in set(of_weights.values()):
+        save_file({name: weights[name] for name in weights if of_weights[name] == file}, own / file)
+    index = own / "consolidated.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": of_weights}))
+    for one, other in zip(load_model(own).params, whole.params, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
 def test_config_json_is_used_if_there_is_one(tmp_path):
     folder = write_random_checkpoint(tmp_path / "hf", "mistral")
     own = convert(folder, tmp_path / "own")

@@ -4,6 +4,7 @@ import json
 
 import huggingface_hub
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from models.errors import CheckpointNotFoundError, ModelConfigError
 from models.loading import source
@@ -32,14 +33,52 @@ def test_hub_name_is_downloaded_without_weights_in_other_formats(tmp_path, monke
     assert source.resolve_model_folder("some-org/some-model") == tmp_path
     options = {"with_weights": False, "revision": "v2", "token": "hf_geheim"}
     source.resolve_model_folder("some-org/some-model", **options)
-    assert tokens == [None, "hf_geheim"]
-    [(name, revision, patterns), (_, other_revision, small_patterns)] = calls
+    assert tokens == [None, None, "hf_geheim"]
+    # With weights, the small files come first.
+    [small, (name, revision, patterns), (_, other_revision, small_patterns)] = calls
+    assert small == (name, revision, small_patterns)
     assert (name, revision, other_revision) == ("some-org/some-model", None, "v2")
     assert "model-*.safetensors" in patterns
     assert not any("safetensors" in pattern for pattern in small_patterns)
     assert not any(
         pattern.endswith((".bin", "*")) for pattern in patterns if pattern != "tokenizer*"
     )
+
+
+class FakeHub:
+    """A repository whose files are downloaded by their patterns, as the hub's client does."""
+
+    def __init__(self, folder, names):
+        self.folder, self.names, self.downloaded = folder, names, []
+
+    def snapshot_download(self, name, revision, allow_patterns, token):
+        for found in filter_repo_objects(self.names, allow_patterns=allow_patterns):
+            (self.folder / found).parent.mkdir(parents=True, exist_ok=True)
+            (self.folder / found).write_bytes(b"")
+        self.downloaded = sorted(
+            str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file()
+        )
+        return str(self.folder)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    found = FakeHub(tmp_path / "hub", [])
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", found.snapshot_download)
+    return found
+
+
+def test_mistrals_own_weights_are_downloaded_if_there_is_no_config_json(hub):
+    own = ["consolidated.safetensors", "params.json", "tekken.json"]
+    hub.names = [*own, "consolidated.00.pth", "README.md"]
+    source.resolve_model_folder("some-org/some-model")
+    assert hub.downloaded == own
+
+
+def test_mistrals_own_weights_are_not_downloaded_beside_a_config_json(hub):
+    hub.names = ["config.json", "consolidated.safetensors", "model.safetensors", "params.json"]
+    source.resolve_model_folder("some-org/some-model")
+    assert hub.downloaded == ["config.json", "model.safetensors", "params.json"]
 
 
 def test_unreachable_hub_says_what_to_check(monkeypatch):

@@ -228,6 +228,33 @@ def test_chat_template_comes_from_the_folder_of_the_tokenizer(
     ]
 
 
+def test_tekken_json_is_the_tokenizer_if_there_is_no_other(
+    tmp_path: Path, runner_class: type[FakeRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, made, read = tmp_path / "model", tmp_path / "made", []
+    model.mkdir()
+    made.mkdir()
+    save_tokenizer(made, chat_template="of tekken.json")
+    (model / "tekken.json").write_text("{}")
+
+    def write(path: Path, cache: Path | None) -> Path:
+        read.append(path)
+        return made
+
+    monkeypatch.setattr("paxkv.entrypoints.build.write_tokenizer_of_tekken", write)
+    for tokenizer in (None, str(model)):
+        engine = build_engine(config_for(model, tokenizer=tokenizer))
+        engine.transport.close()
+        message = {"role": "user", "content": "a"}
+        assert engine.chat_template.render([message]) == "of tekken.json"
+    assert read == [model / "tekken.json"] * 2
+    save_tokenizer(model, chat_template="of tokenizer.json")
+    engine = build_engine(config_for(model))
+    engine.transport.close()
+    assert engine.chat_template.render([message]) == "of tokenizer.json"
+    assert len(read) == 2
+
+
 @pytest.mark.parametrize(("load_format", "wanted"), [("auto", [False, True]), ("dummy", [False])])
 def test_weights_are_downloaded_after_config_json_is_checked(
     tmp_path: Path,

@@ -43,6 +43,23 @@ def test_content_parts_are_joined_by_line_breaks() -> None:
     assert template.render([{"role": "user", "content": parts}]) == "a\nb"
 
 
+def test_a_result_of_a_tool_stays_text_if_the_template_accepts_text() -> None:
+    write = (
+        "{% if c is string %}{{ c }}{% else %}{% for p in c %}<{{ p.text }}>{% endfor %}{% endif %}"
+    )
+    loop = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ m.content }}{% else %}"
+        "{% set c = m.content %}" + write + "{% endif %}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]
+    assert ChatTemplate(loop).render(messages) == "<a>b"
+    assert ChatTemplate(loop, content_format="openai").render(messages).startswith("<a>[{")
+    only_parts = (
+        "{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}"
+    )
+    assert ChatTemplate(only_parts).render(messages) == "<a><b>"
+
+
 def test_error_names_a_part_that_is_not_text() -> None:
     content = [{"type": "image_url", "image_url": {"url": "x"}}]
     with pytest.raises(UnsupportedFeatureError, match="image_url") as caught:
