@@ -10,7 +10,15 @@ import huggingface_hub
 from models.config.fields import read_token_ids
 from models.config.model_config import ModelConfig
 from models.errors import CheckpointNotFoundError, ModelConfigError
-from models.loading.gguf import GGUF_SUFFIX, find_gguf_file, make_config, read_gguf
+from models.loading.gguf import (
+    GGUF_SUFFIX,
+    find_gguf_file,
+    list_gguf_files,
+    listed,
+    make_config,
+    parse_gguf_on_hub,
+    read_gguf,
+)
 from models.loading.json_file import read_json_object
 from models.loading.mistral_files import has_mistral_files, make_mistral_config
 from models.loading.quantized import WeightFormat, find_weight_format
@@ -38,15 +46,18 @@ def resolve_model_folder(
     Instead of a folder that contains nothing but one GGUF file, it returns the path of this file.
 
     Args:
-        model: A folder, a GGUF file, or a hub name such as "Qwen/Qwen3-0.6B".
-        with_weights: False fetches only the configuration and the tokenizer.
+        model: A folder, a GGUF file, or a hub name such as "Qwen/Qwen3-0.6B". A GGUF file on the
+            hub is "OWNER/NAME:QUANT" or "OWNER/NAME/FILE.gguf".
+        with_weights: False fetches only the configuration and the tokenizer. It has no effect for
+            GGUF files, which contain both.
         revision: Branch, tag or commit of the hub repository; None is the main branch. It has no
             effect for a folder.
         token: The hub's access token; None is `HF_TOKEN`, or the token of `hf auth login`.
 
     Raises:
         CheckpointNotFoundError: The model is neither a folder nor a hub repository that can be
-            downloaded.
+            downloaded, or no single GGUF file of the repository has this name.
+        UnsupportedModelError: The GGUF file is split.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -64,13 +75,44 @@ def resolve_model_folder(
             "*.safetensors files, a GGUF file, or the name of a Hub repository such as "
             "'Qwen/Qwen3-0.6B'."
         )
+    options = {"revision": revision, "token": token}
+    if (gguf := parse_gguf_on_hub(str(model))) is not None:
+        found = _download(gguf.repository, SMALL_FILE_PATTERNS, **options)
+        name = gguf.choose(_list_files(gguf.repository, found, **options))
+        return _download(gguf.repository, (*SMALL_FILE_PATTERNS, name), **options) / name
     # The small files say which files hold the weights.
-    found = _download(str(model), SMALL_FILE_PATTERNS, revision=revision, token=token)
-    if not with_weights:
-        return found
-    weights = MISTRAL_WEIGHT_PATTERNS if has_mistral_files(found) else WEIGHT_FILE_PATTERNS
-    patterns = (*SMALL_FILE_PATTERNS, *weights)
-    return _download(str(model), patterns, revision=revision, token=token)
+    found = _download(str(model), SMALL_FILE_PATTERNS, **options)
+    if with_weights:
+        weights = MISTRAL_WEIGHT_PATTERNS if has_mistral_files(found) else WEIGHT_FILE_PATTERNS
+        found = _download(str(model), (*SMALL_FILE_PATTERNS, *weights), **options)
+    has_config = has_mistral_files(found) or (found / "config.json").is_file()
+    if not has_config or (with_weights and not any(found.glob("*.safetensors"))):
+        _check_for_gguf(str(model), _list_files(str(model), found, **options))
+    return found
+
+
+def _list_files(
+    repository: str, found: Path, *, revision: str | None, token: str | None
+) -> list[str]:
+    """All files of a repository; without the hub, those that the cache has."""
+    try:
+        return huggingface_hub.list_repo_files(repository, revision=revision, token=token)
+    # The client's HTTP library raises errors of its own, without a common base.
+    except Exception as error:
+        logger.info(
+            "the files of %s cannot be listed (%s: %s); the files in the cache are used.",
+            *(repository, type(error).__name__, error),
+        )
+        return [str(path.relative_to(found)) for path in found.rglob("*") if path.is_file()]
+
+
+def _check_for_gguf(repository: str, names: Sequence[str]) -> None:
+    if found := list_gguf_files(names):
+        raise CheckpointNotFoundError(
+            f"{repository} has no safetensors files with a config.json, but GGUF files: "
+            f"{listed(found)}. Name one of them, such as {repository}/{found[0]} or "
+            f"{repository}:QUANT with the quantization at the end of its name."
+        )
 
 
 def _download(

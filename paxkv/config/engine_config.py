@@ -38,8 +38,8 @@ class ModelConfig:
     """The model, its precision and its length limit."""
 
     model: str | None = setting(
-        "folder of a Hugging Face checkpoint, its name on the hub, or a GGUF file; the embedded "
-        "demo model if left out",
+        "folder of a Hugging Face checkpoint, its name on the hub, or a GGUF file, on the hub "
+        "OWNER/NAME:QUANT; the embedded demo model if left out",
         None,
     )
     revision: str | None = setting(

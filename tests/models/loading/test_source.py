@@ -6,7 +6,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from models.errors import CheckpointNotFoundError, ModelConfigError
+from models.errors import CheckpointNotFoundError, ModelConfigError, UnsupportedModelError
 from models.loading import source
 from tests.oracles.make_checkpoint import write_random_checkpoint
 
@@ -30,6 +30,8 @@ def test_hub_name_is_downloaded_without_weights_in_other_formats(tmp_path, monke
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake_download)
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).write_bytes(b"")
     assert source.resolve_model_folder("some-org/some-model") == tmp_path
     options = {"with_weights": False, "revision": "v2", "token": "hf_geheim"}
     source.resolve_model_folder("some-org/some-model", **options)
@@ -50,9 +52,13 @@ class FakeHub:
 
     def __init__(self, folder, names):
         self.folder, self.names, self.downloaded = folder, names, []
+        self.is_offline = False
 
     def snapshot_download(self, name, revision, allow_patterns, token):
-        for found in filter_repo_objects(self.names, allow_patterns=allow_patterns):
+        assert name == "some-org/some-model"
+        names = [] if self.is_offline else self.names
+        self.folder.mkdir(exist_ok=True)
+        for found in filter_repo_objects(names, allow_patterns=allow_patterns):
             (self.folder / found).parent.mkdir(parents=True, exist_ok=True)
             (self.folder / found).write_bytes(b"")
         self.downloaded = sorted(
@@ -60,12 +66,72 @@ class FakeHub:
         )
         return str(self.folder)
 
+    def list_repo_files(self, name, revision, token):
+        assert (name, revision, token) == ("some-org/some-model", "v2", None)
+        if self.is_offline:
+            raise RuntimeError("no network")
+        return self.names
+
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     found = FakeHub(tmp_path / "hub", [])
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", found.snapshot_download)
+    for name in ("snapshot_download", "list_repo_files"):
+        monkeypatch.setattr(huggingface_hub, name, getattr(found, name))
     return found
+
+
+GGUF_NAMES = ["a-Q4_K_M.gguf", "a-IQ4_K_M.gguf", "a.Q8_0.gguf", "mmproj-Q8_0.gguf"]
+PARTS = ["BF16/a-BF16-00001-of-00002.gguf", "BF16/a-BF16-00002-of-00002.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        ("some-org/some-model:Q4_K_M", "a-Q4_K_M.gguf"),
+        ("some-org/some-model:q8_0", "a.Q8_0.gguf"),
+        ("some-org/some-model/a-IQ4_K_M.gguf", "a-IQ4_K_M.gguf"),
+        ("some-org/some-model/more/b.gguf", "more/b.gguf"),
+    ],
+)
+def test_a_gguf_file_of_the_hub_is_downloaded_alone(hub, model, wanted):
+    hub.names = [*GGUF_NAMES, *PARTS, "more/b.gguf", "config.json", "model.safetensors"]
+    path = source.resolve_model_folder(model, revision="v2", with_weights=False)
+    assert path == hub.folder / wanted
+    assert hub.downloaded == sorted([wanted, "config.json"])
+    hub.is_offline = True
+    assert source.resolve_model_folder(model, revision="v2") == path
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (":Q5_0", CheckpointNotFoundError, "no GGUF file of quantization Q5_0; it has .*a.Q8_0"),
+        (":K_M", CheckpointNotFoundError, "no GGUF file of quantization K_M"),
+        ("/b.gguf", CheckpointNotFoundError, r"no GGUF file b.gguf; .*such as .*model/BF16/a-B"),
+        (
+            ":Q2_K",
+            CheckpointNotFoundError,
+            "several GGUF .*it has a-Q2_K.gguf, a-UD-Q2_K.gguf.*/a-Q",
+        ),
+        (":BF16", UnsupportedModelError, "00001-of-00002.gguf is a part of a split file"),
+        ("/" + PARTS[1], UnsupportedModelError, "00002-of-00002.gguf is a part of a split file"),
+        ("", CheckpointNotFoundError, "but GGUF files: .*a.Q8_0.gguf.*model:QUANT"),
+    ],
+)
+def test_another_gguf_file_of_the_hub_is_refused(hub, model, error, message):
+    hub.names = [*GGUF_NAMES, *PARTS, "a-Q2_K.gguf", "a-UD-Q2_K.gguf"]
+    with pytest.raises(error, match=message):
+        source.resolve_model_folder(f"some-org/some-model{model}", revision="v2")
+    assert hub.downloaded == []
+
+
+def test_a_config_json_beside_gguf_files_is_no_model(hub):
+    hub.names = ["config.json", *GGUF_NAMES]
+    found = source.resolve_model_folder("some-org/some-model", revision="v2", with_weights=False)
+    assert found == hub.folder
+    with pytest.raises(CheckpointNotFoundError, match="but GGUF files: a-IQ4_K_M.gguf"):
+        source.resolve_model_folder("some-org/some-model", revision="v2")
 
 
 def test_mistrals_own_weights_are_downloaded_if_there_is_no_config_json(hub):
