@@ -29,6 +29,7 @@ _BODIES: dict[str, Body] = {
 }
 # One body for all devices, because the bits of a token must not depend on the batch.
 _BATCH_INVARIANT_BODIES: dict[str, Body] = {"xla": latent_attention_batch_invariant}
+_BODIES_WITH_LIMITS = {name: _BODIES[name] for name in ("reference", "xla")}
 
 
 def latent_attention(
@@ -43,6 +44,7 @@ def latent_attention(
     scale: float,
     kv_dtype: jnp.dtype | None = None,
     max_query_len: int | None = None,
+    key_limits: jax.Array | None = None,  # i32[num_tokens]
     return_lse: bool = False,
     batch_invariant: bool = False,
     implementation: str | None = None,
@@ -82,6 +84,7 @@ def latent_attention(
             other cache. Only the bodies in plain XLA and the reference support it.
         max_query_len: A promise that no request has more query tokens, so a body may omit the
             code for longer requests. 1 means decode attention; `None` promises nothing.
+        key_limits: As in `paged_attention`.
         return_lse: Whether to return the second result too.
         batch_invariant: As in `paged_attention`.
         implementation: `None` picks the fastest body on `target`.
@@ -109,12 +112,18 @@ def latent_attention(
         lse = jnp.full(q_latent.shape[:2], -jnp.inf, jnp.float32)
         return (out, lse) if return_lse else out
     sequences = (block_tables, seq_lens, query_start_loc)
+    bodies, limits = _BODIES, {}
+    if key_limits is not None:
+        require_shape(_OP, "key_limits", key_limits, (q_latent.shape[0],))
+        require_int32(_OP, key_limits=key_limits)
+        bodies, limits = _BODIES_WITH_LIMITS, {"key_limits": key_limits}
     out, lse = run_op(
-        *(_OP, _BATCH_INVARIANT_BODIES if batch_invariant else _BODIES, implementation, target),
+        *(_OP, _BATCH_INVARIANT_BODIES if batch_invariant else bodies, implementation, target),
         *(q_latent, q_rope, kv_cache, jnp.asarray(row, jnp.int32), *sequences),
         scale=scale,
         kv_dtype=kv_dtype,
         max_query_len=max_query_len,
+        **limits,
     )
     return (out, lse) if return_lse else out
 

@@ -19,6 +19,7 @@ def latent_attention_reference(
     scale: float,
     kv_dtype: jnp.dtype | None,
     max_query_len: int | None,
+    key_limits: jax.Array | None = None,  # i32[num_tokens]
 ) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, latent_dim], f32[num_tokens, ...]
     """See `api.latent_attention`."""
     del max_query_len  # every token is computed alike
@@ -34,6 +35,8 @@ def latent_attention_reference(
     req_idx = jnp.minimum(req_idx, num_reqs - 1)
     tokens_after = query_start_loc[req_idx + 1] - token_idx  # the token itself included
     position = seq_lens[req_idx] - tokens_after  # i32[num_tokens]
+    if key_limits is not None:
+        position = key_limits - 1
 
     # f32[num_tokens, max_len, width]: each token's own copy of its cached vectors.
     tables = jnp.clip(block_tables[req_idx], 0, num_blocks - 1)

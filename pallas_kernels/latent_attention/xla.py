@@ -54,10 +54,11 @@ def latent_attention_xla(
     scale: float,
     kv_dtype: jnp.dtype | None,
     max_query_len: int | None,
+    key_limits: jax.Array | None = None,  # i32[num_tokens]
 ) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, latent_dim], f32[num_tokens, ...]
     """See `api.latent_attention`."""
     arrays = (q_latent, q_rope, kv_cache, row, block_tables, seq_lens, query_start_loc)
-    problem = make_problem(*arrays, scale=scale, kv_dtype=kv_dtype)
+    problem = make_problem(*arrays, scale=scale, kv_dtype=kv_dtype, key_limits=key_limits)
     out, lse = attend_all_rows(problem, max_query_len)
     return out[:, 0].astype(q_latent.dtype), lse[:, 0]
 
@@ -74,11 +75,12 @@ def latent_attention_batch_invariant(
     scale: float,
     kv_dtype: jnp.dtype | None,
     max_query_len: int | None,
+    key_limits: jax.Array | None = None,  # i32[num_tokens]
 ) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, latent_dim], f32[num_tokens, ...]
     """The body whose result for a token has the same bits in every batch."""
     del max_query_len  # all tokens are computed alike
     arrays = (q_latent, q_rope, kv_cache, row, block_tables, seq_lens, query_start_loc)
-    problem = make_problem(*arrays, scale=scale, kv_dtype=kv_dtype)
+    problem = make_problem(*arrays, scale=scale, kv_dtype=kv_dtype, key_limits=key_limits)
     out, lse = attend_rows_alike(problem)
     return out[:, 0].astype(q_latent.dtype), lse[:, 0]
 
@@ -94,6 +96,7 @@ def make_problem(
     *,
     scale: float,
     kv_dtype: jnp.dtype | None,
+    key_limits: jax.Array | None = None,  # i32[num_tokens]
 ) -> LatentProblem:
     """The arguments of a body as a problem of `paged_attention`."""
     return LatentProblem(
@@ -105,5 +108,6 @@ def make_problem(
         query_start_loc=query_start_loc,
         scale=scale,
         kv_dtype=kv_dtype,
+        key_limits=key_limits,
         latent_dim=q_latent.shape[-1],
     )

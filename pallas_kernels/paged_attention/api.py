@@ -26,6 +26,7 @@ _BODIES: dict[str, Body] = {
 }
 # One body for all devices, because the bits of a token must not depend on the batch.
 _BATCH_INVARIANT_BODIES: dict[str, Body] = {"xla": paged_attention_batch_invariant}
+_BODIES_WITH_LIMITS = {name: _BODIES[name] for name in ("reference", "xla")}
 
 
 def paged_attention(
@@ -45,6 +46,7 @@ def paged_attention(
     alibi_slopes: jax.Array | None = None,  # f32[num_q_heads]
     kv_dtype: jnp.dtype | None = None,
     max_query_len: int | None = None,
+    key_limits: jax.Array | None = None,  # i32[num_tokens]
     return_lse: bool = False,
     batch_invariant: bool = False,
     implementation: str | None = None,
@@ -85,6 +87,12 @@ def paged_attention(
             other cache. Only the bodies in plain XLA and the reference support it.
         max_query_len: A promise that no request has more query tokens, so a body may omit the
             code for longer requests. 1 means decode attention; `None` promises nothing.
+        key_limits: For each token, how many keys it sees: the first ones of its request. In
+            `[0, seq_lens[r]]`, not decreasing within a request; padding may hold anything. A
+            request may then have more query tokens than keys. Under context parallelism, a device
+            has only some of a request's keys, and this is the number of those that a token sees.
+            None: by position. Attention must be causal, without a window, chunks and slopes. Only
+            the bodies in plain XLA and the reference support it.
         return_lse: Whether to return the second result too.
         batch_invariant: Whether the bits of a token's result must not depend on the other tokens
             and requests in the call, the places of its blocks, or how its request's tokens are
@@ -119,8 +127,18 @@ def paged_attention(
     if 0 in (*q.shape, *block_tables.shape):
         return _empty_result(q, return_lse)
     row = jnp.asarray(row, jnp.int32)
+    bodies, limits = _BODIES, {}
+    if key_limits is not None:
+        require_shape(_OP, "key_limits", key_limits, (q.shape[0],))
+        require_int32(_OP, key_limits=key_limits)
+        if (is_causal, sliding_window, chunk_size, alibi_slopes) != (True, None, None, None):
+            raise ValueError(
+                f"{_OP}: key_limits need causal attention without a window, chunks and slopes: got "
+                f"{is_causal=}, {sliding_window=}, {chunk_size=}, {alibi_slopes=}."
+            )
+        bodies, limits = _BODIES_WITH_LIMITS, {"key_limits": key_limits}
     out, lse = run_op(
-        *(_OP, _BATCH_INVARIANT_BODIES if batch_invariant else _BODIES, implementation, target),
+        *(_OP, _BATCH_INVARIANT_BODIES if batch_invariant else bodies, implementation, target),
         *(q, kv_cache, row, block_tables, seq_lens, query_start_loc),
         scale=scale,
         is_causal=is_causal,
@@ -131,6 +149,7 @@ def paged_attention(
         alibi_slopes=alibi_slopes,
         kv_dtype=kv_dtype,
         max_query_len=max_query_len,
+        **limits,
     )
     return (out, lse) if return_lse else out
 

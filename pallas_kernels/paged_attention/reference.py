@@ -24,6 +24,7 @@ def paged_attention_reference(
     alibi_slopes: jax.Array | None,  # f32[num_q_heads]
     kv_dtype: jnp.dtype | None,
     max_query_len: int | None,
+    key_limits: jax.Array | None = None,  # i32[num_tokens]
 ) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, head_dim], f32[num_tokens, ...]
     """See `api.paged_attention`."""
     del max_query_len  # every token is computed alike
@@ -38,6 +39,8 @@ def paged_attention_reference(
     req_idx = jnp.minimum(req_idx, num_reqs - 1)
     tokens_after = query_start_loc[req_idx + 1] - token_idx  # the token itself included
     position = seq_lens[req_idx] - tokens_after  # i32[num_tokens]
+    if key_limits is not None:
+        position = key_limits - 1
 
     # f32[num_tokens, num_q_heads, max_len, head_dim]: each token's own copy of its keys.
     pages = as_values(kv_cache[row], kv_dtype)

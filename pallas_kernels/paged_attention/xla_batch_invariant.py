@@ -47,6 +47,8 @@ def attend_rows_alike(problem: AttentionProblem) -> tuple[jax.Array, jax.Array]:
     # Whole tiles: the tokens after the last one are padding.
     padding = -num_tokens % QUERY_TILE
     problem = replace(problem, q=jnp.pad(problem.q, ((0, padding), *[(0, 0)] * 3)))
+    if problem.key_limits is not None:
+        problem = replace(problem, key_limits=jnp.pad(problem.key_limits, (0, padding)))
     out = jnp.zeros(problem.out_shape, jnp.float32)
     lse = jnp.full(problem.out_shape[:-1], -jnp.inf, jnp.float32)
 
@@ -78,6 +80,7 @@ def _attend_tile(
     seq_len = problem.seq_lens[req_idx]
     is_used = (token_idx < starts[-1]) & (seq_len > 0)
     position = seq_len - 1 - (starts[req_idx + 1] - 1 - token_idx)
+    position = problem.last_seen(token_idx, position)
     last_seen = position if problem.is_causal else seq_len - 1
     first_seen = problem.first_seen(position)
 

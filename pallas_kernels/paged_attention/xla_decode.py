@@ -48,10 +48,12 @@ def attend_decode_rows(
     chunk_blocks = min(chunk_blocks, num_reqs * max_blocks_per_req)
 
     is_decode = problem.num_query() == 1
-    position = problem.seq_lens - 1  # i32[num_reqs]
-    first_needed = lax.div(problem.first_seen(position), block_size)
-    num_needed = jnp.where(is_decode, lax.div(position, block_size) + 1 - first_needed, 0)
     query_token = jnp.clip(problem.query_start_loc[:-1], 0, problem.q.shape[0] - 1)
+    position = problem.last_seen(query_token, problem.seq_lens - 1)  # i32[num_reqs]
+    first_needed = lax.div(problem.first_seen(position), block_size)
+    # No block for position -1, of a token that sees no key.
+    end_needed = lax.div(position + block_size, block_size)
+    num_needed = jnp.where(is_decode, end_needed - first_needed, 0)
     q = rows_at(problem.q, query_token)  # f[num_reqs, num_kv_heads, group_size, head_dim]
     if looks_for_shared_prefix and num_reqs >= MIN_ROWS and problem.sees_all_before:
         num_full = jnp.where(is_decode, lax.div(position + 1, block_size), 0)

@@ -45,6 +45,11 @@ def attend_prefill_rows(problem: AttentionProblem) -> tuple[jax.Array, jax.Array
         # Without causal masking, every token sees the same keys as the last token.
         offset = query_idx - num_query_of_req if problem.is_causal else -jnp.ones_like(query_idx)
         position = rows_at(problem.seq_lens, req_idx) + offset
+        if problem.key_limits is not None:
+            # The last of the tile's tokens sees the most keys.
+            last_key = rows_at(problem.seq_lens, req_idx) - 1
+            own = problem.last_seen(jnp.minimum(token_idx, num_tokens - 1), position)
+            position = jnp.where(is_query, own, last_key)
         written_idx = jnp.where(is_query, token_idx, num_tokens)
         tile_results = _attend_tile(problem, req_idx, token_idx, position)
         out, lse = (

@@ -39,6 +39,7 @@ class AttentionProblem:
     seq_lens: jax.Array  # i32[num_reqs]
     query_start_loc: jax.Array  # i32[num_reqs + 1]
     scale: float
+    key_limits: jax.Array | None = None  # i32[num_tokens]
     is_causal: bool = True
     sliding_window: int | None = None
     chunk_size: int | None = None
@@ -66,6 +67,17 @@ class AttentionProblem:
         """Query tokens of each request; none for a request whose sequence is empty."""
         num_query = self.query_start_loc[1:] - self.query_start_loc[:-1]
         return jnp.where(self.seq_lens > 0, num_query, 0)
+
+    def last_seen(
+        self, token_idx: jax.Array, position: jax.Array
+    ) -> jax.Array:  # i32, the shape of both
+        """The last key that each token sees: its own position, or the last one below its limit.
+
+        Args:
+            token_idx: In [0, num_tokens).
+            position: Of each token if its request's query tokens are the last of its keys.
+        """
+        return position if self.key_limits is None else rows_at(self.key_limits, token_idx) - 1
 
     @property
     def sees_all_before(self) -> bool:
