@@ -31,8 +31,8 @@ from paxkv.errors import (
 from paxkv.runner.batch.input_batch import InputBatch
 from paxkv.runner.memory.device_mesh import mesh_of
 from paxkv.runner.memory.max_model_len import find_max_model_len
-from paxkv.runner.programs.drafting_loop import NgramShape
 from paxkv.runner.programs.generation import GenerateInputs, GenerateShape, make_generate
+from paxkv.runner.shapes.program_shapes import NgramShape
 from paxkv.scheduler.request import Request
 from paxkv.text.tokenizer import Tokenizer
 

@@ -4,51 +4,54 @@ Each token is drawn with the randomness of its position, as in a loop without dr
 are the same. See `sampling/accept_drafts.py`.
 """
 
-import dataclasses
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from models import LoadedModel, Pages, Wants
+from models import ForwardBatch, LoadedModel, Pages, Wants
+from paxkv.runner.features.traced_features import NO_FEATURES, FeatureValues, TracedFeatures
 from paxkv.runner.programs.decode_loop import DecodeRows
 from paxkv.runner.programs.make_batch import make_batch
 from paxkv.runner.programs.step import Params
-from paxkv.runner.sampling.accept_drafts import accept_drafts, record_given
-from paxkv.runner.sampling.draw_rows import draw_rows
-from paxkv.runner.sampling.row_state import RowState
+from paxkv.runner.sampling.accept_drafts import accept_drafts
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
-from paxkv.runner.sampling.sampler import sample
-from paxkv.runner.sampling.sampling_columns import decode_step_rows, join_step_rows
-from paxkv.runner.shapes.program_shapes import SamplerShape
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class NgramShape:
-    """The static sizes of n-gram drafts.
-
-    Args:
-        num_drafts: Drafts of each row in a step.
-        shortest: The smallest number of tokens to find.
-        longest: The largest number of tokens to find.
-    """
-
-    num_drafts: int
-    shortest: int
-    longest: int
+from paxkv.runner.sampling.sampling_columns import join_step_rows
+from paxkv.runner.shapes.program_shapes import NgramShape, SamplerShape
+from paxkv.runner.shapes.step_variant import StepPart
 
 
 class DraftingState(NamedTuple):
-    """The state between two steps. A row that has ended computes its last tokens again."""
+    """The state between two steps.
+
+    A row that has ended computes the first token of its last step again, so it writes the keys and
+    values that are there already.
+    """
 
     token_ids: jax.Array  # i32[num_rows, max_tokens], of prompt and output
-    num_tokens: jax.Array  # i32[num_rows]; the last of them has not been computed
+    positions: jax.Array  # i32[num_rows], of the token that the row computes first in the next step
     num_drawn: jax.Array  # i32[num_rows]
     is_alive: jax.Array  # bool[num_rows]
     pages: Pages
-    row_state: RowState | None
+    drawing: Any  # the state of `DrawDraftsFunction`, a pytree
+    # The draws of each row, without gaps. The last column is 1 + the number of drafts for a draw
+    # before drafts, and 0 for a draw that follows an accepted draft. `NO_TOKEN` where a row drew
+    # nothing.
+    results: jax.Array  # i32[max_drawn, num_rows, result_width + 1]
     num_steps: jax.Array  # i32[]
+    feature_values: FeatureValues = ()  # of `TracedFeatures`, from step to step
+
+
+# (params, batch, hidden, sampling, drawing) -> (result i32[num_tokens, result_width], drawing).
+# Draws a token for each row of `sampling` i32[num_tokens, step_row_width] that has a
+# `draw_position`. A result starts with the token.
+DrawDraftsFunction = Callable[
+    [Params, ForwardBatch, jax.Array, jax.Array, Any],
+    tuple[jax.Array, Any],
+]
 
 
 def run_drafting_loop(
@@ -58,16 +61,36 @@ def run_drafting_loop(
     state: DraftingState,
     sampling_rows: jax.Array,  # i32[num_rows, NUM_COLUMNS]
     ngram: NgramShape,
+    draw: DrawDraftsFunction,
+    *,
+    features: TracedFeatures = NO_FEATURES,
+    fields: Mapping[str, jax.Array] = MappingProxyType({}),
 ) -> DraftingState:
-    """Runs steps until no row is alive. Each step draws 1 to `1 + num_drafts` tokens of each row.
+    """Runs steps until each row has ended or drawn `rows.num_tokens` tokens.
+
+    Each step draws 1 to `1 + num_drafts` tokens of a row. It verifies no draft after the last token
+    that the row may draw, so the row writes only the positions that it would write without drafts.
 
     Args:
-        rows: `first_end` is not read: ending ids end a row at any position. The block tables have
-            room for the drafts after a row's last token.
+        rows: `widths` are numbers of tokens that a step can compute.
+        fields: See `StepPart`.
     """
 
     def run_step(state: DraftingState) -> DraftingState:
-        return _run_step(model, params, rows, state, sampling_rows, ngram)
+        drafts = find_ngram_drafts(state.token_ids, state.positions + 1, ngram)
+        num_found = (drafts != NO_TOKEN).sum(axis=1, dtype=jnp.int32)
+        num_useful = jnp.minimum(num_found, rows.num_tokens - state.num_drawn - 1)
+        num_drafts = jnp.where(state.is_alive, num_useful, 0)
+        batch, sampling = _verifying_batch(rows, state, sampling_rows, drafts, num_drafts)
+        batch = features.add_wants(batch)
+        part = StepPart(start=jnp.int32(0), batch=batch, fields=fields)
+        apply = functools.partial(features.apply, part=part, values=state.feature_values)
+        outputs, pages = model.forward(params, state.pages, batch, apply)
+        logits_of = functools.partial(model.compute_logits, params)
+        feature_values = features.update(state.feature_values, outputs, part, logits_of)
+        drawn, drawing = draw(params, batch, outputs.for_logits, sampling, state.drawing)
+        state = state._replace(pages=pages, drawing=drawing, feature_values=feature_values)
+        return _append_drawn(rows, state, drawn, sampling, num_drafts, ngram)
 
     return jax.lax.while_loop(lambda state: jnp.any(state.is_alive), run_step, state)
 
@@ -76,7 +99,7 @@ def find_ngram_drafts(
     token_ids: jax.Array,  # i32[num_rows, max_tokens]
     num_tokens: jax.Array,  # i32[num_rows], at least 1
     ngram: NgramShape,
-) -> jax.Array:  # i32[num_rows, num_drafts], 0 where there is no draft
+) -> jax.Array:  # i32[num_rows, num_drafts], `NO_TOKEN` after the last draft
     """Finds the drafts of `drafters/ngram.py`: after the first of the longest matches."""
     ends = jnp.arange(token_ids.shape[1], dtype=jnp.int32)  # of matches
     lengths = jnp.zeros(token_ids.shape, jnp.int32)
@@ -92,86 +115,96 @@ def find_ngram_drafts(
     places = first[:, None] + jnp.arange(ngram.num_drafts, dtype=jnp.int32)
     found = jnp.take_along_axis(token_ids, places, axis=1, mode="clip")
     is_draft = (longest >= ngram.shortest)[:, None] & (places < num_tokens[:, None])
-    return jnp.where(is_draft, found, 0)
+    return jnp.where(is_draft, found, NO_TOKEN)
 
 
-def _run_step(
-    model: LoadedModel,
-    params: Params,
+def _verifying_batch(
     rows: DecodeRows,
     state: DraftingState,
-    sampling_rows: jax.Array,
-    ngram: NgramShape,
-) -> DraftingState:
-    num_rows, num_draws = state.num_tokens.shape[0], 1 + ngram.num_drafts
-    last_idx = state.num_tokens[:, None] - 1
-    last = jnp.take_along_axis(state.token_ids, last_idx, axis=1)
-    drafts = find_ngram_drafts(state.token_ids, state.num_tokens, ngram)
-    token_ids = jnp.concatenate([last, drafts], axis=1).reshape(-1)
-    draw_idx = jnp.arange(num_draws, dtype=jnp.int32)
-    positions = (last_idx + draw_idx).reshape(-1)
-    places = jnp.arange(num_rows * num_draws, dtype=jnp.int32)
+    sampling_rows: jax.Array,  # i32[num_rows, NUM_COLUMNS]
+    drafts: jax.Array,  # i32[num_rows, max_drafts]
+    num_drafts: jax.Array,  # i32[num_rows]
+) -> tuple[ForwardBatch, jax.Array]:  # and i32[num_rows * (1 + max_drafts), step_row_width]
+    """The batch of each row's last token and its drafts, and the columns that draw after them.
+
+    num_drafts [1, 0, 2] -> query_start_loc [0, 2, 3, 6] -> row of each token [0, 0, 1, 2, 2, 2].
+    """
+    num_rows, max_drafts = drafts.shape
+    row_idx = jnp.arange(num_rows, dtype=jnp.int32)
+    num_queries = jnp.where(row_idx < rows.num_used, 1 + num_drafts, 0)
+    ends = jnp.cumsum(num_queries, dtype=jnp.int32)
+    query_start_loc = jnp.pad(ends, (1, 0))
+    places = jnp.arange(num_rows * (1 + max_drafts), dtype=jnp.int32)
+    row = jnp.searchsorted(ends, places, side="right").astype(jnp.int32)
+    row = jnp.minimum(row, num_rows - 1)
+    draw_idx = jnp.minimum(places - query_start_loc[row], max_drafts)
+    is_token = places < ends[-1]
+    last = jnp.take_along_axis(state.token_ids, state.positions[:, None], axis=1)
+    given_ids = jnp.concatenate([last, drafts], axis=1)
+    token_ids = jnp.where(is_token, given_ids[row, draw_idx], 0)
+    positions = jnp.where(is_token, state.positions[row] + draw_idx, 0)
     batch = make_batch(
         token_ids=token_ids,
         positions=positions,
-        query_start_loc=jnp.arange(num_rows + 1, dtype=jnp.int32) * num_draws,
-        seq_lens=state.num_tokens + ngram.num_drafts,
+        query_start_loc=query_start_loc,
+        seq_lens=jnp.where(num_queries > 0, state.positions + num_queries, 0),
         block_tables=rows.block_tables,
         table_shapes=rows.table_shapes,
         logits_indices=places,
         wants=Wants(logits="indices"),
+        widths=rows.widths,
     )
-    outputs, pages = model.forward(params, state.pages, batch)
-    logits = model.compute_logits(params, outputs.for_logits)
     fields = {
-        "sampling_rows": jnp.repeat(sampling_rows, num_draws, axis=0),
-        "draw_position": jnp.where(jnp.repeat(state.is_alive, num_draws), positions + 1, 0),
+        "sampling_rows": sampling_rows[row],
+        "draw_position": jnp.where(is_token & state.is_alive[row], positions + 1, 0),
         "token_ids": token_ids,
         "logits_indices": places,
-        "draw_idx": places % num_draws,
-        "draw_req": places // num_draws,
+        "draw_idx": draw_idx,
+        "draw_req": row,
     }
-    sampling = join_step_rows(fields, num_rows=places.shape[0])
-    drawn, row_state = _draw(logits, state.row_state, sampling, model.kernels.mesh)
+    return batch, join_step_rows(fields, num_rows=places.shape[0])
+
+
+def _append_drawn(
+    rows: DecodeRows,
+    state: DraftingState,
+    drawn: jax.Array,  # i32[num_tokens, result_width]
+    sampling: jax.Array,  # i32[num_tokens, step_row_width]
+    num_drafts: jax.Array,  # i32[num_rows]
+    ngram: NgramShape,
+) -> DraftingState:
+    """Appends the draws up to the first wrong draft, or to the token that ends the row."""
+    (num_rows, max_tokens), num_draws = state.token_ids.shape, 1 + ngram.num_drafts
     shape = SamplerShape(
-        num_rows=places.shape[0],
+        num_rows=drawn.shape[0],
         num_reqs=num_rows,
         max_draws=num_draws,
-        max_model_len=state.token_ids.shape[1],
-        chunk_rows=places.shape[0],
+        max_model_len=max_tokens,
+        chunk_rows=drawn.shape[0],
     )
-    drawn = accept_drafts(drawn, sampling, shape)[:, :, 0].T
-    is_kept = (drawn != NO_TOKEN) & (state.num_drawn[:, None] + draw_idx < rows.num_tokens[:, None])
-    is_ending = jnp.any(drawn[:, :, None] == rows.ending_ids[:, None], axis=2)
+    drawn = accept_drafts(drawn, sampling, shape)
+    drawn_ids = drawn[:, :, 0].T
+    draw_idx = jnp.arange(num_draws, dtype=jnp.int32)
+    drawn_positions = state.positions[:, None] + 1 + draw_idx
+    is_ending = jnp.any(drawn_ids[:, :, None] == rows.ending_ids[:, None], axis=2)
+    is_ending &= drawn_positions >= rows.first_end[:, None]
     num_ends_before = jnp.cumsum(is_ending, axis=1) - is_ending
-    is_kept &= num_ends_before == 0
+    is_kept = (drawn_ids != NO_TOKEN) & state.is_alive[:, None] & (num_ends_before == 0)
     num_kept = is_kept.sum(axis=1, dtype=jnp.int32)
     num_drawn = state.num_drawn + num_kept
-    max_tokens = state.token_ids.shape[1]
-    written_idx = jnp.where(is_kept, state.num_tokens[:, None] + draw_idx, max_tokens)
-    row_idx = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
-    return DraftingState(
-        token_ids=state.token_ids.at[row_idx, written_idx].set(drawn, mode="drop"),
-        num_tokens=state.num_tokens + num_kept,
+    has_ended = jnp.any(is_kept & is_ending, axis=1)
+    is_alive = state.is_alive & ~has_ended & (num_drawn < rows.num_tokens)
+    row_idx = jnp.arange(num_rows, dtype=jnp.int32)
+    # A place past the end is not written.
+    token_places = jnp.where(is_kept, drawn_positions, max_tokens)
+    result_places = jnp.where(is_kept, state.num_drawn[:, None] + draw_idx, state.results.shape[0])
+    steps = jnp.where(draw_idx[:, None] == 0, 1 + num_drafts, 0)
+    results = jnp.concatenate([drawn, steps[:, :, None]], axis=2)
+    return state._replace(
+        token_ids=state.token_ids.at[row_idx[:, None], token_places].set(drawn_ids, mode="drop"),
+        positions=jnp.where(is_alive, state.positions + num_kept, state.positions),
         num_drawn=num_drawn,
-        is_alive=state.is_alive
-        & ~jnp.any(is_kept & is_ending, axis=1)
-        & (num_drawn < rows.num_tokens),
-        pages=pages,
-        row_state=row_state,
+        is_alive=is_alive,
+        results=state.results.at[result_places.T, row_idx].set(results, mode="drop"),
         num_steps=state.num_steps + 1,
     )
-
-
-def _draw(
-    logits: jax.Array,  # f32[num_draws of all rows, vocab]
-    row_state: RowState | None,
-    sampling: jax.Array,  # i32[num_draws of all rows, step_row_width]
-    mesh: Mesh | None,
-) -> tuple[jax.Array, RowState | None]:  # i32[num_draws of all rows, 1 or more]
-    if row_state is None:
-        sampled = sample(logits, decode_step_rows(sampling), mesh=mesh)
-        return sampled.token_ids[:, None], None
-    row_state = record_given(row_state, sampling)
-    num_draws = logits.shape[0]
-    return draw_rows(logits, row_state, sampling, None, chunk_rows=num_draws, mesh=mesh)

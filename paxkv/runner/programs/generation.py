@@ -19,15 +19,16 @@ from paxkv.runner.programs.decode_loop import (
     first_decode_state,
     run_decode_loop,
 )
-from paxkv.runner.programs.drafting_loop import DraftingState, NgramShape, run_drafting_loop
+from paxkv.runner.programs.drafting_loop import DraftingState, run_drafting_loop
 from paxkv.runner.programs.make_batch import make_batch
 from paxkv.runner.programs.step import Params
+from paxkv.runner.sampling.accept_drafts import record_given
 from paxkv.runner.sampling.draw_rows import draw_rows
 from paxkv.runner.sampling.row_state import RowState, num_row_words, unpack_rows
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling.sampler import sample
 from paxkv.runner.sampling.sampling_columns import decode_step_rows, join_step_rows
-from paxkv.runner.shapes.program_shapes import TableShape
+from paxkv.runner.shapes.program_shapes import NgramShape, TableShape
 from paxkv.runner.shapes.sampling_row import ROW
 
 
@@ -105,9 +106,8 @@ def make_generate(
     )
     model = model.with_places(groups.places(spec))
     # The last token is returned, but its key and value are never computed.
-    num_drafts = 0 if ngram is None else ngram.num_drafts
-    tables = groups.tables(shape.max_tokens_per_row - 1 + num_drafts)
-    if num_drafts > 0 and any(table.is_state for table in tables):
+    tables = groups.tables(shape.max_tokens_per_row - 1)
+    if ngram is not None and any(table.is_state for table in tables):
         raise ConfigError(
             "a model with recurrent layers cannot verify drafts, because a state cannot go back to "
             "before rejected drafts. Generate without drafts."
@@ -148,15 +148,10 @@ def make_generate(
         )
         if ngram is not None:
             first = _first_drafting_state(inputs, shape, state)
-            last = run_drafting_loop(model, params, rows, first, sampling_rows, ngram)
-            return _outputs_of(inputs, shape, last)
-        token_ids = state.results[:, :, 0].T
-        is_drawn = token_ids != NO_TOKEN
-        return GenerateOutputs(
-            token_ids=jnp.where(is_drawn, token_ids, 0),
-            num_tokens=is_drawn.sum(axis=1, dtype=jnp.int32),
-            num_steps=state.step_idx - 1,
-        )
+            verify = functools.partial(_draw_drafts, model)
+            last = run_drafting_loop(model, params, rows, first, sampling_rows, ngram, verify)
+            return _outputs_of(last.results, last.num_steps)
+        return _outputs_of(state.results, state.step_idx - 1)
 
     return generate
 
@@ -167,28 +162,30 @@ def _first_drafting_state(
     """The state after the step of the prompts, which has drawn a token of each row."""
     token_ids = jnp.pad(inputs.prompt_token_ids, ((0, 0), (0, shape.max_new_tokens)))
     row_idx = jnp.arange(shape.batch_size, dtype=jnp.int32)
-    has_drawn = (inputs.prompt_lens > 0).astype(jnp.int32)
+    first = jnp.pad(state.results[0], ((0, 0), (0, 1)))
+    results = jnp.full((shape.max_new_tokens, *first.shape), NO_TOKEN, jnp.int32)
     return DraftingState(
         token_ids=token_ids.at[row_idx, inputs.prompt_lens].set(state.drawn_ids),
-        num_tokens=jnp.maximum(inputs.prompt_lens + has_drawn, 1),
-        num_drawn=has_drawn,
+        positions=state.positions,
+        num_drawn=(inputs.prompt_lens > 0).astype(jnp.int32),
         is_alive=state.is_alive,
         pages=state.pages,
-        row_state=state.drawing,
+        drawing=state.drawing,
+        results=results.at[0].set(first),
         num_steps=jnp.int32(0),
     )
 
 
 def _outputs_of(
-    inputs: GenerateInputs, shape: GenerateShape, state: DraftingState
+    results: jax.Array,  # i32[max_new_tokens, batch_size, 1 or more]
+    num_steps: jax.Array,
 ) -> GenerateOutputs:
-    idx = jnp.arange(shape.max_new_tokens, dtype=jnp.int32)
-    places = inputs.prompt_lens[:, None] + idx
-    token_ids = jnp.take_along_axis(state.token_ids, places, axis=1)
+    token_ids = results[:, :, 0].T
+    is_drawn = token_ids != NO_TOKEN
     return GenerateOutputs(
-        token_ids=jnp.where(idx < state.num_drawn[:, None], token_ids, 0),
-        num_tokens=state.num_drawn,
-        num_steps=state.num_steps,
+        token_ids=jnp.where(is_drawn, token_ids, 0),
+        num_tokens=is_drawn.sum(axis=1, dtype=jnp.int32),
+        num_steps=num_steps,
     )
 
 
@@ -253,16 +250,32 @@ def _draw(
     draw_position = jnp.where(state.is_alive, state.positions + 1, 0)
     fields = {"sampling_rows": sampling_rows, "draw_position": draw_position}
     sampling = join_step_rows(fields, num_rows=num_rows)
-    if state.drawing is None:
-        return sample(logits, decode_step_rows(sampling), mesh=model.kernels.mesh).token_ids[
-            :, None
-        ], None
-    result, row_state = draw_rows(
-        logits,
-        state.drawing,
-        sampling,
-        None,
-        chunk_rows=num_rows,
-        mesh=model.kernels.mesh,
-    )
+    return _draw_any(model, logits, sampling, state.drawing)
+
+
+def _draw_drafts(
+    model: LoadedModel,
+    params: Params,
+    batch: ForwardBatch,
+    hidden: jax.Array,  # f[num_tokens, hidden]
+    sampling: jax.Array,  # i32[num_tokens, step_row_width]
+    row_state: RowState | None,
+) -> tuple[jax.Array, RowState | None]:  # i32[num_tokens, 1]
+    logits = model.compute_logits(params, hidden)
+    if row_state is not None:
+        row_state = record_given(row_state, sampling)
+    return _draw_any(model, logits, sampling, row_state)
+
+
+def _draw_any(
+    model: LoadedModel,
+    logits: jax.Array,  # f32[num_rows, vocab]
+    sampling: jax.Array,  # i32[num_rows, step_row_width]
+    row_state: RowState | None,
+) -> tuple[jax.Array, RowState | None]:  # i32[num_rows, 1]
+    mesh = model.kernels.mesh
+    if row_state is None:
+        return sample(logits, decode_step_rows(sampling), mesh=mesh).token_ids[:, None], None
+    num_rows = logits.shape[0]
+    result, row_state = draw_rows(logits, row_state, sampling, None, chunk_rows=num_rows, mesh=mesh)
     return result[:, :1], row_state

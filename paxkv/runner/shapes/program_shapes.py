@@ -75,6 +75,21 @@ class StepShape:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NgramShape:
+    """The static sizes of n-gram drafts that the device finds.
+
+    Args:
+        num_drafts: Most drafts of each row in a step.
+        shortest: The smallest number of tokens to find.
+        longest: The largest number of tokens to find.
+    """
+
+    num_drafts: int
+    shortest: int
+    longest: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BurstShape:
     """Every dimension of one compiled burst: up to `max_steps` steps of one token per request.
 

@@ -12,7 +12,9 @@ from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.errors import ConfigError
 from paxkv.generate import CompiledGenerator, GenerateShape
 from paxkv.runner.drafters.ngram import NgramDrafter
-from paxkv.runner.programs.drafting_loop import NgramShape, find_ngram_drafts
+from paxkv.runner.programs.drafting_loop import find_ngram_drafts
+from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
+from paxkv.runner.shapes.program_shapes import NgramShape
 from tests.oracles.make_checkpoint import write_random_checkpoint
 
 NGRAM = SpeculativeConfig(
@@ -35,7 +37,7 @@ def test_drafts_are_those_of_the_drafter_on_the_host(seed):
     )
     for row, drafts in zip(rows, found.tolist(), strict=True):
         wanted = NgramDrafter(**limits).start(row).propose(4)
-        assert drafts == wanted + [0] * (4 - len(wanted))
+        assert drafts == wanted + [NO_TOKEN] * (4 - len(wanted))
 
 
 @pytest.fixture(scope="module")
