@@ -39,6 +39,7 @@ FAMILIES: dict[str, str] = {
     "NemotronHForCausalLM": "models.families.nemotron_h:NemotronHForCausalLM",
     "BailingHybridForCausalLM": "models.families.bailing_hybrid:BailingHybridForCausalLM",
     "KimiLinearForCausalLM": "models.families.kimi_linear:KimiLinearForCausalLM",
+    "LaraMiniForCausalLM": "models.families.lara_mini:LaraMiniForCausalLM",
     "OlmoHybridForCausalLM": "models.families.olmo_hybrid:OlmoHybridForCausalLM",
     "FalconH1ForCausalLM": "models.families.falcon_h1:FalconH1ForCausalLM",
     "BambaForCausalLM": "models.families.bamba:BambaForCausalLM",

@@ -150,6 +150,7 @@ LOADED = [
     "apertus1.5",
     "dory",
     "exaone3",
+    "lara-mini",
     "sarvam-mla",
     "sarvam-moe",
     "cohere-compass",
