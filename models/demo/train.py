@@ -165,7 +165,7 @@ def train(
     return nnx.merge(graphdef, params), progress
 
 
-def _device_name() -> str:
+def device_name() -> str:
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
@@ -194,7 +194,7 @@ def write_model_card(
         num_tokens=progress.num_tokens,
         num_params=sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))),
         elapsed_s=progress.elapsed_s,
-        device=_device_name(),
+        device=device_name(),
         weights_sha256=hashlib.sha256(weights).hexdigest(),
     )
     examples = list(zip(CARD_QUESTIONS, answers, strict=True))

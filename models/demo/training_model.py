@@ -24,7 +24,7 @@ class DemoModelConfig:
     initializer_range: float = 0.02
 
 
-def _rotate(
+def rotate(
     x: jax.Array,  # f[num_rows, row_length, num_heads, head_dim]
     positions: jax.Array,  # i32[num_rows, row_length]
     theta: float,
@@ -67,8 +67,8 @@ class Attention(nnx.Module):
         q = self.q_proj(x).reshape(rows, length, c.num_attention_heads, c.head_dim)
         k = self.k_proj(x).reshape(rows, length, c.num_key_value_heads, c.head_dim)
         v = self.v_proj(x).reshape(rows, length, c.num_key_value_heads, c.head_dim)
-        q = _rotate(q, positions, c.rope_theta) * c.head_dim**-0.5
-        k = _rotate(k, positions, c.rope_theta)
+        q = rotate(q, positions, c.rope_theta) * c.head_dim**-0.5
+        k = rotate(k, positions, c.rope_theta)
         q = q.reshape(rows, length, c.num_key_value_heads, group, c.head_dim)
         scores = jnp.einsum("rqkgd,rtkd->rkgqt", q, k)
         weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, -1e30), axis=-1)
@@ -131,10 +131,31 @@ class DemoModel(nnx.Module):
         segment_ids: jax.Array,  # i32[num_rows, row_length], conversation of each token
     ) -> jax.Array:  # f32[num_rows, row_length, vocab]
         """Logits of every token, each attending to earlier tokens of its own conversation."""
-        length = token_ids.shape[1]
-        causal = jnp.tril(jnp.ones((length, length), bool))
-        mask = causal & (segment_ids[:, :, None] == segment_ids[:, None, :])
-        x = self.embed_tokens(token_ids)
+        return self.logits(self.hidden_states(token_ids, positions, segment_ids)[-1])
+
+    def hidden_states(
+        self,
+        token_ids: jax.Array,  # i32[num_rows, row_length]
+        positions: jax.Array,  # i32[num_rows, row_length]
+        segment_ids: jax.Array,  # i32[num_rows, row_length]
+    ) -> list[jax.Array]:  # f32[num_rows, row_length, hidden], one for each layer
+        """What each layer returns."""
+        mask = attention_mask(segment_ids)
+        x, found = self.embed_tokens(token_ids), []
         for layer in self.layers:
             x = layer(x, positions, mask)
-        return self.embed_tokens.attend(self.norm(x))
+            found.append(x)
+        return found
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Logits from what the last layer returns."""
+        return self.embed_tokens.attend(self.norm(hidden))
+
+
+def attention_mask(
+    segment_ids: jax.Array,  # i32[num_rows, row_length]
+) -> jax.Array:  # bool[num_rows, row_length, row_length], query by key
+    """Each token sees the tokens of its conversation up to itself."""
+    length = segment_ids.shape[1]
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    return causal & (segment_ids[:, :, None] == segment_ids[:, None, :])

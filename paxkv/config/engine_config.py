@@ -616,6 +616,8 @@ class EngineConfig:
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
+        if self.runner.speculative_config is not None and self.model.model is not None:
+            self.runner.speculative_config.check_has_model()
         num_hosts = self.parallel.nnodes
         if num_hosts > 1 and self.runner.expert_load_window is not None:
             raise ConfigError(

@@ -50,9 +50,9 @@ class SuffixLimits:
 
     @property
     def max_drafts(self) -> int:
-        """Most drafts after any match, at least 1."""
+        """Most drafts after any match. 0 is refused by `SpeculativeConfig`."""
         by_factor = int(self.max_spec_factor * self.max_match)
-        return max(1, min(by_factor, self.max_depth - self.max_match))
+        return min(by_factor, self.max_depth - self.max_match)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,8 @@ class SpeculativeConfig:
             "draft_model" runs a smaller model with the same tokenizer.
         num_speculative_tokens: Most drafts of a request in one step.
         model: For "eagle3" and "draft_model", the folder of the head or of the smaller model, or
-            the name of its hub repository.
+            the name of its hub repository. The demo model has an "eagle3" head of its own, which
+            is used if this is None.
         prompt_lookup_min: For "ngram", the smallest number of tokens to find. If only one of the
             two limits is set, the other one is equal to it. If none is set, both are 5.
         prompt_lookup_max: The largest number of tokens to find. The drafter tries this number
@@ -108,12 +109,12 @@ class SpeculativeConfig:
                 f"[1, {MAX_SPECULATIVE_TOKENS}], got {num_drafts!r}."
             )
         true_or_false("adapts_drafts", self.adapts)
-        if (self.model is not None) != (self.method in _METHODS_WITH_MODEL):
-            needed = "needs model, the folder or the name of the drafter's checkpoint"
-            refused = f"takes no model, got {self.model!r}. Leave it out"
+        if self.model is not None and self.method not in _METHODS_WITH_MODEL:
             raise ConfigError(
-                f"method {self.method!r} {needed if self.model is None else refused}."
+                f"method {self.method!r} takes no model, got {self.model!r}. Leave it out."
             )
+        if self.method == "draft_model":
+            self.check_has_model()
         if self.model is not None and not (isinstance(self.model, str) and self.model):
             raise ConfigError(
                 f"model must be a folder or the name of a hub repository, got {self.model!r}."
@@ -127,6 +128,14 @@ class SpeculativeConfig:
         if shortest > longest:
             raise ConfigError(
                 f"prompt_lookup_min={shortest} must be at most prompt_lookup_max={longest}."
+            )
+
+    def check_has_model(self) -> None:
+        """Raises an error if the method needs a model and has none."""
+        if self.model is None and self.method in _METHODS_WITH_MODEL:
+            raise ConfigError(
+                f"method {self.method!r} needs model, the folder or the name of the drafter's "
+                "checkpoint. Only the demo model has a head for 'eagle3' of its own."
             )
 
     def _check_fields_of_method(self, method: str, *names: str) -> None:
@@ -144,6 +153,14 @@ class SpeculativeConfig:
         if factor is not None and not (is_number(factor) and 0 < factor < math.inf):
             raise ConfigError(
                 f"suffix_decoding_max_spec_factor must be a finite number above 0, got {factor!r}."
+            )
+        if self.method == "suffix" and self.suffix_limits.max_drafts < 1:
+            limits = self.suffix_limits
+            raise ConfigError(
+                f"suffix_decoding_max_spec_factor={limits.max_spec_factor} allows no drafts after "
+                f"any match of at most {limits.max_match} tokens, the longest with "
+                f"suffix_decoding_max_tree_depth={limits.max_depth}. Use a larger factor, or a "
+                "larger depth."
             )
         if share is not None and not (is_number(share) and 0 <= share <= 1):
             raise ConfigError(

@@ -342,7 +342,7 @@ def _model_folder(config: EngineConfig) -> Path:
     """
     model = config.model
     if model.model is None:
-        folder = Path(str(importlib.resources.files("models.demo") / "checkpoint"))
+        folder = _demo_folder("checkpoint")
     else:
         folder = resolve_model_folder(
             model.model, with_weights=False, revision=model.revision, token=model.hf_token
@@ -457,11 +457,17 @@ def _check_drafter(config: EngineConfig, target: TargetConfig) -> None:
 
 def _drafter_folder(config: EngineConfig, *, with_weights: bool) -> Path:
     """The folder of the head or of the smaller model that `speculative_config` names."""
+    if config.runner.speculative_config.model is None:
+        return _demo_folder("draft_head")
     return resolve_model_folder(
         config.runner.speculative_config.model,
         with_weights=with_weights,
         token=config.model.hf_token,
     )
+
+
+def _demo_folder(name: str) -> Path:
+    return Path(str(importlib.resources.files("models.demo") / name))
 
 
 @contextlib.contextmanager

@@ -5,13 +5,14 @@ import argparse
 import pytest
 
 from paxkv.config.command_line import add_config_flags, config_from_arguments
-from paxkv.config.engine_config import RunnerConfig
+from paxkv.config.engine_config import EngineConfig, ModelConfig, RunnerConfig
 from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.errors import ConfigError
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 MTP = {"method": "mtp", "num_speculative_tokens": 1}
 SUFFIX = {"method": "suffix"}
+EAGLE3 = {"method": "eagle3", "num_speculative_tokens": 3}
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,6 @@ def test_unset_limits_have_vllms_defaults(limits, lengths):
             {"method": "eagle", "model": "m"},
             "'eagle' has no drafter yet; methods are ngram, suffix",
         ),
-        ({"method": "eagle3", "num_speculative_tokens": 3}, "method 'eagle3' needs model"),
         (MTP | {"model": "m"}, "method 'mtp' takes no model, got 'm'"),
         (MTP | {"prompt_lookup_max": 3}, "for method 'ngram', got method 'mtp'"),
         ({"model": "m", "num_speculative_tokens": 3}, "needs method"),
@@ -58,6 +58,7 @@ def test_unset_limits_have_vllms_defaults(limits, lengths):
         (SUFFIX | {"suffix_decoding_max_tree_depth": 1}, "max_tree_depth must be an integer of at"),
         (SUFFIX | {"suffix_decoding_max_cached_requests": -1}, "max_cached_requests must be an"),
         (SUFFIX | {"suffix_decoding_max_spec_factor": 0}, "max_spec_factor must be .* above 0"),
+        (SUFFIX | {"suffix_decoding_max_spec_factor": 0.01}, "max_spec_factor=0.01 allows no dra"),
         (SUFFIX | {"suffix_decoding_max_spec_factor": float("inf")}, "a finite number above 0"),
         (SUFFIX | {"suffix_decoding_min_token_prob": "x"}, r"min_token_prob must be .*\[0, 1\]"),
         ([], "must be a JSON object"),
@@ -101,6 +102,13 @@ def test_drafts_adapt_by_default(fields, is_on_device):
     assert adapting.adapts and not adapting.prevents_bursts
     always = SpeculativeConfig.from_fields(fields | {"adapts_drafts": False})
     assert not always.adapts and always.prevents_bursts == is_on_device
+
+
+def test_only_the_demo_model_has_a_head_of_its_own():
+    runner = RunnerConfig(speculative_config=SpeculativeConfig.from_fields(EAGLE3))
+    assert EngineConfig(runner=runner).runner == runner
+    with pytest.raises(ConfigError, match="method 'eagle3' needs model"):
+        EngineConfig(runner=runner, model=ModelConfig(model="other"))
 
 
 def test_an_unparsed_object_is_rejected():
