@@ -72,6 +72,8 @@ class HostBatch:
     def start(self, scheduler_output: SchedulerOutput) -> DeviceStep:
         """Builds a step, as `ModelRunner.execute_model` does."""
         self._rows.update(scheduler_output)
+        for table in self._rows.block_tables.slot_tables:
+            table.pack_new_slots()
         built = self._builder.build(scheduler_output)
         step = DeviceStep(built=built, rows=self._rows)
         self._rows.record_drawn(built.rows_np, built.num_drawn_np, built.num_drafts_np)

@@ -287,6 +287,9 @@ class ModelRunner:
                 feature.before_step(scheduler_output, device)
         for packed_np in self._rows.pack_started_rows():
             self.worker.write_row(packed_np)
+        for table_idx, table in enumerate(self._rows.block_tables.slot_tables):
+            for packed_np in table.pack_new_slots():
+                self.worker.write_slots(table_idx, packed_np)
         # The device copies blocks before the step runs, because the step may overwrite them.
         num_blocks = self.kv_cache_config.num_blocks
         copies_np = build_block_copies(scheduler_output, self._buckets, num_blocks=num_blocks)
@@ -354,6 +357,7 @@ class ModelRunner:
             plan.groups.config(num_blocks=2), mesh, self._platform, plan.kv_dtype
         )
         own_bytes = StepSampler.num_bytes(plan.buckets, plan.model_config.vocab_size)
+        own_bytes += sum(shape.num_bytes for shape in plan.buckets.slot_shapes)
         return measure_device_memory(
             mesh.local_devices,
             self._platform,

@@ -66,6 +66,9 @@ class Worker:
         self._sharding = sharding
         for feature in features:
             feature.allocate(sharding)
+        self._slot_blocks = [
+            put_zeros(shape.dims, jnp.int32, sharding) for shape in programs.buckets.slot_shapes
+        ]
         self._prev_tokens = put_zeros((max_num_seqs,), jnp.int32, sharding)
         # Of the last step, for the sampler and the draft head.
         self._step: tuple[StepShape, np.ndarray] | None = None
@@ -86,6 +89,21 @@ class Worker:
             self._send(Call("write_row", array=HostArray.of(packed_np)))
         with _host_arrays():
             self.sampler.write_row(packed_np, self.kv_cache)
+
+    def write_slots(
+        self,
+        table_idx: int,
+        packed_np: np.ndarray,  # i32[`SlotShape.packed_dims`]
+    ) -> None:
+        """Writes the blocks of slots of a table of states; `table_idx` counts such tables."""
+        if self._send is not None:
+            array = HostArray.of(packed_np)
+            self._send(Call("write_slots", array=array, table_idx=table_idx))
+        shape = self.programs.buckets.slot_shapes[table_idx]
+        with _host_arrays():
+            self._slot_blocks[table_idx] = self.programs.get(shape, self.kv_cache)(
+                self._slot_blocks[table_idx], packed_np
+            )
 
     def copy_blocks(
         self,
@@ -192,6 +210,8 @@ class Worker:
         match call.name:
             case "write_row":
                 self.write_row(array_np)
+            case "write_slots":
+                self.write_slots(call.table_idx, array_np)
             case "copy_blocks":
                 self.copy_blocks(array_np)
             case "run_step":
@@ -220,6 +240,7 @@ class Worker:
                 self.sampler.logits,
                 *state,
                 *arrays,
+                tuple(self._slot_blocks),
             )
 
     def _update_features(self, shape: StepShape | BurstShape, donated: FeatureValues) -> None:

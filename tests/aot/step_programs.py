@@ -150,6 +150,11 @@ def _step_program(
     by_vocab = NamedSharding(mesh, PartitionSpec(None, MODEL_AXIS))
     logits = jax.ShapeDtypeStruct((NUM_REQS, vocab_size), jnp.float32, sharding=by_vocab)
     args, donate_argnums = (params, cache, packed, prev_tokens, logits), (1, 4)
+    slot_blocks = tuple(
+        jax.ShapeDtypeStruct(table.slot_shape(NUM_REQS).dims, jnp.int32, sharding=whole)
+        for table in shape.tables
+        if table.is_state
+    )
     if isinstance(shape, BurstShape):
         function = make_burst(model, shape)
         row_shape = RowShape(num_rows=NUM_REQS, max_model_len=MAX_MODEL_LEN)
@@ -157,6 +162,7 @@ def _step_program(
         donate_argnums = (1, 4, 5)
     else:
         function = make_step(model, shape)
+    args = (*args, (), (), slot_blocks)
     return StepProgram(
         function=function,
         args=args,

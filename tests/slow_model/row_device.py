@@ -25,14 +25,16 @@ def next_token(text):
 
 
 class RowDevice:
-    """Its only inputs are the buffer of a step and the last tokens of the previous step.
+    """Its inputs are the buffers of steps and of slots, and the last tokens of the previous step.
 
     Args:
         windows: Window of each KV cache group; None is full attention, STATE a group of states.
         block_sizes: Block size of each KV cache group.
+        slot_shapes: `SlotShape` of each group of states.
     """
 
-    def __init__(self, windows, *, block_sizes, max_num_seqs):
+    def __init__(self, windows, *, block_sizes, max_num_seqs, slot_shapes):
+        self.slot_blocks = [np.zeros(shape.dims, np.int32) for shape in slot_shapes]
         self.windows, self.block_sizes = windows, block_sizes
         # Per group: (block, offset) -> (text up to and including the token, text before it). Of a
         # group of states: block -> text.
@@ -53,6 +55,12 @@ class RowDevice:
                     found = old.get((copy.source_block_id, offset))
                     if found is not None:
                         slots[copy.target_block_id, offset] = found
+
+    def write_slots(self, table_idx, packed_np):
+        blocks_np = self.slot_blocks[table_idx]
+        is_used_np = packed_np[:, 0] < len(blocks_np)
+        indices_np, blocks_of_np = packed_np[is_used_np, 0], packed_np[is_used_np, 1:]
+        blocks_np[indices_np] = blocks_of_np.reshape(-1, *blocks_np.shape[1:])
 
     def compute(self, built):
         """The results of a step, shaped like the device's; results of features are zeros."""
@@ -102,11 +110,12 @@ class RowDevice:
 
     def _tables_of(self, shape, fields, row, num_since_switch):
         """The block table of each group; of a group of states, the slots to read and to write."""
-        tables = []
+        tables, slot_blocks = [], iter(self.slot_blocks)
         for idx, table in enumerate(shape.tables):
             array_np = fields[table_field(idx)]
             if table.is_state:
-                first, second = (tuple(part_np[:, row].flat) for part_np in array_np)
+                blocks_np = next(slot_blocks)
+                first, second = (tuple(blocks_np[slot].flat) for slot in array_np[:, row])
                 tables.append(
                     (
                         second if num_since_switch > 0 else first,

@@ -141,7 +141,12 @@ class Traffic:
             max_num_seqs=max_num_seqs,
             features=[self.prompt_logprobs],
         )
-        self.device = RowDevice(windows, block_sizes=block_sizes, max_num_seqs=max_num_seqs)
+        self.device = RowDevice(
+            windows,
+            block_sizes=block_sizes,
+            max_num_seqs=max_num_seqs,
+            slot_shapes=buckets.slot_shapes,
+        )
         self.live, self.token_ids, self.in_flight = {}, {}, deque()
         self.num_requests = 0
         self.decisions = []
@@ -214,6 +219,9 @@ class Traffic:
         self.rows.update(output)
         self.prompt_logprobs.before_step(output, None)
         self.rows.pack_started_rows()
+        for table_idx, table in enumerate(self.rows.block_tables.slot_tables):
+            for packed_np in table.pack_new_slots():
+                self.device.write_slots(table_idx, packed_np)
         self.device.copy_blocks(output.block_copies)
         if output.num_scheduled_tokens:
             built = self.builder.build(output)

@@ -10,7 +10,7 @@ from paxkv.runner.batch.built_step import BuiltStep
 from paxkv.runner.batch.burst_repeater import BurstRepeater
 from paxkv.runner.batch.draw_plan import plan_draws
 from paxkv.runner.batch.input_batch import InputBatch
-from paxkv.runner.batch.state_slots import fill_slot_switches, fill_slots
+from paxkv.runner.batch.state_slots import fill_slot_switches
 from paxkv.runner.features.base import FeatureStep, StepFeature
 from paxkv.runner.sampling.sampling_columns import needs_host_to_draw
 from paxkv.runner.shapes.packed_layout import PackedLayout, table_field
@@ -58,11 +58,10 @@ class BatchBuilder:
         req_ids = list(scheduler_output.num_scheduled_tokens)
         rows_np = self._rows.rows_of(req_ids)
         grown_rows = self._rows.drain_grown_rows()
-        changed_slots = self._rows.block_tables.drain_changed_slots()
         repeater, self._burst_repeater = self._burst_repeater, None
         built = None
         if repeater is not None:
-            built = repeater.repeat(scheduler_output, rows_np, grown_rows, changed_slots)
+            built = repeater.repeat(scheduler_output, rows_np, grown_rows)
         if built is None:
             repeater = None
             built = self._build_anew(scheduler_output, req_ids, rows_np)
@@ -212,7 +211,7 @@ class BatchBuilder:
         for inputs_idx, table in enumerate(self._buckets.tables):
             tables_np = views[table_field(inputs_idx)]
             if table.is_state:
-                fill_slots(tables_np, slice(num_reqs), next(group_tables), rows.rows_np)
+                tables_np[:, :num_reqs] = next(group_tables).slots_np[:, rows.rows_np]
                 continue
             for group_np in tables_np:
                 group_np[:num_reqs] = next(group_tables).block_ids_np[rows.rows_np]
@@ -261,7 +260,7 @@ class BatchBuilder:
         seq_lens_np = rows.num_computed_np + num_scheduled_np
         for table, block_size in zip(tables, self._block_sizes, strict=True):
             if block_size is None:
-                is_bad_np |= table.num_blocks_np[rows_np] < table.block_ids_np.shape[1]
+                is_bad_np |= table.num_blocks_np[rows_np] == 0
             else:
                 is_bad_np |= seq_lens_np > table.num_blocks_np[rows_np] * block_size
         if is_bad_np.any():

@@ -9,7 +9,7 @@ import numpy as np
 from paxkv.contracts.scheduler_output import SchedulerOutput
 from paxkv.runner.batch.built_step import BuiltStep
 from paxkv.runner.batch.input_batch import InputBatch
-from paxkv.runner.batch.state_slots import fill_slot_switches, fill_slots
+from paxkv.runner.batch.state_slots import fill_slot_switches
 from paxkv.runner.shapes.packed_layout import PackedLayout, table_field
 
 
@@ -43,7 +43,6 @@ class BurstRepeater:
         scheduler_output: SchedulerOutput,
         rows_np: np.ndarray,  # i32[num_reqs], of `InputBatch.rows_of`
         grown_rows: Sequence[int],  # of `InputBatch.drain_grown_rows`
-        changed_slots: Sequence[Sequence[int]],  # of `MultiGroupBlockTable.drain_changed_slots`
     ) -> BuiltStep | None:
         """Returns the next burst. None if `BatchBuilder` must build it anew."""
         last, num_reqs = self._last, len(rows_np)
@@ -61,7 +60,7 @@ class BurstRepeater:
         packed_np = last.packed_np.copy()
         groups_np = self._views_of_groups(packed_np)
         self._copy_tables([group_np for group_np, _ in groups_np], grown_rows)
-        self._copy_slots(packed_np, changed_slots)
+        self._copy_slots(packed_np)
         if not self._have_blocks(groups_np, positions_np, num_steps):
             return None
         self._view(packed_np, "positions")[:num_reqs] = positions_np
@@ -98,31 +97,21 @@ class BurstRepeater:
         groups_np: Sequence[np.ndarray],  # i32[num_reqs, max_blocks_per_req] each
         grown_rows: Sequence[int],
     ) -> None:
-        rows, places = self._places_of(grown_rows)
+        # Rows that are not in the step may have grown too.
+        rows = [row_idx for row_idx in grown_rows if row_idx in self._place_of_row]
         if not rows:
             return
+        places = [self._place_of_row[row_idx] for row_idx in rows]
         for group_np, table in zip(groups_np, self._token_tables, strict=True):
             group_np[places] = table.block_ids_np[rows]
 
-    def _copy_slots(self, packed_np: np.ndarray, changed_slots: Sequence[Sequence[int]]) -> None:
-        if not any(changed_slots):
-            return
-        slots_np = (
-            self._view(packed_np, table_field(inputs_idx))
-            for inputs_idx, table in enumerate(self._last.shape.tables)
-            if table.is_state
-        )
-        for group_np, table, changed_rows in zip(
-            slots_np, self._slot_tables, changed_slots, strict=True
-        ):
-            rows, places = self._places_of(changed_rows)
-            if rows:
-                fill_slots(group_np, places, table, rows)
-
-    def _places_of(self, row_idxs: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The rows that are in the step, and their places in its tables."""
-        rows = [row_idx for row_idx in row_idxs if row_idx in self._place_of_row]
-        return rows, [self._place_of_row[row_idx] for row_idx in rows]
+    def _copy_slots(self, packed_np: np.ndarray) -> None:
+        rows_np = self._last.rows_np
+        slot_tables = iter(self._slot_tables)
+        for inputs_idx, table in enumerate(self._last.shape.tables):
+            if table.is_state:
+                slots_np = self._view(packed_np, table_field(inputs_idx))
+                slots_np[:, : len(rows_np)] = next(slot_tables).slots_np[:, rows_np]
 
     def _have_blocks(
         self,

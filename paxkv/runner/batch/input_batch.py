@@ -9,7 +9,8 @@ import numpy as np
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from paxkv.errors import InvariantError
-from paxkv.runner.batch.block_table import BlockTable, MultiGroupBlockTable, SlotTable
+from paxkv.runner.batch.block_table import BlockTable, MultiGroupBlockTable
+from paxkv.runner.batch.slot_table import SlotTable
 from paxkv.runner.sampling.row_state import pack_row, processors_of
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling.sampling_columns import (
@@ -118,12 +119,18 @@ class InputBatch:
     ) -> "InputBatch":
         """Makes an empty batch whose block tables have these dimensions."""
         group_tables = [
-            (SlotTable if table.is_state else BlockTable)(
-                max_num_seqs=max_num_seqs,
-                max_blocks_per_req=(
-                    table.num_groups // table.num_kv_cache_groups * table.max_blocks_per_req
-                ),
-                num_blocks=num_blocks,
+            (
+                SlotTable(
+                    table.slot_shape(max_num_seqs),
+                    max_num_seqs=max_num_seqs,
+                    num_blocks=num_blocks,
+                )
+                if table.is_state
+                else BlockTable(
+                    max_num_seqs=max_num_seqs,
+                    max_blocks_per_req=table.max_blocks_per_req,
+                    num_blocks=num_blocks,
+                )
             )
             for table in tables
             for _ in range(table.num_kv_cache_groups)

@@ -1,23 +1,8 @@
-"""Fills the fields of a step that say which slots its states are in."""
+"""Fills the field of a burst that says where its requests change their slots of states."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-
-from paxkv.runner.batch.block_table import SlotTable
-
-
-def fill_slots(
-    tables_np: np.ndarray,  # i32[2, num_groups, num_reqs, blocks_per_state], to be written
-    places: Sequence[int] | slice,  # of the requests in `tables_np`
-    table: SlotTable,
-    rows: Sequence[int] | np.ndarray,  # of the same requests in `table`
-) -> None:
-    """Copies the slots that the requests read and the slots that they write."""
-    _, num_groups, _, blocks_per_state = tables_np.shape
-    for part_np, ids_np in zip(tables_np, (table.read_ids_np, table.block_ids_np), strict=True):
-        slots_np = ids_np[rows].reshape(-1, num_groups, blocks_per_state)
-        part_np[:, places] = slots_np.swapaxes(0, 1)
 
 
 def fill_slot_switches(

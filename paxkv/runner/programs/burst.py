@@ -14,7 +14,7 @@ from paxkv.runner.programs.decode_loop import (
     first_decode_state,
     run_decode_loop,
 )
-from paxkv.runner.programs.make_batch import tables_of
+from paxkv.runner.programs.make_batch import SlotBlocks, tables_of
 from paxkv.runner.programs.step import Params, select_tokens
 from paxkv.runner.sampling.draw_rows import draw_rows
 from paxkv.runner.sampling.row_state import RowState
@@ -24,10 +24,21 @@ from paxkv.runner.sampling.sampling_columns import join_step_rows
 from paxkv.runner.shapes.packed_layout import PackedLayout
 from paxkv.runner.shapes.program_shapes import BurstShape
 
-# (params, kv_cache, packed, prev_tokens, logits, row_state, kept, donated) ->
+# (params, kv_cache, packed, prev_tokens, logits, row_state, kept, donated,
+# slot_blocks) ->
 # (kv_cache, logits, row_state, sampling, result, next_tokens, donated)
 BurstFunction = Callable[
-    [Params, Pages, jax.Array, jax.Array, jax.Array, RowState, FeatureValues, FeatureValues],
+    [
+        Params,
+        Pages,
+        jax.Array,
+        jax.Array,
+        jax.Array,
+        RowState,
+        FeatureValues,
+        FeatureValues,
+        SlotBlocks,
+    ],
     tuple[Pages, jax.Array, RowState, jax.Array, jax.Array, jax.Array, FeatureValues],
 ]
 # What draws pass from one step to the next: logits f32[max_num_seqs, vocab], and the rows' state.
@@ -57,6 +68,7 @@ def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
         row_state: RowState,
         kept: FeatureValues = (),
         donated: FeatureValues = (),
+        slot_blocks: SlotBlocks = (),
     ) -> tuple[Pages, jax.Array, RowState, jax.Array, jax.Array, jax.Array, FeatureValues]:
         fields = layout.unpack(packed)
         num_reqs = shape.num_reqs
@@ -67,7 +79,7 @@ def make_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
             ending_ids=fields["ending_ids"],
             first_end=fields["first_end"],
             num_used=has_request.sum(dtype=jnp.int32),
-            block_tables=tables_of(fields, shape),
+            block_tables=tables_of(fields, shape, slot_blocks),
             slot_switches=fields.get("slot_switch"),
             table_shapes=shape.tables,
             widths=shape.widths,

@@ -1,13 +1,19 @@
 """The compiled step whose numbers do not depend on the batch, for `--batch-invariant`."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from models import ForwardBatch, LoadedModel, Pages
 from paxkv.runner.features.traced_features import FeatureValues, TracedFeatures
-from paxkv.runner.programs.make_batch import StateRows, make_decode_batch, tables_of
+from paxkv.runner.programs.make_batch import (
+    SlotBlocks,
+    StateRows,
+    make_decode_batch,
+    tables_of,
+)
 from paxkv.runner.programs.step import Params, StepFunction, unpack_fields
 from paxkv.runner.sampling.sampling_columns import join_step_rows
 from paxkv.runner.shapes.packed_layout import PackedLayout
@@ -39,17 +45,19 @@ def make_invariant_step(model: LoadedModel, shape: StepShape) -> StepFunction:
         logits: jax.Array,  # f32[num_rows, vocab], of an earlier step, to be overwritten
         kept: FeatureValues = (),
         donated: FeatureValues = (),
+        slot_blocks: SlotBlocks = (),
     ) -> tuple[Pages, jax.Array, jax.Array, FeatureValues, FeatureValues]:
         fields = unpack_fields(layout, packed, prev_tokens)
         features = TracedFeatures(
             shape.features, kept, num_tokens=shape.num_tokens, num_reqs=shape.num_reqs
         )
+        tables = tables_of(fields, shape, slot_blocks)
         logits_row = _logits_rows(fields, num_logits=logits.shape[0])
 
         def run_tile(tile_idx: jax.Array, state: _TileState) -> _TileState:
             kv_cache, logits, values = state
             start = tile_idx * tile_tokens
-            batch = features.add_wants(_batch_of_tile(fields, start, shape))
+            batch = features.add_wants(_batch_of_tile(fields, tables, start, shape))
             part = StepPart(start=start, batch=batch, fields=fields)
             apply = functools.partial(features.apply, part=part, values=values)
             outputs, kv_cache = model.forward(params, kv_cache, batch, apply)
@@ -87,6 +95,7 @@ def _logits_rows(fields: dict[str, jax.Array], *, num_logits: int) -> jax.Array:
 
 def _batch_of_tile(
     fields: dict[str, jax.Array],
+    tables: Sequence[jax.Array],  # of `tables_of`
     start: jax.Array,  # i32[], the tile's first token
     shape: StepShape,
 ) -> ForwardBatch:
@@ -103,8 +112,8 @@ def _batch_of_tile(
         positions=of_tile("positions"),
         num_used=jnp.clip(starts[-1] - start, 0, shape.tile_tokens),
         block_tables=[
-            tables if table_shape.is_state else tables[:, req_idx]
-            for tables, table_shape in zip(tables_of(fields, shape), shape.tables, strict=True)
+            table if table_shape.is_state else table[:, req_idx]
+            for table, table_shape in zip(tables, shape.tables, strict=True)
         ],
         table_shapes=shape.tables,
         state_rows=_state_rows_of_tile(fields, start, shape),

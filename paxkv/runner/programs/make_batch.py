@@ -10,12 +10,32 @@ from models import ForwardBatch, GroupInputs, StateInputs, Wants
 from paxkv.runner.shapes.packed_layout import table_field
 from paxkv.runner.shapes.program_shapes import BurstShape, StepShape, TableShape
 
+# The blocks of slots that the device keeps, i32[`SlotShape.dims`] for each table of states.
+SlotBlocks = tuple[jax.Array, ...]
+
 
 def tables_of(
-    fields: Mapping[str, jax.Array], shape: StepShape | BurstShape
+    fields: Mapping[str, jax.Array],
+    shape: StepShape | BurstShape,
+    slot_blocks: SlotBlocks = (),
 ) -> tuple[jax.Array, ...]:  # i32[`TableShape.dims`] each
-    """Returns the block tables in a step's buffer, one array for each of `shape.tables`."""
-    return tuple(fields[table_field(i)] for i in range(len(shape.tables)))
+    """Returns the block tables of a step, one array for each of `shape.tables`."""
+    blocks = iter(slot_blocks)
+    tables = []
+    for inputs_idx, table in enumerate(shape.tables):
+        field = fields[table_field(inputs_idx)]
+        # i32[2, num_reqs, num_groups, blocks_per_state] for states
+        tables.append(next(blocks)[field].swapaxes(1, 2) if table.is_state else field)
+    return tuple(tables)
+
+
+def write_slots(
+    slot_blocks: jax.Array,  # i32[num_slots, num_groups, blocks_per_state]
+    packed: jax.Array,  # i32[`SlotShape.packed_dims`]
+) -> jax.Array:
+    """Replaces the blocks of some slots, under `jit`. Ignores slots past the last one."""
+    blocks = packed[:, 1:].reshape(-1, *slot_blocks.shape[1:])
+    return slot_blocks.at[packed[:, 0]].set(blocks, mode="drop")
 
 
 class StateRows(NamedTuple):

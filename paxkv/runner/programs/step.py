@@ -8,17 +8,26 @@ import jax.numpy as jnp
 
 from models import ForwardBatch, LoadedModel, Pages, Width, run_at_width
 from paxkv.runner.features.traced_features import FeatureValues, TracedFeatures
-from paxkv.runner.programs.make_batch import make_batch, tables_of
+from paxkv.runner.programs.make_batch import SlotBlocks, make_batch, tables_of
 from paxkv.runner.sampling.sampling_columns import join_step_rows
 from paxkv.runner.shapes.packed_layout import PackedLayout
 from paxkv.runner.shapes.program_shapes import StepShape
 from paxkv.runner.shapes.step_variant import StepPart
 
 Params = tuple[jax.Array, ...]
-# (params, kv_cache, packed, prev_tokens, logits, kept, donated) ->
+# (params, kv_cache, packed, prev_tokens, logits, kept, donated, slot_blocks) ->
 # (kv_cache, logits, sampling, results, donated)
 StepFunction = Callable[
-    [Params, Pages, jax.Array, jax.Array, jax.Array, FeatureValues, FeatureValues],
+    [
+        Params,
+        Pages,
+        jax.Array,
+        jax.Array,
+        jax.Array,
+        FeatureValues,
+        FeatureValues,
+        SlotBlocks,
+    ],
     tuple[Pages, jax.Array, jax.Array, FeatureValues, FeatureValues],
 ]
 
@@ -33,14 +42,16 @@ def unpack_fields(
     return fields | {"token_ids": select_tokens(fields, prev_tokens)}
 
 
-def unpack_batch(fields: dict[str, jax.Array], shape: StepShape) -> ForwardBatch:
+def unpack_batch(
+    fields: dict[str, jax.Array], shape: StepShape, slot_blocks: SlotBlocks = ()
+) -> ForwardBatch:
     """Makes the model's input from the result of `unpack_fields`."""
     return make_batch(
         token_ids=fields["token_ids"],
         positions=fields["positions"],
         query_start_loc=fields["query_start_loc"],
         seq_lens=fields["seq_lens"],
-        block_tables=tables_of(fields, shape),
+        block_tables=tables_of(fields, shape, slot_blocks),
         table_shapes=shape.tables,
         logits_indices=fields["logits_indices"],
         wants=shape.wants,
@@ -77,12 +88,13 @@ def make_step(model: LoadedModel, shape: StepShape) -> StepFunction:
         logits: jax.Array,  # f32[num_rows, vocab], of an earlier step, to be overwritten
         kept: FeatureValues = (),
         donated: FeatureValues = (),
+        slot_blocks: SlotBlocks = (),
     ) -> tuple[Pages, jax.Array, jax.Array, FeatureValues, FeatureValues]:
         fields = unpack_fields(layout, packed, prev_tokens)
         features = TracedFeatures(
             shape.features, kept, num_tokens=shape.num_tokens, num_reqs=shape.num_reqs
         )
-        batch = unpack_batch(fields, shape)
+        batch = unpack_batch(fields, shape, slot_blocks)
         whole = StepPart(start=jnp.int32(0), batch=batch, fields=fields)
         values = features.first_values(donated)
         apply = functools.partial(features.apply, part=whole, values=values)

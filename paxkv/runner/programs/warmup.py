@@ -22,6 +22,7 @@ from paxkv.runner.memory.device_mesh import logits_sharding
 from paxkv.runner.programs.burst import make_burst
 from paxkv.runner.programs.draft import make_draft
 from paxkv.runner.programs.invariant_step import make_invariant_step
+from paxkv.runner.programs.make_batch import write_slots
 from paxkv.runner.programs.program_identity import program_identity
 from paxkv.runner.programs.program_store import ProgramFolder, ProgramStore, without_jax_cache
 from paxkv.runner.programs.step import Params, make_block_copies, make_step
@@ -43,6 +44,7 @@ from paxkv.runner.shapes.program_shapes import (
     ProgramShape,
     RowShape,
     SamplerShape,
+    SlotShape,
 )
 from paxkv.runner.shapes.sampling_row import step_row_width
 from paxkv.runner.shapes.step_buckets import StepBuckets
@@ -126,6 +128,9 @@ class StepPrograms:
             return jax.jit(copy_blocks, donate_argnums=0, **outputs).lower(kv_cache, copies)
         if isinstance(shape, (SamplerShape, RowShape)):
             return self._lower_sampling(shape)
+        if isinstance(shape, SlotShape):
+            write = jax.jit(write_slots, donate_argnums=0, out_shardings=self._sharding)
+            return write.lower(self._abstract(*shape.dims), self._abstract(*shape.packed_dims))
         if isinstance(shape, DraftShape):
             return self._lower_draft(shape, kv_cache)
         packed = self._abstract(PackedLayout(shape).num_words)
@@ -136,6 +141,7 @@ class StepPrograms:
             for variant in shape.features
         ]
         kept, donated = split_arrays(shape.features, arrays)
+        slot_blocks = tuple(self._abstract(*slots.dims) for slots in self.buckets.slot_shapes)
         # Everything except the cache and the logits is whole on each device.
         logits = self._abstract_logits()
         if isinstance(shape, BurstShape):
@@ -145,14 +151,14 @@ class StepPrograms:
                 out_shardings=(kv_cache.sharding, logits.sharding, *[self._sharding] * 5),
             )
             row_state = self._abstract_row_state()
-            return burst.lower(*arguments, logits, row_state, kept, donated)
+            return burst.lower(*arguments, logits, row_state, kept, donated, slot_blocks)
         make = make_step if shape.tile_tokens is None else make_invariant_step
         step = jax.jit(
             make(self._model, shape),
             donate_argnums=(1, 4, 6),
             out_shardings=(kv_cache.sharding, logits.sharding, *[self._sharding] * 3),
         )
-        return step.lower(*arguments, logits, kept, donated)
+        return step.lower(*arguments, logits, kept, donated, slot_blocks)
 
     def _lower_draft(self, shape: DraftShape, kv_cache: Pages) -> Lowered:
         sampler_shape = self.buckets.sampler_shape

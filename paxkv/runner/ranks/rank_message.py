@@ -17,7 +17,9 @@ from paxkv.errors import EngineDeadError
 VERSION = 2
 _DIGEST_BYTES = 16
 
-CallName = Literal["write_row", "copy_blocks", "run_step", "run_burst", "draw", "draft"]
+CallName = Literal[
+    "write_row", "write_slots", "copy_blocks", "run_step", "run_burst", "draw", "draft"
+]
 
 
 class HostArray(msgspec.Struct, frozen=True, array_like=True):
@@ -45,12 +47,14 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag=True):
             no shape.
         array: The method's array; None if `draw` has no mask.
         leaves_logits: See `Worker.run_burst`.
+        table_idx: See `Worker.write_slots`.
     """
 
     name: CallName
     shape_idx: int = -1
     array: HostArray | None = None
     leaves_logits: bool = False
+    table_idx: int = 0
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -34,7 +34,7 @@ class PackedLayout:
             InvariantError: A feature of the step has a field with a name that is taken.
         """
         s = self.shape
-        tables = {table_field(i): table.dims(s.num_reqs) for i, table in enumerate(s.tables)}
+        tables = {table_field(i): table.packed_dims(s.num_reqs) for i, table in enumerate(s.tables)}
         if isinstance(s, BurstShape):
             fields = _tokens(s.num_reqs) | tables | _burst_fields(s)
             return _add_features(fields, s.features, num_tokens=s.num_reqs, num_reqs=s.num_reqs)

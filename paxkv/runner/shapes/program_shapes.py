@@ -2,11 +2,18 @@
 
 import bisect
 import dataclasses
+import math
 from typing import Literal
 
 from models import Wants
 from paxkv.runner.shapes.own_program import OwnProgram
 from paxkv.runner.shapes.step_variant import StepVariant, add_wants
+
+# Slots of states of each row whose blocks the device keeps. A decoding request writes three slots
+# in turn, so it sends the blocks of each slot once.
+SLOTS_PER_ROW = 3
+# A step that starts more requests needs several calls.
+_MAX_WRITTEN_SLOTS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +40,24 @@ class TableShape:
         """Dimensions of the array of a step with this many requests."""
         dims = (self.num_groups, num_reqs, self.max_blocks_per_req)
         return (2, *dims) if self.is_state else dims
+
+    def packed_dims(self, num_reqs: int) -> tuple[int, ...]:
+        """Dimensions of the field in a step's buffer.
+
+        The field of states has the indices of the requests' slots. The device knows the blocks of
+        each slot (`SlotShape`).
+        """
+        return (2, num_reqs) if self.is_state else self.dims(num_reqs)
+
+    def slot_shape(self, max_num_seqs: int) -> "SlotShape":
+        """The shape of the slots of a table of states."""
+        num_slots = SLOTS_PER_ROW * max_num_seqs
+        return SlotShape(
+            num_slots=1 + num_slots,
+            num_groups=self.num_groups,
+            blocks_per_state=self.max_blocks_per_req,
+            num_written=min(_MAX_WRITTEN_SLOTS, num_slots),
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +178,35 @@ class RowShape:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SlotShape:
+    """The dimensions of the compiled program that writes which blocks slots of states consist of.
+
+    Args:
+        num_slots: Slots whose blocks the device keeps. Slot 0 consists of null blocks.
+        num_written: Most slots that one call writes.
+    """
+
+    num_slots: int
+    num_groups: int
+    blocks_per_state: int
+    num_written: int
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Dimensions of the array on the device."""
+        return (self.num_slots, self.num_groups, self.blocks_per_state)
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * math.prod(self.dims)
+
+    @property
+    def packed_dims(self) -> tuple[int, ...]:
+        """Dimensions of a call's buffer: the index of each slot, and then its blocks."""
+        return (self.num_written, 1 + self.num_groups * self.blocks_per_state)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DraftShape:
     """The dimensions of the compiled program of a draft head, which runs after steps of one shape.
 
@@ -169,5 +223,12 @@ class DraftShape:
 
 
 ProgramShape = (
-    StepShape | BurstShape | CopyShape | SamplerShape | RowShape | DraftShape | OwnProgram
+    StepShape
+    | BurstShape
+    | CopyShape
+    | SamplerShape
+    | RowShape
+    | SlotShape
+    | DraftShape
+    | OwnProgram
 )

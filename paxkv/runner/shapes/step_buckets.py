@@ -147,6 +147,9 @@ class StepBuckets:
         num_copied = max(1, sum(table.num_groups for table in tables if not table.is_state))
         self._num_copies = copy_buckets(max_num_seqs * num_copied)
         self.copy_shapes = tuple(CopyShape(num_copies=count) for count in self._num_copies)
+        self.slot_shapes = tuple(
+            table.slot_shape(max_num_seqs) for table in tables if table.is_state
+        )
         num_rows = self.step_shapes[-1].num_logits
         self.sampler_shape = SamplerShape(
             num_rows=num_rows,
@@ -169,6 +172,7 @@ class StepBuckets:
             *self._draft_shapes.values(),
             self.sampler_shape,
             self.row_shape,
+            *dict.fromkeys(self.slot_shapes),
             *self.copy_shapes[::-1],
         )
 
@@ -185,6 +189,7 @@ class StepBuckets:
             self.copy_shapes[-1],
             self.sampler_shape,
             self.row_shape,
+            *dict.fromkeys(self.slot_shapes),
         )
 
     @property

@@ -429,9 +429,12 @@ def test_states_have_a_slot_to_read_and_a_slot_to_write():
         new("b", [1, 2], [9], other_groups=[[1, 2, 4, 5]]),
     ]
     _, views = build(builder, batch, output({"a": 1, "b": 2}, new_reqs))
+    (packed_np,) = batch.block_tables.slot_tables[0].pack_new_slots()
+    blocks = {row[0]: row[1:] for row in packed_np.tolist()} | {0: [0, 0, 0, 0]}
     reads_np, writes_np = views["block_tables_1"]
-    assert reads_np[:, :3].tolist() == [[[10, 11], [1, 2], [0, 0]], [[12, 13], [4, 5], [0, 0]]]
-    assert writes_np[:, :3].tolist() == [[[14, 15], [1, 2], [0, 0]], [[16, 17], [4, 5], [0, 0]]]
+    first, second, of_b = [10, 11, 12, 13], [14, 15, 16, 17], [1, 2, 4, 5]
+    assert [blocks[slot] for slot in reads_np[:3].tolist()] == [first, of_b, [0, 0, 0, 0]]
+    assert [blocks[slot] for slot in writes_np[:3].tolist()] == [second, of_b, [0, 0, 0, 0]]
 
     batch.record_drawn(batch.rows_of(["a", "b"]), np.array([1, 1], np.int32))
     later = output({"a": 2, "b": 2}, cached=running(("a", 9), ("b", 2)), num_decode_steps=2)
@@ -439,5 +442,5 @@ def test_states_have_a_slot_to_read_and_a_slot_to_write():
     _, views = build(builder, batch, later)
     reads_np, writes_np = views["block_tables_1"]
     assert (reads_np == writes_np).all()
-    assert writes_np[0, :2].tolist() == [[14, 15], [1, 2]]
+    assert [blocks[slot] for slot in writes_np[:2].tolist()] == [second, of_b]
     assert views["slot_switch"][:2].tolist() == [9, 3]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from paxkv.errors import InvariantError
-from paxkv.runner.batch.block_table import BlockTable, MultiGroupBlockTable, SlotTable
+from paxkv.runner.batch.block_table import BlockTable, MultiGroupBlockTable
 
 
 def make_table():
@@ -73,70 +73,3 @@ def test_bad_block_of_one_row_among_many_is_a_bug(block_ids, message):
     table.append_row(1, [1, 2, 3, 4])
     with pytest.raises(InvariantError, match=message):
         table.append_one_each([0, 1], block_ids)
-
-
-def make_slots():
-    return SlotTable(max_num_seqs=3, max_blocks_per_req=2, num_blocks=10)
-
-
-def slots_of(table, row_idx):
-    """What a row reads, and what it writes."""
-    return table.read_ids_np[row_idx].tolist(), table.block_ids_np[row_idx].tolist()
-
-
-def test_new_slot_is_read_only_after_the_step_that_writes_it():
-    table = make_slots()
-    table.append_row(1, [3, 4])
-    assert slots_of(table, 1) == ([3, 4], [3, 4])
-    assert table.drain_changed_rows() == [1]
-    table.finish_moves()
-    table.append_row(1, [5, 6])
-    assert slots_of(table, 1) == ([3, 4], [5, 6])
-    assert table.drain_changed_rows() == [1]
-    table.finish_moves()
-    assert slots_of(table, 1) == ([5, 6], [5, 6])
-    # The row now reads another slot than in the last step.
-    assert table.drain_changed_rows() == [1] and table.drain_changed_rows() == []
-    assert table.num_blocks_np.tolist() == [0, 2, 0]
-
-
-def test_slot_that_a_row_writes_again_is_not_converted_again():
-    table = make_slots()
-    slots = [[3, 4], [5, 6], [7, 8]]
-    for slot in [*slots, *slots]:
-        table.append_row(1, slot)
-        assert slots_of(table, 1)[1] == slot
-    # Equal ids in another list are another slot, and are checked.
-    with pytest.raises(InvariantError, match="block ids must be in"):
-        table.append_row(1, [3, 40])
-    table.clear_row(1)
-    table.append_row(1, [8, 9])
-    assert slots_of(table, 1) == ([8, 9], [8, 9])
-
-
-def test_first_slot_may_come_with_one_to_read_from():
-    table = make_slots()
-    table.append_row(0, [7, 8, 1, 2])
-    assert slots_of(table, 0) == ([7, 8], [1, 2])
-    table.clear_row(0)
-    assert slots_of(table, 0) == ([0, 0], [0, 0])
-
-
-@pytest.mark.parametrize("block_ids", [[1], [1, 2, 3], [9, 10]])
-def test_slot_that_is_not_whole_is_a_bug(block_ids):
-    with pytest.raises(InvariantError):
-        make_slots().append_row(0, block_ids)
-
-
-def test_rows_get_slots_of_one_block_together():
-    tables = MultiGroupBlockTable(
-        [make_table(), SlotTable(max_num_seqs=3, max_blocks_per_req=1, num_blocks=10)]
-    )
-    tables.append_rows([2, 0], [([1], [4]), ([2], [5])])
-    assert [sorted(rows) for rows in tables.drain_changed_slots()] == [[0, 2]]
-    tables.finish_moves()
-    tables.append_rows([0, 2], [([], [7]), ([3], [])])
-    slots = tables.tables[1]
-    assert slots_of(slots, 0) == ([5], [7]) and slots_of(slots, 2) == ([4], [4])
-    tables.finish_moves()
-    assert slots_of(slots, 0) == ([7], [7])
