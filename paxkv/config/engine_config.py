@@ -616,8 +616,20 @@ class EngineConfig:
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
-        if self.runner.speculative_config is not None and self.model.model is not None:
-            self.runner.speculative_config.check_has_model()
+        speculative = self.runner.speculative_config
+        if speculative is not None and self.model.model is not None:
+            speculative.check_has_model()
+        if speculative is not None and speculative.drafts_in_bursts:
+            why_none = None
+            if self.runner.batch_invariant:
+                why_none = "batch_invariant"
+            elif self.scheduler.max_decode_burst == 1:
+                why_none = "max_decode_burst=1"
+            if why_none is not None:
+                raise ConfigError(
+                    f"speculative_config: drafts_in_bursts needs bursts, and {why_none} prevents "
+                    "them. Leave one of them out."
+                )
         num_hosts = self.parallel.nnodes
         if num_hosts > 1 and self.runner.expert_load_window is not None:
             raise ConfigError(

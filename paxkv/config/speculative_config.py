@@ -73,6 +73,9 @@ class SpeculativeConfig:
             two limits is set, the other one is equal to it. If none is set, both are 5.
         prompt_lookup_max: The largest number of tokens to find. The drafter tries this number
             first, and then smaller ones.
+        drafts_in_bursts: For "ngram", bursts find drafts on the device and verify them. The engine
+            then verifies drafts in single steps only while a request cannot be in a burst. None is
+            False. vLLM has no such field.
         suffix_decoding_max_tree_depth: For "suffix", see `SuffixLimits`. None is its default.
         suffix_decoding_max_cached_requests: As above.
         suffix_decoding_max_spec_factor: As above.
@@ -90,6 +93,7 @@ class SpeculativeConfig:
     model: str | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    drafts_in_bursts: bool | None = None
     suffix_decoding_max_tree_depth: int | None = None
     suffix_decoding_max_cached_requests: int | None = None
     suffix_decoding_max_spec_factor: float | None = None
@@ -119,7 +123,10 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"model must be a folder or the name of a hub repository, got {self.model!r}."
             )
-        self._check_fields_of_method("ngram", "prompt_lookup_min", "prompt_lookup_max")
+        in_bursts = self.drafts_in_bursts
+        true_or_false("drafts_in_bursts", False if in_bursts is None else in_bursts)
+        ngram_fields = ("prompt_lookup_min", "prompt_lookup_max", "drafts_in_bursts")
+        self._check_fields_of_method("ngram", *ngram_fields)
         self._check_fields_of_method("suffix", *_SUFFIX_FIELDS)
         self._check_suffix_fields()
         at_least("prompt_lookup_min", self.prompt_lookup_min, 1)

@@ -187,6 +187,8 @@ class ModelRunnerOutput:
         draft_token_ids: Request id -> draft tokens that its next step verifies. While a step names
             a request here, also one without drafts, the scheduler waits for the tokens of each step
             before it decides the next one.
+        burst_drafts: Request id -> number of drafts and of accepted drafts, for each time that a
+            burst verified drafts of the request.
         pooler_output: Request id -> result of a pooled request whose prompt is now computed.
         kv_connector_output: None without a connector.
     """
@@ -196,6 +198,7 @@ class ModelRunnerOutput:
     logprobs: list[list[TokenLogprobs] | None]
     prompt_logprobs: dict[str, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
     draft_token_ids: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    burst_drafts: dict[str, list[tuple[int, int]]] = dataclasses.field(default_factory=dict)
     pooler_output: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     kv_connector_output: KVConnectorOutput | None = None
 

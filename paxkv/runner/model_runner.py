@@ -179,6 +179,7 @@ class ModelRunner:
             num_blocks=self.kv_cache_config.num_blocks,
             vocab_size=model.config.vocab_size,
             seed=seed,
+            keeps_tokens=bool(plan.buckets.drafting_burst_shapes),
         )
         self._builder = BatchBuilder(
             buckets=plan.buckets,

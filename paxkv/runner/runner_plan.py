@@ -13,7 +13,7 @@ from paxkv.runner.memory.memory_plan import DeviceMemory, HostMemory, MemoryPlan
 from paxkv.runner.ranks.rank_group import RankGroup
 from paxkv.runner.shapes.bucket_sizes import SAMPLED_CHUNK_ROWS
 from paxkv.runner.shapes.own_program import OwnProgram
-from paxkv.runner.shapes.program_shapes import TableShape
+from paxkv.runner.shapes.program_shapes import NgramShape, TableShape
 from paxkv.runner.shapes.step_buckets import StepBuckets
 from paxkv.runner.shapes.step_variant import StepVariant
 
@@ -105,6 +105,7 @@ class RunnerPlan:
             max_model_len=self.max_model_len,
             max_draws=1 + self.max_drafts,
             has_draft_head=self.head_config is not None,
+            burst_ngram=self._burst_ngram,
             always_drafts=self.head_config is not None
             and self.runner_config.speculative_config.prevents_bursts,
             batch_invariant=self.runner_config.batch_invariant,
@@ -113,6 +114,15 @@ class RunnerPlan:
             feature_variants=self.feature_variants,
             own_programs=self.own_programs,
         )
+
+    @property
+    def _burst_ngram(self) -> NgramShape | None:
+        speculative = self.runner_config.speculative_config
+        if speculative is None or not speculative.drafts_in_bursts:
+            return None
+        shortest, longest = speculative.lookup_lengths
+        num_drafts = speculative.num_speculative_tokens
+        return NgramShape(num_drafts=num_drafts, shortest=shortest, longest=longest)
 
     def fit(self, memory: DeviceMemory | HostMemory | None) -> tuple["RunnerPlan", MemoryPlan]:
         """Decides the number of blocks, and a shorter `max_model_len` if needed and allowed.

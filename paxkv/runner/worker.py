@@ -139,7 +139,7 @@ class Worker:
         packed_np: np.ndarray,  # i32[num_words]
         *,
         leaves_logits: bool,
-    ) -> jax.Array | None:  # i32[max_steps, num_reqs, RESULT_WIDTH]
+    ) -> jax.Array | None:  # i32[max_steps, num_reqs, RESULT_WIDTH or 1 more]
         """Computes a burst and returns its result; None if `draw` must sample after it."""
         if self._send is not None:
             idx, array = self._shape_idx[shape], HostArray.of(packed_np)

@@ -1,6 +1,6 @@
 """Scheduler: shares one token budget per step between prefill and decode."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -269,6 +269,8 @@ class Scheduler:
                 transfers.invalid_block_ids
             )
         outputs, finished = self._append_step_tokens(requests, scheduler_output, runner_output)
+        if runner_output.burst_drafts:
+            outputs = self._count_burst_drafts(outputs, runner_output.burst_drafts)
         self.steps_in_flight.remove(scheduler_output)
         self._end_requests(finished)
         if self.num_lookahead_tokens > 0 and outputs:
@@ -528,6 +530,26 @@ class Scheduler:
         if places:
             outputs = [output for output in outputs if output is not None]
         return outputs, finished
+
+    def _count_burst_drafts(
+        self,
+        outputs: list[EngineCoreOutput],
+        burst_drafts: Mapping[str, Sequence[tuple[int, int]]],
+    ) -> list[EngineCoreOutput]:
+        """Counts the drafts of a burst, for requests that got tokens, and adds them to outputs."""
+        counted = []
+        for output in outputs:
+            steps = burst_drafts.get(output.request_id, ())
+            for num_drafts, num_accepted in steps:
+                self.draft_counts.record(num_drafts, num_accepted)
+            if steps:
+                output = msgspec.structs.replace(
+                    output,
+                    num_draft_tokens=sum(num_drafts for num_drafts, _ in steps),
+                    num_accepted_tokens=sum(num_accepted for _, num_accepted in steps),
+                )
+            counted.append(output)
+        return counted
 
     def _append_tokens(
         self,

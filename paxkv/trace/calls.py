@@ -217,12 +217,14 @@ class UpdateCall(_Call, tag="update", forbid_unknown_fields=True, frozen=True):
 
     Args:
         step: Number of the step.
+        burst_drafts: See `ModelRunnerOutput`.
         pooled: Requests that the step ended with a `pooler_output`, which is not stored.
     """
 
     step: int
     sampled: list[SampledRow] = []
     draft_token_ids: dict[str, list[int]] = {}
+    burst_drafts: dict[str, list[tuple[int, int]]] = {}
     pooled: list[str] = []
     kv_connector_output: KVConnectorOutput | None = None
     outputs: list[OutputRow] = []
@@ -234,6 +236,7 @@ class UpdateCall(_Call, tag="update", forbid_unknown_fields=True, frozen=True):
             sampled_token_ids=[row.token_ids for row in self.sampled],
             logprobs=[None] * len(self.sampled),
             draft_token_ids=self.draft_token_ids,
+            burst_drafts=self.burst_drafts,
             pooler_output={req_id: [] for req_id in self.pooled},
             kv_connector_output=self.kv_connector_output,
         )

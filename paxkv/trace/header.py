@@ -25,12 +25,12 @@ from paxkv.trace.json_errors import JSON_ERRORS
 
 FORMAT = "paxkv-trace"
 # Increase it when the content of a trace, or the inputs of a scheduler, change.
-VERSION = 6
+VERSION = 7
 # Versions that can be replayed. In version 2, requests with changed logits were never in bursts.
 # Before version 4, a trace did not name the requests that the runner pooled. Before version 5,
 # recurrent states were not saved for prefix hits. Before version 6, they were not saved at regular
-# intervals.
-READ_VERSIONS = (2, 3, 4, 5, VERSION)
+# intervals. Before version 7, bursts verified no drafts.
+READ_VERSIONS = (2, 3, 4, 5, 6, VERSION)
 
 SPEC_CLASSES = {
     spec_class.__name__: spec_class

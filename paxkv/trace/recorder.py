@@ -160,6 +160,7 @@ class TraceRecorder:
                 step=step,
                 sampled=sampled,
                 draft_token_ids=runner_output.draft_token_ids,
+                burst_drafts=runner_output.burst_drafts,
                 pooled=list(runner_output.pooler_output),
                 kv_connector_output=runner_output.kv_connector_output,
                 outputs=[OutputRow.from_output(output) for output in outputs or ()],

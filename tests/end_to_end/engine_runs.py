@@ -21,6 +21,8 @@ class Answer:
     finish_reason: str
     stop_reason: int | str | None
     pooling_output: list | None
+    num_draft_tokens: int = dataclasses.field(default=0, compare=False)
+    num_accepted_tokens: int = dataclasses.field(default=0, compare=False)
 
 
 def run(
@@ -89,6 +91,8 @@ def run(
             of_one[-1].finish_reason,
             of_one[-1].stop_reason,
             of_one[-1].pooling_output,
+            sum(output.num_draft_tokens for output in of_one),
+            sum(output.num_accepted_tokens for output in of_one),
         )
         for req_id, of_one in outputs.items()
     }

@@ -163,7 +163,11 @@ class BatchBuilder:
         leaves_logits: bool,
     ) -> BuiltStep:
         num_reqs = len(rows.req_ids)
-        shape = self._buckets.burst_shape_for(num_reqs, _variants_of(features))
+        # A burst of one step has no room for drafts.
+        verifies_drafts = num_steps > 1 and any(step.verifies_drafts for step in features)
+        shape = self._buckets.burst_shape_for(
+            num_reqs, _variants_of(features), verifies_drafts=verifies_drafts
+        )
         if num_steps > shape.max_steps:
             raise InvariantError(f"a burst has at most {shape.max_steps} steps, got {num_steps}.")
         packed_np, views = _make_buffer(shape)
@@ -192,6 +196,7 @@ class BatchBuilder:
             num_drawn_of_each=num_steps if (num_drawn_np == num_steps).all() else None,
             num_drafts_np=rows.num_drafts_np,
             first_draw_np=np.arange(num_reqs, dtype=np.int32),
+            # The host does not know how many drafts a burst verifies, so they do not count.
             num_padded_tokens=shape.num_computed(num_reqs) * num_steps - len(rows.positions_np),
             features=features,
             leaves_logits=leaves_logits,

@@ -18,8 +18,9 @@ from paxkv.runner.batch.built_step import BuiltStep
 from paxkv.runner.batch.input_batch import CachedRequestState, InputBatch
 from paxkv.runner.features.base import StepFeature
 from paxkv.runner.sampling.logits_check import LogitsCheck
-from paxkv.runner.sampling.sampled_tokens import NO_TOKEN, read_logprobs
+from paxkv.runner.sampling.sampled_tokens import NO_TOKEN, RESULT_WIDTH, read_logprobs
 from paxkv.runner.sampling.wide_logprobs import append_logits
+from paxkv.runner.shapes.program_shapes import BurstShape
 from paxkv.runner.shapes.step_variant import StepVariant
 
 
@@ -47,7 +48,7 @@ class DeviceStep:
 
     Attributes:
         result: i32[max_steps or max_draws, num_reqs, RESULT_WIDTH], on the device; None before its
-            tokens are drawn, and after they were fetched.
+            tokens are drawn, and after they were fetched. Bursts with drafts have one more column.
         feature_results: Results of step features on the device, by variant and by name.
         drafts: i32[num_reqs, num_drafts], proposals of a draft head for the next step, on the
             device; `NO_TOKEN` after the last one of a request. None without a head.
@@ -166,6 +167,7 @@ class DeviceStep:
                 ]
             ),
             draft_token_ids=self._take_drafts(sampled_token_ids),
+            burst_drafts=self._read_burst_drafts(result_np, sampled_token_ids),
         )
         for feature in self._built.features:
             results = self.feature_results.pop(feature.variant, {})
@@ -211,6 +213,31 @@ class DeviceStep:
             )
             if token_ids
         }
+
+    def _read_burst_drafts(
+        self,
+        result_np: np.ndarray,  # i32[max_steps, num_reqs, RESULT_WIDTH + 1]
+        sampled_token_ids: list[list[int]],
+    ) -> dict[str, list[tuple[int, int]]]:
+        """Returns `ModelRunnerOutput.burst_drafts`. See `DraftingState.results`."""
+        shape = self._built.shape
+        if not isinstance(shape, BurstShape) or shape.ngram is None:
+            return {}
+        found: dict[str, list[tuple[int, int]]] = {}
+        columns = result_np[:, :, RESULT_WIDTH].T.tolist()
+        for req_id, token_ids, column in zip(
+            self._built.req_ids, sampled_token_ids, columns, strict=False
+        ):
+            starts = [place for place, word in enumerate(column[: len(token_ids)]) if word > 0]
+            ends = [*starts[1:], len(token_ids)]
+            steps = [
+                (column[start] - 1, end - start - 1)
+                for start, end in zip(starts, ends, strict=False)
+                if column[start] > 1
+            ]
+            if steps:
+                found[req_id] = steps
+        return found
 
     def _are_kept(self) -> np.ndarray:  # bool[num_reqs]
         """Returns, for each request, whether it still has the row that it had in the step.

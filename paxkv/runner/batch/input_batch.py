@@ -57,6 +57,10 @@ class InputBatch:
     `token_ids_np`, `num_tokens_np` and `num_pending_np` are updated when they are read. Steady
     decode does not read them, and so saves a part of the host's time per step.
 
+    Args:
+        keeps_tokens: The device keeps the tokens of all requests in its `RowState`, because it
+            finds drafts in them.
+
     Attributes:
         num_needing_more: Number of requests with a row and `needs_more_than_tokens`.
         num_changes: How often a row was allocated or freed.
@@ -70,6 +74,7 @@ class InputBatch:
         block_tables: MultiGroupBlockTable,
         vocab_size: int,
         seed: int,
+        keeps_tokens: bool,
     ) -> None:
         self.requests: dict[str, CachedRequestState] = {}
         self.block_tables = block_tables
@@ -93,6 +98,7 @@ class InputBatch:
         self._free_rows = list(range(max_num_seqs))  # a heap: the lowest free row comes first
         self._vocab_size = vocab_size
         self._seed = seed
+        self._keeps_tokens = keeps_tokens
         # Requests that got a row since the last call of `pack_started_rows`, and need a `RowState`.
         self._started: list[CachedRequestState] = []
         # Rows whose block tables changed since the last call of `drain_grown_rows`.
@@ -116,6 +122,7 @@ class InputBatch:
         num_blocks: int,
         vocab_size: int,
         seed: int,
+        keeps_tokens: bool = False,
     ) -> "InputBatch":
         """Makes an empty batch whose block tables have these dimensions."""
         group_tables = [
@@ -141,6 +148,7 @@ class InputBatch:
             block_tables=MultiGroupBlockTable(group_tables),
             vocab_size=vocab_size,
             seed=seed,
+            keeps_tokens=keeps_tokens,
         )
 
     @property
@@ -320,6 +328,8 @@ class InputBatch:
         processors = processors_of(
             params, new_req.bad_words_token_ids, needs_grammar=new_req.needs_grammar
         )
+        if self._keeps_tokens:
+            processors |= Processors.TOKEN_HISTORY
         state = CachedRequestState(
             req_id=new_req.req_id,
             sampling_params=params,

@@ -50,6 +50,11 @@ class FeatureStep(Protocol):
         """Whether the program must be a step, because another program runs after it."""
         return False
 
+    @property
+    def verifies_drafts(self) -> bool:
+        """Whether a burst should verify drafts that its program finds."""
+        return False
+
     def fill(self, views: Mapping[str, np.ndarray]) -> None:
         """Fills the variant's fields, which start as zeros."""
         ...

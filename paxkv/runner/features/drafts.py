@@ -5,9 +5,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from paxkv.config.sampling_params import is_wide
 from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from paxkv.runner.drafters.acceptance import Acceptance, TotalAcceptance
 from paxkv.runner.drafters.base import Drafter, RequestDrafter
+from paxkv.runner.drafters.burst_draft_pacer import BurstDraftPacer
 from paxkv.runner.drafters.draft_pacer import DraftPacer
 from paxkv.runner.features.base import FeatureStep, StepFeature
 from paxkv.runner.features.feature_device import FeatureDevice
@@ -29,6 +31,7 @@ class _DraftedStep(FeatureStep):
         requests: The requests of the step; None for pooled ones.
         num_tokens: Tokens that the step computes, including drafts.
         is_decode: See `ScheduledRows`.
+        is_drafting: The step is a burst that verifies drafts.
     """
 
     drafts: "Drafts"
@@ -37,11 +40,16 @@ class _DraftedStep(FeatureStep):
     num_drafts: int
     num_decode_steps: int
     is_decode: bool
+    is_drafting: bool
     variant: None = None
 
     @property
     def is_repeatable(self) -> bool:
-        return True
+        return self.drafts.bursts_are_alike
+
+    @property
+    def verifies_drafts(self) -> bool:
+        return self.is_drafting
 
     def fill(self, views: Mapping[str, np.ndarray]) -> None:
         """Fills nothing, because there is no variant."""
@@ -58,24 +66,45 @@ class Drafts(StepFeature):
     Args:
         max_drafts: Most drafts of a request in one step.
         pacer: Decides which proposals are worth their time. None: all are.
+        are_in_bursts: Bursts find and verify drafts. The drafter then proposes tokens only while a
+            request of the step cannot be in a burst.
+        burst_pacer: Decides which bursts verify drafts. None: all do, if `are_in_bursts`.
     """
 
-    def __init__(self, drafter: Drafter, *, max_drafts: int, pacer: DraftPacer | None) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        max_drafts: int,
+        pacer: DraftPacer | None,
+        are_in_bursts: bool = False,
+        burst_pacer: BurstDraftPacer | None = None,
+    ) -> None:
         self._drafter = drafter
         self._max_drafts = max_drafts
         self._pacer = pacer
+        self._are_in_bursts = are_in_bursts
+        self._burst_pacer = burst_pacer
         self._total = TotalAcceptance()
         # The running requests, except pooled ones.
         self._requests: dict[str, _DraftedRequest] = {}
+        # Unfinished requests that need the host between their tokens.
+        self._single_step_ids: set[str] = set()
 
     @property
     def max_drafts(self) -> int:
         return self._max_drafts
 
+    @property
+    def bursts_are_alike(self) -> bool:
+        """Whether all bursts verify drafts, or none does."""
+        return self._burst_pacer is None
+
     def variants(self) -> tuple[StepVariant, ...]:
         return ()
 
     def before_step(self, scheduler_output: SchedulerOutput, device: FeatureDevice) -> None:
+        self._single_step_ids -= scheduler_output.finished_req_ids
         for req_id in scheduler_output.finished_req_ids:
             if req_id in self._requests:
                 self._drafter.end(self._requests.pop(req_id).drafter)
@@ -86,6 +115,8 @@ class Drafts(StepFeature):
         for req_id, token_ids in scheduler_output.scheduled_cached_reqs.all_token_ids.items():
             self._start(req_id, token_ids)
         for new_req in scheduler_output.scheduled_new_reqs:
+            if new_req.needs_grammar or is_wide(new_req.sampling_params.logprobs):
+                self._single_step_ids.add(new_req.req_id)
             if not new_req.is_pooled:
                 self._start(new_req.req_id, new_req.prompt_token_ids)
 
@@ -97,12 +128,25 @@ class Drafts(StepFeature):
             num_drafts=int(step.num_drafts_np.sum()),
             num_decode_steps=step.num_decode_steps,
             is_decode=step.is_decode,
+            is_drafting=self._is_drafting(step),
         )
+
+    def _is_drafting(self, step: ScheduledRows) -> bool:
+        if not self._are_in_bursts or step.num_decode_steps == 1:
+            return False
+        return self._burst_pacer is None or self._burst_pacer.choose(len(step.req_ids))
 
     def propose(self, step: _DraftedStep, output: ModelRunnerOutput) -> dict[str, list[int]]:
         """Adds the tokens of a step, and returns drafts as `ModelRunnerOutput` has them."""
         proposals: dict[str, list[int]] = {}
         rates: dict[str, float] = {}
+        if self._burst_pacer is not None:
+            self._burst_pacer.record_step(
+                num_reqs=len(output.req_ids),
+                num_decode_steps=step.num_decode_steps,
+                verifies_drafts=step.is_drafting,
+            )
+        proposes = not self._are_in_bursts or not self._single_step_ids.isdisjoint(output.req_ids)
         drawn: list[str] = []
         num_drawn = 0
         for req_id, token_ids, request in zip(
@@ -115,11 +159,11 @@ class Drafts(StepFeature):
             num_drawn += len(token_ids)
             request.acceptance.record_drawn(token_ids)
             request.drafter.extend(token_ids)
-            if found := request.drafter.propose(self._max_drafts):
+            if proposes and (found := request.drafter.propose(self._max_drafts)):
                 proposals[req_id] = found
                 rates[req_id] = request.acceptance.rate
                 request.acceptance.record_proposal(found)
-        if self._pacer is None:
+        if self._pacer is None or not proposes:
             return proposals
         # Steps that only compute prompts are recorded too, because they take time.
         self._pacer.record_step(

@@ -3,6 +3,7 @@
 from models import LoadedModel
 from models.loading.loaded_draft_model import LoadedDrafter
 from paxkv.config.engine_config import RunnerConfig
+from paxkv.runner.drafters.burst_draft_pacer import BurstDraftPacer
 from paxkv.runner.drafters.depth_pacer import DepthPacer
 from paxkv.runner.drafters.draft_pacer import DraftPacer
 from paxkv.runner.drafters.drafter_list import make_drafter
@@ -26,9 +27,15 @@ def make_features(config: RunnerConfig, model: LoadedModel) -> tuple[StepFeature
     speculative = config.speculative_config
     # The feature of a drafter with weights comes from `make_head_drafts`.
     if speculative is not None and not speculative.is_on_device:
-        max_drafts = speculative.num_speculative_tokens
-        pacer = DraftPacer() if speculative.adapts else None
-        features.append(Drafts(make_drafter(speculative), max_drafts=max_drafts, pacer=pacer))
+        are_in_bursts = bool(speculative.drafts_in_bursts)
+        drafts = Drafts(
+            make_drafter(speculative),
+            max_drafts=speculative.num_speculative_tokens,
+            pacer=DraftPacer() if speculative.adapts else None,
+            are_in_bursts=are_in_bursts,
+            burst_pacer=BurstDraftPacer() if speculative.adapts and are_in_bursts else None,
+        )
+        features.append(drafts)
     return tuple(features)
 
 

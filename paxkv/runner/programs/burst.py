@@ -134,7 +134,7 @@ def _draw(
     state: DecodeState,
 ) -> tuple[jax.Array, _Drawing]:  # i32[num_reqs, RESULT_WIDTH]
     logits, row_state = state.drawing
-    logits, greedy_ids = _find_logits(model, params, batch, hidden, logits)
+    logits, greedy_ids = find_logits(model, params, batch, hidden, logits)
     sampling = _sampling_of(fields, state, num_rows=shape.num_reqs)
     # With `draw_position` 0, no row draws, and none is processed.
     sampling = jnp.where(fields["leaves_logits"][0] != 0, 0, sampling)
@@ -150,13 +150,13 @@ def _draw(
     return result, (logits, row_state)
 
 
-def _find_logits(
+def find_logits(
     model: LoadedModel,
     params: Params,
     batch: ForwardBatch,
-    hidden: jax.Array,  # f[num_reqs, hidden]
-    room: jax.Array,  # f32[max_num_seqs, vocab]
-) -> tuple[jax.Array, jax.Array]:  # f32[max_num_seqs, vocab], i32[num_reqs]
+    hidden: jax.Array,  # f[num_tokens, hidden]
+    room: jax.Array,  # f32[num_rows, vocab]
+) -> tuple[jax.Array, jax.Array]:  # f32[num_rows, vocab], i32[num_tokens]
     """Logits and most likely tokens of the rows of the step's width; later rows are undefined."""
 
     def find(width: Width, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -21,6 +21,7 @@ from paxkv.runner.features.traced_features import split_arrays
 from paxkv.runner.memory.device_mesh import logits_sharding
 from paxkv.runner.programs.burst import make_burst
 from paxkv.runner.programs.draft import make_draft
+from paxkv.runner.programs.drafting_burst import make_drafting_burst
 from paxkv.runner.programs.invariant_step import make_invariant_step
 from paxkv.runner.programs.make_batch import write_slots
 from paxkv.runner.programs.program_identity import program_identity
@@ -145,8 +146,9 @@ class StepPrograms:
         # Everything except the cache and the logits is whole on each device.
         logits = self._abstract_logits()
         if isinstance(shape, BurstShape):
+            make = make_burst if shape.ngram is None else make_drafting_burst
             burst = jax.jit(
-                make_burst(self._model, shape),
+                make(self._model, shape),
                 donate_argnums=(1, 4, 5, 7),
                 out_shardings=(kv_cache.sharding, logits.sharding, *[self._sharding] * 5),
             )

@@ -24,7 +24,8 @@ def needs_processing(
     token_mask: jax.Array | None,  # i32[num_logits, 1 + vocab_words]
 ) -> jax.Array:  # bool[]
     """Whether any row's logits change at all."""
-    has_any = (inputs.processors != 0) | inputs.is_early
+    # A history alone changes no logits: n-gram drafts need it too.
+    has_any = ((inputs.processors & ~int(Processors.TOKEN_HISTORY)) != 0) | inputs.is_early
     return jnp.any(has_any if token_mask is None else has_any | (token_mask[:, 0] != 0))
 
 

@@ -27,7 +27,7 @@ from paxkv.runner.shapes.sampling_row import (
 class Processors(enum.IntFlag):
     """The changes of a row's logits before a token is drawn."""
 
-    TOKEN_HISTORY = 1  # penalties or bad words: the row's tokens are kept on the device
+    TOKEN_HISTORY = 1  # penalties, bad words or drafts: the row's tokens are kept on the device
     PENALTIES = 2
     BAD_WORDS = 4  # of several tokens
     FORBIDDEN = 8  # allowed_token_ids, or bad words of one token

@@ -116,11 +116,12 @@ class NgramShape:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BurstShape:
-    """Every dimension of one compiled burst: up to `max_steps` steps of one token per request.
+    """Every dimension of one compiled burst: up to `max_steps` tokens of each request.
 
     Args:
-        widths: Numbers of requests that it can compute, as `StepShape.widths`. The last is
-            `num_reqs`.
+        ngram: Its steps verify drafts of this kind. None: a step computes one token per request.
+        widths: Numbers of tokens that a step can compute, as `StepShape.widths`. The last is
+            `num_tokens`.
         max_model_len: Tokens of a row that the device can keep.
         chunk_rows: Rows that it draws at a time.
         features: Further computations, in the order of the runner's features.
@@ -133,10 +134,16 @@ class BurstShape:
     widths: tuple[int, ...] = ()
     chunk_rows: int
     features: tuple[StepVariant, ...] = ()
+    ngram: NgramShape | None = None
 
-    def num_computed(self, num_reqs: int) -> int:
-        """Number of requests that a step of `num_reqs` computes, with padding."""
-        return _least_width(self.widths or (self.num_reqs,), num_reqs)
+    @property
+    def num_tokens(self) -> int:
+        """Most tokens that a step computes."""
+        return self.num_reqs * (1 if self.ngram is None else 1 + self.ngram.num_drafts)
+
+    def num_computed(self, num_tokens: int) -> int:
+        """Number of tokens that a step of `num_tokens` computes, with padding."""
+        return _least_width(self.widths or (self.num_tokens,), num_tokens)
 
 
 def _least_width(widths: tuple[int, ...], count: int) -> int:

@@ -21,6 +21,7 @@ from paxkv.runner.shapes.program_shapes import (
     BurstShape,
     CopyShape,
     DraftShape,
+    NgramShape,
     ProgramShape,
     RowShape,
     SamplerShape,
@@ -47,6 +48,7 @@ class StepBuckets:
         max_decode_burst: Most steps of a burst.
         max_draws: Most tokens that one request draws in a step; above 1, steps verify drafts.
         has_draft_head: A draft head runs after steps, and proposes up to `max_draws - 1` tokens.
+        burst_ngram: The drafts that bursts find and verify. None: they verify none.
         always_drafts: The draft head runs after every step, so there are no bursts.
         batch_invariant: One program computes all steps, tile by tile, so that the same instructions
             compute every token.
@@ -70,6 +72,7 @@ class StepBuckets:
         max_model_len: int,
         max_draws: int = 1,
         has_draft_head: bool = False,
+        burst_ngram: NgramShape | None = None,
         always_drafts: bool = False,
         batch_invariant: bool = False,
         sampled_chunk_rows: int | None = SAMPLED_CHUNK_ROWS,
@@ -159,6 +162,14 @@ class StepBuckets:
             chunk_rows=min(sampled_chunk_rows or num_rows, num_rows),
         )
         self.row_shape = RowShape(num_rows=max_num_seqs, max_model_len=max_model_len)
+        # One for each of the first `burst_shapes`. Larger ones would need more rows of logits.
+        self.drafting_burst_shapes: tuple[BurstShape, ...] = ()
+        if burst_ngram is not None:
+            shapes = (
+                _drafting_burst(shape, burst_ngram, sampled_chunk_rows)
+                for shape in self.burst_shapes
+            )
+            self.drafting_burst_shapes = tuple(s for s in shapes if s.num_tokens <= num_rows)
 
     @property
     def largest_first(self) -> tuple[ProgramShape, ...]:
@@ -168,6 +179,7 @@ class StepBuckets:
             *(shape for shapes in self._feature_shapes.values() for shape in shapes[::-1]),
             *self.step_shapes[::-1],
             *(shape for shapes in self._feature_bursts.values() for shape in shapes[::-1]),
+            *self.drafting_burst_shapes[::-1],
             *self.burst_shapes[::-1],
             *self._draft_shapes.values(),
             self.sampler_shape,
@@ -184,6 +196,7 @@ class StepBuckets:
             self.step_shapes[-1],
             *(shapes[-1] for shapes in self._feature_shapes.values()),
             *(shapes[-1] for shapes in self._feature_bursts.values() if shapes),
+            *self.drafting_burst_shapes[-1:],
             *self.burst_shapes[-1:],
             *list(self._draft_shapes.values())[-1:],
             self.copy_shapes[-1],
@@ -231,17 +244,27 @@ class StepBuckets:
         """Whether there are bursts with these features; `features` as in `shape_for`."""
         return self.has_bursts and (not features or features in self._feature_bursts)
 
-    def burst_shape_for(self, num_reqs: int, features: tuple[StepVariant, ...] = ()) -> BurstShape:
+    def burst_shape_for(
+        self,
+        num_reqs: int,
+        features: tuple[StepVariant, ...] = (),
+        *,
+        verifies_drafts: bool = False,
+    ) -> BurstShape:
         """The smallest burst with these features that holds `num_reqs`.
 
         Args:
             features: As in `shape_for`.
+            verifies_drafts: Prefer a burst that verifies drafts. There is none with features that
+                are not in every program, or if its logits had more rows than those of a step.
 
         Raises:
             InvariantError: There is no request, or more than `max_num_seqs`; or there are no bursts
                 with these features.
         """
         bucket_idx = _find_bucket(self._num_reqs, num_reqs, "requests")
+        if verifies_drafts and not features and bucket_idx < len(self.drafting_burst_shapes):
+            return self.drafting_burst_shapes[bucket_idx]
         shapes = self._feature_bursts.get(features) if features else self.burst_shapes
         if shapes is None:
             raise InvariantError(f"a burst cannot have these features: got {features}.")
@@ -255,6 +278,24 @@ class StepBuckets:
         """The smallest shape that holds `num_copies`, or the largest shape if none does."""
         num_smaller = bisect.bisect_left(self._num_copies, num_copies)
         return self.copy_shapes[min(num_smaller, len(self.copy_shapes) - 1)]
+
+
+def _drafting_burst(
+    shape: BurstShape, ngram: NgramShape, sampled_chunk_rows: int | None
+) -> BurstShape:
+    num_tokens = shape.num_reqs * (1 + ngram.num_drafts)
+    # A step has at least one token of each request.
+    widths = tuple(
+        width
+        for width in token_buckets(num_tokens, verifies_drafts=True)
+        if shape.widths and width >= shape.widths[0]
+    )
+    return dataclasses.replace(
+        shape,
+        ngram=ngram,
+        widths=widths if len(widths) > 1 else (),
+        chunk_rows=min(sampled_chunk_rows or num_tokens, num_tokens),
+    )
 
 
 def _draft_shape(step: StepShape, *, shares_programs: bool) -> DraftShape:

@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from paxkv.config.command_line import add_config_flags, config_from_arguments
-from paxkv.config.engine_config import EngineConfig, ModelConfig, RunnerConfig
+from paxkv.config.engine_config import EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.errors import ConfigError
 
@@ -51,6 +51,8 @@ def test_unset_limits_have_vllms_defaults(limits, lengths):
         ({"method": "ngram"}, "needs num_speculative_tokens"),
         (NGRAM | {"num_speculative_tokens": 0}, r"in \[1, 64\], got 0"),
         (NGRAM | {"num_speculative_tokens": True}, r"in \[1, 64\], got True"),
+        (NGRAM | {"drafts_in_bursts": 1}, "drafts_in_bursts must be true or false, got 1"),
+        (SUFFIX | {"drafts_in_bursts": True}, "for method 'ngram', got method 'suffix'"),
         (NGRAM | {"prompt_lookup_min": 0}, "prompt_lookup_min must be an integer of at least 1"),
         (NGRAM | {"prompt_lookup_min": 4, "prompt_lookup_max": 2}, "prompt_lookup_min=4 must be"),
         ({"method": "suffix", "prompt_lookup_min": 2}, "for method 'ngram', got method 'suffix'"),
@@ -114,3 +116,17 @@ def test_only_the_demo_model_has_a_head_of_its_own():
 def test_an_unparsed_object_is_rejected():
     with pytest.raises(ConfigError, match="must be a SpeculativeConfig"):
         RunnerConfig(speculative_config=NGRAM)
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ({"scheduler": SchedulerConfig(max_decode_burst=1)}, "max_decode_burst=1"),
+        ({"runner": {"batch_invariant": True}}, "batch_invariant"),
+    ],
+)
+def test_drafts_in_bursts_need_bursts(parts, why):
+    speculative = SpeculativeConfig.from_fields(NGRAM | {"drafts_in_bursts": True})
+    runner = RunnerConfig(speculative_config=speculative, **parts.pop("runner", {}))
+    with pytest.raises(ConfigError, match=f"needs bursts, and {why} prevents them"):
+        EngineConfig(runner=runner, **parts)

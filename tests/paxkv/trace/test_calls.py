@@ -129,9 +129,10 @@ def test_runner_output_is_restored_without_logprobs() -> None:
         step=1,
         sampled=[SampledRow("a", [1, 2]), SampledRow("b", [])],
         draft_token_ids={"a": [3]},
+        burst_drafts={"a": [(2, 1)]},
         pooled=["b"],
     )
     output = call.runner_output()
     assert (output.req_ids, output.sampled_token_ids) == (["a", "b"], [[1, 2], []])
     assert (output.logprobs, output.draft_token_ids) == ([None, None], {"a": [3]})
-    assert output.pooler_output == {"b": []}
+    assert (output.burst_drafts, output.pooler_output) == ({"a": [(2, 1)]}, {"b": []})

@@ -12,11 +12,13 @@ import pytest
 from models import load_model
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.runner.programs.burst import make_burst
+from paxkv.runner.programs.drafting_burst import make_drafting_burst
 from paxkv.runner.sampling.row_state import abstract_row_state
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
-from paxkv.runner.sampling.sampling_columns import encode_sampling_params
+from paxkv.runner.sampling.sampling_columns import Processors, encode_sampling_params
 from paxkv.runner.shapes.packed_layout import PackedLayout
 from paxkv.runner.shapes.program_shapes import BurstShape, RowShape, TableShape
+from paxkv.runner.shapes.sampling_row import ROW
 from tests.compiler_flags import AS_FOR_USERS
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.placed_model import place_model
@@ -80,26 +82,38 @@ def test_burst_writes_the_cache_in_place(llama, num_reqs, max_steps, dtype):
 
 
 @functools.cache
-def compiled_burst(max_steps, widths=()):
+def compiled_burst(max_steps, widths=(), ngram=None):
     """One program of each shape for all `TinyBursts`."""
     # Two rows at a time, so that three take turns.
-    shape = dataclasses.replace(SHAPE, max_steps=max_steps, widths=widths, chunk_rows=2)
-    return quick_jit(make_burst(MODEL, shape))
+    shape = dataclasses.replace(
+        SHAPE, max_steps=max_steps, widths=widths, chunk_rows=2, ngram=ngram
+    )
+    make = make_burst if ngram is None else make_drafting_burst
+    return quick_jit(make(MODEL, shape))
 
 
 class TinyBursts:
-    """Bursts of a tiny model over a cache that one token of each request was written to."""
+    """Bursts of a tiny model over a cache that one token of each request was written to.
 
-    def __init__(self, params=GREEDY, widths=()):
-        self.widths = widths
+    Args:
+        ngram: Bursts verify such drafts.
+        history: i32[num_reqs, num_tokens], the requests' tokens, in which drafts are found.
+    """
+
+    def __init__(self, params=GREEDY, widths=(), *, ngram=None, history=None):
+        self.widths, self.ngram = widths, ngram
         self.params = params
         self.kv_cache = np.zeros((2, NUM_BLOCKS, math.prod(PAGE)), np.float32)
-        self.logits = np.zeros((MAX_NUM_SEQS, VOCAB), np.float32)
+        num_draws = 1 if ngram is None else 1 + ngram.num_drafts
+        self.logits = np.zeros((MAX_NUM_SEQS * num_draws, VOCAB), np.float32)
         row_shape = RowShape(num_rows=MAX_NUM_SEQS, max_model_len=24)
         self.row_state = jax.tree.map(
             lambda array: np.zeros(array.shape, array.dtype),
             abstract_row_state(row_shape, VOCAB, None),
         )
+        if history is not None:
+            num_reqs, num_tokens = np.shape(history)
+            self.row_state.token_ids[:num_reqs, :num_tokens] = history
 
     def run(
         self, num_tokens, *, tokens, position=0, num_steps=None, max_steps=6, ending=(), first_end=0
@@ -126,9 +140,12 @@ class TinyBursts:
         views["ending_ids"][:, : len(ending)] = ending
         views["first_end"][:] = first_end
         for row, params in enumerate(self.params):
-            views["sampling_rows"][row] = encode_sampling_params(params, seed=row, vocab_size=VOCAB)
+            views["sampling_rows"][row] = encode_sampling_params(
+                params, seed=row, vocab_size=VOCAB, processors=Processors.TOKEN_HISTORY
+            )
+            views["sampling_rows"][row, ROW] = row
         self.kv_cache, self.logits, self.row_state, _, result, last, _ = compiled_burst(
-            max_steps, self.widths
+            max_steps, self.widths, self.ngram
         )(
             *(MODEL.params, self.kv_cache, packed_np, np.zeros(MAX_NUM_SEQS, np.int32)),
             *(self.logits, self.row_state),

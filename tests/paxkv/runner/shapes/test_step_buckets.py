@@ -8,7 +8,13 @@ from models import Wants
 from paxkv.errors import InvariantError
 from paxkv.runner.features.prompt_logprobs import PromptLogprobsVariant
 from paxkv.runner.shapes.bucket_sizes import token_buckets
-from paxkv.runner.shapes.program_shapes import DraftShape, SamplerShape, StepShape, TableShape
+from paxkv.runner.shapes.program_shapes import (
+    DraftShape,
+    NgramShape,
+    SamplerShape,
+    StepShape,
+    TableShape,
+)
 from paxkv.runner.shapes.step_buckets import StepBuckets
 from paxkv.runner.shapes.step_variant import StepVariant
 
@@ -274,3 +280,26 @@ def test_variant_in_every_program_adds_no_program():
 def test_variant_in_every_program_has_no_fields_and_no_siblings(variants):
     with pytest.raises(InvariantError, match="is in every program, but has"):
         make_buckets(feature_variants=[variants])
+
+
+@pytest.mark.parametrize("shares_programs", [False, True])
+def test_bursts_with_drafts_have_room_for_the_drafts_of_all_rows(shares_programs):
+    ngram = NgramShape(num_drafts=3, shortest=1, longest=2)
+    buckets = make_buckets(256, 32, burst_ngram=ngram, max_draws=4, shares_programs=shares_programs)
+    for num_reqs in range(1, 33):
+        plain = buckets.burst_shape_for(num_reqs)
+        drafting = buckets.burst_shape_for(num_reqs, verifies_drafts=True)
+        assert (plain.ngram, drafting.ngram) == (None, ngram)
+        assert drafting.num_reqs == plain.num_reqs and drafting.num_tokens == 4 * plain.num_reqs
+        assert drafting in buckets.largest_first
+        # With and without drafts.
+        assert num_reqs <= drafting.num_computed(num_reqs) <= drafting.num_tokens
+        assert drafting.num_computed(4 * num_reqs) <= drafting.num_tokens
+    assert buckets.drafting_burst_shapes[-1] in buckets.largest
+
+
+def test_bursts_have_no_drafts_without_enough_rows_of_logits():
+    ngram = NgramShape(num_drafts=3, shortest=1, longest=2)
+    buckets = make_buckets(48, 32, burst_ngram=ngram, max_draws=4)
+    found = [buckets.burst_shape_for(n, verifies_drafts=True) for n in (1, 8, 9, 32)]
+    assert [shape.ngram is not None for shape in found] == [True, True, False, False]
