@@ -134,13 +134,8 @@ def load_model(
             config = dataclasses.replace(config, tie_word_embeddings=False)
             structure = make_structure(config)
     file_bytes = None if files is None else files.num_bytes
-    is_kept = quantization == "checkpoint"
     check_weight_memory(
-        # Numbers that are kept as they are stored need about the bytes of their files.
-        file_bytes // num_devices if is_kept else structure.weight_bytes(encoder),
-        mesh,
-        platform,
-        file_bytes=file_bytes,
+        structure.weight_bytes(encoder, checkpoint), mesh, platform, file_bytes=file_bytes
     )
     return LoadedModel(
         **structure.fill(encoder, checkpoint, seed=seed),

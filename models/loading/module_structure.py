@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 
 import jax
@@ -145,12 +146,19 @@ class ModuleStructure:
             "splits_experts": self._splits_experts,
         }
 
-    def weight_bytes(self, encoder: KernelEncoder) -> int:
-        """Bytes that the weights will need on each device, if none are quantized in the files."""
+    def weight_bytes(self, encoder: KernelEncoder, checkpoint: Checkpoint | None) -> int:
+        """Bytes that the weights will need on each device.
+
+        Weights that stay quantized as they are stored count with the bytes of their tensors.
+        """
         # Panels need as many bytes as the matrix, and cannot be made from abstract arrays.
         encoder = dataclasses.replace(encoder, panel_width=None)
         num_bytes = 0
         for name, rule, shape in zip(self.names, self.rules, self.shapes, strict=True):
+            num_parts = 1 if self._mesh is None or not any(rule.axes) else self._mesh.size
+            if checkpoint is not None and self.keeps(name, rule, encoder, checkpoint):
+                num_bytes += _stored_bytes(rule, shape.size, checkpoint) // num_parts
+                continue
             encode = functools.partial(
                 encoder.encode,
                 layout=rule.layout,
@@ -158,9 +166,20 @@ class ModuleStructure:
                 splits_inputs=_splits_inputs(rule),
             )
             leaves = jax.tree.leaves(jax.eval_shape(encode, shape))
-            num_parts = 1 if self._mesh is None or not any(rule.axes) else self._mesh.size
             num_bytes += sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // num_parts
         return num_bytes
+
+    def keeps(
+        self, name: str, rule: WeightRule, encoder: KernelEncoder, checkpoint: Checkpoint
+    ) -> bool:
+        """Whether a parameter keeps the numbers that its tensors have in the files."""
+        present = [source.name for source in _without_absent(rule, checkpoint).sources]
+        return (
+            encoder.quantization == "checkpoint"
+            and rule.layout in ("matrix", "experts")
+            and name not in self.routers
+            and all(n in checkpoint.weights and checkpoint.is_quantized(n) for n in present)
+        )
 
     def sharding_of(self, rule: WeightRule) -> NamedSharding | None:
         """How a parameter with this rule is split; None: it is on the default device."""
@@ -218,10 +237,7 @@ def _read_params(
         where=str(checkpoint.folder),
     )
     kept = [
-        encoder.quantization == "checkpoint"
-        and rule.layout in ("matrix", "experts")
-        and name not in structure.routers
-        and all(checkpoint.is_quantized(source.name) for source in rule.sources)
+        structure.keeps(name, rule, encoder, checkpoint)
         for name, rule in zip(structure.names, rules, strict=True)
     ]
     weights = read_ahead(checkpoint, rules, kept)
@@ -266,6 +282,16 @@ def _put(
 
 def _splits_inputs(rule: WeightRule) -> bool:
     return rule.layout in ("matrix", "experts") and rule.axes[-2] is not None
+
+
+def _stored_bytes(rule: WeightRule, num_weights: int, checkpoint: Checkpoint) -> int:
+    """Bytes that a parameter of `num_weights` takes in the files, with its scales.
+
+    Its tensors may hold parts of other parameters too, such as a stack of gates and up projections.
+    """
+    names = [source.name for source in _without_absent(rule, checkpoint).sources]
+    stored = sum(checkpoint.stored_bytes(name) for name in names)
+    return num_weights * stored // sum(math.prod(checkpoint.weights[n].shape) for n in names)
 
 
 def _check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:

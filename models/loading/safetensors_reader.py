@@ -40,6 +40,12 @@ class StoredWeight:
     shape: tuple[int, ...]
     dtype: str  # as safetensors names it: "F32", "BF16"
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file. The first number in a name of safetensors is the bits of a number."""
+        bits = re.search(r"\d+", self.dtype)
+        return math.prod(self.shape) * (8 if bits is None else int(bits[0])) // 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Files:

@@ -1,7 +1,9 @@
 """Quantized checkpoints load with exactly the weights that their numbers and scales stand for."""
 
 import json
+import logging
 import math
+import re
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -92,6 +94,27 @@ def test_numbers_are_kept_as_they_are_or_refused(tmp_path, quant_method):
         own = got.parameters[name]
         own = dequantized(own) if isinstance(own, ScaledKernel) else own
         np.testing.assert_array_equal(own, value, err_msg=name)
+
+
+@pytest.mark.parametrize("quant_method", ["fp8", "awq", "mxfp4"])
+def test_memory_is_asked_for_parts_that_are_loaded(tmp_path, caplog, quant_method):
+    arguments = {"hidden_size": 384, "intermediate_size": 768, "vocab_size": 64}
+    folder, _ = write_pair(tmp_path, quant_method, **arguments)
+    tensors = read_tensors(folder)
+    # Larger than the rest.
+    extra = {"vision_tower.patch.weight": np.ones((2048, 2048), np.float32)}
+    save_tensors(folder / "model.safetensors", tensors | extra)
+    config = json.loads((folder / "config.json").read_text())
+    text = {"text_config": config, "architectures": ["LlavaForConditionalGeneration"]}
+    quantization = config.pop("quantization_config")
+    text |= {"model_type": "llava", "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(text))
+    with caplog.at_level(logging.INFO, "models.loading.weight_memory"):
+        loaded = load_model(folder, dtype="float32", quantization="checkpoint")
+    asked = 2**20 * float(re.search(r"about (.*) MiB on the device", caplog.text)[1])
+    # In memory, a block's scale is repeated for each output, and other scales are float32.
+    assert 0.8 * loaded.device_bytes < asked <= loaded.device_bytes + 2**16
+    assert asked < loaded.file_bytes / 4
 
 
 def test_numbers_are_kept_of_quantized_checkpoints_alone(tmp_path):

@@ -92,6 +92,10 @@ class DequantizedCheckpoint:
         """Whether `read` would dequantize this weight."""
         return self.weights[name].name in self._parts
 
+    def stored_bytes(self, name: str) -> int:
+        """Bytes of the tensors of a quantized weight in the files."""
+        return sum(t.num_bytes for t in self._parts[self.weights[name].name].tensors.values())
+
     def read_integers(self, name: str) -> ScaledIntegers:
         """Returns a quantized weight as integers, or the bits of floats, with scales."""
         parts = self._parts[self.weights[name].name]
