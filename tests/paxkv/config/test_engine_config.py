@@ -12,7 +12,6 @@ from paxkv.config.engine_config import (
     SchedulerConfig,
     ServerConfig,
 )
-from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.errors import ConfigError
 
 
@@ -137,14 +136,6 @@ def test_kv_cache_metrics_sample_must_be_in_0_to_1(share: object) -> None:
 def test_expert_load_window_must_be_a_positive_number_of_seconds(window_s: object) -> None:
     with pytest.raises(ConfigError, match="expert_load_window must be a number of seconds"):
         RunnerConfig(expert_load_window=window_s)
-
-
-def test_draft_heads_are_refused_on_several_devices():
-    speculative = SpeculativeConfig(method="mtp", num_speculative_tokens=1)
-    runner = RunnerConfig(speculative_config=speculative)
-    EngineConfig(runner=runner)
-    with pytest.raises(ConfigError, match="method 'mtp' .* got tensor_parallel_size=2"):
-        EngineConfig(runner=runner, parallel=ParallelConfig(tensor_parallel_size=2))
 
 
 @pytest.mark.parametrize(
