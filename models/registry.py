@@ -1,6 +1,7 @@
 """Finds the class that runs the architecture of a config.json, in paxkv or in other packages."""
 
 import dataclasses
+import functools
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -242,7 +243,9 @@ def _read_with(family: "type[Decoder]", hf_config: Mapping[str, object]) -> Mode
     return config
 
 
+@functools.cache
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    """Reads the metadata of all installed packages once, because that takes milliseconds."""
     found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
     return {entry_point.name: entry_point for entry_point in found}
 

@@ -4,6 +4,7 @@ import importlib.metadata
 
 import pytest
 
+from models import registry
 from models.config.rope_config import RopeConfig
 from models.errors import ModelConfigError, ModelError, UnsupportedModelError
 from models.families.llama import LlamaForCausalLM
@@ -614,6 +615,15 @@ def test_model_type_distinguishes_families_that_are_saved_as_llama(model_type, w
     assert (config.architecture, config.model_type) == (wanted, model_type)
 
 
+@pytest.fixture
+def reads_entry_points():
+    """Nothing is known of installed packages before the test, nor is what it installs after it."""
+    registry._entry_points.cache_clear()
+    yield
+    registry._entry_points.cache_clear()
+
+
+@pytest.mark.usefixtures("reads_entry_points")
 def test_installed_packages_add_families_and_replace_none(monkeypatch):
     own = "tests.models.test_registry:ForeignModel"
     added = [
@@ -630,6 +640,7 @@ def test_installed_packages_add_families_and_replace_none(monkeypatch):
         read_config(hf_config("ForeignerModel", model_type="x"))
 
 
+@pytest.mark.usefixtures("reads_entry_points")
 @pytest.mark.parametrize("value", ["no_such_package:Model", "models.registry:NoSuchModel"])
 def test_a_family_that_cannot_be_imported_is_named(monkeypatch, value):
     added = [importlib.metadata.EntryPoint("ForeignForCausalLM", value, ENTRY_POINT_GROUP)]
