@@ -1,6 +1,7 @@
 """Drives a `LoadedModel` by hand, without scheduler or runner: chunks of tokens in, logits out."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Mapping
@@ -80,10 +81,12 @@ class PagedStepper:
             part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)
         ]
         self._seq_lens = np.zeros(NUM_REQS, np.int32)
-        pages = self._placed.empty_pages(1 + sum(sizes))
+        pages = jax.eval_shape(functools.partial(self._placed.empty_pages, 1 + sum(sizes)))
         # In 16-bit storage too, all bits set are NaN.
         is_float = jnp.issubdtype(pages.dtype, jnp.floating)
-        self._pages = jnp.full_like(pages, jnp.nan if is_float else jnp.iinfo(pages.dtype).max)
+        fill = np.nan if is_float else jnp.iinfo(pages.dtype).max
+        # `jnp.full` would compile a program for each shape.
+        self._pages = jax.device_put(np.full(pages.shape, fill, pages.dtype))
 
     def step(self, chunks: dict[int, list[int]]) -> dict[int, np.ndarray]:
         """Runs one step.

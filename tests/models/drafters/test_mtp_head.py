@@ -83,7 +83,7 @@ def test_checkpoint_without_the_layer_is_refused(checkpoint, tmp_path):
     """Some published copies keep the field of config.json, but not the tensors."""
     _, folder = checkpoint
     shutil.copy(folder / "config.json", tmp_path)
-    model = load_model(folder, dtype="float32", load_format="dummy")
+    model = load_model(folder, dtype="float32")
     prefix = f"model.layers.{model.config.num_layers}."
     weights = {
         name: weight
