@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import json
 import re
 from collections.abc import Callable
 
@@ -38,9 +37,10 @@ from paxkv.runner.programs.make_batch import make_batch
 from tests.compiler_flags import AS_FOR_USERS
 from tests.models.steppers import IN_TURN, fresh_stepper, in_loop, model_of
 from tests.oracles.golden import load_golden
+from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.paged_stepper import NUM_TOKENS, PagedStepper
 from tests.oracles.placed_model import place_model
-from tests.oracles.recipes import write_recipe
+from tests.oracles.recipes import RECIPES
 
 TOLERANCE = 1e-5  # of the largest absolute logit
 
@@ -98,11 +98,10 @@ def test_logits_do_not_depend_on_widths(recipe, only_last_tokens, in_loop):
 
 
 def test_last_of_two_kinds_of_layers_may_go_on_with_fewer_tokens(tmp_path):
-    folder = write_recipe(tmp_path / "whole_periods", "qwen3_layer_types")
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"num_hidden_layers": 4, "layer_types": config["layer_types"][:4]}
-    (folder / "config.json").write_text(json.dumps(config))
-    model = load_model(folder, dtype="float32", load_format="dummy")
+    fields = RECIPES["qwen3_layer_types"]["extra_config"]
+    fields = fields | {"layer_types": fields["layer_types"][:4]}
+    recipe = RECIPES["qwen3_layer_types"] | {"num_layers": 4, "extra_config": fields}
+    model = load_model(write_random_checkpoint(tmp_path, **recipe), dtype="float32")
     in_turn = dataclasses.replace(model, platform=IN_TURN)
     wanted, got = (
         PagedStepper(model, only_last_tokens=True).step({0: [5, 6, 7], 1: [8], 2: [9, 10]})
@@ -167,10 +166,9 @@ def test_attention_is_traced_once_for_each_kind_of_layer(
 def test_program_grows_with_layers_by_their_products_alone(tmp_path, only_last_tokens):
     counts = []
     for num_layers in (4, 9):
-        folder = write_recipe(tmp_path / str(num_layers), "llama")
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
-        model = load_model(folder, dtype="float32", load_format="dummy")
+        recipe = RECIPES["llama"] | {"num_layers": num_layers}
+        folder = write_random_checkpoint(tmp_path / str(num_layers), **recipe)
+        model = load_model(folder, dtype="float32")
         lowered = lower_step(in_loop(model), num_blocks=8, only_last_tokens=only_last_tokens)
         counts.append(collections.Counter(re.findall(r' = "?(\w+\.\w+)', lowered.as_text())))
     few, many = counts
@@ -257,7 +255,7 @@ class WithTable(nnx.Module):
     """A layer with a parameter that a switch would copy, as a stack of experts would be."""
 
     def __init__(self, number: float) -> None:
-        self.table = nnx.Param(jnp.full((2, 3, 4), number))
+        self.table = nnx.Param(jax.device_put(np.full((2, 3, 4), number, np.float32)))
 
     def __call__(self, carry, pages, context):
         return Carry(hidden=carry.hidden * 2 + self.table[0, 1, 2]), pages
@@ -267,7 +265,7 @@ class WithBias(nnx.Module):
     """A layer without any matrix."""
 
     def __init__(self, number: float) -> None:
-        self.bias = nnx.Param(jnp.full(4, number))
+        self.bias = nnx.Param(jax.device_put(np.full(4, number, np.float32)))
 
     def __call__(self, carry, pages, context):
         return Carry(hidden=carry.hidden * 2 + self.bias[...]), pages
@@ -279,7 +277,7 @@ class WithCache(nnx.Module):
     num_traces = 0
 
     def __init__(self) -> None:
-        self.bias = nnx.Param(jnp.zeros(4))
+        self.bias = nnx.Param(jax.device_put(np.zeros(4, np.float32)))
 
     def __call__(self, carry, pages, context):
         WithCache.num_traces += 1
@@ -339,9 +337,9 @@ class WithMatrix(WithCache):
     """A layer with a matrix, whose output says where its cache is."""
 
     def __init__(self, number: float) -> None:
-        self.bias = nnx.Param(jnp.zeros(4))
+        self.bias = nnx.Param(jax.device_put(np.zeros(4, np.float32)))
         self.linear = Linear(4, 4, dtype=jnp.float32)
-        self.linear.kernel.set_value(number * jnp.eye(4))
+        self.linear.kernel.set_value(jax.device_put(number * np.eye(4, dtype=np.float32)))
 
     def __call__(self, carry, pages, context):
         carry, pages = super().__call__(carry, pages, context)
@@ -367,22 +365,27 @@ def test_layer_at_several_places_has_a_cache_at_each_and_one_product():
         assert str(program).count("dot_general[") == num_products
 
 
-def run_both(layers: list[nnx.Module], places: list[LayerPlaces]) -> tuple[jax.Array, jax.Array]:
+def run_both(layers: list[nnx.Module], places: list[LayerPlaces]) -> tuple[np.ndarray, np.ndarray]:
     """Hidden states after the layers in turn, and in a loop."""
     placed, carry, context = placed_in_step(layers, places)
-    pages = jnp.zeros(1)
-    return tuple(run(placed, carry, pages, context)[0].hidden for run in (run_in_turn, run_in_loop))
+
+    def run_all(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        in_turn, _ = run_in_turn(placed, carry, pages, context)
+        in_loop, _ = run_in_loop(placed, carry, pages, context)
+        return in_turn.hidden, in_loop.hidden
+
+    return jax.device_get(jax.jit(run_all)(np.zeros(1, np.float32)))
 
 
 def placed_in_step(
     layers: list[nnx.Module], places: list[LayerPlaces]
 ) -> tuple[list[PlacedLayer], Carry, LayerContext]:
     """The layers, what the first one gets, and a step; two groups of each block size."""
-    tokens = jnp.zeros(2, jnp.int32)
+    tokens = np.zeros(2, np.int32)
     groups = tuple(
         GroupInputs(
-            block_tables=jnp.asarray([[[1 + 2 * idx]], [[2 + 2 * idx]]], jnp.int32),
-            seq_lens=jnp.asarray([2], jnp.int32),
+            block_tables=np.array([[[1 + 2 * idx]], [[2 + 2 * idx]]], np.int32),
+            seq_lens=np.array([2], np.int32),
             block_size=block_size,
         )
         for idx, block_size in enumerate((8, 16))
@@ -390,14 +393,15 @@ def placed_in_step(
     batch = ForwardBatch(
         token_ids=tokens,
         positions=tokens,
-        query_start_loc=jnp.asarray([0, 2], jnp.int32),
+        query_start_loc=np.array([0, 2], np.int32),
         groups=groups,
         logits_indices=tokens,
     )
     slots = tuple(inputs.block_size * inputs.block_tables[:, :, 0] for inputs in groups)
+    batch, slots = jax.device_put((batch, slots))
     context = LayerContext(batch=batch, kernels=KernelSettings(), slots=slots, cos_sin={})
     placed = list(map(PlacedLayer, layers, range(len(layers)), places))
-    return placed, Carry(hidden=jnp.ones((2, 4))), context
+    return placed, Carry(hidden=np.ones((2, 4), np.float32)), context
 
 
 def lower_step(
@@ -408,13 +412,13 @@ def lower_step(
     tables = placed.tables(max_model_len=32)
     pages = jax.eval_shape(lambda: placed.empty_pages(num_blocks))
     num_new = 2 if only_last_tokens else 1
-    starts = num_new * jnp.arange(3, dtype=jnp.int32)
+    starts = num_new * np.arange(3, dtype=np.int32)
     batch = make_batch(
-        token_ids=jnp.zeros(2 * num_new, jnp.int32),
-        positions=jnp.zeros(2 * num_new, jnp.int32),
+        token_ids=np.zeros(2 * num_new, np.int32),
+        positions=np.zeros(2 * num_new, np.int32),
         query_start_loc=starts,
-        seq_lens=jnp.full(2, num_new, jnp.int32),
-        block_tables=[jnp.ones(table.dims(num_reqs=2), jnp.int32) for table in tables],
+        seq_lens=np.full(2, num_new, np.int32),
+        block_tables=[np.ones(table.dims(num_reqs=2), np.int32) for table in tables],
         table_shapes=tables,
         logits_indices=starts[1:] - 1,
         max_query_len=None if only_last_tokens else 1,
