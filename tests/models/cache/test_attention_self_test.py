@@ -184,7 +184,7 @@ def test_far_limits_that_a_kernel_gets_wrong_are_noticed(monkeypatch, spoil_rule
 
     def spoiled(*args, implementation, **rules):
         changes = {} if implementation == "xla" else spoil_rules(rules)
-        return attend(*args, implementation="xla", **(rules | changes))
+        return attend(*args, implementation=implementation, **(rules | changes))
 
     monkeypatch.setattr(pallas_kernels, "paged_attention", spoiled)
     reason = why_kernels_differ(FAR_LIMITS, H200, implementation="reference")
@@ -207,7 +207,7 @@ def test_sinks_and_chunks_that_a_kernel_gets_wrong_are_noticed(monkeypatch, fiel
     def spoiled(*args, implementation, **rules):
         has_limit = rules["sinks"] is not None or rules["chunk_size"] is not None
         changes = spoil_rules(rules) if has_limit and implementation != "xla" else {}
-        return attend(*args, implementation="xla", **(rules | changes))
+        return attend(*args, implementation=implementation, **(rules | changes))
 
     # The full layer is last: it must not be tried in place of the other one.
     layers = checked(dataclasses.replace(FULL, **fields), FULL)
