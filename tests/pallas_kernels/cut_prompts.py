@@ -18,6 +18,8 @@ def compute_parts(
         compute: Takes tokens, states, `query_start_loc` and positions.
         cuts: Indices of the tokens at which a new call begins.
     """
+    # A slice of JAX's arrays would be another program.
+    *tokens, positions = map(np.asarray, (*tokens, positions))
     parts = []
     bounds = [0, *cuts, len(positions)]
     for begin, end in zip(bounds[:-1], bounds[1:], strict=True):

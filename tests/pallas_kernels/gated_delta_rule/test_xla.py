@@ -37,7 +37,7 @@ def test_equals_the_reference(case, run_jitted):
 
 def test_cutting_a_prompt_changes_nothing(run_jitted):
     case = next(case for case in CASES if case.name == "ragged")
-    *tokens, states, starts = build_inputs(case)
+    *tokens, states, starts = map(np.asarray, build_inputs(case))
     whole, last = run_jitted(gated_delta_rule_xla, *tokens, states, starts)
     cut = 6  # within the third request
     first_starts, rest_starts = np.minimum(starts, cut), np.maximum(starts, cut) - cut
