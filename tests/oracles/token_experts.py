@@ -5,10 +5,11 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
-from models import LoadedModel, load_model
+from models import LoadedModel
+from tests.models.random_weights import load_random_model
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K, VOCAB = 4, 8, 2, 60
 DENSE_LAYERS = (0,)
@@ -39,9 +40,9 @@ def write_config(folder: Path) -> Path:
 
 def make_token_experts(folder: Path) -> LoadedModel:
     """The model in float32. Its layers add nothing to the residual stream."""
-    model = load_model(write_config(folder), dtype="float32", load_format="dummy")
+    model = load_random_model(write_config(folder))
     params = [
-        jnp.zeros_like(param) if "o_proj" in name or "down_proj" in name else param
+        jax.device_put(np.zeros_like(param)) if "o_proj" in name or "down_proj" in name else param
         for name, param in zip(model.param_names, model.params, strict=True)
     ]
     return dataclasses.replace(model, params=tuple(params))
