@@ -12,7 +12,6 @@ import pytest
 from models import load_model
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.runner.programs.burst import make_burst
-from paxkv.runner.programs.drafting_burst import make_drafting_burst
 from paxkv.runner.sampling.row_state import abstract_row_state
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling.sampling_columns import Processors, encode_sampling_params
@@ -82,13 +81,12 @@ def test_burst_writes_the_cache_in_place(llama, num_reqs, max_steps, dtype):
 
 
 @functools.cache
-def compiled_burst(max_steps, widths=(), ngram=None):
+def compiled_burst(max_steps, widths=(), make=make_burst, ngram=None):
     """One program of each shape for all `TinyBursts`."""
     # Two rows at a time, so that three take turns.
     shape = dataclasses.replace(
         SHAPE, max_steps=max_steps, widths=widths, chunk_rows=2, ngram=ngram
     )
-    make = make_burst if ngram is None else make_drafting_burst
     return quick_jit(make(MODEL, shape))
 
 
@@ -96,12 +94,12 @@ class TinyBursts:
     """Bursts of a tiny model over a cache that one token of each request was written to.
 
     Args:
-        ngram: Bursts verify such drafts.
+        make: Makes the burst, which verifies drafts if there is `ngram`.
         history: i32[num_reqs, num_tokens], the requests' tokens, in which drafts are found.
     """
 
-    def __init__(self, params=GREEDY, widths=(), *, ngram=None, history=None):
-        self.widths, self.ngram = widths, ngram
+    def __init__(self, params=GREEDY, widths=(), *, make=make_burst, ngram=None, history=None):
+        self.settings = (widths, make, ngram)
         self.params = params
         self.kv_cache = np.zeros((2, NUM_BLOCKS, math.prod(PAGE)), np.float32)
         num_draws = 1 if ngram is None else 1 + ngram.num_drafts
@@ -145,7 +143,7 @@ class TinyBursts:
             )
             views["sampling_rows"][row, ROW] = row
         self.kv_cache, self.logits, self.row_state, _, result, last, _ = compiled_burst(
-            max_steps, self.widths, self.ngram
+            max_steps, *self.settings
         )(
             *(MODEL.params, self.kv_cache, packed_np, np.zeros(MAX_NUM_SEQS, np.int32)),
             *(self.logits, self.row_state),

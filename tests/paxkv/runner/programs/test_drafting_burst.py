@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.runner.programs.drafting_burst import make_drafting_burst
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN, RESULT_WIDTH
 from paxkv.runner.shapes.program_shapes import NgramShape
 from tests.paxkv.runner.programs.test_burst import MIXED, TinyBursts
@@ -15,6 +16,10 @@ TOKENS = [3, 4, 5]
 TEMPERATURES = [[SamplingParams(temperature=0.0)] * 3, list(MIXED)]
 # Numbers of tokens of three rows and their drafts.
 WIDTHS = (4, 8, 12)
+
+
+def drafting(params, widths=(), *, history):
+    return TinyBursts(params, widths, make=make_drafting_burst, ngram=NGRAM, history=history)
 
 
 def history_of(answers_np, *, wrong=()):
@@ -44,7 +49,7 @@ def plain(params):
 
 @pytest.mark.parametrize("widths", [(), WIDTHS])
 def test_right_drafts_are_accepted(params, plain, widths):
-    bursts = TinyBursts(params, widths, ngram=NGRAM, history=history_of(plain.drawn_np))
+    bursts = drafting(params, widths, history=history_of(plain.drawn_np))
     drawn_np, last_np = bursts.run([6, 6, 6], tokens=TOKENS, position=POSITION)
     assert drawn_np.tolist() == plain.drawn_np.tolist()
     assert last_np[:3].tolist() == plain.last_np[:3].tolist()
@@ -56,7 +61,7 @@ def test_right_drafts_are_accepted(params, plain, widths):
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_draws_after_a_wrong_draft_are_drawn_again(params, plain, place):
     history = history_of(plain.drawn_np, wrong=[place])
-    bursts = TinyBursts(params, ngram=NGRAM, history=history)
+    bursts = drafting(params, history=history)
     drawn_np, last_np = bursts.run([6, 6, 6], tokens=TOKENS, position=POSITION)
     assert drawn_np.tolist() == plain.drawn_np.tolist()
     assert last_np[:3].tolist() == plain.last_np[:3].tolist()
@@ -71,7 +76,7 @@ def test_only_the_positions_of_a_burst_without_drafts_are_written(plain, params,
     expected = TinyBursts(params)
     expected_np, _ = expected.run(num_tokens, tokens=TOKENS, position=POSITION)
     history = history_of(plain.drawn_np, wrong=wrong)
-    bursts = TinyBursts(params, ngram=NGRAM, history=history)
+    bursts = drafting(params, history=history)
     drawn_np, _ = bursts.run(num_tokens, tokens=TOKENS, position=POSITION)
     assert drawn_np.tolist() == expected_np.tolist()
     np.testing.assert_allclose(bursts.pages_np, expected.pages_np, atol=1e-6)
@@ -83,7 +88,7 @@ def test_a_row_ends_within_accepted_drafts(params, plain, first_end):
     ending = int(plain.drawn_np[2, 0])
     settings = {"tokens": TOKENS, "position": POSITION, "ending": [ending], "first_end": first_end}
     expected_np, expected_last_np = TinyBursts(params).run([6, 6, 6], **settings)
-    bursts = TinyBursts(params, ngram=NGRAM, history=history_of(plain.drawn_np))
+    bursts = drafting(params, history=history_of(plain.drawn_np))
     drawn_np, last_np = bursts.run([6, 6, 6], **settings)
     assert drawn_np.tolist() == expected_np.tolist()
     assert last_np[:3].tolist() == expected_last_np[:3].tolist()
@@ -91,7 +96,7 @@ def test_a_row_ends_within_accepted_drafts(params, plain, first_end):
 
 
 def test_rows_without_a_request_stay_empty(params, plain):
-    bursts = TinyBursts(params[:2], ngram=NGRAM, history=history_of(plain.drawn_np)[:2])
+    bursts = drafting(params[:2], history=history_of(plain.drawn_np)[:2])
     drawn_np, _ = bursts.run([6, 6], tokens=TOKENS[:2], position=POSITION)
     assert drawn_np[:, :2].tolist() == plain.drawn_np[:, :2].tolist()
     assert (bursts.result_np[:, 2] == NO_TOKEN).all()
