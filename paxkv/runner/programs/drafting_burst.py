@@ -10,7 +10,7 @@ from paxkv.runner.features.traced_features import FeatureValues, TracedFeatures
 from paxkv.runner.programs.burst import BurstFunction, find_logits
 from paxkv.runner.programs.decode_loop import DecodeRows
 from paxkv.runner.programs.drafting_loop import DraftingState, run_drafting_loop
-from paxkv.runner.programs.make_batch import tables_of
+from paxkv.runner.programs.make_batch import SlotBlocks, tables_of
 from paxkv.runner.programs.step import Params, select_tokens
 from paxkv.runner.sampling.accept_drafts import record_given
 from paxkv.runner.sampling.draw_rows import draw_rows
@@ -46,6 +46,7 @@ def make_drafting_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
         row_state: RowState,
         kept: FeatureValues = (),
         donated: FeatureValues = (),
+        slot_blocks: SlotBlocks = (),
     ) -> tuple[Pages, jax.Array, RowState, jax.Array, jax.Array, jax.Array, FeatureValues]:
         fields = layout.unpack(packed)
         num_reqs, max_num_seqs = shape.num_reqs, prev_tokens.shape[0]
@@ -58,7 +59,7 @@ def make_drafting_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
             ending_ids=fields["ending_ids"],
             first_end=fields["first_end"],
             num_used=has_request.sum(dtype=jnp.int32),
-            block_tables=tables_of(fields, shape),
+            block_tables=tables_of(fields, shape, slot_blocks),
             table_shapes=shape.tables,
             widths=shape.widths,
         )
