@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models import KernelSettings, LoadedModel, load_model
+from models import KernelSettings, LoadedModel, Platform, load_model
 from models.platforms import GPU
 from models.weight_rule import MODEL_AXIS
 from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, kv_cache_dtype
 from paxkv.runner.memory.kv_cache_groups import groups_of_spec
 from paxkv.runner.programs.burst import make_burst
+from paxkv.runner.programs.drafting_burst import make_drafting_burst
 from paxkv.runner.programs.step import make_step
 from paxkv.runner.sampling.row_state import abstract_row_state
 from paxkv.runner.shapes.packed_layout import PackedLayout
-from paxkv.runner.shapes.program_shapes import BurstShape, RowShape, StepShape
+from paxkv.runner.shapes.program_shapes import BurstShape, NgramShape, RowShape, StepShape
 from tests.oracles.make_checkpoint import write_random_checkpoint
 
 NUM_LAYERS = 2
@@ -28,6 +29,7 @@ NUM_BLOCKS = 16_384
 NUM_REQS = 64
 MAX_MODEL_LEN = 8_192
 MAX_BURST_STEPS = 8
+NUM_DRAFTS = 3
 
 _COMMON = {
     "num_layers": NUM_LAYERS,
@@ -89,12 +91,14 @@ def _bytes_on_one_device(array: jax.ShapeDtypeStruct) -> int:
     return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
-def build_model(folder: Path, name: str, *, num_layers: int = NUM_LAYERS) -> LoadedModel:
-    """One of `MODELS`, in bfloat16, as it would be loaded for a GPU."""
+def build_model(
+    folder: Path, name: str, *, num_layers: int = NUM_LAYERS, platform: Platform | None = None
+) -> LoadedModel:
+    """One of `MODELS`, in bfloat16, as it would be loaded for a platform, by default a GPU."""
     checkpoint = write_random_checkpoint(
         folder / f"{name}_{num_layers}", **{**MODELS[name], "num_layers": num_layers}
     )
-    return load_model(checkpoint, dtype="bfloat16", platform=GPU())
+    return load_model(checkpoint, dtype="bfloat16", platform=platform or GPU())
 
 
 def mixed_step(
@@ -125,6 +129,33 @@ def burst(
     return _step_program(model, mesh, shape, num_blocks)
 
 
+def verifying_step(model: LoadedModel, mesh: Mesh, *, num_blocks: int = NUM_BLOCKS) -> StepProgram:
+    """The step that verifies `NUM_DRAFTS` drafts of each request."""
+    num_tokens = NUM_REQS * (1 + NUM_DRAFTS)
+    shape = StepShape(
+        num_tokens=num_tokens,
+        num_reqs=NUM_REQS,
+        num_logits=num_tokens,
+        logits="indices",
+        max_draws=1 + NUM_DRAFTS,
+        tables=(),
+    )
+    return _step_program(model, mesh, shape, num_blocks)
+
+
+def drafting_burst(model: LoadedModel, mesh: Mesh, *, num_blocks: int = NUM_BLOCKS) -> StepProgram:
+    """The burst that finds and verifies `NUM_DRAFTS` drafts of each request in a step."""
+    shape = BurstShape(
+        max_steps=MAX_BURST_STEPS,
+        num_reqs=NUM_REQS,
+        tables=(),
+        max_model_len=MAX_MODEL_LEN,
+        chunk_rows=NUM_REQS * (1 + NUM_DRAFTS),
+        ngram=NgramShape(num_drafts=NUM_DRAFTS, shortest=2, longest=4),
+    )
+    return _step_program(model, mesh, shape, num_blocks)
+
+
 def _step_program(
     model: LoadedModel, mesh: Mesh, shape: StepShape | BurstShape, num_blocks: int
 ) -> StepProgram:
@@ -148,7 +179,8 @@ def _step_program(
     vocab_size = model.config.vocab_size
     # Each device has the logits of its rows of the vocabulary head.
     by_vocab = NamedSharding(mesh, PartitionSpec(None, MODEL_AXIS))
-    logits = jax.ShapeDtypeStruct((NUM_REQS, vocab_size), jnp.float32, sharding=by_vocab)
+    num_rows = shape.num_logits if isinstance(shape, StepShape) else shape.num_tokens
+    logits = jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32, sharding=by_vocab)
     args, donate_argnums = (params, cache, packed, prev_tokens, logits), (1, 4)
     slot_blocks = tuple(
         jax.ShapeDtypeStruct(table.slot_shape(NUM_REQS).dims, jnp.int32, sharding=whole)
@@ -156,7 +188,8 @@ def _step_program(
         if table.is_state
     )
     if isinstance(shape, BurstShape):
-        function = make_burst(model, shape)
+        make = make_burst if shape.ngram is None else make_drafting_burst
+        function = make(model, shape)
         row_shape = RowShape(num_rows=NUM_REQS, max_model_len=MAX_MODEL_LEN)
         args = (*args, abstract_row_state(row_shape, vocab_size, whole))
         donate_argnums = (1, 4, 5)

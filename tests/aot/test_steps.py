@@ -12,7 +12,9 @@ from tests.aot.step_programs import (
     NUM_REQS,
     build_model,
     burst,
+    drafting_burst,
     mixed_step,
+    verifying_step,
 )
 
 NUM_MIXED_TOKENS = 256
@@ -21,6 +23,8 @@ ATTENTION_KERNELS = {
     "decode": ("paged_attention_decode",),
     "burst": ("paged_attention_decode",),
     "mixed": ("paged_attention_decode", "paged_attention_ragged"),
+    "verifying": ("paged_attention_decode", "paged_attention_ragged"),
+    "drafting_burst": ("paged_attention_decode", "paged_attention_ragged"),
 }
 
 # (model, kind of step, number of devices). Each takes seconds to compile, so some are left out.
@@ -29,7 +33,11 @@ MIXED = [(name, "mixed", 1) for name in ("llama", "gemma3_256")]
 BURSTS = [(name, "burst", 1) for name in ("llama", "gemma3_128")]
 SHARDED_DECODES = [(name, "decode", 4) for name in ("llama", "gemma3_256")]
 SHARDED = [*SHARDED_DECODES, ("llama", "mixed", 4), ("llama", "burst", 4)]
-ALL = [*DECODES, *MIXED, *BURSTS, *SHARDED]
+# Steps and bursts that verify drafts.
+VERIFYING = [("llama", "verifying", 1)]
+DRAFTING_BURSTS = [(name, "drafting_burst", 1) for name in ("llama", "gemma3_128")]
+DRAFTING = [*VERIFYING, *DRAFTING_BURSTS]
+ALL = [*DECODES, *MIXED, *BURSTS, *DRAFTING, *SHARDED]
 
 
 def each(steps):
@@ -45,6 +53,8 @@ def compiled(h200, four_h200s, compile_for_h200, tmp_path_factory):
         "decode": functools.partial(burst, max_steps=1),
         "mixed": functools.partial(mixed_step, num_tokens=NUM_MIXED_TOKENS),
         "burst": burst,
+        "verifying": verifying_step,
+        "drafting_burst": drafting_burst,
     }
 
     @functools.cache
@@ -111,7 +121,7 @@ def test_every_kernel_runs_inside_a_command_buffer(compiled, step):
     assert result.in_command_buffer == result.kernel_names
 
 
-@each(BURSTS)
+@each([*BURSTS, *DRAFTING_BURSTS])
 def test_a_burst_is_one_command_buffer(compiled, step):
     """The command buffer contains the loop over steps, so the host launches once per burst."""
     launched = [thunk for thunk in compiled(step)[1].thunks if not thunk.inside]
