@@ -109,9 +109,13 @@ class CompiledProgram:
         """
         return [
             f"{instruction.computation}: {instruction.line[:200]}"
-            for instruction in self._launched
-            if self._fresh_bytes(instruction) >= min_bytes
+            for instruction, _ in self.fresh_buffers(min_bytes)
         ]
+
+    def fresh_buffers(self, min_bytes: int) -> list[tuple[Instruction, int]]:
+        """The instructions that `cache_copies` lists, with the bytes of their buffers."""
+        with_bytes = [(i, self._fresh_bytes(i)) for i in self._launched]
+        return [(i, num_bytes) for i, num_bytes in with_bytes if num_bytes >= min_bytes]
 
     @property
     def num_branches(self) -> list[int]:

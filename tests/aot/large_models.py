@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from models import LoadedModel
-from models.loading.kernel_encoder import KernelEncoder
+from models.loading.kernel_encoder import KernelEncoder, Quantization
 from models.loading.loaded_module import flatten_state
 from models.loading.module_structure import ModuleStructure
 from models.platforms import Platform
@@ -44,10 +44,50 @@ _QWEN3_235B = {
     "max_position_embeddings": 8_192,
     "eos_token_id": 151_645,
 }
+_GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "vocab_size": 201_088,
+    "hidden_size": 2_880,
+    "intermediate_size": 2_880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "max_position_embeddings": 8_192,
+    "tie_word_embeddings": False,
+    "eos_token_id": 200_002,
+}
+_DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 129_280,
+    "hidden_size": 7_168,
+    "intermediate_size": 18_432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "max_position_embeddings": 8_192,
+    "q_lora_rank": 1_536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    # Published: 3. With 1, a stack of two layers has both kinds.
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "moe_intermediate_size": 2_048,
+}
 # Name -> config.json, with fewer positions than published.
 CONFIGS: Mapping[str, Mapping[str, object]] = {
     "llama_70b": _LLAMA_3_1_70B,
     "qwen3_235b": _QWEN3_235B,
+    "gpt_oss_20b": _GPT_OSS_20B,
+    "deepseek_v3": _DEEPSEEK_V3,
 }
 
 
@@ -58,6 +98,7 @@ def describe(
     *,
     num_layers: int | None = None,
     splits_experts: bool = False,
+    quantization: Quantization = "none",
 ) -> tuple[ModuleStructure, KernelEncoder]:
     """The structure of one of `CONFIGS` in bfloat16, and the form of its kernels.
 
@@ -68,7 +109,7 @@ def describe(
     if num_layers is not None:
         fields["num_hidden_layers"] = num_layers
     config = read_config(fields)
-    encoder = KernelEncoder(platform=platform, num_devices=mesh.size)
+    encoder = KernelEncoder(platform=platform, num_devices=mesh.size, quantization=quantization)
     make = functools.partial(family_class(config.architecture), config, dtype=jnp.dtype("bfloat16"))
     structure = ModuleStructure(
         config,
