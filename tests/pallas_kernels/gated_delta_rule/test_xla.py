@@ -54,14 +54,14 @@ def test_cutting_a_prompt_changes_nothing(run_jitted):
 def test_cutting_a_prompt_between_chunks_changes_nothing(has_decay_per_row, run_jitted):
     case = GatedDeltaRuleCase(
         name="prompt",
-        counts=(200,),
+        counts=(236,),
         first_positions=(10,),
         has_decay_per_row=has_decay_per_row,
     )
     *tokens, states, starts = build_inputs(case)
     whole, last = run_jitted(in_chunks, *tokens, states, starts, case.positions)
     compute = functools.partial(run_jitted, in_chunks)
-    # The positions 64 and 192.
+    # The positions 64 and 192; the last part has as many tokens as the first.
     parts, states = compute_parts(compute, tokens, states, case.positions, cuts=(54, 182))
     np.testing.assert_array_equal(parts, whole)
     np.testing.assert_array_equal(states, last)

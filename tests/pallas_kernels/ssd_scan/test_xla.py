@@ -34,11 +34,11 @@ def test_equals_the_reference(case, run_jitted):
 
 
 def test_cutting_a_prompt_between_chunks_changes_nothing(run_jitted):
-    case = SSDScanCase(name="prompt", counts=(200,), first_positions=(10,))
+    case = SSDScanCase(name="prompt", counts=(236,), first_positions=(10,))
     *tokens, states, starts = build_inputs(case)
     whole, last = run_jitted(in_chunks, *tokens, states, starts, case.positions)
     compute = functools.partial(run_jitted, in_chunks)
-    # The positions 64 and 192.
+    # The positions 64 and 192; the last part has as many tokens as the first.
     parts, states = compute_parts(compute, tokens, states, case.positions, cuts=(54, 182))
     np.testing.assert_array_equal(parts, whole)
     np.testing.assert_array_equal(states, last)
