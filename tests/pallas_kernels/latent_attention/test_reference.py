@@ -1,6 +1,5 @@
 """Tests of `latent_attention/reference.py` against attention in float64 NumPy, not paged."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -59,16 +58,16 @@ def test_absorbed_attention_equals_attention_on_expanded_keys_and_values(run_jit
 
     cached = np.concatenate([latents, rope_keys], axis=1)
     padded = np.concatenate([cached, np.full((3, cached.shape[1]), np.nan)])
-    kv_cache = jnp.asarray(padded.reshape(1, 3, 1, block_size, -1), jnp.float32)
+    kv_cache = padded.reshape(1, 3, 1, block_size, -1).astype(np.float32)
     q_latent = np.einsum("hn,hnl->hl", q_nope, w_uk)
     out, _ = run_jitted(
         latent_attention_reference,
-        *(jnp.asarray(q[None], jnp.float32) for q in (q_latent, q_rope)),
+        *(q[None].astype(np.float32) for q in (q_latent, q_rope)),
         kv_cache,
-        jnp.int32(0),
-        jnp.array([[0, 1, 2]], jnp.int32),
-        jnp.array([seq_len], jnp.int32),
-        jnp.array([0, 1], jnp.int32),
+        np.int32(0),
+        np.array([[0, 1, 2]], np.int32),
+        np.array([seq_len], np.int32),
+        np.array([0, 1], np.int32),
         **({"scale": scale} | PROMISE_NOTHING),
     )
     absorbed_out = np.einsum("hl,hvl->hv", out[0], w_uv)
@@ -78,16 +77,17 @@ def test_absorbed_attention_equals_attention_on_expanded_keys_and_values(run_jit
 def test_two_tokens_by_hand(run_jitted):
     # latent_dim 1, rope_dim 1. q [1, 2], cached [4, 0] and [8, ln(3)/2 - 2]: logits 4 and
     # 8 + ln 3 - 4 = 4 + ln 3, weights [1/4, 3/4], so the output is 7 and the lse 4 + ln 4.
-    cached = jnp.array([[4.0, 0.0], [8.0, np.log(3) / 2 - 2]], jnp.float32)
-    kv_cache = jnp.zeros((1, 2, 1, 8, 2)).at[0, 1, 0, :2].set(cached)
+    cached = np.array([[4.0, 0.0], [8.0, np.log(3) / 2 - 2]], np.float32)
+    kv_cache = np.zeros((1, 2, 1, 8, 2), np.float32)
+    kv_cache[0, 1, 0, :2] = cached
     out, lse = run_jitted(
         latent_attention_reference,
-        *(jnp.array([[[1.0]]]), jnp.array([[[2.0]]])),
+        *(np.array([[[q]]], np.float32) for q in (1, 2)),
         kv_cache,
-        jnp.int32(0),
-        jnp.array([[1]], jnp.int32),
-        jnp.array([2], jnp.int32),
-        jnp.array([0, 1], jnp.int32),
+        np.int32(0),
+        np.array([[1]], np.int32),
+        np.array([2], np.int32),
+        np.array([0, 1], np.int32),
         **({"scale": 1.0} | PROMISE_NOTHING),
     )
     np.testing.assert_allclose(out[0, 0], [7.0], rtol=1e-6)
