@@ -116,7 +116,7 @@ def test_logits_of_every_position_equal_live_transformers(recipe):
     assert_close(greedy_in_one_go(recipe)[-1], hf_logits)
 
 
-@pytest.mark.parametrize("recipe", ["llama", "gemma2"])
+@pytest.mark.parametrize("recipe", [pytest.param("llama", marks=pytest.mark.slow), "gemma2"])
 def test_last_layer_may_compute_the_last_token_of_each_request_alone(recipe):
     """The keys and values of the others are written all the same: later tokens read them."""
     stepper = fresh_stepper(recipe, only_last_tokens=True)
@@ -147,7 +147,7 @@ class LoopedLlama(LlamaForCausalLM):
         self.layers = nnx.List([first, second, second, second])
 
 
-@pytest.mark.parametrize("loops_over_layers", [False, True])
+@pytest.mark.parametrize("loops_over_layers", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_layer_at_several_places_computes_as_copies_of_it_do(tmp_path, loops_over_layers):
     """Its weights are loaded and stored once."""
     short = write_random_checkpoint(tmp_path / "short", num_layers=2)
