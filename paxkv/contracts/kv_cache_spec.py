@@ -60,6 +60,8 @@ class AttentionSpec(KVCacheSpec):
         head_size: Width of a K head, and of a V head unless `head_size_v` is set.
         page_size_padded: Padded size of a page in bytes, so that all layers' pages have equal
             sizes.
+        num_ranks: Devices that share the positions of a block (context parallelism). A page has
+            `block_size // num_ranks` of them.
     """
 
     num_kv_heads: int
@@ -67,8 +69,13 @@ class AttentionSpec(KVCacheSpec):
     dtype: str
     head_size_v: int | None = None
     page_size_padded: int | None = None
+    num_ranks: int = 1
 
     def __post_init__(self) -> None:
+        if self.num_ranks < 1 or self.block_size % self.num_ranks:
+            raise ConfigError(
+                f"num_ranks must divide block_size={self.block_size}, got {self.num_ranks}."
+            )
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(
                 f"KV cache dtype must be one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}."
@@ -80,11 +87,16 @@ class AttentionSpec(KVCacheSpec):
             )
 
     @property
+    def page_tokens(self) -> int:
+        """Tokens of a block whose keys and values one device has."""
+        return self.block_size // self.num_ranks
+
+    @property
     def real_page_size_bytes(self) -> int:
-        """Bytes of one block of one layer, without padding."""
+        """Bytes of one block of one layer on one device, without padding."""
         head_size_v = self.head_size if self.head_size_v is None else self.head_size_v
         bytes_per_token = self.num_kv_heads * (self.head_size + head_size_v)
-        return self.block_size * bytes_per_token * DTYPE_BYTES[self.dtype]
+        return self.page_tokens * bytes_per_token * DTYPE_BYTES[self.dtype]
 
     @property
     def page_size_bytes(self) -> int:
@@ -126,7 +138,7 @@ class MLAAttentionSpec(FullAttentionSpec):
 
     @property
     def real_page_size_bytes(self) -> int:
-        return self.block_size * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
+        return self.page_tokens * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

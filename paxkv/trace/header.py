@@ -10,6 +10,7 @@ import msgspec
 import paxkv
 from paxkv.config.engine_config import CacheConfig, SchedulerConfig
 from paxkv.contracts.kv_cache_spec import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -203,8 +204,10 @@ def _decode_group(group: _Group) -> KVCacheGroupSpec:
             f"line 1 has the unknown KV cache spec {group.spec_class!r}; known specs are "
             f"{', '.join(SPEC_CLASSES)}. Replay the trace with the version that wrote it."
         )
+    # Older traces do not have this field, and the scheduler does not depend on it.
+    absent = {"num_ranks": 1} if issubclass(spec_class, AttentionSpec) else {}
     return KVCacheGroupSpec(
-        layer_names=group.layer_names, kv_cache_spec=_decode(group.spec, spec_class)
+        layer_names=group.layer_names, kv_cache_spec=_decode(group.spec, spec_class, absent)
     )
 
 

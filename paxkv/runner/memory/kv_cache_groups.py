@@ -115,13 +115,17 @@ def _table_shape(specs: Sequence[KVCacheSpec], max_model_len: int) -> TableShape
     )
 
 
-def groups_of_spec(spec: DecoderSpec, *, block_size: int, head_dim_step: int = 1) -> KVCacheGroups:
+def groups_of_spec(
+    spec: DecoderSpec, *, block_size: int, head_dim_step: int = 1, num_context_ranks: int = 1
+) -> KVCacheGroups:
     """Makes the KV cache groups of a model.
 
     Args:
         block_size: Tokens in a block of caches with the largest pages. Other caches have a power
             of two times as many.
         head_dim_step: `Platform.head_dim_step`.
+        num_context_ranks: Devices that share the positions of a request. A block has `block_size`
+            tokens on each.
 
     Raises:
         ConfigError: No layer caches anything, no page size suits all caches, or a cache would fill
@@ -142,7 +146,7 @@ def groups_of_spec(spec: DecoderSpec, *, block_size: int, head_dim_step: int = 1
             )
     groups = make_kv_cache_groups(
         {
-            name: cache_spec(cache, size, page_bytes)
+            name: _on_ranks(cache_spec(cache, size, page_bytes), num_context_ranks)
             for name, (cache, size, page_bytes) in agreed.items()
         },
         kv_sharing_targets=spec.owners,
@@ -240,6 +244,23 @@ def cache_spec(cache: CacheFormat, block_size: int, page_bytes: int) -> KVCacheS
             blocks_per_state=cache.num_pages(page_bytes),
         )
     raise ConfigError(f"caches of the kind {cache.kind!r} are not supported yet: got {cache}.")
+
+
+def _on_ranks(spec: KVCacheSpec, num_ranks: int) -> KVCacheSpec:
+    """The spec of blocks that have `spec.block_size` tokens on each of `num_ranks` devices.
+
+    Raises:
+        ConfigError: Devices cannot share the positions of such a cache.
+    """
+    if num_ranks == 1:
+        return spec
+    if not isinstance(spec, FullAttentionSpec):
+        raise ConfigError(
+            f"devices cannot share the positions of a cache of the kind {spec.kind!r} yet. Leave "
+            "decode_context_parallel_size out."
+        )
+    block_size = spec.block_size * num_ranks
+    return dataclasses.replace(spec, block_size=block_size, num_ranks=num_ranks)
 
 
 def _attention_spec(cache: AttentionFormat, block_size: int) -> AttentionSpec:

@@ -54,6 +54,16 @@ def test_latent_attention_stores_no_v() -> None:
     assert latent.page_size_bytes == 16 * 576 * 2
 
 
+def test_a_page_has_the_positions_of_one_of_the_ranks_that_share_a_block() -> None:
+    assert spec("bfloat16", num_ranks=4).page_size_bytes == spec("bfloat16").page_size_bytes // 4
+    latent = MLAAttentionSpec(
+        block_size=32, num_kv_heads=1, head_size=576, dtype="bfloat16", num_ranks=2
+    )
+    assert latent.page_size_bytes == 16 * 576 * 2
+    with pytest.raises(ConfigError, match="num_ranks must divide block_size=16, got 3"):
+        spec("bfloat16", num_ranks=3)
+
+
 def test_page_size_can_be_padded_but_not_reduced() -> None:
     assert spec("bfloat16", page_size_padded=8192).page_size_bytes == 8192
     with pytest.raises(ConfigError, match="page_size_padded=100 must be at least"):

@@ -136,6 +136,13 @@ def test_other_formats_and_versions_are_rejected(line: bytes, message: str) -> N
         decode_header(line)
 
 
+def test_specs_of_older_traces_have_one_rank() -> None:
+    line = encode_header(make_header())
+    config = msgspec.json.decode(line)["kv_cache_config"]
+    del config["groups"][0]["spec"]["num_ranks"]
+    assert decode_header(changed(line, kv_cache_config=config)) == make_header()
+
+
 @pytest.mark.parametrize("block_size", [0, -16, 2**32])
 def test_impossible_pools_are_rejected(block_size: int) -> None:
     line = encode_header(make_header())

@@ -68,6 +68,19 @@ def names(groups):
     return [group.layer_names for group in groups.kv_cache_groups]
 
 
+def test_a_block_has_its_tokens_on_each_rank_of_a_context():
+    layers = [layer(str(i), attention(1)) for i in range(2)]
+    alone, shared = groups_of(*layers), groups_of(*layers, num_context_ranks=4)
+    (one,), (many,) = alone.kv_cache_groups, shared.kv_cache_groups
+    assert one.kv_cache_spec.block_size == 16
+    assert many.kv_cache_spec.block_size == 64
+    assert many.kv_cache_spec.page_size_bytes == one.kv_cache_spec.page_size_bytes
+    assert shared.formats == alone.formats
+    assert [table.max_blocks_per_req for table in shared.tables(100)] == [2]
+    with pytest.raises(ConfigError, match="positions of a cache of the kind 'sliding_window' yet"):
+        groups_of(layer("0", window(64)), num_context_ranks=2)
+
+
 def test_five_sliding_layers_per_full_layer_use_as_many_rows_as_full_layers():
     # Gemma 3's pattern, 12 layers: two full ones, so six groups of two.
     groups = groups_of(
