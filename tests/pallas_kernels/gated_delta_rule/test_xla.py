@@ -50,6 +50,7 @@ def test_cutting_a_prompt_changes_nothing(run_jitted):
     np.testing.assert_array_equal(states, last)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("has_decay_per_row", [False, True])
 def test_cutting_a_prompt_between_chunks_changes_nothing(has_decay_per_row, run_jitted):
     case = GatedDeltaRuleCase(

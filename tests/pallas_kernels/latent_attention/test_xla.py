@@ -31,7 +31,13 @@ QUICK_CASES = (
     "mixed_with_unused_columns",
     "mixed_bfloat16_as_uint16",
 )
-THOROUGH_CASES = ("padding_only", "many_chunks")
+THOROUGH_CASES = (
+    "padding_only",
+    "many_chunks",
+    "deepseek_heads_16",
+    "chunks_over_long_contexts",
+    "mixed_with_unused_columns",
+)
 
 
 def check_equals_reference(case, body, attend, attend_by_reference):
@@ -56,6 +62,7 @@ def test_batch_invariant_body_equals_reference(case, attend, attend_by_reference
     check_equals_reference(case, latent_attention_batch_invariant, attend, attend_by_reference)
 
 
+@pytest.mark.thorough
 def test_float32_queries_lose_nothing_to_a_narrower_cache(attend):
     inputs = build_inputs(LatentAttentionCase(name="", requests=((1, 40), (5, 9))))
     narrower = np.asarray(inputs.kv_cache).astype(jnp.bfloat16)

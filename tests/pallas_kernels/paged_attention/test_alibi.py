@@ -38,6 +38,7 @@ def dense(case: PagedAttentionCase, inputs) -> np.ndarray:
     return out_np
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("body", ["reference", "xla", "batch_invariant"])
 @pytest.mark.parametrize("case", [MIXED, DECODES, WINDOW], ids=lambda case: case.name)
 def test_bias_is_the_slope_times_the_distance(body, case):

@@ -33,7 +33,10 @@ def assert_close(got, wanted, dtype):
         np.testing.assert_allclose(got_array, wanted_array, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("case", slow_unless_named(CASES, *QUICK_CASES, thorough=("not_causal",)))
+@pytest.mark.parametrize(
+    "case",
+    slow_unless_named(CASES, *QUICK_CASES, thorough=("not_causal", "everything_float32")),
+)
 def test_equals_reference(case, attend, attend_by_reference):
     got = attend(build_inputs(case), paged_attention_mosaic_tpu, interpret=True)
     assert_close(got, attend_by_reference(case), case.dtype)

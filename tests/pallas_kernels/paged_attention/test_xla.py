@@ -53,6 +53,7 @@ THOROUGH_CASES = (
     "as_many_tokens_as_requests_but_a_prompt",
     "bfloat16_mixed_float16_cache",
     "decode_131072",
+    "everything_bfloat16",
 )
 
 
@@ -133,6 +134,7 @@ def test_equals_reference_on_any_ragged_batch(attend, requests, rule, seed):
 DECODE_CASES = tuple(case for case in CASES if case.name in ("decode_mha", "padding_only"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", DECODE_CASES, ids=lambda case: case.name)
 def test_decode_program_equals_the_program_for_any_batch(case, attend):
     inputs = build_inputs(case)

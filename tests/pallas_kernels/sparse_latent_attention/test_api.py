@@ -69,6 +69,7 @@ def test_tokens_attend_to_chosen_positions_alone(case, implementation):
     np.testing.assert_allclose(got, wanted, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.thorough
 def test_attention_to_all_positions_is_latent_attention():
     inputs = build_inputs(_BY_NAME["mixed"])
     positions = drawn_positions(inputs, share=1.0)
