@@ -142,19 +142,20 @@ def test_drafts_in_bursts_change_no_answer_in_300_runs(runners, pacers, compiler
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_repeated_token_is_accepted_in_bursts(runners, truth, is_async):
-    """Without a request that needs single steps, all drafts are verified in bursts."""
+@pytest.mark.parametrize("max_decode_burst", [2, MAX_DECODE_BURST])
+def test_a_repeated_token_is_accepted_in_bursts(runners, truth, is_async, max_decode_burst):
+    """Drafts of bursts of two tokens come from the tokens of earlier bursts."""
     (request,) = [request for request in ALL_REQUESTS if request.request_id == "one_word"]
     answers, _ = run(
         runners[1],
         [request],
         max_drafts=MAX_DRAFTS,
         is_async=is_async,
-        max_decode_burst=MAX_DECODE_BURST,
+        max_decode_burst=max_decode_burst,
     )
     answer = answers["one_word"]
     check_equal(answer, truth["one_word"])
-    assert answer.num_accepted_tokens >= 10
+    assert answer.num_accepted_tokens >= 5
 
 
 def test_a_request_with_a_grammar_has_drafts_in_steps(runners, pacers, compiler, truth):
