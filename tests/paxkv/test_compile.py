@@ -13,6 +13,9 @@ from paxkv import LLM, SamplingParams, compile
 from paxkv.errors import ConfigError
 from paxkv.fleet import replica_places
 from paxkv.runner.programs.program_identity import identity_digest
+from tests.demo_programs import SETTINGS as OTHER_SETTINGS
+from tests.demo_programs import demo_programs
+from tests.engine_compilations import process_engine_compilations
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.small_engine import FLAGS, SETTINGS
 
@@ -39,8 +42,10 @@ def answers(llm: LLM) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """Of a start that compiles, or finds what an earlier one of this test run compiled."""
-    with LLM(**SETTINGS) as llm:
+    """Of an engine with other programs, which the whole test run shares."""
+    with process_engine_compilations():
+        llm = LLM(compiled_dir=str(demo_programs()), **OTHER_SETTINGS)
+    with llm:
         return answers(llm)
 
 
