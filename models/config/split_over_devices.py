@@ -27,6 +27,45 @@ def check_split(config: ModelConfig, num_devices: int) -> None:
             )
 
 
+def check_context_ranks(config: ModelConfig, num_devices: int, num_ranks: int) -> None:
+    """Checks that each `num_ranks` neighboring devices can share the positions of all requests.
+
+    Raises:
+        ModelError: These devices have different KV heads, or a layer does more than attend to all
+            earlier tokens.
+    """
+    if num_ranks == 1:
+        return
+    where = (
+        f"{config.architecture} does not work with decode_context_parallel_size={num_ranks} on "
+        f"{num_devices} devices"
+    )
+    for cache in dict.fromkeys(config.spec("float32").own_formats.values()):
+        if cache.kind not in ("full", "latent"):
+            raise ModelError(
+                f"{where}: a layer has a cache of the kind {cache.kind!r}; only latents and full "
+                "attention are supported. Leave decode_context_parallel_size out."
+            )
+        if cache.kind == "full" and num_devices % (cache.num_kv_heads * num_ranks):
+            raise ModelError(
+                f"{where}: a layer has {cache.num_kv_heads} KV heads, so "
+                f"{num_devices // cache.num_kv_heads} devices have the same head; expected a "
+                "multiple of decode_context_parallel_size."
+            )
+    for layer in dict.fromkeys(config.attention_layers):
+        rules = {
+            "a sliding window": layer.sliding_window is not None,
+            "chunks": layer.chunk_size is not None,
+            "sinks": layer.has_sinks,
+            "ALiBi": layer.alibi_slopes is not None,
+        }
+        if found := [name for name, is_used in rules.items() if is_used]:
+            raise ModelError(
+                f"{where}: a layer attends with {' and '.join(found)}, which is not supported yet. "
+                "Leave decode_context_parallel_size out."
+            )
+
+
 def splits_kv_heads(config: ModelConfig, num_devices: int) -> bool:
     """Whether no two devices have keys and values of the same head."""
     return all(layer.num_kv_heads % num_devices == 0 for layer in config.attention_layers)

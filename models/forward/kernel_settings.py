@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_kernels
 from models.cache.format import Pages
+from models.forward.context_ranks import ContextRanks
 from models.weight_rule import MODEL_AXIS, SplitAxis, is_whole
 
 # f[num_tokens, heads, head_dim], each device with some of the heads; and the pages, each with its
@@ -44,6 +45,7 @@ class KernelSettings:
         batch_invariant: A token's attention must have the same bits in every batch.
         splits_kv_heads: Whether no two devices have keys and values of the same head.
             `LoadedModel.with_kernels` sets it.
+        num_context_ranks: Devices that share the positions of a request (`ContextRanks`).
         splits_experts: Whether each device has its own experts (`models.layers.expert_parallel`).
             `LoadedModel.with_kernels` sets it.
     """
@@ -54,6 +56,7 @@ class KernelSettings:
     batch_invariant: bool = False
     splits_kv_heads: bool = True
     splits_experts: bool = False
+    num_context_ranks: int = 1
 
     @classmethod
     def for_mesh(
@@ -62,6 +65,7 @@ class KernelSettings:
         *,
         implementation: str | None = None,
         batch_invariant: bool = False,
+        num_context_ranks: int = 1,
     ) -> "KernelSettings":
         """The settings of programs that run on a mesh of devices of one kind."""
         return cls(
@@ -69,12 +73,18 @@ class KernelSettings:
             target=pallas_kernels.target_of(mesh.devices.flat[0]),
             mesh=mesh,
             batch_invariant=batch_invariant,
+            num_context_ranks=num_context_ranks,
         )
 
     @property
     def num_shards(self) -> int:
         """Devices that heads are split over."""
         return 1 if self.mesh is None else self.mesh.shape[MODEL_AXIS]
+
+    @property
+    def context_ranks(self) -> ContextRanks:
+        """The groups of devices that share the positions of a request."""
+        return ContextRanks(num_ranks=self.num_context_ranks, num_devices=self.num_shards)
 
     def split_last(self, x: jax.Array, axis: SplitAxis | None) -> jax.Array:
         """`x` with its last axis split over the devices as `WeightRule` splits such an axis.
@@ -120,7 +130,13 @@ class KernelSettings:
         num_rows: int,
         num_blocks: int,
     ) -> jax.Array:  # i32[num_groups, num_tokens]
-        """The slot of every token in groups of one block size, the same on all devices."""
+        """The slot of every token in groups of one block size, on the devices that have the token.
+
+        Args:
+            block_size: Tokens of a block on each device.
+        """
+        if self.num_context_ranks > 1:
+            positions = positions // self.num_context_ranks
         find_slots = functools.partial(
             pallas_kernels.slot_mapping,
             block_size=block_size,

@@ -48,10 +48,12 @@ class LayerCache:
 
     format: CacheFormat
     row: int | jax.Array  # of the pages
-    block_size: int
+    block_size: int  # tokens of a block on each device
     block_tables: jax.Array  # i32[num_reqs, max_blocks_per_req]
     seq_lens: jax.Array  # i32[num_reqs]
-    slots: jax.Array  # i32[num_tokens], where each token is written; padding past the pages' end
+    # i32[num_tokens], where each token is written; padding past the pages' end. Under context
+    # parallelism, only the ranks that `ContextRanks.own_slots` chooses write a token.
+    slots: jax.Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +146,7 @@ class LayerContext:
         return LayerCache(
             format=place.format,
             row=place.row,
-            block_size=inputs.block_size,
+            block_size=inputs.block_size // self.kernels.num_context_ranks,
             block_tables=inputs.block_tables[place.group_idx],
             seq_lens=inputs.seq_lens,
             slots=self.slots[place.inputs_idx][place.group_idx],
@@ -443,7 +445,7 @@ def make_context(
             ),
             inputs.block_tables,
             batch.query_start_loc,
-            block_size=inputs.block_size,
+            block_size=inputs.block_size // kernels.num_context_ranks,
             num_rows=num_rows,
             num_blocks=num_blocks,
         )

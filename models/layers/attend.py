@@ -1,5 +1,7 @@
 """The part of attention that has no weights: it writes and reads the pages of the KV cache."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -37,6 +39,7 @@ def attend(
         "implementation": kernels.implementation,
         "target": kernels.target,
     }
+    pad_slot = pallas_kernels.pad_slot(*pages.shape[:2], cache.block_size)
     slopes = None
     if config.alibi_slopes is not None:
         slopes = jnp.asarray(config.alibi_slopes, jnp.float32)
@@ -48,22 +51,36 @@ def attend(
         slopes: jax.Array | None,
         pages: Pages,
         slots: jax.Array,
-        *sequences: jax.Array,
+        positions: jax.Array,
+        block_tables: jax.Array,
+        seq_lens: jax.Array,
+        query_start_loc: jax.Array,
     ) -> tuple[jax.Array, Pages]:
         view = cache.format.view(pages, cache.block_size)
         if new_kv is not None:
+            slots = kernels.context_ranks.own_slots(slots, positions, pad_slot)
             view = pallas_kernels.kv_scatter(view, *new_kv, slots, cache.row, **chosen)
-        attended = pallas_kernels.paged_attention(
-            *(q, view, cache.row, *sequences),
-            scale=config.scale,
-            sliding_window=config.sliding_window,
-            chunk_size=config.chunk_size,
-            soft_cap=config.soft_cap,
-            sinks=sinks,
-            alibi_slopes=slopes,
+
+        def of_own_keys(
+            q: jax.Array, seq_lens: jax.Array, **options: Any
+        ) -> jax.Array | tuple[jax.Array, jax.Array]:
+            return pallas_kernels.paged_attention(
+                *(q, view, cache.row, block_tables, seq_lens, query_start_loc),
+                scale=config.scale,
+                sliding_window=config.sliding_window,
+                chunk_size=config.chunk_size,
+                soft_cap=config.soft_cap,
+                sinks=sinks,
+                alibi_slopes=slopes,
+                max_query_len=context.num_queries_per_req,
+                batch_invariant=kernels.batch_invariant,
+                **chosen,
+                **options,
+            )
+
+        attended = kernels.context_ranks.attend(
+            *(of_own_keys, (q,), seq_lens, query_start_loc),
             max_query_len=context.num_queries_per_req,
-            batch_invariant=kernels.batch_invariant,
-            **chosen,
         )
         return attended, cache.format.unview(view, pages)
 
@@ -72,9 +89,9 @@ def attend(
         new_kv = tuple(_with_copies(_with_width(x, width), num_heads) for x in new_kv)
     attended, pages = kernels.by_device(
         *(of_own_heads, _with_width(q, width), new_kv),
-        *(sinks, slopes, pages, cache.slots),
+        *(sinks, slopes, pages, cache.slots, context.batch.positions),
         *(cache.block_tables, cache.seq_lens, context.query_start_loc),
-        in_specs=(TOKENS_BY_HEAD, TOKENS_BY_HEAD, *[BY_HEAD] * 2, PAGES_BY_DEVICE, *[WHOLE] * 4),
+        in_specs=(TOKENS_BY_HEAD, TOKENS_BY_HEAD, *[BY_HEAD] * 2, PAGES_BY_DEVICE, *[WHOLE] * 5),
         out_specs=(TOKENS_BY_HEAD, PAGES_BY_DEVICE),
     )
     return attended[..., : config.value_head_dim], pages

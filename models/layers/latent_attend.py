@@ -1,5 +1,7 @@
 """The part of latent attention that has no weights: it writes and reads the pages of the cache."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -20,7 +22,7 @@ def write_vectors(
 ) -> Pages:
     """Writes the step's vectors, such as latents with rotary keys, into one of the layer's caches.
 
-    Each device of a mesh writes all of them.
+    Each device of a mesh writes all of them, or those of its own positions.
 
     Args:
         new: None if the cache belongs to an earlier layer, which has written them already.
@@ -30,8 +32,10 @@ def write_vectors(
         return pages
     kernels, cache = context.kernels, context.cache(cache_name)
     new = jnp.pad(new, ((0, 0), (0, cache.format.width - new.shape[1])))
+    pad_slot = pallas_kernels.pad_slot(*pages.shape[:2], cache.block_size)
 
-    def write(new: jax.Array, pages: Pages, slots: jax.Array) -> Pages:
+    def write(new: jax.Array, pages: Pages, slots: jax.Array, positions: jax.Array) -> Pages:
+        slots = kernels.context_ranks.own_slots(slots, positions, pad_slot)
         view = pallas_kernels.kv_scatter(
             cache.format.view(pages, cache.block_size),
             *(new[:, None], None, slots, cache.row),
@@ -42,8 +46,8 @@ def write_vectors(
         return cache.format.unview(view, pages)
 
     return kernels.by_device(
-        *(write, new, pages, cache.slots),
-        in_specs=(WHOLE, PAGES_BY_DEVICE, WHOLE),
+        *(write, new, pages, cache.slots, context.batch.positions),
+        in_specs=(WHOLE, PAGES_BY_DEVICE, WHOLE, WHOLE),
         out_specs=PAGES_BY_DEVICE,
     )
 
@@ -69,16 +73,32 @@ def latent_attend(
     kernels, cache = context.kernels, context.cache(cache_name)
 
     def attend(
-        q_latent: jax.Array, q_rope: jax.Array, pages: Pages, *sequences: jax.Array
+        q_latent: jax.Array,
+        q_rope: jax.Array,
+        pages: Pages,
+        block_tables: jax.Array,
+        seq_lens: jax.Array,
+        query_start_loc: jax.Array,
     ) -> jax.Array:
-        return pallas_kernels.latent_attention(
-            *(q_latent, q_rope, cache.format.view(pages, cache.block_size), cache.row, *sequences),
-            scale=config.scale,
-            kv_dtype=cache.format.kv_dtype(pages),
+        view = cache.format.view(pages, cache.block_size)
+
+        def of_own_keys(
+            q_latent: jax.Array, q_rope: jax.Array, seq_lens: jax.Array, **options: Any
+        ) -> jax.Array | tuple[jax.Array, jax.Array]:
+            return pallas_kernels.latent_attention(
+                *(q_latent, q_rope, view, cache.row, block_tables, seq_lens, query_start_loc),
+                scale=config.scale,
+                kv_dtype=cache.format.kv_dtype(pages),
+                max_query_len=context.num_queries_per_req,
+                batch_invariant=kernels.batch_invariant,
+                implementation=kernels.implementation,
+                target=kernels.target,
+                **options,
+            )
+
+        return kernels.context_ranks.attend(
+            *(of_own_keys, (q_latent, q_rope), seq_lens, query_start_loc),
             max_query_len=context.num_queries_per_req,
-            batch_invariant=kernels.batch_invariant,
-            implementation=kernels.implementation,
-            target=kernels.target,
         )
 
     return kernels.by_device(

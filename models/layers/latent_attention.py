@@ -148,7 +148,8 @@ class LatentAttention(nnx.Module):
     def _chunk_rows(self, context: LayerContext) -> int | None:
         """Rows of a chunk of the step's queries; None: all rows at once."""
         config = self.config
-        own_heads = config.num_q_heads // context.kernels.num_shards
+        kernels = context.kernels
+        own_heads = config.num_q_heads // kernels.num_shards * kernels.num_context_ranks
         return chunk_rows(context.num_queries, own_heads * (config.latent_dim + config.rope_dim))
 
     def project_in(

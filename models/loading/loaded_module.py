@@ -13,7 +13,11 @@ from jax.sharding import PartitionSpec
 
 from models.cache.format import Pages
 from models.config.model_config import ModelConfig
-from models.config.split_over_devices import check_split, splits_kv_heads
+from models.config.split_over_devices import (
+    check_context_ranks,
+    check_split,
+    splits_kv_heads,
+)
 from models.errors import ModelError
 from models.forward.forward_batch import ForwardBatch
 from models.forward.kernel_settings import KernelSettings
@@ -140,6 +144,7 @@ class LoadedModule:
             ModelError: It cannot be split over the mesh.
         """
         check_split(self.config, kernels.num_shards)
+        check_context_ranks(self.config, kernels.num_shards, kernels.num_context_ranks)
         splits = splits_kv_heads(self.config, kernels.num_shards)
         kernels = dataclasses.replace(
             kernels, splits_kv_heads=splits, splits_experts=self.splits_experts

@@ -548,6 +548,13 @@ class ParallelConfig:
         False,
         aliases=("-ep",),
     )
+    decode_context_parallel_size: int = setting(
+        "number of neighboring devices that share the positions of each request, where each would "
+        "otherwise have a copy of all: latents, or KV heads if there are fewer than devices. It "
+        "must divide --tensor-parallel-size: docs/guide/several-devices.md",
+        1,
+        aliases=("-dcp",),
+    )
     data_parallel_size: int = setting(
         "number of engines that share the requests. Each is a process with its own weights and KV "
         "cache, so other limits and sizes apply to each engine. On an NVIDIA machine each engine "
@@ -581,6 +588,17 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        at_least("decode_context_parallel_size", self.decode_context_parallel_size, 1)
+        if self.tensor_parallel_size % self.decode_context_parallel_size:
+            raise ConfigError(
+                f"decode_context_parallel_size={self.decode_context_parallel_size} must divide "
+                f"tensor_parallel_size={self.tensor_parallel_size}. Its devices are some of these."
+            )
+        if self.nnodes > 1 and self.decode_context_parallel_size > 1:
+            raise ConfigError(
+                f"decode_context_parallel_size={self.decode_context_parallel_size} does not work "
+                f"with nnodes={self.nnodes} yet. Leave it out."
+            )
         at_least("data_parallel_size", self.data_parallel_size, 1)
         at_least("nnodes", self.nnodes, 1)
         at_least("node_rank", self.node_rank, 0)
@@ -629,6 +647,16 @@ class EngineConfig:
                 raise ConfigError(
                     f"speculative_config: drafts_in_bursts needs bursts, and {why_none} prevents "
                     "them. Leave one of them out."
+                )
+        num_ranks = self.parallel.decode_context_parallel_size
+        for name, is_set in (
+            ("speculative_config", speculative is not None),
+            ("batch_invariant", self.runner.batch_invariant),
+        ):
+            if num_ranks > 1 and is_set:
+                raise ConfigError(
+                    f"{name} does not work with decode_context_parallel_size={num_ranks} yet. "
+                    "Leave one of them out."
                 )
         num_hosts = self.parallel.nnodes
         if num_hosts > 1 and self.runner.expert_load_window is not None:

@@ -108,6 +108,9 @@ _SPLIT_BY_LAYER = (
     "the devices of an engine each compute a part of every layer (--tensor-parallel-size); "
     "--data-parallel-size starts several engines"
 )
+_TAKE_TURNS = (
+    "of the positions of a request, each device of --decode-context-parallel-size has one in turn"
+)
 _HOST_RANK = "host 0 serves requests and the others do not: see --node-rank"
 _ONE_MACHINE = "all engines run on one machine and share its port; use --data-parallel-size"
 _COMPILED = "all steps run as programs that XLA compiles before the port opens"
@@ -138,14 +141,13 @@ _NO_FAULT_TOLERANCE = "the server restarts engines that died; see --max-engine-r
 VLLM_FLAGS: tuple[VllmFlag, ...] = (
     # Devices and machines.
     *_refused(_SPLIT_BY_LAYER, "--pipeline-parallel-size, -pp", 1),
-    *_refused(_SPLIT_BY_LAYER, "--decode-context-parallel-size, -dcp", 1),
     *_refused(_SPLIT_BY_LAYER, "--prefill-context-parallel-size, -pcp", 1),
     *_refused_switches(_HOST_RANK, "--headless"),
     *_refused(_SPLIT_BY_LAYER, "--device-ids"),
     *_ignored(_SPLIT_BY_LAYER, "--distributed-executor-backend", "uni"),
     *_ignored(_SPLIT_BY_LAYER, "--max-parallel-loading-workers"),
     *_ignored(_SPLIT_BY_LAYER, "--cpu-distributed-timeout-seconds --dcp-comm-backend"),
-    *_ignored(_SPLIT_BY_LAYER, "--dcp-kv-cache-interleave-size --cp-kv-cache-interleave-size", 1),
+    *_ignored(_TAKE_TURNS, "--dcp-kv-cache-interleave-size --cp-kv-cache-interleave-size", 1),
     *_ignored(_SPLIT_BY_LAYER, "--all2all-backend", "allgather_reducescatter"),
     *_ignored(_SPLIT_BY_LAYER, "--ubatch-size --dbo-decode-token-threshold", 0),
     *_ignored(_SPLIT_BY_LAYER, "--dbo-prefill-token-threshold"),

@@ -66,7 +66,7 @@ check_package_origin()
 from models import LoadedModel, ModelError, load_model, read_model_config  # noqa: E402
 from models import ModelConfig as TargetConfig  # noqa: E402
 from models.config.eagle3_config import read_eagle3_config  # noqa: E402
-from models.config.split_over_devices import check_split  # noqa: E402
+from models.config.split_over_devices import check_context_ranks, check_split  # noqa: E402
 from models.drafters.mtp_head import mtp_config  # noqa: E402
 from models.loading.gguf.gguf_tokenizer import write_tokenizer_of  # noqa: E402
 from models.loading.kernel_encoder import KernelEncoder  # noqa: E402
@@ -352,7 +352,9 @@ def _model_folder(config: EngineConfig) -> Path:
         generation_folder=generation_config_folder(model.generation_config, folder),
         model_impl=model.model_impl,
     )
-    check_split(hf_config, config.parallel.tensor_parallel_size)
+    num_devices = config.parallel.tensor_parallel_size
+    check_split(hf_config, num_devices)
+    check_context_ranks(hf_config, num_devices, config.parallel.decode_context_parallel_size)
     _check_drafter(config, hf_config)
     is_on_hub = model.model is not None and not Path(model.model).expanduser().is_dir()
     if is_on_hub and model.load_format != "dummy":
@@ -569,6 +571,7 @@ def _make_runner(
         show_progress=show_progress,
         head=head,
         group=group,
+        num_context_ranks=config.parallel.decode_context_parallel_size,
     )
     plan = runner.memory_plan
     if not is_given:

@@ -71,6 +71,7 @@ class ModelRunner:
         show_progress: Whether the warm-up draws a progress bar on stderr.
         head: The draft head of `runner_config.speculative_config`, if its method has one.
         group: The processes that compute for the engine. None: only this one.
+        num_context_ranks: Devices that share the positions of a request.
 
     Attributes:
         kernel_choice: Whether kernels for this device run; if not, the reason.
@@ -95,6 +96,7 @@ class ModelRunner:
         show_progress: bool = False,
         head: LoadedDrafter | None = None,
         group: RankGroup | None = None,
+        num_context_ranks: int = 1,
     ) -> None:
         features = make_features(runner_config, model)
         self._head_drafts: HeadDrafts | None = None
@@ -120,6 +122,7 @@ class ModelRunner:
             own_programs=tuple(program for feature in features for program in feature.programs()),
             max_drafts=max((feature.max_drafts for feature in features), default=0),
             num_devices=mesh.size,
+            num_context_ranks=num_context_ranks,
             head_config=None if head is None else head.config,
         )
         self._sharding = NamedSharding(mesh, PartitionSpec())
@@ -129,12 +132,13 @@ class ModelRunner:
         if head is not None:
             head = head.with_places(plan.head_places)
             modules.append(head)
-        self.kernel_choice = _choose_kernels(runner_config, modules, plan.tables, mesh, group)
         kernels = KernelSettings.for_mesh(
             mesh,
-            implementation=self.kernel_choice.implementation,
             batch_invariant=runner_config.batch_invariant,
+            num_context_ranks=num_context_ranks,
         )
+        self.kernel_choice = _choose_kernels(runner_config, modules, plan.tables, kernels, group)
+        kernels = dataclasses.replace(kernels, implementation=self.kernel_choice.implementation)
         model = model.with_kernels(kernels)
         params = _put_params(model, mesh)
         head_params: tuple[jax.Array, ...] = ()
@@ -379,7 +383,7 @@ def _choose_kernels(
     config: RunnerConfig,
     modules: Sequence[LoadedModule],
     tables: Sequence[TableShape],
-    mesh: Mesh,
+    kernels: KernelSettings,
     group: RankGroup | None,
 ) -> KernelChoice:
     if config.batch_invariant:
@@ -390,11 +394,12 @@ def _choose_kernels(
         for attention, places in zip(module.config.attention, module.places, strict=True)
         for _, place in places
         for test in place.format.self_tests(
-            attention and attention.on_each_of(mesh.size), tables[place.inputs_idx].block_size
+            attention and attention.on_each_of(kernels.num_shards // kernels.num_context_ranks),
+            tables[place.inputs_idx].block_size // kernels.num_context_ranks,
         )
     ]
     products = frozenset().union(*map(products_of, modules))
-    choice = choose_implementation(config.kernels, tests, products, mesh.local_devices[0])
+    choice = choose_implementation(config.kernels, tests, products, kernels.mesh.local_devices[0])
     if group is None:
         return choice
     # If the kernels fail on one host, plain XLA replaces them on all hosts.

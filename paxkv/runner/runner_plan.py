@@ -33,6 +33,7 @@ class RunnerPlan:
         own_programs: Programs of features other than steps and bursts.
         max_drafts: Most drafts of a request that a step verifies.
         num_devices: Devices of the mesh. Pages, blocks and bytes are for each device.
+        num_context_ranks: Devices that share the positions of a request.
         head_config: The config of the draft head; None if there is no head.
     """
 
@@ -48,6 +49,7 @@ class RunnerPlan:
     own_programs: tuple[OwnProgram, ...] = ()
     max_drafts: int = 0
     num_devices: int = 1
+    num_context_ranks: int = 1
     head_config: ModelConfig | None = None
 
     @functools.cached_property
@@ -69,6 +71,7 @@ class RunnerPlan:
             self.spec,
             block_size=self.cache_config.block_size or self.platform.block_size,
             head_dim_step=self.platform.head_dim_step,
+            num_context_ranks=self.num_context_ranks,
         )
 
     @functools.cached_property

@@ -92,6 +92,7 @@ class RecordingRunner:
         has_few_sizes: That program has two widths, 16 tokens and all. A burst of a single request
             runs the program for `MAX_NUM_SEQS` of them instead of its own.
         group: The processes that compute together.
+        num_context_ranks: As in `ModelRunner`.
         load_options: Other arguments of `load_model`.
     """
 
@@ -106,6 +107,7 @@ class RecordingRunner:
         max_num_batched_tokens: int = 2048,
         has_few_sizes: bool = False,
         group: RankGroup | None = None,
+        num_context_ranks: int = 1,
         **load_options: Any,
     ) -> None:
         self.max_model_len = max_model_len
@@ -134,6 +136,7 @@ class RecordingRunner:
                 seed=0,
                 runner_config=RunnerConfig(batch_invariant=batch_invariant),
                 group=group,
+                num_context_ranks=num_context_ranks,
             )
 
     @property

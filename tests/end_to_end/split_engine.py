@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import pallas_kernels
 from models import load_model
-from models.forward.kernel_settings import KernelSettings
+from models.forward.kernel_settings import TOKENS_BY_HEAD, WHOLE, KernelSettings
 from models.layers.routing import Routing
 from models.stored_kernels.scaled import ScaledKernel
 from paxkv import LLM, StructuredOutputsParams
@@ -47,6 +48,7 @@ from tests.models.layers.test_experts import run as run_experts
 from tests.models.plain_context import plain_context
 from tests.models.stored_kernels.dequantized import dequantized
 from tests.oracles.serving_golden import load_serving_golden, write_serving_recipe
+from tests.quick_compile import QUICK_COMPILE
 
 # Few blocks, so that requests are preempted and prefixes are hit.
 SETTINGS = EngineSettings(num_blocks=30, arrival_gap=2, max_decode_burst=4)
@@ -81,6 +83,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     # No number of devices divides the vocabulary; embedding and head are tied.
     "odd_vocabulary": MOE_CONFIG
     | {"architectures": ["LlamaForCausalLM"], "vocab_size": 163, "tie_word_embeddings": True},
+    "few_kv_heads": MOE_CONFIG | {"architectures": ["LlamaForCausalLM"], "num_key_value_heads": 2},
     # Sinks, biases of experts, and every second layer with a window.
     "gpt_oss": MOE_CONFIG
     | {
@@ -178,9 +181,15 @@ def check_collectives(recording: RecordingRunner) -> None:
         # in loops or conditions. A burst may have several layers in one computation.
         if isinstance(shape, StepShape):
             assert 2 <= max(num_sums.values()) <= 3, (shape, num_sums)
-        # The cache stays in place on each device.
+    check_cache_in_place(recording)
+
+
+def check_cache_in_place(recording: RecordingRunner) -> None:
+    """No program copies the cache of a device."""
+    worker = recording.runner.worker
+    cache_bytes = worker.kv_cache.addressable_shards[0].data.nbytes
+    for shape, program in worker.programs._programs.items():
         memory = program.memory_analysis()
-        cache_bytes = runner.worker.kv_cache.addressable_shards[0].data.nbytes
         if hasattr(shape, "tables"):
             assert memory.alias_size_in_bytes >= cache_bytes, shape
         assert memory.temp_size_in_bytes < cache_bytes / 2, shape
@@ -227,6 +236,111 @@ def check_same_as_alone(name: str, num_devices: int, **options: Any) -> None:
     assert weight_bytes[1] < 1.4 / num_devices * weight_bytes[0]
     for one, many in zip(alone.logits, split.logits, strict=True):
         np.testing.assert_allclose(one, many, atol=1e-3)
+
+
+def check_merged_attention(num_devices: int, num_ranks: int) -> None:
+    """Ranks that write and read their own positions compute what one device computes."""
+    rng = np.random.default_rng(0)
+    num_tokens, width = 35, 8  # prompts of 21 and 13 tokens, and one of padding
+    q = rng.standard_normal((num_tokens, 2 * num_devices, width)).astype(np.float32)
+    kv = rng.standard_normal((2, num_tokens, 1, width)).astype(np.float32)
+    starts = jnp.array([0, 21, 34])
+    positions = jnp.array([*range(21), *range(13), 0])
+    lens = jnp.array([21, 13])
+    tables = jnp.array([[2, 1], [3, 0]])
+
+    def run(kernels: KernelSettings, max_query_len: int | None) -> np.ndarray:
+        block_size = 8 * num_ranks // kernels.num_context_ranks
+
+        def of_own_heads(q: jax.Array, slots: jax.Array, *last: jax.Array) -> jax.Array:
+            pad_slot = pallas_kernels.pad_slot(1, 4, block_size)
+            slots = kernels.context_ranks.own_slots(slots, positions, pad_slot)
+            cache = jnp.full((1, 8, 1, block_size, width), jnp.nan)
+            cache = pallas_kernels.kv_scatter(cache, *kv, slots, 0)
+            rows, starts = last
+
+            def attend(q: jax.Array, lens: jax.Array, **options: Any) -> Any:
+                return pallas_kernels.paged_attention(
+                    *(q, cache, 0, tables, lens, starts), scale=0.5, **options
+                )
+
+            return kernels.context_ranks.attend(
+                *(attend, (q[rows],), lens, starts), max_query_len=max_query_len
+            )
+
+        slots = kernels.slot_mapping(
+            *(positions[None], tables[None], starts),
+            **{"block_size": block_size, "num_rows": 1, "num_blocks": 4},
+        )[0]
+        rows, own_starts = jnp.arange(num_tokens), starts
+        if max_query_len == 1:
+            rows, own_starts = jnp.array([20, 33]), jnp.array([0, 1, 2])
+        specs = (TOKENS_BY_HEAD, WHOLE, WHOLE, WHOLE)
+
+        def program(*arrays: jax.Array) -> jax.Array:
+            return kernels.by_device(
+                of_own_heads, *arrays, in_specs=specs, out_specs=TOKENS_BY_HEAD
+            )
+
+        return np.asarray(
+            jax.jit(program, compiler_options=QUICK_COMPILE)(q, slots, rows, own_starts)
+        )
+
+    ranks = KernelSettings.for_mesh(find_mesh(num_devices), num_context_ranks=num_ranks)
+    for max_query_len in (None, 1):
+        alone, merged = (run(kernels, max_query_len) for kernels in (KernelSettings(), ranks))
+        np.testing.assert_allclose(merged, alone, atol=1e-5)
+
+
+def check_context_ranks(name: str, num_devices: int, num_ranks: int, num_parts: int) -> None:
+    """Tokens are those of one device, and each rank has its own positions of every block.
+
+    Args:
+        num_parts: The KV cache of one device is so many times as large as that of each device.
+    """
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    block_size = 8 * num_ranks
+    # 128 tokens, of the 243 of all requests. The first 55 of two prompts are the same, and one is
+    # computed in two chunks.
+    settings = dataclasses.replace(
+        SETTINGS, block_size=block_size, num_blocks=1 + 128 // block_size, arrival_gap=1
+    )
+    prompts = [[7, 8, 9, 7], list(range(5, 75)), list(range(5, 60)), [3] * 18]
+
+    def run(mesh: jax.sharding.Mesh | None, num_ranks: int) -> tuple[RecordingRunner, RunResult]:
+        options = {"mesh": mesh, "num_context_ranks": num_ranks, "load_format": "dummy"}
+        runner = RecordingRunner(folder, block_size // num_ranks, **options, **LIMITS)
+        params = [dataclasses.replace(param, max_tokens=24) for param in PARAMS]
+        return runner, run_engine(runner, prompts, settings, sampling_params=params)
+
+    alone, one = run(None, 1)
+    split, many = run(find_mesh(num_devices), num_ranks)
+    assert many.token_ids == one.token_ids
+    assert many.num_cached_tokens == one.num_cached_tokens
+    assert sum(one.num_cached_tokens) > 0
+    assert many.num_preemptions == one.num_preemptions > 0
+    for logits in zip(one.logits, many.logits, strict=True):
+        np.testing.assert_allclose(*logits, atol=1e-3)
+    check_cache_in_place(split)
+    block_bytes = [runner.runner.memory_plan.block_bytes for runner in (alone, split)]
+    assert block_bytes[0] == num_parts * block_bytes[1]
+    whole, *_ = _tokens_of_blocks(alone, block_size)
+    for device_idx, part in enumerate(_tokens_of_blocks(split, block_size // num_ranks)):
+        own = whole[..., device_idx % num_ranks :: num_ranks, :]
+        if part.shape[2] < own.shape[2]:  # of all KV heads, the device has one
+            head_idx = device_idx // (num_devices // own.shape[2])
+            own = own[:, :, head_idx : head_idx + 1]
+        assert np.count_nonzero(own) > 0
+        np.testing.assert_allclose(part, own, atol=1e-4)
+
+
+def _tokens_of_blocks(recording: RecordingRunner, block_size: int) -> list[np.ndarray]:
+    """The pages of each device: [num_rows, num_blocks, num_kv_heads, block_size, width]."""
+    runner = recording.runner
+    (_, place), *_ = runner.worker.programs._model.places[0]
+    shards = [np.asarray(shard.data) for shard in runner.worker.kv_cache.addressable_shards]
+    return [np.asarray(place.format.view(shard, block_size)) for shard in shards]
 
 
 def check_weights(num_devices: int) -> None:
@@ -379,6 +493,7 @@ CASES = {
         check_weights(4),
         check_kept_integers("awq", 2),
         check_own_experts(4),
+        check_merged_attention(4, 2),
         check_golden("gemma3_shallow", 4),
     ),
     "llama": lambda: (
@@ -411,6 +526,11 @@ CASES = {
         check_drafter("mtp", 4),
     ),
     "latents": lambda: check_same_as_alone("deepseek_v3", 4),
+    "context_parallel": lambda: (
+        check_context_ranks("deepseek_v3", 2, 2, 2),
+        check_context_ranks("deepseek_v3", 4, 4, 4),
+        check_context_ranks("few_kv_heads", 4, 2, 4),
+    ),
     "states": lambda: (
         check_same_as_alone("qwen3_next", 4),
         check_same_as_alone("mamba2", 2),

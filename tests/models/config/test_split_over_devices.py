@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from models.config.split_over_devices import check_split, splits_kv_heads
+from models.config.split_over_devices import check_context_ranks, check_split, splits_kv_heads
 from models.errors import ModelError
 from models.registry import read_config
 
@@ -46,3 +46,29 @@ def test_a_device_computes_its_own_heads() -> None:
     for num_devices, heads in ((4, (3, 1)), (12, (1, 1))):
         own = layer.on_each_of(num_devices)
         assert (own.num_q_heads, own.num_kv_heads) == heads
+
+
+def test_devices_that_share_positions_have_the_same_kv_head() -> None:
+    config = read_config(LLAMA)
+    check_context_ranks(config, 4, 1)
+    check_context_ranks(config, 12, 3)
+    with pytest.raises(ModelError, match="4 KV heads, so 1 devices have the same head"):
+        check_context_ranks(config, 4, 2)
+    with pytest.raises(ModelError, match="4 KV heads, so 3 devices have the same head"):
+        check_context_ranks(config, 12, 6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        ({"sliding_window": 8}, "a sliding window"),
+        ({"has_sinks": True}, "sinks"),
+        ({"alibi_slopes": (0.5,) * 12}, "ALiBi"),
+    ],
+)
+def test_rules_of_attention_that_ranks_do_not_have_are_refused(fields, rule) -> None:
+    config = read_config(LLAMA)
+    first, last = config.attention
+    config = dataclasses.replace(config, attention=(first, dataclasses.replace(last, **fields)))
+    with pytest.raises(ModelError, match=f"attends with {rule}, which is not|kind 'window'"):
+        check_context_ranks(config, 12, 3)

@@ -12,6 +12,7 @@ from paxkv.config.engine_config import (
     SchedulerConfig,
     ServerConfig,
 )
+from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.errors import ConfigError
 
 
@@ -151,6 +152,29 @@ def test_expert_load_window_must_be_a_positive_number_of_seconds(window_s: objec
 def test_hosts_that_do_not_fit_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         ParallelConfig(**{"tensor_parallel_size": 4, "nnodes": 2} | settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"decode_context_parallel_size": 0}, "must be an integer of at least 1"),
+        ({"decode_context_parallel_size": 3}, "size=3 must divide tensor_parallel_size=4"),
+        ({"decode_context_parallel_size": 2, "nnodes": 2}, "does not work with nnodes=2 yet"),
+    ],
+)
+def test_ranks_of_a_context_that_do_not_fit_are_refused(settings, message):
+    ParallelConfig(tensor_parallel_size=4, decode_context_parallel_size=2)
+    with pytest.raises(ConfigError, match=message):
+        ParallelConfig(**{"tensor_parallel_size": 4} | settings)
+
+
+def test_features_that_do_not_work_with_ranks_of_a_context_are_refused():
+    parallel = ParallelConfig(tensor_parallel_size=2, decode_context_parallel_size=2)
+    EngineConfig(parallel=parallel)
+    ngram = SpeculativeConfig(method="ngram", num_speculative_tokens=1)
+    for runner in (RunnerConfig(speculative_config=ngram), RunnerConfig(batch_invariant=True)):
+        with pytest.raises(ConfigError, match="does not work with decode_context_parallel_size=2"):
+            EngineConfig(parallel=parallel, runner=runner)
 
 
 def test_features_that_do_not_work_on_several_hosts_are_refused():
