@@ -53,6 +53,28 @@ class DecoderSpec:
 
         return replace(self, layers=tuple(map(split, self.layers)))
 
+    def with_state_dtypes(self, *, window: str | None, state: str | None) -> "DecoderSpec":
+        """The caches with windows of convolutions and states in these dtypes.
+
+        None: as the model has them.
+        """
+        dtypes = {"window_dtype": window, "state_dtype": state}
+        dtypes = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
+
+        def change(layer: LayerSpec) -> LayerSpec:
+            caches = tuple(
+                (
+                    name,
+                    replace(ref, format=replace(ref.format, **dtypes))
+                    if ref.format.kind == "state"
+                    else ref,
+                )
+                for name, ref in layer.caches
+            )
+            return replace(layer, caches=caches)
+
+        return replace(self, layers=tuple(map(change, self.layers)))
+
     @property
     def own_formats(self) -> dict[str, CacheFormat]:
         """Full name -> format of every cache that is not shared from another layer."""

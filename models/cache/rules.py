@@ -67,10 +67,13 @@ def write_prefix(
 
 
 def as_words(
-    values: jax.Array,  # [n, k], of any dtype as wide as the pages' or wider
+    values: jax.Array,  # [n, k]; if its dtype is narrower, k numbers fill whole words
     pages: Pages,
 ) -> jax.Array:  # [n, num_words], of the pages' dtype
     """The bits of values as words of a page. Values are bitcast, never the pages."""
+    num_values = pages.dtype.itemsize // values.dtype.itemsize
+    if num_values > 1:
+        values = values.reshape(values.shape[0], -1, num_values)
     return jax.lax.bitcast_convert_type(values, pages.dtype).reshape(values.shape[0], -1)
 
 
@@ -82,4 +85,4 @@ def from_words(
     num_words = jnp.dtype(dtype).itemsize // words.dtype.itemsize
     if num_words > 1:
         words = words.reshape(words.shape[0], -1, num_words)
-    return jax.lax.bitcast_convert_type(words, dtype)
+    return jax.lax.bitcast_convert_type(words, dtype).reshape(words.shape[0], -1)

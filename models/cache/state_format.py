@@ -16,18 +16,30 @@ from models.forward.layer_context import LayerState
 
 # Every platform can store pages of this many bytes: a TPU stores lines of 128 numbers.
 _PAGE_STEP_BYTES = 512
+# An array takes a multiple of this, so that it starts at a word of the pages, whatever their dtype.
+_WORD_BYTES = 4
+
+
+class _Array(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: str  # in memory
+
+    @property
+    def num_numbers(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        num_bytes = self.num_numbers * jnp.dtype(self.dtype).itemsize
+        return -(-num_bytes // _WORD_BYTES) * _WORD_BYTES
 
 
 class _Run(NamedTuple):
     """Arrays that lie one after the other, from the start of a page on."""
 
-    shapes: tuple[tuple[int, ...], ...]
+    arrays: tuple[_Array, ...]
     first_page: int  # of the slot
     num_pages: int
-
-    @property
-    def num_numbers(self) -> int:
-        return sum(map(math.prod, self.shapes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +47,28 @@ class StateFormat:
     """The arrays of a recurrent layer, such as the window of a convolution and a state.
 
     If a page holds all arrays, they lie in it one after the other. Otherwise each array starts on a
-    page of its own, because then no array has to be cut out of a larger one.
+    page of its own, because then no array has to be cut out of a larger one. Layers compute in
+    float32, whatever the dtypes in memory.
 
     Args:
         shapes: Shapes of the arrays of one request.
-        dtype: Of all arrays.
+        num_windows: The first arrays are windows of convolutions; the others are states.
+        window_dtype: The dtype of windows in memory.
+        state_dtype: The dtype of states in memory.
     """
 
     shapes: tuple[tuple[int, ...], ...]
-    dtype: str = "float32"
+    num_windows: int = 0
+    window_dtype: str = "float32"
+    state_dtype: str = "float32"
     kind: Literal["state"] = "state"
+
+    @property
+    def _arrays(self) -> tuple[_Array, ...]:
+        return tuple(
+            _Array(shape, self.window_dtype if idx < self.num_windows else self.state_dtype)
+            for idx, shape in enumerate(self.shapes)
+        )
 
     def on_each_of(self, num_devices: int) -> "StateFormat":
         return self
@@ -53,7 +77,7 @@ class StateFormat:
         return -(-self.content_bytes(block_size) // _PAGE_STEP_BYTES) * _PAGE_STEP_BYTES
 
     def content_bytes(self, block_size: int) -> int:
-        return sum(map(math.prod, self.shapes)) * jnp.dtype(self.dtype).itemsize
+        return sum(array.num_bytes for array in self._arrays)
 
     def num_pages(self, page_bytes: int) -> int:
         """Pages of a slot."""
@@ -70,25 +94,25 @@ class StateFormat:
 
     def read(
         self, pages: Pages, state: LayerState
-    ) -> tuple[jax.Array, ...]:  # [num_reqs, *shape] of each array, of `dtype`
+    ) -> tuple[jax.Array, ...]:  # f32[num_reqs, *shape] of each array
         """The states before the step. They are zero for requests that start from zero."""
         pages = pages.reshape(*pages.shape[:2], -1)
-        arrays = []
-        for run in self._runs(pages.shape[2] * pages.dtype.itemsize):
+        word_bytes = pages.dtype.itemsize
+        found = []
+        for run in self._runs(pages.shape[2] * word_bytes):
             slots = state.read_slots[:, run.first_page : run.first_page + run.num_pages]
-            num_words = run.num_numbers * jnp.dtype(self.dtype).itemsize // pages.dtype.itemsize
+            num_words = sum(array.num_bytes for array in run.arrays) // word_bytes
             width = num_words if run.num_pages == 1 else pages.shape[2]
             words = rules.read_prefix(pages, state.row, slots.reshape(-1), width)
             words = words.reshape(slots.shape[0], -1)[:, :num_words]
-            numbers = rules.from_words(words, jnp.dtype(self.dtype))
-            # Selected, because memory that was never written may hold NaN.
-            numbers = jnp.where(state.starts_from_zero[:, None], 0, numbers)
-            ends = itertools.accumulate(map(math.prod, run.shapes))
-            parts = jnp.split(numbers, list(ends)[:-1], axis=1)
-            arrays += [
-                part.reshape(-1, *shape) for part, shape in zip(parts, run.shapes, strict=True)
-            ]
-        return tuple(arrays)
+            ends = itertools.accumulate(array.num_bytes // word_bytes for array in run.arrays)
+            parts = jnp.split(words, list(ends)[:-1], axis=1)
+            for part, array in zip(parts, run.arrays, strict=True):
+                numbers = rules.from_words(part, jnp.dtype(array.dtype))[:, : array.num_numbers]
+                # Selected, because memory that was never written may hold NaN.
+                numbers = jnp.where(state.starts_from_zero[:, None], 0, numbers)
+                found.append(numbers.astype(jnp.float32).reshape(-1, *array.shape))
+        return tuple(found)
 
     def write(
         self,
@@ -105,12 +129,16 @@ class StateFormat:
         is_written = state.is_written[:, None]
         rest = iter(arrays)
         for run in self._runs(num_words * stored.dtype.itemsize):
-            own = [next(rest) for _ in run.shapes]
-            numbers = jnp.concatenate([x.reshape(x.shape[0], -1) for x in own], axis=1)
-            numbers = numbers.astype(self.dtype)
-            for other in arrays:
-                numbers = rules.after(numbers, other)
-            words = rules.as_words(numbers, stored)
+            parts = []
+            for array in run.arrays:
+                numbers = next(rest)
+                numbers = numbers.reshape(numbers.shape[0], -1).astype(array.dtype)
+                for other in arrays:
+                    numbers = rules.after(numbers, other)
+                num_stored = array.num_bytes // numbers.dtype.itemsize
+                numbers = jnp.pad(numbers, ((0, 0), (0, num_stored - numbers.shape[1])))
+                parts.append(rules.as_words(numbers, stored))
+            words = jnp.concatenate(parts, axis=1)
             slots = state.write_slots[:, run.first_page : run.first_page + run.num_pages]
             if run.num_pages > 1:
                 words = jnp.pad(words, ((0, 0), (0, run.num_pages * num_words - words.shape[1])))
@@ -121,11 +149,10 @@ class StateFormat:
 
     def _runs(self, page_bytes: int) -> Iterator[_Run]:
         if self.content_bytes(1) <= page_bytes:
-            yield _Run(self.shapes, first_page=0, num_pages=1)
+            yield _Run(self._arrays, first_page=0, num_pages=1)
             return
         first_page = 0
-        for shape in self.shapes:
-            num_bytes = math.prod(shape) * jnp.dtype(self.dtype).itemsize
-            num_pages = -(-num_bytes // page_bytes)
-            yield _Run((shape,), first_page, num_pages)
+        for array in self._arrays:
+            num_pages = -(-array.num_bytes // page_bytes)
+            yield _Run((array,), first_page, num_pages)
             first_page += num_pages

@@ -1,8 +1,10 @@
-"""Which layers of a hybrid model have a state in place of attention, from its config.json."""
+"""Which layers of a hybrid model have a state in place of attention, and its dtype."""
 
 from collections.abc import Mapping, Sequence
 
 from models.errors import ModelConfigError
+
+STATE_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def read_has_state(
@@ -36,3 +38,17 @@ def read_has_state(
             f"for each layer, of {', '.join(known)}."
         )
     return tuple(name in names for name in written)
+
+
+def read_state_dtype(hf_config: Mapping[str, object], field: str) -> str:
+    """The dtype in which states are kept; float32 if config.json names none.
+
+    Raises:
+        ModelConfigError: The field is not the name of a dtype.
+    """
+    dtype = hf_config.get(field) or "float32"
+    if dtype not in STATE_DTYPES:
+        raise ModelConfigError(
+            f"config.json: {field} is {dtype!r}; expected {', '.join(STATE_DTYPES)}."
+        )
+    return dtype

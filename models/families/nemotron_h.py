@@ -18,6 +18,7 @@ from models.config.dense_config import read_dense_fields, read_head_fields
 from models.config.fields import read_count, read_flag, refuse_other_values, with_defaults
 from models.config.moe_config import MoEConfig, read_corrected_choice, read_expert_fields
 from models.config.rope_config import RopeConfig
+from models.config.state_layers import read_state_dtype
 from models.decoder_spec import DecoderSpec, with_states_in
 from models.decoders.decoder import Decoder
 from models.decoders.layer_loop import Layer
@@ -150,6 +151,7 @@ class NemotronHForCausalLM(Decoder):
                 use_bias=read_flag(hf_config, "use_bias"),
                 use_conv_bias=read_flag(hf_config, "use_conv_bias", True),
                 time_step_limit=read_time_step_limit(hf_config),
+                state_dtype=read_state_dtype(hf_config, "mamba_ssm_cache_dtype"),
             ),
         )
 

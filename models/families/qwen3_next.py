@@ -15,7 +15,7 @@ from models.config.dense_config import read_dense_fields, read_head_fields
 from models.config.fields import read_count, read_flag, refuse_other_values
 from models.config.moe_config import MoEConfig, read_expert_fields, read_sparse_steps
 from models.config.partial_rotary import parse_partial_rope
-from models.config.state_layers import read_has_state
+from models.config.state_layers import read_has_state, read_state_dtype
 from models.decoder_spec import DecoderSpec, spec_of_attention, with_states
 from models.decoders.moe_decoder import MoEDecoder
 from models.layers.dense_layers import make_head_normed_attention
@@ -131,6 +131,7 @@ def read_mixers(
             v_dim=read_count(hf_config, "linear_value_head_dim", 128),
             kernel_size=read_count(hf_config, "linear_conv_kernel_dim", 4),
             eps=fields["rms_norm_eps"],
+            state_dtype=read_state_dtype(hf_config, "mamba_ssm_dtype"),
         ),
     }
 

@@ -33,6 +33,7 @@ class GatedDeltaNetConfig:
     kernel_size: int  # of the convolution
     eps: float  # of the norm of each head's output
     max_beta: float = 1.0  # with 2, a token may turn the value of its key around
+    state_dtype: str = "float32"  # in memory
 
     @property
     def k_width(self) -> int:
@@ -52,7 +53,11 @@ class GatedDeltaNetConfig:
     def format(self) -> StateFormat:
         """The inputs that the next convolution needs, and the state."""
         window = (self.kernel_size - 1, self.num_channels)
-        return StateFormat(shapes=(window, (self.num_v_heads, self.k_dim, self.v_dim)))
+        return StateFormat(
+            shapes=(window, (self.num_v_heads, self.k_dim, self.v_dim)),
+            num_windows=1,
+            state_dtype=self.state_dtype,
+        )
 
 
 class GatedDeltaNet(nnx.Module):

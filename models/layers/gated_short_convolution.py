@@ -27,7 +27,7 @@ class GatedShortConvolutionConfig:
 
     def format(self) -> StateFormat:
         """The inputs that the next convolution needs."""
-        return StateFormat(shapes=((self.kernel_size - 1, self.hidden_size),))
+        return StateFormat(shapes=((self.kernel_size - 1, self.hidden_size),), num_windows=1)
 
 
 class GatedShortConvolution(nnx.Module):

@@ -49,7 +49,9 @@ class KimiDeltaConfig:
     def format(self) -> StateFormat:
         """The inputs that the next convolution needs, and the state."""
         window = (self.kernel_size - 1, 3 * self.width)
-        return StateFormat(shapes=(window, (self.num_heads, self.head_dim, self.head_dim)))
+        return StateFormat(
+            shapes=(window, (self.num_heads, self.head_dim, self.head_dim)), num_windows=1
+        )
 
 
 class KimiDeltaAttention(nnx.Module):

@@ -46,7 +46,9 @@ class MambaConfig:
 
     def format(self) -> StateFormat:
         """The inputs that the next convolution needs, and the state."""
-        return StateFormat(shapes=((self.kernel_size - 1, self.inner), self.state_shape))
+        return StateFormat(
+            shapes=((self.kernel_size - 1, self.inner), self.state_shape), num_windows=1
+        )
 
 
 def read_time_step_rank(hf_config: Mapping[str, object], name: str) -> int:

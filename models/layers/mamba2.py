@@ -42,6 +42,7 @@ class Mamba2Config:
     use_bias: bool = False
     use_conv_bias: bool = True
     time_step_limit: tuple[float, float] = (0.0, float("inf"))
+    state_dtype: str = "float32"  # in memory
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_groups:
@@ -63,7 +64,11 @@ class Mamba2Config:
     def format(self) -> StateFormat:
         """The inputs that the next convolution needs, and the state."""
         window = (self.kernel_size - 1, self.num_channels)
-        return StateFormat(shapes=(window, (self.num_heads, self.head_dim, self.state_size)))
+        return StateFormat(
+            shapes=(window, (self.num_heads, self.head_dim, self.state_size)),
+            num_windows=1,
+            state_dtype=self.state_dtype,
+        )
 
 
 def check_width(config: Mamba2Config, hf_config: Mapping[str, object], name: str) -> None:

@@ -44,7 +44,9 @@ class RecurrentBlockConfig:
 
     def format(self) -> StateFormat:
         """The inputs that the next convolution needs, and the state."""
-        return StateFormat(shapes=((self.kernel_size - 1, self.width), (self.width,)))
+        return StateFormat(
+            shapes=((self.kernel_size - 1, self.width), (self.width,)), num_windows=1
+        )
 
 
 class RecurrentBlock(nnx.Module):

@@ -268,6 +268,17 @@ class CacheConfig:
         "auto",
     )
     enable_prefix_caching: bool = setting("share KV blocks between equal prompt prefixes", True)
+    mamba_cache_dtype: KVCacheDtype = setting(
+        "precision in which states of recurrent layers and windows of convolutions are stored; "
+        "auto is float32. 16 bits need half of the memory, and change answers",
+        "auto",
+    )
+    mamba_ssm_cache_dtype: KVCacheDtype = setting(
+        "precision in which states of recurrent layers are stored, without windows of "
+        "convolutions; auto is mamba_cache_dtype or, if that is auto too, what the checkpoint "
+        "says, which is float32 if it says nothing",
+        "auto",
+    )
     state_cache_share: float = setting(
         "share of the KV blocks that states of recurrent layers may take in the prefix cache, in "
         "[0, 1]. They take the place of cached keys and values, and never that of running requests",
@@ -318,6 +329,8 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         one_of("kv_cache_dtype", self.kv_cache_dtype, KVCacheDtype.__args__)
+        one_of("mamba_cache_dtype", self.mamba_cache_dtype, KVCacheDtype.__args__)
+        one_of("mamba_ssm_cache_dtype", self.mamba_ssm_cache_dtype, KVCacheDtype.__args__)
         true_or_false("enable_prefix_caching", self.enable_prefix_caching)
         true_or_false("disable_hybrid_kv_cache_manager", self.disable_hybrid_kv_cache_manager)
         # A float 16.0 equals 16, but would turn block numbers into floats.

@@ -123,7 +123,7 @@ _NO_MULTIMODAL = "only text models are supported"
 _FIXED_EXPERTS = (
     "with --enable-expert-parallel, each device has neighboring experts, and keeps them"
 )
-_NO_MAMBA = "states of Mamba layers are float32, and have no settings"
+_NO_MAMBA = "states of Mamba layers have no such setting"
 _NO_LORA = "LoRA adapters are not supported"
 _NO_QUANTIZATION = "the format of quantized weights is read from config.json"
 _DRAFT_METRICS = "answers contain no numbers of drafts"
@@ -206,7 +206,6 @@ VLLM_FLAGS: tuple[VllmFlag, ...] = (
     ),
     # Kinds of models that are not supported, or have no such settings.
     *_ignored(_NO_MAMBA, "--mamba-block-size --mamba-cache-mode --mamba-backend"),
-    *_ignored(_NO_MAMBA, "--mamba-cache-dtype --mamba-ssm-cache-dtype", "auto"),
     *_ignored(_NO_MAMBA, "--mamba-cache-philox-rounds --mamba-ssu-algorithm"),
     *_ignored(_NO_MAMBA, "--replayssm-buffer-len"),
     *_ignored_switches(_NO_MAMBA, "--enable-mamba-cache-stochastic-rounding --use-replayssm"),

@@ -10,6 +10,7 @@ from paxkv.errors import KVCacheTooSmallError
 from paxkv.runner.memory.kv_cache_arrays import kv_cache_dtype
 from paxkv.runner.memory.kv_cache_groups import KVCacheGroups, groups_of_spec
 from paxkv.runner.memory.memory_plan import DeviceMemory, HostMemory, MemoryPlan, plan_memory
+from paxkv.runner.memory.state_dtypes import with_state_dtypes
 from paxkv.runner.ranks.rank_group import RankGroup
 from paxkv.runner.shapes.bucket_sizes import SAMPLED_CHUNK_ROWS
 from paxkv.runner.shapes.own_program import OwnProgram
@@ -63,6 +64,8 @@ class RunnerPlan:
         spec = self.model_config.spec(self.kv_dtype)
         if self.head_config is not None:
             spec = with_drafter(spec, self.head_config.spec(self.kv_dtype))
+        batch_invariant = self.runner_config.batch_invariant
+        spec = with_state_dtypes(spec, self.cache_config, batch_invariant=batch_invariant)
         return spec.on_each_of(self.num_devices)
 
     @functools.cached_property

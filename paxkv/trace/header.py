@@ -26,12 +26,13 @@ from paxkv.trace.json_errors import JSON_ERRORS
 
 FORMAT = "paxkv-trace"
 # Increase it when the content of a trace, or the inputs of a scheduler, change.
-VERSION = 7
+VERSION = 8
 # Versions that can be replayed. In version 2, requests with changed logits were never in bursts.
 # Before version 4, a trace did not name the requests that the runner pooled. Before version 5,
 # recurrent states were not saved for prefix hits. Before version 6, they were not saved at regular
-# intervals. Before version 7, bursts verified no drafts.
-READ_VERSIONS = (2, 3, 4, 5, 6, VERSION)
+# intervals. Before version 7, bursts verified no drafts. Before version 8, dtypes of states
+# were fixed.
+READ_VERSIONS = (2, 3, 4, 5, 6, 7, VERSION)
 
 SPEC_CLASSES = {
     spec_class.__name__: spec_class
@@ -170,7 +171,11 @@ def decode_header(line: bytes) -> TraceHeader:
             f"{made_by.paxkv_version}; this is paxkv {paxkv.__version__}, which reads format "
             f"{FORMAT!r}, versions {READ_VERSIONS}. Replay it with the version that wrote it."
         )
-    absent = {"state_save_interval": None} if made_by.version < 6 else {}
+    absent: dict[str, object] = {}
+    if made_by.version < 8:
+        absent |= {"mamba_cache_dtype": "auto", "mamba_ssm_cache_dtype": "auto"}
+    if made_by.version < 6:
+        absent["state_save_interval"] = None
     if made_by.version < 5:
         absent["state_cache_share"] = 0.0
     try:

@@ -2,16 +2,22 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from models import load_model
 from paxkv import LLM, BeamSearchParams, SamplingParams
 from tests.end_to_end.parity import make_checkpoint
 from tests.oracles import families
+from tests.oracles.paged_stepper import PagedStepper
 
 MAX_TOKENS = 8
+# Difference over the norm of the logits: the least, below which nothing was rounded, and the
+# largest, as in docs/guide/tuning.md.
+ERRORS = {"float16": (1e-5, 0.002), "bfloat16": (1e-4, 0.01)}
 
 
 def greedy(**fields: object) -> SamplingParams:
@@ -61,3 +67,24 @@ def test_copies_beams_and_ends_within_bursts_leave_other_answers_alone(tmp_path:
         )
         num_prompt_tokens = len(prompts[0]["prompt_token_ids"])
         assert list(beams.sequences[0].tokens)[num_prompt_tokens:] == alone[0]
+
+
+@pytest.mark.parametrize("dtype", ERRORS)
+@pytest.mark.parametrize("family", ["mamba2", pytest.param("qwen3-next", marks=pytest.mark.slow)])
+def test_logits_of_states_with_16_bits_are_as_near_as_stated(
+    family: str, dtype: str, tmp_path: Path
+) -> None:
+    make_checkpoint(family, tmp_path, 1, is_shallow=True, is_sharp=False)
+    model = load_model(tmp_path, dtype="float32")
+    steppers = PagedStepper(model), PagedStepper(model, state_dtype=dtype)
+    least_error, worst_error = ERRORS[dtype]
+    prompts = families.prompts(1, families.VOCAB, [9, 14])
+    errors = []
+    # The first tokens start from zeros; all later ones read states.
+    for chunk in (dict(enumerate(prompts)), {0: [5], 1: [7, 8]}, {0: [9], 1: [3]}):
+        truth, got = (stepper.step(chunk) for stepper in steppers)
+        errors.append(
+            [np.linalg.norm(got[row] - truth[row]) / np.linalg.norm(truth[row]) for row in chunk]
+        )
+    assert max(errors[0]) < 1e-5
+    assert all(least_error < error < worst_error for each in errors[1:] for error in each)

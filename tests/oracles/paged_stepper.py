@@ -36,6 +36,7 @@ class PagedStepper:
         only_last_tokens: The logits of each chunk's last token are computed, and no others.
         widths: Numbers of tokens that a step may compute, the last `num_tokens`.
         cache_dtype: Of keys and values; None is that of the model.
+        state_dtype: Of states and windows of convolutions; None is that of the model.
         wants: What the model returns in addition to logits.
 
     Attributes:
@@ -50,9 +51,12 @@ class PagedStepper:
         only_last_tokens: bool = False,
         widths: tuple[int, ...] = (),
         cache_dtype: str | None = None,
+        state_dtype: str | None = None,
         wants: Wants = LOGITS_ALONE,
     ) -> None:
-        self._placed = placed = place_model(loaded, block_size=BLOCK_SIZE, dtype=cache_dtype)
+        self._placed = placed = place_model(
+            loaded, block_size=BLOCK_SIZE, dtype=cache_dtype, state_dtype=state_dtype
+        )
         self._loaded = placed.model
         self._table_shapes = placed.tables(MAX_MODEL_LEN)
         self._num_tokens = num_tokens

@@ -29,15 +29,22 @@ class PlacedModel:
 
 
 def place_model(
-    model: LoadedModel, *, block_size: int, dtype: str | None = None, num_devices: int = 1
+    model: LoadedModel,
+    *,
+    block_size: int,
+    dtype: str | None = None,
+    state_dtype: str | None = None,
+    num_devices: int = 1,
 ) -> PlacedModel:
     """Places the layers of a model as the runner does.
 
     Args:
         dtype: Of keys and values; None is that of the weights.
+        state_dtype: Of states; None is that of the model's formats.
         num_devices: Devices that the model is split over.
     """
     kv_dtype = dtype or model.dtype
     spec = model.config.spec(kv_dtype).on_each_of(num_devices)
+    spec = spec.with_state_dtypes(window=state_dtype, state=state_dtype)
     groups = groups_of_spec(spec, block_size=block_size, head_dim_step=model.platform.head_dim_step)
     return PlacedModel(model.with_places(groups.places(spec)), groups, kv_dtype)

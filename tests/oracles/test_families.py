@@ -198,7 +198,7 @@ _WITHOUT_EFFECT = {
     *("time_step_init_scheme", "time_step_scale", "use_associative_scan", "use_mambapy"),
     *("rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min"),
     *("final_w_init_variance_scale", "w_init_variance_scale"),
-    # How other engines compute states and experts; states are float32 here. And drafts.
+    # How states are stored, and how other engines compute states and experts. And drafts.
     *("mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "use_mamba_kernels"),
     *("linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor"),
     *("linear_dt_max", "linear_dt_min"),

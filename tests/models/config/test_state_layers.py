@@ -171,6 +171,23 @@ def test_other_fields_mean_what_they_mean_in_transformers(architecture, fields):
     assert as_read(hf_config) != as_read(make_hf_config(architecture))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "field"),
+    [
+        ("NemotronHForCausalLM", "mamba_ssm_cache_dtype"),
+        ("Qwen3_5ForCausalLM", "mamba_ssm_dtype"),
+    ],
+)
+def test_checkpoint_may_say_in_which_dtype_states_are_kept(architecture, field):
+    def dtypes(**fields):
+        formats = as_read(make_hf_config(architecture, **fields)).spec("float32").own_formats
+        return {cache.state_dtype for cache in formats.values() if cache.kind == "state"}
+
+    assert dtypes() == {"float32"} and dtypes(**{field: "bfloat16"}) == {"bfloat16"}
+    with pytest.raises(ModelConfigError, match=f"{field} is 'int8'; expected float32, bfloat16"):
+        dtypes(**{field: "int8"})
+
+
 @pytest.mark.parametrize("written", ["linear_attention", ["full_attention"], ["other"] * 2])
 def test_types_of_layers_that_do_not_fit_are_named(written):
     with pytest.raises(ModelConfigError, match="layer_types is .*; expected a list of 2 names"):

@@ -26,6 +26,8 @@ def test_defaults_are_valid() -> None:
     ("make", "word"),
     [
         (lambda: CacheConfig(kv_cache_dtype="fp8"), "kv_cache_dtype"),
+        (lambda: CacheConfig(mamba_cache_dtype="fp8"), "mamba_cache_dtype"),
+        (lambda: CacheConfig(mamba_ssm_cache_dtype="half"), "mamba_ssm_cache_dtype"),
         (lambda: CacheConfig(block_size=12), "block_size"),
         (lambda: CacheConfig(block_size=16.0), "block_size"),
         (lambda: CacheConfig(enable_prefix_caching="no"), "enable_prefix_caching"),

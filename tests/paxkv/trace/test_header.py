@@ -93,6 +93,13 @@ def test_version_5_header_has_no_interval_of_saved_states() -> None:
         decode_header(msgspec.json.encode(fields | {"version": VERSION}))
 
 
+def test_version_7_header_has_the_usual_dtypes_of_states() -> None:
+    fields = msgspec.json.decode(encode_header(make_header())) | {"version": 7}
+    for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype"):
+        del fields["cache_config"][name]
+    assert decode_header(msgspec.json.encode(fields)) == make_header()
+
+
 def test_every_kv_cache_spec_can_be_decoded() -> None:
     concrete = {
         name

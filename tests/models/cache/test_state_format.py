@@ -1,0 +1,68 @@
+"""Each array of a state has a dtype of its own in memory, whatever the dtype of the pages."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.cache.state_format import StateFormat
+from models.forward.layer_context import LayerState
+
+# Three of a window, whose 15 numbers fill no whole words of 32 bits if they have 16; and a state.
+SHAPES = ((3, 5), (2, 4, 4))
+
+
+def make_format(window_dtype="float32", state_dtype="float32"):
+    return StateFormat(
+        shapes=SHAPES, num_windows=1, window_dtype=window_dtype, state_dtype=state_dtype
+    )
+
+
+@pytest.mark.parametrize(
+    ("window_dtype", "state_dtype", "num_bytes", "num_pages"),
+    [
+        ("float32", "float32", 60 + 128, 1 + 2),
+        ("bfloat16", "float32", 32 + 128, 1 + 2),
+        ("float32", "float16", 60 + 64, 1 + 1),
+        ("bfloat16", "bfloat16", 32 + 64, 1 + 1),
+    ],
+)
+def test_bytes_of_a_slot_follow_from_both_dtypes(window_dtype, state_dtype, num_bytes, num_pages):
+    cache = make_format(window_dtype, state_dtype)
+    assert cache.content_bytes(16) == num_bytes
+    assert (cache.num_pages(64), cache.num_pages(num_bytes)) == (num_pages, 1)
+
+
+@pytest.mark.parametrize("stored", ["uint16", "float32"])
+@pytest.mark.parametrize("page_bytes", [64, 512])
+@pytest.mark.parametrize(
+    ("window_dtype", "state_dtype"),
+    [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16")],
+)
+def test_arrays_are_read_as_they_were_rounded(window_dtype, state_dtype, page_bytes, stored):
+    cache = make_format(window_dtype, state_dtype)
+    num_pages = cache.num_pages(page_bytes)
+    slots = 1 + np.random.default_rng(0).permutation(3 * num_pages).reshape(3, num_pages)
+    state = LayerState(
+        format=cache,
+        row=1,
+        read_slots=jnp.asarray(slots, jnp.int32),
+        write_slots=jnp.asarray(slots, jnp.int32),
+        starts_from_zero=jnp.array([False, True, False]),
+        is_written=jnp.array([True, True, False]),
+        query_start_loc=jnp.arange(4, dtype=jnp.int32),
+        has_one_token_each=True,
+    )
+    pages_np = np.full((2, 10, page_bytes // jnp.dtype(stored).itemsize), 7, stored)
+    rng = np.random.default_rng(1)
+    arrays = [rng.normal(size=(3, *shape)).astype(np.float32) for shape in SHAPES]
+    pages = cache.write(jnp.asarray(pages_np), state, list(map(jnp.asarray, arrays)))
+    found = cache.read(pages, state)
+    for array_np, got, dtype in zip(arrays, found, (window_dtype, state_dtype), strict=True):
+        assert got.dtype == jnp.float32
+        rounded = jnp.asarray(array_np).astype(dtype).astype(jnp.float32)
+        np.testing.assert_array_equal(got[0], rounded[0])
+        assert not np.any(got[1])
+    # The third request writes nothing, and no other row of the pages changes.
+    unwritten = np.asarray(pages)[1, slots[2]]
+    np.testing.assert_array_equal(unwritten, pages_np[1, slots[2]])
+    np.testing.assert_array_equal(np.asarray(pages)[0], pages_np[0])
