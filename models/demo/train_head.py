@@ -234,7 +234,7 @@ its tokens, the most frequent ones in answers. This command uses it with the dem
 
     paxkv serve --speculative-config '{{"method": "eagle3", "num_speculative_tokens": 3}}'
 
-Drafts after each place of answers that the training did not draw:
+Measured at each place of answers that were not drawn for training:
 
 | right drafts | share of the places |
 | --- | ---: |
@@ -247,8 +247,8 @@ Drafts after each place of answers that the training did not draw:
 {num_steps:,} steps, {minutes:.0f} minutes on {device}. The texts are those of
 `models/demo/data.py`, drawn anew, and the wanted tokens are the model's own. The head learns three
 drafts of each token, and reads its own hidden states for the second and the third (training-time
-test). It starts as the model's last hidden state and vocabulary head. Muon for matrices, AdamW for
-norms. Another machine or library version rounds sums differently, so a new run gives weights that
+test). It starts as the model's last hidden state and vocabulary head. Muon trains matrices, and
+AdamW norms. Another machine or library version rounds sums differently, so a new run gives weights that
 behave alike but are not equal bit by bit. SHA-256 of model.safetensors: `{sha256}`.
 """
 
