@@ -47,7 +47,7 @@ def run_head(
     draft_ids: jax.Array,  # i32[draft_vocab_size]
     batch: PackedRows,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Drafts after every token of a batch, beside what the model itself writes there.
+    """Computes drafts after every token of a batch, and the tokens that the model writes there.
 
     Returns:
         logits f32[num_drafts, num_rows, row_length, draft_vocab_size]; wanted
@@ -107,7 +107,7 @@ def _count_right(
     draft_ids: jax.Array,
     batch: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, jax.Array]:  # i32[num_drafts] both
-    """Drafts that are right as all drafts before them are; and how many could be."""
+    """Counts drafts that are right with all drafts before them, and the measured places."""
     logits, wanted, counts = run_head(nnx.merge(graphdef, params), target, draft_ids, batch)
     is_right = jnp.cumprod(logits.argmax(-1) == wanted, axis=0, dtype=jnp.int32)
     # Only where all drafts are inside the answer.

@@ -139,7 +139,7 @@ class DemoModel(nnx.Module):
         positions: jax.Array,  # i32[num_rows, row_length]
         segment_ids: jax.Array,  # i32[num_rows, row_length]
     ) -> list[jax.Array]:  # f32[num_rows, row_length, hidden], one for each layer
-        """What each layer returns."""
+        """Returns the output of each layer."""
         mask = attention_mask(segment_ids)
         x, found = self.embed_tokens(token_ids), []
         for layer in self.layers:
@@ -148,7 +148,7 @@ class DemoModel(nnx.Module):
         return found
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Logits from what the last layer returns."""
+        """Returns logits from the output of the last layer."""
         return self.embed_tokens.attend(self.norm(hidden))
 
 

@@ -27,7 +27,7 @@ from models.layers.sparse_mlp import SparseMLP
 from models.weight_rule import WeightRule, with_stored_names
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
-# The types of layers are these, again and again, if a config.json does not name them.
+# The types of layers repeat in this order if config.json does not list them.
 _PERIOD = (_LINEAR, _SLIDING, _LINEAR, _FULL, _SLIDING)
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {

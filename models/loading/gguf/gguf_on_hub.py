@@ -77,7 +77,7 @@ def list_gguf_files(names: Sequence[str]) -> list[str]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first of the names, and the number of the others."""
+    """Lists the first names, and counts the rest."""
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return (", ".join(names[:_MAX_LISTED]) or "none") + more
 

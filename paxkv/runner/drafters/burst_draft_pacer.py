@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 from paxkv.runner.drafters.step_times import StepTimes, round_up
 
-# The expected time of the way that is not chosen falls by this factor with every burst, so that it
-# is tried again.
+# With every burst, the expected time of the choice that was not made falls by this factor, so that
+# it is tried again.
 _AGING = 0.995
 
 
 class BurstDraftPacer:
     """Compares bursts with drafts and bursts without them by their seconds per token of a request.
 
-    The time of a burst with drafts includes how many of them were accepted: all bursts draw as many
-    tokens as they were asked for.
+    The time of a burst with drafts depends on how many of them are accepted, because all bursts
+    draw the same number of tokens in fewer or more steps.
 
     Args:
         clock: Returns seconds; it never goes back.
