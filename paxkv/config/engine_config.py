@@ -661,6 +661,14 @@ class EngineConfig:
                     f"speculative_config: drafts_in_bursts needs bursts, and {why_none} prevents "
                     "them. Leave one of them out."
                 )
+            most = self.scheduler.max_num_batched_tokens
+            num_rows = 1 + speculative.num_speculative_tokens
+            if num_rows > most:
+                raise ConfigError(
+                    f"speculative_config: with drafts_in_bursts, a step computes {num_rows} tokens "
+                    "of a request (1 + num_speculative_tokens), and max_num_batched_tokens is "
+                    f"{most}. Raise it, or use fewer drafts."
+                )
         num_ranks = self.parallel.decode_context_parallel_size
         for name, is_set in (
             ("speculative_config", speculative is not None),

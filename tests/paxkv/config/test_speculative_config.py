@@ -130,3 +130,13 @@ def test_drafts_in_bursts_need_bursts(parts, why):
     runner = RunnerConfig(speculative_config=speculative, **parts.pop("runner", {}))
     with pytest.raises(ConfigError, match=f"needs bursts, and {why} prevents them"):
         EngineConfig(runner=runner, **parts)
+
+
+def test_a_step_has_room_for_all_drafts_of_a_request_in_bursts():
+    speculative = SpeculativeConfig.from_fields(NGRAM | {"drafts_in_bursts": True})
+    runner = RunnerConfig(speculative_config=speculative)
+    EngineConfig(runner=runner, scheduler=SchedulerConfig(max_num_batched_tokens=5, max_num_seqs=1))
+    with pytest.raises(ConfigError, match="computes 5 tokens of a request .* is 4. Raise it"):
+        EngineConfig(
+            runner=runner, scheduler=SchedulerConfig(max_num_batched_tokens=4, max_num_seqs=1)
+        )
