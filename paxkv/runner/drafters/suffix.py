@@ -20,6 +20,8 @@ _MAX_PLACES = 16
 MAX_CACHED_TOKENS = 1 << 18
 # Follows each finished answer, so that no match goes from one answer into the next.
 _END_OF_ANSWER = -1
+# Most tokens that one lookup adds to the index, so that a long prompt delays no step for long.
+MAX_INDEXED_TOKENS = 1024
 # More than any token id needs.
 _ID_BITS = 32
 
@@ -46,7 +48,6 @@ class TokenIndex:
 
     def drop_first(self, num_tokens: int) -> None:
         """Removes the oldest tokens, which must be whole answers."""
-        self._index()
         for length, places_of in self._places.items():
             for end in range(self._num_dropped + length, self._num_dropped + num_tokens + 1):
                 ngram = self._ngram(end, length)
@@ -57,9 +58,12 @@ class TokenIndex:
                         del places_of[ngram]
         del self._token_ids[:num_tokens]
         self._num_dropped += num_tokens
+        self._num_indexed = max(self._num_indexed, self._num_dropped)
 
     def find(self, last_ids: Sequence[int]) -> tuple[int, list[int]]:
         """Finds the longest match of the last tokens that has a token after it.
+
+        Tokens can be found after as many calls as it takes to index them.
 
         Returns:
             The length of the match, 0 if there is none; and its places, latest first.
@@ -94,8 +98,8 @@ class TokenIndex:
         return min(offset, len(last_ids))
 
     def _index(self) -> None:
-        """Adds the n-grams of tokens that were added since the last call."""
-        last = self._num_dropped + len(self._token_ids)
+        """Adds the n-grams of the next tokens to the index."""
+        last = min(self._num_dropped + len(self._token_ids), self._num_indexed + MAX_INDEXED_TOKENS)
         for length, places_of in self._places.items():
             first = max(self._num_indexed + 1, self._num_dropped + length)
             for end in range(first, last + 1):

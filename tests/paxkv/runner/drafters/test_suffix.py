@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from paxkv.config.speculative_config import SuffixLimits
-from paxkv.runner.drafters.suffix import SuffixDrafter, TokenIndex
+from paxkv.runner.drafters.suffix import MAX_INDEXED_TOKENS, SuffixDrafter, TokenIndex
 
 LIMITS = SuffixLimits(max_depth=24, min_token_prob=0.0)
 
@@ -157,6 +157,20 @@ def test_no_answer_is_kept_if_none_may_be():
 
 def test_frequent_tokens_have_few_places():
     index = TokenIndex()
-    index.extend([7] * 10_000)
+    index.extend([7] * 1000)
     length, places = index.find([7] * 12)
-    assert length == 12 and places == [*range(9999, 9984, -1)]
+    assert length == 12 and places == [*range(999, 984, -1)]
+
+
+def test_long_prompt_is_indexed_over_several_lookups():
+    index = TokenIndex()
+    index.extend([*range(3 * MAX_INDEXED_TOKENS), -1])
+    late = MAX_INDEXED_TOKENS + 100
+    last_ids = [*range(late - 8, late)]
+    assert index.find(last_ids) == (0, [])
+    assert index.find(last_ids) == (8, [late])
+    # Tokens that were never looked up are dropped without a trace.
+    index.extend([*range(50, 60), -1])
+    index.drop_first(3 * MAX_INDEXED_TOKENS + 1)
+    assert index.find([52, 53, 54, 55]) == (4, [3 * MAX_INDEXED_TOKENS + 7])
+    assert index.find(last_ids) == (0, [])
