@@ -248,8 +248,8 @@ Measured at each place of answers that were not drawn for training:
 `models/demo/data.py`, drawn anew, and the wanted tokens are the model's own. The head learns three
 drafts of each token, and reads its own hidden states for the second and the third (training-time
 test). It starts as the model's last hidden state and vocabulary head. Muon trains matrices, and
-AdamW norms. Another machine or library version rounds sums differently, so a new run gives weights that
-behave alike but are not equal bit by bit. SHA-256 of model.safetensors: `{sha256}`.
+AdamW norms. Another machine or library version rounds sums differently, so a new run gives weights
+that behave alike but are not equal bit by bit. SHA-256 of model.safetensors: `{sha256}`.
 """
 
 
