@@ -28,7 +28,7 @@ from paxkv.config.engine_config import (
 from paxkv.config.generation_config import find_sampling_defaults, generation_config_folder
 from paxkv.config.sampling_defaults import SamplingDefaults
 from paxkv.contracts.engine_start import EngineReady, ModelInfo
-from paxkv.contracts.kv_cache_spec import KVCacheConfig
+from paxkv.contracts.kv_cache_spec import KVCacheConfig, MambaSpec
 from paxkv.contracts.protocols import GrammarGate
 from paxkv.contracts.rank_place import RankPlace
 from paxkv.contracts.wire import EngineTransport
@@ -258,6 +258,7 @@ def _build_core(
     model = _load_model(config, folder, tokenizer)
     head = _load_head(config, model, folder)
     runner = _make_runner(config, model, store, head=head, show_progress=show_progress, group=group)
+    _warn_of_unused_state_dtypes(config.cache, runner.kv_cache_config)
     max_model_len = runner.memory_plan.max_model_len
     num_lookahead_tokens = _find_num_lookahead_tokens(config.runner, runner)
     runner.warm_up()
@@ -306,6 +307,14 @@ def _build_core(
         stats=core.make_stats(),
     )
     return BuiltCore(core=core, ready=ready)
+
+
+def _warn_of_unused_state_dtypes(cache: CacheConfig, found: KVCacheConfig) -> None:
+    if any(isinstance(group.kv_cache_spec, MambaSpec) for group in found.kv_cache_groups):
+        return
+    for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype"):
+        if getattr(cache, name) != "auto":
+            logger.warning("%s has no effect: no layer of the model is recurrent.", name)
 
 
 def build_follower_runner(config: EngineConfig, place: RankPlace) -> ModelRunner:

@@ -156,6 +156,17 @@ def test_warning_names_the_memory_flag_of_the_device(
     assert runner_class.instances[-1].arguments["host_memory"] is None
 
 
+def test_dtypes_of_states_have_no_effect_without_recurrent_layers(
+    tmp_path: Path, runner_class: type[FakeRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = CacheConfig(mamba_ssm_cache_dtype="bfloat16")
+    build_core(EngineConfig(model=ModelConfig(model=str(tmp_path)), cache=cache))
+    assert "mamba_ssm_cache_dtype has no effect" in caplog.text
+    caplog.clear()
+    build_core(EngineConfig(model=ModelConfig(model=str(tmp_path))))
+    assert "has no effect" not in caplog.text
+
+
 def test_free_memory_is_measured_once_and_shared_by_all_engines(
     tmp_path: Path, runner_class: type[FakeRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
