@@ -94,7 +94,7 @@ def resolve_model_folder(
 def _list_files(
     repository: str, found: Path, *, revision: str | None, token: str | None
 ) -> list[str]:
-    """All files of a repository; without the hub, those that the cache has."""
+    """Lists the files of a repository. If the hub cannot be reached, lists the cached files."""
     try:
         return huggingface_hub.list_repo_files(repository, revision=revision, token=token)
     # The client's HTTP library raises errors of its own, without a common base.

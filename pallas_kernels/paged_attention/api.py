@@ -90,7 +90,7 @@ def paged_attention(
         key_limits: For each token, how many keys it sees: the first ones of its request. In
             `[0, seq_lens[r]]`, not decreasing within a request; padding may hold anything. A
             request may then have more query tokens than keys. Under context parallelism, a device
-            has only some of a request's keys, and this is the number of those that a token sees.
+            has some of a request's keys, and the limit of a token counts only these keys.
             None: by position. Attention must be causal, without a window, chunks and slopes. Only
             the bodies in plain XLA and the reference support it.
         return_lse: Whether to return the second result too.

@@ -12,8 +12,8 @@ class SlotTable:
     """The slots of one KV cache group of states. A row has all blocks of a slot, or none.
 
     Slots have indices. The device keeps the blocks of the last `SLOTS_PER_ROW` slots of each row,
-    and `pack_new_slots` returns those that it does not have yet. So a step gets only two indices
-    for each request, and steady decode sends no blocks.
+    and `pack_new_slots` returns the blocks that the device does not have yet. So a step gets only
+    two indices for each request, and steady decode sends no blocks.
 
     Args:
         num_blocks: Blocks of the pool.
@@ -55,7 +55,10 @@ class SlotTable:
             read_idx = self._find_or_add(row_idx, block_ids[:size])
             written_idx = self._find_or_add(row_idx, block_ids[size:])
         else:
-            raise InvariantError(f"a slot has {size} blocks, got {len(block_ids)}.")
+            raise InvariantError(
+                f"expected the {size} blocks of one slot or the {2 * size} of two, got "
+                f"{len(block_ids)}."
+            )
         self.slots_np[0, row_idx] = read_idx or written_idx
         self.slots_np[1, row_idx] = written_idx
         self.num_blocks_np[row_idx] = size
