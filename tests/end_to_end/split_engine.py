@@ -296,8 +296,8 @@ def check_context_ranks(name: str, num_devices: int, num_ranks: int, num_parts: 
     """Tokens are those of one device, and each rank has its own positions of every block.
 
     Args:
-        num_parts: Size of the KV cache of an engine with one device, divided by the size of the part
-            that each of the devices has.
+        num_parts: Size of the KV cache of an engine with one device, divided by the size of the
+            part that each of the devices has.
     """
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
