@@ -16,7 +16,6 @@ class SlotMappingCase:
 
     Args:
         requests: (first position, number of tokens) of each request.
-        cp: (world size, rank, interleave) of context parallelism.
     """
 
     name: str
@@ -25,7 +24,6 @@ class SlotMappingCase:
     num_groups: int = 1
     block_size: int = 16
     max_blocks_per_req: int = 8
-    cp: tuple[int, int, int] = (1, 0, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +35,6 @@ class SlotMappingInputs:
     query_start_loc: jax.Array  # i32[num_reqs + 1]
     block_size: int
     pad_slot: int
-    cp_world_size: int
-    cp_rank: int
-    cp_interleave: int
 
     @property
     def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -48,13 +43,7 @@ class SlotMappingInputs:
     @property
     def options(self) -> dict[str, int]:
         """The static arguments, by name."""
-        return {
-            "block_size": self.block_size,
-            "pad_slot": self.pad_slot,
-            "cp_world_size": self.cp_world_size,
-            "cp_rank": self.cp_rank,
-            "cp_interleave": self.cp_interleave,
-        }
+        return {"block_size": self.block_size, "pad_slot": self.pad_slot}
 
 
 CASES: tuple[SlotMappingCase, ...] = (
@@ -74,19 +63,6 @@ CASES: tuple[SlotMappingCase, ...] = (
         block_size=64,
     ),
     SlotMappingCase(name="padding_only", requests=((0, 0), (0, 0)), num_padding_tokens=8),
-    SlotMappingCase(
-        name="two_ranks_token_by_token",
-        requests=((0, 37), (250, 6)),
-        num_padding_tokens=3,
-        num_groups=2,
-        cp=(2, 1, 1),
-    ),
-    SlotMappingCase(
-        name="four_ranks_stripes_of_4", requests=((3, 50), (255, 1)), block_size=8, cp=(4, 2, 4)
-    ),
-    SlotMappingCase(
-        name="eight_ranks_whole_blocks", requests=((0, 200),), block_size=8, cp=(8, 7, 8)
-    ),
 )
 
 
@@ -102,14 +78,10 @@ def build_inputs(case: SlotMappingCase) -> SlotMappingInputs:
     )
     tables_shape = (case.num_groups, num_reqs, case.max_blocks_per_req)
     query_start_loc_np = np.cumsum([0] + [num_tokens for _, num_tokens in case.requests])
-    cp_world_size, cp_rank, cp_interleave = case.cp
     return SlotMappingInputs(
         positions=jax.device_put(np.tile(positions_np, (case.num_groups, 1)).astype(np.int32)),
         block_tables=jax.device_put(block_ids.reshape(tables_shape).astype(np.int32)),
         query_start_loc=jax.device_put(np.asarray(query_start_loc_np, np.int32)),
         block_size=case.block_size,
         pad_slot=pad_slot(NUM_ROWS, num_blocks, case.block_size),
-        cp_world_size=cp_world_size,
-        cp_rank=cp_rank,
-        cp_interleave=cp_interleave,
     )

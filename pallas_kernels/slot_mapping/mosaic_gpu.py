@@ -45,9 +45,6 @@ def slot_mapping_mosaic_gpu(
     *,
     block_size: int,
     pad_slot: int,
-    cp_world_size: int,
-    cp_rank: int,
-    cp_interleave: int,
     interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> jax.Array:  # i32[num_groups, num_tokens]
     """See `api.slot_mapping`."""
@@ -83,17 +80,12 @@ def slot_mapping_mosaic_gpu(
             req_idx = jnp.where(has_ended, req_idx + step, req_idx)
 
         # Truncating division: the position is not negative.
-        virtual_block_size = block_size * cp_world_size
-        virtual_offset = _rem(position, virtual_block_size)
-        offset = _div(virtual_offset, cp_world_size * cp_interleave) * cp_interleave
-        offset += _rem(virtual_offset, cp_interleave)
-        is_here = _rem(_div(virtual_offset, cp_interleave), cp_world_size) == cp_rank
-
-        logical_block = jnp.minimum(_div(position, virtual_block_size), max_blocks_per_req - 1)
+        offset = lax.rem(position, jnp.full_like(position, block_size))
+        logical_block = lax.div(position, jnp.full_like(position, block_size))
+        logical_block = jnp.minimum(logical_block, max_blocks_per_req - 1)
         table_row = group_idx * num_reqs + jnp.minimum(req_idx, num_reqs - 1)
         block_id = load_each(block_tables_ref, table_row * max_blocks_per_req + logical_block)
-        is_written = (req_idx < num_reqs) & is_here
-        slots = jnp.where(is_written, block_id * block_size + offset, pad_slot)
+        slots = jnp.where(req_idx < num_reqs, block_id * block_size + offset, pad_slot)
         store_each(slots_ref, place, slots)
 
     (slots,) = plgpu.kernel(
@@ -107,14 +99,6 @@ def slot_mapping_mosaic_gpu(
         interpret=plgpu.InterpretGPUParams() if interpret is True else interpret,
     )(positions.reshape(-1), block_tables.reshape(-1), query_start_loc)
     return slots.reshape(num_groups, num_tokens)
-
-
-def _div(x: jax.Array, divisor: int) -> jax.Array:
-    return lax.div(x, jnp.full_like(x, divisor))
-
-
-def _rem(x: jax.Array, divisor: int) -> jax.Array:
-    return lax.rem(x, jnp.full_like(x, divisor))
 
 
 @plgpu.inline_mgpu(

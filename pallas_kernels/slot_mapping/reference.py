@@ -11,9 +11,6 @@ def slot_mapping_reference(
     *,
     block_size: int,
     pad_slot: int,
-    cp_world_size: int,
-    cp_rank: int,
-    cp_interleave: int,
 ) -> jax.Array:  # i32[num_groups, num_tokens]
     """See `api.slot_mapping`."""
     num_tokens = positions.shape[1]
@@ -26,15 +23,8 @@ def slot_mapping_reference(
     is_padding = req_idx == num_reqs  # bool[num_tokens]
 
     readable_req = jnp.where(is_padding, 0, req_idx)
-    # A stripe is `cp_interleave` positions. Stripe i belongs to rank i % cp_world_size, which
-    # writes its own stripes one after another.
-    stripe_idx = positions // cp_interleave
-    own_stripe_idx = stripe_idx // cp_world_size
-    own_position = own_stripe_idx * cp_interleave + positions % cp_interleave
-    is_elsewhere = stripe_idx % cp_world_size != cp_rank
-
-    logical_block = jnp.clip(own_position // block_size, 0, max_blocks_per_req - 1)
+    logical_block = jnp.clip(positions // block_size, 0, max_blocks_per_req - 1)
     group_idx = jnp.arange(positions.shape[0])[:, None]
     block_id = block_tables[group_idx, readable_req[None, :], logical_block]
-    slots = block_id * block_size + own_position % block_size
-    return jnp.where(is_padding[None, :] | is_elsewhere, pad_slot, slots)
+    slots = block_id * block_size + positions % block_size
+    return jnp.where(is_padding[None, :], pad_slot, slots)

@@ -53,8 +53,6 @@ class KVCacheManager:
         state_save_interval: Tokens between two further save points in prompts; they are rounded up
             to whole blocks. None: no further save points.
         observers: Receive every change of the pool's blocks.
-        dcp_world_size: Ranks that share each sequence in decode.
-        pcp_world_size: Ranks that share each sequence in prefill.
 
     Source: vLLM `v1/core/kv_cache_manager.py`.
     """
@@ -69,8 +67,6 @@ class KVCacheManager:
         state_cache_share: float = 1.0,
         state_save_interval: int | None = None,
         observers: Iterable[BlockPoolObserver] = (),
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
     ) -> None:
         self.max_model_len = max_model_len
         self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
@@ -79,8 +75,6 @@ class KVCacheManager:
             enable_caching=enable_caching,
             use_eagle=use_eagle,
             observers=observers,
-            dcp_world_size=dcp_world_size,
-            pcp_world_size=pcp_world_size,
         )
         self.enable_caching = self.coordinator.enable_caching
         self.block_pool = self.coordinator.block_pool

@@ -25,7 +25,6 @@ class KVCacheCoordinator(ABC):
     Args:
         use_eagle: Drop the last block of every prefix hit.
         observers: Receive every change of the pool's blocks.
-        dcp_world_size: See `SingleTypeKVCacheManager`, also for `pcp_world_size`.
 
     Source: vLLM `v1/core/kv_cache_coordinator.py`.
     """
@@ -37,13 +36,9 @@ class KVCacheCoordinator(ABC):
         enable_caching: bool,
         use_eagle: bool = False,
         observers: Iterable[BlockPoolObserver] = (),
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
     ) -> None:
         self.enable_caching = enable_caching
         self.use_eagle = use_eagle
-        self.dcp_world_size = dcp_world_size
-        self.pcp_world_size = pcp_world_size
         self.hash_block_size = kv_cache_config.resolved_hash_block_size
         self.block_pool = BlockPool(
             num_blocks=kv_cache_config.num_blocks,
@@ -58,8 +53,6 @@ class KVCacheCoordinator(ABC):
                 block_pool=self.block_pool,
                 kv_cache_group_id=group_id,
                 device_block_work=self.device_block_work,
-                dcp_world_size=dcp_world_size,
-                pcp_world_size=pcp_world_size,
             )
             for group_id, group in enumerate(kv_cache_config.kv_cache_groups)
         )
@@ -292,7 +285,5 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
             kv_cache_spec=manager.kv_cache_spec,
             use_eagle=self.use_eagle,
             alignment_tokens=manager.block_size,
-            dcp_world_size=self.dcp_world_size,
-            pcp_world_size=self.pcp_world_size,
         )
         return hit_blocks, len(hit_blocks[0]) * manager.block_size

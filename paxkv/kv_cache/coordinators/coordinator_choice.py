@@ -19,8 +19,6 @@ def get_kv_cache_coordinator(
     enable_caching: bool,
     use_eagle: bool = False,
     observers: Iterable[BlockPoolObserver] = (),
-    dcp_world_size: int = 1,
-    pcp_world_size: int = 1,
 ) -> KVCacheCoordinator:
     """Builds the coordinator for the groups; see `KVCacheCoordinator` for the arguments.
 
@@ -51,6 +49,4 @@ def get_kv_cache_coordinator(
         enable_caching=enable_caching,
         use_eagle=use_eagle,
         observers=observers,
-        dcp_world_size=dcp_world_size,
-        pcp_world_size=pcp_world_size,
     )

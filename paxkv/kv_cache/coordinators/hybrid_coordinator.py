@@ -32,16 +32,12 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         enable_caching: bool,
         use_eagle: bool = False,
         observers: Iterable[BlockPoolObserver] = (),
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
     ) -> None:
         super().__init__(
             kv_cache_config,
             enable_caching=enable_caching,
             use_eagle=use_eagle,
             observers=observers,
-            dcp_world_size=dcp_world_size,
-            pcp_world_size=pcp_world_size,
         )
         self.equal_groups = self._merge_equal_groups()
         # A hit must end at the end of a block in every group.
@@ -120,8 +116,6 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             kv_cache_spec=groups.kv_cache_spec,
             use_eagle=self.use_eagle,
             alignment_tokens=self.lcm_block_size,
-            dcp_world_size=self.dcp_world_size,
-            pcp_world_size=self.pcp_world_size,
         )
         hit_blocks.update(zip(groups.group_ids, found_blocks, strict=True))
         return len(found_blocks[0]) * block_size

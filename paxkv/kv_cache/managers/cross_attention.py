@@ -31,16 +31,12 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
         block_pool: BlockPool,
         kv_cache_group_id: int,
         device_block_work: DeviceBlockWork | None = None,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
     ) -> None:
         super().__init__(
             kv_cache_spec=kv_cache_spec,
             block_pool=block_pool,
             kv_cache_group_id=kv_cache_group_id,
             device_block_work=device_block_work,
-            dcp_world_size=dcp_world_size,
-            pcp_world_size=pcp_world_size,
         )
         self._num_encoder_tokens: dict[str, int] = {}
 
@@ -121,8 +117,6 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
         kv_cache_spec: KVCacheSpec,
         use_eagle: bool,
         alignment_tokens: int,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
     ) -> tuple[list[KVCacheBlock], ...]:
         """Never called, because models with cross-attention have no prefix caching."""
         raise InvariantError(f"{cls.__name__} has no prefix hits.")

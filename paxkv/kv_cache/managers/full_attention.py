@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import ClassVar
 
 from paxkv.contracts.kv_cache_spec import KVCacheSpec
 from paxkv.kv_cache.hashing.block_hash import BlockHash
@@ -13,8 +12,6 @@ from paxkv.kv_cache.pool.block_pool import BlockPool
 
 class FullAttentionManager(SingleTypeKVCacheManager):
     """Block tables of full attention layers, including multi-head latent attention (MLA)."""
-
-    supports_context_parallel: ClassVar[bool] = True
 
     @classmethod
     def find_longest_cache_hit(
@@ -27,10 +24,8 @@ class FullAttentionManager(SingleTypeKVCacheManager):
         kv_cache_spec: KVCacheSpec,
         use_eagle: bool,
         alignment_tokens: int,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
     ) -> tuple[list[KVCacheBlock], ...]:
-        block_size = kv_cache_spec.block_size * dcp_world_size * pcp_world_size
+        block_size = kv_cache_spec.block_size
         num_blocks = max_length // block_size
         computed_blocks: list[list[KVCacheBlock]] = []
         # The search goes from left to right. A gap ends the hit, because later tokens attend to

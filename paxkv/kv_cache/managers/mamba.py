@@ -56,16 +56,12 @@ class MambaManager(SingleTypeKVCacheManager):
         block_pool: BlockPool,
         kv_cache_group_id: int,
         device_block_work: DeviceBlockWork | None = None,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
     ) -> None:
         super().__init__(
             kv_cache_spec=kv_cache_spec,
             block_pool=block_pool,
             kv_cache_group_id=kv_cache_group_id,
             device_block_work=device_block_work,
-            dcp_world_size=dcp_world_size,
-            pcp_world_size=pcp_world_size,
         )
         self.saved_states = SavedStates(
             block_pool,
@@ -331,8 +327,6 @@ class MambaManager(SingleTypeKVCacheManager):
         kv_cache_spec: KVCacheSpec,
         use_eagle: bool,
         alignment_tokens: int,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
     ) -> tuple[list[KVCacheBlock], ...]:
         """See the base class. Finds the last saved state; only its first block is in the result."""
         block_size = kv_cache_spec.block_size

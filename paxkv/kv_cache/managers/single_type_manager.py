@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from paxkv.contracts.kv_cache_spec import KVCacheSpec, cdiv
 from paxkv.contracts.protocols import CacheRequest
-from paxkv.errors import ConfigError, InvariantError
+from paxkv.errors import InvariantError
 from paxkv.kv_cache.hashing.block_hash import BlockHash, get_group_id
 from paxkv.kv_cache.managers.device_block_work import DeviceBlockWork
 from paxkv.kv_cache.pool.block import KVCacheBlock
@@ -18,20 +18,13 @@ class SingleTypeKVCacheManager(ABC):
 
     Args:
         device_block_work: Receives copies; shared by all groups.
-        dcp_world_size: Ranks that share a sequence's blocks in decode. A block then holds
-            `block_size` tokens on each rank.
-        pcp_world_size: Ranks that share a sequence's blocks in prefill.
 
     Attributes:
         num_held_blocks: Blocks that this group's requests hold; a shared block counts once.
 
-    Raises:
-        ConfigError: This kind of attention does not support context parallelism.
-
     Source: vLLM `v1/core/single_type_kv_cache_manager.py`.
     """
 
-    supports_context_parallel: ClassVar[bool] = False
     # Whether the blocks hold the decoder's tokens (and not the encoder's).
     is_written_by_decoder: ClassVar[bool] = True
     # Whether block i of a table holds the tokens from `i * block_size` on.
@@ -44,17 +37,9 @@ class SingleTypeKVCacheManager(ABC):
         block_pool: BlockPool,
         kv_cache_group_id: int,
         device_block_work: DeviceBlockWork | None = None,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
     ) -> None:
-        world_size = dcp_world_size * pcp_world_size
-        if world_size > 1 and not self.supports_context_parallel:
-            raise ConfigError(
-                f"{type(kv_cache_spec).__name__} cannot be spread over context-parallel ranks, got "
-                f"{dcp_world_size=} and {pcp_world_size=}; both must be 1."
-            )
         self.kv_cache_spec = kv_cache_spec
-        self.block_size = kv_cache_spec.block_size * world_size
+        self.block_size = kv_cache_spec.block_size
         self.block_pool = block_pool
         self.enable_caching = block_pool.enable_caching
         self.kv_cache_group_id = kv_cache_group_id
@@ -351,8 +336,6 @@ class SingleTypeKVCacheManager(ABC):
         kv_cache_spec: KVCacheSpec,
         use_eagle: bool,
         alignment_tokens: int,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
     ) -> tuple[list[KVCacheBlock], ...]:
         """Cached blocks of the longest prefix after which all the groups can continue.
 

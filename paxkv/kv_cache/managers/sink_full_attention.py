@@ -29,16 +29,12 @@ class SinkFullAttentionManager(FullAttentionManager):
         block_pool: BlockPool,
         kv_cache_group_id: int,
         device_block_work: DeviceBlockWork | None = None,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
     ) -> None:
         super().__init__(
             kv_cache_spec=kv_cache_spec,
             block_pool=block_pool,
             kv_cache_group_id=kv_cache_group_id,
             device_block_work=device_block_work,
-            dcp_world_size=dcp_world_size,
-            pcp_world_size=pcp_world_size,
         )
         sink_len = kv_cache_spec.sink_len
         if sink_len < 1 or sink_len % self.block_size:

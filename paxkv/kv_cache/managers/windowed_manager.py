@@ -65,8 +65,6 @@ class WindowedManager(SingleTypeKVCacheManager):
         kv_cache_spec: KVCacheSpec,
         use_eagle: bool,
         alignment_tokens: int,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
     ) -> tuple[list[KVCacheBlock], ...]:
         """See the base class. Searches from right to left: only the last blocks are needed."""
         block_size = kv_cache_spec.block_size

@@ -1,7 +1,5 @@
 """Tests of `slot_mapping/mosaic_gpu.py`, simulated and lowered: no GPU is needed."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,13 +19,7 @@ pytestmark = pytest.mark.skipif(
     reason="Mosaic GPU bodies need JAX 0.11.2 or newer",
 )
 H200 = Target(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
-OPTIONS = {
-    "block_size": 16,
-    "pad_slot": 10_000,
-    "cp_world_size": 1,
-    "cp_rank": 0,
-    "cp_interleave": 1,
-}
+OPTIONS = {"block_size": 16, "pad_slot": 10_000}
 
 
 @pytest.fixture
@@ -40,9 +32,7 @@ def mosaic_gpu():
 
 @pytest.mark.parametrize(
     "case",
-    thorough_unless_named(
-        CASES, "mixed_with_empty_requests_and_padding", "four_ranks_stripes_of_4"
-    ),
+    thorough_unless_named(CASES, "mixed_with_empty_requests_and_padding", "three_groups"),
 )
 def test_equals_reference(case, mosaic_gpu, run_simulated, run_jitted):
     inputs = build_inputs(case)
@@ -66,23 +56,16 @@ def sized(num_tokens=8, num_reqs=3, num_groups=1, max_blocks_per_req=4):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "cp"),
+    "sizes",
     [
-        ({}, (4, 2, 4)),
-        ({"num_tokens": 1, "num_reqs": 1, "max_blocks_per_req": 1}, (1, 0, 1)),
-        (
-            {"num_tokens": 8192, "num_reqs": 256, "num_groups": 3, "max_blocks_per_req": 512},
-            (4, 2, 4),
-        ),
-        ({"num_tokens": 131_072, "num_reqs": 1024}, (1, 0, 1)),
+        {"num_tokens": 1, "num_reqs": 1, "max_blocks_per_req": 1},
+        {"num_tokens": 8192, "num_reqs": 256, "num_groups": 3, "max_blocks_per_req": 512},
+        {"num_tokens": 131_072, "num_reqs": 1024},
     ],
     ids=str,
 )
-def test_lowers_for_cuda(sizes, cp, mosaic_gpu, lower_for_cuda):
-    options = dict(zip(("cp_world_size", "cp_rank", "cp_interleave"), cp, strict=True))
-    text = lower_for_cuda(
-        mosaic_gpu.slot_mapping_mosaic_gpu, *sized(**sizes), **(OPTIONS | options)
-    )
+def test_lowers_for_cuda(sizes, mosaic_gpu, lower_for_cuda):
+    text = lower_for_cuda(mosaic_gpu.slot_mapping_mosaic_gpu, *sized(**sizes), **OPTIONS)
     assert text.count("@mosaic_gpu") == 1
 
 
@@ -109,20 +92,13 @@ def test_a_gpu_runs_the_kernel_by_itself(lower_for_cuda):
 
 @pytest.mark.slow
 @given(data=st.data())
-def test_any_batch_equals_reference(data):
+def test_any_batch_equals_reference(run_jitted, data):
     from pallas_kernels.slot_mapping import mosaic_gpu
 
     num_reqs, num_tokens, max_blocks_per_req, block_size = 3, 12, 4, 4
-    world_size, interleave = data.draw(st.sampled_from([(1, 1), (2, 1), (2, 4), (4, 2)]))
-    options = {
-        "block_size": block_size,
-        "pad_slot": 10_000,
-        "cp_world_size": world_size,
-        "cp_rank": data.draw(st.integers(0, world_size - 1)),
-        "cp_interleave": interleave,
-    }
+    options = {"block_size": block_size, "pad_slot": 10_000}
     ends = sorted(data.draw(st.tuples(*[st.integers(0, num_tokens)] * num_reqs)))
-    position = st.integers(0, max_blocks_per_req * block_size * world_size - 1)
+    position = st.integers(0, max_blocks_per_req * block_size - 1)
     positions = data.draw(st.lists(position, min_size=num_tokens, max_size=num_tokens))
     positions[ends[-1] :] = [-(2**31)] * (num_tokens - ends[-1])  # padding holds anything
     tables = np.random.default_rng(0).permutation(100)[: num_reqs * max_blocks_per_req]
@@ -131,12 +107,5 @@ def test_any_batch_equals_reference(data):
         jnp.array(tables.reshape(1, num_reqs, max_blocks_per_req), jnp.int32),
         jnp.array([0, *ends], jnp.int32),
     )
-    key = tuple(options.values())
-    jitted = _JITTED.setdefault(
-        key,
-        jax.jit(functools.partial(mosaic_gpu.slot_mapping_mosaic_gpu, **options, interpret=True)),
-    )
-    np.testing.assert_array_equal(jitted(*arrays), slot_mapping_reference(*arrays, **options))
-
-
-_JITTED = {}  # options -> the compiled body: hypothesis calls the test many times
+    got = run_jitted(mosaic_gpu.slot_mapping_mosaic_gpu, *arrays, **options, interpret=True)
+    np.testing.assert_array_equal(got, slot_mapping_reference(*arrays, **options))

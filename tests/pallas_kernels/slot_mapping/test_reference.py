@@ -8,14 +8,6 @@ from pallas_kernels.slot_mapping.cases import CASES, build_inputs
 from pallas_kernels.slot_mapping.reference import slot_mapping_reference
 
 
-def positions_of_rank(inputs, num_tokens):
-    """Distributes positions over ranks, `cp_interleave` at a time; returns one rank's positions."""
-    dealt = [[] for _ in range(inputs.cp_world_size)]
-    for position in range(num_tokens):
-        dealt[position // inputs.cp_interleave % inputs.cp_world_size].append(position)
-    return dealt[inputs.cp_rank]
-
-
 def map_in_numpy(inputs):
     positions = np.asarray(inputs.positions)
     block_tables = np.asarray(inputs.block_tables)
@@ -25,10 +17,8 @@ def map_in_numpy(inputs):
         for req_idx, blocks in enumerate(table):
             for token_idx in range(query_start_loc[req_idx], query_start_loc[req_idx + 1]):
                 position = int(positions[group_idx, token_idx])
-                own = positions_of_rank(inputs, position + 1)
-                if own and own[-1] == position:
-                    logical_block, offset = divmod(len(own) - 1, inputs.block_size)
-                    slots[group_idx, token_idx] = blocks[logical_block] * inputs.block_size + offset
+                logical_block, offset = divmod(position, inputs.block_size)
+                slots[group_idx, token_idx] = blocks[logical_block] * inputs.block_size + offset
     return slots
 
 
@@ -53,31 +43,5 @@ def test_example_by_hand(run_jitted):
         np.array([0, 2], np.int32),
         block_size=4,
         pad_slot=99,
-        cp_world_size=1,
-        cp_rank=0,
-        cp_interleave=1,
     )
     assert slots.tolist() == [[12, 13, 99]]
-
-
-@pytest.mark.parametrize(
-    ("rank", "expected"),
-    [
-        (0, [28, 29, 99, 99, 30, 31, 99, 99, 12]),
-        (1, [99, 99, 28, 29, 99, 99, 30, 31, 99]),
-    ],
-)
-def test_two_ranks_share_a_request_by_hand(rank, expected, run_jitted):
-    # Blocks of 4 on each of 2 ranks, 2 positions to each in turn; position 8 opens block 3.
-    slots = run_jitted(
-        slot_mapping_reference,
-        np.arange(9, dtype=np.int32)[None],
-        np.array([[[7, 3]]], np.int32),
-        np.array([0, 9], np.int32),
-        block_size=4,
-        pad_slot=99,
-        cp_world_size=2,
-        cp_rank=rank,
-        cp_interleave=2,
-    )
-    assert slots.tolist() == [expected]

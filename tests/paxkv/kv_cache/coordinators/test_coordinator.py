@@ -118,14 +118,6 @@ def test_a_hash_may_cover_fewer_tokens_than_a_block():
     assert coordinator.find_longest_cache_hit([b"0", b"x"], 100)[1] == 0
 
 
-def test_with_context_parallelism_a_hit_counts_tokens_of_all_ranks():
-    coordinator = unitary(full(), dcp_world_size=2)
-    new_blocks(coordinator, 16)
-    coordinator.cache_blocks(hashed([b"0", b"1", b"2", b"3"]), 15)
-    blocks, num_tokens = coordinator.find_longest_cache_hit([b"0", b"1", b"2", b"3"], 100)
-    assert (group_ids(blocks), num_tokens) == (([1],), 8)
-
-
 def test_with_eagle_a_hit_is_one_block_shorter():
     coordinator = unitary(full(), use_eagle=True)
     new_blocks(coordinator, 8)

@@ -9,7 +9,7 @@ from paxkv.kv_cache.coordinators.coordinator import (
 )
 from paxkv.kv_cache.coordinators.coordinator_choice import get_kv_cache_coordinator
 from paxkv.kv_cache.coordinators.hybrid_coordinator import HybridKVCacheCoordinator
-from tests.paxkv.kv_cache.cache_fakes import cross, full, make_config, sinks, window
+from tests.paxkv.kv_cache.cache_fakes import cross, full, make_config, window
 
 
 @pytest.mark.parametrize(
@@ -44,14 +44,3 @@ def test_hash_block_size_must_divide_every_block_size():
     # Without caching there are no hashes.
     get_kv_cache_coordinator(config, enable_caching=False)
     get_kv_cache_coordinator(make_config(full(4), full(6)), enable_caching=True)
-
-
-def test_only_full_attention_supports_context_parallelism():
-    with pytest.raises(ConfigError, match="SlidingWindowSpec cannot be spread"):
-        get_kv_cache_coordinator(
-            make_config(full(), window(8)), enable_caching=True, pcp_world_size=2
-        )
-    coordinator = get_kv_cache_coordinator(
-        make_config(full(), sinks(8)), enable_caching=True, pcp_world_size=2
-    )
-    assert [manager.block_size for manager in coordinator.single_type_managers] == [8, 8]

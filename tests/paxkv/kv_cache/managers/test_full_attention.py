@@ -174,27 +174,3 @@ def test_shared_blocks_after_an_unshared_block_are_not_in_the_common_prefix():
     manager.free("gone", 4)
     assert (own.ref_cnt, equal.ref_cnt, shared.ref_cnt) == (1, 1, 2)
     assert manager.get_num_common_prefix_blocks("r") == 0
-
-
-def test_with_context_parallelism_a_block_holds_tokens_of_all_ranks():
-    manager = make(dcp_world_size=2, pcp_world_size=2)
-    assert manager.block_size == 16
-    assert len(new_blocks(manager, "r", 17)) == 2
-    manager.cache_blocks(Hashed("r"), 31)
-    assert ids(manager.get_blocks("r")) == [1, 2]
-
-    def find(max_length):
-        return FullAttentionManager.find_longest_cache_hit(
-            block_hashes=HASHES,
-            max_length=max_length,
-            kv_cache_group_ids=(0,),
-            block_pool=manager.block_pool,
-            kv_cache_spec=manager.kv_cache_spec,
-            use_eagle=False,
-            alignment_tokens=16,
-            dcp_world_size=2,
-            pcp_world_size=2,
-        )
-
-    assert ids(find(40)[0]) == [1]
-    assert ids(find(15)[0]) == []

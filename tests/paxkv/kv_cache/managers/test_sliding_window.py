@@ -2,7 +2,6 @@
 
 import pytest
 
-from paxkv.errors import ConfigError
 from paxkv.kv_cache.hashing.block_hash import make_block_hash_with_group_id
 from paxkv.kv_cache.managers.sliding_window import SlidingWindowManager
 from tests.paxkv.kv_cache.cache_fakes import (
@@ -237,8 +236,3 @@ def test_max_tokens_before_allocate_ends_before_a_block_leaves_the_window():
     assert manager.get_max_tokens_before_allocate("r") == 13
     manager.remove_skipped_blocks("r", 13)
     assert manager.get_max_tokens_before_allocate("r") == 16
-
-
-def test_context_parallelism_is_rejected():
-    with pytest.raises(ConfigError, match="SlidingWindowSpec cannot be spread"):
-        make(6, dcp_world_size=2)
