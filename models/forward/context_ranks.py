@@ -74,21 +74,38 @@ class ContextRanks:
             seen = _num_seen(seq_lens, query_start_loc, queries[0].shape[0])
             limits["key_limits"] = self._num_own(seen)
         out, lse = function(*of_group, self._num_own(seq_lens), return_lse=True, **limits)
-        parts = self._parts(jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1))
+        outs, lses = self._of_own_heads(out, lse)
         merged, _ = functools.reduce(
             lambda one, other: pallas_kernels.merge_attention_states(*one, *other),
-            [(part[..., :-1], part[..., -1]) for part in parts],
+            zip(outs.astype(jnp.float32), lses, strict=True),
         )
         return merged.astype(out.dtype)
 
-    def _parts(
+    def _of_own_heads(
         self,
-        results: jax.Array,  # f32[num_tokens, num_ranks * num_q_heads, width]
-    ) -> jax.Array:  # f32[num_ranks, num_tokens, num_q_heads, width]
-        """The results of the device's own heads, from each rank."""
-        num_tokens, num_heads, width = results.shape
-        by_rank = results.reshape(num_tokens, self.num_ranks, num_heads // self.num_ranks, width)
-        return self._on_group(jax.lax.all_to_all, by_rank, split_axis=1, concat_axis=0)
+        out: jax.Array,  # f[num_tokens, num_ranks * num_q_heads, value_dim]
+        lse: jax.Array,  # f32[num_tokens, num_ranks * num_q_heads]
+    ) -> tuple[jax.Array, jax.Array]:
+        """The results of the device's own heads, from each rank.
+
+        Returns:
+            `f[num_ranks, num_tokens, num_q_heads, value_dim]` and
+            `f32[num_ranks, num_tokens, num_q_heads]`.
+        """
+        # The bits of both, as integers: they are exchanged together, and XLA may convert 16-bit
+        # floats that it exchanges.
+        bits = jnp.dtype(f"uint{8 * out.dtype.itemsize}")
+        num_tokens, num_heads, width = out.shape
+        out_bits = jax.lax.bitcast_convert_type(out, bits)
+        lse_bits = jax.lax.bitcast_convert_type(lse, bits).reshape(num_tokens, num_heads, -1)
+        results = jnp.concatenate([out_bits, lse_bits], axis=-1)
+        by_rank = results.reshape(num_tokens, self.num_ranks, num_heads // self.num_ranks, -1)
+        parts = self._on_group(jax.lax.all_to_all, by_rank, split_axis=1, concat_axis=0)
+        lses = parts[..., width:] if bits.itemsize < 4 else parts[..., width]
+        return (
+            jax.lax.bitcast_convert_type(parts[..., :width], out.dtype),
+            jax.lax.bitcast_convert_type(lses, jnp.float32),
+        )
 
     def _num_own(self, num_tokens: jax.Array) -> jax.Array:
         """How many of the first `num_tokens` tokens of a request the rank has."""

@@ -102,13 +102,18 @@ def build_model(
 
 
 def mixed_step(
-    model: LoadedModel, mesh: Mesh, *, num_tokens: int, num_blocks: int = NUM_BLOCKS
+    model: LoadedModel,
+    mesh: Mesh,
+    *,
+    num_tokens: int,
+    num_blocks: int = NUM_BLOCKS,
+    num_context_ranks: int = 1,
 ) -> StepProgram:
     """The step that the runner compiles for a bucket: any mix of prompts, chunks and decodes."""
     shape = StepShape(
         num_tokens=num_tokens, num_reqs=NUM_REQS, num_logits=NUM_REQS, logits="last", tables=()
     )
-    return _step_program(model, mesh, shape, num_blocks)
+    return _step_program(model, mesh, shape, num_blocks, num_context_ranks)
 
 
 def burst(
@@ -117,6 +122,7 @@ def burst(
     *,
     max_steps: int = MAX_BURST_STEPS,
     num_blocks: int = NUM_BLOCKS,
+    num_context_ranks: int = 1,
 ) -> StepProgram:
     """The burst that the runner compiles for a bucket. With one step, it contains no loop."""
     shape = BurstShape(
@@ -126,7 +132,7 @@ def burst(
         max_model_len=MAX_MODEL_LEN,
         chunk_rows=NUM_REQS,
     )
-    return _step_program(model, mesh, shape, num_blocks)
+    return _step_program(model, mesh, shape, num_blocks, num_context_ranks)
 
 
 def verifying_step(model: LoadedModel, mesh: Mesh, *, num_blocks: int = NUM_BLOCKS) -> StepProgram:
@@ -157,14 +163,23 @@ def drafting_burst(model: LoadedModel, mesh: Mesh, *, num_blocks: int = NUM_BLOC
 
 
 def _step_program(
-    model: LoadedModel, mesh: Mesh, shape: StepShape | BurstShape, num_blocks: int
+    model: LoadedModel,
+    mesh: Mesh,
+    shape: StepShape | BurstShape,
+    num_blocks: int,
+    num_context_ranks: int = 1,
 ) -> StepProgram:
     """Makes the program of a shape. The caller leaves `tables` of the shape empty."""
     kv_dtype = kv_cache_dtype(model.dtype, model.platform)
     spec = model.config.spec(kv_dtype).on_each_of(mesh.size)
-    groups = groups_of_spec(spec, block_size=BLOCK_SIZE, head_dim_step=model.platform.head_dim_step)
+    groups = groups_of_spec(
+        spec,
+        block_size=BLOCK_SIZE,
+        head_dim_step=model.platform.head_dim_step,
+        num_context_ranks=num_context_ranks,
+    )
     shape = dataclasses.replace(shape, tables=groups.tables(MAX_MODEL_LEN))
-    kernels = KernelSettings.for_mesh(mesh)
+    kernels = KernelSettings.for_mesh(mesh, num_context_ranks=num_context_ranks)
     model = model.with_kernels(kernels).with_places(groups.places(spec))
     params = tuple(
         jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=NamedSharding(mesh, spec))
