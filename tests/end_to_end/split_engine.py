@@ -238,12 +238,12 @@ def check_same_as_alone(name: str, num_devices: int, **options: Any) -> None:
         np.testing.assert_allclose(one, many, atol=1e-3)
 
 
-def check_merged_attention(num_devices: int, num_ranks: int) -> None:
+def check_merged_attention(num_devices: int, num_ranks: int, dtype: str, atol: float) -> None:
     """Ranks that write and read their own positions compute what one device computes."""
     rng = np.random.default_rng(0)
     num_tokens, width = 35, 8  # prompts of 21 and 13 tokens, and one of padding
-    q = rng.standard_normal((num_tokens, 2 * num_devices, width)).astype(np.float32)
-    kv = rng.standard_normal((2, num_tokens, 1, width)).astype(np.float32)
+    q = jnp.asarray(rng.standard_normal((num_tokens, 2 * num_devices, width)), dtype)
+    kv = jnp.asarray(rng.standard_normal((2, num_tokens, 1, width)), dtype)
     starts = jnp.array([0, 21, 34])
     positions = jnp.array([*range(21), *range(13), 0])
     lens = jnp.array([21, 13])
@@ -255,7 +255,7 @@ def check_merged_attention(num_devices: int, num_ranks: int) -> None:
         def of_own_heads(q: jax.Array, slots: jax.Array, *last: jax.Array) -> jax.Array:
             pad_slot = pallas_kernels.pad_slot(1, 4, block_size)
             slots = kernels.context_ranks.own_slots(slots, positions, pad_slot)
-            cache = jnp.full((1, 8, 1, block_size, width), jnp.nan)
+            cache = jnp.full((1, 8, 1, block_size, width), jnp.nan, dtype)
             cache = pallas_kernels.kv_scatter(cache, *kv, slots, 0)
             rows, starts = last
 
@@ -289,7 +289,8 @@ def check_merged_attention(num_devices: int, num_ranks: int) -> None:
     ranks = KernelSettings.for_mesh(find_mesh(num_devices), num_context_ranks=num_ranks)
     for max_query_len in (None, 1):
         alone, merged = (run(kernels, max_query_len) for kernels in (KernelSettings(), ranks))
-        np.testing.assert_allclose(merged, alone, atol=1e-5)
+        assert merged.dtype == alone.dtype == dtype
+        np.testing.assert_allclose(merged.astype(np.float32), alone.astype(np.float32), atol=atol)
 
 
 def check_context_ranks(name: str, num_devices: int, num_ranks: int, num_parts: int) -> None:
@@ -494,7 +495,8 @@ CASES = {
         check_weights(4),
         check_kept_integers("awq", 2),
         check_own_experts(4),
-        check_merged_attention(4, 2),
+        check_merged_attention(4, 2, "float32", 1e-5),
+        check_merged_attention(4, 2, "bfloat16", 2e-2),
         check_golden("gemma3_shallow", 4),
     ),
     "llama": lambda: (
