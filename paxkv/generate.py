@@ -23,7 +23,6 @@ from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.contracts.owner_process import OwnerProcess
 from paxkv.contracts.scheduler_output import NewRequestData
 from paxkv.errors import (
-    ConfigError,
     InvalidRequestError,
     PromptTooLongError,
     UnsupportedFeatureError,
@@ -32,7 +31,7 @@ from paxkv.runner.batch.input_batch import InputBatch
 from paxkv.runner.memory.device_mesh import mesh_of
 from paxkv.runner.memory.max_model_len import find_max_model_len
 from paxkv.runner.programs.generation import GenerateInputs, GenerateShape, make_generate
-from paxkv.runner.shapes.program_shapes import NgramShape
+from paxkv.runner.programs.generation_drafts import ModelDrafts, load_drafts
 from paxkv.scheduler.request import Request
 from paxkv.text.tokenizer import Tokenizer
 
@@ -59,11 +58,13 @@ class CompiledGenerator:
             limit, as far as its rotary embedding is scaled.
         tokenizer: The model's tokenizer, which `bad_words` need. Its EOS token ends rows, as in the
             engine.
-        speculative_config: Verify n-gram drafts, as `LLM` does. This changes no token.
+        speculative_config: Verify drafts of the method "ngram" or "draft_model", as `LLM` does.
+            This changes no token. A draft model is loaded in the dtype of `model`.
 
     Raises:
         ConfigError: `max_model_len` is below 2, or larger than the model's limit;
-            `speculative_config` has another method than "ngram", or the model cannot verify drafts.
+            `speculative_config` has another method, or the model cannot verify drafts.
+        ModelError: The draft model cannot be loaded, or has another vocabulary.
     """
 
     def __init__(
@@ -90,7 +91,11 @@ class CompiledGenerator:
         self._tokenizer = tokenizer
         # The same options as for the engine's programs.
         options = model.platform.compiler_options(model.product_dtypes)
-        generate = make_generate(model, shape, ngram=_read_ngram(speculative_config))
+        if speculative_config is not None and not isinstance(speculative_config, SpeculativeConfig):
+            speculative_config = SpeculativeConfig.from_fields(speculative_config)
+        drafts = load_drafts(speculative_config, model, max_model_len=max_model_len)
+        self._draft_params = drafts.model.params if isinstance(drafts, ModelDrafts) else ()
+        generate = make_generate(model, shape, drafts=drafts)
         self._generate = jax.jit(generate, compiler_options=options)
 
     def generate(
@@ -123,7 +128,8 @@ class CompiledGenerator:
                 f"batch_size={self._shape.batch_size} prompts."
             )
         inputs_np = self._make_inputs(self._process(prompts, sampling_params, eos_token_ids))
-        outputs = jax.device_get(self._generate(self._model.params, jax.device_put(inputs_np)))
+        inputs = jax.device_put(inputs_np)
+        outputs = jax.device_get(self._generate(self._model.params, inputs, self._draft_params))
         return [
             outputs.token_ids[row, : outputs.num_tokens[row]].tolist()
             for row in range(len(prompts))
@@ -220,21 +226,6 @@ class CompiledGenerator:
             sampling_rows=batch.sampling_rows_np,
             packed_rows=packed_rows_np,
         )
-
-
-def _read_ngram(config: SpeculativeConfig | Mapping[str, object] | None) -> NgramShape | None:
-    if config is not None and not isinstance(config, SpeculativeConfig):
-        config = SpeculativeConfig.from_fields(config)
-    if config is None:
-        return None
-    if config.method != "ngram":
-        raise ConfigError(
-            f"CompiledGenerator has only method 'ngram', got {config.method!r}. Use LLM for the "
-            "other methods."
-        )
-    shortest, longest = config.lookup_lengths
-    num_drafts = config.num_speculative_tokens
-    return NgramShape(num_drafts=num_drafts, shortest=shortest, longest=longest)
 
 
 def _check_needs_no_engine(params: SamplingParams) -> None:

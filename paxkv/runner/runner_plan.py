@@ -126,9 +126,7 @@ class RunnerPlan:
         speculative = self.runner_config.speculative_config
         if speculative is None or not speculative.drafts_in_bursts:
             return None
-        shortest, longest = speculative.lookup_lengths
-        num_drafts = speculative.num_speculative_tokens
-        return NgramShape(num_drafts=num_drafts, shortest=shortest, longest=longest)
+        return NgramShape.of_config(speculative)
 
     def fit(self, memory: DeviceMemory | HostMemory | None) -> tuple["RunnerPlan", MemoryPlan]:
         """Decides the number of blocks, and a shorter `max_model_len` if needed and allowed.

@@ -10,6 +10,7 @@ from paxkv.runner.features.traced_features import FeatureValues, TracedFeatures
 from paxkv.runner.programs.burst import BurstFunction, find_logits
 from paxkv.runner.programs.decode_loop import DecodeRows
 from paxkv.runner.programs.drafting_loop import DraftingState, run_drafting_loop
+from paxkv.runner.programs.loop_drafters.ngram import NgramLoopDrafter
 from paxkv.runner.programs.make_batch import SlotBlocks, tables_of
 from paxkv.runner.programs.step import Params, select_tokens
 from paxkv.runner.sampling.accept_drafts import record_given
@@ -66,6 +67,7 @@ def make_drafting_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
         first_ids, positions = select_tokens(fields, prev_tokens), fields["positions"]
         row_idx = jnp.arange(num_reqs, dtype=jnp.int32)
         token_ids = row_state.token_ids[fields["sampling_rows"][:, ROW]]
+        drafter = NgramLoopDrafter(shape.ngram)
         state = DraftingState(
             token_ids=token_ids.at[row_idx, positions].set(first_ids),
             positions=positions,
@@ -75,10 +77,11 @@ def make_drafting_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
             drawing=(logits, row_state),
             results=jnp.full((shape.max_steps, num_reqs, RESULT_WIDTH + 1), NO_TOKEN, jnp.int32),
             num_steps=jnp.int32(0),
+            memory=drafter.first_memory(num_reqs),
             feature_values=features.first_values(donated),
         )
         state = run_drafting_loop(
-            *(model, params, rows, state, fields["sampling_rows"], shape.ngram),
+            *(model, params, rows, state, fields["sampling_rows"], drafter),
             functools.partial(_draw, model, shape),
             features=features,
             fields=fields | {"token_ids": first_ids},

@@ -1,4 +1,4 @@
-"""A decode loop that verifies n-gram drafts: draft, verify, accept, and draft again on the device.
+"""A decode loop that verifies drafts: draft, verify, accept, and draft again on the device.
 
 Each token is drawn with the randomness of its position, as in a loop without drafts, so the tokens
 are the same. See `sampling/accept_drafts.py`.
@@ -15,12 +15,14 @@ import jax.numpy as jnp
 from models import ForwardBatch, LoadedModel, Pages, Wants
 from paxkv.runner.features.traced_features import NO_FEATURES, FeatureValues, TracedFeatures
 from paxkv.runner.programs.decode_loop import DecodeRows
+from paxkv.runner.programs.loop_drafters.base import DraftedRows, LoopDrafter, VerifiedStep
 from paxkv.runner.programs.make_batch import make_batch
 from paxkv.runner.programs.step import Params
 from paxkv.runner.sampling.accept_drafts import accept_drafts
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling.sampling_columns import join_step_rows
-from paxkv.runner.shapes.program_shapes import NgramShape, SamplerShape
+from paxkv.runner.shapes.program_shapes import SamplerShape
+from paxkv.runner.shapes.sampling_row import DRAW_REQ
 from paxkv.runner.shapes.step_variant import StepPart
 
 
@@ -42,6 +44,7 @@ class DraftingState(NamedTuple):
     # nothing.
     results: jax.Array  # i32[max_drawn, num_rows, result_width + 1]
     num_steps: jax.Array  # i32[]
+    memory: Any  # of the `LoopDrafter`, a pytree
     feature_values: FeatureValues = ()  # of `TracedFeatures`, from step to step
 
 
@@ -60,7 +63,7 @@ def run_drafting_loop(
     rows: DecodeRows,
     state: DraftingState,
     sampling_rows: jax.Array,  # i32[num_rows, NUM_COLUMNS]
-    ngram: NgramShape,
+    drafter: LoopDrafter,
     draw: DrawDraftsFunction,
     *,
     features: TracedFeatures = NO_FEATURES,
@@ -77,45 +80,38 @@ def run_drafting_loop(
     """
 
     def run_step(state: DraftingState) -> DraftingState:
-        drafts = find_ngram_drafts(state.token_ids, state.positions + 1, ngram)
+        num_left = jnp.where(state.is_alive, rows.num_tokens - state.num_drawn - 1, 0)
+        drafted = DraftedRows(
+            rows=rows,
+            token_ids=state.token_ids,
+            positions=state.positions,
+            num_useful=jnp.minimum(num_left, drafter.num_drafts),
+        )
+        drafts, pages = drafter.propose(drafted, state.pages, state.memory)
         num_found = (drafts != NO_TOKEN).sum(axis=1, dtype=jnp.int32)
-        num_useful = jnp.minimum(num_found, rows.num_tokens - state.num_drawn - 1)
-        num_drafts = jnp.where(state.is_alive, num_useful, 0)
+        num_drafts = jnp.minimum(num_found, drafted.num_useful)
         batch, sampling = _verifying_batch(rows, state, sampling_rows, drafts, num_drafts)
         batch = features.add_wants(batch)
         part = StepPart(start=jnp.int32(0), batch=batch, fields=fields)
         apply = functools.partial(features.apply, part=part, values=state.feature_values)
-        outputs, pages = model.forward(params, state.pages, batch, apply)
+        outputs, pages = model.forward(params, pages, batch, apply)
         logits_of = functools.partial(model.compute_logits, params)
         feature_values = features.update(state.feature_values, outputs, part, logits_of)
         drawn, drawing = draw(params, batch, outputs.for_logits, sampling, state.drawing)
-        state = state._replace(pages=pages, drawing=drawing, feature_values=feature_values)
-        return _append_drawn(rows, state, drawn, sampling, num_drafts, ngram)
+        after = _append_drawn(rows, state, drawn, sampling, num_drafts, drafter.num_drafts)
+        step = VerifiedStep(
+            batch=batch,
+            row_of_token=sampling[:, DRAW_REQ],
+            outputs=outputs,
+            token_ids=after.token_ids,
+            num_kept=after.num_drawn - state.num_drawn,
+        )
+        pages, memory = drafter.read_step(rows, step, pages, state.memory)
+        return after._replace(
+            pages=pages, drawing=drawing, memory=memory, feature_values=feature_values
+        )
 
     return jax.lax.while_loop(lambda state: jnp.any(state.is_alive), run_step, state)
-
-
-def find_ngram_drafts(
-    token_ids: jax.Array,  # i32[num_rows, max_tokens]
-    num_tokens: jax.Array,  # i32[num_rows], at least 1
-    ngram: NgramShape,
-) -> jax.Array:  # i32[num_rows, num_drafts], `NO_TOKEN` after the last draft
-    """Finds the drafts of `drafters/ngram.py`: after the first of the longest matches."""
-    ends = jnp.arange(token_ids.shape[1], dtype=jnp.int32)  # of matches
-    lengths = jnp.zeros(token_ids.shape, jnp.int32)
-    is_equal = ends < num_tokens[:, None]
-    for offset in range(1, ngram.longest + 1):
-        place = num_tokens[:, None] - offset
-        last = jnp.take_along_axis(token_ids, jnp.maximum(place, 0), axis=1)
-        is_equal &= (jnp.roll(token_ids, offset, axis=1) == last) & (ends >= offset)
-        lengths += is_equal
-    longest = jnp.max(lengths, axis=1)
-    # `argmax` returns the first.
-    first = jnp.argmax(lengths == longest[:, None], axis=1).astype(jnp.int32)
-    places = first[:, None] + jnp.arange(ngram.num_drafts, dtype=jnp.int32)
-    found = jnp.take_along_axis(token_ids, places, axis=1, mode="clip")
-    is_draft = (longest >= ngram.shortest)[:, None] & (places < num_tokens[:, None])
-    return jnp.where(is_draft, found, NO_TOKEN)
 
 
 def _verifying_batch(
@@ -171,10 +167,10 @@ def _append_drawn(
     drawn: jax.Array,  # i32[num_tokens, result_width]
     sampling: jax.Array,  # i32[num_tokens, step_row_width]
     num_drafts: jax.Array,  # i32[num_rows]
-    ngram: NgramShape,
+    max_drafts: int,
 ) -> DraftingState:
     """Appends the draws up to the first wrong draft, or to the token that ends the row."""
-    (num_rows, max_tokens), num_draws = state.token_ids.shape, 1 + ngram.num_drafts
+    (num_rows, max_tokens), num_draws = state.token_ids.shape, 1 + max_drafts
     shape = SamplerShape(
         num_rows=drawn.shape[0],
         num_reqs=num_rows,

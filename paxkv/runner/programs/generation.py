@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from models import ForwardBatch, LoadedModel, Wants
+from models.decoder_spec import with_drafter
 from paxkv.errors import ConfigError
 from paxkv.runner.memory.kv_cache_arrays import empty_kv_cache, kv_cache_dtype
 from paxkv.runner.memory.kv_cache_groups import groups_of_spec
@@ -20,6 +21,9 @@ from paxkv.runner.programs.decode_loop import (
     run_decode_loop,
 )
 from paxkv.runner.programs.drafting_loop import DraftingState, run_drafting_loop
+from paxkv.runner.programs.generation_drafts import ModelDrafts
+from paxkv.runner.programs.loop_drafters.draft_model import ModelLoopDrafter
+from paxkv.runner.programs.loop_drafters.ngram import NgramLoopDrafter
 from paxkv.runner.programs.make_batch import make_batch
 from paxkv.runner.programs.step import Params
 from paxkv.runner.sampling.accept_drafts import record_given
@@ -86,37 +90,49 @@ class GenerateOutputs:
 
 
 def make_generate(
-    model: LoadedModel, shape: GenerateShape, *, ngram: NgramShape | None = None
-) -> Callable[[Params, GenerateInputs], GenerateOutputs]:
-    """Returns the pure function `(params, inputs) -> outputs`, not yet compiled.
+    model: LoadedModel, shape: GenerateShape, *, drafts: NgramShape | ModelDrafts | None = None
+) -> Callable[..., GenerateOutputs]:
+    """Returns the pure function `(params, inputs, draft_params=()) -> outputs`, not yet compiled.
 
     The KV cache exists only while the function runs. It has room for all rows at their full length,
     in sliding-window layers too.
 
     Args:
-        ngram: Verify n-gram drafts. This changes the number of steps, but no token.
+        drafts: Verify these drafts. This changes the number of steps, but no token. `draft_params`
+            are the parameters of the draft model.
 
     Raises:
-        ConfigError: There are drafts, and the model has recurrent layers.
+        ConfigError: There are drafts, and the model or its draft model has recurrent layers.
     """
+    draft_model = drafts.model if isinstance(drafts, ModelDrafts) else None
     kv_dtype = kv_cache_dtype(model.dtype, model.platform)
-    spec = model.config.spec(kv_dtype).on_each_of(model.kernels.num_shards)
+    spec = model.config.spec(kv_dtype)
+    if draft_model is not None:
+        spec = with_drafter(spec, draft_model.config.spec(kv_dtype))
+    spec = spec.on_each_of(model.kernels.num_shards)
     groups = groups_of_spec(
         spec, block_size=shape.block_size, head_dim_step=model.platform.head_dim_step
     )
-    model = model.with_places(groups.places(spec))
+    places = groups.places(spec)
+    num_layers = len(places) - (0 if draft_model is None else draft_model.config.num_layers)
+    model = model.with_places(places[:num_layers])
+    if draft_model is not None:
+        draft_model = draft_model.with_places(places[num_layers:]).with_kernels(model.kernels)
     # The last token is returned, but its key and value are never computed.
     tables = groups.tables(shape.max_tokens_per_row - 1)
-    if ngram is not None and any(table.is_state for table in tables):
+    if drafts is not None and any(table.is_state for table in tables):
         raise ConfigError(
-            "a model with recurrent layers cannot verify drafts, because a state cannot go back to "
-            "before rejected drafts. Generate without drafts."
+            "drafts do not work with recurrent layers, because a state cannot go back to before "
+            "rejected drafts; the model or its draft model has some. Generate without drafts, or "
+            "use a draft model without recurrent layers."
         )
     table_dims = [(t.num_groups, shape.batch_size, t.max_blocks_per_req) for t in tables]
     # Each row of each group owns a range of blocks. Block 0 is the null block.
     block_ends = list(itertools.accumulate(map(math.prod, table_dims), initial=1))
 
-    def generate(params: Params, inputs: GenerateInputs) -> GenerateOutputs:
+    def generate(
+        params: Params, inputs: GenerateInputs, draft_params: Params = ()
+    ) -> GenerateOutputs:
         rows = DecodeRows(
             num_tokens=inputs.max_new_tokens,
             ending_ids=inputs.stop_token_ids,
@@ -137,7 +153,7 @@ def make_generate(
                 groups.config(block_ends[-1]), model.platform, kv_dtype, model.kernels.mesh
             ),
             drawing=_first_row_state(inputs, shape, model.config.vocab_size),
-            max_steps=1 if ngram is not None else shape.max_new_tokens,
+            max_steps=1 if drafts is not None else shape.max_new_tokens,
             result_width=1,
         )
         row_idx = jnp.arange(shape.batch_size, dtype=jnp.int32)
@@ -146,12 +162,20 @@ def make_generate(
         state = run_decode_loop(
             *(model, params, rows, state, draw), num_steps=shape.max_new_tokens, prompts=prompts
         )
-        if ngram is not None:
-            first = _first_drafting_state(inputs, shape, state)
-            verify = functools.partial(_draw_drafts, model)
-            last = run_drafting_loop(model, params, rows, first, sampling_rows, ngram, verify)
-            return _outputs_of(last.results, last.num_steps)
-        return _outputs_of(state.results, state.step_idx - 1)
+        if drafts is None:
+            return _outputs_of(state.results, state.step_idx - 1)
+        first = _first_drafting_state(inputs, shape, state)
+        if draft_model is None:
+            drafter = NgramLoopDrafter(drafts)
+        else:
+            _, pages = draft_model.run(draft_params, first.pages, prompts)
+            first = first._replace(pages=pages)
+            drafter = ModelLoopDrafter(
+                model=draft_model, params=draft_params, num_drafts=drafts.num_drafts
+            )
+        verify = functools.partial(_draw_drafts, model)
+        last = run_drafting_loop(model, params, rows, first, sampling_rows, drafter, verify)
+        return _outputs_of(last.results, last.num_steps)
 
     return generate
 
@@ -173,6 +197,7 @@ def _first_drafting_state(
         drawing=state.drawing,
         results=results.at[0].set(first),
         num_steps=jnp.int32(0),
+        memory=(),
     )
 
 

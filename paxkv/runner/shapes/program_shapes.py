@@ -6,6 +6,7 @@ import math
 from typing import Literal
 
 from models import Wants
+from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.runner.shapes.own_program import OwnProgram
 from paxkv.runner.shapes.step_variant import StepVariant, add_wants
 
@@ -112,6 +113,13 @@ class NgramShape:
     num_drafts: int
     shortest: int
     longest: int
+
+    @classmethod
+    def of_config(cls, config: SpeculativeConfig) -> "NgramShape":
+        """The drafts that the method "ngram" asks for."""
+        shortest, longest = config.lookup_lengths
+        num_drafts = config.num_speculative_tokens
+        return cls(num_drafts=num_drafts, shortest=shortest, longest=longest)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

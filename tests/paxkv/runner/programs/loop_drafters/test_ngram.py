@@ -9,10 +9,9 @@ import pytest
 from models import load_model
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.config.speculative_config import SpeculativeConfig
-from paxkv.errors import ConfigError
 from paxkv.generate import CompiledGenerator, GenerateShape
 from paxkv.runner.drafters.ngram import NgramDrafter
-from paxkv.runner.programs.drafting_loop import find_ngram_drafts
+from paxkv.runner.programs.loop_drafters.ngram import find_ngram_drafts
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.shapes.program_shapes import NgramShape
 from tests.oracles.make_checkpoint import write_random_checkpoint
@@ -86,10 +85,3 @@ def test_repeated_tokens_need_fewer_steps(generators):
     assert np.asarray(drafting.token_ids).tolist() == np.asarray(plain.token_ids).tolist()
     # The step of the prompt draws a token. The others draw up to 4, if there are 3 drafts.
     assert int(plain.num_steps) == 19 and int(drafting.num_steps) <= 7
-
-
-@pytest.mark.parametrize("method", ["suffix", "mtp"])
-def test_other_methods_are_refused(model, method):
-    config = SpeculativeConfig(method=method, num_speculative_tokens=2)
-    with pytest.raises(ConfigError, match=f"only method 'ngram', got '{method}'"):
-        CompiledGenerator(model, SHAPE, speculative_config=config)

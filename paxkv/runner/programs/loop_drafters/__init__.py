@@ -1,0 +1,1 @@
+"""Drafters that run on the device, inside the loop of `drafting_loop.py`."""
