@@ -4,19 +4,43 @@ Importing this module adds `MORE` to `families.EXTRA`.
 """
 
 import functools
-from collections.abc import Callable
 
 import transformers
 
 from tests.oracles import families
 
+_Config = transformers.PreTrainedConfig
 
-def _with_fields(family: str, **fields: object) -> Callable[[], transformers.PreTrainedConfig]:
-    def make_config() -> transformers.PreTrainedConfig:
-        name, own = families.spec(family)
-        return getattr(transformers, name)(**own | fields)
 
-    return make_config
+def _with_fields(
+    family: str, config_class: str | None = None, **fields: object
+) -> functools.partial[_Config]:
+    """Makes the configuration of another family, with some fields changed.
+
+    Args:
+        config_class: None: that of the other family.
+    """
+    return functools.partial(_make_changed, family, config_class, fields)
+
+
+def _make_changed(family: str, config_class: str | None, fields: dict[str, object]) -> _Config:
+    name, fields = _changed_spec(family, config_class, fields)
+    return getattr(transformers, name)(**fields)
+
+
+def _changed_spec(
+    family: str, config_class: str | None, fields: dict[str, object]
+) -> tuple[str, dict[str, object]]:
+    name, own = _spec(family)
+    return config_class or name, own | fields
+
+
+def _spec(family: str) -> tuple[str, dict[str, object]]:
+    """As `families.spec`, which returns the fields of the other family for `_with_fields`."""
+    make = MORE.get(family)
+    if isinstance(make, functools.partial):
+        return _changed_spec(*make.args)
+    return families.spec(family)
 
 
 _FULL = "full_attention"
@@ -107,8 +131,8 @@ MORE = {
         attention_multiplier=0.0625,
         tie_word_embeddings=True,
     ),
-    "granite-moe-shared": lambda: transformers.GraniteMoeSharedConfig(
-        **families.spec("granite-moe")[1], shared_intermediate_size=48
+    "granite-moe-shared": _with_fields(
+        "granite-moe", "GraniteMoeSharedConfig", shared_intermediate_size=48
     ),
     # BLOOM's and Falcon's slopes for a number of heads that is no power of two.
     "bloom-6-heads": _with_fields("bloom", hidden_size=96, n_head=6),
@@ -172,9 +196,9 @@ PROMPT_LENS = {
 }
 
 
-def _with_few_layers(family: str) -> transformers.PreTrainedConfig:
+def _with_few_layers(family: str) -> _Config:
     """The family's checkpoint with a layer of each kind that lists of layers name, or with two."""
-    name, fields = families.spec(family)
+    name, fields = _spec(family)
     names = {"num_hidden_layers", "n_layer", "n_layers"} & fields.keys()
     # Nemotron-H has no number besides its list.
     (num_layers,) = [fields[name] for name in names] or [len(fields["layers_block_type"])]
@@ -211,6 +235,10 @@ SHALLOW = {family: functools.partial(_with_few_layers, family) for family in _AL
         "zamba2",
         num_hidden_layers=3,
         layers_block_type=["linear_attention", "hybrid", "hybrid"],
+    ),
+    # Each block is in a layer.
+    "zamba2-blocks": _with_fields(
+        "zamba2-blocks", num_hidden_layers=2, layers_block_type=["hybrid", "hybrid"]
     ),
     "ernie4.5-moe": _with_fields("ernie4.5-moe", num_hidden_layers=2, moe_layer_end_index=1),
     # The second layer uses the choice of the first.
