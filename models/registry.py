@@ -46,6 +46,7 @@ FAMILIES: dict[str, str] = {
     "BambaForCausalLM": "models.families.bamba:BambaForCausalLM",
     "ZambaForCausalLM": "models.families.zamba:ZambaForCausalLM",
     "Zamba2ForCausalLM": "models.families.zamba2:Zamba2ForCausalLM",
+    "ZayaForCausalLM": "models.families.zaya:ZayaForCausalLM",
     "RecurrentGemmaForCausalLM": ("models.families.recurrent_gemma:RecurrentGemmaForCausalLM"),
     "JambaForCausalLM": "models.families.jamba:JambaForCausalLM",
     "MambaForCausalLM": "models.families.mamba:MambaForCausalLM",

@@ -134,6 +134,8 @@ def make_checkpoint(
     if is_shallow:
         table |= more_families.SHALLOW
     model, _ = families.build(family, seed, table)
+    if change := more_families.CHANGES.get(family):
+        change(model)
     if implementation := more_families.ATTENTION.get(family):
         model.config._attn_implementation = implementation
     if is_sharp:

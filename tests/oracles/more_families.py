@@ -5,6 +5,7 @@ Importing this module adds `MORE` to `families.EXTRA`.
 
 import functools
 
+import torch
 import transformers
 
 from tests.oracles import families
@@ -182,6 +183,16 @@ MORE = {
     "falcon-h1-normed": _with_fields(
         "falcon-h1", mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_n_groups=2
     ),
+    # Wider convolutions, windows, biases of projections, and tokens that skip the experts.
+    "zaya-skips": _with_fields(
+        "zaya",
+        attention_bias=True,
+        cca_time0=3,
+        cca_time1=4,
+        layer_types=["hybrid", "hybrid_sliding"] * 2,
+        sliding_window=24,
+        tie_word_embeddings=False,
+    ),
 }
 families.EXTRA.update(MORE)
 
@@ -317,3 +328,20 @@ SHALLOW = {family: functools.partial(_with_few_layers, family) for family in _AL
 # Checkpoint -> attention of transformers that computes it as the release does. For Falcon, "eager"
 # adds ALiBi's bias to the mask and to the logits, so twice.
 ATTENTION = {"falcon-rw": "sdpa"}
+
+
+def _choose_by_token(model: torch.nn.Module) -> None:
+    """Makes tokens differ, so that some choose each expert, and some none. Lengthens keys."""
+    model.get_input_embeddings().weight.data *= 50.0
+    for name, parameter in model.named_parameters():
+        if name.endswith("router_mlp.out_proj.weight"):
+            parameter.data *= 8.0
+        elif name.endswith("qk_norm.temp"):
+            parameter.data += 1.0
+    for name, buffer in model.named_buffers():
+        if name.endswith("balancing_biases"):
+            buffer[-1] = 0.1
+
+
+# Checkpoint -> what changes its random weights.
+CHANGES = {"zaya-skips": _choose_by_token}

@@ -52,6 +52,7 @@ LOADED = [
     "lfm2",
     "lfm2-moe",
     "lfm3",
+    "zaya",
     "recurrent-gemma",
     "glm4-moe-lite",
     "mistral4",
@@ -147,6 +148,7 @@ LOADED = [
     "glm5-dsa-all",
     "zamba2-blocks",
     "falcon-h1-normed",
+    "zaya-skips",
     "apertus1.5",
     "dory",
     "exaone3",
@@ -237,7 +239,7 @@ _OVERRIDDEN = {
     "num_attention_heads": {"laguna", "laguna-per-element", "jetmoe", *_MAMBA},
     "num_key_value_heads": {"gpt-bigcode", "dbrx", *_MAMBA},
     # No layer has an MLP without experts.
-    "intermediate_size": {"kolibri1", "mamba2", "qwen3.5-moe"},
+    "intermediate_size": {"kolibri1", "mamba2", "qwen3.5-moe", "zaya", "zaya-skips"},
     "multi_query": {"falcon"},
     "num_kv_heads": {"falcon-rw"},
     # transformers does not read them.

@@ -36,6 +36,7 @@ FAMILIES = {
     "Qwen3_5MoeForCausalLM": ("Qwen3_5MoeTextConfig", {}),
     "ZambaForCausalLM": ("ZambaConfig", {}),
     "RecurrentGemmaForCausalLM": ("RecurrentGemmaConfig", {}),
+    "ZayaForCausalLM": ("ZayaConfig", {"intermediate_size": None}),
     "Zamba2ForCausalLM": ("Zamba2Config", {"num_hidden_layers": 54, "hidden_size": 128}),
 }
 HYBRID = ["linear_attention", "full_attention"] * 4
@@ -134,6 +135,13 @@ OTHER_FIELDS = [
     ("RecurrentGemmaForCausalLM", {"attention_window_size": 64, "conv1d_width": 3}),
     ("RecurrentGemmaForCausalLM", {"partial_rotary_factor": 1.0, "logits_soft_cap": 20.0}),
     ("RecurrentGemmaForCausalLM", {"hidden_activation": "silu", "attention_bias": True}),
+    ("ZayaForCausalLM", {"cca_time0": 3, "cca_time1": 4, "attention_bias": True, "head_dim": 32}),
+    ("ZayaForCausalLM", {"layer_types": ["hybrid_sliding"] * 8, "sliding_window": 64}),
+    ("ZayaForCausalLM", {"router_hidden_size": 32, "num_experts": 8, "hidden_act": "gelu"}),
+    (
+        "ZayaForCausalLM",
+        {"rope_parameters": {"hybrid": {"rope_type": "default", "rope_theta": 1e4}}},
+    ),
     ("Zamba2ForCausalLM", {"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"]}),
     ("Zamba2ForCausalLM", {"n_mamba_heads": 16, "mamba_ngroups": 2, "mamba_d_state": 8}),
     ("Zamba2ForCausalLM", {"num_mem_blocks": 2, "adapter_rank": 4}),
