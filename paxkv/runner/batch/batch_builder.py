@@ -168,6 +168,8 @@ class BatchBuilder:
         shape = self._buckets.burst_shape_for(
             num_reqs, _variants_of(features), verifies_drafts=verifies_drafts
         )
+        if shape.ngram is None:
+            features = tuple(step.in_plain_burst() for step in features)
         if num_steps > shape.max_steps:
             raise InvariantError(f"a burst has at most {shape.max_steps} steps, got {num_steps}.")
         packed_np, views = _make_buffer(shape)

@@ -55,6 +55,10 @@ class FeatureStep(Protocol):
         """Whether a burst should verify drafts that its program finds."""
         return False
 
+    def in_plain_burst(self) -> "FeatureStep":
+        """Returns this object for a burst whose program verifies no drafts."""
+        return self
+
     def fill(self, views: Mapping[str, np.ndarray]) -> None:
         """Fills the variant's fields, which start as zeros."""
         ...

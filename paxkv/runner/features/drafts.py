@@ -51,6 +51,9 @@ class _DraftedStep(FeatureStep):
     def verifies_drafts(self) -> bool:
         return self.is_drafting
 
+    def in_plain_burst(self) -> FeatureStep:
+        return dataclasses.replace(self, is_drafting=False)
+
     def fill(self, views: Mapping[str, np.ndarray]) -> None:
         """Fills nothing, because there is no variant."""
 

@@ -6,14 +6,21 @@ import numpy as np
 import pytest
 
 from paxkv.config.sampling_params import SamplingParams
-from paxkv.contracts.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from paxkv.contracts.scheduler_output import (
+    CachedRequestData,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 from paxkv.errors import InvariantError
 from paxkv.runner.batch.batch_builder import BatchBuilder
 from paxkv.runner.batch.input_batch import InputBatch
+from paxkv.runner.drafters.burst_draft_pacer import BurstDraftPacer
 from paxkv.runner.features.base import FeatureStep, StepFeature
+from paxkv.runner.features.drafts import Drafts
 from paxkv.runner.features.prompt_logprobs import PromptLogprobsVariant
 from paxkv.runner.shapes.packed_layout import PackedLayout
-from paxkv.runner.shapes.program_shapes import BurstShape, TableShape
+from paxkv.runner.shapes.program_shapes import BurstShape, NgramShape, TableShape
 from paxkv.runner.shapes.sampling_row import ROW
 from paxkv.runner.shapes.step_buckets import StepBuckets
 from paxkv.runner.shapes.step_variant import StepVariant
@@ -35,7 +42,7 @@ ONE_GROUP = (table_shape(),)
 TWO_BLOCK_SIZES = (*ONE_GROUP, table_shape(block_size=2 * BLOCK_SIZE))
 
 
-def make_batch_and_builder(tables=ONE_GROUP, features=(), max_draws=1):
+def make_batch_and_builder(tables=ONE_GROUP, features=(), max_draws=1, burst_ngram=None):
     batch = InputBatch.create(
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=MAX_MODEL_LEN,
@@ -51,6 +58,7 @@ def make_batch_and_builder(tables=ONE_GROUP, features=(), max_draws=1):
         tables=tables,
         max_model_len=MAX_MODEL_LEN,
         max_draws=max_draws,
+        burst_ngram=burst_ngram,
         feature_variants=[feature.variants() for feature in features],
     )
     builder = BatchBuilder(
@@ -404,6 +412,27 @@ def test_burst_has_no_variant_of_a_feature():
     feature.planned = PlannedStep(None)
     built = builder.build(burst)
     assert isinstance(built.shape, BurstShape) and built.features == (feature.planned,)
+
+
+@pytest.mark.parametrize(("num_drafts", "verifies_drafts"), [(3, True), (4, False)])
+def test_burst_without_room_for_drafts_is_measured_as_a_plain_burst(
+    monkeypatch, num_drafts, verifies_drafts
+):
+    """A step has 16 rows of logits. A burst of 4 requests needs 20 of them for 4 drafts each."""
+    pacer, recorded = BurstDraftPacer(), []
+    monkeypatch.setattr(pacer, "choose", lambda num_reqs: True)
+    monkeypatch.setattr(pacer, "record_step", lambda **step: recorded.append(step))
+    drafts = Drafts(None, max_drafts=4, pacer=None, are_in_bursts=True, burst_pacer=pacer)
+    ngram = NgramShape(num_drafts=num_drafts, shortest=1, longest=2)
+    batch, builder = make_batch_and_builder(
+        features=[drafts], max_draws=1 + num_drafts, burst_ngram=ngram
+    )
+    burst = output({"a": 2}, [new("a", [1, 2], [5], 1)], num_decode_steps=2)
+    built, _ = build(builder, batch, burst)
+    assert (built.shape.ngram is not None) == verifies_drafts
+    drawn = ModelRunnerOutput(req_ids=["a"], sampled_token_ids=[[3, 4]], logprobs=[None])
+    built.features[0].finish(drawn, {})
+    assert [step["verifies_drafts"] for step in recorded] == [verifies_drafts]
 
 
 def test_feature_sees_every_burst_until_it_plans_nothing():
