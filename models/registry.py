@@ -34,6 +34,7 @@ FAMILIES: dict[str, str] = {
     "Qwen3NextForCausalLM": "models.families.qwen3_next:Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM": "models.families.qwen3_5:Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM": "models.families.qwen3_5_moe:Qwen3_5MoeForCausalLM",
+    "Qwen4ExpForCausalLM": "models.families.qwen4_exp:Qwen4ExpForCausalLM",
     "Lfm2ForCausalLM": "models.families.lfm2:Lfm2ForCausalLM",
     "Lfm3ForCausalLM": "models.families.lfm3:Lfm3ForCausalLM",
     "Lfm2MoeForCausalLM": "models.families.lfm2_moe:Lfm2MoeForCausalLM",

@@ -27,6 +27,7 @@ from pallas_kernels.rg_lru_scan.api import rg_lru_scan
 from pallas_kernels.selective_scan.api import selective_scan
 from pallas_kernels.slot_mapping.api import slot_mapping
 from pallas_kernels.sparse_latent_attention.api import sparse_latent_attention
+from pallas_kernels.sparse_paged_attention.api import sparse_paged_attention
 from pallas_kernels.ssd_scan.api import ssd_scan
 from pallas_kernels.target import Target, default_target, target_of
 
@@ -56,6 +57,7 @@ __all__ = [
     "selective_scan",
     "slot_mapping",
     "sparse_latent_attention",
+    "sparse_paged_attention",
     "ssd_scan",
     "target_of",
     "tile_row_choices",

@@ -15,9 +15,16 @@ from benchmarks.ops.device_calls import MeasuredOp, Problem, Work
 from benchmarks.ops.findings import ERROR_LIMITS, close_findings, same_finding
 from benchmarks.units.unit import Finding
 from pallas_kernels.latent_attention.cases import CASES, LatentAttentionCase, build_inputs
+from pallas_kernels.paged_attention.cases import PagedAttentionCase
+from pallas_kernels.paged_attention.cases import build_inputs as build_paged_inputs
 
 _TOP_K = 16
 _CHECKED = [case for case in CASES if not case.is_uint16 and any(n for n, _ in case.requests)]
+
+_CHECKED_HEADS = [
+    PagedAttentionCase(name="mixed", requests=((5, 20), (1, 33), (0, 7), (3, 3))),
+    PagedAttentionCase(name="bfloat16", requests=((40, 70), (1, 9)), dtype="bfloat16"),
+]
 
 
 def _choose(case: LatentAttentionCase, seed: int) -> Problem:
@@ -41,23 +48,45 @@ def _choose(case: LatentAttentionCase, seed: int) -> Problem:
 def _attend(case: LatentAttentionCase, seed: int) -> Problem:
     """Each token attends to the tokens just before it, and to itself."""
     drawn = build_inputs(case, seed)
-    starts_np, lens_np = np.asarray(drawn.query_start_loc), np.asarray(drawn.arrays[5])
-    token_idx = np.arange(drawn.q_latent.shape[0])
+    positions_np = _last_positions(drawn.query_start_loc, drawn.arrays[5], len(drawn.q_latent))
+    row, positions = jax.device_put((np.int32(drawn.row), positions_np))
+    arrays = (*drawn.arrays[:3], row, *drawn.arrays[4:], positions)
+    return _compared("sparse_latent_attention", arrays, case.scale, case.dtype)
+
+
+def _attend_to_heads(case: PagedAttentionCase, seed: int) -> Problem:
+    """As `_attend`, to keys and values of several heads."""
+    drawn = build_paged_inputs(case, seed)
+    sequences = (drawn.block_tables, drawn.seq_lens, drawn.query_start_loc)
+    positions_np = _last_positions(drawn.query_start_loc, drawn.seq_lens, len(drawn.q))
+    row, positions = jax.device_put((np.int32(drawn.row), positions_np))
+    arrays = (drawn.q, drawn.kv_cache, row, *sequences, positions)
+    scale = drawn.rules["scale"]
+    return _compared("sparse_paged_attention", arrays, scale, case.dtype)
+
+
+def _last_positions(
+    query_start_loc: jax.Array, seq_lens: jax.Array, num_tokens: int
+) -> np.ndarray:  # i32[num_tokens, _TOP_K]
+    """The position of each token, and those just before it."""
+    starts_np, lens_np = np.asarray(query_start_loc), np.asarray(seq_lens)
+    token_idx = np.arange(num_tokens)
     req_idx = np.searchsorted(starts_np[1:], token_idx, side="right")
     req_idx = np.minimum(req_idx, len(lens_np) - 1)
     own_np = lens_np[req_idx] - starts_np[req_idx + 1] + token_idx
     positions_np = own_np[:, None] - np.arange(_TOP_K)
     is_used = (token_idx < starts_np[-1])[:, None] & (positions_np >= 0)
-    positions_np = np.where(is_used, positions_np, pallas_kernels.NO_POSITION)
-    row, positions = jax.device_put((np.int32(drawn.row), positions_np.astype(np.int32)))
-    arrays = (*drawn.arrays[:3], row, *drawn.arrays[4:], positions)
-    rules = {"scale": case.scale}
-    wanted_np = np.asarray(_reference("sparse_latent_attention", arrays, rules), np.float64)
+    return np.where(is_used, positions_np, pallas_kernels.NO_POSITION).astype(np.int32)
+
+
+def _compared(op: str, arrays: tuple[jax.Array, ...], scale: float, dtype: str) -> Problem:
+    rules = {"scale": scale}
+    wanted_np = np.asarray(_reference(op, arrays, rules), np.float64)
 
     def verify(out: jax.Array) -> list[Finding]:
-        return close_findings("out", np.asarray(out), wanted_np, ERROR_LIMITS[case.dtype])
+        return close_findings("out", np.asarray(out), wanted_np, ERROR_LIMITS[dtype])
 
-    return Problem(arrays=arrays, rules=rules, verify=verify, is_exact=case.dtype == "float32")
+    return Problem(arrays=arrays, rules=rules, verify=verify, is_exact=dtype == "float32")
 
 
 def _reference(op: str, arrays: tuple[jax.Array, ...], rules: dict[str, int | float]) -> jax.Array:
@@ -78,6 +107,16 @@ _LARGE = LatentAttentionCase(
     dtype="bfloat16",
     scale=192**-0.5,
 )
+# An attention layer of Qwen4-Exp, likewise.
+_LARGE_HEADS = PagedAttentionCase(
+    name="16x8,192",
+    requests=((1, 8192),) * 16,
+    num_padding_tokens=0,
+    num_q_heads=16,
+    num_kv_heads=2,
+    head_dim=256,
+    dtype="bfloat16",
+)
 _INDEX = dataclasses.replace(_LARGE, num_q_heads=64, latent_dim=64, rope_dim=64)
 
 INDEX_OPS = [
@@ -95,6 +134,14 @@ INDEX_OPS = [
         cases=_CHECKED,
         # The chosen latents; queries and outputs.
         timed=[(_LARGE, Work(num_bytes=2 * 16 * (_TOP_K * 576 + 128 * (576 + 512))))],
+        has_kernel=False,
+    ),
+    MeasuredOp(
+        op="sparse_paged_attention",
+        problem=_attend_to_heads,
+        cases=_CHECKED_HEADS,
+        # The chosen keys and values; queries and outputs.
+        timed=[(_LARGE_HEADS, Work(num_bytes=2 * 16 * 2 * 256 * (_TOP_K * 2 + 16)))],
         has_kernel=False,
     ),
 ]

@@ -80,7 +80,7 @@ class Qwen3NextForCausalLM(MoEDecoder):
         super().__init__(
             config,
             attention=functools.partial(make_mixer, config.linear, norm=norm, dtype=dtype),
-            sparse_mlp=functools.partial(_make_sparse_mlp, config, dtype),
+            sparse_mlp=functools.partial(make_sparse_mlp, config, dtype),
             norm=norm,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
@@ -217,7 +217,7 @@ def _parts_together(weights_np: Sequence[np.ndarray], *, sizes: Sequence[int]) -
     return np.concatenate([part.reshape(-1, weight_np.shape[1]) for part in parts])
 
 
-def _make_sparse_mlp(config: Qwen3NextConfig, dtype: jnp.dtype) -> GatedSharedExpertMLP:
+def make_sparse_mlp(config: Qwen3NextConfig, dtype: jnp.dtype) -> GatedSharedExpertMLP:
     return GatedSharedExpertMLP(
         gate=Router(config.hidden_size, config.num_experts, dtype=dtype),
         choose=SoftmaxTopK(top_k=config.num_experts_per_tok, normalizes=config.normalizes_weights),

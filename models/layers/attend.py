@@ -86,9 +86,9 @@ def attend(
 
     if new_kv is not None:
         num_heads = cache.format.num_kv_heads * kernels.num_shards
-        new_kv = tuple(_with_copies(_with_width(x, width), num_heads) for x in new_kv)
+        new_kv = tuple(with_copies(with_width(x, width), num_heads) for x in new_kv)
     attended, pages = kernels.by_device(
-        *(of_own_heads, _with_width(q, width), new_kv),
+        *(of_own_heads, with_width(q, width), new_kv),
         *(sinks, slopes, pages, cache.slots, context.batch.positions),
         *(cache.block_tables, cache.seq_lens, context.query_start_loc),
         in_specs=(TOKENS_BY_HEAD, TOKENS_BY_HEAD, *[BY_HEAD] * 2, PAGES_BY_DEVICE, *[WHOLE] * 5),
@@ -97,7 +97,7 @@ def attend(
     return attended[..., : config.value_head_dim], pages
 
 
-def _with_copies(
+def with_copies(
     heads: jax.Array,  # f[num_tokens, num_kv_heads, width]
     num_heads: int,
 ) -> jax.Array:  # f[num_tokens, num_heads, width]
@@ -109,7 +109,7 @@ def _with_copies(
     return heads if num_copies == 1 else jnp.repeat(heads, num_copies, axis=1)
 
 
-def _with_width(
+def with_width(
     heads: jax.Array,  # f[num_tokens, heads, head_dim]
     width: int,
 ) -> jax.Array:  # f[num_tokens, heads, width]

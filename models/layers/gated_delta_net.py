@@ -1,6 +1,7 @@
 """`GatedDeltaNet`: a recurrence with the gated delta rule, in place of attention."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ class GatedDeltaNetConfig:
     eps: float  # of the norm of each head's output
     max_beta: float = 1.0  # with 2, a token may turn the value of its key around
     state_dtype: str = "float32"  # in memory
+    gate: Literal["silu", "sigmoid"] = "silu"  # the activation of the output's gate
 
     @property
     def k_width(self) -> int:
@@ -166,7 +168,8 @@ class GatedDeltaNet(nnx.Module):
         # Rounded before it is scaled, as in transformers.
         normed = (heads * jax.lax.rsqrt(mean + self.config.eps)).astype(z.dtype)
         scaled = (self.scale[...] * normed).astype(jnp.float32).reshape(out.shape)
-        return (scaled * jax.nn.silu(z.astype(jnp.float32))).astype(z.dtype)
+        gate = jax.nn.silu if self.config.gate == "silu" else jax.nn.sigmoid
+        return (scaled * gate(z.astype(jnp.float32))).astype(z.dtype)
 
 
 def with_length_one(x: jax.Array) -> jax.Array:

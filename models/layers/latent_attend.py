@@ -14,11 +14,12 @@ from models.forward.layer_context import LayerContext
 
 
 def write_vectors(
-    new: jax.Array | None,  # f[num_tokens, vector_dim]
+    new: jax.Array | None,  # f[num_tokens, vector_dim], or a vector for each of `tokens`
     pages: Pages,
     context: LayerContext,
     *,
     cache_name: str = SELF_ATTENTION,
+    tokens: jax.Array | None = None,  # i32[n], in [0, num_tokens]
 ) -> Pages:
     """Writes the step's vectors, such as latents with rotary keys, into one of the layer's caches.
 
@@ -27,12 +28,17 @@ def write_vectors(
     Args:
         new: None if the cache belongs to an earlier layer, which has written them already.
         cache_name: The cache's local name in the layer.
+        tokens: The tokens whose vectors are written; `num_tokens` is none. None: all tokens.
     """
     if new is None:
         return pages
     kernels, cache = context.kernels, context.cache(cache_name)
     new = jnp.pad(new, ((0, 0), (0, cache.format.width - new.shape[1])))
     pad_slot = pallas_kernels.pad_slot(*pages.shape[:2], cache.block_size)
+    slots, positions = cache.slots, context.batch.positions
+    if tokens is not None:
+        slots = slots.at[tokens].get(mode="fill", fill_value=pad_slot)
+        positions = positions.at[tokens].get(mode="fill", fill_value=0)
 
     def write(new: jax.Array, pages: Pages, slots: jax.Array, positions: jax.Array) -> Pages:
         slots = kernels.context_ranks.own_slots(slots, positions, pad_slot)
@@ -46,7 +52,7 @@ def write_vectors(
         return cache.format.unview(view, pages)
 
     return kernels.by_device(
-        *(write, new, pages, cache.slots, context.batch.positions),
+        *(write, new, pages, slots, positions),
         in_specs=(WHOLE, PAGES_BY_DEVICE, WHOLE, WHOLE),
         out_specs=PAGES_BY_DEVICE,
     )

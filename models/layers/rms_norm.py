@@ -49,9 +49,12 @@ class OffsetRMSNorm(nnx.Module):
         self,
         x: jax.Array,  # f[..., num_features]
     ) -> jax.Array:  # f[..., num_features]
+        return self.normed(x, self.offset[...])
+
+    def normed(self, x: jax.Array, offset: jax.Array) -> jax.Array:
+        """The norm of x with these offsets, which may have several axes."""
         # In bfloat16, 1 + 0.003 would be 1: the sum is float32 too.
-        scale = 1.0 + self.offset[...].astype(jnp.float32)
-        return (_normalize(x, self.eps) * scale).astype(x.dtype)
+        return (_normalize(x, self.eps) * (1.0 + offset.astype(jnp.float32))).astype(x.dtype)
 
 
 class RoundedLastRMSNorm(RMSNorm):

@@ -33,6 +33,7 @@ def index_top_k(
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
     top_k: int,
+    key_step: int = 1,
     kv_dtype: jnp.dtype | None = None,
     batch_invariant: bool = False,
     implementation: str | None = None,
@@ -53,6 +54,9 @@ def index_top_k(
             least key_dim; columns after these are not used. dtypes are as in `latent_attention`.
         block_tables: As in `latent_attention`; so are `seq_lens` and `query_start_loc`.
         top_k: At least 1. It may be larger than any sequence is long.
+        key_step: Only positions `i * key_step + key_step - 1` have a key. Others are not chosen,
+            and the cache may hold anything there. Example: with a `key_step` of 4, a token at
+            position 9 chooses among positions 3 and 7.
         kv_dtype: As in `latent_attention`.
         batch_invariant: As in `paged_attention`.
         implementation: `None` picks the fastest body on `target`.
@@ -84,6 +88,7 @@ def index_top_k(
     check_row(_OP, row, num_rows=key_cache.shape[0])
     check_kv_dtype(_OP, key_cache.dtype, kv_dtype)
     require_at_least(_OP, "top_k", top_k, 1)
+    require_at_least(_OP, "key_step", key_step, 1)
     if key_dim > key_cache.shape[-1]:
         raise ValueError(
             f"{_OP}: queries are wider than the cached keys: got key_dim = {key_dim}, wanted at "
@@ -96,6 +101,7 @@ def index_top_k(
         *(q, weights.astype(jnp.float32), key_cache, jnp.asarray(row, jnp.int32)),
         *(block_tables, seq_lens, query_start_loc),
         top_k=top_k,
+        key_step=key_step,
         kv_dtype=kv_dtype,
         batch_invariant=batch_invariant,
         no_position=NO_POSITION,

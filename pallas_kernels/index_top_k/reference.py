@@ -17,6 +17,7 @@ def index_top_k_reference(
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
     top_k: int,
+    key_step: int,
     kv_dtype: jnp.dtype | None,
     batch_invariant: bool,
     no_position: int,
@@ -45,6 +46,7 @@ def index_top_k_reference(
     scores = (weights[:, :, None] * jnp.maximum(products, 0)).sum(axis=1)
     key_position = jnp.arange(scores.shape[1], dtype=jnp.int32)
     is_seen = is_used[:, None] & (key_position <= position[:, None])
+    is_seen &= key_position % key_step == key_step - 1
     # A sort by descending score, then by position. Zeros are equal whatever their signs.
     sortable = jnp.where(is_seen, jnp.where(scores == 0, 0.0, -scores), jnp.inf)
     positions = jnp.where(is_seen, key_position, no_position)

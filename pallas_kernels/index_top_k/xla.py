@@ -2,7 +2,8 @@
 
 All tokens are computed alike, in tiles of rows. A row reads its own keys, in the order of their
 positions, and keeps the best tokens so far. Temporary memory: tiles of 32 rows and of 512 keys, or
-of `top_k` keys if that is more.
+of `top_k` keys if that is more. If a block holds whole steps, only its keys are multiplied.
+Otherwise all of its vectors are, and those that are no keys are masked.
 """
 
 import jax
@@ -27,6 +28,7 @@ def index_top_k_xla(
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
     top_k: int,
+    key_step: int,
     kv_dtype: jnp.dtype | None,
     batch_invariant: bool,
     no_position: int,
@@ -38,8 +40,9 @@ def index_top_k_xla(
     stored = key_cache.reshape(*key_cache.shape[:2], *key_cache.shape[3:])
     tile = tile_rows(num_tokens, batch_invariant=batch_invariant)
     q, weights = padded(q, tile), padded(weights, tile)
-    tile_blocks = min(-(-max(top_k, _MIN_KEY_TILE) // block_size), max_blocks)
-    key_tile = tile_blocks * block_size
+    step = key_step if block_size % key_step == 0 else 1
+    tile_blocks = min(-(-max(top_k, _MIN_KEY_TILE) * step // block_size), max_blocks)
+    key_tile = tile_blocks * block_size // step
 
     def choose(rows: QueryRows) -> jax.Array:
         own_q, own_weights, tables = rows.of(q), rows.of(weights), block_tables[rows.req_idx]
@@ -54,11 +57,13 @@ def index_top_k_xla(
             block_ids = tables[:, jnp.minimum(logical, max_blocks - 1)]
             # Row and block are two indices of one gather (`AttentionProblem.gather_blocks`).
             blocks = rows_at(stored, row, jnp.where(has_seen, block_ids, 0))
+            blocks = blocks[:, :, step - 1 :: step]
             keys = as_values(blocks, kv_dtype).reshape(tile, key_tile, -1)[..., :key_dim]
             products = product_f32("thd,tkd->thk", own_q, keys)
             scores = product_f32("th,thk->tk", own_weights, jnp.maximum(products, 0))
-            position = tile_idx * key_tile + jnp.arange(key_tile, dtype=jnp.int32)
-            is_seen = position <= last[:, None]
+            key_idx = tile_idx * key_tile + jnp.arange(key_tile, dtype=jnp.int32)
+            position = key_idx * step + step - 1
+            is_seen = (position <= last[:, None]) & (position % key_step == key_step - 1)
             # Zeros are equal whatever their signs. Unwritten memory may hold NaN.
             scores = jnp.where(is_seen, jnp.where(scores == 0, 0.0, scores), -jnp.inf)
             positions = jnp.where(is_seen, position, no_position)
@@ -66,7 +71,7 @@ def index_top_k_xla(
 
         shape = (tile, top_k)
         none = (jnp.full(shape, -jnp.inf), jnp.full(shape, no_position, jnp.int32))
-        num_tiles = last.max() // key_tile + 1
+        num_tiles = last.max() // (tile_blocks * block_size) + 1
         return lax.fori_loop(0, num_tiles, add_keys, none)[1]
 
     out = jnp.full((num_tokens, top_k), no_position, jnp.int32)

@@ -20,16 +20,19 @@ import jax
 import jax.numpy as jnp
 
 from models import AttentionConfig, ForwardBatch, GroupInputs, KernelSettings, Platform
+from models.config.block_index_config import BlockIndexedConfig
 from models.config.index_config import INDEX_KEYS, IndexedLatentConfig
 from models.config.moe_config import MoEConfig
 from models.families.gemma4 import Gemma4Config
 from models.forward.layer_context import LayerContext, LayerPlaces, make_context
 from models.layers.attend import attend
+from models.layers.block_index import BlockIndexer
 from models.layers.experts import Experts
 from models.layers.index_attend import attend_to_tokens, choose_tokens
 from models.layers.indexer import IndexQueries
 from models.layers.latent_attend import latent_attend, write_vectors
 from models.layers.routing import Routing
+from models.layers.sparse_attend import attend_to_positions, write_keys_and_values
 from models.platforms import GPU, TPU
 from models.registry import read_config
 from pallas_kernels import Target, dispatch
@@ -45,7 +48,14 @@ NUM_REQS, NUM_TOKENS = 64, 512
 # A number of blocks that fits an H200 and a v6e in every family, and a number of block copies.
 NUM_BLOCKS, NUM_COPIES = 512, 8
 _OTHER_OPS = ("slot_mapping", "kv_scatter", "block_copy")
-ATTENTION_OPS = ("paged_attention", "latent_attention", "sparse_latent_attention")
+# By whether the cache has latents, and whether there is an index.
+_ATTENTION_OPS = {
+    (False, False): "paged_attention",
+    (True, False): "latent_attention",
+    (True, True): "sparse_latent_attention",
+    (False, True): "sparse_paged_attention",
+}
+ATTENTION_OPS = tuple(_ATTENTION_OPS.values())
 _DECODE, _MIXED = "decode", "mixed"
 _BODY_NAMES = {"mosaic_gpu": "Mosaic GPU", "mosaic_tpu": "Mosaic TPU", "xla": "XLA"}
 # Dtypes that no release has. The tables show them for one family only.
@@ -114,11 +124,11 @@ class Layer:
 
     @property
     def is_indexed(self) -> bool:
-        return isinstance(self.attention, IndexedLatentConfig)
+        return isinstance(self.attention, IndexedLatentConfig | BlockIndexedConfig)
 
     @property
     def attention_op(self) -> str:
-        return ATTENTION_OPS[self.is_latent + self.is_indexed]
+        return _ATTENTION_OPS[self.is_latent, self.is_indexed]
 
     @property
     def ops(self) -> set[str]:
@@ -232,6 +242,13 @@ def layer_program(
             pages = write_vectors(*keys, pages, context, cache_name=INDEX_KEYS)
             chosen = choose_tokens(attention, index_queries, pages, context)
             return attend_to_tokens(attention, *q, chosen, *sequences, pages, context), pages
+        if layer.is_indexed:
+            (q, index_q), (k, v, keys) = q, new_kv
+            index = BlockIndexer(attention, dtype=dtype)
+            pages = write_keys_and_values(k, v, pages, context)
+            pages = index.write(keys, pages, context)
+            positions = index.choose(index_q, batch.positions, pages, context)
+            return attend_to_positions(attention, q, positions, pages, context), pages
         return attend(attention, q, new_kv, pages, context, sinks=sinks)
 
     def floats(*dims: int) -> jax.ShapeDtypeStruct:
@@ -264,11 +281,9 @@ def layer_program(
         new_kv = (floats(num_tokens, sum(widths)),)
     if layer.is_indexed:
         index = attention.index
-        index_queries = IndexQueries(
-            floats(num_tokens, index.num_heads, index.head_dim),
-            jax.ShapeDtypeStruct((num_tokens, index.num_heads), jnp.float32),
-        )
-        q = (*q, index_queries)
+        index_q = floats(num_tokens, index.num_heads, index.head_dim)
+        weights = jax.ShapeDtypeStruct((num_tokens, index.num_heads), jnp.float32)
+        q = (*q, IndexQueries(index_q, weights)) if layer.is_latent else (q, index_q)
         new_kv = (*new_kv, floats(num_tokens, index.head_dim))
     sinks = floats(attention.num_q_heads) if attention.has_sinks else None
     batch = _batch_of(step, groups)

@@ -36,6 +36,16 @@ CONFIGS = {
         **{"architectures": ["MistralLarge4ForCausalLM"], **_LATENTS, **_INDEX},
         **{"no_rope_layers": [1, 1, 0], "kv_source_layers": [0, 0, 2]},
     },
+    # A layer writes keys, values and two vectors of its index, and reads the index in between.
+    "qwen4-exp": {
+        **{"architectures": ["Qwen4ExpForCausalLM"], "vocab_size": 64, "hidden_size": 32},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16},
+        **{"layer_types": ["indexed_attention"] * 2, "max_position_embeddings": MAX_MODEL_LEN},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        **{"shared_expert_intermediate_size": 16, "hc_count": 2, "hc_lowrank": 8},
+        **{"indexer_n_heads": 2, "indexer_head_dim": 16, "indexer_budget": 16},
+        "indexer_compress_ratio": 4,
+    },
 }
 
 

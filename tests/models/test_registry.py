@@ -158,6 +158,13 @@ _FIELDS_WITHOUT_DEFAULT = {
     "PhimoeForCausalLM": {"lm_head_bias": True},
     "Mamba2ForCausalLM": {"num_heads": 8},
     "Qwen3NextForCausalLM": {"num_experts_per_tok": 2},
+    "Qwen4ExpForCausalLM": {
+        "indexer_n_heads": 2,
+        "indexer_head_dim": 256,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+        "num_experts_per_tok": 2,
+    },
 }
 
 

@@ -179,6 +179,23 @@ MORE = {
         mamba_ngroups=2,
         mamba_d_state=32,
     ),
+    # More blocks to choose than a request can have, so that all are attended to; sigmoid gates.
+    "qwen4-exp-all": _with_fields(
+        "qwen4-exp", indexer_budget=2048, output_gate_type="sigmoid", tie_word_embeddings=True
+    ),
+    # Blocks of the index that do not fill those of the cache, and half of each head turned.
+    "qwen4-exp-odd": _with_fields(
+        "qwen4-exp",
+        indexer_compress_ratio=3,
+        indexer_budget=15,
+        hc_count=3,
+        norm_topk_prob=False,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
     # A norm after the gate of Mamba2, of each of two groups.
     "falcon-h1-normed": _with_fields(
         "falcon-h1", mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_n_groups=2

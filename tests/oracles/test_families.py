@@ -38,6 +38,7 @@ LOADED = [
     "qwen3-next",
     "qwen3.5",
     "qwen3.5-moe",
+    "qwen4-exp",
     "olmo-hybrid",
     "kimi-linear",
     "bailing-hybrid",
@@ -147,6 +148,8 @@ LOADED = [
     "mistral4-far",
     "glm5-dsa-all",
     "zamba2-blocks",
+    "qwen4-exp-all",
+    "qwen4-exp-odd",
     "falcon-h1-normed",
     "zaya-skips",
     "apertus1.5",
@@ -221,6 +224,7 @@ _LATENT = {
     "bailing-hybrid",
 }
 _MAMBA = {"mamba", "falcon-mamba", "mamba2"}
+_QWEN4 = {"qwen4-exp", "qwen4-exp-all", "qwen4-exp-odd"}
 # Fields that another field of the same configuration overrides or switches off.
 _OVERRIDDEN = {
     # Any change of the parameters of the rotary embedding is read; none at all are the default's.
@@ -239,7 +243,10 @@ _OVERRIDDEN = {
     "num_attention_heads": {"laguna", "laguna-per-element", "jetmoe", *_MAMBA},
     "num_key_value_heads": {"gpt-bigcode", "dbrx", *_MAMBA},
     # No layer has an MLP without experts.
-    "intermediate_size": {"kolibri1", "mamba2", "qwen3.5-moe", "zaya", "zaya-skips"},
+    "intermediate_size": {
+        *("kolibri1", "mamba2", "qwen3.5-moe", "zaya", "zaya-skips"),
+        *_QWEN4,
+    },
     "multi_query": {"falcon"},
     "num_kv_heads": {"falcon-rw"},
     # transformers does not read them.
@@ -316,6 +323,22 @@ _OVERRIDDEN = {
         "glm5-dsa-all",
         "axk2",
     },
+    # transformers computes it.
+    "number_of_conv_states": _QWEN4,
+    # No layer has embeddings of n-grams.
+    **dict.fromkeys(
+        (
+            "heads_per_ngram",
+            "make_ngram_vocab_size_divisible_by",
+            "ngram_size",
+            "ngram_vocab_size_base",
+            "ple_conv_kernel_size",
+            "ple_embed_dim",
+            "seed",
+            "split_ngram_parts",
+        ),
+        _QWEN4,
+    ),
     # No groups with `topk_method` "greedy".
     "n_group": {"deepseek-v2"},
     "topk_group": {"deepseek-v2"},

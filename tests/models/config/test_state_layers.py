@@ -16,6 +16,14 @@ SIZES = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 8192,
 }
+# No defaults of Qwen4-Exp: without them, there is no index.
+QSA = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+}
 # Architecture -> its configuration class in transformers, and fields that differ from `SIZES`.
 FAMILIES = {
     "BailingHybridForCausalLM": ("BailingHybridConfig", {"num_key_value_heads": 16}),
@@ -34,6 +42,7 @@ FAMILIES = {
     "OlmoHybridForCausalLM": ("OlmoHybridConfig", {}),
     "Qwen3_5ForCausalLM": ("Qwen3_5TextConfig", {}),
     "Qwen3_5MoeForCausalLM": ("Qwen3_5MoeTextConfig", {}),
+    "Qwen4ExpForCausalLM": ("Qwen4ExpTextConfig", {"intermediate_size": None, **QSA}),
     "ZambaForCausalLM": ("ZambaConfig", {}),
     "RecurrentGemmaForCausalLM": ("RecurrentGemmaConfig", {}),
     "ZayaForCausalLM": ("ZayaConfig", {"intermediate_size": None}),
@@ -127,6 +136,13 @@ OTHER_FIELDS = [
     ("Qwen3_5MoeForCausalLM", {"layer_types": HYBRID, "num_experts": 8, "num_experts_per_tok": 2}),
     ("Qwen3_5MoeForCausalLM", {"linear_conv_kernel_dim": 3, "moe_intermediate_size": 24}),
     ("Qwen3_5MoeForCausalLM", {"shared_expert_intermediate_size": 48, "tie_word_embeddings": True}),
+    ("Qwen4ExpForCausalLM", {"layer_types": HYBRID, "num_experts": 16, "hc_count": 2}),
+    ("Qwen4ExpForCausalLM", {"full_attention_interval": 2, "hc_lowrank": 24}),
+    ("Qwen4ExpForCausalLM", {"indexer_n_heads": 2, "indexer_budget": 48}),
+    ("Qwen4ExpForCausalLM", {"indexer_compress_ratio": 8, "indexer_head_dim": 512}),
+    ("Qwen4ExpForCausalLM", {"output_gate_type": "sigmoid", "norm_topk_prob": False}),
+    ("Qwen4ExpForCausalLM", {"rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}}),
+    ("Qwen4ExpForCausalLM", {"head_dim": 32, "num_experts_per_tok": 2, "linear_key_head_dim": 8}),
     ("ZambaForCausalLM", {"layers_block_type": ["hybrid", "mamba"] * 4, "n_mamba_heads": 4}),
     ("ZambaForCausalLM", {"attn_layer_period": 3, "attn_layer_offset": 1, "mamba_dt_rank": 7}),
     ("ZambaForCausalLM", {"attention_head_dim": 16, "mamba_d_state": 8, "hidden_act": "silu"}),

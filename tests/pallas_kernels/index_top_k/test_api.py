@@ -37,7 +37,7 @@ def integers(case: LatentAttentionCase, seed: int = 0):
     return (q_np, weights_np, keys_np, *inputs.arrays[3:]), cached_np
 
 
-def chosen_by_numpy(arguments, cached_np, top_k):
+def chosen_by_numpy(arguments, cached_np, top_k, key_step=1):
     q_np, weights_np, starts_np = (np.asarray(arguments[idx]) for idx in (0, 1, 6))
     wanted = np.full((len(q_np), top_k), NO_POSITION)
     for req_idx, cached in enumerate(cached_np):
@@ -45,8 +45,9 @@ def chosen_by_numpy(arguments, cached_np, top_k):
         for token in range(start, end if len(cached) else start):
             seen = cached[: len(cached) - (end - 1 - token)]
             scores = weights_np[token] @ np.maximum(q_np[token] @ seen.T, 0)
+            scores = scores[key_step - 1 :: key_step]
             best = np.argsort(-scores, kind="stable")[:top_k]
-            wanted[token, : len(best)] = best
+            wanted[token, : len(best)] = best * key_step + key_step - 1
     return wanted
 
 
@@ -68,6 +69,16 @@ def test_the_best_tokens_are_chosen_and_earlier_ones_of_equals(case, implementat
     options = {"top_k": 16, "kv_dtype": kv_dtype, "implementation": implementation}
     got = run(arguments, **options)
     np.testing.assert_array_equal(got, chosen_by_numpy(arguments, cached_np, 16))
+
+
+# Blocks of 8 and of 16 tokens hold whole steps of 4, and no whole steps of 3.
+@pytest.mark.parametrize("key_step", [4, 3])
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("case", [MIXED, QUICK_CASES[-1]], ids=lambda case: case.name)
+def test_only_positions_with_keys_are_chosen(case, implementation, key_step):
+    arguments, cached_np = integers(case)
+    got = run(arguments, top_k=16, key_step=key_step, implementation=implementation)
+    np.testing.assert_array_equal(got, chosen_by_numpy(arguments, cached_np, 16, key_step))
 
 
 def test_all_tokens_are_chosen_if_there_are_fewer():

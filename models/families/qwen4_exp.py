@@ -1,0 +1,177 @@
+"""Qwen4-Exp: several residual streams, Gated DeltaNet, attention to blocks that an index chooses,
+and experts.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import jax
+import jax.numpy as jnp
+
+from models.config.attention_config import AttentionConfig
+from models.config.block_index_config import BlockIndexConfig, BlockIndexedConfig
+from models.config.dense_config import read_dense_fields
+from models.config.fields import read_count, read_flag, refuse_other_values, with_defaults
+from models.config.moe_config import read_expert_fields
+from models.decoders.decoder import Decoder
+from models.errors import ModelConfigError, UnsupportedModelError
+from models.families.qwen3_5 import join_separate_projections
+from models.families.qwen3_next import (
+    Qwen3NextConfig,
+    make_sparse_mlp,
+    mixer_rules,
+    read_mixers,
+)
+from models.forward.carry import Carry
+from models.forward.layer_context import LayerContext
+from models.layers.block_indexed_attention import GatedBlockIndexedAttention
+from models.layers.dense_layers import make_head_normed_attention
+from models.layers.experts import packed_or_single_rules
+from models.layers.gated_delta_net import GatedDeltaNet
+from models.layers.residual_streams import StreamConnection, StreamMixer, StreamsLayer
+from models.layers.rms_norm import OffsetRMSNorm
+from models.layers.self_attention import SelfAttention
+from models.weight_rule import WeightRule, with_stored_names
+
+_INDEXED = "indexed_attention"
+# Defaults of fields that a config.json may leave out.
+_DEFAULTS = {"num_experts": 512, "num_experts_per_tok": 10, "partial_rotary_factor": 1.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen4ExpConfig(Qwen3NextConfig):
+    """The config of Qwen4-Exp. Layers without attention have a `GatedDeltaNet`."""
+
+    num_streams: int
+    mixer_rank: int  # inner width of a `StreamMixer`
+
+
+class Qwen4ExpForCausalLM(Decoder):
+    """Source: huggingface.co/docs/transformers/model_doc/qwen4_exp."""
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, object]) -> Qwen4ExpConfig:
+        if hf_config.get("ple_layer_ids"):
+            raise UnsupportedModelError(
+                f"config.json: {hf_config['architectures'][0]} with ple_layer_ids="
+                f"{hf_config['ple_layer_ids']!r} is not supported; paxkv supports models without "
+                "embeddings of n-grams."
+            )
+        hf_config = with_defaults(hf_config, _DEFAULTS) | {
+            # No layer has an MLP of this width.
+            "intermediate_size": read_count(hf_config, "moe_intermediate_size", 512),
+            "layer_types": _with_older_names(hf_config.get("layer_types")),
+        }
+        own = read_dense_fields(hf_config)
+        mixers = read_mixers(hf_config, own, default_num_kv_heads=2)
+        gate = hf_config.get("output_gate_type") or own["hidden_act"]
+        if gate not in ("silu", "sigmoid"):
+            raise UnsupportedModelError(
+                f"config.json: output_gate_type is {gate!r}; paxkv supports silu and sigmoid."
+            )
+        return Qwen4ExpConfig(
+            **own,
+            **read_expert_fields(hf_config, default_size=512),
+            attention=_with_index(hf_config, mixers["attention"], own["rms_norm_eps"]),
+            linear=replace(mixers["linear"], gate=gate),
+            has_experts=(True,) * own["num_layers"],
+            shared_expert_intermediate_size=read_count(
+                hf_config, "shared_expert_intermediate_size", 512
+            ),
+            normalizes_weights=read_flag(hf_config, "norm_topk_prob", True),
+            num_streams=read_count(hf_config, "hc_count", 4, minimum=2),
+            mixer_rank=read_count(hf_config, "hc_lowrank", 320),
+        )
+
+    def __init__(self, config: Qwen4ExpConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+        mixer = {"rank": config.mixer_rank, "eps": config.rms_norm_eps, "dtype": dtype}
+        sizes = config.hidden_size, config.num_streams
+        super().__init__(
+            config,
+            layers=[
+                StreamsLayer(
+                    attention=_make_mixer(config, attention, dtype),
+                    mlp=make_sparse_mlp(config, dtype),
+                    attn_hyper_connection=StreamConnection(*sizes, **mixer),
+                    mlp_hyper_connection=StreamConnection(*sizes, **mixer),
+                )
+                for attention in config.attention
+            ],
+            norm=StreamMixer(*sizes, **mixer),
+            has_head_kernel=has_head_kernel,
+            dtype=dtype,
+        )
+
+    def embed(self, context: LayerContext) -> Carry:
+        """Every stream begins with the token's embedding."""
+        hidden = super().embed(context).hidden
+        shape = hidden.shape[0], self.config.num_streams, hidden.shape[1]
+        return Carry(hidden=jnp.broadcast_to(hidden[:, None], shape))
+
+    def tap(self, carry: Carry) -> jax.Array:
+        raise UnsupportedModelError(
+            f"{self.config.architecture} has {self.config.num_streams} residual streams; draft "
+            "heads that read the hidden states of layers support models with one stream."
+        )
+
+    def weight_rules(self) -> dict[str, WeightRule]:
+        """Checkpoints have the mixers of Qwen3.5, and may join all experts of a layer."""
+        rules = mixer_rules(super().weight_rules(), self.config, join_separate_projections)
+        names = {"model.norm.": "model.hyper_connection_mixer."}
+        return packed_or_single_rules(with_stored_names(rules, names))
+
+    def ignores_weight(self, name: str) -> bool:
+        """Layers for multi-token prediction are not loaded, nor indexes that no layer needs."""
+        is_unused_index = ".indexer." in name and all(
+            layer.attends_to_all for layer in self.config.attention_layers
+        )
+        return name.startswith("mtp.") or is_unused_index
+
+
+def _with_older_names(layer_types: object) -> object:
+    """The list as `read_mixers` reads it: checkpoints may say "full_attention", too."""
+    if not isinstance(layer_types, list):
+        return layer_types
+    return ["full_attention" if name == _INDEXED else name for name in layer_types]
+
+
+def _with_index(
+    hf_config: Mapping[str, object], attention: Sequence[AttentionConfig | None], eps: float
+) -> tuple[BlockIndexedConfig | None, ...]:
+    """Adds the index to all layers with attention."""
+    if not any(attention):
+        return tuple(attention)
+    refuse_other_values(hf_config, {"indexer_kv_heads": 1})
+    block_len = read_count(hf_config, "indexer_compress_ratio")
+    budget = read_count(hf_config, "indexer_budget")
+    if budget % block_len:
+        raise ModelConfigError(
+            f"config.json: indexer_budget is {budget}, and indexer_compress_ratio is {block_len}; "
+            "expected a multiple of it."
+        )
+    index = BlockIndexConfig(
+        num_heads=read_count(hf_config, "indexer_n_heads"),
+        head_dim=read_count(hf_config, "indexer_head_dim"),
+        block_len=block_len,
+        num_chosen=budget // block_len,
+        eps=eps,
+    )
+    own = [field.name for field in fields(AttentionConfig)]
+    return tuple(
+        layer and BlockIndexedConfig(**{name: getattr(layer, name) for name in own}, index=index)
+        for layer in attention
+    )
+
+
+def _make_mixer(
+    config: Qwen4ExpConfig, attention: BlockIndexedConfig | None, dtype: jnp.dtype
+) -> SelfAttention:
+    if attention is None:
+        return GatedDeltaNet(config.linear, dtype=dtype)
+    return make_head_normed_attention(
+        attention,
+        norm=functools.partial(OffsetRMSNorm, eps=config.rms_norm_eps, dtype=dtype),
+        attention=functools.partial(GatedBlockIndexedAttention, gate=jax.nn.sigmoid),
+        dtype=dtype,
+    )

@@ -1,0 +1,1 @@
+"""The op `sparse_paged_attention`: attention to chosen tokens only."""
