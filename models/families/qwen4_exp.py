@@ -1,5 +1,5 @@
 """Qwen4-Exp: several residual streams, Gated DeltaNet, attention to blocks that an index chooses,
-and experts.
+embeddings of n-grams, and experts.
 """
 
 import functools
@@ -14,6 +14,8 @@ from models.config.block_index_config import BlockIndexConfig, BlockIndexedConfi
 from models.config.dense_config import read_dense_fields
 from models.config.fields import read_count, read_flag, refuse_other_values, with_defaults
 from models.config.moe_config import read_expert_fields
+from models.config.ngram_config import NGramConfig, read_ngrams
+from models.decoder_spec import DecoderSpec, with_states_in
 from models.decoders.decoder import Decoder
 from models.errors import ModelConfigError, UnsupportedModelError
 from models.families.qwen3_5 import join_separate_projections
@@ -29,12 +31,14 @@ from models.layers.block_indexed_attention import GatedBlockIndexedAttention
 from models.layers.dense_layers import make_head_normed_attention
 from models.layers.experts import packed_or_single_rules
 from models.layers.gated_delta_net import GatedDeltaNet
+from models.layers.ngram_injection import NGRAMS, NGramInjection, NGramStreamsLayer
 from models.layers.residual_streams import StreamConnection, StreamMixer, StreamsLayer
 from models.layers.rms_norm import OffsetRMSNorm
 from models.layers.self_attention import SelfAttention
 from models.weight_rule import WeightRule, with_stored_names
 
 _INDEXED = "indexed_attention"
+_HASH_NUMBERS = ("layer_multipliers", "ngram_heads_offsets", "ngram_heads_vocab_sizes")
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"num_experts": 512, "num_experts_per_tok": 10, "partial_rotary_factor": 1.0}
 
@@ -45,6 +49,16 @@ class Qwen4ExpConfig(Qwen3NextConfig):
 
     num_streams: int
     mixer_rank: int  # inner width of a `StreamMixer`
+    # Embeddings of n-grams of each layer; None: the layer has none.
+    ngrams: tuple[NGramConfig | None, ...]
+
+    def spec(self, kv_dtype: str) -> DecoderSpec:
+        # super() without arguments fails here, because `slots=True` creates the class again.
+        spec = Qwen3NextConfig.spec(self, kv_dtype)
+        first = next(filter(None, self.ngrams), None)
+        if first is None:
+            return spec
+        return with_states_in(spec, list(map(bool, self.ngrams)), NGRAMS, first.format())
 
 
 class Qwen4ExpForCausalLM(Decoder):
@@ -52,12 +66,6 @@ class Qwen4ExpForCausalLM(Decoder):
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> Qwen4ExpConfig:
-        if hf_config.get("ple_layer_ids"):
-            raise UnsupportedModelError(
-                f"config.json: {hf_config['architectures'][0]} with ple_layer_ids="
-                f"{hf_config['ple_layer_ids']!r} is not supported; paxkv supports models without "
-                "embeddings of n-grams."
-            )
         hf_config = with_defaults(hf_config, _DEFAULTS) | {
             # No layer has an MLP of this width.
             "intermediate_size": read_count(hf_config, "moe_intermediate_size", 512),
@@ -70,6 +78,8 @@ class Qwen4ExpForCausalLM(Decoder):
             raise UnsupportedModelError(
                 f"config.json: output_gate_type is {gate!r}; paxkv supports silu and sigmoid."
             )
+        num_streams = read_count(hf_config, "hc_count", 4, minimum=2)
+        has_state = [layer is None for layer in mixers["attention"]]
         return Qwen4ExpConfig(
             **own,
             **read_expert_fields(hf_config, default_size=512),
@@ -80,25 +90,36 @@ class Qwen4ExpForCausalLM(Decoder):
                 hf_config, "shared_expert_intermediate_size", 512
             ),
             normalizes_weights=read_flag(hf_config, "norm_topk_prob", True),
-            num_streams=read_count(hf_config, "hc_count", 4, minimum=2),
+            num_streams=num_streams,
             mixer_rank=read_count(hf_config, "hc_lowrank", 320),
+            ngrams=read_ngrams(hf_config, has_state, num_streams=num_streams),
         )
 
     def __init__(self, config: Qwen4ExpConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
-        mixer = {"rank": config.mixer_rank, "eps": config.rms_norm_eps, "dtype": dtype}
         sizes = config.hidden_size, config.num_streams
+        rules = {"rank": config.mixer_rank, "eps": config.rms_norm_eps, "dtype": dtype}
+        connection = functools.partial(StreamConnection, *sizes, **rules)
+
+        def make_layer(
+            attention: BlockIndexedConfig | None, ngrams: NGramConfig | None
+        ) -> StreamsLayer:
+            make = StreamsLayer
+            if ngrams is not None:
+                ple = NGramInjection(
+                    ngrams, config.hidden_size, eps=config.rms_norm_eps, dtype=dtype
+                )
+                make = functools.partial(NGramStreamsLayer, ple=ple)
+            return make(
+                attention=_make_mixer(config, attention, dtype),
+                mlp=make_sparse_mlp(config, dtype),
+                attn_hyper_connection=connection(),
+                mlp_hyper_connection=connection(),
+            )
+
         super().__init__(
             config,
-            layers=[
-                StreamsLayer(
-                    attention=_make_mixer(config, attention, dtype),
-                    mlp=make_sparse_mlp(config, dtype),
-                    attn_hyper_connection=StreamConnection(*sizes, **mixer),
-                    mlp_hyper_connection=StreamConnection(*sizes, **mixer),
-                )
-                for attention in config.attention
-            ],
-            norm=StreamMixer(*sizes, **mixer),
+            layers=list(map(make_layer, config.attention, config.ngrams)),
+            norm=StreamMixer(*sizes, **rules),
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )
@@ -122,11 +143,16 @@ class Qwen4ExpForCausalLM(Decoder):
         return packed_or_single_rules(with_stored_names(rules, names))
 
     def ignores_weight(self, name: str) -> bool:
-        """Layers for multi-token prediction are not loaded, nor indexes that no layer needs."""
-        is_unused_index = ".indexer." in name and all(
-            layer.attends_to_all for layer in self.config.attention_layers
+        """Whether a tensor is of multi-token prediction, of an unused index, or of a hash.
+
+        The numbers of hashes follow from config.json (`NGramConfig`).
+        """
+        attends_to_all = all(layer.attends_to_all for layer in self.config.attention_layers)
+        return (
+            name.startswith("mtp.")
+            or (attends_to_all and ".indexer." in name)
+            or name.rpartition(".")[2] in _HASH_NUMBERS
         )
-        return name.startswith("mtp.") or is_unused_index
 
 
 def _with_older_names(layer_types: object) -> object:

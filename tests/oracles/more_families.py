@@ -255,6 +255,12 @@ SHALLOW = {family: functools.partial(_with_few_layers, family) for family in _AL
     "bamba": _with_fields("bamba", num_hidden_layers=2, attn_layer_indices=[1]),
     "jamba": _with_fields("jamba", num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1),
     "qwen3-next": _with_fields("qwen3-next", num_hidden_layers=2, full_attention_interval=2),
+    "qwen4-exp-ple": _with_fields(
+        "qwen4-exp-ple",
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "indexed_attention"],
+        ple_layer_ids=[1],
+    ),
     # Two layers share a block.
     "zamba": _with_fields(
         "zamba", num_hidden_layers=3, layers_block_type=["linear_attention", "hybrid", "hybrid"]

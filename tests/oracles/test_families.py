@@ -39,6 +39,7 @@ LOADED = [
     "qwen3.5",
     "qwen3.5-moe",
     "qwen4-exp",
+    "qwen4-exp-ple",
     "olmo-hybrid",
     "kimi-linear",
     "bailing-hybrid",
@@ -244,7 +245,7 @@ _OVERRIDDEN = {
     "num_key_value_heads": {"gpt-bigcode", "dbrx", *_MAMBA},
     # No layer has an MLP without experts.
     "intermediate_size": {
-        *("kolibri1", "mamba2", "qwen3.5-moe", "zaya", "zaya-skips"),
+        *("kolibri1", "mamba2", "qwen3.5-moe", "qwen4-exp-ple", "zaya", "zaya-skips"),
         *_QWEN4,
     },
     "multi_query": {"falcon"},
@@ -324,7 +325,7 @@ _OVERRIDDEN = {
         "axk2",
     },
     # transformers computes it.
-    "number_of_conv_states": _QWEN4,
+    "number_of_conv_states": {"qwen4-exp-ple", *_QWEN4},
     # No layer has embeddings of n-grams.
     **dict.fromkeys(
         (

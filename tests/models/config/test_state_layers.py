@@ -24,6 +24,8 @@ QSA = {
     "indexer_budget": 64,
     "indexer_compress_ratio": 4,
 }
+# Few embeddings of n-grams.
+NGRAMS = {"ngram_vocab_size_base": 50, "heads_per_ngram": 4, "ple_embed_dim": 24, "eos_token_id": 2}
 # Architecture -> its configuration class in transformers, and fields that differ from `SIZES`.
 FAMILIES = {
     "BailingHybridForCausalLM": ("BailingHybridConfig", {"num_key_value_heads": 16}),
@@ -143,6 +145,10 @@ OTHER_FIELDS = [
     ("Qwen4ExpForCausalLM", {"output_gate_type": "sigmoid", "norm_topk_prob": False}),
     ("Qwen4ExpForCausalLM", {"rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}}),
     ("Qwen4ExpForCausalLM", {"head_dim": 32, "num_experts_per_tok": 2, "linear_key_head_dim": 8}),
+    ("Qwen4ExpForCausalLM", {"ple_layer_ids": [6, 1, 6], **NGRAMS}),
+    ("Qwen4ExpForCausalLM", {"ple_layer_ids": [1], **NGRAMS, "ngram_size": 4, "seed": 5}),
+    ("Qwen4ExpForCausalLM", {"ple_layer_ids": [2], **NGRAMS, "ple_conv_kernel_size": 3}),
+    ("Qwen4ExpForCausalLM", {"ple_layer_ids": [2], **NGRAMS, "split_ngram_parts": 3}),
     ("ZambaForCausalLM", {"layers_block_type": ["hybrid", "mamba"] * 4, "n_mamba_heads": 4}),
     ("ZambaForCausalLM", {"attn_layer_period": 3, "attn_layer_offset": 1, "mamba_dt_rank": 7}),
     ("ZambaForCausalLM", {"attention_head_dim": 16, "mamba_d_state": 8, "hidden_act": "silu"}),
