@@ -10,8 +10,10 @@ from models.errors import CheckpointNotFoundError, UnsupportedModelError
 from models.loading.gguf.gguf_file import GGUF_SUFFIX
 
 _PART_OF_SPLIT = re.compile(r"-\d+-of-\d+$")
-# A vision encoder, which llama.cpp stores in a file of its own.
-_ENCODER = "mmproj"
+# A quantization whose layers have different formats.
+_DYNAMIC = re.compile(r"[-.]UD[-.][^-.]+$", re.IGNORECASE)
+# A vision encoder, which llama.cpp stores in a file of its own: mmproj-F16.gguf, M.mmproj-Q8_0.gguf.
+_ENCODER = re.compile(r"(^|[-.])mmproj([-.]|$)", re.IGNORECASE)
 _MAX_LISTED = 10
 
 
@@ -45,6 +47,9 @@ class GGUFOnHub:
                 "`llama-gguf-split --merge`, and use the merged file."
             )
         fitting = [name for name in fitting if not _is_part(name)]
+        if len(fitting) > 1:
+            # "M-Q4_K_M.gguf" and "M-UD-Q4_K_M.gguf": the second one is of quantization UD-Q4_K_M.
+            fitting = [name for name in fitting if not _DYNAMIC.search(_stem(name))] or fitting
         if len(fitting) == 1:
             return fitting[0]
         wanted = self.file_name or f"of quantization {self.quantization}"
@@ -70,9 +75,7 @@ def parse_gguf_on_hub(model: str) -> GGUFOnHub | None:
 def list_gguf_files(names: Sequence[str]) -> list[str]:
     """The GGUF files with language models, sorted."""
     return sorted(
-        name
-        for name in names
-        if name.endswith(GGUF_SUFFIX) and not PurePosixPath(name).name.startswith(_ENCODER)
+        name for name in names if name.endswith(GGUF_SUFFIX) and not _ENCODER.search(_stem(name))
     )
 
 

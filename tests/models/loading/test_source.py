@@ -81,7 +81,10 @@ def hub(tmp_path, monkeypatch):
     return found
 
 
-GGUF_NAMES = ["a-Q4_K_M.gguf", "a-IQ4_K_M.gguf", "a.Q8_0.gguf", "mmproj-Q8_0.gguf"]
+GGUF_NAMES = [
+    *("a-Q4_K_M.gguf", "a-UD-Q4_K_M.gguf", "a-UD-Q6_K.gguf", "a-IQ4_K_M.gguf", "a.Q8_0.gguf"),
+    *("mmproj-Q8_0.gguf", "a.mmproj-Q8_0.gguf"),
+]
 PARTS = ["BF16/a-BF16-00001-of-00002.gguf", "BF16/a-BF16-00002-of-00002.gguf"]
 
 
@@ -89,6 +92,8 @@ PARTS = ["BF16/a-BF16-00001-of-00002.gguf", "BF16/a-BF16-00002-of-00002.gguf"]
     ("model", "wanted"),
     [
         ("some-org/some-model:Q4_K_M", "a-Q4_K_M.gguf"),
+        ("some-org/some-model:UD-Q4_K_M", "a-UD-Q4_K_M.gguf"),
+        ("some-org/some-model:Q6_K", "a-UD-Q6_K.gguf"),
         ("some-org/some-model:q8_0", "a.Q8_0.gguf"),
         ("some-org/some-model/a-IQ4_K_M.gguf", "a-IQ4_K_M.gguf"),
         ("some-org/some-model/more/b.gguf", "more/b.gguf"),
@@ -112,7 +117,7 @@ def test_a_gguf_file_of_the_hub_is_downloaded_alone(hub, model, wanted):
         (
             ":Q2_K",
             CheckpointNotFoundError,
-            "several GGUF .*it has a-Q2_K.gguf, a-UD-Q2_K.gguf.*/a-Q",
+            "several GGUF .*it has a-Q2_K.gguf, b-Q2_K.gguf.*/a-Q",
         ),
         (":BF16", UnsupportedModelError, "00001-of-00002.gguf is a part of a split file"),
         ("/" + PARTS[1], UnsupportedModelError, "00002-of-00002.gguf is a part of a split file"),
@@ -120,7 +125,7 @@ def test_a_gguf_file_of_the_hub_is_downloaded_alone(hub, model, wanted):
     ],
 )
 def test_another_gguf_file_of_the_hub_is_refused(hub, model, error, message):
-    hub.names = [*GGUF_NAMES, *PARTS, "a-Q2_K.gguf", "a-UD-Q2_K.gguf"]
+    hub.names = [*GGUF_NAMES, *PARTS, "a-Q2_K.gguf", "a-UD-Q2_K.gguf", "b-Q2_K.gguf"]
     with pytest.raises(error, match=message):
         source.resolve_model_folder(f"some-org/some-model{model}", revision="v2")
     assert hub.downloaded == []
