@@ -113,8 +113,8 @@ class HeadModel(nnx.Module):
         """Runs the layer for one draft of every token.
 
         Args:
-            earlier: Keys and values of the drafts before it. Those of the first draft are what a
-                served head has of all earlier tokens. The others belong to drafts of one token.
+            earlier: Keys and values of the drafts before this one. A token attends to those of the
+                first draft at all tokens up to itself, and to those of other drafts at itself only.
         """
         num_heads, head_dim = self.config.num_attention_heads, self.sizes.head_dim
         x = jnp.concatenate([self.input_layernorm(embedded), self.hidden_norm(hidden)], axis=-1)

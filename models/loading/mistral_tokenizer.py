@@ -16,8 +16,8 @@ from models.loading.tokenizer_folder import write_tokenizer_folder
 
 TEKKEN_FILE = "tekken.json"
 _BOS, _EOS = "<s>", "</s>"
-# The bytes that a byte-level tokenizer writes as the character with the same number. The others
-# are written as characters from 256 on.
+# A byte-level tokenizer writes each of these bytes as the character with the byte's number. It
+# writes the other bytes as characters from 256 on.
 _PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
 
 
@@ -56,7 +56,7 @@ def write_tokenizer_of_tekken(path: Path, cache: Path | None) -> Path:
             f"{path}: a special token has the text of another token. Name another tokenizer with "
             "--tokenizer."
         )
-    # The library returns a piece that is itself a token without applying merges.
+    # If a piece is itself a token, the library applies no merges to it.
     backend = tokenizers.Tokenizer(models.BPE(ids, _merges_of(stored), ignore_merges=True))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [

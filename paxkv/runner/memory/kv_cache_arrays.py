@@ -36,8 +36,8 @@ def abstract_kv_cache(
 ) -> jax.ShapeDtypeStruct:
     """Returns shape, dtype and sharding of the pages, for compiling without allocating them.
 
-    Each device has a page of its own for each row and block, with its heads: together, the devices
-    have an array whose third axis is as many times longer.
+    Each device has a page of every row and block, for its own heads. In the array of all devices,
+    these pages are side by side along the third axis.
 
     Args:
         config: Of one device.
