@@ -12,7 +12,7 @@ from models.loading.gguf.gguf_file import GGUF_SUFFIX
 _PART_OF_SPLIT = re.compile(r"-\d+-of-\d+$")
 # A quantization whose layers have different formats.
 _DYNAMIC = re.compile(r"[-.]UD[-.][^-.]+$", re.IGNORECASE)
-# A vision encoder, which llama.cpp stores in a file of its own: mmproj-F16.gguf, M.mmproj-Q8_0.gguf.
+# A vision encoder in a file of its own, as llama.cpp has it: mmproj-F16.gguf, M.mmproj-Q8_0.gguf.
 _ENCODER = re.compile(r"(^|[-.])mmproj([-.]|$)", re.IGNORECASE)
 _MAX_LISTED = 10
 
