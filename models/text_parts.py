@@ -30,6 +30,7 @@ WHOLES = (
     "Qwen3_5MoeForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    "Qwen4ExpForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
     "Step3p7ForConditionalGeneration",
     "VoxtralForConditionalGeneration",

@@ -77,6 +77,10 @@ _MORE = {
         text_config=families.FAMILIES["qwen3.5-moe"]().to_dict(),
         vision_config=families._QV | {"num_position_embeddings": 64},
     ),
+    "qwen4-exp-vl": lambda: transformers.Qwen4ExpConfig(
+        text_config=families.FAMILIES["qwen4-exp-ple"]().to_dict(),
+        vision_config=families._QV | {"num_position_embeddings": 64},
+    ),
     "smolvlm": lambda: _make_config(
         "SmolVLMConfig", {"model_type": "llama"}, vision_config=_VISION, scale_factor=2
     ),
@@ -108,6 +112,7 @@ LOADED = (
     "qwen3-vl-moe",
     "qwen3.5-moe-vl",
     "qwen3.5-vl",
+    "qwen4-exp-vl",
     "smolvlm",
     "step3.5/3.7",
     "voxtral",
