@@ -12,6 +12,7 @@ from pallas_kernels.argument_checks import (
 )
 from pallas_kernels.cache_layout import check_kv_cache, check_row
 from pallas_kernels.dispatch import Body, mosaic_bodies, run_op
+from pallas_kernels.paged_attention.distance_bias import check_distance_bias
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 from pallas_kernels.paged_attention.xla_batch_invariant import paged_attention_batch_invariant
@@ -44,6 +45,8 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,  # f32[num_q_heads]
     alibi_slopes: jax.Array | None = None,  # f32[num_q_heads]
+    distance_factors: jax.Array | None = None,  # f[num_tokens, num_q_heads, num_profiles]
+    distance_profiles: jax.Array | None = None,  # f[num_profiles, num_distances]
     kv_dtype: jnp.dtype | None = None,
     max_query_len: int | None = None,
     key_limits: jax.Array | None = None,  # i32[num_tokens]
@@ -83,6 +86,12 @@ def paged_attention(
         alibi_slopes: Each head's slope: `slope * (j - p)` is added to the logit of a key at
             position j, after the soft cap. Only the bodies in plain XLA and the reference support
             it. `None` adds nothing.
+        distance_factors: `distance_factors[t, h] @ distance_profiles[:, p - j]` is added to the
+            logit of head h of token t, at position p, for a key at position j, after the soft cap.
+            Distances `p - j` outside of `[0, num_distances)` add nothing. Only the bodies in plain
+            XLA and the reference support it. `None` adds nothing.
+        distance_profiles: Biases by distance, which `distance_factors` mix. It is needed with
+            `distance_factors`, and not used without.
         kv_dtype: The float whose bits a uint16 cache holds, float16 or bfloat16; `None` for any
             other cache. Only the bodies in plain XLA and the reference support it.
         max_query_len: A promise that no request has more query tokens, so a body may omit the
@@ -91,8 +100,8 @@ def paged_attention(
             `[0, seq_lens[r]]`, not decreasing within a request; padding may hold anything. A
             request may then have more query tokens than keys. Under context parallelism, a device
             has some of a request's keys, and the limit of a token counts only these keys.
-            None: by position. Attention must be causal, without a window, chunks and slopes. Only
-            the bodies in plain XLA and the reference support it.
+            None: by position. Attention must be causal, without a window, chunks, slopes and
+            factors of distances. Only the bodies in plain XLA and the reference support it.
         return_lse: Whether to return the second result too.
         batch_invariant: Whether the bits of a token's result must not depend on the other tokens
             and requests in the call, the places of its blocks, or how its request's tokens are
@@ -124,10 +133,14 @@ def paged_attention(
     if alibi_slopes is not None:
         require_shape(_OP, "alibi_slopes", alibi_slopes, (q.shape[1],))
         require_float(_OP, alibi_slopes=alibi_slopes)
+    extra = {}
+    if distance_factors is not None:
+        check_distance_bias(_OP, q, distance_factors, distance_profiles)
+        extra = {"distance_factors": distance_factors, "distance_profiles": distance_profiles}
     if 0 in (*q.shape, *block_tables.shape):
         return _empty_result(q, return_lse)
     row = jnp.asarray(row, jnp.int32)
-    bodies, limits = _BODIES, {}
+    bodies = _BODIES
     if key_limits is not None:
         require_shape(_OP, "key_limits", key_limits, (q.shape[0],))
         require_int32(_OP, key_limits=key_limits)
@@ -136,7 +149,9 @@ def paged_attention(
                 f"{_OP}: key_limits need causal attention without a window, chunks and slopes: got "
                 f"{is_causal=}, {sliding_window=}, {chunk_size=}, {alibi_slopes=}."
             )
-        bodies, limits = _BODIES_WITH_LIMITS, {"key_limits": key_limits}
+        if distance_factors is not None:
+            raise ValueError(f"{_OP}: got key_limits and distance_factors, wanted one of them.")
+        bodies, extra = _BODIES_WITH_LIMITS, {"key_limits": key_limits}
     out, lse = run_op(
         *(_OP, _BATCH_INVARIANT_BODIES if batch_invariant else bodies, implementation, target),
         *(q, kv_cache, row, block_tables, seq_lens, query_start_loc),
@@ -149,7 +164,7 @@ def paged_attention(
         alibi_slopes=alibi_slopes,
         kv_dtype=kv_dtype,
         max_query_len=max_query_len,
-        **limits,
+        **extra,
     )
     return (out, lse) if return_lse else out
 

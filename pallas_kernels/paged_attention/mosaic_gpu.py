@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.alibi import ALIBI_MISFIT
+from pallas_kernels.paged_attention.distance_bias import DISTANCE_BIAS_MISFIT
 from pallas_kernels.paged_attention.mosaic_gpu_decode import decode_misfit, decode_rows_mosaic_gpu
 from pallas_kernels.paged_attention.mosaic_gpu_ragged import ragged_misfit, ragged_rows_mosaic_gpu
 from pallas_kernels.stored_dtype import BITS_DTYPE
@@ -32,12 +33,16 @@ def misfit(
     alibi_slopes: jax.Array | None,
     kv_dtype: jnp.dtype | None,
     max_query_len: int | None,
+    distance_factors: jax.Array | None = None,
+    distance_profiles: jax.Array | None = None,
 ) -> str | None:
     """Why this body cannot do a call; None if it can. Only shapes and static arguments matter."""
     del row, block_tables, seq_lens, query_start_loc
-    del is_causal, sliding_window, chunk_size, soft_cap, sinks
+    del is_causal, sliding_window, chunk_size, soft_cap, sinks, distance_profiles
     if alibi_slopes is not None:
         return ALIBI_MISFIT
+    if distance_factors is not None:
+        return DISTANCE_BIAS_MISFIT
     if kv_dtype is not None:
         return f"only XLA on the CPU needs 16-bit floats stored as {BITS_DTYPE}"
     reason = decode_misfit(q, kv_cache)

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.paged_attention.alibi import ALIBI_MISFIT
+from pallas_kernels.paged_attention.distance_bias import DISTANCE_BIAS_MISFIT
 from pallas_kernels.paged_attention.mosaic_tpu_kernel import (
     AttentionRules,
     attend_pass,
@@ -102,6 +103,8 @@ def misfit(
     del row, args
     if kwargs["alibi_slopes"] is not None:
         return ALIBI_MISFIT
+    if "distance_factors" in kwargs:
+        return DISTANCE_BIAS_MISFIT
     if q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"q is {q.dtype}; it must be bfloat16 or float32"
     if kv_cache.dtype == jnp.uint16:

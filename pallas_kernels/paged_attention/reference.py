@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.paged_attention.distance_bias import distance_rows, profiles_by_distance
 from pallas_kernels.stored_dtype import as_values
 
 
@@ -25,6 +26,8 @@ def paged_attention_reference(
     kv_dtype: jnp.dtype | None,
     max_query_len: int | None,
     key_limits: jax.Array | None = None,  # i32[num_tokens]
+    distance_factors: jax.Array | None = None,  # f[num_tokens, num_q_heads, num_profiles]
+    distance_profiles: jax.Array | None = None,  # f[num_profiles, num_distances]
 ) -> tuple[jax.Array, jax.Array]:  # f[num_tokens, num_q_heads, head_dim], f32[num_tokens, ...]
     """See `api.paged_attention`."""
     del max_query_len  # every token is computed alike
@@ -64,8 +67,15 @@ def paged_attention_reference(
     )
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
+    distance = key_position[None, :] - position[:, None]
+    if distance_factors is not None:
+        # f32[num_tokens, max_len, num_profiles]
+        biases = profiles_by_distance(distance_profiles)[
+            distance_rows(distance, distance_profiles.shape[1])
+        ]
+        factors = distance_factors.astype(jnp.float32)
+        logits += jnp.einsum("thr,tkr->thk", factors, biases, precision=lax.Precision.HIGHEST)
     if alibi_slopes is not None:
-        distance = key_position[None, :] - position[:, None]
         logits += alibi_slopes.astype(jnp.float32)[None, :, None] * distance[:, None, :]
     logits = jnp.where(is_seen[:, None, :], logits, -jnp.inf)
     if sinks is not None:

@@ -46,7 +46,11 @@ def attend_rows_alike(problem: AttentionProblem) -> tuple[jax.Array, jax.Array]:
     num_tokens = problem.q.shape[0]
     # Whole tiles: the tokens after the last one are padding.
     padding = -num_tokens % QUERY_TILE
-    problem = replace(problem, q=jnp.pad(problem.q, ((0, padding), *[(0, 0)] * 3)))
+    more_rows = ((0, padding), *[(0, 0)] * 3)
+    problem = replace(problem, q=jnp.pad(problem.q, more_rows))
+    if problem.distance_factors is not None:
+        factors = jnp.pad(problem.distance_factors, more_rows)
+        problem = replace(problem, distance_factors=factors)
     if problem.key_limits is not None:
         problem = replace(problem, key_limits=jnp.pad(problem.key_limits, (0, padding)))
     out = jnp.zeros(problem.out_shape, jnp.float32)
@@ -74,6 +78,7 @@ def _attend_tile(
     num_reqs, max_blocks_per_req = problem.block_tables.shape
     token_idx = start + jnp.arange(QUERY_TILE)
     q = lax.dynamic_slice_in_dim(problem.q, start, QUERY_TILE)
+    factors = problem.factors_at(token_idx)
     starts = problem.query_start_loc
     req_idx = jnp.searchsorted(starts, token_idx, side="right") - 1
     req_idx = jnp.clip(req_idx, 0, num_reqs - 1)
@@ -99,7 +104,7 @@ def _attend_tile(
         block_ids = block_tables[:, jnp.minimum(logical_block, max_blocks_per_req - 1)]
         has_seen = is_seen.reshape(QUERY_TILE, tile_blocks, block_size).any(axis=2)
         distance = key_position - position[:, None]
-        return _add_keys(problem, softmax, q, block_ids, has_seen, is_seen, distance)
+        return _add_keys(problem, softmax, q, factors, block_ids, has_seen, is_seen, distance)
 
     empty = problem.empty_softmax((QUERY_TILE,), ())
     out, lse = lax.fori_loop(first_tile, end_tile, add_keys, empty).result()
@@ -112,6 +117,7 @@ def _add_keys(
     problem: AttentionProblem,
     softmax: RunningSoftmax,  # f32[QUERY_TILE, num_kv_heads, group_size]
     q: jax.Array,  # f[QUERY_TILE, num_kv_heads, group_size, head_dim]
+    factors: jax.Array | None,  # f32[QUERY_TILE, num_kv_heads, group_size, num_profiles]
     block_ids: jax.Array,  # i32[QUERY_TILE, tile_blocks]
     has_seen: jax.Array,  # bool[QUERY_TILE, tile_blocks], whether a key of the block is seen
     is_seen: jax.Array,  # bool[QUERY_TILE, key_tile]
@@ -122,7 +128,10 @@ def _add_keys(
     v = jnp.where(is_seen[:, None, :, None], v, 0)
     products = product_f32("thgd,thpd->thgp", q, k)
     seen_of_heads, distance_of_heads = (x[:, None, None, :] for x in (is_seen, distance))
-    logits = problem.logits(products, seen_of_heads, distance_of_heads, head_axis=1)
+    bias = None
+    if factors is not None:
+        bias = product_f32("thgr,tpr->thgp", factors, problem.biases_at(distance))
+    logits = problem.logits(products, seen_of_heads, distance_of_heads, head_axis=1, bias=bias)
     largest = jnp.maximum(softmax.largest, logits.max(axis=-1))
     rescale = jnp.exp(softmax.largest - largest)
     # If a token has seen no key yet, all its logits are equal, and exp alone would give 1.

@@ -55,10 +55,11 @@ def attend_decode_rows(
     end_needed = lax.div(position + block_size, block_size)
     num_needed = jnp.where(is_decode, end_needed - first_needed, 0)
     q = rows_at(problem.q, query_token)  # f[num_reqs, num_kv_heads, group_size, head_dim]
+    factors = problem.factors_at(query_token)
     if looks_for_shared_prefix and num_reqs >= MIN_ROWS and problem.sees_all_before:
         num_full = jnp.where(is_decode, lax.div(position + 1, block_size), 0)
         prefix = find_shared_prefix(problem.block_tables, num_full)
-        start = attend_shared_prefix(problem, prefix, q)
+        start = attend_shared_prefix(problem, prefix, q, factors)
         num_shared = jnp.where(prefix.is_member, prefix.num_blocks, 0)
         first_needed, num_needed = first_needed + num_shared, num_needed - num_shared
     else:
@@ -75,7 +76,9 @@ def attend_decode_rows(
         is_seen = key_position <= query_position  # bool[chunk_blocks, block_size]
         is_seen &= key_position >= problem.first_seen(query_position)
         distance = key_position - query_position
-        return _add_blocks(problem, softmax, q, req_idx, block_ids, is_real, is_seen, distance)
+        return _add_blocks(
+            *(problem, softmax, q, factors, req_idx, block_ids, is_real, is_seen, distance)
+        )
 
     num_chunks = lax.div(blocks.num_entries + chunk_blocks - 1, chunk_blocks)
     softmax = lax.fori_loop(0, num_chunks, add_chunk, start)
@@ -92,6 +95,7 @@ def _add_blocks(
     problem: AttentionProblem,
     softmax: RunningSoftmax,  # f32[num_reqs, num_kv_heads, group_size]
     q: jax.Array,  # f[num_reqs, num_kv_heads, group_size, head_dim]
+    factors: jax.Array | None,  # f32[num_reqs, num_kv_heads, group_size, num_profiles]
     req_idx: jax.Array,  # i32[chunk_blocks]
     block_ids: jax.Array,  # i32[chunk_blocks]
     is_real: jax.Array,  # bool[chunk_blocks]
@@ -108,7 +112,11 @@ def _add_blocks(
     # f32[chunk_blocks, num_kv_heads, group_size, block_size]
     products = _by_query_head("nhgd,nhpd->nhgp", block_q, k)
     seen_of_heads, distance_of_heads = (x[:, None, None, :] for x in (is_seen, distance))
-    logits = problem.logits(products, seen_of_heads, distance_of_heads, head_axis=1)
+    bias = None
+    if factors is not None:
+        biases = problem.biases_at(distance)  # f32[chunk_blocks, block_size, num_profiles]
+        bias = _by_query_head("nhgr,npr->nhgp", rows_at(factors, req_idx), biases)
+    logits = problem.logits(products, seen_of_heads, distance_of_heads, head_axis=1, bias=bias)
 
     largest = softmax.largest.at[written_req].max(logits.max(axis=-1), **_DROPPED)
     rescale = jnp.exp(softmax.largest - largest)

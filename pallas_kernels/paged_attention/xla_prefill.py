@@ -82,7 +82,9 @@ def _attend_tile(
     kv_tile = tile_blocks * block_size
     query_tile = token_idx.shape[0]
 
-    q = rows_at(problem.q, jnp.minimum(token_idx, num_tokens - 1))
+    readable_idx = jnp.minimum(token_idx, num_tokens - 1)
+    q = rows_at(problem.q, readable_idx)
+    factors = problem.factors_at(readable_idx)
     # The query heads of a KV head are rows of one product.
     q = q.transpose(1, 2, 0, 3).reshape(num_kv_heads, group_size * query_tile, head_dim)
 
@@ -101,7 +103,7 @@ def _attend_tile(
         is_seen = key_position[None, :] <= position[:, None]  # bool[query_tile, kv_tile]
         is_seen &= key_position[None, :] >= problem.first_seen(position)[:, None]
         distance = key_position[None, :] - position[:, None]
-        return add_kv_tile(problem, softmax, q, k, v, is_written, is_seen, distance)
+        return add_kv_tile(problem, softmax, q, factors, k, v, is_written, is_seen, distance)
 
     end_position = jnp.minimum(position[-1] + 1, rows_at(problem.seq_lens, req_idx))
     first_tile = lax.div(problem.first_seen(position[0]), kv_tile)
@@ -115,6 +117,7 @@ def add_kv_tile(
     problem: AttentionProblem,
     softmax: RunningSoftmax,  # f32[num_kv_heads, group_size, query_tile]
     q: jax.Array,  # f[num_kv_heads, group_size * query_tile, head_dim]
+    factors: jax.Array | None,  # f32[query_tile, num_kv_heads, group_size, num_profiles]
     k: jax.Array,  # f[tile_blocks, num_kv_heads, block_size, head_dim]
     v: jax.Array,  # f[tile_blocks, num_kv_heads, block_size, head_dim]
     is_written: jax.Array,  # bool[kv_tile], keys that may be read
@@ -131,7 +134,10 @@ def add_kv_tile(
     v = jnp.where(is_written[None, :, None], v, 0)
 
     products = product_f32("hqd,hkd->hqk", q, k).reshape(*shape, kv_tile)
-    logits = problem.logits(products, is_seen, distance, head_axis=0)
+    bias = None
+    if factors is not None:
+        bias = product_f32("qhgr,qkr->hgqk", factors, problem.biases_at(distance))
+    logits = problem.logits(products, is_seen, distance, head_axis=0, bias=bias)
 
     largest = jnp.maximum(softmax.largest, logits.max(axis=-1))
     rescale = jnp.exp(softmax.largest - largest)

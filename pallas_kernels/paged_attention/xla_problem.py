@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.paged_attention.distance_bias import distance_rows, profiles_by_distance
 from pallas_kernels.stored_dtype import as_values
 
 # Value of masked logits and of empty running maxima. Finite, because -inf minus -inf is NaN.
@@ -47,6 +48,9 @@ class AttentionProblem:
     sinks: jax.Array | None = None  # f[num_kv_heads, group_size]
     alibi_slopes: jax.Array | None = None  # f[num_kv_heads, group_size]
     kv_dtype: jnp.dtype | None = None  # what a cache of uint16 holds
+    # f[num_tokens, num_kv_heads, group_size, num_profiles]
+    distance_factors: jax.Array | None = None
+    profiles_by_distance: jax.Array | None = None  # f32[num_distances + 1, num_profiles]
 
     @property
     def block_size(self) -> int:
@@ -115,18 +119,43 @@ class AttentionProblem:
         """
         return weights.astype(jnp.promote_types(self.q.dtype, self.kv_dtype or self.kv_cache.dtype))
 
+    def factors_at(
+        self,
+        token_idx: jax.Array,  # i32[n], in [0, num_tokens)
+    ) -> jax.Array | None:  # f32[n, num_kv_heads, group_size, num_profiles]
+        """The factors of tokens; None if the call has none."""
+        if self.distance_factors is None:
+            return None
+        return rows_at(self.distance_factors, token_idx).astype(jnp.float32)
+
+    def biases_at(
+        self,
+        distance: jax.Array,  # i32[...], the position of each key minus that of its query
+    ) -> jax.Array:  # f32[..., num_profiles]
+        """The profiles' biases of keys. The factors of their queries mix these."""
+        num_distances = self.profiles_by_distance.shape[0] - 1
+        return rows_at(self.profiles_by_distance, distance_rows(distance, num_distances))
+
     def logits(
-        self, products: jax.Array, is_seen: jax.Array, distance: jax.Array, head_axis: int
+        self,
+        products: jax.Array,
+        is_seen: jax.Array,
+        distance: jax.Array,
+        head_axis: int,
+        bias: jax.Array | None = None,
     ) -> jax.Array:
-        """Scales, caps, biases (ALiBi) and masks products of queries and keys, in this order.
+        """Scales, caps, biases and masks products of queries and keys, in this order.
 
         Args:
             distance: i32, the position of each key minus that of its query. It broadcasts like
                 `is_seen`.
+            bias: f32, of the same shape as `products`. ALiBi's bias is added in any case.
         """
         logits = products * self.scale
         if self.soft_cap is not None:
             logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
+        if bias is not None:
+            logits += bias
         if self.alibi_slopes is not None:
             trailing = (1 for _ in range(products.ndim - 2 - head_axis))
             slopes = self.alibi_slopes.astype(jnp.float32)
@@ -168,12 +197,17 @@ def make_problem(
     *,
     sinks: jax.Array | None,  # f[num_q_heads]
     alibi_slopes: jax.Array | None,  # f32[num_q_heads]
+    distance_factors: jax.Array | None = None,  # f[num_tokens, num_q_heads, num_profiles]
+    distance_profiles: jax.Array | None = None,  # f[num_profiles, num_distances]
     **rules: object,
 ) -> AttentionProblem:
     """Makes the problem of a call from the arguments of a body, except `max_query_len`."""
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[2]
     heads = (num_kv_heads, num_q_heads // num_kv_heads)
+    if distance_factors is not None:
+        rules["distance_factors"] = distance_factors.reshape(num_tokens, *heads, -1)
+        rules["profiles_by_distance"] = profiles_by_distance(distance_profiles)
     return AttentionProblem(
         q=q.reshape(num_tokens, *heads, head_dim),
         kv_cache=kv_cache,

@@ -63,6 +63,7 @@ def attend_shared_prefix(
     problem: AttentionProblem,
     prefix: SharedPrefix,
     q: jax.Array,  # f[num_reqs, num_kv_heads, group_size, head_dim]
+    factors: jax.Array | None,  # f32[num_reqs, num_kv_heads, group_size, num_profiles]
 ) -> RunningSoftmax:  # f32[num_reqs, num_kv_heads, group_size]
     """The softmax of every member over the shared blocks. For others, it has seen no key."""
     num_reqs, num_kv_heads, group_size, head_dim = q.shape
@@ -81,7 +82,7 @@ def attend_shared_prefix(
         is_seen = is_key & prefix.is_member[:, None]  # bool[num_reqs, kv_tile]
         key_position = tile_idx * is_key.shape[0] + jnp.arange(is_key.shape[0], dtype=jnp.int32)
         distance = key_position - (problem.seq_lens - 1)[:, None]  # i32[num_reqs, kv_tile]
-        return add_kv_tile(problem, softmax, rows, k, v, is_key, is_seen, distance)
+        return add_kv_tile(problem, softmax, rows, factors, k, v, is_key, is_seen, distance)
 
     num_tiles = lax.div(prefix.num_blocks + tile_blocks - 1, tile_blocks)
     empty = problem.empty_softmax((), (num_reqs,))

@@ -132,7 +132,8 @@ def test_signature_names_no_backend():
     assert parameters == [
         *SHAPES,
         *("scale", "is_causal", "sliding_window", "chunk_size", "soft_cap", "sinks"),
-        *("alibi_slopes", "kv_dtype", "max_query_len", "key_limits", "return_lse"),
+        *("alibi_slopes", "distance_factors", "distance_profiles"),
+        *("kv_dtype", "max_query_len", "key_limits", "return_lse"),
         *("batch_invariant", "implementation", "target"),
     ]
 
