@@ -42,6 +42,7 @@ FAMILIES: dict[str, str] = {
     "BailingHybridForCausalLM": "models.families.bailing_hybrid:BailingHybridForCausalLM",
     "KimiLinearForCausalLM": "models.families.kimi_linear:KimiLinearForCausalLM",
     "LaraMiniForCausalLM": "models.families.lara_mini:LaraMiniForCausalLM",
+    "InklingForCausalLM": "models.families.inkling:InklingForCausalLM",
     "OlmoHybridForCausalLM": "models.families.olmo_hybrid:OlmoHybridForCausalLM",
     "FalconH1ForCausalLM": "models.families.falcon_h1:FalconH1ForCausalLM",
     "BambaForCausalLM": "models.families.bamba:BambaForCausalLM",

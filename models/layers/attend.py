@@ -20,6 +20,7 @@ def attend(
     context: LayerContext,
     *,
     sinks: jax.Array | None = None,  # f[num_q_heads]
+    distance_bias: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, Pages]:  # f[num_queries, num_q_heads, v_head_dim]
     """Writes the step's keys and values into the layer's cache, and attends to the cache.
 
@@ -28,6 +29,8 @@ def attend(
             f[num_tokens, num_kv_heads, v_head_dim]. None if the cache belongs to an earlier layer,
             which has written them already.
         sinks: One more logit per head in the softmax's denominator. None: there are no sinks.
+        distance_bias: `distance_factors` and `distance_profiles` of `paged_attention`. None: no
+            bias is added.
 
     Returns:
         Attention's output for each query head, and the pages with the new keys and values.
@@ -49,6 +52,8 @@ def attend(
         new_kv: tuple[jax.Array, jax.Array] | None,
         sinks: jax.Array | None,
         slopes: jax.Array | None,
+        factors: jax.Array | None,
+        profiles: jax.Array | None,
         pages: Pages,
         slots: jax.Array,
         positions: jax.Array,
@@ -72,6 +77,8 @@ def attend(
                 soft_cap=config.soft_cap,
                 sinks=sinks,
                 alibi_slopes=slopes,
+                distance_factors=factors,
+                distance_profiles=profiles,
                 max_query_len=context.num_queries_per_req,
                 batch_invariant=kernels.batch_invariant,
                 **chosen,
@@ -89,9 +96,13 @@ def attend(
         new_kv = tuple(with_copies(with_width(x, width), num_heads) for x in new_kv)
     attended, pages = kernels.by_device(
         *(of_own_heads, with_width(q, width), new_kv),
-        *(sinks, slopes, pages, cache.slots, context.batch.positions),
+        *(sinks, slopes, *(distance_bias or (None, None))),
+        *(pages, cache.slots, context.batch.positions),
         *(cache.block_tables, cache.seq_lens, context.query_start_loc),
-        in_specs=(TOKENS_BY_HEAD, TOKENS_BY_HEAD, *[BY_HEAD] * 2, PAGES_BY_DEVICE, *[WHOLE] * 5),
+        in_specs=(
+            *(TOKENS_BY_HEAD, TOKENS_BY_HEAD, *[BY_HEAD] * 2, TOKENS_BY_HEAD, WHOLE),
+            *(PAGES_BY_DEVICE, *[WHOLE] * 5),
+        ),
         out_specs=(TOKENS_BY_HEAD, PAGES_BY_DEVICE),
     )
     return attended[..., : config.value_head_dim], pages

@@ -23,6 +23,7 @@ from models import AttentionConfig, ForwardBatch, GroupInputs, KernelSettings, P
 from models.config.block_index_config import BlockIndexedConfig
 from models.config.index_config import INDEX_KEYS, IndexedLatentConfig
 from models.config.moe_config import MoEConfig
+from models.config.relative_attention_config import RelativeAttentionConfig
 from models.families.gemma4 import Gemma4Config
 from models.forward.layer_context import LayerContext, LayerPlaces, make_context
 from models.layers.attend import attend
@@ -227,7 +228,7 @@ def layer_program(
     num_tokens = _num_tokens(step)
     kernels = KernelSettings(target=layer.device.target)
 
-    def run(pages, batch, q, new_kv, sinks, copies):
+    def run(pages, batch, q, new_kv, sinks, distance_bias, copies):
         pages = kernels.copy_blocks(pages, copies)
         context = make_context(batch, pages, kernels, ()).at(0, layer.places)
         if layer.is_latent:
@@ -249,7 +250,8 @@ def layer_program(
             pages = index.write(keys, pages, context)
             positions = index.choose(index_q, batch.positions, pages, context)
             return attend_to_positions(attention, q, positions, pages, context), pages
-        return attend(attention, q, new_kv, pages, context, sinks=sinks)
+        options = {"sinks": sinks, "distance_bias": distance_bias}
+        return attend(attention, q, new_kv, pages, context, **options)
 
     def floats(*dims: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype)
@@ -286,8 +288,15 @@ def layer_program(
         q = (*q, IndexQueries(index_q, weights)) if layer.is_latent else (q, index_q)
         new_kv = (*new_kv, floats(num_tokens, index.head_dim))
     sinks = floats(attention.num_q_heads) if attention.has_sinks else None
+    distance_bias = None
+    if isinstance(attention, RelativeAttentionConfig):
+        distance_bias = (
+            floats(num_tokens, attention.num_q_heads, attention.num_profiles),
+            floats(attention.num_profiles, attention.num_distances),
+        )
     batch = _batch_of(step, groups)
-    return run, (pages, batch, q, new_kv, sinks, _integers(2, NUM_COPIES))
+    copies = _integers(2, NUM_COPIES)
+    return run, (pages, batch, q, new_kv, sinks, distance_bias, copies)
 
 
 def _batch_of(step: str, groups: tuple[GroupInputs, ...]) -> ForwardBatch:

@@ -123,6 +123,17 @@ MORE = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         },
     ),
+    # Logits grow from position 16 on, and heads of both kinds of layers differ.
+    "inkling-far": _with_fields(
+        "inkling",
+        log_scaling_n_floor=16,
+        log_scaling_alpha=0.5,
+        num_key_value_heads=1,
+        swa_num_attention_heads=8,
+        swa_num_key_value_heads=4,
+        conv_kernel_size=3,
+        n_shared_experts=1,
+    ),
     # The factors of releases, and a vocabulary head that is the embedding.
     "granite-moe-tied": _with_fields(
         "granite-moe",
@@ -220,6 +231,8 @@ PROMPT_LENS = {
     "llama4-vision": (45, 61, 80, 90),
     "starcoder2": (45, 61, 80, 90),
     "doge-window": (45, 61, 80, 90),
+    "inkling": (3, 31, 63, 90),
+    "inkling-far": (15, 47, 63, 90),
     "phi3-longrope": (65, 71, 80, 90),
 }
 

@@ -54,6 +54,7 @@ LOADED = [
     "lfm2",
     "lfm2-moe",
     "lfm3",
+    "inkling",
     "zaya",
     "recurrent-gemma",
     "glm4-moe-lite",
@@ -142,6 +143,7 @@ LOADED = [
     "hyperclovax-prenorm",
     "mimo-v2-flash-dense",
     "laguna-per-element",
+    "inkling-far",
     "granite-moe-tied",
     "granite-moe-shared",
     "bloom-6-heads",
@@ -209,6 +211,8 @@ _WITHOUT_EFFECT = {
     *("linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor"),
     *("linear_dt_max", "linear_dt_min"),
     *("mtp_loss_scaling_factor", "mtp_layers_block_type", "num_nextn_predict_layers"),
+    *("chain_hidden_post_norm", "mtp_hidden_states_first", "mtp_local_layer_ids"),
+    "num_mtp_layers",
     *(
         "residual_dropout",
         "aux_loss_coef",
@@ -325,7 +329,7 @@ _OVERRIDDEN = {
         "axk2",
     },
     # transformers computes it.
-    "number_of_conv_states": {"qwen4-exp-ple", *_QWEN4},
+    "number_of_conv_states": {"qwen4-exp-ple", "inkling", "inkling-far", *_QWEN4},
     # No layer has embeddings of n-grams.
     **dict.fromkeys(
         (
@@ -340,6 +344,12 @@ _OVERRIDDEN = {
         ),
         _QWEN4,
     ),
+    # `layer_types` wins.
+    "local_layer_ids": {"inkling", "inkling-far"},
+    # transformers does not read them.
+    "rms_norm_eps_moe_gate": {"inkling", "inkling-far"},
+    # `log_scaling_n_floor` is null.
+    "log_scaling_alpha": {"inkling"},
     # No groups with `topk_method` "greedy".
     "n_group": {"deepseek-v2"},
     "topk_group": {"deepseek-v2"},

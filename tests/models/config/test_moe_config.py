@@ -56,6 +56,7 @@ FAMILIES = {
     "GraniteMoeSWAForCausalLM": ("GraniteMoeSWAConfig", {}),
     "HunYuanMoEV1ForCausalLM": ("HunYuanMoEV1Config", {}),
     "HYV3ForCausalLM": ("HYV3Config", {}),
+    "InklingForCausalLM": ("InklingTextConfig", {}),
     "JetMoeForCausalLM": ("JetMoeConfig", {}),
     "Kolibri1ForCausalLM": ("Kolibri1Config", {}),
     "LagunaForCausalLM": ("LagunaConfig", {}),
