@@ -21,6 +21,7 @@ from paxkv.contracts.request_output import (
     CompletionTimes,
     Logprob,
     RequestOutput,
+    RequestStateStats,
     TokenTotals,
 )
 from paxkv.contracts.scheduler_output import TokenLogprobs
@@ -384,6 +385,7 @@ class _CompletionState:
             is_list = isinstance(self._logprobs, list)
             logprobs = list(self._logprobs) if is_list else self._logprobs
             text = self._detokenizer.text if self._detokenizer is not None else ""
+        times = None if self.finish_reason is None else self._completion_times()
         return CompletionOutput(
             index=self._index,
             text=text,
@@ -392,7 +394,8 @@ class _CompletionState:
             logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
-            times=None if self.finish_reason is None else self._completion_times(),
+            times=times,
+            metrics=None if times is None else self._metrics(times),
             num_preemptions=self._num_preemptions,
             num_draft_tokens=self._num_draft_tokens,
             num_accepted_tokens=self._num_accepted_tokens,
@@ -407,4 +410,18 @@ class _CompletionState:
             decode_s=self.last_token_s - self._first_token_s,
             # Wall clocks of two processes; a clock change must not make the result negative.
             first_token_s=max(self._first_token_time - self._arrival_time, 0.0),
+        )
+
+    def _metrics(self, times: CompletionTimes) -> RequestStateStats:
+        scheduled_ts = self._first_token_s - times.prefill_s
+        return RequestStateStats(
+            num_generation_tokens=len(self._token_ids),
+            arrival_time=self._arrival_time,
+            queued_ts=scheduled_ts - times.queue_s,
+            scheduled_ts=scheduled_ts,
+            first_token_ts=self._first_token_s,
+            last_token_ts=self._first_token_s + times.decode_s,
+            first_token_latency=times.first_token_s,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
         )

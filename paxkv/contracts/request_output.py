@@ -33,6 +33,36 @@ class CompletionTimes:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestStateStats:
+    """The figures of a finished request, or of a finished completion, under vLLM's names.
+
+    The fields that end in `_ts` are seconds on the engine's monotonic clock. Only their differences
+    have a meaning.
+
+    Args:
+        num_generation_tokens: Tokens of the completions.
+        arrival_time: Of the request at the client, in seconds since the epoch.
+        queued_ts: When the request arrived in the engine.
+        scheduled_ts: Start of the first step that computed a part of the prompt.
+        first_token_latency: Seconds from the arrival at the client to the first token.
+        num_draft_tokens: Drafts that steps verified. vLLM has no such field.
+        num_accepted_tokens: How many of them were accepted. vLLM has no such field.
+
+    Source: `RequestStateStats` in vLLM 0.16's `v1/metrics/stats.py`.
+    """
+
+    num_generation_tokens: int
+    arrival_time: float
+    queued_ts: float
+    scheduled_ts: float
+    first_token_ts: float
+    last_token_ts: float
+    first_token_latency: float
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
     """One completion of a prompt.
 
@@ -45,6 +75,7 @@ class CompletionOutput:
             for the tokenizer's EOS token. Further EOS tokens of the model count as stop tokens. If
             the request's settings allowed no next token, a sentence that says so.
         times: Set if the completion is finished and has a token.
+        metrics: Set where `times` is set. `RequestOutput.metrics` joins those of all completions.
         num_preemptions: How often the scheduler has preempted the completion so far.
         num_draft_tokens: Drafts of the completion that steps have verified so far.
         num_accepted_tokens: How many of them were accepted.
@@ -58,6 +89,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     times: CompletionTimes | None = dataclasses.field(default=None, compare=False)
+    metrics: RequestStateStats | None = dataclasses.field(default=None, compare=False)
     num_preemptions: int = dataclasses.field(default=0, compare=False)
     num_draft_tokens: int = dataclasses.field(default=0, compare=False)
     num_accepted_tokens: int = dataclasses.field(default=0, compare=False)
@@ -93,6 +125,28 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_truncated_tokens: int = 0
     ignored_schema_keywords: tuple[str, ...] = ()
+
+    @property
+    def metrics(self) -> RequestStateStats | None:
+        """The figures of the finished completions in `outputs`; None if there is none.
+
+        Several completions count together: from the first start to the last token.
+        """
+        found = [output.metrics for output in self.outputs if output.metrics is not None]
+        return _join_metrics(found) if found else None
+
+
+def _join_metrics(parts: Sequence[RequestStateStats]) -> RequestStateStats:
+    def values(name: str) -> list[float]:
+        return [getattr(part, name) for part in parts]
+
+    counts = ("num_generation_tokens", "num_draft_tokens", "num_accepted_tokens")
+    starts = ("arrival_time", "queued_ts", "scheduled_ts", "first_token_ts", "first_token_latency")
+    return RequestStateStats(
+        last_token_ts=max(values("last_token_ts")),
+        **{name: sum(values(name)) for name in counts},
+        **{name: min(values(name)) for name in starts},
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """The output processor turns the tokens of steps into the outputs of each caller."""
 
+import dataclasses
 import tracemalloc
 
 import pytest
@@ -19,6 +20,8 @@ from paxkv.contracts.request_output import (
     CompletionOutput,
     CompletionTimes,
     Logprob,
+    RequestOutput,
+    RequestStateStats,
 )
 from paxkv.contracts.scheduler_output import TokenLogprobs
 from paxkv.errors import InvariantError
@@ -236,7 +239,7 @@ def test_finished_completion_has_the_durations_of_its_phases() -> None:
 
     monotonic_s = iter((7.0, 8.0, 11.0))
 
-    def step(timestamp: float, **fields: object) -> CompletionOutput:
+    def step(timestamp: float, **fields: object) -> RequestOutput:
         times = fields.pop("times", {})
         output = EngineCoreOutput(request_id="r", new_token_ids=[5], **fields)
         outputs = StepOutputs(
@@ -246,13 +249,44 @@ def test_finished_completion_has_the_durations_of_its_phases() -> None:
             monotonic_s=next(monotonic_s),
             request_times=times,
         )
-        return processor.process(outputs).request_outputs[0].outputs[0]
+        return processor.process(outputs).request_outputs[0]
 
-    assert step(103.0, times={"r": RequestTimes(queue_s=1.0, prefill_s=1.5)}).times is None
+    first = step(103.0, times={"r": RequestTimes(queue_s=1.0, prefill_s=1.5)})
+    assert first.outputs[0].times is None
     # The wall clock is set back.
-    assert step(90.0, times={"other": RequestTimes(queue_s=9.0, prefill_s=9.0)}).times is None
-    assert step(907.0, finish_reason="length").times == CompletionTimes(
+    second = step(
+        90.0,
+        times={"other": RequestTimes(queue_s=9.0, prefill_s=9.0)},
+        num_draft_tokens=3,
+        num_accepted_tokens=2,
+    )
+    assert second.outputs[0].times is second.metrics is None
+    last = step(907.0, finish_reason="length", num_draft_tokens=1)
+    assert last.outputs[0].times == CompletionTimes(
         queue_s=1.0, prefill_s=1.5, decode_s=4.0, first_token_s=3.0
+    )
+    # The first token came at 7.0 on the engine's clock.
+    assert last.metrics == RequestStateStats(
+        num_generation_tokens=3,
+        arrival_time=100.0,
+        queued_ts=4.5,
+        scheduled_ts=5.5,
+        first_token_ts=7.0,
+        last_token_ts=11.0,
+        first_token_latency=3.0,
+        num_draft_tokens=4,
+        num_accepted_tokens=2,
+    )
+    later = dataclasses.replace(
+        last.metrics, scheduled_ts=6.0, first_token_ts=8.0, last_token_ts=12.5
+    )
+    outputs = [*last.outputs, dataclasses.replace(last.outputs[0], index=1, metrics=later)]
+    assert dataclasses.replace(last, outputs=outputs).metrics == dataclasses.replace(
+        last.metrics,
+        num_generation_tokens=6,
+        last_token_ts=12.5,
+        num_draft_tokens=8,
+        num_accepted_tokens=4,
     )
 
 
