@@ -61,9 +61,8 @@ def pacers():
 
 
 @pytest.fixture(scope="module")
-def runners(tmp_path_factory, pacers):
+def runners(pacers):
     """A runner whose pacer chooses bursts, and one with the same programs that chooses all."""
-    folder = tmp_path_factory.mktemp("programs") / "burst_drafts"
     config = RunnerConfig(max_logprobs=-1, speculative_config=CONFIG)
     found = []
     for burst_pacer in (pacers[1], None):
@@ -81,7 +80,7 @@ def runners(tmp_path_factory, pacers):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(model_runner, "make_features", make)
-            found.append(make_warm_runner(folder, TinyModel(seed=2), config).runner)
+            found.append(make_warm_runner(TinyModel(seed=2), config).runner)
     return found
 
 

@@ -27,16 +27,13 @@ CHARACTERS = '{}[]",:. 0123456789abcdefghijklmnopqrstuvwxyz-_'[: VOCAB - 2]
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["steps", "batch_invariant"])
-def drafting(request, tmp_path_factory):
+def drafting(request):
     """A warm runner with an `OracleDrafter`."""
     drafter = OracleDrafter()
-    name = "drafting_invariant" if request.param else "drafting"
     config = RunnerConfig(batch_invariant=request.param, max_logprobs=-1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "make_features", lambda *args: (*make_features(*args), drafter))
-        warm = make_warm_runner(
-            tmp_path_factory.mktemp("programs") / name, TinyModel(seed=2), config
-        )
+        warm = make_warm_runner(TinyModel(seed=2), config)
     return warm.runner, drafter
 
 

@@ -154,7 +154,7 @@ def plain_runners():
         [param[0], *["invariant"] * param[1], "adapting" if param[2] else "always"]
     ),
 )
-def drafting(request, tmp_path_factory, heads, plain_runners):
+def drafting(request, heads, plain_runners):
     method, batch_invariant, adapts = request.param
     model, head = getattr(heads, method)
     speculative = SpeculativeConfig(
@@ -166,8 +166,7 @@ def drafting(request, tmp_path_factory, heads, plain_runners):
     config = RunnerConfig(batch_invariant=batch_invariant, max_logprobs=-1)
 
     def make(config, head=None):
-        folder = tmp_path_factory.mktemp("programs") / "head"
-        return make_warm_runner(folder, model, config, head=head).runner
+        return make_warm_runner(model, config, head=head).runner
 
     plain = (model.config.architecture, batch_invariant)
     if plain not in plain_runners:

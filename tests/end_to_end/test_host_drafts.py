@@ -100,18 +100,17 @@ def method(request, drafter):
         pytest.param(True, id="batch_invariant", marks=pytest.mark.slow),
     ],
 )
-def runners(request, tmp_path_factory, pacer, drafter):
+def runners(request, pacer, drafter):
     """A runner without drafts and one with the same weights and drafts; steps of a burst."""
     config = RunnerConfig(batch_invariant=request.param, max_logprobs=-1)
     drafts = Drafts(drafter, max_drafts=MAX_DRAFTS, pacer=pacer)
     found = []
     for added in ((), (drafts,)):
-        folder = tmp_path_factory.mktemp("programs") / f"ngram_{request.param}_{len(added)}"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 model_runner, "make_features", lambda *args, a=added: (*make_features(*args), *a)
             )
-            found.append(make_warm_runner(folder, TinyModel(seed=2), config).runner)
+            found.append(make_warm_runner(TinyModel(seed=2), config).runner)
     # There are no bursts with batch_invariant.
     return *found, 1 if request.param else 8
 

@@ -17,12 +17,12 @@ from tests.paxkv.runner.tiny_model import HIDDEN, TinyModel
 
 
 @pytest.fixture(scope="module")
-def pooling(tmp_path_factory):
+def pooling():
     """A warm runner with a `Pooler`, and its model."""
     pooler = Pooler(HIDDEN)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "make_features", lambda *args: (*make_features(*args), pooler))
-        warm = make_warm_runner(tmp_path_factory.mktemp("programs") / "pooling", TinyModel(seed=3))
+        warm = make_warm_runner(TinyModel(seed=3))
     return warm.runner, warm.model
 
 

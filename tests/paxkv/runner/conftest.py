@@ -1,7 +1,6 @@
 """Warm runners that all tests of the runner share."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,40 +14,33 @@ from tests.paxkv.runner.tiny_model import TinyModel
 
 
 @pytest.fixture(scope="session")
-def folder_of_run(tmp_path_factory, worker_id) -> Path:
-    """A folder that all workers of this test run share."""
-    folder = tmp_path_factory.getbasetemp()
-    return folder if worker_id == "master" else folder.parent
-
-
-@pytest.fixture(scope="session")
-def one_group(folder_of_run) -> WarmRunner:
+def one_group() -> WarmRunner:
     """Two full layers. Draws two rows at a time and finds prompt logprobs five tokens at a time."""
     with pytest.MonkeyPatch.context() as patch:
         # Neither divides the number of rows or tokens, so the last chunk overlaps the one before.
         patch.setattr(runner_plan, "SAMPLED_CHUNK_ROWS", 2)
         patch.setattr(prompt_logprobs, "_CHUNK_TOKENS", 5)
-        return make_warm_runner(folder_of_run / "one_group", TinyModel())
+        return make_warm_runner(TinyModel())
 
 
 @pytest.fixture(scope="session")
-def three_groups(folder_of_run) -> WarmRunner:
+def three_groups() -> WarmRunner:
     """A sliding layer, a full one, and a full one of one KV head, whose blocks are twice as long.
 
     Draws all rows at once; allows any number of logprobs.
     """
     model = TinyModel(seed=4, windows=(5, None, None), num_kv_heads=(2, 2, 1))
     config = RunnerConfig(max_logprobs=-1)
-    warm = make_warm_runner(folder_of_run / "three_groups", model, config)
+    warm = make_warm_runner(model, config)
     assert warm.runner._buckets.block_sizes == (8, 8, 16)
     return warm
 
 
 @pytest.fixture(scope="session")
-def batch_invariant(folder_of_run) -> WarmRunner:
+def batch_invariant() -> WarmRunner:
     """Two full layers, computed in batch-invariant tiles; allows any number of logprobs."""
     config = RunnerConfig(batch_invariant=True, max_logprobs=-1)
-    return make_warm_runner(folder_of_run / "batch_invariant", TinyModel(), config)
+    return make_warm_runner(TinyModel(), config)
 
 
 @pytest.fixture

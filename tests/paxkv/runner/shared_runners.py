@@ -1,23 +1,30 @@
 """The configurations of `ModelRunner` that the tests of the runner share.
 
-Each configuration compiles eight programs, which costs more than what the tests then compute. The
-fixtures in `conftest.py` warm up each configuration once per worker, and only the first worker of
-a test run compiles its programs.
+Each configuration compiles eight programs, which costs more than what the tests then compute. Warm
+runners of all test files share one folder of programs: what one of them has compiled, a later one
+with the same configuration loads, in every worker. Weights shape no program.
 """
 
 import contextlib
 import dataclasses
 import fcntl
-from collections.abc import Iterator
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import jax
 
 from models import LoadedModel
 from models.loading.loaded_draft_model import LoadedDrafter
 from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
 from paxkv.runner.memory.memory_plan import HostMemory
 from paxkv.runner.model_runner import ModelRunner
-from paxkv.runner.programs.program_store import ProgramCache, ProgramStore
+from paxkv.runner.programs.program_identity import identity_digest
+from paxkv.runner.programs.program_store import ProgramCache, ProgramFolder, ProgramStore
 from paxkv.runner.ranks.rank_group import RankGroup
+from paxkv.runner.shapes.program_shapes import ProgramShape
+from tests.paxkv.runner import tiny_model
 from tests.paxkv.runner.tiny_model import TinyModel
 
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 3, 14, 40
@@ -63,24 +70,46 @@ def make_runner(
 
 
 def make_warm_runner(
-    folder: Path,
     model: TinyModel | LoadedModel,
     runner_config: RunnerConfig | None = None,
     *,
     head: LoadedDrafter | None = None,
 ) -> WarmRunner:
-    """A warm runner whose programs are loaded from `folder`, or compiled and kept there."""
-    folder.mkdir(exist_ok=True, mode=0o700)
-    with _locked(folder / "lock"):
-        store = ProgramCache(folder / "programs")
+    """A warm runner whose programs are loaded from the test run's folder, or compiled and kept."""
+    # `tests/conftest.py` sets the variable, and workers of pytest-xdist inherit it. Runs of mutants
+    # share the folder too. The identity of programs covers the code of features, not `TinyModel`.
+    cache, code = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]), Path(tiny_model.__file__)
+    folder = cache / f"runner-programs-{hashlib.sha256(code.read_bytes()).hexdigest()[:16]}"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with contextlib.ExitStack() as locks:
+        store = SharedPrograms(folder, locks)
         runner = make_runner(model, runner_config=runner_config, store=store, head=head)
         runner.warm_up()
     return WarmRunner(runner=runner, model=model)
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Waits until no other process holds the lock."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+class SharedPrograms(ProgramCache):
+    """Waits until no other process compiles the programs of the same identity.
+
+    Args:
+        locks: Holds the locks; closed after the warm-up.
+    """
+
+    def __init__(self, folder: Path, locks: contextlib.ExitStack) -> None:
+        super().__init__(folder / "programs")
+        self._folder = folder
+        self._locks = locks
+        self._locked: set[str] = set()
+
+    def open(
+        self,
+        identity: Mapping[str, str],
+        shapes: Sequence[ProgramShape],
+        devices: Sequence[jax.Device],
+    ) -> ProgramFolder | None:
+        digest = identity_digest(identity)
+        if digest not in self._locked:
+            self._locked.add(digest)
+            file = self._locks.enter_context((self._folder / f"{digest}.lock").open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        return super().open(identity, shapes, devices)

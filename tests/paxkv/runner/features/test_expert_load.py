@@ -49,7 +49,7 @@ def model(tmp_path_factory):
         pytest.param(True, id="batch_invariant", marks=pytest.mark.slow),
     ]
 )
-def counting(request, folder_of_run, model, monkeypatch):
+def counting(request, model, monkeypatch):
     """A warm runner that counts, and the clock of its windows."""
     # So that batch-invariant steps have several tiles.
     monkeypatch.setattr(step_buckets, "INVARIANT_TILE_TOKENS", 4)
@@ -57,8 +57,7 @@ def counting(request, folder_of_run, model, monkeypatch):
     load = ExpertLoad(model, WINDOW_S, clock=clock)
     monkeypatch.setattr(model_runner, "make_features", lambda *args: (load,))
     config = RunnerConfig(batch_invariant=request.param)
-    folder = folder_of_run / f"expert_load_{request.param}"
-    runner = make_warm_runner(folder, model, config).runner
+    runner = make_warm_runner(model, config).runner
     return SimpleNamespace(runner=runner, clock=clock, drops_rows=not request.param)
 
 

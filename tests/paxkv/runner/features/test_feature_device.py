@@ -28,12 +28,12 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
-def keeping(folder_of_run):
+def keeping():
     """A warm runner with a `BlockKeeper`."""
     keeper = BlockKeeper(num_blocks=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "make_features", lambda *args: (*make_features(*args), keeper))
-        warm = make_warm_runner(folder_of_run / "keeping", TinyModel())
+        warm = make_warm_runner(TinyModel())
     return warm.runner, keeper
 
 

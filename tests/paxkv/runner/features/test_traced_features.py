@@ -37,7 +37,7 @@ SCORED = SamplingParams(temperature=0.0, prompt_logprobs=2)
         pytest.param(True, id="batch_invariant", marks=pytest.mark.slow),
     ],
 )
-def counting(request, folder_of_run):
+def counting(request):
     """A warm runner whose list of features has a `Census`, its model, and the census."""
     census = Census()
     config = RunnerConfig(batch_invariant=request.param)
@@ -45,8 +45,7 @@ def counting(request, folder_of_run):
         patch.setattr(model_runner, "make_features", lambda *args: (*make_features(*args), census))
         # So that batch-invariant steps have several tiles.
         patch.setattr(step_buckets, "INVARIANT_TILE_TOKENS", 4)
-        folder = folder_of_run / f"counting_{request.param}"
-        warm = make_warm_runner(folder, TinyModel(), config)
+        warm = make_warm_runner(TinyModel(), config)
     return SimpleNamespace(runner=warm.runner, model=warm.model, census=census)
 
 
