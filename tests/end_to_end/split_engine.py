@@ -125,6 +125,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "full_attention_interval": 2,
         "norm_topk_prob": True,
     },
+    # Several residual streams, an index of blocks, and two states in one layer.
+    "qwen4_exp": MOE_CONFIG
+    | {
+        "architectures": ["Qwen4ExpForCausalLM"],
+        "model_type": "qwen4_exp_text",
+        "shared_expert_intermediate_size": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "indexed_attention"],
+        "hc_count": 2,
+        "hc_lowrank": 16,
+        "indexer_n_heads": 8,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 32,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 100,
+        "make_ngram_vocab_size_divisible_by": 16,
+        "split_ngram_parts": 2,
+    },
     "lfm2": MOE_CONFIG
     | {
         "architectures": ["Lfm2ForCausalLM"],
@@ -536,6 +560,7 @@ CASES = {
     ),
     "states": lambda: (
         check_same_as_alone("qwen3_next", 4),
+        check_same_as_alone("qwen4_exp", 4),
         check_same_as_alone("mamba2", 2),
         check_state_collectives(4),
         check_same_as_alone("lfm2", 2),
