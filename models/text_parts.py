@@ -14,6 +14,7 @@ WHOLES = (
     "Gemma4ForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
+    "InklingForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
@@ -62,6 +63,13 @@ _DEFAULTS: dict[str, Mapping[str, object]] = {
         "num_key_value_heads": 4,
         "head_dim": 256,
         "max_position_embeddings": 131_072,
+    },
+    "inkling_text": {
+        "vocab_size": 201_024,
+        "hidden_size": 6144,
+        "intermediate_size": 24_576,
+        "num_hidden_layers": 66,
+        "num_attention_heads": 64,
     },
     "llama": {
         "vocab_size": 32_000,
@@ -112,7 +120,7 @@ _SHARED_FIELDS = (
 )
 # Modules for images and audio, and modules that pass their outputs to the language model.
 _OTHER_MODULES = re.compile(
-    r"(^|\.)(audio_tower|connector|embed_audio|embed_vision|image_newline|multi_modal_projector"
+    r"(^|\.)(audio|audio_tower|connector|embed_audio|embed_vision|image_newline|multi_modal_projector"
     r"|patch_merger|pre_mm_projector_norm|vision_adapter|vision_encoder|vision_language_adapter"
     r"|vision_model|vision_projection|vision_tower|visual|vit_large_projector)(\.|$)"
 )

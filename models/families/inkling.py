@@ -3,6 +3,7 @@ of keys, values, and the outputs of attention and MLPs; shared experts that the 
 """
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -49,6 +50,32 @@ _MAIN_NAMES = {
     "model_max_length": "max_position_embeddings",
     "sconv_kernel_size": "conv_kernel_size",
     "sliding_window": "sliding_window_size",
+}
+# Names of modules here -> names on the hub, replaced in this order.
+_HUB_NAMES = {
+    "lm_head.": "model.llm.unembed.",
+    "model.embed_tokens.embed_norm.": "model.llm.embed_norm.",
+    "model.embed_tokens.": "model.llm.embed.",
+    "model.layers.": "model.llm.layers.",
+    "model.norm.": "model.llm.norm.",
+    "sconv.conv1d.": "sconv.",
+    ".self_attn.q_proj.": ".attn.wq_du.",
+    ".self_attn.k_proj.": ".attn.wk_dv.",
+    ".self_attn.v_proj.": ".attn.wv_dv.",
+    ".self_attn.r_proj.": ".attn.wr_du.",
+    ".self_attn.o_proj.": ".attn.wo_ud.",
+    ".self_attn.": ".attn.",
+    ".input_layernorm.": ".attn_norm.",
+    ".post_attention_layernorm.": ".mlp_norm.",
+    ".gate.e_score_correction_bias": ".gate.bias",
+    ".shared_experts.gate_proj": ".shared_experts.shared_w13_weight",
+    ".shared_experts.up_proj": ".shared_experts.shared_w13_weight",
+    ".shared_experts.down_proj": ".shared_experts.shared_w2_weight",
+    ".experts.gate_up_proj": ".experts.w13_weight",
+    ".experts.down_proj": ".experts.w2_weight",
+    ".mlp.gate_proj.": ".mlp.w13_dn.",
+    ".mlp.up_proj.": ".mlp.w13_dn.",
+    ".mlp.down_proj.": ".mlp.w2_md.",
 }
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {
@@ -146,16 +173,25 @@ class InklingForCausalLM(MoEDecoder):
         return super().compute_logits(hidden / self.config.hidden_divisor)
 
     def weight_rules(self) -> dict[str, WeightRule]:
-        """Checkpoints pack experts, and shared experts, into a tensor for each projection."""
+        """Checkpoints pack experts, and shared experts, into a tensor for each projection.
+
+        Checkpoints with a vision part are stored as on the hub: with other names, and with rows of
+        gate and up that alternate.
+        """
         config = self.config
-        rules = packed_gate_up_rules(super().weight_rules())
+        is_of_hub = config.has_other_parts
+        rules = packed_gate_up_rules(super().weight_rules(), is_interleaved=is_of_hub)
         rules = packed_shared_rules(rules, config.choose.num_shared)
         for name in ("embed_tokens.embedding", "lm_head.kernel"):
             (source,) = rules[name].sources
             stored = replace(source, shape=(config.stored_vocab_size, config.hidden_size))
             take = functools.partial(_leading_rows, num_rows=config.vocab_size)
             rules[name] = replace(rules[name], sources=(stored,), combine=take)
-        return with_stored_names(rules, {"model.embed_norm.": "model.embed_tokens.embed_norm."})
+        names = {"model.embed_norm.": "model.embed_tokens.embed_norm."}
+        if is_of_hub:
+            rules = {name: _interleaved(name, rule) for name, rule in rules.items()}
+            names |= _HUB_NAMES
+        return with_stored_names(rules, names)
 
     def ignores_weight(self, name: str) -> bool:
         # Layers for multi-token prediction.
@@ -165,6 +201,25 @@ class InklingForCausalLM(MoEDecoder):
 def _leading_rows(weights_np: Sequence[np.ndarray], *, num_rows: int) -> np.ndarray:
     (weight_np,) = weights_np
     return weight_np[:num_rows]
+
+
+def _interleaved(name: str, rule: WeightRule) -> WeightRule:
+    """The rule for a tensor in which rows of gate and up alternate; other rules are unchanged.
+
+    The rules of experts that the router chooses are unchanged too.
+    """
+    match = re.search(r"\.mlp\.(?:shared_experts\.)?(gate|up)_proj\.kernel$", name)
+    if match is None:
+        return rule
+    (own,) = rule.sources
+    *outer, num_rows, width = own.shape
+    start = int(match[1] == "up")
+
+    def combine(weights_np: Sequence[np.ndarray]) -> np.ndarray:
+        return rule.combined([weights_np[0][..., start::2, :]])
+
+    source = replace(own, shape=(*outer, 2 * num_rows, width))
+    return replace(rule, sources=(source,), combine=combine)
 
 
 def _make_sparse_mlp(config: InklingConfig, dtype: jnp.dtype) -> ScoredSharedMLP:

@@ -17,10 +17,10 @@ from models.text_parts import WHOLES, is_of_other_part, text_part
 from tests.end_to_end.forward_check import forward_share_of_bound
 from tests.oracles.wholes import CONFIGS, LOADED, architecture_of, make_whole
 
-# Of these the normal suite compares logits: positions of several axes, turned experts, and an index
-# of tokens. It loads the others, which finds every tensor; `test_parity.py` compares what their
-# families compute.
-COMPARED = ("mistral-large4", "qwen2.5-vl", "qwen3-vl-moe")
+# Of these the normal suite compares logits: positions of several axes, turned experts, an index of
+# tokens, and rows of gate and up that alternate. It loads the others, which finds every tensor;
+# `test_parity.py` compares what their families compute.
+COMPARED = ("inkling-vision", "mistral-large4", "qwen2.5-vl", "qwen3-vl-moe")
 
 
 @pytest.mark.parametrize(

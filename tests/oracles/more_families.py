@@ -231,7 +231,7 @@ PROMPT_LENS = {
     "llama4-vision": (45, 61, 80, 90),
     "starcoder2": (45, 61, 80, 90),
     "doge-window": (45, 61, 80, 90),
-    "inkling": (3, 31, 63, 90),
+    **dict.fromkeys(("inkling", "inkling-vision"), (3, 31, 63, 90)),
     "inkling-far": (15, 47, 63, 90),
     "phi3-longrope": (65, 71, 80, 90),
 }

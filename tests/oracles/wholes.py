@@ -59,12 +59,22 @@ def _make_mistral_small4() -> _Config:
     )
 
 
+def _make_inkling() -> _Config:
+    vision = {"num_hidden_layers": 1, "patch_size": 4}
+    return transformers.InklingConfig(
+        text_config=families.FAMILIES["inkling"]().to_dict(),
+        vision_config=vision,
+        audio_config={"n_mel_bins": 4, "mel_vocab_size": 8},
+    )
+
+
 # Names beside those of `families.MULTIMODAL`, or other checkpoints for them.
 _MORE = {
     "gemma3n-vision": _make_gemma3n,
     "idefics3": lambda: _make_config(
         "Idefics3Config", {"model_type": "llama"}, vision_config=_VISION, scale_factor=2
     ),
+    "inkling-vision": _make_inkling,
     "llama4-vision": _make_llama4,
     "llava-next": lambda: _make_config(
         "LlavaNextConfig", {"model_type": "mistral"}, vision_config=_SIGLIP
@@ -94,6 +104,7 @@ LOADED = (
     "gemma4-unified",
     "gemma4-vision",
     "idefics3",
+    "inkling-vision",
     "internvl",
     "llama4-vision",
     "llava-1.5",

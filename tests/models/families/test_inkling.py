@@ -1,5 +1,7 @@
 """Inkling: the fields that it reads, its kinds of layers, and caches beside attention."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -73,3 +75,13 @@ def test_every_layer_keeps_windows_of_four_convolutions():
     shapes = [of_layer["convolutions"].format.shapes for of_layer in caches]
     assert shapes[4] == ((3, 512), (3, 512), (3, 64), (3, 64))
     assert shapes[5] == ((3, 256), (3, 256), (3, 64), (3, 64))
+
+
+def test_a_text_part_without_its_sizes_has_those_of_transformers():
+    whole = {
+        "architectures": ["InklingForConditionalGeneration"],
+        "text_config": {"model_type": "inkling_text"},
+    }
+    given = {**whole["text_config"], "architectures": ["InklingForCausalLM"]}
+    theirs = read_config(as_transformers_reads_it(given, "InklingTextConfig"))
+    assert read_config(whole) == replace(theirs, has_other_parts=True)
