@@ -73,9 +73,9 @@ class SpeculativeConfig:
             two limits is set, the other one is equal to it. If none is set, both are 5.
         prompt_lookup_max: The largest number of tokens to find. The drafter tries this number
             first, and then smaller ones.
-        drafts_in_bursts: For "ngram", bursts find drafts on the device and verify them. The engine
-            then verifies drafts in single steps only while a request cannot be in a burst. None is
-            False. vLLM has no such field.
+        drafts_in_bursts: Bursts propose drafts on the device and verify them. The engine then
+            verifies drafts in single steps only while a request cannot be in a burst. None is
+            False. "suffix" needs the host, so it has no drafts in bursts. vLLM has no such field.
         suffix_decoding_max_tree_depth: For "suffix", see `SuffixLimits`. None is its default.
         suffix_decoding_max_cached_requests: As above.
         suffix_decoding_max_spec_factor: As above.
@@ -125,8 +125,12 @@ class SpeculativeConfig:
             )
         in_bursts = self.drafts_in_bursts
         true_or_false("drafts_in_bursts", False if in_bursts is None else in_bursts)
-        ngram_fields = ("prompt_lookup_min", "prompt_lookup_max", "drafts_in_bursts")
-        self._check_fields_of_method("ngram", *ngram_fields)
+        if in_bursts is not None and self.method == "suffix":
+            raise ConfigError(
+                "drafts_in_bursts does not work with method 'suffix', which looks up drafts on the "
+                "host. Leave it out, or use another method."
+            )
+        self._check_fields_of_method("ngram", "prompt_lookup_min", "prompt_lookup_max")
         self._check_fields_of_method("suffix", *_SUFFIX_FIELDS)
         self._check_suffix_fields()
         at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
@@ -187,7 +191,7 @@ class SpeculativeConfig:
     @property
     def prevents_bursts(self) -> bool:
         """Whether a drafter on the device runs after every step."""
-        return self.is_on_device and not self.adapts
+        return self.is_on_device and not self.adapts and not self.drafts_in_bursts
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:

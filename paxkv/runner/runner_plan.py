@@ -14,7 +14,7 @@ from paxkv.runner.memory.state_dtypes import with_state_dtypes
 from paxkv.runner.ranks.rank_group import RankGroup
 from paxkv.runner.shapes.bucket_sizes import SAMPLED_CHUNK_ROWS
 from paxkv.runner.shapes.own_program import OwnProgram
-from paxkv.runner.shapes.program_shapes import NgramShape, TableShape
+from paxkv.runner.shapes.program_shapes import DrafterShape, NgramShape, TableShape
 from paxkv.runner.shapes.step_buckets import StepBuckets
 from paxkv.runner.shapes.step_variant import StepVariant
 
@@ -111,7 +111,7 @@ class RunnerPlan:
             max_model_len=self.max_model_len,
             max_draws=1 + self.max_drafts,
             has_draft_head=self.head_config is not None,
-            burst_ngram=self._burst_ngram,
+            burst_drafts=self._burst_drafts,
             always_drafts=self.head_config is not None
             and self.runner_config.speculative_config.prevents_bursts,
             batch_invariant=self.runner_config.batch_invariant,
@@ -122,10 +122,12 @@ class RunnerPlan:
         )
 
     @property
-    def _burst_ngram(self) -> NgramShape | None:
+    def _burst_drafts(self) -> NgramShape | DrafterShape | None:
         speculative = self.runner_config.speculative_config
         if speculative is None or not speculative.drafts_in_bursts:
             return None
+        if speculative.is_on_device:
+            return DrafterShape(num_drafts=speculative.num_speculative_tokens)
         return NgramShape.of_config(speculative)
 
     def fit(self, memory: DeviceMemory | HostMemory | None) -> tuple["RunnerPlan", MemoryPlan]:

@@ -19,7 +19,7 @@ from paxkv.runner.programs.step import Params
 from paxkv.runner.programs.step_sampler import StepSampler
 from paxkv.runner.programs.warmup import StepPrograms
 from paxkv.runner.ranks.rank_message import Call, HostArray
-from paxkv.runner.shapes.program_shapes import BurstShape, CopyShape, StepShape
+from paxkv.runner.shapes.program_shapes import BurstShape, CopyShape, DrafterShape, StepShape
 
 
 class Worker:
@@ -231,6 +231,8 @@ class Worker:
         program = self.programs.get(shape, self.kv_cache)
         features = [self._feature_of[variant] for variant in shape.features]
         arrays = split_arrays(shape.features, [feature.arrays for feature in features])
+        drafts = isinstance(shape, BurstShape) and isinstance(shape.drafts, DrafterShape)
+        head_params = (self.head_params,) if drafts else ()
         with _host_arrays():
             return program(
                 self.params,
@@ -241,6 +243,7 @@ class Worker:
                 *state,
                 *arrays,
                 tuple(self._slot_blocks),
+                *head_params,
             )
 
     def _update_features(self, shape: StepShape | BurstShape, donated: FeatureValues) -> None:

@@ -157,7 +157,7 @@ def drafting_burst(model: LoadedModel, mesh: Mesh, *, num_blocks: int = NUM_BLOC
         tables=(),
         max_model_len=MAX_MODEL_LEN,
         chunk_rows=NUM_REQS * (1 + NUM_DRAFTS),
-        ngram=NgramShape(num_drafts=NUM_DRAFTS, shortest=2, longest=4),
+        drafts=NgramShape(num_drafts=NUM_DRAFTS, shortest=2, longest=4),
     )
     return _step_program(model, mesh, shape, num_blocks)
 
@@ -203,7 +203,7 @@ def _step_program(
         if table.is_state
     )
     if isinstance(shape, BurstShape):
-        make = make_burst if shape.ngram is None else make_drafting_burst
+        make = make_burst if shape.drafts is None else make_drafting_burst
         function = make(model, shape)
         row_shape = RowShape(num_rows=NUM_REQS, max_model_len=MAX_MODEL_LEN)
         args = (*args, abstract_row_state(row_shape, vocab_size, whole))

@@ -168,7 +168,7 @@ class BatchBuilder:
         shape = self._buckets.burst_shape_for(
             num_reqs, _variants_of(features), verifies_drafts=verifies_drafts
         )
-        if shape.ngram is None:
+        if shape.drafts is None:
             features = tuple(step.in_plain_burst() for step in features)
         if num_steps > shape.max_steps:
             raise InvariantError(f"a burst has at most {shape.max_steps} steps, got {num_steps}.")

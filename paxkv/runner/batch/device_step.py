@@ -221,7 +221,7 @@ class DeviceStep:
     ) -> dict[str, list[tuple[int, int]]]:
         """Returns `ModelRunnerOutput.burst_drafts`. See `DraftingState.results`."""
         shape = self._built.shape
-        if not isinstance(shape, BurstShape) or shape.ngram is None:
+        if not isinstance(shape, BurstShape) or shape.drafts is None:
             return {}
         found: dict[str, list[tuple[int, int]]] = {}
         columns = result_np[:, :, RESULT_WIDTH].T.tolist()

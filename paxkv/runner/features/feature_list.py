@@ -8,6 +8,7 @@ from paxkv.runner.drafters.depth_pacer import DepthPacer
 from paxkv.runner.drafters.draft_pacer import DraftPacer
 from paxkv.runner.drafters.drafter_list import make_drafter
 from paxkv.runner.features.base import StepFeature
+from paxkv.runner.features.burst_head_drafts import BurstHeadDrafts
 from paxkv.runner.features.drafts import Drafts
 from paxkv.runner.features.expert_load import ExpertLoad
 from paxkv.runner.features.head_drafts import HeadDrafts
@@ -45,8 +46,13 @@ def make_head_drafts(
     """Makes the feature for the draft head of `config.speculative_config`."""
     speculative = config.speculative_config
     max_drafts = speculative.num_speculative_tokens
-    return HeadDrafts(
-        make_target_hidden(config, model, head, max_num_batched_tokens=max_num_batched_tokens),
+    variant = make_target_hidden(config, model, head, max_num_batched_tokens=max_num_batched_tokens)
+    pacer = DepthPacer(max_drafts) if speculative.adapts else None
+    if not speculative.drafts_in_bursts:
+        return HeadDrafts(variant, max_drafts=max_drafts, pacer=pacer)
+    return BurstHeadDrafts(
+        variant,
         max_drafts=max_drafts,
-        pacer=DepthPacer(max_drafts) if speculative.adapts else None,
+        pacer=pacer,
+        burst_pacer=BurstDraftPacer() if speculative.adapts else None,
     )

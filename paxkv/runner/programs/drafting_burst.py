@@ -1,4 +1,4 @@
-"""The compiled burst with n-gram drafts: the device finds them, verifies them and goes on."""
+"""The compiled burst with drafts: the device proposes them, verifies them and goes on."""
 
 import functools
 
@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from models import ForwardBatch, LoadedModel, Pages
+from models.loading.loaded_draft_model import LoadedDrafter
 from paxkv.runner.features.traced_features import FeatureValues, TracedFeatures
 from paxkv.runner.programs.burst import BurstFunction, find_logits
 from paxkv.runner.programs.decode_loop import DecodeRows
 from paxkv.runner.programs.drafting_loop import DraftingState, run_drafting_loop
-from paxkv.runner.programs.loop_drafters.ngram import NgramLoopDrafter
+from paxkv.runner.programs.loop_drafters.loop_drafter_list import make_loop_drafter
 from paxkv.runner.programs.make_batch import SlotBlocks, tables_of
 from paxkv.runner.programs.step import Params, select_tokens
 from paxkv.runner.sampling.accept_drafts import record_given
@@ -25,8 +26,10 @@ from paxkv.runner.shapes.sampling_row import ROW, step_row_width
 _Drawing = tuple[jax.Array, RowState]
 
 
-def make_drafting_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
-    """The burst of a shape with `ngram`, not yet compiled. It takes the arguments of `make_burst`.
+def make_drafting_burst(
+    model: LoadedModel, shape: BurstShape, head: LoadedDrafter | None = None
+) -> BurstFunction:
+    """The burst of a shape with `drafts`, not yet compiled. It takes the arguments of `make_burst`.
 
     A row takes part until it has drawn `num_tokens` tokens, or a token that ends its request. With
     drafts, this takes fewer steps, but the tokens and the positions that are written are the same.
@@ -35,6 +38,10 @@ def make_drafting_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
 
     Every request must draw, and its tokens must be in the `RowState`. The result has one more
     column, the last one of `DraftingState.results`. The burst never leaves logits for the sampler.
+
+    Args:
+        head: The draft head or the draft model of a `DrafterShape`. The burst then takes its
+            parameters as one more argument.
     """
     layout = PackedLayout(shape)
 
@@ -48,6 +55,7 @@ def make_drafting_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
         kept: FeatureValues = (),
         donated: FeatureValues = (),
         slot_blocks: SlotBlocks = (),
+        head_params: Params = (),
     ) -> tuple[Pages, jax.Array, RowState, jax.Array, jax.Array, jax.Array, FeatureValues]:
         fields = layout.unpack(packed)
         num_reqs, max_num_seqs = shape.num_reqs, prev_tokens.shape[0]
@@ -67,7 +75,7 @@ def make_drafting_burst(model: LoadedModel, shape: BurstShape) -> BurstFunction:
         first_ids, positions = select_tokens(fields, prev_tokens), fields["positions"]
         row_idx = jnp.arange(num_reqs, dtype=jnp.int32)
         token_ids = row_state.token_ids[fields["sampling_rows"][:, ROW]]
-        drafter = NgramLoopDrafter(shape.ngram)
+        drafter = make_loop_drafter(model, shape.drafts, head, params, head_params)
         state = DraftingState(
             token_ids=token_ids.at[row_idx, positions].set(first_ids),
             positions=positions,

@@ -105,6 +105,7 @@ def run_drafting_loop(
             outputs=outputs,
             token_ids=after.token_ids,
             num_kept=after.num_drawn - state.num_drawn,
+            is_alive=after.is_alive,
         )
         pages, memory = drafter.read_step(rows, step, pages, state.memory)
         return after._replace(

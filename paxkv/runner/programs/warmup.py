@@ -41,6 +41,7 @@ from paxkv.runner.shapes.packed_layout import PackedLayout
 from paxkv.runner.shapes.program_shapes import (
     BurstShape,
     CopyShape,
+    DrafterShape,
     DraftShape,
     ProgramShape,
     RowShape,
@@ -146,14 +147,20 @@ class StepPrograms:
         # Everything except the cache and the logits is whole on each device.
         logits = self._abstract_logits()
         if isinstance(shape, BurstShape):
-            make = make_burst if shape.ngram is None else make_drafting_burst
+            if shape.drafts is None:
+                function = make_burst(self._model, shape)
+            else:
+                function = make_drafting_burst(self._model, shape, self._head)
+            has_head = isinstance(shape.drafts, DrafterShape)
+            head_params = (self._head.params,) if has_head else ()
             burst = jax.jit(
-                make(self._model, shape),
+                function,
                 donate_argnums=(1, 4, 5, 7),
                 out_shardings=(kv_cache.sharding, logits.sharding, *[self._sharding] * 5),
             )
             row_state = self._abstract_row_state()
-            return burst.lower(*arguments, logits, row_state, kept, donated, slot_blocks)
+            last = (kept, donated, slot_blocks, *head_params)
+            return burst.lower(*arguments, logits, row_state, *last)
         make = make_step if shape.tile_tokens is None else make_invariant_step
         step = jax.jit(
             make(self._model, shape),

@@ -123,11 +123,24 @@ class NgramShape:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterShape:
+    """The static sizes of drafts that a head or a draft model proposes inside a burst.
+
+    Args:
+        num_drafts: Most drafts of each row in a step.
+        req_widths: Numbers of requests that the layers can compute, as `StepShape.widths`.
+    """
+
+    num_drafts: int
+    req_widths: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BurstShape:
     """Every dimension of one compiled burst: up to `max_steps` tokens of each request.
 
     Args:
-        ngram: Its steps verify drafts of this kind. None: a step computes one token per request.
+        drafts: Its steps verify these drafts. None: a step computes one token per request.
         widths: Numbers of tokens that a step can compute, as `StepShape.widths`. The last is
             `num_tokens`.
         max_model_len: Tokens of a row that the device can keep.
@@ -142,12 +155,12 @@ class BurstShape:
     widths: tuple[int, ...] = ()
     chunk_rows: int
     features: tuple[StepVariant, ...] = ()
-    ngram: NgramShape | None = None
+    drafts: NgramShape | DrafterShape | None = None
 
     @property
     def num_tokens(self) -> int:
         """Most tokens that a step computes."""
-        return self.num_reqs * (1 if self.ngram is None else 1 + self.ngram.num_drafts)
+        return self.num_reqs * (1 if self.drafts is None else 1 + self.drafts.num_drafts)
 
     def num_computed(self, num_tokens: int) -> int:
         """Number of tokens that a step of `num_tokens` computes, with padding."""

@@ -20,6 +20,7 @@ from paxkv.runner.shapes.own_program import OwnProgram
 from paxkv.runner.shapes.program_shapes import (
     BurstShape,
     CopyShape,
+    DrafterShape,
     DraftShape,
     NgramShape,
     ProgramShape,
@@ -48,7 +49,7 @@ class StepBuckets:
         max_decode_burst: Most steps of a burst.
         max_draws: Most tokens that one request draws in a step; above 1, steps verify drafts.
         has_draft_head: A draft head runs after steps, and proposes up to `max_draws - 1` tokens.
-        burst_ngram: The drafts that bursts find and verify. None: they verify none.
+        burst_drafts: The drafts that bursts verify. None: they verify none.
         always_drafts: The draft head runs after every step, so there are no bursts.
         batch_invariant: One program computes all steps, tile by tile, so that the same instructions
             compute every token.
@@ -72,7 +73,7 @@ class StepBuckets:
         max_model_len: int,
         max_draws: int = 1,
         has_draft_head: bool = False,
-        burst_ngram: NgramShape | None = None,
+        burst_drafts: NgramShape | DrafterShape | None = None,
         always_drafts: bool = False,
         batch_invariant: bool = False,
         sampled_chunk_rows: int | None = SAMPLED_CHUNK_ROWS,
@@ -164,9 +165,9 @@ class StepBuckets:
         self.row_shape = RowShape(num_rows=max_num_seqs, max_model_len=max_model_len)
         # One for each of the first `burst_shapes`. Larger ones would need more rows of logits.
         self.drafting_burst_shapes: tuple[BurstShape, ...] = ()
-        if burst_ngram is not None:
+        if burst_drafts is not None:
             shapes = (
-                _drafting_burst(shape, burst_ngram, sampled_chunk_rows)
+                _drafting_burst(shape, burst_drafts, sampled_chunk_rows)
                 for shape in self.burst_shapes
             )
             self.drafting_burst_shapes = tuple(s for s in shapes if s.num_tokens <= num_rows)
@@ -281,9 +282,11 @@ class StepBuckets:
 
 
 def _drafting_burst(
-    shape: BurstShape, ngram: NgramShape, sampled_chunk_rows: int | None
+    shape: BurstShape, drafts: NgramShape | DrafterShape, sampled_chunk_rows: int | None
 ) -> BurstShape:
-    num_tokens = shape.num_reqs * (1 + ngram.num_drafts)
+    num_tokens = shape.num_reqs * (1 + drafts.num_drafts)
+    if isinstance(drafts, DrafterShape):
+        drafts = dataclasses.replace(drafts, req_widths=shape.widths)
     # A step has at least one token of each request.
     widths = tuple(
         width
@@ -292,7 +295,7 @@ def _drafting_burst(
     )
     return dataclasses.replace(
         shape,
-        ngram=ngram,
+        drafts=drafts,
         widths=widths if len(widths) > 1 else (),
         chunk_rows=min(sampled_chunk_rows or num_tokens, num_tokens),
     )

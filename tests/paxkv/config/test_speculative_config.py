@@ -52,7 +52,7 @@ def test_unset_limits_have_vllms_defaults(limits, lengths):
         (NGRAM | {"num_speculative_tokens": 0}, r"in \[1, 64\], got 0"),
         (NGRAM | {"num_speculative_tokens": True}, r"in \[1, 64\], got True"),
         (NGRAM | {"drafts_in_bursts": 1}, "drafts_in_bursts must be true or false, got 1"),
-        (SUFFIX | {"drafts_in_bursts": True}, "for method 'ngram', got method 'suffix'"),
+        (SUFFIX | {"drafts_in_bursts": True}, "does not work with method 'suffix'"),
         (NGRAM | {"prompt_lookup_min": 0}, "prompt_lookup_min must be an integer of at least 1"),
         (NGRAM | {"prompt_lookup_min": 4, "prompt_lookup_max": 2}, "prompt_lookup_min=4 must be"),
         ({"method": "suffix", "prompt_lookup_min": 2}, "for method 'ngram', got method 'suffix'"),

@@ -32,6 +32,7 @@ class VerifiedStep(NamedTuple):
     outputs: Outputs
     token_ids: jax.Array  # i32[num_rows, max_tokens], with the tokens that the step drew
     num_kept: jax.Array  # i32[num_rows], tokens that the row drew; they are in `token_ids`
+    is_alive: jax.Array  # bool[num_rows], whether the row takes part in the next step
 
 
 class LoopDrafter(Protocol):

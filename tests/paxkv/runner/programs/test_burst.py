@@ -81,11 +81,11 @@ def test_burst_writes_the_cache_in_place(llama, num_reqs, max_steps, dtype):
 
 
 @functools.cache
-def compiled_burst(max_steps, widths=(), make=make_burst, ngram=None):
+def compiled_burst(max_steps, widths=(), make=make_burst, drafts=None):
     """One program of each shape for all `TinyBursts`."""
     # Two rows at a time, so that three take turns.
     shape = dataclasses.replace(
-        SHAPE, max_steps=max_steps, widths=widths, chunk_rows=2, ngram=ngram
+        SHAPE, max_steps=max_steps, widths=widths, chunk_rows=2, drafts=drafts
     )
     return quick_jit(make(MODEL, shape))
 
@@ -94,15 +94,15 @@ class TinyBursts:
     """Bursts of a tiny model over a cache that one token of each request was written to.
 
     Args:
-        make: Makes the burst, which verifies drafts if there is `ngram`.
+        make: Makes the burst, which verifies drafts if there is `drafts`.
         history: i32[num_reqs, num_tokens], the requests' tokens, in which drafts are found.
     """
 
-    def __init__(self, params=GREEDY, widths=(), *, make=make_burst, ngram=None, history=None):
-        self.settings = (widths, make, ngram)
+    def __init__(self, params=GREEDY, widths=(), *, make=make_burst, drafts=None, history=None):
+        self.settings = (widths, make, drafts)
         self.params = params
         self.kv_cache = np.zeros((2, NUM_BLOCKS, math.prod(PAGE)), np.float32)
-        num_draws = 1 if ngram is None else 1 + ngram.num_drafts
+        num_draws = 1 if drafts is None else 1 + drafts.num_drafts
         self.logits = np.zeros((MAX_NUM_SEQS * num_draws, VOCAB), np.float32)
         row_shape = RowShape(num_rows=MAX_NUM_SEQS, max_model_len=24)
         self.row_state = jax.tree.map(

@@ -19,7 +19,7 @@ WIDTHS = (4, 8, 12)
 
 
 def drafting(params, widths=(), *, history):
-    return TinyBursts(params, widths, make=make_drafting_burst, ngram=NGRAM, history=history)
+    return TinyBursts(params, widths, make=make_drafting_burst, drafts=NGRAM, history=history)
 
 
 def history_of(answers_np, *, wrong=()):

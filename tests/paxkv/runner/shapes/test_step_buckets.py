@@ -285,11 +285,13 @@ def test_variant_in_every_program_has_no_fields_and_no_siblings(variants):
 @pytest.mark.parametrize("shares_programs", [False, True])
 def test_bursts_with_drafts_have_room_for_the_drafts_of_all_rows(shares_programs):
     ngram = NgramShape(num_drafts=3, shortest=1, longest=2)
-    buckets = make_buckets(256, 32, burst_ngram=ngram, max_draws=4, shares_programs=shares_programs)
+    buckets = make_buckets(
+        256, 32, burst_drafts=ngram, max_draws=4, shares_programs=shares_programs
+    )
     for num_reqs in range(1, 33):
         plain = buckets.burst_shape_for(num_reqs)
         drafting = buckets.burst_shape_for(num_reqs, verifies_drafts=True)
-        assert (plain.ngram, drafting.ngram) == (None, ngram)
+        assert (plain.drafts, drafting.drafts) == (None, ngram)
         assert drafting.num_reqs == plain.num_reqs and drafting.num_tokens == 4 * plain.num_reqs
         assert drafting in buckets.largest_first
         # With and without drafts.
@@ -300,6 +302,6 @@ def test_bursts_with_drafts_have_room_for_the_drafts_of_all_rows(shares_programs
 
 def test_bursts_have_no_drafts_without_enough_rows_of_logits():
     ngram = NgramShape(num_drafts=3, shortest=1, longest=2)
-    buckets = make_buckets(48, 32, burst_ngram=ngram, max_draws=4)
+    buckets = make_buckets(48, 32, burst_drafts=ngram, max_draws=4)
     found = [buckets.burst_shape_for(n, verifies_drafts=True) for n in (1, 8, 9, 32)]
-    assert [shape.ngram is not None for shape in found] == [True, True, False, False]
+    assert [shape.drafts is not None for shape in found] == [True, True, False, False]

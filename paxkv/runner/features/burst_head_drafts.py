@@ -1,0 +1,101 @@
+"""A step feature for a draft head whose drafts are verified within bursts."""
+
+import dataclasses
+
+from paxkv.config.sampling_params import is_wide
+from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from paxkv.runner.drafters.burst_draft_pacer import BurstDraftPacer
+from paxkv.runner.drafters.depth_pacer import DepthPacer
+from paxkv.runner.features.base import FeatureStep
+from paxkv.runner.features.feature_device import FeatureDevice
+from paxkv.runner.features.head_drafts import HeadDrafts, HeadStep
+from paxkv.runner.features.target_hidden import TargetHiddenVariant
+from paxkv.runner.shapes.scheduled_rows import ScheduledRows
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BurstHeadStep(HeadStep):
+    """As `HeadStep`.
+
+    Args:
+        is_drafting: The step is a burst that verifies drafts.
+        bursts_are_alike: All bursts verify drafts.
+    """
+
+    is_drafting: bool
+    bursts_are_alike: bool
+
+    @property
+    def is_repeatable(self) -> bool:
+        return self.bursts_are_alike
+
+    @property
+    def verifies_drafts(self) -> bool:
+        return self.is_drafting
+
+    def in_plain_burst(self) -> FeatureStep:
+        return dataclasses.replace(self, is_drafting=False)
+
+
+class BurstHeadDrafts(HeadDrafts):
+    """Lets bursts propose and verify drafts.
+
+    Between bursts, the head runs after single steps, so that it has keys and values of their
+    tokens. It proposes drafts for single steps only while a request cannot be in a burst.
+
+    Args:
+        pacer: As in `HeadDrafts`, for single steps.
+        burst_pacer: Decides which bursts verify drafts. None: all do.
+    """
+
+    def __init__(
+        self,
+        variant: TargetHiddenVariant | None,
+        *,
+        max_drafts: int,
+        pacer: DepthPacer | None,
+        burst_pacer: BurstDraftPacer | None,
+    ) -> None:
+        super().__init__(variant, max_drafts=max_drafts, pacer=pacer)
+        self._burst_pacer = burst_pacer
+        # Whether the last burst verified drafts.
+        self._was_drafting = True
+        # Unfinished requests that need the host between their tokens.
+        self._single_step_ids: set[str] = set()
+
+    def before_step(self, scheduler_output: SchedulerOutput, device: FeatureDevice) -> None:
+        super().before_step(scheduler_output, device)
+        self._single_step_ids -= scheduler_output.finished_req_ids
+        self._single_step_ids |= {
+            new.req_id
+            for new in scheduler_output.scheduled_new_reqs
+            if new.needs_grammar or is_wide(new.sampling_params.logprobs)
+        }
+
+    def plan(self, step: ScheduledRows) -> BurstHeadStep:
+        planned = super().plan(step)
+        is_drafting = step.num_decode_steps > 1 and (
+            self._burst_pacer is None or self._burst_pacer.choose(len(step.req_ids))
+        )
+        if step.num_decode_steps > 1:
+            self._was_drafting = is_drafting
+        fields = {field.name: getattr(planned, field.name) for field in dataclasses.fields(planned)}
+        return BurstHeadStep(
+            **fields, is_drafting=is_drafting, bursts_are_alike=self._burst_pacer is None
+        )
+
+    def keep_drafts(self, step: BurstHeadStep, output: ModelRunnerOutput) -> dict[str, list[int]]:
+        if self._burst_pacer is not None:
+            self._burst_pacer.record_step(
+                num_reqs=len(output.req_ids),
+                num_decode_steps=step.num_decode_steps,
+                verifies_drafts=step.is_drafting,
+            )
+        if self._single_step_ids.isdisjoint(output.req_ids):
+            return {}
+        return super().keep_drafts(step, output)
+
+    def _num_proposed(self, step: ScheduledRows) -> int:
+        if step.num_decode_steps == 1 and self._single_step_ids.isdisjoint(step.req_ids):
+            return int(self._was_drafting or not step.is_decode)
+        return super()._num_proposed(step)

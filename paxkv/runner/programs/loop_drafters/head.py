@@ -1,0 +1,162 @@
+"""Drafts of a head over hidden states of its target, inside a loop on the device."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from models import ForwardBatch, LoadedModel, Outputs, Pages, Wants, Width, run_at_width
+from models.loading.loaded_head import LoadedHead
+from paxkv.runner.programs.decode_loop import DecodeRows
+from paxkv.runner.programs.loop_drafters.base import DraftedRows, LoopDrafter, VerifiedStep
+from paxkv.runner.programs.make_batch import make_decode_batch
+from paxkv.runner.programs.step import Params
+from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
+from paxkv.runner.sampling.sampler import argmax_grouped
+
+
+class HeadMemory(NamedTuple):
+    """What the head computed last for each row. A head's row of position p has the token p + 1."""
+
+    has_drafts: jax.Array  # bool[]; false before the first step
+    positions: jax.Array  # i32[num_rows]
+    token_ids: jax.Array  # i32[num_rows]
+    hidden: jax.Array  # f[num_rows, hidden], the input for that token
+    next_hidden: jax.Array  # f[num_rows, hidden], the output for that token
+    draft_ids: jax.Array  # i32[num_rows], the draft after that token
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HeadLoopDrafter(LoopDrafter):
+    """Runs the head over the tokens of each step, and then over its own drafts.
+
+    Before the first step, the head has no hidden state of the target, so that step has no drafts.
+
+    Args:
+        model: The target. `params` are its arrays, and `head_params` those of `head`.
+        widths: Numbers of rows that the head's layers can compute, as `StepShape.widths`.
+    """
+
+    model: LoadedModel
+    params: Params
+    head: LoadedHead
+    head_params: Params
+    num_drafts: int
+    widths: tuple[int, ...] = ()
+
+    def first_memory(self, num_rows: int) -> HeadMemory:
+        zeros = jnp.zeros(num_rows, jnp.int32)
+        no_hidden = jnp.zeros((num_rows, self.head.config.hidden_size), self.model.dtype)
+        return HeadMemory(
+            has_drafts=jnp.array(False),
+            positions=zeros,
+            token_ids=zeros,
+            hidden=no_hidden,
+            next_hidden=no_hidden,
+            draft_ids=zeros,
+        )
+
+    def propose(
+        self, drafted: DraftedRows, pages: Pages, memory: HeadMemory
+    ) -> tuple[jax.Array, Pages]:
+        rows = drafted.rows
+        num_drafts = jnp.where(memory.has_drafts, drafted.num_useful, 0)
+        num_rows = num_drafts.shape[0]
+        drafts = jnp.full((num_rows, self.num_drafts), NO_TOKEN, jnp.int32)
+        drafts = drafts.at[:, 0].set(jnp.where(num_drafts > 0, memory.draft_ids, NO_TOKEN))
+
+        def extend(
+            turn: jax.Array, state: tuple[HeadMemory, jax.Array, Pages]
+        ) -> tuple[HeadMemory, jax.Array, Pages]:
+            last, drafts, pages = state
+            # A row with fewer drafts than others computes its last token again.
+            is_draft = turn < num_drafts
+            token_ids = jnp.where(is_draft, last.draft_ids, last.token_ids)
+            hidden = jnp.where(is_draft[:, None], last.next_hidden, last.hidden)
+            positions = last.positions + is_draft
+            batch = make_decode_batch(
+                token_ids=token_ids,
+                positions=positions,
+                num_used=rows.num_used,
+                block_tables=rows.block_tables,
+                table_shapes=rows.table_shapes,
+                widths=self.widths,
+            )
+            next_hidden, pages = self._run(pages, batch, hidden)
+            draft_ids = self._choose(next_hidden, rows)
+            last = HeadMemory(
+                has_drafts=last.has_drafts,
+                positions=positions,
+                token_ids=token_ids,
+                hidden=hidden,
+                next_hidden=next_hidden,
+                draft_ids=draft_ids,
+            )
+            drafts = drafts.at[:, turn].set(jnp.where(is_draft, draft_ids, NO_TOKEN))
+            return last, drafts, pages
+
+        state = (memory, drafts, pages)
+        _, drafts, pages = jax.lax.fori_loop(1, jnp.max(num_drafts), extend, state)
+        return drafts, pages
+
+    def read_step(
+        self, rows: DecodeRows, step: VerifiedStep, pages: Pages, memory: HeadMemory
+    ) -> tuple[Pages, HeadMemory]:
+        # After a rejected draft, the next token is any. A later step overwrites what it writes.
+        next_positions = jnp.minimum(step.batch.positions + 1, step.token_ids.shape[1] - 1)
+        token_ids = step.token_ids[step.row_of_token, next_positions]
+        batch = dataclasses.replace(
+            step.batch, token_ids=token_ids, wants=Wants(logits="none", hidden="all")
+        )
+        hidden = self.head.combine(self.head_params, self._read_target(step.outputs))
+        next_hidden, pages = self._run(pages, batch, hidden)
+        last_idx = batch.query_start_loc[:-1] + jnp.maximum(step.num_kept - 1, 0)
+        # Rows without a request come last.
+        last_idx = jnp.minimum(last_idx, token_ids.shape[0] - 1)
+        next_hidden = next_hidden[last_idx]
+        return pages, HeadMemory(
+            has_drafts=jnp.array(True),
+            positions=batch.positions[last_idx],
+            token_ids=token_ids[last_idx],
+            hidden=hidden[last_idx],
+            next_hidden=next_hidden,
+            draft_ids=self._choose(next_hidden, rows, is_wanted=jnp.any(step.is_alive)),
+        )
+
+    def _read_target(self, outputs: Outputs) -> jax.Array:  # f[num_tokens, width]
+        return jnp.concatenate(outputs.taps, axis=-1) if self.head.taps else outputs.hidden
+
+    def _run(
+        self,
+        pages: Pages,
+        batch: ForwardBatch,
+        hidden: jax.Array,  # f[num_tokens, hidden]
+    ) -> tuple[jax.Array, Pages]:  # f[num_tokens, hidden]
+        embed = functools.partial(self.model.embed, self.params)
+        embedded = self.head.embed(self.head_params, batch.token_ids, embed)
+        return self.head.run(self.head_params, pages, batch, embedded=embedded, hidden=hidden)
+
+    def _choose(
+        self,
+        hidden: jax.Array,  # f[num_rows, hidden]
+        rows: DecodeRows,
+        *,
+        is_wanted: jax.Array | None = None,  # bool[]
+    ) -> jax.Array:  # i32[num_rows]
+        num_rows = hidden.shape[0]
+        logits_of = functools.partial(self.model.compute_logits, self.params)
+        argmax = functools.partial(argmax_grouped, mesh=self.model.kernels.mesh)
+
+        def choose(width: Width, draft_ids: jax.Array) -> jax.Array:
+            chosen = self.head.choose(self.head_params, width.read(hidden), logits_of, argmax)
+            return width.write(draft_ids, chosen)
+
+        return run_at_width(
+            self.widths or (num_rows,),
+            jnp.asarray(rows.num_used, jnp.int32),
+            choose,
+            jnp.zeros(num_rows, jnp.int32),
+            is_wanted=is_wanted,
+        )
