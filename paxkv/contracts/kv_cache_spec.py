@@ -35,6 +35,11 @@ class KVCacheSpec:
     block_size: int
 
     @property
+    def page_tokens(self) -> int:
+        """Token positions of a block on one device."""
+        return self.block_size
+
+    @property
     def page_size_bytes(self) -> int:
         """Bytes of one block of one layer."""
         raise NotImplementedError(f"{type(self).__name__} must define page_size_bytes")
@@ -88,7 +93,6 @@ class AttentionSpec(KVCacheSpec):
 
     @property
     def page_tokens(self) -> int:
-        """Tokens of a block whose keys and values one device has."""
         return self.block_size // self.num_ranks
 
     @property

@@ -46,9 +46,9 @@ def abstract_kv_cache(
     Raises:
         ConfigError: The cache has more slots than an int32 can count.
     """
-    block_size = max(group.kv_cache_spec.block_size for group in config.kv_cache_groups)
+    page_tokens = max(group.kv_cache_spec.page_tokens for group in config.kv_cache_groups)
     try:
-        pallas_kernels.pad_slot(config.num_rows, config.num_blocks, block_size)
+        pallas_kernels.pad_slot(config.num_rows, config.num_blocks, page_tokens)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     (num_rows, num_blocks, width, *lanes), dtype = _shape_and_dtype(config, platform, kv_dtype)

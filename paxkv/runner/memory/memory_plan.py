@@ -269,8 +269,8 @@ def plan_memory(
             num_longest=num_longest,
             max_num_seqs=max_num_seqs,
         )
-    largest_block_size = max(group.kv_cache_spec.block_size for group in groups.kv_cache_groups)
-    most_blocks = _MAX_SLOTS // (empty.kv_cache_config.num_rows * largest_block_size)
+    most_tokens = max(group.kv_cache_spec.page_tokens for group in groups.kv_cache_groups)
+    most_blocks = _MAX_SLOTS // (empty.kv_cache_config.num_rows * most_tokens)
     plan = plan_of(max(0, min(size.num_blocks, most_blocks)), size.reason)
     if plan.num_longest_reqs < 1:
         num_wanted = _NULL_BLOCK + num_longest

@@ -25,9 +25,13 @@ ON_CPU = CPU(num_threads=1, instruction_sets=frozenset())
 MESH = device_mesh(jax.devices()[0])
 
 
-def full_group(*names, block_size=8, num_kv_heads=2, head_size=16, dtype="float32"):
+def full_group(*names, block_size=8, num_kv_heads=2, head_size=16, dtype="float32", num_ranks=1):
     spec = FullAttentionSpec(
-        block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        dtype=dtype,
+        num_ranks=num_ranks,
     )
     return KVCacheGroupSpec(layer_names=names, kv_cache_spec=spec)
 
@@ -86,6 +90,11 @@ def test_slots_count_the_group_with_the_longest_blocks():
     assert abstract(2**26 - 1).shape[1] == 2**26 - 1
     with pytest.raises(ConfigError, match="too many slots.* got 1073741824 "):
         abstract(2**26)
+
+
+def test_slots_count_the_tokens_of_one_context_rank():
+    config = make_config(num_blocks=2**24, block_size=32, num_ranks=4)
+    assert abstract_kv_cache(config, MESH, Platform(), "float32").shape[1] == 2**24
 
 
 def test_cache_larger_than_the_memory_is_a_config_error():

@@ -20,7 +20,7 @@ from paxkv.runner.memory.memory_plan import (
 
 
 # 4 layers x (K and V) x 16 tokens x 2 heads x 32 x 2 bytes = 16,384 bytes per block.
-def make_groups(windows, **wider):
+def make_groups(windows, num_ranks=1, **wider):
     """Layers with these windows; `wider` are formats of further layers by their names."""
     formats = {
         f"layer.{i}": AttentionFormat(
@@ -36,7 +36,8 @@ def make_groups(windows, **wider):
         LayerSpec(name=name, caches=(("kv", CacheRef(format=cache)),))
         for name, cache in (formats | wider).items()
     )
-    return groups_of_spec(DecoderSpec(layers=layers), block_size=16)
+    spec = DecoderSpec(layers=layers)
+    return groups_of_spec(spec, block_size=16, num_context_ranks=num_ranks)
 
 
 MIB = 2**20
@@ -301,6 +302,12 @@ def test_int32_slots_count_the_longest_blocks():
     groups = make_groups([None], a=heads(1, 32))
     num_blocks = plan(CacheConfig(), device_memory(2**50), groups=groups).kv_cache_config.num_blocks
     assert 2**31 - 200 < 2 * num_blocks * 32 < 2**31
+
+
+def test_int32_slots_count_the_tokens_of_one_context_rank():
+    groups = make_groups([None], num_ranks=4)
+    num_blocks = plan(CacheConfig(), device_memory(2**50), groups=groups).kv_cache_config.num_blocks
+    assert 2**31 - 200 < 2 * num_blocks * 16 < 2**31
 
 
 def test_int32_slots_count_all_rows_of_the_largest_group():
