@@ -642,7 +642,7 @@ def _log_shorter_length(
         "max_model_len is %d: the KV cache of %d MiB has no room for one request of the model's %d "
         "positions. For longer requests set a larger %s. To confirm this length, set "
         "--max-model-len %d.",
-        *(length, plan.pool_bytes >> 20, limit, memory_flag, length),
+        *(length, plan.pool_bytes * plan.num_devices >> 20, limit, memory_flag, length),
     )
 
 

@@ -262,10 +262,11 @@ def plan_memory(
     if isinstance(memory, DeviceMemory):
         size = _size_on_device(memory, cache_config.gpu_memory_utilization, block_bytes)
     else:
+        block_bytes *= num_devices  # simulated devices share the host's memory
         size = _size_on_host(
             memory,
             cache_config.cpu_kv_cache_bytes,
-            block_bytes * num_devices,  # simulated devices share the host's memory
+            block_bytes,
             num_longest=num_longest,
             max_num_seqs=max_num_seqs,
         )

@@ -45,7 +45,9 @@ GROUPS = make_groups([None] * 4)
 BLOCK_BYTES = 16_384
 
 
-def plan(cache_config, memory=None, max_model_len=100, groups=GROUPS, max_num_seqs=64):
+def plan(
+    cache_config, memory=None, max_model_len=100, groups=GROUPS, max_num_seqs=64, num_devices=1
+):
     return plan_memory(
         groups,
         cache_config,
@@ -53,6 +55,7 @@ def plan(cache_config, memory=None, max_model_len=100, groups=GROUPS, max_num_se
         max_num_batched_tokens=32,
         max_num_seqs=max_num_seqs,
         memory=memory,
+        num_devices=num_devices,
     )
 
 
@@ -237,6 +240,14 @@ def test_pool_too_small_for_one_request_says_got_wanted_and_remedy(cache_config,
     assert "smaller max_model_len" in message and remedy in message
     # One more block would do.
     assert plan(CacheConfig(cpu_kv_cache_bytes=8 * BLOCK_BYTES)).num_longest_reqs == 1
+
+
+def test_error_names_the_size_that_several_devices_need_together():
+    config = CacheConfig(cpu_kv_cache_bytes=4 * MIB)
+    with pytest.raises(KVCacheTooSmallError, match="got 64 blocks .* 65 blocks, or 4.1 MiB"):
+        plan(config, max_model_len=1_024, num_devices=4)
+    enough = CacheConfig(cpu_kv_cache_bytes=int(4.1 * MIB))
+    assert plan(enough, max_model_len=1_024, num_devices=4).num_longest_reqs == 1
 
 
 def test_override_too_small_for_the_longest_request_is_accepted():
