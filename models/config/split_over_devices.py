@@ -47,11 +47,14 @@ def check_context_ranks(config: ModelConfig, num_devices: int, num_ranks: int) -
                 "attention are supported. Leave decode_context_parallel_size out."
             )
         if cache.kind == "full" and num_devices % (cache.num_kv_heads * num_ranks):
-            raise ModelError(
-                f"{where}: a layer has {cache.num_kv_heads} KV heads, so "
-                f"{num_devices // cache.num_kv_heads} devices have the same head; expected a "
-                "multiple of decode_context_parallel_size."
-            )
+            num_copies = num_devices // cache.num_kv_heads
+            copies = "no two devices have the same head. Leave decode_context_parallel_size out."
+            if num_copies > 1:
+                copies = (
+                    f"{num_copies} devices have the same head. decode_context_parallel_size must "
+                    f"divide {num_copies}."
+                )
+            raise ModelError(f"{where}: a layer has {cache.num_kv_heads} KV heads, so {copies}")
     for layer in dict.fromkeys(config.attention_layers):
         rules = {
             "a sliding window": layer.sliding_window is not None,
