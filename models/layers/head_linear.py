@@ -8,6 +8,7 @@ from flax import nnx
 
 from models.forward.layer_context import LayerContext
 from models.layers.chosen_kernel import with_kernel
+from models.layers.product import dot_float32
 
 
 class HeadLinear(nnx.Module):
@@ -45,8 +46,15 @@ def _dot_heads(
     x: jax.Array,  # f[num_rows, num_heads, in_features]
     kernel: jax.Array,  # f[num_heads, in_features, out_features]
 ) -> jax.Array:  # f32[num_rows, num_heads, out_features]
-    # As in `models.layers.product.dot_float32`.
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(
-        "thi,hio->tho", x, kernel, precision=precision, preferred_element_type=jnp.float32
-    )
+    def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        # As in `models.layers.product.dot_float32`.
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        return jnp.einsum(
+            "thi,hio->tho", x, kernel, precision=precision, preferred_element_type=jnp.float32
+        )
+
+    if x.dtype != jnp.bfloat16:
+        return multiply(x, kernel)
+    # XLA:CPU has no product of bfloat16 in the order that `einsum` chooses: a step would fail.
+    by_head = jax.vmap(dot_float32, in_axes=(1, 0), out_axes=1)
+    return jax.lax.platform_dependent(x, kernel, cpu=by_head, default=multiply)

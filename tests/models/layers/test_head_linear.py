@@ -37,6 +37,14 @@ def test_each_head_is_multiplied_by_its_own_matrix(dtype, tolerance):
     assert (y.shape, y.dtype) == ((NUM_ROWS, NUM_HEADS, OUT), x.dtype)
 
 
+def test_16_bit_products_of_usual_sizes_run():
+    # XLA:CPU has no 16-bit product in some orders of the axes, but computes small ones itself.
+    linear = HeadLinear(8, 16, 32, dtype=jnp.bfloat16)
+    linear.kernel[...] = jnp.ones((8, 16, 32), jnp.bfloat16)
+    y = linear(jnp.ones((4, 8, 16), jnp.bfloat16), plain_context(4))
+    np.testing.assert_array_equal(y.astype(jnp.float32), np.full((4, 8, 32), 16))
+
+
 def test_layers_of_a_loop_use_the_matrices_of_the_layer_that_it_has_reached():
     linears = [make_linear(seed) for seed in (1, 2)]
     assert kind_of(linears[0]) == kind_of(linears[1])
