@@ -42,7 +42,7 @@ ONE_GROUP = (table_shape(),)
 TWO_BLOCK_SIZES = (*ONE_GROUP, table_shape(block_size=2 * BLOCK_SIZE))
 
 
-def make_batch_and_builder(tables=ONE_GROUP, features=(), max_draws=1, burst_ngram=None):
+def make_batch_and_builder(tables=ONE_GROUP, features=(), max_draws=1, burst_drafts=None):
     batch = InputBatch.create(
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=MAX_MODEL_LEN,
@@ -58,7 +58,7 @@ def make_batch_and_builder(tables=ONE_GROUP, features=(), max_draws=1, burst_ngr
         tables=tables,
         max_model_len=MAX_MODEL_LEN,
         max_draws=max_draws,
-        burst_ngram=burst_ngram,
+        burst_drafts=burst_drafts,
         feature_variants=[feature.variants() for feature in features],
     )
     builder = BatchBuilder(
@@ -418,19 +418,22 @@ def test_burst_has_no_variant_of_a_feature():
 def test_burst_without_room_for_drafts_is_measured_as_a_plain_burst(
     monkeypatch, num_drafts, verifies_drafts
 ):
-    """A step has 16 rows of logits. A burst of 4 requests needs 20 of them for 4 drafts each."""
+    """A step has 16 rows of logits. A burst of 2 to 4 requests needs 20 for 4 drafts each."""
     pacer, recorded = BurstDraftPacer(), []
     monkeypatch.setattr(pacer, "choose", lambda num_reqs: True)
     monkeypatch.setattr(pacer, "record_step", lambda **step: recorded.append(step))
     drafts = Drafts(None, max_drafts=4, pacer=None, are_in_bursts=True, burst_pacer=pacer)
     ngram = NgramShape(num_drafts=num_drafts, shortest=1, longest=2)
     batch, builder = make_batch_and_builder(
-        features=[drafts], max_draws=1 + num_drafts, burst_ngram=ngram
+        features=[drafts], max_draws=1 + num_drafts, burst_drafts=ngram
     )
-    burst = output({"a": 2}, [new("a", [1, 2], [5], 1)], num_decode_steps=2)
+    new_reqs = [new("a", [1, 2], [5], 1), new("b", [1, 2], [6], 1)]
+    burst = output({"a": 2, "b": 2}, new_reqs, num_decode_steps=2)
     built, _ = build(builder, batch, burst)
-    assert (built.shape.ngram is not None) == verifies_drafts
-    drawn = ModelRunnerOutput(req_ids=["a"], sampled_token_ids=[[3, 4]], logprobs=[None])
+    assert (built.shape.drafts is not None) == verifies_drafts
+    drawn = ModelRunnerOutput(
+        req_ids=["a", "b"], sampled_token_ids=[[3, 4], [3, 4]], logprobs=[None] * 2
+    )
     built.features[0].finish(drawn, {})
     assert [step["verifies_drafts"] for step in recorded] == [verifies_drafts]
 
