@@ -121,7 +121,8 @@ class BatchBuilder:
         drafts: Mapping[str, Sequence[int]],
     ) -> BuiltStep:
         num_reqs, num_tokens = len(rows.req_ids), len(rows.positions_np)
-        shape = self._buckets.shape_for(num_tokens, _variants_of(features))
+        has_drafts = bool(drafts) or any(feature.needs_step for feature in features)
+        shape = self._buckets.shape_for(num_tokens, _variants_of(features), has_drafts=has_drafts)
         packed_np, views = _make_buffer(shape)
         self._fill(views, rows, rows.row_of_token_np, rows.positions_np)
         if drafts:

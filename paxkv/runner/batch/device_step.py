@@ -146,6 +146,8 @@ class DeviceStep:
         if self.result is None:
             raise InvariantError("the tokens of this step were fetched before.")
         result_np, self.result = _fetch(self.result), None
+        for feature in self._built.features:
+            feature.record_tokens()
         if self._logits_np is not None:
             result_np = append_logits(result_np, self._logits_np, self._built.first_draw_np)
         req_ids = self._built.req_ids

@@ -17,6 +17,12 @@ _DRAFT_AGING, _PLAIN_AGING = 0.999, 0.9998
 _MIN_GAIN = 1.05
 # Drafts are not tried before this many steps without drafts were measured.
 _MIN_PLAIN_STEPS = 3
+# While drafts do not pay, the head computes the prompts of one in this many steps with prompts.
+_STEPS_PER_TRIAL = 32
+# Weight of an older step, for each newer one, in sums over all steps.
+_DECAY = 0.98
+# Weight of the newest step in the share of expected tokens.
+_SHARE_WEIGHT = 0.05
 
 
 class DepthPacer:
@@ -24,13 +30,15 @@ class DepthPacer:
 
     With drafts, the engine waits for the tokens of each step. Without drafts, it runs ahead: it
     decides the next step before it has the tokens of the last one, and runs bursts of steps. While
-    it runs ahead, the head runs only after steps with prompts, where it proposes one draft to
-    measure the acceptance.
+    it runs ahead, the head runs only after some steps with prompts (`tries_prompts`), where it
+    proposes one draft to measure the acceptance.
 
     For each number of requests, the engine runs the first steps without drafts to measure their
     time. A number of drafts whose time is unknown is expected to take as long as the slowest
     smaller number, or else as a step without drafts. So each number is tried, sooner if more drafts
-    are right. A step with drafts is never expected to be faster than one without them.
+    are right. A step with drafts is never expected to be faster than one without them. The head's
+    run over prompts counts too, in proportion to the prompt tokens per drawn token: short answers
+    to long prompts need more right drafts.
 
     Args:
         max_drafts: Most drafts of a request.
@@ -52,21 +60,54 @@ class DepthPacer:
         # The last choices. The steps in flight after a change were decided before it, so their
         # times count for neither choice.
         self._choices: deque[int] = deque([0], maxlen=2)
+        # When the tokens of the last step were fetched.
+        self._tokens_s: float | None = None
+        # By rounded number of tokens of a step with prompts: seconds of the head per token.
+        self._head_times: dict[int, StepTimes] = {}
+        self._last_head_times: StepTimes | None = None
+        # Sums over all steps.
+        self._num_prompt_tokens = self._num_drawn = 0.0
+        # Tokens that the last choice is expected to give, and the average share of them that steps
+        # with drafts have drawn. Requests end, so they do not get all right drafts.
+        self._num_expected, self._drawn_share = 1.0, 1.0
+        # Steps that started requests since the head last computed their prompts.
+        self._num_untried = 0
 
     @property
     def num_drafts(self) -> int:
         return self._choices[-1]
 
+    def record_tokens(self) -> None:
+        """Records that the drawn tokens of a step were fetched just now, and no drafts yet."""
+        self._tokens_s = self._clock()
+
     def record_step(
-        self, *, num_reqs: int, num_drafts: int, num_decode_steps: int, is_decode: bool
+        self,
+        *,
+        num_reqs: int,
+        num_prompt_tokens: int = 0,
+        num_drawn: int,
+        num_drafts: int,
+        num_decode_steps: int,
+        is_decode: bool,
     ) -> None:
-        """Records that the tokens of a step were fetched just now.
+        """Records that the drafts after a step were fetched just now, or that there were none.
 
         Args:
+            num_prompt_tokens: Tokens that it computed, if it computed prompts.
+            num_drawn: Tokens that its requests got.
             num_drafts: Drafts that it verified and that the head then proposed, for each request.
             is_decode: Whether every request computed only its last token, and drafts if any.
         """
         now_s = self._clock()
+        self._num_drawn = _DECAY * self._num_drawn + num_drawn
+        self._num_prompt_tokens *= _DECAY
+        if num_prompt_tokens:
+            self._num_prompt_tokens += num_prompt_tokens
+            if num_drafts and self._tokens_s is not None:
+                times = self._head_times.setdefault(round_up(num_prompt_tokens), StepTimes())
+                times.record((now_s - self._tokens_s) / num_prompt_tokens)
+                self._last_head_times = times
         last_s, self._last_fetch_s = self._last_fetch_s, now_s
         # Only decode steps are measured. Their requests also had the step before, so the engine was
         # busy since the last fetch.
@@ -74,11 +115,16 @@ class DepthPacer:
             return
         took_s, size = now_s - last_s, round_up(num_reqs)
         if not any(self._choices) and num_drafts == 0:
-            self._plain_times.setdefault(size, StepTimes()).record(took_s / num_decode_steps)
+            self._plain_times.setdefault(size, StepTimes()).record(
+                took_s / num_decode_steps, num_decode_steps
+            )
             num_known = self._num_plain_steps.get(size, 0)
             self._num_plain_steps[size] = num_known + num_decode_steps
         elif all(self._choices) and num_drafts > 0:
             self._draft_times.setdefault((size, num_drafts), StepTimes()).record(took_s)
+            self._drawn_share += _SHARE_WEIGHT * (
+                num_drawn / self._num_expected - self._drawn_share
+            )
 
     def choose(self, rates: Sequence[float]) -> int:
         """Chooses the number of drafts of each request after the step that was recorded last.
@@ -90,7 +136,7 @@ class DepthPacer:
         size = round_up(len(rates))
         num_drafts = 0
         if self._num_plain_steps.get(size, 0) >= _MIN_PLAIN_STEPS:
-            num_drafts = self._find_best(rates, size)
+            num_drafts, self._num_expected = self._find_best(rates, size)
             if num_drafts:
                 self._plain_times[size].age(_PLAIN_AGING)
             else:
@@ -100,16 +146,46 @@ class DepthPacer:
         self._choices.append(num_drafts)
         return num_drafts
 
-    def _find_best(self, rates: Sequence[float], size: int) -> int:
+    def tries_prompts(self, num_reqs: int, rate: float) -> bool:
+        """Returns whether the head should compute the prompts of requests that start in a step.
+
+        Without it, the head has no keys and values of the prompts, so later drafts are worse. It
+        therefore runs if drafts may pay, or else rarely, to notice if they become right more often.
+
+        Args:
+            num_reqs: Requests of the step.
+            rate: Probability that a draft is right.
+        """
+        # The sizes of steps with prompts vary, so few of them are also sizes of decode steps.
+        known = sorted(self._plain_times, key=lambda size: abs(size - num_reqs))
+        may_pay = not known or self._find_best([rate] * known[0], known[0])[0] > 0
+        self._num_untried += 1
+        if not may_pay and self._num_untried < _STEPS_PER_TRIAL:
+            return False
+        self._num_untried = 0
+        return True
+
+    def _find_best(self, rates: Sequence[float], size: int) -> tuple[int, float]:
+        """Returns the best number of drafts, and the tokens that right drafts would give."""
         plain_s = slowest_s = self._plain_times[size].expected_s
         num_tokens = float(len(rates))
-        best, best_rate = 0, _MIN_GAIN * num_tokens / plain_s
+        best, best_rate = (0, num_tokens), _MIN_GAIN * num_tokens / plain_s
+        share, prompt_s = min(1.0, self._drawn_share), self._prompt_s
         for num_drafts in range(1, self._max_drafts + 1):
             # A draft counts only if the drafts before it are right too.
             num_tokens += sum(rate**num_drafts for rate in rates)
             times = self._draft_times.setdefault((size, num_drafts), StepTimes())
             took_s = times.expected_at_least(plain_s if times.is_known else slowest_s)
             slowest_s = max(slowest_s, took_s)
-            if num_tokens / took_s > best_rate:
-                best, best_rate = num_drafts, num_tokens / took_s
+            num_drawn = max(share * num_tokens, float(len(rates)))
+            rate = num_drawn / (took_s + num_drawn * prompt_s)
+            if rate > best_rate:
+                best, best_rate = (num_drafts, num_tokens), rate
         return best
+
+    @property
+    def _prompt_s(self) -> float:
+        """Seconds of the head's run over prompts, for each drawn token."""
+        if self._last_head_times is None or self._num_drawn == 0.0:
+            return 0.0
+        return self._last_head_times.expected_s * self._num_prompt_tokens / self._num_drawn

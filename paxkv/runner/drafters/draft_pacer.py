@@ -82,7 +82,7 @@ class DraftPacer:
         took_s = now_s - last_s
         if all(self._is_ahead):
             times = self._plain_times.setdefault(round_up(num_reqs), StepTimes())
-            times.record(took_s / num_decode_steps)
+            times.record(took_s / num_decode_steps, num_decode_steps)
         elif not any(self._is_ahead):
             size = _round_tokens(num_tokens) if num_drafts else 0
             times = self._waiting_times.setdefault((round_up(num_reqs), size), StepTimes())

@@ -1,9 +1,10 @@
 """`StepTimes`: the expected duration of steps of one size."""
 
-import statistics
+import bisect
+import itertools
 from collections import deque
 
-# The median of this many steps is the expected time of the next one.
+# The median of this many measurements is the expected time of the next step.
 _NUM_TIMES = 5
 # If the times have aged to less than this factor, a new time replaces all of them.
 _OLD_FACTOR = 0.8
@@ -13,7 +14,8 @@ class StepTimes:
     """Durations of the most recent steps of one size."""
 
     def __init__(self) -> None:
-        self._recent_s: deque[float] = deque(maxlen=_NUM_TIMES)
+        # Seconds of a step, and how many steps were measured together.
+        self._recent: deque[tuple[float, int]] = deque(maxlen=_NUM_TIMES)
         self._factor = 1.0
 
     @property
@@ -26,22 +28,28 @@ class StepTimes:
 
         Without a measurement, they are expected to take `low_s`.
         """
-        median_s = statistics.median(self._recent_s) if self._recent_s else 0.0
-        return self._factor * max(median_s, low_s)
+        return self._factor * max(self._median_s() if self._recent else 0.0, low_s)
 
     @property
     def is_known(self) -> bool:
-        return bool(self._recent_s)
+        return bool(self._recent)
 
-    def record(self, took_s: float) -> None:
+    def record(self, took_s: float, num_steps: int = 1) -> None:
+        """Records a step, or the average of several steps that were measured together."""
         if self._factor < _OLD_FACTOR:
-            self._recent_s.clear()
-        self._recent_s.append(took_s)
+            self._recent.clear()
+        self._recent.append((took_s, num_steps))
         self._factor = 1.0
 
     def age(self, factor: float) -> None:
         """Lowers the expected time, until it is measured again."""
         self._factor *= factor
+
+    def _median_s(self) -> float:
+        """The median of all steps, of which each counts once."""
+        recent = sorted(self._recent)
+        num_steps = [0, *itertools.accumulate(num_steps for _, num_steps in recent)]
+        return recent[bisect.bisect_left(num_steps, num_steps[-1] / 2) - 1][0]
 
 
 def round_up(count: int) -> int:

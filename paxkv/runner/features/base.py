@@ -63,6 +63,9 @@ class FeatureStep(Protocol):
         """Fills the variant's fields, which start as zeros."""
         ...
 
+    def record_tokens(self) -> None:
+        """Called when the step's tokens were fetched, before the results of other programs."""
+
     def finish(
         self, output: ModelRunnerOutput, results: Mapping[str, np.ndarray]
     ) -> ModelRunnerOutput:

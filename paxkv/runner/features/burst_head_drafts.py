@@ -97,5 +97,8 @@ class BurstHeadDrafts(HeadDrafts):
 
     def _num_proposed(self, step: ScheduledRows) -> int:
         if step.num_decode_steps == 1 and self._single_step_ids.isdisjoint(step.req_ids):
-            return int(self._was_drafting or not step.is_decode)
+            is_run = self._was_drafting or not step.is_decode
+            if is_run:
+                self._complete_ids |= self._started_ids
+            return int(is_run)
         return super()._num_proposed(step)

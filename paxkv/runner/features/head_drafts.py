@@ -21,16 +21,20 @@ class HeadStep(FeatureStep):
 
     Args:
         requests: The requests of the step; None for pooled ones.
+        num_tokens: Tokens that the step computes, including drafts.
         num_drafts: Most drafts of a request that the step verifies.
         num_proposed: Drafts that the head proposes for each request after the step. 0: it does
             not run.
+        complete_ids: Requests of which the head has computed every token after the step.
         is_decode: See `ScheduledRows`.
     """
 
     feature: "HeadDrafts"
     requests: Sequence[Acceptance | None]
+    num_tokens: int
     num_drafts: int
     num_proposed: int
+    complete_ids: frozenset[str]
     num_decode_steps: int
     is_decode: bool
     variant: None = None
@@ -45,6 +49,9 @@ class HeadStep(FeatureStep):
 
     def fill(self, views: Mapping[str, np.ndarray]) -> None:
         """Fills nothing, because there is no variant."""
+
+    def record_tokens(self) -> None:
+        self.feature.record_tokens()
 
     def finish(
         self, output: ModelRunnerOutput, results: Mapping[str, np.ndarray]
@@ -73,6 +80,10 @@ class HeadDrafts(StepFeature):
         self._total, self._incomplete_total = TotalAcceptance(), TotalAcceptance()
         # The running requests, except pooled ones.
         self._requests: dict[str, Acceptance] = {}
+        # Requests that start in the step that is planned next. Of complete requests, the head has
+        # computed every token of every step so far.
+        self._started_ids: set[str] = set()
+        self._complete_ids: set[str] = set()
 
     @property
     def max_drafts(self) -> int:
@@ -84,19 +95,32 @@ class HeadDrafts(StepFeature):
     def before_step(self, scheduler_output: SchedulerOutput, device: FeatureDevice) -> None:
         for req_id in (*scheduler_output.finished_req_ids, *scheduler_output.preempted_req_ids):
             self._requests.pop(req_id, None)
+            self._complete_ids.discard(req_id)
         started = [new.req_id for new in scheduler_output.scheduled_new_reqs if not new.is_pooled]
         for req_id in (*scheduler_output.scheduled_cached_reqs.all_token_ids, *started):
             self._requests[req_id] = Acceptance(self._total)
+            self._started_ids.add(req_id)
 
     def plan(self, step: ScheduledRows) -> HeadStep:
+        num_proposed = self._num_proposed(step)
+        if num_proposed == 0:
+            self._complete_ids.difference_update(step.req_ids)
+        self._started_ids.clear()
         return HeadStep(
             feature=self,
             requests=[*map(self._requests.get, step.req_ids)],
+            num_tokens=len(step.positions_np),
             num_drafts=int(step.num_drafts_np.max()),
-            num_proposed=self._num_proposed(step),
+            num_proposed=num_proposed,
+            complete_ids=frozenset(self._complete_ids.intersection(step.req_ids)),
             num_decode_steps=step.num_decode_steps,
             is_decode=step.is_decode,
         )
+
+    def record_tokens(self) -> None:
+        """Records that the tokens of a step were fetched just now, and no drafts yet."""
+        if self._pacer is not None:
+            self._pacer.record_tokens()
 
     def keep_drafts(self, step: HeadStep, output: ModelRunnerOutput) -> dict[str, list[int]]:
         """Records the tokens of a step, and returns the drafts for the next one."""
@@ -111,13 +135,15 @@ class HeadDrafts(StepFeature):
                 continue
             acceptance.record_drawn(token_ids)
             acceptance.record_proposal(output.draft_token_ids.get(req_id, ()))
-            if step.num_proposed == 0:
+            if req_id not in step.complete_ids:
                 acceptance.start_over(self._incomplete_total)
             drawn[req_id] = acceptance
         # A step between two numbers of drafts has the duration of neither.
         is_between = step.num_drafts != step.num_proposed
         self._pacer.record_step(
             num_reqs=len(output.req_ids),
+            num_prompt_tokens=0 if step.is_decode else step.num_tokens,
+            num_drawn=sum(map(len, output.sampled_token_ids)),
             num_drafts=step.num_proposed,
             num_decode_steps=step.num_decode_steps,
             is_decode=step.is_decode and not is_between,
@@ -136,4 +162,12 @@ class HeadDrafts(StepFeature):
             return 0
         if self._pacer is None:
             return self._max_drafts
-        return self._pacer.num_drafts or int(not step.is_decode)
+        num_drafts = self._pacer.num_drafts
+        are_tried = num_drafts > 0
+        if self._started_ids and not step.is_decode and not are_tried:
+            are_tried = self._pacer.tries_prompts(len(step.req_ids), self._total.rate)
+        if are_tried:
+            self._complete_ids |= self._started_ids
+        # The head must compute the rest of a prompt if it has computed the beginning.
+        needs_rest = not self._complete_ids.isdisjoint(step.prompt_req_ids)
+        return num_drafts or int(needs_rest)

@@ -34,6 +34,10 @@ class TargetHiddenVariant(StepVariant):
     def is_in_every_program(self) -> bool:
         return True
 
+    @property
+    def is_for_draft_head(self) -> bool:
+        return True
+
     def arrays(self) -> Mapping[str, DeviceArray]:
         dims = (self.num_tokens, self.hidden_size * (len(self.taps) or 1))
         return {_HIDDEN: DeviceArray(dims=dims, dtype=self.dtype, is_donated=True)}

@@ -58,9 +58,18 @@ class ScheduledRows:
     @property
     def is_decode(self) -> bool:
         """Whether every request computes only its last token, and drafts if any; or a burst."""
+        return self.num_decode_steps > 1 or bool(self._is_decoding_np.all())
+
+    @property
+    def prompt_req_ids(self) -> list[str]:
+        """Requests that compute other tokens than their last one and drafts, in a single step."""
+        places = zip(self.req_ids, self._is_decoding_np.tolist(), strict=True)
+        return [req_id for req_id, is_decoding in places if not is_decoding]
+
+    @property
+    def _is_decoding_np(self) -> np.ndarray:  # bool[num_reqs]
         num_own_np = self.num_scheduled_np - self.num_drafts_np
-        is_last_np = self.num_computed_np + 1 >= self.num_tokens_np
-        return self.num_decode_steps > 1 or bool(((num_own_np == 1) & is_last_np).all())
+        return (num_own_np == 1) & (self.num_computed_np + 1 >= self.num_tokens_np)
 
     def rows_of_fields(self, req_idx: int) -> slice:
         """The rows of a request in fields with a row for each token of the step.

@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from paxkv.errors import InvariantError
 from paxkv.runner.shapes.bucket_sizes import (
@@ -40,6 +40,9 @@ class StepBuckets:
     - Steps have buckets of their number of tokens. The other dimensions follow: a scheduled request
       has at least one token, so a step has at most `num_tokens` requests. Each request needs the
       logits of `max_draws` tokens at most.
+    - Where requests may have several draws, steps without drafts have programs of their own. Their
+      last layer computes only the last token of each request. The draft head runs after none of
+      them. Steps with features that are not in every program have no such programs.
     - A step in which every request has one token is a burst of one step or more. Bursts have
       buckets of their number of requests.
     - Block copies have buckets of their number. A request copies at most one block in each KV cache
@@ -99,8 +102,7 @@ class StepBuckets:
                 num_tokens=widths[-1],
                 num_reqs=min(widths[-1], max_num_seqs),
                 num_logits=min(widths[-1], max_num_seqs * max_draws),
-                # The last layer leaves out rows only if there are such rows.
-                logits="last" if max_draws == 1 and max_num_seqs < widths[-1] else "indices",
+                logits=_choose_logits(widths[-1], max_num_seqs) if max_draws == 1 else "indices",
                 max_draws=max_draws,
                 tables=tables,
                 tile_tokens=tile_tokens,
@@ -109,6 +111,20 @@ class StepBuckets:
             )
             for widths in token_widths
         )
+        plain = tuple(variant for variant in everywhere if not variant.is_for_draft_head)
+        # One for each of `step_shapes`. A batch-invariant engine has only one program, and if the
+        # draft head runs after every step, each step needs all rows.
+        self._plain_shapes = self.step_shapes
+        if max_draws > 1 and not batch_invariant and not always_drafts:
+            self._plain_shapes = tuple(
+                dataclasses.replace(
+                    shape,
+                    num_logits=min(shape.num_tokens, max_num_seqs),
+                    logits=_choose_logits(shape.num_tokens, max_num_seqs),
+                    features=plain,
+                )
+                for shape in self.step_shapes
+            )
         self.feature_variants = tuple(itertools.chain.from_iterable(feature_variants))
         combinations = [c for c in _combinations(feature_variants) if c != everywhere]
         # The keys leave out variants that are in every program.
@@ -129,14 +145,14 @@ class StepBuckets:
                 widths=widths if len(widths) > 1 else (),
                 max_model_len=max_model_len,
                 chunk_rows=min(sampled_chunk_rows or widths[-1], widths[-1]),
-                features=everywhere,
+                features=plain,
             )
             for widths in req_widths
         )
         # Bursts with features that take part in them. Keys as above.
         self._feature_bursts = {
             tuple(variant for variant in features if variant not in everywhere): _with_features(
-                self.burst_shapes, features
+                self.burst_shapes, tuple(v for v in features if not v.is_for_draft_head)
             )
             for features in combinations
             if all(variant.is_in_bursts or variant in everywhere for variant in features)
@@ -167,7 +183,10 @@ class StepBuckets:
         self.drafting_burst_shapes: tuple[BurstShape, ...] = ()
         if burst_drafts is not None:
             shapes = (
-                _drafting_burst(shape, burst_drafts, sampled_chunk_rows)
+                # A head proposes drafts from the hidden states.
+                dataclasses.replace(
+                    _drafting_burst(shape, burst_drafts, sampled_chunk_rows), features=everywhere
+                )
                 for shape in self.burst_shapes
             )
             self.drafting_burst_shapes = tuple(s for s in shapes if s.num_tokens <= num_rows)
@@ -178,7 +197,7 @@ class StepBuckets:
         return (
             *self.own_programs,
             *(shape for shapes in self._feature_shapes.values() for shape in shapes[::-1]),
-            *self.step_shapes[::-1],
+            *dict.fromkeys((*self.step_shapes[::-1], *self._plain_shapes[::-1])),
             *(shape for shapes in self._feature_bursts.values() for shape in shapes[::-1]),
             *self.drafting_burst_shapes[::-1],
             *self.burst_shapes[::-1],
@@ -225,18 +244,26 @@ class StepBuckets:
         """Whether steps of one token per request are bursts."""
         return bool(self.burst_shapes)
 
-    def shape_for(self, num_tokens: int, features: tuple[StepVariant, ...] = ()) -> StepShape:
+    def shape_for(
+        self,
+        num_tokens: int,
+        features: tuple[StepVariant, ...] = (),
+        *,
+        has_drafts: bool = True,
+    ) -> StepShape:
         """The smallest step with these features that holds `num_tokens`.
 
         Args:
             features: Without the variants that are in every program; the step has those too.
+            has_drafts: The step verifies drafts, or the draft head runs after it.
 
         Raises:
             InvariantError: The scheduler scheduled nothing, or more than `max_num_batched_tokens`;
                 or these features may not meet.
         """
         bucket_idx = _find_bucket(self._num_tokens, num_tokens, "tokens")
-        shapes = self._feature_shapes.get(features) if features else self.step_shapes
+        own_shapes = self.step_shapes if has_drafts else self._plain_shapes
+        shapes = self._feature_shapes.get(features) if features else own_shapes
         if shapes is None:
             raise InvariantError(f"a step cannot have these features together: got {features}.")
         return shapes[min(bucket_idx, len(shapes) - 1)]
@@ -279,6 +306,11 @@ class StepBuckets:
         """The smallest shape that holds `num_copies`, or the largest shape if none does."""
         num_smaller = bisect.bisect_left(self._num_copies, num_copies)
         return self.copy_shapes[min(num_smaller, len(self.copy_shapes) - 1)]
+
+
+def _choose_logits(num_tokens: int, max_num_seqs: int) -> Literal["last", "indices"]:
+    # The last layer leaves out rows only if there are such rows.
+    return "last" if max_num_seqs < num_tokens else "indices"
 
 
 def _drafting_burst(

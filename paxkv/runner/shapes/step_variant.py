@@ -83,8 +83,17 @@ class StepVariant(Protocol):
     def is_in_every_program(self) -> bool:
         """Whether all steps and bursts have the variant, so that it adds no program.
 
+        With `is_for_draft_head`, fewer steps have it.
         Such a variant must be the only one of its feature, and have no fields and no results. The
         feature need not plan steps with it.
+        """
+        return False
+
+    @property
+    def is_for_draft_head(self) -> bool:
+        """Whether bursts and steps leave it out if they have no drafts and no head runs after them.
+
+        Only for variants in every program.
         """
         return False
 

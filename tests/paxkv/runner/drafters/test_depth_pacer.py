@@ -5,6 +5,7 @@ import random
 import pytest
 
 from paxkv.runner.drafters.depth_pacer import DepthPacer
+from paxkv.runner.drafters.step_times import StepTimes
 
 
 class Machine:
@@ -29,9 +30,11 @@ class Machine:
             num_steps = 1 if num_drafts else 8
             self.now_s += self.draft_s[num_drafts] if num_drafts else 8 * self.burst_s
             tokens_each = sum(self.rate**depth for depth in range(num_drafts + 1))
-            self.num_tokens += self.num_reqs * num_steps * tokens_each
+            num_drawn = self.num_reqs * num_steps * tokens_each
+            self.num_tokens += num_drawn
             self.pacer.record_step(
                 num_reqs=self.num_reqs,
+                num_drawn=num_drawn,
                 num_drafts=num_drafts,
                 num_decode_steps=num_steps,
                 is_decode=True,
@@ -79,10 +82,12 @@ def test_number_of_drafts_follows_acceptance_and_times(rate, best):
 def test_time_of_bursts_is_known_before_the_first_drafts():
     pacer = DepthPacer(3, clock=iter(range(100)).__next__)
     for num_reqs in (1, 1, 4):
-        pacer.record_step(num_reqs=num_reqs, num_drafts=0, num_decode_steps=1, is_decode=True)
+        pacer.record_step(
+            num_reqs=num_reqs, num_drawn=num_reqs, num_drafts=0, num_decode_steps=1, is_decode=True
+        )
         assert pacer.choose([0.9] * num_reqs) == 0
     for _ in range(2):
-        pacer.record_step(num_reqs=1, num_drafts=0, num_decode_steps=1, is_decode=True)
+        pacer.record_step(num_reqs=1, num_drawn=1, num_drafts=0, num_decode_steps=1, is_decode=True)
     assert pacer.choose([0.9]) == 3
     # Another number of requests has another time.
     assert pacer.choose([0.9] * 4) == 0
@@ -102,7 +107,9 @@ def test_step_in_flight_after_a_change_is_not_measured():
     pacer = DepthPacer(1, clock=iter([0, 1, 2, 3, 4, 100, 101, 102]).__next__)
 
     def fetch(num_drafts):
-        pacer.record_step(num_reqs=1, num_drafts=num_drafts, num_decode_steps=1, is_decode=True)
+        pacer.record_step(
+            num_reqs=1, num_drawn=1, num_drafts=num_drafts, num_decode_steps=1, is_decode=True
+        )
         return pacer.choose([0.9])
 
     assert [fetch(0) for _ in range(5)] == [0, 0, 0, 1, 1]
@@ -116,8 +123,75 @@ def test_last_request_of_several_is_measured_as_one():
     for num_reqs in (*[2] * 5, *[1] * 5):
         num_drafts = pacer.num_drafts
         pacer.record_step(
-            num_reqs=num_reqs, num_drafts=num_drafts, num_decode_steps=1, is_decode=True
+            num_reqs=num_reqs,
+            num_drawn=num_reqs,
+            num_drafts=num_drafts,
+            num_decode_steps=1,
+            is_decode=True,
         )
         # Two requests decode; one of them then ends without a new choice.
         pacer.choose([0.9, 0.9])
     assert pacer.num_drafts == 1
+
+
+def test_prompts_are_tried_rarely_while_drafts_do_not_pay():
+    machine = Machine(num_reqs=8, burst_s=1.0, draft_s={1: 1.3, 2: 1.6}, rate=0.02)
+    assert all(machine.pacer.tries_prompts(8, 0.5) for _ in range(5))  # no time is known
+    machine.run(20)
+    tries = [machine.pacer.tries_prompts(8, 0.02) for _ in range(320)]
+    assert 5 <= sum(tries) <= 16
+    # Another acceptance would pay.
+    assert all(machine.pacer.tries_prompts(8, 0.9) for _ in range(5))
+
+
+@pytest.mark.parametrize(("head_s", "length", "pays"), [(0.1, 4, 1), (4.0, 4, 0), (4.0, 40, 1)])
+def test_head_over_prompts_counts_in_proportion_to_the_answers(head_s, length, pays):
+    """A step takes 1 s without drafts, and 1.2 s with one, which is right nine times of ten."""
+    now_s = 0.0
+    pacer = DepthPacer(1, clock=lambda: now_s)
+    chosen = []
+    for _ in range(30):
+        now_s += 5.0
+        pacer.record_tokens()
+        now_s += head_s
+        pacer.record_step(
+            num_reqs=1,
+            num_prompt_tokens=16,
+            num_drawn=1,
+            num_drafts=1,
+            num_decode_steps=1,
+            is_decode=False,
+        )
+        for _ in range(length):
+            num_drafts = pacer.choose([0.9])
+            chosen.append(num_drafts)
+            now_s += 1.2 if num_drafts else 1.0
+            pacer.record_step(
+                num_reqs=1,
+                num_drawn=1.9 if num_drafts else 1.0,
+                num_drafts=num_drafts,
+                num_decode_steps=1,
+                is_decode=True,
+            )
+    assert sum(chosen[40:]) / len(chosen[40:]) == pytest.approx(pays, abs=0.1)
+
+
+def test_time_of_a_burst_counts_for_each_of_its_steps():
+    """Bursts of 1, 2 and 6 steps: most steps are in the last one."""
+    times = StepTimes()
+    for took_s, num_steps in [(3.0, 1), (2.0, 2), (1.0, 6)]:
+        times.record(took_s, num_steps)
+    assert times.expected_s == 1.0
+
+
+def test_drafts_that_requests_do_not_get_because_they_end_lower_the_gain():
+    """Each step has 3 right drafts, but its requests end after one more token."""
+    pacer = DepthPacer(3, clock=iter(range(10_000)).__next__)
+    chosen = []
+    for _ in range(400):
+        num_drafts = pacer.choose([0.95] * 4)
+        chosen.append(num_drafts)
+        pacer.record_step(
+            num_reqs=4, num_drawn=4, num_drafts=num_drafts, num_decode_steps=1, is_decode=True
+        )
+    assert chosen[5] > 0 and sum(map(bool, chosen[200:])) < 100

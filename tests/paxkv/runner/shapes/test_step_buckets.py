@@ -69,6 +69,26 @@ def test_each_step_has_a_program_of_the_draft_head(batch_invariant):
     assert make_buckets(max_draws=4).draft_shape_for(steps[0]) is None
 
 
+def test_steps_without_drafts_compute_no_more_than_without_a_drafter():
+    plain = make_buckets()
+    buckets = make_buckets(max_draws=4, has_draft_head=True, feature_variants=[[HeadVariant()]])
+    for num_tokens in range(1, 49):
+        drafting, own = buckets.shape_for(num_tokens), plain.shape_for(num_tokens)
+        step = buckets.shape_for(num_tokens, has_drafts=False)
+        # The sampler reads rows with the columns of drafts after all steps.
+        assert step == dataclasses.replace(
+            own, max_draws=4, num_tokens=step.num_tokens, num_reqs=step.num_reqs
+        )
+        assert step.num_tokens == drafting.num_tokens and step.num_reqs == drafting.num_reqs
+        assert drafting.features == (HeadVariant(),) and drafting.num_logits >= step.num_logits
+        assert buckets.draft_shape_for(step) is None
+        assert {step, drafting, buckets.draft_shape_for(drafting)} <= set(buckets.largest_first)
+    assert [shape.features for shape in buckets.burst_shapes] == [()] * len(buckets.burst_shapes)
+    for settings in ({"batch_invariant": True}, {"always_drafts": True}):
+        one_kind = make_buckets(max_draws=4, feature_variants=[[HeadVariant()]], **settings)
+        assert one_kind.shape_for(9, has_drafts=False) == one_kind.shape_for(9)
+
+
 def test_shared_programs_are_ten_by_default():
     features = [[PromptLogprobsVariant(num_logits=0)]]
     buckets = make_buckets(512, 64, shares_programs=True, feature_variants=features)
@@ -259,6 +279,13 @@ class EverywhereVariant(StepVariant):
 
     def fields(self, *, num_tokens, num_reqs):
         return dict.fromkeys(self.field_names, (num_tokens,))
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadVariant(EverywhereVariant):
+    @property
+    def is_for_draft_head(self):
+        return True
 
 
 def test_variant_in_every_program_adds_no_program():
