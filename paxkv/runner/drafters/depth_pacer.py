@@ -156,9 +156,10 @@ class DepthPacer:
             num_reqs: Requests of the step.
             rate: Probability that a draft is right.
         """
-        # The sizes of steps with prompts vary, so few of them are also sizes of decode steps.
-        known = sorted(self._plain_times, key=lambda size: abs(size - num_reqs))
-        may_pay = not known or self._find_best([rate] * known[0], known[0])[0] > 0
+        # More requests may start before these decode, so the next larger known size fits best.
+        sizes = sorted(self._plain_times)
+        size = next((size for size in sizes if size >= num_reqs), sizes[-1] if sizes else None)
+        may_pay = size is None or self._find_best([rate] * size, size)[0] > 0
         self._num_untried += 1
         if not may_pay and self._num_untried < _STEPS_PER_TRIAL:
             return False

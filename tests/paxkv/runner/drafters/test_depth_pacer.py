@@ -144,6 +144,16 @@ def test_prompts_are_tried_rarely_while_drafts_do_not_pay():
     assert all(machine.pacer.tries_prompts(8, 0.9) for _ in range(5))
 
 
+def test_prompts_of_a_part_of_a_batch_are_judged_by_larger_batches():
+    """Drafts pay for one request and not for 64; 25 arrive in a step."""
+    machine = Machine(num_reqs=1, burst_s=1.0, draft_s={1: 1.1}, rate=0.9)
+    assert machine.run(50)[-1] == 1
+    machine.num_reqs, machine.draft_s = 64, {1: 3.0}
+    assert machine.run(50)[-1] == 0
+    assert sum(machine.pacer.tries_prompts(25, 0.9) for _ in range(32)) <= 1
+    assert machine.pacer.tries_prompts(1, 0.9)
+
+
 @pytest.mark.parametrize(("head_s", "length", "pays"), [(0.1, 4, 1), (4.0, 4, 0), (4.0, 40, 1)])
 def test_head_over_prompts_counts_in_proportion_to_the_answers(head_s, length, pays):
     """A step takes 1 s without drafts, and 1.2 s with one, which is right nine times of ten."""
