@@ -24,6 +24,8 @@ from pallas_kernels.grouped_matmul import cases as grouped_matmul_cases
 from pallas_kernels.kv_scatter import cases as kv_scatter_cases
 from pallas_kernels.latent_attention import cases as latent_cases
 from pallas_kernels.merge_attention_states import cases as merge_cases
+from pallas_kernels.number_format import NumberFormat, has_pairs
+from pallas_kernels.scaled_matmul import cases as scaled_matmul_cases
 from pallas_kernels.slot_mapping import cases as slot_mapping_cases
 
 
@@ -155,6 +157,21 @@ def _grouped_matmul(case: grouped_matmul_cases.GroupedMatmulCase, seed: int) -> 
     )
 
 
+def _scaled_matmul(case: scaled_matmul_cases.ScaledMatmulCase, seed: int) -> Problem:
+    drawn = scaled_matmul_cases.build_inputs(case, seed)
+
+    def verify(out: jax.Array) -> list[Finding]:
+        wanted = np.asarray(drawn.x, np.float64) @ drawn.weights_np
+        return close_findings("out", np.asarray(out), wanted, ERROR_LIMITS[case.dtype])
+
+    return Problem(
+        arrays=drawn.arrays,
+        rules=drawn.options,
+        verify=verify,
+        is_exact=case.dtype == "float32",
+    )
+
+
 _HEADS = {"num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 _BLOCKS = {
     **{"num_rows": 8, "num_blocks": 512},
@@ -217,6 +234,28 @@ def _large_experts(
     return case, Work(num_bytes=2 * num_numbers, num_flops=2 * num_rows * 2048 * 768)
 
 
+def _large_scaled(
+    number_format: NumberFormat, num_rows: int, out_features: int
+) -> tuple[scaled_matmul_cases.ScaledMatmulCase, Work]:
+    """A matrix with 4,096 inputs in groups of 128."""
+    case = scaled_matmul_cases.ScaledMatmulCase(
+        name=f"{number_format}, {num_rows} rows, 4,096 x {out_features:,}",
+        number_format=number_format,
+        num_rows=num_rows,
+        num_groups=32,
+        group_size=128,
+        out_features=out_features,
+        dtype="bfloat16",
+    )
+    # Numbers and scales are read once. Rows are read in bfloat16 and written in float32.
+    num_stored = 4096 * out_features // (2 if has_pairs(number_format) else 1)
+    rows = num_rows * (2 * 4096 + 4 * out_features)
+    return case, Work(
+        num_bytes=num_stored + 4 * 32 * out_features + rows,
+        num_flops=2 * num_rows * 4096 * out_features,
+    )
+
+
 _HALF_BLOCKS = _with_half_precision(block_gather_cases.CASES)
 # Op -> the function that makes a call, cases to check, and cases to time with their work.
 _OPS: dict[str, tuple[Callable[..., Problem], Sequence[Any], Sequence[tuple[Any, Work]]]] = {
@@ -249,6 +288,17 @@ _OPS: dict[str, tuple[Callable[..., Problem], Sequence[Any], Sequence[tuple[Any,
             [case for case in grouped_matmul_cases.CASES if any(case.group_sizes)]
         ),
         [_large_experts(512, 8), _large_experts(4096, 64)],
+    ),
+    "scaled_matmul": (
+        _scaled_matmul,
+        scaled_matmul_cases.CASES,
+        [
+            _large_scaled("int4", 16, 4096),
+            _large_scaled("int4", 64, 4096),
+            _large_scaled("int8", 16, 4096),
+            _large_scaled("e4m3", 16, 4096),
+            _large_scaled("int4", 16, 128_256),
+        ],
     ),
     # Two states in and one out: outputs in bfloat16, log-sum-exps in float32.
     "merge_attention_states": (

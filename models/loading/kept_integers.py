@@ -7,9 +7,9 @@ import numpy as np
 
 from models.errors import UnsupportedModelError
 from models.loading.quantized.packed_integers import Code, ScaledIntegers, widen_numbers
-from models.stored_kernels.number_format import MIDDLE, NumberFormat
 from models.stored_kernels.scaled import ScaledKernel, fitting_group_size
 from models.weight_rule import WeightRule
+from pallas_kernels.number_format import MIDDLE, NumberFormat
 
 # The size that takes the least memory comes first.
 _GROUP_SIZES = (128, 64, 32, 16)

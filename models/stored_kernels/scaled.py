@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec
 from models.forward.kernel_settings import ExpertSplit, KernelSettings, specs_of_tiles
 from models.layers.product import dot_float32
 from models.stored_kernels.few_rows import MAX_FEW_ROWS, multiply_few_rows
-from models.stored_kernels.number_format import MAX_E4M3, MIDDLE, NumberFormat, has_pairs
 from models.stored_kernels.panels import Panels
 from models.stored_kernels.stored_kernel import StoredKernel, UseKernel
 from models.weight_rule import MODEL_AXIS, SplitAxis, split_spec
 from pallas_kernels import GroupTiles
+from pallas_kernels.number_format import MAX_E4M3, MIDDLE, NumberFormat, has_pairs
 
 # What floats are rounded to.
 RoundedFormat = Literal["int4", "int8", "e4m3"]

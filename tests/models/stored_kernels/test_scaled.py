@@ -11,9 +11,9 @@ from models.decoders.chosen_layer import choose_layer
 from models.layers.experts import Experts
 from models.layers.linear import Linear
 from models.layers.routing import Routing
-from models.stored_kernels.number_format import NumberFormat, as_float32, factor_of
 from models.stored_kernels.scaled import ScaledKernel, fitting_group_size
 from models.stored_kernels.use_kernel import multiply
+from pallas_kernels.number_format import NumberFormat, as_float32, factor_of
 from tests.compiler_flags import AS_FOR_USERS
 from tests.models.plain_context import plain_context
 from tests.models.steppers import checkpoint_folder

@@ -1,4 +1,4 @@
-"""`NumberFormat`: the integers and small floats that a `ScaledKernel` stores."""
+"""`NumberFormat`: integers and small floats of 4 or 8 bits, which have scales per group."""
 
 from typing import Literal
 
@@ -52,6 +52,39 @@ def as_float32(
 def factor_of(number_format: NumberFormat) -> float:
     """The factor that results of `as_float32` must be multiplied by."""
     return _FACTORS.get(number_format, 1.0)
+
+
+def widen_groups(
+    numbers: jax.Array,  # u8 or i8[num_groups, bytes_per_group, num_columns]
+    scales: jax.Array,  # f32 or u8[num_groups, num_columns]
+    zeros: jax.Array | None,  # u8[num_groups, num_columns]
+    number_format: NumberFormat,
+    dtype: jnp.dtype,
+) -> jax.Array:  # dtype[num_rows, num_columns]
+    """Computes `(number - zero) * scale` in float32, and rounds it once.
+
+    A byte holds two numbers of 4 bits: row r of a group in its low bits, and row
+    `r + bytes_per_group` in its high bits.
+    """
+    parts = jnp.concatenate(split_bytes(numbers, number_format), axis=1)
+    values = as_float32(parts, number_format)
+    own_zeros = zeros_as_float32(zeros, number_format, num_axes=scales.ndim)
+    if own_zeros is not None:
+        values -= own_zeros[:, None]
+    values *= factor_of(number_format)
+    values *= scales_as_float32(scales)[:, None]
+    return values.astype(dtype).reshape(-1, values.shape[-1])
+
+
+def zeros_as_float32(
+    zeros: jax.Array | None, number_format: NumberFormat, *, num_axes: int
+) -> jax.Array | None:  # f32, with `num_axes` axes
+    """The zero points of numbers as `as_float32` returns them; None if they need none."""
+    if number_format != "int4":
+        return None
+    if zeros is None:
+        return jnp.full([1] * num_axes, MIDDLE, jnp.float32)
+    return as_float32(zeros, "int4")
 
 
 def scales_as_float32(scales: jax.Array) -> jax.Array:  # f32, of the same shape
