@@ -240,7 +240,12 @@ def _kernel_body(*refs: jax.Ref, plan: _Plan, number_format: NumberFormat) -> No
             _widen(refs, plan, number_format, stage)
             plgpu.commit_smem()
             sums = _multiply(refs, plan, stage)
-            plgpu.barrier_arrive(refs.free.at[stage])
+
+            # The last pieces are followed by none that would wait for their stages.
+            @pl.when(turn + plan.num_stages < num_turns)
+            def _() -> None:
+                plgpu.barrier_arrive(refs.free.at[stage])
+
             return total + sums * lax.broadcast_in_dim(scales, sums.shape, [0])
 
         shape = (plan.num_columns, plan.num_rows)
