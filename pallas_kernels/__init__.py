@@ -22,6 +22,7 @@ from pallas_kernels.index_top_k.api import NO_POSITION, index_top_k
 from pallas_kernels.kv_scatter.api import kv_scatter
 from pallas_kernels.latent_attention.api import latent_attention
 from pallas_kernels.merge_attention_states.api import merge_attention_states
+from pallas_kernels.number_format import NumberFormat
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.rg_lru_scan.api import rg_lru_scan
 from pallas_kernels.scaled_matmul.api import scaled_matmul, scaled_matmul_body
@@ -37,6 +38,7 @@ __all__ = [
     "GroupTiles",
     "Implementation",
     "NO_POSITION",
+    "NumberFormat",
     "Target",
     "block_copy",
     "block_gather",

@@ -9,6 +9,7 @@ from flax import nnx
 from models.config.model_config import ModelConfig
 from models.decoders.decoder import Decoder
 from models.decoders.layer_loop import Layer
+from models.forward.kernel_settings import KernelSettings
 from models.layers.linear import Linear
 
 
@@ -39,5 +40,6 @@ class BiasedHeadDecoder(Decoder):
     def compute_logits(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
+        kernels: KernelSettings,
     ) -> jax.Array:  # f32[num_logits, vocab]
-        return super().compute_logits(hidden) + self.lm_head.bias[...].astype(jnp.float32)
+        return super().compute_logits(hidden, kernels) + self.lm_head.bias[...].astype(jnp.float32)

@@ -152,7 +152,8 @@ class Decoder(nnx.Module):
     def compute_logits(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
+        kernels: KernelSettings,
     ) -> jax.Array:  # f32[num_logits, vocab]
         if self.lm_head is None:
             return self.embed_tokens.attend(hidden)
-        return self.lm_head.product(hidden)
+        return self.lm_head.product(hidden, kernels)

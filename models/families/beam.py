@@ -20,6 +20,7 @@ from models.config.moe_config import (
 from models.config.rope_config import parse_ropes_by_layer_type
 from models.decoders.moe_decoder import MoEDecoder
 from models.families.gemma2 import read_logits_soft_cap
+from models.forward.kernel_settings import KernelSettings
 from models.layers.beam_layers import (
     BeamAttention,
     BeamExperts,
@@ -88,8 +89,9 @@ class BeamForCausalLM(MoEDecoder):
     def compute_logits(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
+        kernels: KernelSettings,
     ) -> jax.Array:  # f32[num_logits, vocab]
-        return soft_cap_logits(super().compute_logits(hidden), self.config.logits_soft_cap)
+        return soft_cap_logits(super().compute_logits(hidden, kernels), self.config.logits_soft_cap)
 
 
 def _read_attention(

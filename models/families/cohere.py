@@ -14,6 +14,7 @@ from models.config.attention_config import AttentionConfig
 from models.config.dense_config import LayerNormConfig, read_attention, read_layer_norm_fields
 from models.config.fields import read_flag, read_number, with_defaults
 from models.decoders.dense_decoder import DenseDecoder
+from models.forward.kernel_settings import KernelSettings
 from models.layers.attention import Attention
 from models.layers.decoder_layers import ParallelLayer
 from models.layers.layer_norm import StackedHeadLayerNorm, UnbiasedLayerNorm
@@ -80,8 +81,9 @@ class CohereForCausalLM(DenseDecoder):
     def compute_logits(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
+        kernels: KernelSettings,
     ) -> jax.Array:  # f32[num_logits, vocab]
-        return super().compute_logits(hidden) * self.config.logits_scale
+        return super().compute_logits(hidden, kernels) * self.config.logits_scale
 
 
 def read_cohere_fields(hf_config: Mapping[str, object]) -> dict[str, object]:

@@ -21,6 +21,7 @@ from models.config.moe_config import (
 from models.decoders.moe_decoder import MoEDecoder
 from models.decoders.shared_moe import SharedMoEConfig, make_shared_experts
 from models.errors import UnsupportedModelError
+from models.forward.kernel_settings import KernelSettings
 from models.forward.layer_context import LayerContext
 from models.layers.attention import Attention
 from models.layers.decoder_layers import ParallelLayer
@@ -103,8 +104,9 @@ class Cohere2MoeForCausalLM(MoEDecoder):
     def compute_logits(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
+        kernels: KernelSettings,
     ) -> jax.Array:  # f32[num_logits, vocab]
-        return super().compute_logits(hidden) * self.config.logits_scale
+        return super().compute_logits(hidden, kernels) * self.config.logits_scale
 
 
 class AveragedExpertsMLP(SharedExpertsMLP):

@@ -23,6 +23,7 @@ from models.config.model_config import ModelConfig, read_model_fields
 from models.config.rope_config import parse_ropes_by_layer_type, with_default_rope
 from models.decoders.decoder import Decoder
 from models.errors import ModelConfigError
+from models.forward.kernel_settings import KernelSettings
 from models.forward.layer_context import LayerContext
 from models.layers.loop_entry import LoopedCarry, LoopEntry
 from models.layers.unit_sphere import (
@@ -124,8 +125,9 @@ class DoryForCausalLM(Decoder):
     def compute_logits(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
+        kernels: KernelSettings,
     ) -> jax.Array:  # f32[num_logits, vocab]
-        return self.logit_scale(super().compute_logits(hidden))
+        return self.logit_scale(super().compute_logits(hidden, kernels))
 
     def weight_rules(self) -> dict[str, WeightRule]:
         """See `Decoder.weight_rules`. Sources have the names of tensors that transformers saves."""

@@ -18,6 +18,7 @@ from models.decoder_spec import DecoderSpec, spec_of_attention, with_states_in
 from models.decoders.decoder import Decoder
 from models.errors import ModelConfigError
 from models.forward.carry import Carry
+from models.forward.kernel_settings import KernelSettings
 from models.forward.layer_context import LayerContext
 from models.layers.attention import Attention
 from models.layers.linear import Linear
@@ -137,8 +138,9 @@ class FalconH1ForCausalLM(Decoder):
     def compute_logits(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
+        kernels: KernelSettings,
     ) -> jax.Array:  # f32[num_logits, vocab]
-        return super().compute_logits(hidden) * self.config.logits_scale
+        return super().compute_logits(hidden, kernels) * self.config.logits_scale
 
     def weight_rules(self) -> dict[str, WeightRule]:
         """Checkpoints have other names for MLPs and norms."""

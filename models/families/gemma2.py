@@ -16,6 +16,7 @@ from models.config.layer_types import attention_by_type, read_sliding_window
 from models.config.rope_config import parse_rope_config
 from models.decoders.decoder import Decoder
 from models.errors import UnsupportedModelError
+from models.forward.kernel_settings import KernelSettings
 from models.layers.attention import Attention
 from models.layers.decoder_layers import SandwichNormLayer
 from models.layers.mlp import GatedMLP
@@ -77,8 +78,9 @@ class Gemma2ForCausalLM(Decoder):
     def compute_logits(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
+        kernels: KernelSettings,
     ) -> jax.Array:  # f32[num_logits, vocab]
-        return soft_cap_logits(super().compute_logits(hidden), self.config.logits_soft_cap)
+        return soft_cap_logits(super().compute_logits(hidden, kernels), self.config.logits_soft_cap)
 
 
 def read_gemma2_config(hf_config: Mapping[str, object]) -> GemmaConfig:

@@ -26,6 +26,7 @@ from models.families.gemma2 import (
     read_logits_soft_cap,
 )
 from models.forward.carry import Carry
+from models.forward.kernel_settings import KernelSettings
 from models.forward.layer_context import LayerContext
 from models.layers.attention import (
     Attention,
@@ -172,8 +173,9 @@ class Gemma4ForCausalLM(Decoder):
     def compute_logits(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
+        kernels: KernelSettings,
     ) -> jax.Array:  # f32[num_logits, vocab]
-        return soft_cap_logits(super().compute_logits(hidden), self.config.logits_soft_cap)
+        return soft_cap_logits(super().compute_logits(hidden, kernels), self.config.logits_soft_cap)
 
 
 class Gemma4Layer(SandwichNormLayer):

@@ -12,6 +12,7 @@ from models.config.dense_config import DenseConfig, read_dense_fields, read_head
 from models.config.fields import read_flag, read_number, with_defaults
 from models.config.rope_config import parse_rope_config
 from models.decoders.dense_decoder import DenseDecoder
+from models.forward.kernel_settings import KernelSettings
 from models.layers.residual_layers import ScaledPreNormLayer
 from models.layers.rms_norm import RMSNorm
 
@@ -57,8 +58,9 @@ class GraniteForCausalLM(DenseDecoder):
     def compute_logits(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
+        kernels: KernelSettings,
     ) -> jax.Array:  # f32[num_logits, vocab]
-        return super().compute_logits(hidden) * self.config.logits_scale
+        return super().compute_logits(hidden, kernels) * self.config.logits_scale
 
 
 def read_granite_fields(

@@ -20,6 +20,7 @@ from models.config.rope_config import parse_rope_config
 from models.decoders.moe_decoder import MoEDecoder
 from models.decoders.shared_moe import SharedMoEConfig, make_shared_experts
 from models.families.granite import read_granite_factors, read_granite_head_fields
+from models.forward.kernel_settings import KernelSettings
 from models.layers.experts import packed_gate_up_rules
 from models.layers.packed_weights import with_packed_gate_up
 from models.layers.residual_layers import ScaledPreNormLayer
@@ -72,8 +73,9 @@ class GraniteMoeForCausalLM(MoEDecoder):
     def compute_logits(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
+        kernels: KernelSettings,
     ) -> jax.Array:  # f32[num_logits, vocab]
-        return super().compute_logits(hidden) * self.config.logits_scale
+        return super().compute_logits(hidden, kernels) * self.config.logits_scale
 
     # Names of modules here, and in checkpoints.
     stored_names: ClassVar[Mapping[str, str]] = {

@@ -14,6 +14,7 @@ from models.config.fields import read_flag, read_number, with_defaults
 from models.config.rope_config import parse_rope_config
 from models.decoders.dense_decoder import DenseDecoder
 from models.families.granite import GraniteConfig, read_granite_fields
+from models.forward.kernel_settings import KernelSettings
 from models.layers.residual_layers import ScaledPreNormLayer, ScaledSandwichNormLayer
 from models.layers.rms_norm import RMSNorm
 from models.weight_rule import WeightRule, with_renamed_sources
@@ -82,8 +83,9 @@ class HyperCLOVAXForCausalLM(DenseDecoder):
     def compute_logits(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
+        kernels: KernelSettings,
     ) -> jax.Array:  # f32[num_logits, vocab]
-        return super().compute_logits(hidden) * self.config.logits_scale
+        return super().compute_logits(hidden, kernels) * self.config.logits_scale
 
 
 def _stored_name(name: str) -> str:

@@ -28,6 +28,7 @@ from models.decoder_spec import DecoderSpec, spec_of_attention, with_states_in
 from models.decoders.moe_decoder import MoEDecoder
 from models.errors import ModelConfigError
 from models.forward.carry import Carry
+from models.forward.kernel_settings import KernelSettings
 from models.forward.layer_context import LayerContext
 from models.layers.convolved_layer import CONVOLUTIONS, ConvolvedLayer, format_of_windows
 from models.layers.experts import make_experts, packed_gate_up_rules
@@ -169,8 +170,9 @@ class InklingForCausalLM(MoEDecoder):
     def compute_logits(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
+        kernels: KernelSettings,
     ) -> jax.Array:  # f32[num_logits, vocab]
-        return super().compute_logits(hidden / self.config.hidden_divisor)
+        return super().compute_logits(hidden / self.config.hidden_divisor, kernels)
 
     def weight_rules(self) -> dict[str, WeightRule]:
         """Checkpoints pack experts, and shared experts, into a tensor for each projection.

@@ -12,6 +12,7 @@ from models.config.dense_config import DenseConfig, read_dense_fields
 from models.config.fields import read_count, read_flag, read_number, with_defaults
 from models.config.latent_config import read_latent_attention
 from models.decoders.dense_decoder import DenseDecoder
+from models.forward.kernel_settings import KernelSettings
 from models.layers.latent_attention import LatentAttention
 from models.layers.residual_layers import ScaledPreNormLayer
 from models.layers.rms_norm import RMSNorm
@@ -80,5 +81,6 @@ class MiniCPM3ForCausalLM(DenseDecoder):
     def compute_logits(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
+        kernels: KernelSettings,
     ) -> jax.Array:  # f32[num_logits, vocab]
-        return super().compute_logits(hidden / self.config.logits_divisor)
+        return super().compute_logits(hidden / self.config.logits_divisor, kernels)

@@ -34,6 +34,7 @@ from models.decoders.moe_decoder import MoEDecoder
 from models.decoders.shared_moe import SharedMoEConfig, make_shared_experts
 from models.errors import ModelConfigError, UnsupportedModelError
 from models.forward.carry import Carry
+from models.forward.kernel_settings import KernelSettings
 from models.forward.layer_context import LayerContext
 from models.layers.index_attention import (
     ChoiceCarry,
@@ -167,8 +168,9 @@ class MistralLarge4ForCausalLM(MoEDecoder):
     def compute_logits(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
+        kernels: KernelSettings,
     ) -> jax.Array:  # f32[num_logits, vocab]
-        return soft_cap_logits(super().compute_logits(hidden), self.config.logits_soft_cap)
+        return soft_cap_logits(super().compute_logits(hidden, kernels), self.config.logits_soft_cap)
 
 
 class MistralLarge4Attention(IndexedLatentAttention):

@@ -18,6 +18,7 @@ from models.decoders.decoder import Decoder
 from models.decoders.layer_loop import Layer
 from models.families.granite_swa import read_layer_thetas
 from models.forward.carry import Carry
+from models.forward.kernel_settings import KernelSettings
 from models.forward.layer_context import LayerContext
 from models.layers.dense_layers import make_dense_layers, make_head_normed_attention
 from models.layers.gated_attention import GatedAttention
@@ -80,8 +81,9 @@ class MuseDecoder(Decoder):
     def compute_logits(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
+        kernels: KernelSettings,
     ) -> jax.Array:  # f32[num_logits, vocab]
-        logits = super().compute_logits(hidden) * self.config.logits_scale
+        logits = super().compute_logits(hidden, kernels) * self.config.logits_scale
         return soft_cap_logits(logits, self.config.logits_soft_cap)
 
 

@@ -11,6 +11,7 @@ from models.config.dense_config import DenseConfig, read_attention, read_dense_f
 from models.config.fields import read_flag, read_optional_number, with_defaults
 from models.decoders.dense_decoder import DenseDecoder
 from models.forward.carry import Carry
+from models.forward.kernel_settings import KernelSettings
 from models.forward.layer_context import LayerContext
 from models.layers.attention_variants import NormedLastAttention
 from models.layers.dense_layers import make_head_normed_attention
@@ -83,8 +84,9 @@ class NanoChatForCausalLM(DenseDecoder):
     def compute_logits(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
+        kernels: KernelSettings,
     ) -> jax.Array:  # f32[num_logits, vocab]
-        return soft_cap_logits(super().compute_logits(hidden), self.config.logits_soft_cap)
+        return soft_cap_logits(super().compute_logits(hidden, kernels), self.config.logits_soft_cap)
 
 
 def _stored_name(name: str) -> str:

@@ -15,6 +15,7 @@ from models.config.partial_rotary import parse_partial_rope
 from models.decoder_spec import DecoderSpec, spec_of_attention, with_states
 from models.decoders.decoder import Decoder
 from models.errors import ModelConfigError
+from models.forward.kernel_settings import KernelSettings
 from models.layers.attention import Attention
 from models.layers.dense_layers import make_dense_layers
 from models.layers.rg_lru import RECURRENT, RecurrentBlock, RecurrentBlockConfig
@@ -132,8 +133,9 @@ class RecurrentGemmaForCausalLM(Decoder):
     def compute_logits(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
+        kernels: KernelSettings,
     ) -> jax.Array:  # f32[num_logits, vocab]
-        return soft_cap_logits(super().compute_logits(hidden), self.config.logits_soft_cap)
+        return soft_cap_logits(super().compute_logits(hidden, kernels), self.config.logits_soft_cap)
 
     def weight_rules(self) -> dict[str, WeightRule]:
         """Checkpoints have other names for most modules."""

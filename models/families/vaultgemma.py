@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from models.decoders.dense_decoder import DenseDecoder
 from models.families.gemma2 import GemmaConfig, read_gemma2_config
+from models.forward.kernel_settings import KernelSettings
 from models.layers.rms_norm import OffsetRMSNorm
 from models.layers.soft_cap import soft_cap_logits
 from models.weight_rule import WeightRule, with_renamed_sources
@@ -37,8 +38,9 @@ class VaultGemmaForCausalLM(DenseDecoder):
     def compute_logits(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
+        kernels: KernelSettings,
     ) -> jax.Array:  # f32[num_logits, vocab]
-        return soft_cap_logits(super().compute_logits(hidden), self.config.logits_soft_cap)
+        return soft_cap_logits(super().compute_logits(hidden, kernels), self.config.logits_soft_cap)
 
 
 def _stored_name(name: str) -> str:

@@ -188,6 +188,28 @@ class KernelSettings:
             out_specs=y_spec,
         )
 
+    def scaled_matmul(
+        self,
+        x: jax.Array,  # f[num_rows, in_features]
+        numbers: jax.Array,  # u8 or i8[num_groups, bytes_per_group, out_features]
+        scales: jax.Array,  # f32 or u8[num_groups, out_features]
+        zeros: jax.Array | None,  # u8[num_groups, out_features]
+        *,
+        number_format: pallas_kernels.NumberFormat,
+    ) -> jax.Array:  # f32[num_rows, out_features]
+        """As `pallas_kernels.scaled_matmul`.
+
+        Over a mesh, it runs as XLA, which splits the product as its arrays are split. Its kernel
+        serves few rows only, so with it a row's bits would depend on the batch.
+        """
+        uses_xla = self.num_shards > 1 or self.batch_invariant
+        return pallas_kernels.scaled_matmul(
+            *(x, numbers, scales, zeros),
+            number_format=number_format,
+            implementation="xla" if uses_xla else self.implementation,
+            target=self.target,
+        )
+
     def copy_blocks(
         self,
         pages: Pages,
@@ -209,6 +231,10 @@ class KernelSettings:
             in_specs=(PAGES_BY_DEVICE, WHOLE),
             out_specs=PAGES_BY_DEVICE,
         )
+
+
+# For products whose callers have no settings.
+PLAIN_XLA = KernelSettings(implementation="xla")
 
 
 def specs_of_tiles(split: ExpertSplit) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:

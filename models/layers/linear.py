@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.forward.kernel_settings import PLAIN_XLA, KernelSettings
 from models.forward.layer_context import LayerContext
 from models.layers.head_linear import HeadLinear
 from models.layers.product import dot_float32
@@ -62,7 +63,7 @@ class Linear(nnx.Module):
         x: jax.Array,  # f[num_rows, in_features], of the tokens of `context.of_rows`
         context: LayerContext,
     ) -> jax.Array:  # f[num_rows, out_features]
-        y = context.kernels.split_last(self.product(x), self.axes[1])
+        y = context.kernels.split_last(self.product(x, context.kernels), self.axes[1])
         if self.bias is not None:
             y += self.bias[...].astype(jnp.float32)
         return context.changed_linear(self.name, x, y.astype(x.dtype))
@@ -70,9 +71,10 @@ class Linear(nnx.Module):
     def product(
         self,
         x: jax.Array,  # f[num_rows, in_features]
+        kernels: KernelSettings = PLAIN_XLA,
     ) -> jax.Array:  # f32[num_rows, out_features]
         """`x @ kernel` alone."""
-        return multiply(x, self.kernel.get_value())
+        return multiply(x, self.kernel.get_value(), kernels)
 
 
 def name_linears(model: nnx.Module) -> None:

@@ -79,7 +79,7 @@ class LoadedModel(LoadedModule):
         hidden: jax.Array,  # f[num_logits, hidden]
     ) -> jax.Array:  # f32[num_logits, vocab]
         """Projects hidden states, `Outputs.for_logits`, onto the vocabulary."""
-        logits = self._merge(params).compute_logits(hidden)
+        logits = self._merge(params).compute_logits(hidden, self.kernels)
         logits = self.kernels.split_last(logits, "vocab")
         if not self.unused_token_ids:
             return logits

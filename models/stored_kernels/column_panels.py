@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from models.forward.kernel_settings import KernelSettings
 from models.layers.product import dot_float32
 from models.stored_kernels.stored_kernel import StoredKernel, UseKernel
 from models.weight_rule import SplitAxis
@@ -60,6 +61,7 @@ class PanelKernel(StoredKernel):
     def multiply(
         self,
         x: jax.Array,  # f[num_rows, in_features]
+        settings: KernelSettings,
         use: UseKernel,
     ) -> jax.Array:  # f32[num_rows, out_features]
         # Outside of the function, XLA can fuse the joining with what follows.

@@ -39,6 +39,7 @@ class PlainKernel(StoredKernel):
     def multiply(
         self,
         x: jax.Array,  # f[num_rows, in_features]
+        settings: KernelSettings,
         use: UseKernel,
     ) -> jax.Array:  # f32[num_rows, out_features]
         x_rounded = x

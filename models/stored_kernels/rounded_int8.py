@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from models.forward.kernel_settings import KernelSettings
 from models.layers.product import at_least_min_rows
 from models.stored_kernels.stored_kernel import StoredKernel, UseKernel
 from models.weight_rule import SplitAxis, split_spec
@@ -50,6 +51,7 @@ class RoundedInt8Kernel(StoredKernel):
     def multiply(
         self,
         x: jax.Array,  # f[num_rows, in_features]
+        settings: KernelSettings,
         use: UseKernel,
     ) -> jax.Array:  # f32[num_rows, out_features]
         x_int8, x_scales = round_to_int8(x, axis=1)

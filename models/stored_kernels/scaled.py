@@ -121,21 +121,23 @@ class ScaledKernel(StoredKernel):
     def multiply(
         self,
         x: jax.Array,  # f[num_rows, in_features]
+        settings: KernelSettings,
         use: UseKernel,
     ) -> jax.Array:  # f32[num_rows, out_features]
-        width = self.numbers.shape[-1]
-
-        def columns(panel_idx: jax.Array | int) -> jax.Array:
-            panel = use(lambda idx, kernel: kernel._panel(idx), panel_idx)
-            return dot_float32(x, panel.widen(x.dtype))
+        def panel(idx: jax.Array | int) -> Panels:
+            return use(lambda idx, kernel: kernel._panel(idx), idx)
 
         if self.num_panels == 1:
-            return columns(0)
+            own = panel(0)
+            return settings.scaled_matmul(
+                *(x, own.numbers, own.scales, own.zeros), number_format=own.number_format
+            )
         if len(x) <= MAX_FEW_ROWS and x.dtype == jnp.float32:
             return multiply_few_rows(x, self.panels, use)[:, : self.out_features]
+        width = self.numbers.shape[-1]
 
-        def add(panel_idx: jax.Array, out: jax.Array) -> jax.Array:
-            return _update(out, columns(panel_idx), 0, panel_idx * width)
+        def add(idx: jax.Array, out: jax.Array) -> jax.Array:
+            return _update(out, dot_float32(x, panel(idx).widen(x.dtype)), 0, idx * width)
 
         out = jnp.zeros((x.shape[0], self.num_panels * width), jnp.float32)
         return lax.fori_loop(0, self.num_panels, add, out)[:, : self.out_features]

@@ -47,6 +47,7 @@ class StoredKernel(ABC):
     def multiply(
         self,
         x: jax.Array,  # f[num_rows, in_features]
+        settings: KernelSettings,
         use: UseKernel,
     ) -> jax.Array:  # f32[num_rows, out_features]
         """The product of x with one matrix."""

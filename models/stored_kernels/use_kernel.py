@@ -25,10 +25,11 @@ def as_stored_kernel(value: KernelValue) -> StoredKernel:
 def multiply(
     x: jax.Array,  # f[num_rows, in_features]
     kernel: KernelValue | ChosenKernel,
+    settings: KernelSettings,
 ) -> jax.Array:  # f32[num_rows, out_features]
     """`x @ kernel`."""
     first, use = _first_and_use(kernel)
-    return first.multiply(x, use)
+    return first.multiply(x, settings, use)
 
 
 def multiply_groups(

@@ -41,6 +41,7 @@ from paxkv.runner.profiler import Profiler
 from paxkv.runner.programs.expert_check import products_of
 from paxkv.runner.programs.kernel_check import KernelChoice, choose_implementation
 from paxkv.runner.programs.program_store import ProgramStore
+from paxkv.runner.programs.scaled_check import scaled_products_of
 from paxkv.runner.programs.step_sampler import StepSampler
 from paxkv.runner.programs.warmup import StepPrograms
 from paxkv.runner.ranks.rank_group import Leader, RankGroup, agree
@@ -399,7 +400,10 @@ def _choose_kernels(
         )
     ]
     products = frozenset().union(*map(products_of, modules))
-    choice = choose_implementation(config.kernels, tests, products, kernels.mesh.local_devices[0])
+    scaled_products = frozenset().union(*map(scaled_products_of, modules))
+    choice = choose_implementation(
+        *(config.kernels, tests, products, scaled_products), kernels.mesh.local_devices[0]
+    )
     if group is None:
         return choice
     # If the kernels fail on one host, plain XLA replaces them on all hosts.

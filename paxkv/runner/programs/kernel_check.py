@@ -16,6 +16,7 @@ import pallas_kernels
 from models.cache.self_test import SelfTest
 from pallas_kernels.dispatch import collect_misfits, target_misfit
 from paxkv.runner.programs.expert_check import CheckedProduct
+from paxkv.runner.programs.scaled_check import CheckedScaledProduct
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ def choose_implementation(
     kernels: str,
     tests: Iterable[SelfTest],
     products: Iterable[CheckedProduct],
+    scaled_products: Iterable[CheckedScaledProduct],
     device: jax.Device,
 ) -> KernelChoice:
     """Chooses between plain XLA and the kernels for a device.
@@ -47,6 +49,7 @@ def choose_implementation(
         kernels: `RunnerConfig.kernels`.
         tests: The tests of the model's caches.
         products: The products of the model's layers with experts.
+        scaled_products: The products with quantized matrices.
     """
     target = pallas_kernels.target_of(device)
     if kernels == "xla":
@@ -55,9 +58,14 @@ def choose_implementation(
     if misfit is not None:
         return KernelChoice(None, f"{misfit}.")  # dispatch chooses XLA by itself
     with collect_misfits() as misfits:
-        reason = why_kernels_differ(tests, target) or why_kernels_differ(
-            sorted(products, key=dataclasses.astuple), target, tested="the product of experts"
-        )
+        reason = why_kernels_differ(tests, target)
+        for tested, own in (
+            ("the product of experts", products),
+            ("the product with a quantized matrix", scaled_products),
+        ):
+            reason = reason or why_kernels_differ(
+                sorted(own, key=dataclasses.astuple), target, tested=tested
+            )
     if reason is None:
         return KernelChoice(None, None, tuple(misfits))
     logger.error(

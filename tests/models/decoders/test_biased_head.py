@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models import KernelSettings
 from models.decoders.biased_head import BiasedHeadDecoder
 from models.layers.rms_norm import UnscaledRMSNorm
 from models.registry import read_config
@@ -28,7 +29,9 @@ def test_bias_is_added_to_logits_and_stored_with_the_head():
     )
     model.lm_head.kernel[...] = jnp.array([[1.0, 2.0, 3.0], [0.0, 0.0, 1.0]])
     model.lm_head.bias[...] = jnp.array([0.5, 0.0, -1.0])
-    np.testing.assert_allclose(model.compute_logits(jnp.array([[1.0, 10.0]])), [[1.5, 2.0, 12.0]])
+    np.testing.assert_allclose(
+        model.compute_logits(jnp.array([[1.0, 10.0]]), KernelSettings()), [[1.5, 2.0, 12.0]]
+    )
     rules = model.weight_rules()
     assert rules["lm_head.bias"].sources[0].name == "lm_head.bias"
     assert rules["lm_head.bias"].axes == ("vocab",)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from models import LoadedModel, load_model
+from models import KernelSettings, LoadedModel, load_model
 from models.demo.data import sample_conversation
 from models.demo.packing import encode_conversations
 from models.errors import ModelError
@@ -94,7 +94,7 @@ def test_unknown_dtype_is_refused_by_name():
 
 def test_token_of_zeros_has_a_product_of_zeros():
     kernel = RoundedInt8Kernel.of(jnp.ones((16, 24)))
-    assert np.array_equal(multiply(jnp.zeros((2, 16)), kernel), np.zeros((2, 24)))
+    assert np.array_equal(multiply(jnp.zeros((2, 16)), kernel, KernelSettings()), np.zeros((2, 24)))
 
 
 def scored_conversations(model: LoadedModel) -> tuple[float, np.ndarray]:

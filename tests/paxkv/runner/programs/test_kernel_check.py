@@ -111,15 +111,15 @@ class FakeH200:
 
 def test_kernels_that_differ_are_not_used_and_the_log_says_so(monkeypatch, caplog):
     monkeypatch.setattr(kernel_check, "target_misfit", lambda target: None)
-    reasons = iter(["they rot", None, None])
+    reasons = iter(["they rot", None, None, None])
     monkeypatch.setattr(kernel_check, "why_kernels_differ", lambda *args, **kwargs: next(reasons))
     with caplog.at_level(logging.ERROR):
-        choice = choose_implementation("auto", (), (), FakeH200())
+        choice = choose_implementation("auto", (), (), (), FakeH200())
         assert choice.implementation == "xla"
         assert choice.why_no_kernels == "the kernels failed the check at the start: they rot."
         assert "NVIDIA H200" in caplog.text and "they rot" in caplog.text
         caplog.clear()
-        assert choose_implementation("auto", (), (), FakeH200()).implementation is None
+        assert choose_implementation("auto", (), (), (), FakeH200()).implementation is None
     assert not caplog.text
 
 
@@ -128,16 +128,16 @@ def test_wrong_experts_alone_are_enough_to_use_xla(monkeypatch, caplog):
     spoil_products(monkeypatch, lambda y: y * 1.05)
     monkeypatch.setattr(expert_check, "_preferred_body", lambda *args: "reference")
     with caplog.at_level(logging.ERROR):
-        assert choose_implementation("auto", (), PRODUCTS, FakeH200()).implementation == "xla"
+        assert choose_implementation("auto", (), PRODUCTS, (), FakeH200()).implementation == "xla"
     assert "experts of 16 x 24, tiles of 8" in caplog.text
 
 
 def test_cpu_leaves_the_choice_to_dispatch_and_xla_is_taken_at_its_word():
     device = jax.devices("cpu")[0]
-    choice = choose_implementation("auto", (), PRODUCTS, device)
+    choice = choose_implementation("auto", (), PRODUCTS, (), device)
     assert choice.implementation is None
     assert choice.why_no_kernels == "no Mosaic body is written for the platform 'cpu'."
-    choice = choose_implementation("xla", (), PRODUCTS, device)
+    choice = choose_implementation("xla", (), PRODUCTS, (), device)
     assert choice == ("xla", "--kernels xla is set.", ())
 
 
@@ -154,7 +154,7 @@ def test_operations_without_a_kernel_are_named_in_the_choice(monkeypatch):
     monkeypatch.setattr(kernel_check, "why_kernels_differ", check)
     # Also where an earlier engine of this process has logged it.
     for _ in range(2):
-        choice = choose_implementation("auto", (), (), FakeH200())
+        choice = choose_implementation("auto", (), (), (), FakeH200())
         assert choice == (
             None,
             None,
