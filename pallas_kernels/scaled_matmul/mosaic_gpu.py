@@ -102,7 +102,7 @@ def misfit(
     if number_format not in _STORED_DTYPES:
         return f"the kernel widens {', '.join(_STORED_DTYPES)}, not {number_format}"
     if x.shape[0] > max(_NUM_ROWS):
-        return f"x has {x.shape[0]} rows, and the kernel is for up to {max(_NUM_ROWS)}"
+        return f"x has more than {max(_NUM_ROWS)} rows"  # one log line for all numbers of rows
     piece_rows = _piece_rows(num_bytes)
     if piece_rows is None or (not has_pairs(number_format) and piece_rows < 32):
         return f"a group has {num_bytes} rows of bytes, which do not consist of pieces"

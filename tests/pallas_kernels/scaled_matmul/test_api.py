@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.dispatch import MIN_JAX_FOR_MOSAIC_GPU
+from pallas_kernels.dispatch import MIN_JAX_FOR_MOSAIC_GPU, collect_misfits
 from pallas_kernels.scaled_matmul.api import scaled_matmul, scaled_matmul_body
 from pallas_kernels.target import Target
 
@@ -100,3 +100,16 @@ def test_an_h200_runs_the_kernel_where_it_fits(
         target=H200,
     )
     assert body == wanted
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < MIN_JAX_FOR_MOSAIC_GPU,
+    reason="Mosaic GPU bodies need JAX 0.11.2 or newer",
+)
+def test_all_large_numbers_of_rows_share_one_log_line():
+    with collect_misfits() as misfits:
+        for num_rows in (65, 512):
+            result_of({"x": ((num_rows, 128), jnp.bfloat16)}, target=H200)
+    assert list(misfits) == [
+        "scaled_matmul runs as plain XLA, not as mosaic_gpu: x has more than 64 rows."
+    ]
