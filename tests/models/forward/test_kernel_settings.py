@@ -161,3 +161,23 @@ def test_settings_of_a_mesh_know_their_target_and_are_hashable():
     assert settings.target == pallas_kernels.target_of(jax.devices("cpu")[0])
     assert (settings.num_shards, settings.implementation) == (1, "xla")
     assert hash(settings) == hash(KernelSettings.for_mesh(mesh, implementation="xla"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        (KernelSettings(), None),
+        (KernelSettings(implementation="reference"), "reference"),
+        (KernelSettings(implementation="reference", batch_invariant=True), "xla"),
+    ],
+)
+def test_batch_invariant_products_of_quantized_matrices_use_xla(monkeypatch, settings, wanted):
+    # The kernel serves few rows only, so a row's bits would depend on the number of rows.
+    chosen = []
+
+    def note(*arrays, number_format, implementation, target):
+        chosen.append(implementation)
+
+    monkeypatch.setattr(pallas_kernels, "scaled_matmul", note)
+    settings.scaled_matmul(None, None, None, None, number_format="int4")
+    assert chosen == [wanted]
