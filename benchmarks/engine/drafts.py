@@ -1,4 +1,4 @@
-"""Tokens per second with n-gram drafts, compared with an engine without them, in one run.
+"""Tokens per second with drafts from the text, compared with an engine without them, in one run.
 
     python -m benchmarks.engine.drafts
     python -m benchmarks.engine.drafts --requests 1 --repetitions 3 --out FILE
@@ -19,6 +19,8 @@ Workloads, with weights in the shape of the model `small`:
               alone; sampling makes one token of ten jump.
     random    the next token depends on all tokens, and tokens hardly ever repeat.
     useless   tokens repeat, and what follows them does not: they are drawn from 16 tokens.
+
+The drafter is `ngram`, or `suffix` in the workloads `copy_suffix` and `random_suffix`.
 """
 
 import argparse
@@ -45,6 +47,12 @@ SPECULATIVE = {
     "num_speculative_tokens": 4,
     "prompt_lookup_min": 2,
     "prompt_lookup_max": 4,
+}
+# Without answers of finished requests, which here are the same as the next ones.
+SUFFIX = {
+    "method": "suffix",
+    "num_speculative_tokens": 4,
+    "suffix_decoding_max_cached_requests": 0,
 }
 NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 256, 192
 # Tokens after which a copying model is back at the first one.
@@ -118,7 +126,9 @@ class UselessTraffic(Traffic):
 
 TRAFFIC: Mapping[str, Traffic] = {
     "copy": CopyTraffic(is_copying=True, speculative=SPECULATIVE),
+    "copy_suffix": CopyTraffic(is_copying=True, speculative=SUFFIX),
     "random": Traffic(is_copying=False, speculative=SPECULATIVE),
+    "random_suffix": Traffic(is_copying=False, speculative=SUFFIX),
     "useless": UselessTraffic(is_copying=False, speculative=SPECULATIVE | {"prompt_lookup_min": 1}),
 }
 

@@ -100,7 +100,7 @@ def test_rows_are_written(tmp_path, monkeypatch, capsys):
     arguments = ["--requests", "1", "8", "--repetitions", "2", "--out", str(out)]
     assert drafts.main(arguments) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(rows) == 3 * 2 * len(drafts.METRICS)
+    assert len(rows) == len(drafts.TRAFFIC) * 2 * len(drafts.METRICS)
     assert rows[2]["case"] == "copy requests=1" and rows[2]["metric"] == "acceptance_percent"
     assert rows[2]["median"] == 75.0
     assert "| copy requests=1 " in capsys.readouterr().out
