@@ -23,7 +23,7 @@ from tests.oracles.token_experts import (
     make_token_experts,
 )
 from tests.paxkv.runner.driver import RunnerDriver
-from tests.paxkv.runner.shared_runners import make_runner
+from tests.paxkv.runner.shared_runners import make_runner, make_warm_runner
 
 GREEDY = SamplingParams(temperature=0.0)
 WINDOW_S = 10.0
@@ -50,17 +50,14 @@ def model(tmp_path_factory):
     ]
 )
 def counting(request, model, monkeypatch):
-    """A runner that counts, and the clock of its windows.
-
-    Without a warm-up, it compiles only the programs that the test needs.
-    """
+    """A warm runner that counts, and the clock of its windows."""
     # So that batch-invariant steps have several tiles.
     monkeypatch.setattr(step_buckets, "INVARIANT_TILE_TOKENS", 4)
     clock = FakeClock()
     load = ExpertLoad(model, WINDOW_S, clock=clock)
     monkeypatch.setattr(model_runner, "make_features", lambda *args: (load,))
     config = RunnerConfig(batch_invariant=request.param)
-    runner = make_runner(model, runner_config=config)
+    runner = make_warm_runner(model, config).runner
     return SimpleNamespace(runner=runner, clock=clock, drops_rows=not request.param)
 
 
@@ -107,6 +104,7 @@ def test_counts_cover_the_tokens_that_steps_and_bursts_computed(counting, model)
         assert runner.feature_stats(only_new=True) == {}
         counting.clock.now_s += WINDOW_S
         check(only_new=True)
+    assert runner.num_compiles_after_ready == 0
     driver.finish_all()
 
 
