@@ -118,6 +118,8 @@ _SHARED_FIELDS = (
     "tie_word_embeddings",
     "torch_dtype",
 )
+# The `eos_token_id` of the text part, if that of the whole differs. The whole's ends answers.
+TEXT_END = "text_eos_token_id"
 # Modules for images and audio, and modules that pass their outputs to the language model.
 _OTHER_MODULES = re.compile(
     r"(^|\.)(audio|audio_tower|connector|embed_audio|embed_vision|image_newline|multi_modal_projector"
@@ -141,8 +143,10 @@ def text_part(hf_config: Mapping[str, object]) -> dict[str, object]:
     """
     part = hf_config.get("text_config")
     fields = dict(part if isinstance(part, Mapping) else hf_config)
-    shared = {name: hf_config[name] for name in _SHARED_FIELDS if hf_config.get(name) is not None}
-    fields |= shared
+    own_end = fields.get("eos_token_id")
+    fields |= {name: hf_config[name] for name in _SHARED_FIELDS if hf_config.get(name) is not None}
+    if own_end is not None and own_end != fields["eos_token_id"]:
+        fields[TEXT_END] = own_end
     fields.pop("architectures", None)
     # "vision" lets only the tokens of an image see later tokens (Gemma 4).
     if fields.get("use_bidirectional_attention") == "vision":

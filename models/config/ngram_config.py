@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from models.cache.state_format import StateFormat
 from models.config.fields import read_count, read_layer_numbers, read_token_ids
 from models.errors import ModelConfigError, UnsupportedModelError
+from models.text_parts import TEXT_END
 
 # Digits with base 256 of a stored token id. Every dtype of states holds such digits exactly.
 NUM_DIGITS = 3
@@ -83,7 +84,9 @@ def read_ngrams(
             f"config.json: ple_layer_ids is {layer_ids}, and a layer of these has attention; paxkv "
             "supports embeddings of n-grams in layers with linear attention."
         )
-    end_token_ids = read_token_ids(hf_config, "eos_token_id")
+    # That of the text part: another one of the whole ends answers, but no n-grams.
+    has_text_end = hf_config.get(TEXT_END) is not None
+    end_token_ids = read_token_ids(hf_config, TEXT_END if has_text_end else "eos_token_id")
     if not end_token_ids:
         raise ModelConfigError(
             "config.json: eos_token_id is missing; expected a token id, because n-grams end at it."

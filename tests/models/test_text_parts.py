@@ -55,6 +55,17 @@ def test_text_alone_has_the_weights_of_the_whole(name, tmp_path):
             np.testing.assert_array_equal(got, projection.weight.detach().numpy().T)
 
 
+def test_ngrams_end_at_the_end_token_of_the_text_part():
+    """As in transformers, whose n-grams read `text_config`."""
+    hf_config = json.loads(CONFIGS["qwen4-exp-vl"]().to_json_string(use_diff=False))
+    hf_config["architectures"] = ["Qwen4ExpForConditionalGeneration"]
+    hf_config["text_config"]["eos_token_id"] = 5
+    for of_whole, ends in ((None, (5,)), (9, (9,)), ([9, 5], (9, 5))):
+        config = read_config(hf_config | {"eos_token_id": of_whole})
+        assert config.eos_token_ids == ends
+        assert {ngrams.end_token_id for ngrams in filter(None, config.ngrams)} == {5}
+
+
 def test_every_supported_whole_has_a_checkpoint():
     assert {architecture_of(CONFIGS[name]()) for name in LOADED} == set(WHOLES)
 
