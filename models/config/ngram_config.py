@@ -108,15 +108,13 @@ def read_ngrams(
         )
     seed = read_count(hf_config, "seed", 1234, minimum=0)
     step = read_count(hf_config, "make_ngram_vocab_size_divisible_by", 128)
-    primes = _primes_from(read_count(hf_config, "ngram_vocab_size_base", 20_000_000))
+    base = read_count(hf_config, "ngram_vocab_size_base", 20_000_000)
+    _check_num_rows(base * num_heads)  # primes far above the limit would take hours to find
+    primes = _primes_from(base)
     for ngram_idx, layer_id in enumerate(layer_ids):
         head_sizes = tuple(next(primes) for _ in range(num_heads))
         num_rows = math.ceil(sum(head_sizes) / step) * step
-        if num_rows >= _MAX_ROWS:
-            raise UnsupportedModelError(
-                f"config.json: ngram_vocab_size_base and heads_per_ngram give a layer {num_rows} "
-                f"embeddings of n-grams; paxkv supports fewer than {_MAX_ROWS}."
-            )
+        _check_num_rows(num_rows)
         found[layer_id - 1] = NGramConfig(
             ngram_size=ngram_size,
             head_sizes=head_sizes,
@@ -129,6 +127,14 @@ def read_ngrams(
             num_channels=hidden_size * num_streams,
         )
     return tuple(found)
+
+
+def _check_num_rows(num_rows: int) -> None:
+    if num_rows >= _MAX_ROWS:
+        raise UnsupportedModelError(
+            f"config.json: ngram_vocab_size_base and heads_per_ngram give a layer {num_rows} "
+            f"embeddings of n-grams or more; paxkv supports fewer than {_MAX_ROWS}."
+        )
 
 
 def _multipliers(seed: int, count: int, vocab_size: int) -> tuple[int, ...]:

@@ -48,6 +48,9 @@ def test_sizes_and_multipliers_are_those_of_transformers():
         ({"ple_embed_dim": 50}, ModelConfigError, "ple_embed_dim is 50; expected a multiple of 6"),
         ({"vocab_size": 2**24}, UnsupportedModelError, "fewer than 16777216 tokens"),
         ({"ngram_vocab_size_base": 4 * 10**8}, UnsupportedModelError, "supports fewer than 21474"),
+        # The base fits, and the padded rows do not.
+        ({"ngram_vocab_size_base": 357_913_931}, UnsupportedModelError, "give a layer 2147483840"),
+        ({"ngram_vocab_size_base": 10**40}, UnsupportedModelError, "supports fewer than 21474"),
     ],
 )
 def test_fields_that_do_not_fit_are_refused(changes, error, message):
