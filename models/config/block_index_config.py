@@ -14,8 +14,8 @@ from models.errors import ModelConfigError
 class BlockIndexConfig:
     """The index of one layer. It scores blocks of `block_len` consecutive tokens.
 
-    The first `AttentionConfig.rotary` dimensions of its queries and keys are turned. These blocks
-    are part of the model. They have nothing to do with the blocks of the KV cache.
+    Rotary embeddings rotate its queries and keys as `AttentionConfig.rotary` says. These blocks are
+    part of the model, and are unrelated to the blocks of the KV cache.
     """
 
     num_heads: int
@@ -30,8 +30,8 @@ class BlockIndexedConfig(AttentionConfig):
     """Attention of one layer to chosen blocks, and to the tokens after the last whole block.
 
     Args:
-        attends_to_all: No request can have more whole blocks than a token attends to. Then the
-            layer needs no index.
+        attends_to_all: Whether every token attends to all blocks, because no request can have more
+            than `BlockIndexConfig.num_chosen`. The layer then has no index.
     """
 
     index: BlockIndexConfig

@@ -9,12 +9,12 @@ from models.config.fields import read_count, read_layer_numbers, read_token_ids
 from models.errors import ModelConfigError, UnsupportedModelError
 from models.text_parts import TEXT_END
 
-# Digits with base 256 of a stored token id. Every dtype of states holds such digits exactly.
+# Base-256 digits of a stored token id. Every dtype of states stores such a digit exactly.
 NUM_DIGITS = 3
-# A remainder is computed in 32 bits, with at least one bit of the hash at a time.
+# `ngram_hash.py` keeps a remainder and at least one more bit of the hash in 32 bits.
 _MAX_ROWS = 2**31
 _MASK = 2**64 - 1
-# The constants of SplitMix64, and the distance of the seeds of layers.
+# The constants of SplitMix64, and the difference between the seeds of successive layers.
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _SEED_STEP = 10_007
 
@@ -29,9 +29,10 @@ class NGramConfig:
     Args:
         head_sizes: Rows of each head: first of the heads of 2-grams, then of 3-grams, and so on.
         num_rows: Rows of the table, with padding after the rows of all heads.
-        num_parts: Tensors that a checkpoint has for the table.
+        num_parts: Most tensors into which a checkpoint splits the table.
         multipliers: A factor for each token of an n-gram, the newest token first.
-        end_token_id: No n-gram goes back over this token. It stands for each token before it.
+        end_token_id: N-grams do not reach back over this token. It takes the place of all tokens
+            before it, and of tokens before the start of the request.
     """
 
     ngram_size: int
@@ -61,7 +62,9 @@ class NGramConfig:
 def read_ngrams(
     hf_config: Mapping[str, object], has_state: Sequence[bool], *, num_streams: int
 ) -> tuple[NGramConfig | None, ...]:
-    """Reads the embeddings of each layer: those in `ple_layer_ids`, counted from 1, have some.
+    """Reads the embeddings of each layer; None for layers that are not in `ple_layer_ids`.
+
+    `ple_layer_ids` counts layers from 1.
 
     Args:
         has_state: For each layer, whether it has a state in place of attention.
@@ -81,8 +84,8 @@ def read_ngrams(
         )
     if not all(has_state[layer_id - 1] for layer_id in layer_ids):
         raise UnsupportedModelError(
-            f"config.json: ple_layer_ids is {layer_ids}, and a layer of these has attention; paxkv "
-            "supports embeddings of n-grams in layers with linear attention."
+            f"config.json: ple_layer_ids is {layer_ids}, counted from 1, and one of these layers "
+            "has no linear attention; paxkv supports embeddings of n-grams only in layers with it."
         )
     # That of the text part: another one of the whole ends answers, but no n-grams.
     has_text_end = hf_config.get(TEXT_END) is not None

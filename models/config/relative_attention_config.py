@@ -11,10 +11,10 @@ class RelativeAttentionConfig(AttentionConfig):
 
     Args:
         num_profiles: Profiles that a query head mixes.
-        num_distances: Distances that a profile has a number for, from 0 on. Keys at larger
-            distances get no bias.
+        num_distances: Length of a profile, which has a number for each distance from 0 on. Keys at
+            larger distances get no bias.
         log_floor: Logits of queries at position `log_floor` and later are multiplied by `1 +
-            log_rate * log((position + 1) / log_floor)`. None: they are not.
+            log_rate * log((position + 1) / log_floor)`. None: no logits are multiplied.
     """
 
     num_profiles: int

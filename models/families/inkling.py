@@ -1,5 +1,6 @@
-"""Inkling (text): no positions, but a bias of distances that each query mixes; short convolutions
-of keys, values, and the outputs of attention and MLPs; shared experts that the router scores too.
+"""Inkling (text): in place of positions, a bias by distance that each query mixes; short
+convolutions of keys, values, and the outputs of attention and MLPs; a router that also scores the
+shared experts.
 """
 
 import functools
@@ -91,7 +92,7 @@ _SUPPORTED = {"shared_expert_sink": True, "tie_word_embeddings": False}
 class InklingConfig(MoEConfig):
     """The config of Inkling. `vocab_size` is the number of tokens that are scored."""
 
-    stored_vocab_size: int  # rows of the stored embedding and head; those past `vocab_size` pad
+    stored_vocab_size: int  # rows of the stored embedding and head; padding after `vocab_size`
     kernel_size: int  # of all convolutions
     choose: SharedSigmoidTopK
     hidden_divisor: float  # of the input of the vocabulary head
@@ -161,7 +162,7 @@ class InklingForCausalLM(MoEDecoder):
         self.embed_norm = norm(config.hidden_size)
 
     def embed(self, context: LayerContext) -> Carry:
-        """See `Decoder.embed`. Embeddings of features are not normed."""
+        """See `Decoder.embed`. Embeddings from step features are not normed."""
         hidden = self.embed_norm(self.embed_tokens(context.batch.token_ids))
         if context.embeddings is not None:
             hidden = context.embeddings.replace_in(hidden)
@@ -175,10 +176,10 @@ class InklingForCausalLM(MoEDecoder):
         return super().compute_logits(hidden / self.config.hidden_divisor, kernels)
 
     def weight_rules(self) -> dict[str, WeightRule]:
-        """Checkpoints pack experts, and shared experts, into a tensor for each projection.
+        """Checkpoints pack all experts of a layer, and likewise its shared experts.
 
-        Checkpoints with a vision part are stored as on the hub: with other names, and with rows of
-        gate and up that alternate.
+        Checkpoints with a vision part have the hub's form: other names of tensors, and alternating
+        rows of gate and up.
         """
         config = self.config
         is_of_hub = config.has_other_parts
@@ -208,7 +209,7 @@ def _leading_rows(weights_np: Sequence[np.ndarray], *, num_rows: int) -> np.ndar
 def _interleaved(name: str, rule: WeightRule) -> WeightRule:
     """The rule for a tensor in which rows of gate and up alternate; other rules are unchanged.
 
-    The rules of experts that the router chooses are unchanged too.
+    `packed_gate_up_rules` has already changed the rules of experts that the router chooses.
     """
     match = re.search(r"\.mlp\.(?:shared_experts\.)?(gate|up)_proj\.kernel$", name)
     if match is None:
@@ -242,7 +243,7 @@ def _make_sparse_mlp(config: InklingConfig, dtype: jnp.dtype) -> ScoredSharedMLP
 def _with_widths_of_parts(hf_config: Mapping[str, object]) -> Mapping[str, object]:
     """The fields with the width of dense MLPs in `intermediate_size`.
 
-    If config.json has `dense_intermediate_size`, its `intermediate_size` is that of experts.
+    If config.json has `dense_intermediate_size`, its `intermediate_size` is the width of experts.
     """
     dense = hf_config.get("dense_intermediate_size")
     if dense is None:

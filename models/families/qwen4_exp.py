@@ -67,7 +67,7 @@ class Qwen4ExpForCausalLM(Decoder):
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> Qwen4ExpConfig:
         hf_config = with_defaults(hf_config, _DEFAULTS) | {
-            # No layer has an MLP of this width.
+            # `read_dense_fields` needs a width, but no layer has a dense MLP.
             "intermediate_size": read_count(hf_config, "moe_intermediate_size", 512),
             "layer_types": _with_older_names(hf_config.get("layer_types")),
         }
@@ -137,15 +137,15 @@ class Qwen4ExpForCausalLM(Decoder):
         )
 
     def weight_rules(self) -> dict[str, WeightRule]:
-        """Checkpoints have the mixers of Qwen3.5, and may join all experts of a layer."""
+        """Checkpoints store mixers as Qwen3.5 does, and may join all experts of a layer."""
         rules = mixer_rules(super().weight_rules(), self.config, join_separate_projections)
         names = {"model.norm.": "model.hyper_connection_mixer."}
         return packed_or_single_rules(with_stored_names(rules, names))
 
     def ignores_weight(self, name: str) -> bool:
-        """Whether a tensor is of multi-token prediction, of an unused index, or of a hash.
+        """Whether a tensor belongs to multi-token prediction, an unused index, or a hash.
 
-        The numbers of hashes follow from config.json (`NGramConfig`).
+        The numbers of hashes are computed from config.json (`NGramConfig`).
         """
         attends_to_all = all(layer.attends_to_all for layer in self.config.attention_layers)
         return (
@@ -156,7 +156,7 @@ class Qwen4ExpForCausalLM(Decoder):
 
 
 def _with_older_names(layer_types: object) -> object:
-    """The list as `read_mixers` reads it: checkpoints may say "full_attention", too."""
+    """The list with the name that `read_mixers` reads. Checkpoints may use either name."""
     if not isinstance(layer_types, list):
         return layer_types
     return ["full_attention" if name == _INDEXED else name for name in layer_types]
@@ -173,8 +173,8 @@ def _with_index(
     budget = read_count(hf_config, "indexer_budget")
     if budget % block_len:
         raise ModelConfigError(
-            f"config.json: indexer_budget is {budget}, and indexer_compress_ratio is {block_len}; "
-            "expected a multiple of it."
+            f"config.json: indexer_budget is {budget}; expected a multiple of "
+            f"indexer_compress_ratio, which is {block_len}."
         )
     index = BlockIndexConfig(
         num_heads=read_count(hf_config, "indexer_n_heads"),

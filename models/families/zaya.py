@@ -1,6 +1,7 @@
 """ZAYA1: convolutions of queries and keys, partial rotary embeddings, and experts in every layer.
 
-MLPs choose the experts, and pass a state from layer to layer. The residual stream is float32.
+Each layer's router is an MLP that passes a state to the next layer's router. The residual stream is
+float32.
 """
 
 import functools
@@ -50,7 +51,7 @@ _DEFAULTS = {
     "tie_word_embeddings": True,
 }
 _SUPPORTED = {"lm_head_bias": False, "num_experts_per_tok": 1}
-# Modules that checkpoints have in a module of their own.
+# Modules that checkpoints have inside a module `qkv_proj`.
 _OF_PROJECTION = (
     *("q_proj", "k_proj", "v_proj_current", "v_proj_delayed"),
     *("conv_qk_depthwise", "conv_qk_grouped"),
@@ -68,7 +69,7 @@ class ZayaConfig(MoEConfig):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class RouterCarry(Carry):
-    """The residual stream, which is float32, and the state of the last layer's router."""
+    """The residual stream, which is float32, and the state of the previous layer's router."""
 
     router_state: jax.Array  # f[num_tokens, router_width]
 
@@ -83,7 +84,7 @@ class ZayaForCausalLM(Decoder):
         experts = read_expert_fields(
             hf_config, default_num_experts=16, default_top_k=1, default_size=2048
         )
-        # No layer has an MLP of this width.
+        # `read_dense_fields` needs a width, but no layer has a dense MLP.
         width = {"intermediate_size": experts["moe_intermediate_size"]}
         fields = read_dense_fields(hf_config | width)
         return ZayaConfig(
@@ -122,7 +123,10 @@ class ZayaForCausalLM(Decoder):
         return carry.hidden.astype(self.dtype)
 
     def weight_rules(self) -> dict[str, WeightRule]:
-        """Checkpoints pack all experts of a layer, and have no scale of a state before layer 0."""
+        """Checkpoints pack all experts of a layer, and have no state scale for layer 0.
+
+        No router is before that layer.
+        """
         rules = with_stored_names(packed_gate_up_rules(super().weight_rules()), _STORED_NAMES)
         name = "layers.0.mlp.gate.router_states_scale.scale"
         (source,) = rules[name].sources
@@ -163,7 +167,7 @@ class ChainedExperts(nnx.Module):
 
 
 class ZayaLayer(nnx.Module):
-    """Attention, then experts: each reads the normed residual stream, and is added by factors."""
+    """Attention, then experts. Each reads the normed stream; a `ScaledSum` adds its output."""
 
     def __init__(
         self,

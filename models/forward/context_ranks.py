@@ -92,8 +92,8 @@ class ContextRanks:
             `f[num_ranks, num_tokens, num_q_heads, value_dim]` and
             `f32[num_ranks, num_tokens, num_q_heads]`.
         """
-        # The bits of both, as integers: they are exchanged together, and XLA may convert 16-bit
-        # floats that it exchanges.
+        # Both are exchanged together, so they need one dtype. Integers of their bits are exchanged,
+        # because XLA may convert 16-bit floats for an exchange.
         bits = jnp.dtype(f"uint{8 * out.dtype.itemsize}")
         num_tokens, num_heads, width = out.shape
         out_bits = jax.lax.bitcast_convert_type(out, bits)

@@ -199,8 +199,9 @@ class KernelSettings:
     ) -> jax.Array:  # f32[num_rows, out_features]
         """As `pallas_kernels.scaled_matmul`.
 
-        Over a mesh, it runs as XLA, which splits the product as its arrays are split. Its kernel
-        serves few rows only, so with it a row's bits would depend on the batch.
+        Over a mesh, plain XLA computes the product, and splits it as its arrays are split. With
+        `batch_invariant`, plain XLA computes it too: the kernel takes only few rows, so the bits of
+        a row would depend on the batch.
         """
         uses_xla = self.num_shards > 1 or self.batch_invariant
         return pallas_kernels.scaled_matmul(

@@ -1,9 +1,8 @@
 """`BlockIndexer`: scores blocks of tokens, and chooses the blocks that a token attends to.
 
-The index cache has one vector per token. While a block is incomplete, its tokens have their own
-keys there. The last token of a block replaces its vector by the key of the block, which is the
-normed and turned mean of the tokens' keys. From then on no step reads the keys of the block's
-other tokens.
+The index cache has one vector per token. While a block is incomplete, these are the keys of its
+tokens. When the block's last token is computed, the last vector becomes the key of the block: the
+mean of the tokens' keys, normed and rotated. After that, no step reads the block's other vectors.
 """
 
 import jax
@@ -63,7 +62,7 @@ class BlockIndexer(nnx.Module):
         pages = write_vectors(keys, pages, context, cache_name=INDEX_KEYS)
         block_len, positions = self.config.index.block_len, context.batch.positions
         tokens = self._last_tokens(context)
-        # The place of tokens past the end: they complete nothing.
+        # Entries without a token read the last token, but nothing is written for them.
         own = jnp.minimum(tokens, positions.shape[0] - 1)
         earlier = self._earlier_keys(own, pages, context)
         of_block = jnp.concatenate([earlier, keys[own][:, None]], axis=1).astype(jnp.float32)
@@ -81,7 +80,7 @@ class BlockIndexer(nnx.Module):
     ) -> jax.Array:  # i32[num_queries, num_chosen * block_len + block_len - 1]
         """The positions that each token attends to, as `sparse_paged_attention` takes them.
 
-        Each device of a mesh makes the whole choice.
+        Every device of a mesh computes the same choice.
         """
         index, kernels, cache = self.config.index, context.kernels, context.cache(INDEX_KEYS)
         block_len = index.block_len
@@ -137,7 +136,7 @@ class BlockIndexer(nnx.Module):
 
         def read(pages: Pages, blocks: jax.Array, offsets: jax.Array) -> jax.Array:
             view = cache.format.view(pages, cache.block_size)
-            # Without the axis of size 1, as in `index_top_k`.
+            # Removes the axis of size 1, as `index_top_k` does.
             place = view.reshape(*view.shape[:2], *view.shape[3:]).at[cache.row, blocks, offsets]
             found = place.get(mode="promise_in_bounds", wrap_negative_indices=False)
             return as_values(found, cache.format.kv_dtype(pages))

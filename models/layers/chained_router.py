@@ -1,4 +1,4 @@
-"""`ChainedRouter`: an MLP that chooses experts, and passes its input on to the next layer's."""
+"""`ChainedRouter`: scores experts, and passes its state to the router of the next layer."""
 
 from collections.abc import Callable
 
@@ -33,9 +33,10 @@ class RouterMLP(nnx.Module):
 
 
 class ChainedRouter(nnx.Module):
-    """A router in a narrow width, whose state is that of the layer before it, scaled, and its own.
+    """Scores experts with an MLP over a narrow state.
 
-    The corrections are as in `CorrectedRouter`.
+    The state is a projection of the hidden states, plus the scaled state of the previous layer's
+    router. The corrections are as in `CorrectedRouter`.
 
     Source: huggingface.co/docs/transformers/model_doc/zaya.
     """
@@ -47,7 +48,7 @@ class ChainedRouter(nnx.Module):
 
         Args:
             width: Of the state.
-            num_choices: What a token is scored for: the experts, and whatever else the layer has.
+            num_choices: Scores per token: one per expert, and one per other choice of the layer.
         """
         self.down_proj = Router(hidden_size, width, use_bias=True, dtype=dtype)
         self.router_states_scale = Factors(width, dtype=dtype)

@@ -1,4 +1,4 @@
-"""`ConvolutionalAttention`: queries and keys are convolved, and half of the values come late."""
+"""`ConvolutionalAttention`: convolved queries and keys, and values from two tokens."""
 
 import functools
 from dataclasses import dataclass
@@ -41,12 +41,12 @@ class ConvolutionalAttentionConfig(AttentionConfig):
 
     @property
     def num_late(self) -> int:
-        """How many numbers of a token's values come from the token before it."""
+        """Width of the part of a token's values that is projected from the token before it."""
         return self.num_kv_heads * self.head_dim // 2
 
     def formats(self, kv_dtype: str) -> dict[str, CacheFormat]:
-        """See `AttentionConfig.formats`. The state is what each convolution needs, and the late
-        values of the last token.
+        """See `AttentionConfig.formats`. The state has the last inputs of each convolution, and the
+        late values of the last token.
         """
         windows = [(size - 1, self.num_channels) for size in self.kernel_sizes]
         shapes = (*windows, (1, self.num_late))
@@ -55,13 +55,14 @@ class ConvolutionalAttentionConfig(AttentionConfig):
 
 
 class ConvolutionalAttention(AttentionBase):
-    """Attention of queries and keys that pass two convolutions, to values of two tokens.
+    """Attention with queries and keys that go through two convolutions, and with delayed values.
 
     Queries and keys are joined. The first convolution is within each channel, and the second one
-    within each head. Each head adds its mean with the head that it is compared with, before both
-    convolutions. Then it gets a length, which is trained for keys.
+    within each head. Each query head of the result adds the mean of itself and its key head, both
+    from before the convolutions. Each key head adds the mean of what its query heads add. Then each
+    head is scaled to a fixed length, and a key head is multiplied by a trained factor.
 
-    The second half of a token's values are projections of the token before it.
+    The second half of a token's values is projected from the token before it.
 
     Source: Compressed Convolutional Attention, arXiv:2510.04476.
     """
@@ -117,10 +118,11 @@ class ConvolutionalAttention(AttentionBase):
     def _windows(
         self, pages: Pages, state: LayerState, context: LayerContext
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The state before the step. Before its first token, a request has tokens of zeros.
+        """The state before the step. A new request starts as if after tokens of zeros.
 
-        A projection or convolution makes its bias of them. Only the inputs of the first convolution
-        are zeros, as in transformers, even if their projections have a bias.
+        For such tokens, the first convolution and the projection of the late values give their
+        biases. The inputs of the first convolution are zeros, even if their projections have a
+        bias. Both are as in transformers.
         """
         first, second, late = context.read_state(state, pages)
 
@@ -159,7 +161,7 @@ class ConvolutionalAttention(AttentionBase):
 def _with_length(
     heads: jax.Array,  # f[num_rows, num_heads, head_dim]
 ) -> jax.Array:  # f[num_rows, num_heads, head_dim]
-    """The heads with a length of `sqrt(head_dim)`."""
+    """Scales each head to a length of `sqrt(head_dim)`."""
     x = heads.astype(jnp.float32)
     length = jnp.sqrt(platform_sum_of_rows(x * x))[..., None]
     smallest = float(jnp.finfo(heads.dtype).eps)

@@ -33,7 +33,7 @@ def format_of_windows(attention: RelativeAttentionConfig, kernel_size: int) -> S
 class ConvolvedLayer(nnx.Module):
     """Attention, then the MLP: each adds its convolved output to the residual stream.
 
-    A convolution needs the outputs of all tokens, so the last layer drops rows at its end.
+    The convolutions need the outputs of all tokens, so the last layer drops rows only after them.
     """
 
     def __init__(

@@ -14,9 +14,9 @@ from models.weight_rule import Source, WeightRule
 
 
 class HeadConvolution(HeadLinear):
-    """The sum of products of a head's last `kernel_size` inputs, each with a matrix of its own.
+    """Multiplies each of a head's last `kernel_size` inputs by its own matrix, and adds a bias.
 
-    A bias is added. The convolution is one `HeadLinear` of these inputs, joined: oldest first.
+    The products are summed, so this is one `HeadLinear` of the joined inputs, oldest first.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ def last_inputs(
     state: LayerState,
     context: LayerContext,
 ) -> tuple[jax.Array, jax.Array]:
-    """The last `kernel_size` inputs of each token's request, oldest first, up to its own.
+    """For each token, the last `kernel_size` inputs of its request up to it, oldest first.
 
     Returns f[num_tokens, kernel_size, num_channels], and the windows after the step.
     """
     num_kept = window.shape[1]
     found = []
     for place in range(num_kept):
-        # A convolution whose kernel is 1 at one place and else 0.
+        # A convolution whose kernel is 1 at one place and 0 elsewhere.
         is_place = jnp.arange(num_kept + 1) == place
         kernel = jnp.broadcast_to(is_place[:, None], (num_kept + 1, x.shape[1]))
         moved, new_window = pallas_kernels.causal_conv1d(

@@ -28,7 +28,8 @@ def write_vectors(
     Args:
         new: None if the cache belongs to an earlier layer, which has written them already.
         cache_name: The cache's local name in the layer.
-        tokens: The tokens whose vectors are written; `num_tokens` is none. None: all tokens.
+        tokens: Indices of the tokens whose vectors are written; `num_tokens` writes none. If None,
+            the vectors of all tokens are written.
     """
     if new is None:
         return pages

@@ -22,14 +22,15 @@ def hash_ngrams(
     multipliers: Sequence[int],
     sizes: Sequence[int],
 ) -> jax.Array:  # i32[num_tokens, num_heads]
-    """The row of each head, counted over the rows of all heads.
+    """The row of each head in a table that has the rows of all heads, one head after the other.
 
-    The hash of an n-gram is the exclusive or of its tokens' ids times their multipliers. The row of
-    a head is the remainder of the hash divided by the head's size.
+    Each token id of an n-gram is multiplied by a multiplier. The hash is the exclusive or of these
+    products. The row within a head is the remainder of the hash divided by the head's size.
 
     Args:
-        multipliers: Each times a token id is below 2**64.
-        sizes: Of the heads, below 2**31: as many for 2-grams, for 3-grams and so on.
+        multipliers: The product of a multiplier and a token id must be below 2**64.
+        sizes: Rows of each head, below 2**31. First come the heads of 2-grams, then as many of
+            3-grams, and so on.
     """
     products = [
         _times(token_ids[:, idx].astype(jnp.uint32), multiplier)

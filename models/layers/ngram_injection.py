@@ -103,8 +103,8 @@ class NGramEmbedding(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Returns i32[num_tokens, ngram_size], the newest token first, and the new digits.
 
-        A convolution moves ids: its channel i has a weight for the place i + 1 tokens back alone.
-        Float32 holds ids of three digits exactly.
+        A convolution moves the ids: channel i has the weight 1 for the token i + 1 places back, and
+        0 for all others. Float32 holds ids of three digits exactly.
         """
         num_back, end = self.config.ngram_size - 1, self.config.end_token_id
         base = 256 ** np.arange(NUM_DIGITS)
@@ -120,7 +120,7 @@ class NGramEmbedding(nnx.Module):
             target=context.kernels.target,
         )
         token_ids = [own]
-        # No token, or a token before the last end.
+        # True before the first token of the request, at the last end token, and before it.
         is_over = jnp.zeros(own.shape, bool)
         for earlier in moved.astype(jnp.int32).T - 1:
             is_over |= (earlier < 0) | (earlier == end)
@@ -130,7 +130,9 @@ class NGramEmbedding(nnx.Module):
 
 
 class NGramInjection(nnx.Module):
-    """Adds a value to each stream: of the embeddings, with a gate of the stream, and convolved.
+    """Adds a gated projection of the embeddings, and a convolution of it, to each stream.
+
+    Each stream has its own gate, computed from the stream and the embeddings.
 
     Source: huggingface.co/docs/transformers/model_doc/qwen4_exp.
     """
@@ -177,7 +179,7 @@ class NGramInjection(nnx.Module):
         keys = self.norm_key(self.key_proj(embedded, context).reshape(streams.shape))
         products = (keys * self.norm_query(streams)).astype(jnp.float32).sum(axis=-1)
         score = products * streams.shape[-1] ** -0.5
-        # The root of the score with the score's sign.
+        # The square root of the score's magnitude, with the score's sign.
         root = jnp.sqrt(jnp.maximum(jnp.abs(score), 1e-6)) * jnp.sign(score)
         gate = jax.nn.sigmoid(root).astype(streams.dtype)[:, :, None]
         values = gate * self.value_proj(embedded, context)[:, None, :]

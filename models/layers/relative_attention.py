@@ -23,7 +23,7 @@ class RelativeAttention(nnx.Module):
     """Attention without rotary positions, over keys and values that were convolved.
 
     Queries and keys are normed head by head. The bias of a logit depends on the query and on its
-    distance to the key. It is not scaled.
+    distance to the key. `RelativeAttentionConfig.scale` does not multiply the bias.
     """
 
     def __init__(

@@ -28,7 +28,10 @@ class StreamNorm(OffsetRMSNorm):
 
 
 class StreamMixer(nnx.Module):
-    """The mean of the normed streams, each feature multiplied by a gate of all streams."""
+    """Multiplies each feature of the normed streams by a gate, and returns the streams' mean.
+
+    The gates are computed from all streams.
+    """
 
     def __init__(
         self, hidden_size: int, num_streams: int, *, rank: int, eps: float, dtype: jnp.dtype
@@ -67,7 +70,7 @@ class StreamMixer(nnx.Module):
 
 
 class StreamConnection(StreamMixer):
-    """A `StreamMixer` that also computes by how much each stream gets of the layer's output.
+    """A `StreamMixer` that also computes each stream's share of the layer's output.
 
     Source: hyper-connections, arXiv:2409.19606.
     """

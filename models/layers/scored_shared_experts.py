@@ -18,7 +18,7 @@ from models.weight_rule import Source, WeightRule
 
 
 class SharedRouting(NamedTuple):
-    """The chosen experts of each row, and its factors of the shared experts."""
+    """The chosen experts of each row, and the row's factors for the shared experts."""
 
     routing: Routing
     shared: jax.Array  # f32[num_rows, num_shared]
@@ -52,7 +52,7 @@ class SharedSigmoidTopK:
 
 
 class SharedScoresRouter(Router):
-    """A router that scores shared experts too, with a correction for each expert that is chosen.
+    """A router that also scores the shared experts. Only the other experts have a correction.
 
     Its parameters are float32, whatever dtype the other parameters have.
     """
@@ -95,7 +95,7 @@ class TrainedScaleMLP(GatedMLP):
 
 
 class SharedExperts(GatedMLP):
-    """Shared experts of equal width, one after the other in one MLP."""
+    """Shared experts of equal width, joined into one MLP."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""`ShiftedFactors` and `ScaledSum`: trained terms and factors of features."""
+"""`ShiftedFactors` and `ScaledSum`: a trained bias and scale for each feature."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from models.weight_rule import Source, WeightRule
 
 
 class ShiftedFactors(nnx.Module):
-    """`(x + bias) * scale`, with a term and a factor for each feature, in x's dtype."""
+    """`(x + bias) * scale`, with a bias and a scale for each feature, in x's dtype."""
 
     def __init__(self, num_features: int, *, dtype: jnp.dtype) -> None:
         """Makes the layer with weights to be filled in."""
@@ -16,7 +16,7 @@ class ShiftedFactors(nnx.Module):
         self.scale = nnx.Param(jnp.ones((num_features,), dtype))
 
     def weight_rules(self, name: str) -> dict[str, WeightRule]:
-        """See `HasWeights.weight_rules`. The layer's name is the start of the names of both."""
+        """See `HasWeights.weight_rules`. Both names begin with the layer's name."""
         shape = self.scale.get_value().shape
         return {
             leaf: WeightRule(
@@ -33,7 +33,7 @@ class ShiftedFactors(nnx.Module):
 
 
 class ScaledSum(nnx.Module):
-    """The sum of an output and the residual stream, each with terms and factors of its own."""
+    """The sum of an output and the residual stream, after a `ShiftedFactors` of each."""
 
     def __init__(self, num_features: int, *, dtype: jnp.dtype) -> None:
         """Makes the layer with weights to be filled in."""

@@ -1,4 +1,4 @@
-"""Attention to given positions of the KV cache, and writes that do not attend."""
+"""Attention to given positions of the KV cache, and writes without attention."""
 
 import jax
 
@@ -45,7 +45,7 @@ def attend_to_positions(
     pages: Pages,
     context: LayerContext,
 ) -> jax.Array:  # f[num_queries, num_q_heads, v_head_dim]
-    """As `attend`, to the given positions only. The step's keys and values must be in the cache."""
+    """Attends to the given positions only. The step's keys and values must be in the cache."""
     kernels, cache = context.kernels, context.cache(SELF_ATTENTION)
 
     def attend(

@@ -10,7 +10,7 @@ from models.errors import CheckpointNotFoundError, UnsupportedModelError
 from models.loading.gguf.gguf_file import GGUF_SUFFIX
 
 _PART_OF_SPLIT = re.compile(r"-\d+-of-\d+$")
-# A quantization whose layers have different formats.
+# A dynamic quantization, such as UD-Q4_K_M. Its layers have different formats.
 _DYNAMIC = re.compile(r"[-.]UD[-.][^-.]+$", re.IGNORECASE)
 # A vision encoder in a file of its own, as llama.cpp has it: mmproj-F16.gguf, M.mmproj-Q8_0.gguf.
 _ENCODER = re.compile(r"(^|[-.])mmproj([-.]|$)", re.IGNORECASE)
@@ -48,7 +48,7 @@ class GGUFOnHub:
             )
         fitting = [name for name in fitting if not _is_part(name)]
         if len(fitting) > 1:
-            # "M-Q4_K_M.gguf" and "M-UD-Q4_K_M.gguf": the second one is of quantization UD-Q4_K_M.
+            # For Q4_K_M, "M-Q4_K_M.gguf" is chosen and "M-UD-Q4_K_M.gguf" is not.
             fitting = [name for name in fitting if not _DYNAMIC.search(_stem(name))] or fitting
         if len(fitting) == 1:
             return fitting[0]

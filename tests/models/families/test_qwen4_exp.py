@@ -64,7 +64,11 @@ def test_layers_that_differ_in_weights_alone_are_of_one_kind():
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"indexer_budget": 18}, ModelConfigError, "indexer_budget is 18, .* expected a multiple"),
+        (
+            {"indexer_budget": 18},
+            ModelConfigError,
+            "18; expected a multiple of indexer_compress_ratio",
+        ),
         ({"indexer_budget": None}, ModelConfigError, "indexer_budget is missing"),
         ({"indexer_head_dim": 8}, ModelConfigError, "indexer_head_dim is 8; expected at least 16"),
         ({"indexer_kv_heads": 2}, UnsupportedModelError, "indexer_kv_heads=2 is not supported"),
