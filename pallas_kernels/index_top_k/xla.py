@@ -2,8 +2,8 @@
 
 All tokens are computed alike, in tiles of rows. A row reads its own keys, in the order of their
 positions, and keeps the best tokens so far. Temporary memory: tiles of 32 rows and of 512 keys, or
-of `top_k` keys if that is more. If a block holds whole steps, only its keys are multiplied.
-Otherwise all of its vectors are, and those that are no keys are masked.
+of `top_k` keys if that is more. If `key_step` divides the block size, only keys are multiplied.
+Otherwise all vectors of a block are multiplied, and vectors that are no keys are masked.
 """
 
 import jax

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels.argument_checks import require_float, require_shape
 
 # Why a Mosaic body refuses a call with `distance_factors`. The table of bodies shows it.
-DISTANCE_BIAS_MISFIT = "a bias mixed from profiles of the distance is written for XLA only"
+DISTANCE_BIAS_MISFIT = "only plain XLA adds a bias that is mixed from profiles of the distance"
 
 
 def check_distance_bias(

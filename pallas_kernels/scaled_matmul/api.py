@@ -39,8 +39,8 @@ def scaled_matmul(
         numbers: Bytes: int8 for the format "int8", otherwise uint8. A byte holds two numbers of 4
             bits: input i of a group in its low bits, and input `i + bytes_per_group` in its high
             bits.
-        scales: uint8 are the exponents of float32 (E8M0), 1 to 254.
-        zeros: 0 to 15, of "int4" only. None is 8 for "int4".
+        scales: If uint8, exponents of float32 (E8M0), 1 to 254.
+        zeros: 0 to 15, only for "int4". None means 8 for "int4".
         number_format: See `pallas_kernels.number_format`.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.

@@ -165,7 +165,7 @@ def _draw_numbers(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Numbers as they are stored, each in a byte of its own, and as float64 of equal shape.
 
-    Int4 are relative to 8. Every code occurs, except NaN.
+    The floats of int4 are the stored numbers minus 8. Every code may occur, except NaN.
     """
     if number_format == "int8":
         codes_np = rng.integers(-128, 128, shape, np.int8)

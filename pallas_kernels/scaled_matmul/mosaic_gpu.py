@@ -29,14 +29,14 @@ from pallas_kernels.tma_boxes import MAX_GRID_YZ
 
 # x is padded to the first of these numbers of rows.
 _NUM_ROWS = (8, 16, 32, 64)
-# Stored rows of a piece: the first number that divides those of a group.
+# Stored rows of a piece: the first of these numbers that divides the stored rows of a group.
 _PIECE_ROWS = (64, 32, 16)
 _COLUMNS = (128, 64)
 # With more rows of x, the sums of 128 columns would take more than half of the registers.
 _MAX_ROWS_OF_WIDE = 32
 # With more rows, two CTAs of four stages would not fit an SM.
 _NUM_STAGES, _NUM_STAGES_OF_MANY_ROWS = 4, 3
-# Guesses: two CTAs for each of an H200's 132 SMs, and turns that are worth a CTA.
+# Guesses: two CTAs for each of an H200's 132 SMs, and the fewest turns that are worth a CTA.
 _WANTED_CTAS = 264
 _MIN_TURNS = 4
 _BYTES_PER_THREAD = 8  # numbers that a thread widens together
@@ -65,7 +65,7 @@ class _Plan:
 
     @property
     def num_products(self) -> int:
-        """Products per piece: two if the inputs in low and in high bits may not be neighbors."""
+        """Products per piece: two if inputs in low bits and in high bits may lie apart in x."""
         return self.piece_rows * (2 if self.has_pairs else 1) // self.num_inputs
 
 
@@ -104,12 +104,12 @@ def misfit(
     if x.shape[0] > max(_NUM_ROWS):
         return f"x has more than {max(_NUM_ROWS)} rows"  # one log line for all numbers of rows
     piece_rows = _piece_rows(num_bytes)
-    if piece_rows is None or (not has_pairs(number_format) and piece_rows < 32):
-        return f"a group has {num_bytes} rows of bytes, which do not consist of pieces"
-    if has_pairs(number_format) and piece_rows < min(num_bytes, 64):
-        return f"halves of groups of {2 * num_bytes} inputs do not consist of pieces of 64"
+    if not has_pairs(number_format) and (piece_rows is None or piece_rows < 32):
+        return f"a group has {num_bytes} inputs, which is not a multiple of 32"
+    if has_pairs(number_format) and (piece_rows is None or piece_rows < min(num_bytes, 64)):
+        return f"a group has {2 * num_bytes} inputs, which is not 32, 64 or a multiple of 128"
     if out_features % min(_COLUMNS):
-        return f"a matrix of {out_features} outputs does not consist of pieces of {min(_COLUMNS)}"
+        return f"the matrix has {out_features} outputs, which is not a multiple of {min(_COLUMNS)}"
     if out_features // min(_COLUMNS) > MAX_GRID_YZ or max(_NUM_ROWS) * out_features > INT32_MAX:
         return f"indices are int32, and the grid has at most {MAX_GRID_YZ} pieces of columns"
     return None
@@ -241,7 +241,7 @@ def _kernel_body(*refs: jax.Ref, plan: _Plan, number_format: NumberFormat) -> No
             plgpu.commit_smem()
             sums = _multiply(refs, plan, stage)
 
-            # The last pieces are followed by none that would wait for their stages.
+            # No later piece waits for the stages of the last pieces.
             @pl.when(turn + plan.num_stages < num_turns)
             def _() -> None:
                 plgpu.barrier_arrive(refs.free.at[stage])

@@ -41,15 +41,15 @@ def sparse_paged_attention(
     """Attends each query token to the cached keys at the given positions of its sequence.
 
     Queries, cache and result are as in `paged_attention`. All heads of a token attend to the same
-    positions. The caller chooses the positions (`index_top_k`), and sees to it that no token
-    attends to later ones.
+    positions. The caller chooses them (`index_top_k`), and must not choose positions after the
+    token's own.
 
     Temporary memory does not depend on the lengths of sequences or on the number of positions.
 
     Args:
         kv_cache: As in `paged_attention`; so are the arguments before `positions`.
-        positions: Each in `[0, seq_len)` of the token's request, and no two of a token are alike. A
-            position past the end of the sequence stands for no token.
+        positions: In `[0, seq_len)` of the token's request, each at most once per token. A position
+            of `seq_len` or more, such as `NO_POSITION`, is ignored.
         scale: As in `paged_attention`; so are `kv_dtype` and `batch_invariant`.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.

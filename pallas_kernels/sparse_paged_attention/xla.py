@@ -100,7 +100,7 @@ def _add_keys(
     logits = jnp.where(is_seen, product_f32("thgd,tkhd->thgk", q, k) * scale, MASKED_LOGIT)
     largest = jnp.maximum(softmax.largest, logits.max(axis=-1))
     rescale = jnp.exp(softmax.largest - largest)
-    # Where nothing has been seen yet `largest` is no logit, and these would be ones.
+    # Until a row has seen a key, `largest` is no logit, and the weights would be ones.
     weights = jnp.where(is_seen, jnp.exp(logits - largest[..., None]), 0.0)
     # In the wider of the dtypes of q and of the cache: see `AttentionProblem.as_weights`.
     rounded = weights.astype(jnp.promote_types(q.dtype, v.dtype))
