@@ -46,7 +46,7 @@ class RequestStateStats:
         scheduled_ts: Start of the first step that computed a part of the prompt.
         first_token_latency: Seconds from the arrival at the client to the first token.
         num_draft_tokens: Drafts that steps verified. vLLM has no such field.
-        num_accepted_tokens: How many of them were accepted. vLLM has no such field.
+        num_accepted_tokens: How many drafts were accepted. vLLM has no such field.
 
     Source: `RequestStateStats` in vLLM 0.16's `v1/metrics/stats.py`.
     """
@@ -130,7 +130,8 @@ class RequestOutput:
     def metrics(self) -> RequestStateStats | None:
         """The figures of the finished completions in `outputs`; None if there is none.
 
-        Several completions count together: from the first start to the last token.
+        Of several completions, counts are added, `last_token_ts` is the latest, and the other times
+        are the earliest.
         """
         found = [output.metrics for output in self.outputs if output.metrics is not None]
         return _join_metrics(found) if found else None

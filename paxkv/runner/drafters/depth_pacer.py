@@ -6,18 +6,19 @@ from collections.abc import Callable, Sequence
 
 from paxkv.runner.drafters.step_times import StepTimes, round_up
 
-# The pacer lowers the expected time of the way that it does not choose, drafts or no drafts, with
-# every decision. So it tries this way again at some time, and measures it. The first factor is for
-# times of steps with drafts, the second for times of steps without them. The second is closer to 1:
-# steps without drafts cost more than their time, because the head has no keys and values of their
-# tokens, so later drafts are worse.
+# The pacer decides between drafts and no drafts. Each decision lowers the expected time of the
+# other choice, so that the pacer tries this choice again later and measures it. The first factor is
+# for times of steps with drafts, the second for times of steps without them. The second is closer
+# to 1: steps without drafts cost more than their time, because the head has no keys and values of
+# their tokens, so later drafts are worse.
 _DRAFT_AGING, _PLAIN_AGING = 0.999, 0.9998
 # Drafts are chosen only if the expected gain is at least this factor. Measured times vary, and a
 # smaller gain may be chance.
 _MIN_GAIN = 1.05
 # Drafts are not tried before this many steps without drafts were measured.
 _MIN_PLAIN_STEPS = 3
-# While drafts do not pay, the head computes the prompts of one in this many steps with prompts.
+# While drafts do not pay, the head computes the prompts of one in this many steps that start
+# requests.
 _STEPS_PER_TRIAL = 32
 # Weight of an older step, for each newer one, in sums over all steps.
 _DECAY = 0.98
@@ -67,8 +68,8 @@ class DepthPacer:
         self._last_head_times: StepTimes | None = None
         # Sums over all steps.
         self._num_prompt_tokens = self._num_drawn = 0.0
-        # Tokens that the last choice is expected to give, and the average share of them that steps
-        # with drafts have drawn. Requests end, so they do not get all right drafts.
+        # Tokens that steps of the last choice should draw, and the average share of them that steps
+        # with drafts have drawn. A request that ends does not get the right drafts after its end.
         self._num_expected, self._drawn_share = 1.0, 1.0
         # Steps that started requests since the head last computed their prompts.
         self._num_untried = 0
@@ -91,13 +92,14 @@ class DepthPacer:
         num_decode_steps: int,
         is_decode: bool,
     ) -> None:
-        """Records that the drafts after a step were fetched just now, or that there were none.
+        """Records a step whose drafts were fetched just now, or that has none.
 
         Args:
-            num_prompt_tokens: Tokens that it computed, if it computed prompts.
-            num_drawn: Tokens that its requests got.
-            num_drafts: Drafts that it verified and that the head then proposed, for each request.
-            is_decode: Whether every request computed only its last token, and drafts if any.
+            num_prompt_tokens: Tokens that the step computed, if it computed prompts; otherwise 0.
+            num_drawn: Tokens that the requests got from the step.
+            num_drafts: Drafts of each request that the head proposed after the step.
+            is_decode: Whether the step is measured: every request computed only its last token, and
+                as many drafts as the head then proposed.
         """
         now_s = self._clock()
         self._num_drawn = _DECAY * self._num_drawn + num_drawn
@@ -156,7 +158,7 @@ class DepthPacer:
             num_reqs: Requests of the step.
             rate: Probability that a draft is right.
         """
-        # More requests may start before these decode, so the next larger known size fits best.
+        # More requests may start before these decode, so the next larger measured size is used.
         sizes = sorted(self._plain_times)
         size = next((size for size in sizes if size >= num_reqs), sizes[-1] if sizes else None)
         may_pay = size is None or self._find_best([rate] * size, size)[0] > 0

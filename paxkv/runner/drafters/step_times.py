@@ -46,7 +46,7 @@ class StepTimes:
         self._factor *= factor
 
     def _median_s(self) -> float:
-        """The median of all steps, of which each counts once."""
+        """The median over all steps: an average of several steps counts once for each step."""
         recent = sorted(self._recent)
         num_steps = [0, *itertools.accumulate(num_steps for _, num_steps in recent)]
         return recent[bisect.bisect_left(num_steps, num_steps[-1] / 2) - 1][0]

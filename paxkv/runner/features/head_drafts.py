@@ -25,7 +25,7 @@ class HeadStep(FeatureStep):
         num_drafts: Most drafts of a request that the step verifies.
         num_proposed: Drafts that the head proposes for each request after the step. 0: it does
             not run.
-        complete_ids: Requests of which the head has computed every token after the step.
+        complete_ids: Requests whose tokens the head has all computed after the step.
         is_decode: See `ScheduledRows`.
     """
 
@@ -80,8 +80,8 @@ class HeadDrafts(StepFeature):
         self._total, self._incomplete_total = TotalAcceptance(), TotalAcceptance()
         # The running requests, except pooled ones.
         self._requests: dict[str, Acceptance] = {}
-        # Requests that start in the step that is planned next. Of complete requests, the head has
-        # computed every token of every step so far.
+        # Requests that start in the step that is planned next.
+        # Complete requests: the head has computed all of their tokens so far.
         self._started_ids: set[str] = set()
         self._complete_ids: set[str] = set()
 
@@ -138,7 +138,7 @@ class HeadDrafts(StepFeature):
             if req_id not in step.complete_ids:
                 acceptance.start_over(self._incomplete_total)
             drawn[req_id] = acceptance
-        # A step between two numbers of drafts has the duration of neither.
+        # A step that verifies one number of drafts and proposes another measures neither number.
         is_between = step.num_drafts != step.num_proposed
         self._pacer.record_step(
             num_reqs=len(output.req_ids),

@@ -1,4 +1,4 @@
-"""The drafts of `CompiledGenerator`: from the settings to what its program needs."""
+"""Loads what the program of `CompiledGenerator` needs to verify drafts, from its settings."""
 
 import dataclasses
 
@@ -25,13 +25,13 @@ class ModelDrafts:
 def load_drafts(
     config: SpeculativeConfig | None, model: LoadedModel, *, max_model_len: int | None
 ) -> NgramShape | ModelDrafts | None:
-    """Reads the settings of drafts, and loads the draft model onto the devices of `model`.
+    """Reads the settings of drafts, and loads a draft model onto the devices of `model`.
 
     Args:
         max_model_len: As in `load_model`.
 
     Raises:
-        ConfigError: `CompiledGenerator` does not have the method.
+        ConfigError: `CompiledGenerator` does not support the method.
         ModelError: The draft model cannot be loaded, or does not fit `model`.
     """
     if config is None:
@@ -40,7 +40,7 @@ def load_drafts(
         return NgramShape.of_config(config)
     if config.method != "draft_model":
         raise ConfigError(
-            "CompiledGenerator has only the methods 'ngram' and 'draft_model', got "
+            "CompiledGenerator supports only the methods 'ngram' and 'draft_model', got "
             f"{config.method!r}. Use LLM for the other methods."
         )
     mesh = mesh_of(model.params[0])

@@ -1,4 +1,4 @@
-"""`CheckedScaledProduct`: compares the kernel for matrices of small numbers with plain XLA."""
+"""`CheckedScaledProduct`: compares the kernel for quantized matrices with plain XLA."""
 
 import dataclasses
 
@@ -12,9 +12,9 @@ from models.loading.loaded_module import LoadedModule
 from models.stored_kernels.scaled import ScaledKernel
 from pallas_kernels.number_format import has_pairs
 
-# The kernel has a program for each of these numbers of rows, and for those in between.
+# One for each size to which the kernel pads the rows: 8, 16, 32 and 64.
 _NUM_ROWS = (5, 16, 32, 64)
-# A matrix is cut to so many groups and outputs. More are more of the same to the kernel.
+# Larger matrices are cut to these sizes, because the kernel repeats the same work for the rest.
 _MAX_GROUPS, _MAX_OUTPUTS = 12, 384
 
 
@@ -32,7 +32,7 @@ class CheckedScaledProduct:
     def why_kernels_differ(
         self, target: pallas_kernels.Target, *, implementation: str | None = None
     ) -> str | None:
-        """Compares products of some numbers of rows.
+        """Compares a product for each size of `_NUM_ROWS`.
 
         Products that plain XLA computes anyway are left out. See `SelfTest.why_kernels_differ`.
         """
@@ -88,7 +88,7 @@ class CheckedScaledProduct:
 
 
 def scaled_products_of(module: LoadedModule) -> frozenset[CheckedScaledProduct]:
-    """Returns the different products with quantized matrices, which may be cut to fewer outputs.
+    """Returns the different products with quantized matrices. Large matrices are cut.
 
     Products over a mesh are left out: plain XLA computes them.
     """
@@ -121,7 +121,7 @@ def scaled_products_of(module: LoadedModule) -> frozenset[CheckedScaledProduct]:
 
 
 def _cut_outputs(out_features: int) -> int:
-    """Fewer outputs, of which the kernel takes as many per CTA."""
+    """A smaller number of outputs, for which a CTA of the kernel has as many columns."""
     if out_features <= _MAX_OUTPUTS:
         return out_features
     return _MAX_OUTPUTS - 128 + out_features % 128

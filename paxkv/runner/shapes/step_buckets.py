@@ -40,9 +40,9 @@ class StepBuckets:
     - Steps have buckets of their number of tokens. The other dimensions follow: a scheduled request
       has at least one token, so a step has at most `num_tokens` requests. Each request needs the
       logits of `max_draws` tokens at most.
-    - Where requests may have several draws, steps without drafts have programs of their own. Their
-      last layer computes only the last token of each request. The draft head runs after none of
-      them. Steps with features that are not in every program have no such programs.
+    - If requests may have several draws, there are also programs for steps without drafts, after
+      which the draft head does not run. Their last layer computes only the last token of each
+      request. A step with features that are not in every program never uses them.
     - A step in which every request has one token is a burst of one step or more. Bursts have
       buckets of their number of requests.
     - Block copies have buckets of their number. A request copies at most one block in each KV cache

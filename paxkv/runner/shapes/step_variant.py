@@ -83,17 +83,17 @@ class StepVariant(Protocol):
     def is_in_every_program(self) -> bool:
         """Whether all steps and bursts have the variant, so that it adds no program.
 
-        With `is_for_draft_head`, fewer steps have it.
-        Such a variant must be the only one of its feature, and have no fields and no results. The
-        feature need not plan steps with it.
+        With `is_for_draft_head`, fewer steps and bursts have it. Such a variant must be the only
+        one of its feature, and have no fields and no results. The feature need not plan steps with
+        it.
         """
         return False
 
     @property
     def is_for_draft_head(self) -> bool:
-        """Whether bursts and steps leave it out if they have no drafts and no head runs after them.
+        """Whether only programs with drafts, or before a run of the draft head, have the variant.
 
-        Only for variants in every program.
+        Only variants with `is_in_every_program` may return True.
         """
         return False
 

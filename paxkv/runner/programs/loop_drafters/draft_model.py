@@ -17,7 +17,7 @@ from paxkv.runner.sampling.sampler import argmax_grouped
 
 
 class _Drafting(NamedTuple):
-    """The loop over the tokens of a row: its last known token, and then its drafts."""
+    """State of the loop that computes the last known token of each row, and then its drafts."""
 
     token_ids: jax.Array  # i32[num_rows], to be computed next
     pages: Pages
@@ -63,14 +63,14 @@ class ModelLoopDrafter(LoopDrafter):
                 jnp.asarray(rows.num_used, jnp.int32),
                 functools.partial(self._choose, hidden),
                 jnp.zeros(num_rows, jnp.int32),
-                # No token follows the last one.
+                # In the last turn, no row needs another draft.
                 is_wanted=turn < num_turns,
             )
             is_draft = turn < num_useful
             return _Drafting(
                 token_ids=jnp.where(is_draft, draft_ids, state.token_ids),
                 pages=pages,
-                # The last turn has no column.
+                # There is no column for the last turn, which adds no draft.
                 drafts=state.drafts.at[:, turn].set(
                     jnp.where(is_draft, draft_ids, NO_TOKEN), mode="drop"
                 ),

@@ -1,4 +1,4 @@
-"""Drafts of a head over hidden states of its target, inside a loop on the device."""
+"""Drafts of a head that reads the hidden states of its target, inside a loop on the device."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from paxkv.runner.sampling.sampler import argmax_grouped
 
 
 class HeadMemory(NamedTuple):
-    """What the head computed last for each row. A head's row of position p has the token p + 1."""
+    """The head's last computation for each row. At position p, the head reads token p + 1."""
 
     has_drafts: jax.Array  # bool[]; false before the first step
     positions: jax.Array  # i32[num_rows]
@@ -104,7 +104,7 @@ class HeadLoopDrafter(LoopDrafter):
     def read_step(
         self, rows: DecodeRows, step: VerifiedStep, pages: Pages, memory: HeadMemory
     ) -> tuple[Pages, HeadMemory]:
-        # After a rejected draft, the next token is any. A later step overwrites what it writes.
+        # The token after a rejected draft is arbitrary. Later steps overwrite its keys and values.
         next_positions = jnp.minimum(step.batch.positions + 1, step.token_ids.shape[1] - 1)
         token_ids = step.token_ids[step.row_of_token, next_positions]
         batch = dataclasses.replace(

@@ -31,7 +31,7 @@ def find_ngram_drafts(
     num_tokens: jax.Array,  # i32[num_rows], at least 1
     ngram: NgramShape,
 ) -> jax.Array:  # i32[num_rows, num_drafts], `NO_TOKEN` after the last draft
-    """Finds the drafts of `drafters/ngram.py`: after the first of the longest matches."""
+    """Finds the tokens after the first of the longest matches, as `drafters/ngram.py` does."""
     ends = jnp.arange(token_ids.shape[1], dtype=jnp.int32)  # of matches
     lengths = jnp.zeros(token_ids.shape, jnp.int32)
     is_equal = ends < num_tokens[:, None]
