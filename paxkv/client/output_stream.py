@@ -17,8 +17,8 @@ class OutputStream:
     """A queue of the outputs of one caller's request; the reader awaits `next_output`.
 
     Args:
-        engine_request_id: Id of the request in the engine. If it becomes several engine requests,
-            their ids end with it.
+        engine_request_id: Id of the request in the engine. If the request becomes several engine
+            requests, their ids end with this id.
         budget: Shared by all streams of the client.
     """
 
@@ -31,7 +31,7 @@ class OutputStream:
         self.unfinished_ids: list[str] = []
         self.is_aborted = False
         self._queue: asyncio.Queue[WaitingOutput | PaxkvError] = asyncio.Queue()
-        # The newest piece in the queue, to which deltas can be added.
+        # The newest output in the queue, to which deltas can be added; None if there is none.
         self._last_piece: WaitingOutput | None = None
         self._budget = WaitingBudget() if budget is None else budget
         # Only packed outputs count. An output is packed when the next one arrives before it is
@@ -41,7 +41,7 @@ class OutputStream:
 
     @property
     def is_over_limit(self) -> bool:
-        """True if too many bytes wait. A single piece may have any size."""
+        """True if too many bytes wait. A single waiting output may have any size."""
         return self._queue.qsize() > 1 and self.num_waiting_bytes > MAX_WAITING_BYTES
 
     def put(self, output: RequestOutput) -> None:

@@ -13,8 +13,8 @@ _FULL = 0.8
 def needed_replicas(stats: SchedulerStats, max_num_seqs: int) -> float:
     """How many replicas are needed to run the requests of one replica without waiting.
 
-    A replica has `max_num_seqs` places. While requests wait for KV memory, it has only as many as
-    it runs.
+    A replica has `max_num_seqs` places. While requests wait for KV memory, it has only as many
+    places as requests run.
     """
     num_requests = stats.num_running_reqs + stats.num_waiting_reqs
     num_places = max_num_seqs

@@ -52,7 +52,7 @@ class GrammarManager:
         self._ended: dict[str, GrammarEnd] = {}
         # Requests whose form ends within the drafts of the step in flight: the number of drafts
         # after which no token may follow, and the end. The entry counts only if the step returns
-        # more tokens than that.
+        # more tokens than this number.
         self._ends_after: dict[str, tuple[int, GrammarEnd]] = {}
 
     @property
@@ -150,8 +150,8 @@ class GrammarManager:
     ) -> None:
         """Fills the row of the token after each draft.
 
-        Stops at a draft with which, or after which, the request ends. The rows after it allow all
-        tokens. If the request gets tokens from there, `advance` drops them.
+        Stops at the draft that ends the request, or after which no token may follow. Its row and
+        the rows after it allow all tokens. `advance` drops the tokens that such rows give.
         """
         bound = self._bound[request_id].copy()
         for num_taken, (draft_id, row_np) in enumerate(zip(draft_ids, rows_np, strict=True), 1):
@@ -199,11 +199,11 @@ class GrammarManager:
         return request_id in self._ends_after and num_tokens > self._ends_after[request_id][0]
 
     def advance(self, request_id: str, token_ids: Sequence[int]) -> int:
-        """Advances by a request's new output tokens, which may end its form: see `drain_ended`.
+        """Advances a request by its new output tokens. They may end its form: see `drain_ended`.
 
         Returns:
-            The number of tokens that belong to the answer, which may end before the last one. A
-            token that the grammar rejects does not belong to it.
+            The number of tokens that belong to the answer. Tokens after the end of the form do not,
+            and neither does a token that the grammar rejects.
         """
         bound = self._bound.get(request_id)
         num_kept, end = len(token_ids), None
@@ -222,7 +222,7 @@ class GrammarManager:
         return num_kept
 
     def remove(self, request_id: str) -> None:
-        """Forgets a request; unknown ones are ignored."""
+        """Removes a request; an unknown id is ignored."""
         future = self._compiling.pop(request_id, None)
         if future is not None:
             future.cancel()

@@ -1,4 +1,4 @@
-"""Ids of tool calls for templates such as Mistral's, which accept only ids of nine letters."""
+"""Ids of tool calls for templates such as Mistral's, which accept only ids of nine characters."""
 
 import re
 from collections.abc import Mapping

@@ -22,8 +22,8 @@ from paxkv.contracts.kv_cache_spec import (
 from paxkv.errors import ConfigError, InvariantError
 from paxkv.runner.shapes.program_shapes import TableShape
 
-# Padding takes less memory than more groups if the commonest kind of layer has less than this many
-# times the layers of the rarest kind.
+# Padding takes less memory than more groups if the most common kind of layer has fewer layers than
+# this factor times the rarest kind.
 _MAX_PADDED_RATIO = 1.25
 
 
@@ -121,15 +121,15 @@ def groups_of_spec(
     """Makes the KV cache groups of a model.
 
     Args:
-        block_size: Tokens in a block of caches with the largest pages. Other caches have a power
-            of two times as many.
+        block_size: Tokens in a block of the caches with the largest pages. A block of another cache
+            has this number times a power of two.
         head_dim_step: `Platform.head_dim_step`.
         num_context_ranks: Devices that share the positions of a request. A block has `block_size`
             tokens on each.
 
     Raises:
-        ConfigError: No layer caches anything, no page size suits all caches, or a cache would fill
-            its pages with heads whose width is no multiple of `head_dim_step`.
+        ConfigError: No layer caches anything, no page size suits all caches, or a cache could fill
+            its pages only with heads whose width is not a multiple of `head_dim_step`.
     """
     own = spec.own_formats
     if not own:
@@ -186,7 +186,7 @@ def agree_on_pages(
     of_tokens = [name for name, cache in formats.items() if not _is_state(cache)]
     page_bytes = max((own_bytes[name] for name in of_tokens or formats), default=0)
     sizes = {name: _size_of_blocks(formats[name], block_size, page_bytes) for name in of_tokens}
-    # A prefix hit must end at the end of a block in every group, and so does a state for it.
+    # A prefix hit must end at a block boundary in every group. A state for the hit ends there too.
     state_size = math.lcm(block_size, *sizes.values())
     agreed = {}
     for name, cache in formats.items():

@@ -19,7 +19,7 @@ from paxkv.server.protocol.field_names import CHAT_NAMES, FieldNames
 _ParamsT = TypeVar("_ParamsT", bound=SamplingParams | BeamSearchParams)
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-# Options of a kind, or of a response_format.
+# Options for one of the kinds, or for a response_format.
 _OPTIONS = ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties")
 _KNOWN_FIELDS = (*_KINDS, *_OPTIONS)
 # Choices of vLLM's backends. paxkv has only one backend, without a fallback.
@@ -37,13 +37,14 @@ def with_server_settings(params: _ParamsT, config: StructuredOutputsConfig) -> _
 def structured_outputs_params(
     response_format: object, structured_outputs: object, names: FieldNames = CHAT_NAMES
 ) -> StructuredOutputsParams | None:
-    """Combines the two fields of a body; None if they ask for nothing.
+    """Combines the two fields of a body; None if they do not ask for structured output.
 
     Args:
         names: Has the client's name for `response_format`.
 
     Raises:
-        InvalidRequestError: A field is malformed, or both ask for a form.
+        InvalidRequestError: A field is malformed, or both fields ask for structured output.
+        UnsupportedFeatureError: `structured_outputs` has an unknown field.
     """
     by_format = _from_response_format(response_format, names)
     if structured_outputs is None:
