@@ -4,8 +4,8 @@
     python -m benchmarks.engine.drafts --requests 1 --repetitions 3 --out FILE
 
 Two engines of this process, which differ only in `speculative_config`, answer the same requests in
-turns. The benchmark fails if an answer differs. Printed, and with --out written as rows, is what
-the engine with drafts has, divided by what the other has in the same repetition:
+turns. The benchmark fails if an answer differs. It prints these figures, and writes them as rows
+with --out. The first two are the engine's with drafts, divided by the other's in the repetition:
 
     times_tokens_per_s       output tokens per second
     times_tokens_per_cpu_s   output tokens per second of processor time
@@ -48,7 +48,7 @@ SPECULATIVE = {
     "prompt_lookup_min": 2,
     "prompt_lookup_max": 4,
 }
-# Without answers of finished requests, which here are the same as the next ones.
+# Without answers of finished requests, because all repetitions have the same answers.
 SUFFIX = {
     "method": "suffix",
     "num_speculative_tokens": 4,

@@ -140,7 +140,7 @@ INDEX_OPS = [
         op="sparse_paged_attention",
         problem=_attend_to_heads,
         cases=_CHECKED_HEADS,
-        # The chosen keys and values; queries and outputs.
+        # Bytes of the chosen keys and values, and of queries and outputs.
         timed=[(_LARGE_HEADS, Work(num_bytes=2 * 16 * 2 * 256 * (_TOP_K * 2 + 16)))],
         has_kernel=False,
     ),

@@ -113,8 +113,8 @@ class HeadModel(nnx.Module):
         """Runs the layer for one draft of every token.
 
         Args:
-            earlier: Keys and values of the drafts before this one. A token attends to those of the
-                first draft at all tokens up to itself, and to those of other drafts at itself only.
+            earlier: Keys and values of the drafts before this one. A token attends to the first
+                draft's at all positions up to its own, and to other drafts' only at its own.
         """
         num_heads, head_dim = self.config.num_attention_heads, self.sizes.head_dim
         x = jnp.concatenate([self.input_layernorm(embedded), self.hidden_norm(hidden)], axis=-1)

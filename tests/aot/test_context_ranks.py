@@ -78,8 +78,8 @@ def test_devices_exchange_queries_and_partial_results_once_per_layer(compiled, k
     for num_tokens, count in loops.items():
         assert sizes.pop(("all-gather", num_tokens * query_bytes)) == count, sizes
         assert sizes.pop(("all-to-all", num_tokens * partial_bytes)) == count, sizes
-    # Otherwise sums of hidden states in float32, at most two in one exchange (experts and shared
-    # experts), and a few numbers of each row that draws.
+    # The other exchanges are of sums of hidden states in float32, at most two at once (experts and
+    # shared experts), and of a few numbers of each row that draws.
     num_tokens = {"decode": NUM_REQS, "mixed": NUM_MIXED_TOKENS}[kind]
     hidden_bytes = num_tokens * program.model.config.hidden_size * 4
     assert max(num_bytes for _, num_bytes in sizes) <= 2 * hidden_bytes, sizes
@@ -98,7 +98,7 @@ def test_pairs_of_v6e_chips_share_positions_in_place():
         for instruction in parse_instructions(program.as_text())
         if re.match("all-|reduce-scatter|collective-permute", instruction.opcode)
     )
-    # Of each device: 64 query heads of 8 devices, for itself and its neighbor.
+    # Each of 8 devices has 8 of 64 query heads, and gets those of its neighbor too.
     num_values = NUM_REQS * 2 * 8
     assert sizes["all-gather", num_values * 128 * 2] == NUM_LAYERS, sizes
     assert sizes["all-to-all", num_values * (128 + 2) * 2] == NUM_LAYERS, sizes

@@ -77,9 +77,9 @@ def test_no_array_of_the_size_of_the_matrix_is_written(
     num_stored = IN_FEATURES * OUT_FEATURES // (2 if number_format == "int4" else 1)
     few = compile_product(h200, compile_for_h200, number_format, group_size, 16)
     assert few.cache_copies(min_bytes=num_stored) == []
-    # The sums of the parts of the inputs, and little else.
+    # Temporary memory has the sums of the parts of the inputs, and little else.
     assert few.temp_bytes <= 9 * 4 * 16 * OUT_FEATURES
-    # More rows run as XLA, which widens the matrix.
+    # Plain XLA computes more rows, and writes the widened matrix.
     many = compile_product(h200, compile_for_h200, number_format, group_size, 65)
     assert many.kernel_names == []
     assert many.temp_bytes >= 2 * IN_FEATURES * OUT_FEATURES

@@ -1,4 +1,4 @@
-"""Bursts in which a head or a draft model proposes drafts change no answer."""
+"""Answers do not change if a head or a draft model proposes drafts inside bursts."""
 
 import dataclasses
 import random
@@ -27,7 +27,8 @@ from tests.paxkv.runner.features.test_prompt_logprobs import prompt
 from tests.paxkv.runner.shared_runners import MAX_MODEL_LEN, make_warm_runner
 
 MAX_DECODE_BURST = 8
-# They need the host between their tokens, so the engine verifies their drafts in single steps.
+# These requests need the host between their tokens, so the engine verifies their drafts in single
+# steps.
 IN_STEPS = [
     request
     for request in ALL_REQUESTS
@@ -121,8 +122,8 @@ def run_with_drafts(drafting, requests, compiler, **settings):
 def check_random_run(drafting, compiler, truth, seed):
     """Returns the number of drafts that were verified.
 
-    Prefix hits, few blocks, chunked prompts, arrivals, async scheduling, bursts with and without
-    drafts, and requests that cannot be in bursts.
+    The run may have prefix hits, few blocks, chunked prompts, arrivals, async scheduling, bursts
+    with and without drafts, and requests that cannot be in bursts.
     """
     rng = random.Random(seed)
     if drafting.pacer is not None:

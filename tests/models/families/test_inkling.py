@@ -64,7 +64,7 @@ def test_layers_that_differ_only_in_weights_are_of_one_kind():
         lambda: InklingForCausalLM(config, has_head_kernel=True, dtype=jnp.dtype("float32"))
     )
     kinds = [kind_of(layer) for layer in model.layers]
-    # Two dense and six sparse layers, of which layer 5 is a full one.
+    # Two dense and six sparse layers. Only layer 5 has full attention.
     assert [kinds.index(kind) for kind in kinds] == [0, 0, 2, 2, 2, 5, 2, 2]
 
 

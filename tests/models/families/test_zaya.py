@@ -53,14 +53,14 @@ def test_options_that_are_not_computed_are_refused(fields):
 
 
 def test_the_kind_of_the_rotary_embedding_beside_those_of_layer_types_is_ignored():
-    """config.json has it on the hub."""
+    """config.json on the hub has a `rope_type` beside them."""
     ropes = {"hybrid": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}, "rope_type": "default"}
     (layer,) = set(read_config(HF_CONFIG | {"rope_parameters": ropes}).attention)
     assert (layer.rope.theta, layer.rotary_dim) == (1e4, 4)
 
 
 def test_layers_that_differ_in_weights_only_may_run_in_a_loop():
-    """The first layer has no router before it, and no scale of its state in checkpoints."""
+    """No router is before the first layer, so checkpoints have no state scale for it."""
     model = make_model(layer_types=["hybrid", "hybrid", "hybrid_sliding"], sliding_window=64)
     kinds = [kind_of(layer) for layer in model.layers]
     assert kinds[0] == kinds[1] != kinds[2]

@@ -14,7 +14,7 @@ NUM_CHANNELS = NUM_HEADS * HEAD_DIM
 
 def make_convolution(stored_np: np.ndarray, bias_np: np.ndarray) -> HeadConvolution:
     convolution = HeadConvolution(NUM_HEADS, HEAD_DIM, KERNEL_SIZE, dtype=jnp.dtype("float32"))
-    # The loader turns every matrix.
+    # The loader transposes every matrix, so the test does too.
     combined_np = convolution.weight_rules("conv")["kernel"].combined([stored_np])
     convolution.kernel[...] = jnp.asarray(combined_np.swapaxes(1, 2))
     convolution.bias[...] = jnp.asarray(bias_np)

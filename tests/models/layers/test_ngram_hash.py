@@ -1,4 +1,4 @@
-"""Hashes in 64 bits are those of Python's integers."""
+"""Hashes in 64 bits are equal to hashes that Python's integers give."""
 
 import functools
 
@@ -8,7 +8,7 @@ import pytest
 
 from models.layers.ngram_hash import hash_ngrams
 
-# A product of token ids up to 248,319 has up to 63 bits. The sizes have 25 bits, 1 and 31 bits.
+# A product of token ids up to 248,319 has up to 63 bits. The sizes have 25, 1 and 31 bits.
 MULTIPLIERS = (37_142_765_243_471, 2**45 + 1, 3)
 TOKEN_IDS = np.array([[248_319, 0, 5], [0, 0, 0], [1, 248_319, 248_319], [70_000, 65_536, 65_535]])
 

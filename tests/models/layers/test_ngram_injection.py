@@ -1,4 +1,4 @@
-"""The tokens before each token, over steps and up to the last end token; and stored weights."""
+"""N-grams reach over steps and back to the last end token; and stored weights are read."""
 
 import dataclasses
 import types
@@ -28,7 +28,7 @@ TEXTS = ([5, 200_000, 9, END, 8, 6, END, END, 4], [3, 2, 1])
 
 
 def before(text: list[int], position: int) -> list[int]:
-    """The token and the two before it, as the model's description has it."""
+    """The token and the two before it, with the end token in place of tokens before an end."""
     found = [text[position]]
     for place in range(position - 1, position - CONFIG.ngram_size, -1):
         is_over = place < 0 or END in text[place:position]
@@ -54,7 +54,7 @@ def test_tokens_before_each_token_end_at_the_last_end_token():
         token_ids = np.array([*new[0], *new[1]] + [0] * (8 - sum(counts)), np.int32)
         starts = np.cumsum([0, *counts]).astype(np.int32)
         found, digits = step(token_ids, digits, starts)
-        # As 16-bit states have them.
+        # States of 16 bits round the digits, which must change none.
         digits = digits.astype(jnp.bfloat16).astype(jnp.float32)
         for req in range(2):
             got[req].extend(np.asarray(found)[starts[req] : starts[req + 1]].tolist())

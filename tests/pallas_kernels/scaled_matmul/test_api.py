@@ -80,7 +80,7 @@ def test_signature_names_no_backend():
         ("int4", 64, 64, 64, jnp.float16, "xla"),
         ("int4", 64, 64, 32, jnp.bfloat16, "xla"),
         ("int4", 64, 8, 64, jnp.bfloat16, "xla"),
-        # A piece of 32 bytes has inputs that are not neighbors.
+        # The two numbers of a byte belong to inputs 96 apart, in pieces of 32 rows.
         ("int4", 64, 96, 64, jnp.bfloat16, "xla"),
         ("int8", 64, 96, 64, jnp.bfloat16, "mosaic_gpu"),
         ("int8", 64, 16, 64, jnp.bfloat16, "xla"),

@@ -1,4 +1,4 @@
-"""`CompiledGenerator` with a draft model generates the tokens of one without drafts."""
+"""`CompiledGenerator` generates the same tokens with a draft model and without drafts."""
 
 import random
 
@@ -47,7 +47,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def generators(folders):
-    """A generator for each draft model; None has none."""
+    """Draft model -> generator; the generator for None has no drafts."""
     model = load_model(folders["target"], dtype="float32")
 
     def make(name):
@@ -59,7 +59,7 @@ def generators(folders):
 
 
 def run(generator, prompts, params):
-    """Returns the tokens, and the number of steps after that of the prompts."""
+    """Returns the tokens, and the number of steps after the step of the prompts."""
     inputs = generator._make_inputs(generator._process(prompts, params, ()))
     outputs = generator._generate(generator._model.params, inputs, generator._draft_params)
     rows = zip(outputs.token_ids.tolist(), outputs.num_tokens.tolist(), strict=True)
@@ -67,7 +67,7 @@ def run(generator, prompts, params):
 
 
 SAMPLED = {"temperature": 1.0, "max_tokens": 20}
-# All with logits that are processed, so that only one program is compiled.
+# Every request processes its logits, so that only one program is compiled.
 SETTINGS = [
     {"temperature": 0.0, "max_tokens": 20, "logit_bias": {7: 1.0}},
     SAMPLED | {"seed": 5, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
@@ -93,7 +93,7 @@ def test_tokens_are_those_without_drafts(generators, name, seed):
     assert num_steps <= num_plain_steps
 
 
-# The bias has no effect, but with it there is no second program.
+# The bias changes no token. Without it, the request would need a second program.
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, logit_bias={7: 1e-6})
 PROMPTS = [[5, 9, 30, 7, 120], [44] * 9, [3]]
 
@@ -103,7 +103,7 @@ def test_the_target_accepts_all_of_its_own_drafts(generators):
     plain, num_plain_steps = run(generators[None], PROMPTS, [GREEDY] * 3)
     drafting, num_steps = run(generators["target"], PROMPTS, [GREEDY] * 3)
     assert drafting == plain
-    # The step of the prompts draws one token. The others draw four, and the last one three.
+    # The step of the prompts draws one token, the next four steps four each, the last one three.
     assert num_plain_steps == 19 and num_steps == 5
 
 

@@ -16,7 +16,7 @@ PRODUCT = CheckedScaledProduct(2, 32, 64, "int4", True, "bfloat16")
 
 
 def spoil_products(monkeypatch, spoil):
-    """Makes the products of every body but XLA's wrong."""
+    """Makes the products of every body wrong, except those of XLA."""
     multiply = pallas_kernels.scaled_matmul
 
     def spoiled(*args, implementation, **options):
@@ -47,7 +47,7 @@ def test_right_products_pass(number_format):
 
 
 def test_products_that_xla_computes_anyway_are_left_out(monkeypatch):
-    # The kernel multiplies bfloat16 alone.
+    # The kernel multiplies only bfloat16.
     monkeypatch.delattr(CheckedScaledProduct, "_multiply")
     product = CheckedScaledProduct(2, 32, 64, "int4", True, "float32")
     assert why_kernels_differ([product], H200) is None

@@ -1,4 +1,4 @@
-"""Drafts of a head inside the loop are those of the head without drafts that were made before."""
+"""A head inside the loop proposes the drafts that it proposes over a whole text at once."""
 
 import functools
 
@@ -28,7 +28,7 @@ from tests.quick_compile import quick_jit
 
 VOCAB, HIDDEN, BLOCK_SIZE, MAX_TOKENS = 48, 96, 8, 24
 NUM_DRAFTS, MAX_STEPS = 3, 24
-# The second row ends long before the first one. The third has no request.
+# The second row ends long before the first one. The third row has no request.
 FIRST_IDS, NUM_TOKENS = [5, 9, 0], [18, 8, 0]
 
 
