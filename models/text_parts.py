@@ -118,7 +118,8 @@ _SHARED_FIELDS = (
     "tie_word_embeddings",
     "torch_dtype",
 )
-# The `eos_token_id` of the text part, if that of the whole differs. The whole's ends answers.
+# Field for the `eos_token_id` of the text part, if the whole checkpoint has another one. Answers end
+# at the token of the whole.
 TEXT_END = "text_eos_token_id"
 # Modules for images and audio, and modules that pass their outputs to the language model.
 _OTHER_MODULES = re.compile(

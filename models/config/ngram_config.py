@@ -87,7 +87,7 @@ def read_ngrams(
             f"config.json: ple_layer_ids is {layer_ids}, counted from 1, and one of these layers "
             "has no linear attention; paxkv supports embeddings of n-grams only in layers with it."
         )
-    # That of the text part: another one of the whole ends answers, but no n-grams.
+    # N-grams end at the end token of the text part. If the whole has another, it ends only answers.
     has_text_end = hf_config.get(TEXT_END) is not None
     end_token_ids = read_token_ids(hf_config, TEXT_END if has_text_end else "eos_token_id")
     if not end_token_ids:

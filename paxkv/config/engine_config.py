@@ -667,7 +667,7 @@ class EngineConfig:
                 raise ConfigError(
                     f"speculative_config: with drafts_in_bursts, a step computes {num_rows} tokens "
                     "of a request (1 + num_speculative_tokens), and max_num_batched_tokens is "
-                    f"{most}. Raise it, or use fewer drafts."
+                    f"{most}. Set a larger max_num_batched_tokens, or use fewer drafts."
                 )
         num_ranks = self.parallel.decode_context_parallel_size
         for name, is_set in (
