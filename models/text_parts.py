@@ -118,8 +118,7 @@ _SHARED_FIELDS = (
     "tie_word_embeddings",
     "torch_dtype",
 )
-# Field for the `eos_token_id` of the text part, if the whole checkpoint has another one. Answers end
-# at the token of the whole.
+# The text part's own `eos_token_id`, if the whole has another one. Answers end at the whole's.
 TEXT_END = "text_eos_token_id"
 # Modules for images and audio, and modules that pass their outputs to the language model.
 _OTHER_MODULES = re.compile(
