@@ -91,7 +91,8 @@ def test_fields_of_the_whole_win_and_older_configs_have_no_text_part():
     assert (part["model_type"], part["hidden_size"]) == ("qwen2", 64)
     assert part["rope_scaling"] == {"type": "default"}
     nested = {"text_config": {"model_type": "gemma", "eos_token_id": 1}, "eos_token_id": [5]}
-    assert text_part(nested) == {"model_type": "gemma", "eos_token_id": [5]}
+    ends = {"eos_token_id": [5], "text_eos_token_id": 1}
+    assert text_part(nested) == {"model_type": "gemma"} | ends
 
 
 def test_gemma_3_is_read_as_published_without_its_defaults():
