@@ -136,7 +136,7 @@ def test_a_step_has_room_for_all_drafts_of_a_request_in_bursts():
     speculative = SpeculativeConfig.from_fields(NGRAM | {"drafts_in_bursts": True})
     runner = RunnerConfig(speculative_config=speculative)
     EngineConfig(runner=runner, scheduler=SchedulerConfig(max_num_batched_tokens=5, max_num_seqs=1))
-    with pytest.raises(ConfigError, match="computes 5 tokens of a request .* is 4. Raise it"):
+    with pytest.raises(ConfigError, match="5 tokens of a request .* is 4. Set a larger"):
         EngineConfig(
             runner=runner, scheduler=SchedulerConfig(max_num_batched_tokens=4, max_num_seqs=1)
         )
