@@ -149,6 +149,31 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "make_ngram_vocab_size_divisible_by": 16,
         "split_ngram_parts": 2,
     },
+    # Convolutions of queries and keys, and experts that a token may skip.
+    "zaya": MOE_CONFIG
+    | {
+        "architectures": ["ZayaForCausalLM"],
+        "num_experts_per_tok": 1,
+        "router_hidden_size": 32,
+        "layer_types": ["hybrid", "hybrid_sliding"],
+        "sliding_window": 16,
+    },
+    # Biases of distances in each head, with and without a window, and convolutions.
+    "inkling": MOE_CONFIG
+    | {
+        "architectures": ["InklingForCausalLM"],
+        "swa_head_dim": 16,
+        "swa_num_attention_heads": 8,
+        "swa_num_key_value_heads": 8,
+        "sliding_window_size": 16,
+        "d_rel": 4,
+        "rel_extent": 20,
+        "layer_types": ["hybrid_sliding", "hybrid"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "route_scale": 2.0,
+        "logits_mup_width_multiplier": 2.0,
+        "log_scaling_n_floor": 8,
+    },
     "lfm2": MOE_CONFIG
     | {
         "architectures": ["Lfm2ForCausalLM"],
@@ -539,6 +564,7 @@ CASES = {
         check_same_as_alone(
             "qwen3_moe", 4, quantization="int8", quantization_group_size=32, **OWN_EXPERTS
         ),
+        check_same_as_alone("zaya", 4, **OWN_EXPERTS),
     ),
     "llm": check_llm,
     "quantized": lambda: (
@@ -561,6 +587,7 @@ CASES = {
     "states": lambda: (
         check_same_as_alone("qwen3_next", 4),
         check_same_as_alone("qwen4_exp", 4),
+        check_same_as_alone("inkling", 2),
         check_same_as_alone("mamba2", 2),
         check_state_collectives(4),
         check_same_as_alone("lfm2", 2),
