@@ -12,6 +12,10 @@ from paxkv.runner.features.head_drafts import HeadDrafts, HeadStep
 from paxkv.runner.features.target_hidden import TargetHiddenVariant
 from paxkv.runner.shapes.scheduled_rows import ScheduledRows
 
+# Single decode steps since the last burst after which the head pauses. There are no bursts while
+# requests wait, or if a step takes as long as a burst may.
+_MAX_SINGLE_STEPS = 8
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BurstHeadStep(HeadStep):
@@ -42,10 +46,11 @@ class BurstHeadDrafts(HeadDrafts):
 
     Between bursts, the head runs after single steps, so that it has keys and values of their
     tokens. It proposes drafts for single steps only while a request cannot be in a burst.
+    Otherwise, single steps verify no drafts, so the head pauses if there are many without a burst.
 
     Args:
         pacer: As in `HeadDrafts`, for single steps.
-        burst_pacer: Decides which bursts verify drafts. None: all do.
+        burst_pacer: Decides which bursts verify drafts. None: all do, and the head never pauses.
     """
 
     def __init__(
@@ -60,6 +65,8 @@ class BurstHeadDrafts(HeadDrafts):
         self._burst_pacer = burst_pacer
         # Whether the last burst verified drafts.
         self._was_drafting = True
+        # Single decode steps since the last burst.
+        self._num_single_steps = 0
         # Unfinished requests that need the host between their tokens.
         self._single_step_ids: set[str] = set()
 
@@ -78,7 +85,7 @@ class BurstHeadDrafts(HeadDrafts):
             self._burst_pacer is None or self._burst_pacer.choose(len(step.req_ids))
         )
         if step.num_decode_steps > 1:
-            self._was_drafting = is_drafting
+            self._was_drafting, self._num_single_steps = is_drafting, 0
         fields = {field.name: getattr(planned, field.name) for field in dataclasses.fields(planned)}
         return BurstHeadStep(
             **fields, is_drafting=is_drafting, bursts_are_alike=self._burst_pacer is None
@@ -97,7 +104,9 @@ class BurstHeadDrafts(HeadDrafts):
 
     def _num_proposed(self, step: ScheduledRows) -> int:
         if step.num_decode_steps == 1 and self._single_step_ids.isdisjoint(step.req_ids):
-            is_run = self._was_drafting or not step.is_decode
+            self._num_single_steps += step.is_decode
+            pauses = self._burst_pacer is not None and self._num_single_steps > _MAX_SINGLE_STEPS
+            is_run = (self._was_drafting and not pauses) or not step.is_decode
             if is_run:
                 self._complete_ids |= self._started_ids
             return int(is_run)

@@ -89,8 +89,8 @@ class PromptPacer(DepthPacer):
         return self.tries
 
 
-def plan(feature, *, new=(), **tokens):
-    """Plans a step; `tokens` has (computed before, scheduled, known) of each request."""
+def plan(feature, *, new=(), num_decode_steps=1, **tokens):
+    """Plans a step or burst; `tokens` has (computed before, scheduled, known) of each request."""
     feature.before_step(
         SchedulerOutput(
             scheduled_new_reqs=[
@@ -121,6 +121,7 @@ def plan(feature, *, new=(), **tokens):
             num_tokens_np=known,
             num_pending_np=np.zeros_like(known),
             token_ids_np=np.zeros((8, 8), np.int32),
+            num_decode_steps=num_decode_steps,
         )
     )
 
