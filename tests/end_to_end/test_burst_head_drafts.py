@@ -59,7 +59,8 @@ def plain_runners():
     scope="module",
     params=[
         ("eagle3", True),
-        ("draft_model", False),
+        # `test_generation_drafts.py` runs the loop with a draft model.
+        pytest.param(("draft_model", False), marks=pytest.mark.slow),
         pytest.param(("eagle3", False), marks=pytest.mark.slow),
         pytest.param(("draft_model", True), marks=pytest.mark.slow),
         # A program with experts takes several times as long to compile.
