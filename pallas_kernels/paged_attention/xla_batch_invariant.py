@@ -20,7 +20,6 @@ from pallas_kernels.paged_attention.xla_problem import (
     make_problem,
     product_f32,
 )
-from pallas_kernels.row_reductions import sum_of_rows
 
 # Tokens that attend together, and positions of keys that they read at a time. Guesses.
 QUERY_TILE = 32
@@ -132,15 +131,10 @@ def _add_keys(
     if factors is not None:
         bias = product_f32("thgr,tpr->thgp", factors, problem.biases_at(distance))
     logits = problem.logits(products, seen_of_heads, distance_of_heads, head_axis=1, bias=bias)
-    largest = jnp.maximum(softmax.largest, logits.max(axis=-1))
-    rescale = jnp.exp(softmax.largest - largest)
-    # If a token has seen no key yet, all its logits are equal, and exp alone would give 1.
-    weights = jnp.where(is_seen[:, None, None, :], jnp.exp(logits - largest[..., None]), 0.0)
-    return RunningSoftmax(
-        largest,
-        softmax.denominator * rescale + sum_of_rows(weights),
-        softmax.weighted_values * rescale[..., None]
-        + product_f32("thgp,thpd->thgd", problem.as_weights(weights), v),
+    return softmax.add(
+        logits,
+        seen_of_heads,
+        lambda weights: product_f32("thgp,thpd->thgd", problem.as_weights(weights), v),
     )
 
 

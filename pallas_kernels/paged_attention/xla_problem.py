@@ -1,5 +1,6 @@
 """The operands, masks and running softmax that both loops of the plain-JAX body use."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.paged_attention.distance_bias import distance_rows, profiles_by_distance
+from pallas_kernels.row_reductions import sum_of_rows
 from pallas_kernels.stored_dtype import as_values
 
 # Value of masked logits and of empty running maxima. Finite, because -inf minus -inf is NaN.
@@ -20,6 +22,28 @@ class RunningSoftmax(NamedTuple):
     largest: jax.Array  # f32[...]
     denominator: jax.Array  # f32[...]
     weighted_values: jax.Array  # f32[..., head_dim]
+
+    def add(
+        self,
+        logits: jax.Array,  # f32[..., num_keys]
+        is_seen: jax.Array,  # bool, of a shape that broadcasts with `logits`
+        sum_values: Callable[[jax.Array], jax.Array],
+    ) -> "RunningSoftmax":
+        """Returns the softmax over these keys too.
+
+        Args:
+            sum_values: Takes weights f32[..., num_keys], and returns the sums of the values that
+                they weight, f32[..., head_dim].
+        """
+        largest = jnp.maximum(self.largest, logits.max(axis=-1))
+        rescale = jnp.exp(self.largest - largest)
+        # Until a row has seen a key, all its logits are equal, and exp alone would give 1.
+        weights = jnp.where(is_seen, jnp.exp(logits - largest[..., None]), 0.0)
+        return RunningSoftmax(
+            largest,
+            self.denominator * rescale + sum_of_rows(weights),
+            self.weighted_values * rescale[..., None] + sum_values(weights),
+        )
 
     def result(self) -> tuple[jax.Array, jax.Array]:  # f32[..., head_dim], f32[...]
         """The attention output and lse; zero and -inf where nothing was seen."""

@@ -16,7 +16,6 @@ from pallas_kernels.paged_attention.xla_problem import (
     rows_at,
 )
 from pallas_kernels.query_tiles import QueryRows, map_tiles, padded, tile_rows
-from pallas_kernels.row_reductions import sum_of_rows
 from pallas_kernels.stored_dtype import as_values
 
 # Vectors that a row reads at a time. A guess.
@@ -95,15 +94,11 @@ def _add_vectors(
 ) -> RunningSoftmax:
     is_seen = is_seen[:, None, :]
     logits = jnp.where(is_seen, product_f32("thd,tkd->thk", q, vectors) * scale, MASKED_LOGIT)
-    largest = jnp.maximum(softmax.largest, logits.max(axis=-1))
-    rescale = jnp.exp(softmax.largest - largest)
-    # Where nothing has been seen yet `largest` is no logit, and these would be ones.
-    weights = jnp.where(is_seen, jnp.exp(logits - largest[..., None]), 0.0)
     # In the wider of the dtypes of q and of the cache: see `AttentionProblem.as_weights`.
-    rounded = weights.astype(jnp.promote_types(q.dtype, vectors.dtype))
-    values = product_f32("thk,tkd->thd", rounded, vectors[..., :latent_dim])
-    return RunningSoftmax(
-        largest,
-        softmax.denominator * rescale + sum_of_rows(weights),
-        softmax.weighted_values * rescale[..., None] + values,
+    dtype = jnp.promote_types(q.dtype, vectors.dtype)
+    latents = vectors[..., :latent_dim]
+    return softmax.add(
+        logits,
+        is_seen,
+        lambda weights: product_f32("thk,tkd->thd", weights.astype(dtype), latents),
     )
