@@ -39,6 +39,26 @@ def require_int32(op_name: str, **arrays: jax.Array) -> None:
             )
 
 
+def require_sequences(
+    op_name: str,
+    block_tables: jax.Array,  # i32[num_reqs, max_blocks_per_req]
+    seq_lens: jax.Array,  # i32[num_reqs]
+    query_start_loc: jax.Array,  # i32[num_reqs + 1]
+) -> None:
+    """Checks the arrays that describe the sequences of a batch.
+
+    Raises:
+        ValueError: A shape or a dtype differs.
+    """
+    require_shape(op_name, "block_tables", block_tables, ("num_reqs", "max_blocks_per_req"))
+    num_reqs = block_tables.shape[0]
+    require_shape(op_name, "seq_lens", seq_lens, (num_reqs,))
+    require_shape(op_name, "query_start_loc", query_start_loc, (num_reqs + 1,))
+    require_int32(
+        op_name, block_tables=block_tables, seq_lens=seq_lens, query_start_loc=query_start_loc
+    )
+
+
 def require_float(op_name: str, **arrays: jax.Array) -> None:
     """Checks that arrays of values are of a float dtype of 16 bits or more.
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from pallas_kernels.argument_checks import (
     require_at_least,
     require_float,
-    require_int32,
     require_not_empty,
+    require_sequences,
     require_shape,
 )
 from pallas_kernels.cache_layout import check_row
@@ -77,14 +77,8 @@ def index_top_k(
     require_shape(_OP, "weights", weights, (num_tokens, num_heads))
     require_shape(_OP, "key_cache", key_cache, ("num_rows", "num_blocks", 1, "block_size", "width"))
     require_not_empty(_OP, "key_cache", key_cache)
-    require_shape(_OP, "block_tables", block_tables, ("num_reqs", "max_blocks_per_req"))
-    num_reqs = block_tables.shape[0]
-    require_shape(_OP, "seq_lens", seq_lens, (num_reqs,))
-    require_shape(_OP, "query_start_loc", query_start_loc, (num_reqs + 1,))
+    require_sequences(_OP, block_tables, seq_lens, query_start_loc)
     require_float(_OP, q=q, weights=weights)
-    require_int32(
-        _OP, block_tables=block_tables, seq_lens=seq_lens, query_start_loc=query_start_loc
-    )
     check_row(_OP, row, num_rows=key_cache.shape[0])
     check_kv_dtype(_OP, key_cache.dtype, kv_dtype)
     require_at_least(_OP, "top_k", top_k, 1)

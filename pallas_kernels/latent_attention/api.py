@@ -9,6 +9,7 @@ from pallas_kernels.argument_checks import (
     require_float,
     require_int32,
     require_not_empty,
+    require_sequences,
     require_shape,
 )
 from pallas_kernels.cache_layout import check_row
@@ -146,16 +147,10 @@ def _check_arrays(
             f"{_OP}: queries are wider than the cached vectors: got latent_dim + rope_dim = "
             f"{cache_dim}, wanted at most the cache's last axis, {width}."
         )
-    require_shape(_OP, "block_tables", block_tables, ("num_reqs", "max_blocks_per_req"))
-    num_reqs = block_tables.shape[0]
-    require_shape(_OP, "seq_lens", seq_lens, (num_reqs,))
-    require_shape(_OP, "query_start_loc", query_start_loc, (num_reqs + 1,))
+    require_sequences(_OP, block_tables, seq_lens, query_start_loc)
     require_float(_OP, q_latent=q_latent, q_rope=q_rope)
     if q_rope.dtype != q_latent.dtype:
         raise ValueError(
             f"{_OP}: both parts of the queries must have one dtype: got {q_latent.dtype} and "
             f"{q_rope.dtype}."
         )
-    require_int32(
-        _OP, block_tables=block_tables, seq_lens=seq_lens, query_start_loc=query_start_loc
-    )

@@ -8,6 +8,7 @@ from pallas_kernels.argument_checks import (
     require_finite,
     require_float,
     require_int32,
+    require_sequences,
     require_shape,
 )
 from pallas_kernels.cache_layout import check_kv_cache, check_row
@@ -216,11 +217,5 @@ def _check_arrays(
             f"{_OP}: q has the wrong number of heads: got {q.shape[1]}, "
             f"wanted a multiple of the cache's num_kv_heads={num_kv_heads}."
         )
-    require_shape(_OP, "block_tables", block_tables, ("num_reqs", "max_blocks_per_req"))
-    num_reqs = block_tables.shape[0]
-    require_shape(_OP, "seq_lens", seq_lens, (num_reqs,))
-    require_shape(_OP, "query_start_loc", query_start_loc, (num_reqs + 1,))
+    require_sequences(_OP, block_tables, seq_lens, query_start_loc)
     require_float(_OP, q=q)
-    require_int32(
-        _OP, block_tables=block_tables, seq_lens=seq_lens, query_start_loc=query_start_loc
-    )

@@ -8,6 +8,7 @@ from pallas_kernels.argument_checks import (
     require_float,
     require_int32,
     require_not_empty,
+    require_sequences,
     require_shape,
 )
 from pallas_kernels.cache_layout import check_row
@@ -69,19 +70,10 @@ def sparse_latent_attention(
     require_shape(_OP, "q_rope", q_rope, (*q_latent.shape[:2], "rope_dim"))
     require_shape(_OP, "kv_cache", kv_cache, ("num_rows", "num_blocks", 1, "block_size", "width"))
     require_not_empty(_OP, "kv_cache", kv_cache)
-    require_shape(_OP, "block_tables", block_tables, ("num_reqs", "max_blocks_per_req"))
-    num_reqs = block_tables.shape[0]
-    require_shape(_OP, "seq_lens", seq_lens, (num_reqs,))
-    require_shape(_OP, "query_start_loc", query_start_loc, (num_reqs + 1,))
+    require_sequences(_OP, block_tables, seq_lens, query_start_loc)
     require_shape(_OP, "positions", positions, (q_latent.shape[0], "top_k"))
     require_float(_OP, q_latent=q_latent, q_rope=q_rope)
-    require_int32(
-        _OP,
-        block_tables=block_tables,
-        seq_lens=seq_lens,
-        query_start_loc=query_start_loc,
-        positions=positions,
-    )
+    require_int32(_OP, positions=positions)
     check_row(_OP, row, num_rows=kv_cache.shape[0])
     check_kv_dtype(_OP, kv_cache.dtype, kv_dtype)
     require_finite(_OP, "scale", scale)

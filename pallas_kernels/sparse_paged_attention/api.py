@@ -7,6 +7,7 @@ from pallas_kernels.argument_checks import (
     require_finite,
     require_float,
     require_int32,
+    require_sequences,
     require_shape,
 )
 from pallas_kernels.cache_layout import check_kv_cache, check_row
@@ -67,19 +68,10 @@ def sparse_paged_attention(
     check_kv_cache(_OP, kv_cache, num_parts=2)
     num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
     require_shape(_OP, "q", q, ("num_tokens", "num_q_heads", head_dim))
-    require_shape(_OP, "block_tables", block_tables, ("num_reqs", "max_blocks_per_req"))
-    num_reqs = block_tables.shape[0]
-    require_shape(_OP, "seq_lens", seq_lens, (num_reqs,))
-    require_shape(_OP, "query_start_loc", query_start_loc, (num_reqs + 1,))
+    require_sequences(_OP, block_tables, seq_lens, query_start_loc)
     require_shape(_OP, "positions", positions, (q.shape[0], "num_positions"))
     require_float(_OP, q=q)
-    require_int32(
-        _OP,
-        block_tables=block_tables,
-        seq_lens=seq_lens,
-        query_start_loc=query_start_loc,
-        positions=positions,
-    )
+    require_int32(_OP, positions=positions)
     check_row(_OP, row, num_rows=kv_cache.shape[0])
     check_kv_dtype(_OP, kv_cache.dtype, kv_dtype)
     require_finite(_OP, "scale", scale)
