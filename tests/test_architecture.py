@@ -30,6 +30,9 @@ TOP_LEVEL_NAMES = {
 COMPOSITION_ROOTS = {
     "paxkv/entrypoints/build.py",
     "paxkv/entrypoints/build_client.py",
+    "paxkv/entrypoints/build_drafter.py",
+    "paxkv/entrypoints/build_model.py",
+    "paxkv/entrypoints/build_runner.py",
     "paxkv/entrypoints/build_scheduler.py",
     "paxkv/entrypoints/trace_frames.py",
     "paxkv/entrypoints/engine_process.py",

@@ -5,9 +5,7 @@ the GPU's tokens with the tokens of the right answers, and needs no engine on th
 """
 
 import dataclasses
-import importlib.resources
 from collections.abc import Sequence
-from pathlib import Path
 from typing import ClassVar
 
 from tokenizers import Tokenizer
@@ -17,13 +15,13 @@ from benchmarks.gpu.subject import Sizes
 from benchmarks.units.unit import Finding, Measured
 from benchmarks.workloads import Workload, WorkloadRequest
 from models import load_model
+from models.demo import CHECKPOINT
 from models.demo.data import Conversation, Turn, addition_turn
 from models.demo.evaluate import held_out_pairs
 from models.demo.packing import encode_conversations
 from models.demo.paxkv_questions import TAUGHT_ANSWERS
 from models.platforms import GPU, default_platform
 
-CHECKPOINT = Path(str(importlib.resources.files("models.demo") / "checkpoint"))
 SYSTEM_PROMPT = (
     "You are a careful assistant. You answer questions about arithmetic and about paxkv. "
     "Keep every answer short and exact, and do not add anything that was not asked for."

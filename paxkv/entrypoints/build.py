@@ -3,29 +3,23 @@
 `build_client.py` constructs the objects that need no JAX.
 """
 
-import contextlib
 import dataclasses
-import importlib.resources
 import logging
 import math
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from paxkv.client.inproc_client import InprocClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
 from paxkv.config.engine_config import (
-    AUTO_MODEL_IMPL,
-    FIT_MEMORY,
     CacheConfig,
     EngineConfig,
     ModelConfig,
-    ParallelConfig,
     RunnerConfig,
 )
-from paxkv.config.generation_config import find_sampling_defaults, generation_config_folder
+from paxkv.config.generation_config import find_sampling_defaults
 from paxkv.config.sampling_defaults import SamplingDefaults
 from paxkv.contracts.engine_start import EngineReady, ModelInfo
 from paxkv.contracts.kv_cache_spec import KVCacheConfig, MambaSpec
@@ -63,36 +57,17 @@ from paxkv.trace.trace_file import check_trace_file
 # Before the imports below, which fail without an explanation if another package is named `models`.
 check_package_origin()
 
-from models import LoadedModel, ModelError, load_model, read_model_config  # noqa: E402
-from models import ModelConfig as TargetConfig  # noqa: E402
-from models.config.eagle3_config import read_eagle3_config  # noqa: E402
-from models.config.split_over_devices import check_context_ranks, check_split  # noqa: E402
-from models.drafters.mtp_head import mtp_config  # noqa: E402
-from models.loading.gguf.gguf_tokenizer import write_tokenizer_of  # noqa: E402
-from models.loading.kernel_encoder import KernelEncoder  # noqa: E402
-from models.loading.load_head import load_eagle3_head, load_mtp_head  # noqa: E402
-from models.loading.loaded_draft_model import (  # noqa: E402
-    LoadedDrafter,
-    LoadedDraftModel,
-    check_vocabulary,
+from paxkv.entrypoints.build_drafter import load_drafter  # noqa: E402
+from paxkv.entrypoints.build_model import (  # noqa: E402
+    find_model_folder,
+    find_text_folder,
+    load_target,
 )
-from models.loading.mistral_tokenizer import (  # noqa: E402
-    TEKKEN_FILE,
-    write_tokenizer_of_tekken,
-)
-from models.loading.source import read_config_file, resolve_model_folder  # noqa: E402
-from models.platforms import default_platform  # noqa: E402
-from models.platforms.gpu import SHARE_VARIABLE  # noqa: E402
-from paxkv.runner.memory.device_mesh import find_mesh  # noqa: E402
-from paxkv.runner.memory.max_model_len import find_max_model_len  # noqa: E402
-from paxkv.runner.memory.memory_plan import HostMemory, MemoryPlan  # noqa: E402
+from paxkv.entrypoints.build_runner import make_runner  # noqa: E402
 from paxkv.runner.model_runner import ModelRunner  # noqa: E402
 from paxkv.runner.programs.program_store import (  # noqa: E402
-    CompiledPrograms,
     NewCompiledPrograms,
-    ProgramStore,
     choose_store,
-    user_cache_folder,
 )
 from paxkv.runner.ranks.join_group import join_group  # noqa: E402
 from paxkv.runner.ranks.rank_group import RankGroup  # noqa: E402
@@ -230,13 +205,13 @@ def compile_programs(config: EngineConfig, path: Path, *, show_progress: bool = 
             "host stores its programs in --compilation-cache-dir when it starts."
         )
     store = NewCompiledPrograms(path)  # first, because it fails immediately
-    folder = _model_folder(config)
+    folder = find_model_folder(config)
     # Programs do not need sampling defaults, but an engine with invalid defaults could not start.
     _find_sampling_defaults(config, folder)
-    tokenizer = load_tokenizer(_text_folder(config.model, folder))
-    model = _load_model(config, folder, tokenizer)
-    head = _load_head(config, model, folder)
-    runner = _make_runner(config, model, store, head=head, show_progress=show_progress)
+    tokenizer = load_tokenizer(find_text_folder(config.model, folder))
+    model = load_target(config, folder, tokenizer)
+    head = load_drafter(config, model, folder)
+    runner = make_runner(config, model, store, head=head, show_progress=show_progress)
     return runner.warm_up()
 
 
@@ -249,15 +224,15 @@ def _build_core(
     group: RankGroup | None,
 ) -> BuiltCore:
     store = choose_store(config.runner)
-    folder = _model_folder(config)
-    text_folder = _text_folder(config.model, folder)
+    folder = find_model_folder(config)
+    text_folder = find_text_folder(config.model, folder)
     on_model_found(text_folder)
     # Report mistakes in small files before the weights are loaded, which takes minutes.
     sampling_defaults = _find_sampling_defaults(config, folder)
     tokenizer = load_tokenizer(text_folder)
-    model = _load_model(config, folder, tokenizer)
-    head = _load_head(config, model, folder)
-    runner = _make_runner(config, model, store, head=head, show_progress=show_progress, group=group)
+    model = load_target(config, folder, tokenizer)
+    head = load_drafter(config, model, folder)
+    runner = make_runner(config, model, store, head=head, show_progress=show_progress, group=group)
     _warn_of_unused_state_dtypes(config.cache, runner.kv_cache_config)
     max_model_len = runner.memory_plan.max_model_len
     num_lookahead_tokens = _find_num_lookahead_tokens(config.runner, runner)
@@ -325,12 +300,12 @@ def build_follower_runner(config: EngineConfig, place: RankPlace) -> ModelRunner
         ModelError: The model cannot be loaded.
     """
     store = choose_store(config.runner)
-    folder = _model_folder(config)
-    tokenizer = load_tokenizer(_text_folder(config.model, folder))
+    folder = find_model_folder(config)
+    tokenizer = load_tokenizer(find_text_folder(config.model, folder))
     group = join_group(place)
-    model = _load_model(config, folder, tokenizer)
-    head = _load_head(config, model, folder)
-    runner = _make_runner(config, model, store, head=head, show_progress=False, group=group)
+    model = load_target(config, folder, tokenizer)
+    head = load_drafter(config, model, folder)
+    runner = make_runner(config, model, store, head=head, show_progress=False, group=group)
     runner.warm_up()
     return runner
 
@@ -342,328 +317,10 @@ def build_llm_client(engine: BuiltEngine) -> InprocClient:
     )
 
 
-def _model_folder(config: EngineConfig) -> Path:
-    """Finds the model's folder. Rejects unsupported models before weights are downloaded.
-
-    Raises:
-        ModelError: The model or its drafter cannot be found, or a config.json describes an
-            unsupported model, or the drafter does not fit the model.
-    """
-    model = config.model
-    if model.model is None:
-        folder = _demo_folder("checkpoint")
-    else:
-        folder = resolve_model_folder(
-            model.model, with_weights=False, revision=model.revision, token=model.hf_token
-        )
-    hf_config = read_model_config(
-        folder,
-        generation_folder=generation_config_folder(model.generation_config, folder),
-        model_impl=model.model_impl,
-    )
-    num_devices = config.parallel.tensor_parallel_size
-    check_split(hf_config, num_devices)
-    check_context_ranks(hf_config, num_devices, config.parallel.decode_context_parallel_size)
-    _check_drafter(config, hf_config)
-    is_on_hub = model.model is not None and not Path(model.model).expanduser().is_dir()
-    if is_on_hub and model.load_format != "dummy":
-        folder = resolve_model_folder(
-            model.model, with_weights=True, revision=model.revision, token=model.hf_token
-        )
-    return folder
-
-
-def _text_folder(config: ModelConfig, model_folder: Path) -> Path:
-    """The folder of the tokenizer and of its chat template.
-
-    Raises:
-        ModelError: The tokenizer cannot be found, or is Mistral's own and cannot be read.
-    """
-    if config.tokenizer is None and config.tokenizer_revision is None:
-        found = model_folder
-    else:
-        found = resolve_model_folder(
-            config.tokenizer or config.model or model_folder,
-            with_weights=False,
-            revision=config.tokenizer_revision,
-            token=config.hf_token,
-        )
-    programs = user_cache_folder()
-    cache = programs and programs.parent / "tokenizers"
-    if found.is_file():
-        # Without a tokenizer, the file itself stands for a folder that has none.
-        return write_tokenizer_of(found, cache) or found
-    tekken = found / TEKKEN_FILE
-    has_other = (found / "tokenizer.json").is_file() or not tekken.is_file()
-    return found if has_other else write_tokenizer_of_tekken(tekken, cache)
-
-
 def _find_sampling_defaults(config: EngineConfig, folder: Path) -> SamplingDefaults:
     return find_sampling_defaults(
         config.model.generation_config, config.model.override_generation_config, folder
     )
-
-
-def _load_model(config: EngineConfig, folder: Path, tokenizer: Tokenizer | None) -> LoadedModel:
-    """Loads the model, and excludes tokens that its tokenizer does not have."""
-    # JAX reads this variable when it first uses a GPU. It is the only way to limit JAX's memory.
-    os.environ.setdefault(SHARE_VARIABLE, f"{config.cache.gpu_memory_utilization:g}")
-    mesh = find_mesh(config.parallel.tensor_parallel_size)
-    if config.parallel.enable_expert_parallel and mesh is None:
-        logger.warning(
-            "enable_expert_parallel has no effect with tensor_parallel_size=1: one device has all "
-            "experts."
-        )
-    platform = default_platform()
-    max_model_len = config.model.max_model_len
-    model = load_model(
-        folder,
-        dtype=config.model.dtype,
-        load_format=config.model.load_format,
-        seed=config.model.seed,
-        has_unified_kv=config.cache.disable_hybrid_kv_cache_manager,
-        max_model_len=None if max_model_len == FIT_MEMORY else max_model_len,
-        product_dtype=config.model.product_dtype,
-        quantization=config.model.quantization,
-        quantization_group_size=config.model.quantization_group_size,
-        generation_folder=generation_config_folder(config.model.generation_config, folder),
-        model_impl=config.model.model_impl,
-        panel_width=platform.column_panel_width(batch_invariant=config.runner.batch_invariant),
-        platform=platform,
-        mesh=mesh,
-        enable_expert_parallel=config.parallel.enable_expert_parallel,
-    )
-    logger.info("%s", model.describe_weights())
-    is_own_class = model.class_name.startswith("models.families.")
-    if config.model.model_impl != AUTO_MODEL_IMPL or not is_own_class:
-        logger.info(
-            "the model runs as the class %s (model_impl=%s).",
-            *(model.class_name, config.model.model_impl),
-        )
-    if tokenizer is None:
-        return model
-    return model.without_tokens(tokenizer.ids_without_token(model.config.vocab_size))
-
-
-def _has_head(config: EngineConfig) -> bool:
-    speculative = config.runner.speculative_config
-    return speculative is not None and speculative.is_on_device
-
-
-def _check_drafter(config: EngineConfig, target: TargetConfig) -> None:
-    """Rejects a drafter that does not fit the model, before any weights are downloaded."""
-    if not _has_head(config):
-        return
-    with _named_errors():
-        method = config.runner.speculative_config.method
-        if method == "mtp":
-            mtp_config(target)
-            return
-        folder = _drafter_folder(config, with_weights=False)
-        if method == "eagle3":
-            read_eagle3_config(read_config_file(folder), target)
-        else:
-            check_vocabulary(read_model_config(folder), target)
-
-
-def _drafter_folder(config: EngineConfig, *, with_weights: bool) -> Path:
-    """The folder of the head or of the smaller model that `speculative_config` names."""
-    if config.runner.speculative_config.model is None:
-        return _demo_folder("draft_head")
-    return resolve_model_folder(
-        config.runner.speculative_config.model,
-        with_weights=with_weights,
-        token=config.model.hf_token,
-    )
-
-
-def _demo_folder(name: str) -> Path:
-    return Path(str(importlib.resources.files("models.demo") / name))
-
-
-@contextlib.contextmanager
-def _named_errors() -> Iterator[None]:
-    """Adds the setting to errors about the drafter, which else read as errors about the model."""
-    try:
-        yield
-    except ModelError as error:
-        raise type(error)(f"speculative_config: {error}") from error
-
-
-def _load_head(config: EngineConfig, model: LoadedModel, folder: Path) -> LoadedDrafter | None:
-    """Loads the drafter with weights; None if the method of drafts has none."""
-    if not _has_head(config):
-        return None
-    with _named_errors():
-        head = _load_drafter(config, model, folder)
-    logger.info("drafter: %s", head.describe_weights())
-    return head
-
-
-def _load_drafter(config: EngineConfig, model: LoadedModel, folder: Path) -> LoadedDrafter:
-    mesh = find_mesh(config.parallel.tensor_parallel_size)
-    encoder, method = _make_encoder(config), config.runner.speculative_config.method
-    load_format, seed = config.model.load_format, config.model.seed
-    if method == "mtp":
-        return load_mtp_head(
-            model, folder, load_format=load_format, seed=seed, encoder=encoder, mesh=mesh
-        )
-    if method == "eagle3":
-        # Its weights show whether it has an embedding, so they are read with "dummy" too.
-        head_folder = _drafter_folder(config, with_weights=True)
-        return load_eagle3_head(model, head_folder, encoder=encoder, mesh=mesh)
-    max_model_len = config.model.max_model_len
-    draft_model = load_model(
-        _drafter_folder(config, with_weights=load_format != "dummy"),
-        dtype=model.dtype,
-        load_format=load_format,
-        seed=seed,
-        has_unified_kv=config.cache.disable_hybrid_kv_cache_manager,
-        max_model_len=None if max_model_len == FIT_MEMORY else max_model_len,
-        product_dtype=encoder.product_dtype,
-        quantization=encoder.quantization,
-        quantization_group_size=encoder.group_size,
-        panel_width=encoder.panel_width,
-        platform=encoder.platform,
-        mesh=mesh,
-    )
-    return LoadedDraftModel.of_model(draft_model, model)
-
-
-def _make_encoder(config: EngineConfig) -> KernelEncoder:
-    """The form of the model's kernels, for the kernels of its draft head."""
-    platform, num_devices = default_platform(), config.parallel.tensor_parallel_size
-    panel_width = platform.column_panel_width(batch_invariant=config.runner.batch_invariant)
-    return KernelEncoder(
-        platform=platform,
-        product_dtype=config.model.product_dtype,
-        panel_width=panel_width if num_devices == 1 else None,
-        quantization=config.model.quantization,
-        group_size=config.model.quantization_group_size,
-        num_devices=num_devices,
-    )
-
-
-def _make_runner(
-    config: EngineConfig,
-    model: LoadedModel,
-    store: ProgramStore | None,
-    *,
-    head: LoadedDrafter | None,
-    show_progress: bool,
-    group: RankGroup | None = None,
-) -> ModelRunner:
-    """Builds the runner. If `max_model_len` is not set, the longest that fits the KV cache is used.
-
-    Raises:
-        KVCacheTooSmallError: The KV cache has no room for one request of `max_model_len` tokens or,
-            if that is not set, of two tokens.
-    """
-    host_memory = _host_memory(config.parallel, model)
-    on_host = host_memory is not None
-    cache_config = _cache_config(config.cache, store, on_host=on_host)
-
-    setting, limit = config.model.max_model_len, find_max_model_len(None, model.config)
-    is_given = setting not in (None, FIT_MEMORY)
-    compiled = store.max_model_len if isinstance(store, CompiledPrograms) else None
-    most = find_max_model_len(setting, model.config) if is_given else min(compiled or limit, limit)
-    runner = ModelRunner(
-        model,
-        cache_config=cache_config,
-        scheduler_config=config.scheduler,
-        max_model_len=most,
-        may_be_shorter=not is_given,
-        seed=config.model.seed,
-        runner_config=config.runner,
-        host_memory=host_memory,
-        program_store=store,
-        show_progress=show_progress,
-        head=head,
-        group=group,
-        num_context_ranks=config.parallel.decode_context_parallel_size,
-    )
-    plan = runner.memory_plan
-    if not is_given:
-        _log_shorter_length(
-            plan,
-            store,
-            limit=limit,
-            memory_flag=_memory_flag(cache_config, on_host=on_host),
-            level=logging.WARNING if setting is None else logging.INFO,
-        )
-    pool_bytes = plan.pool_bytes * plan.num_devices // config.parallel.nnodes
-    if on_host and pool_bytes > host_memory.free_bytes:
-        logger.warning(
-            "the KV cache may grow to %d MiB, but only %d MiB are free: the system may kill this "
-            "process when they are used. Set a smaller --cpu-kv-cache-bytes or "
-            "--num-gpu-blocks-override.",
-            *(pool_bytes >> 20, host_memory.free_bytes >> 20),
-        )
-    logger.info("%s", plan.report())
-    return runner
-
-
-def _host_memory(config: ParallelConfig, model: LoadedModel) -> HostMemory | None:
-    """Memory for the KV cache of one engine on a CPU; None on other devices.
-
-    It is measured once per start, because free memory changes while an engine is built.
-    """
-    free_bytes = default_platform().free_host_bytes()
-    if free_bytes is None:
-        return None
-    num_engines = config.data_parallel_size
-    # Later engines load their weights afterwards, and use the first engine's number of blocks.
-    num_devices = config.tensor_parallel_size // config.nnodes
-    weight_bytes = model.device_bytes * num_devices if num_engines > 1 else 0
-    return HostMemory.of_engines(free_bytes, num_engines=num_engines, weight_bytes=weight_bytes)
-
-
-def _log_shorter_length(
-    plan: MemoryPlan, store: ProgramStore | None, *, limit: int, memory_flag: str, level: int
-) -> None:
-    """Logs why `max_model_len` is below the model's limit, if it is, and how to change that.
-
-    Args:
-        memory_flag: The flag that sets the size of the KV cache.
-    """
-    length = plan.max_model_len
-    if length >= limit:
-        return
-    if isinstance(store, CompiledPrograms):
-        logger.log(
-            level,
-            "max_model_len is %d, the length for which the programs were compiled; the model's own "
-            "limit is %d. Set --max-model-len to the first, or compile programs for the second.",
-            *(length, limit),
-        )
-        return
-    logger.log(
-        level,
-        "max_model_len is %d: the KV cache of %d MiB has no room for one request of the model's %d "
-        "positions. For longer requests set a larger %s. To confirm this length, set "
-        "--max-model-len %d.",
-        *(length, plan.pool_bytes * plan.num_devices >> 20, limit, memory_flag, length),
-    )
-
-
-def _memory_flag(config: CacheConfig, *, on_host: bool) -> str:
-    if config.num_gpu_blocks_override is not None:
-        return "--num-gpu-blocks-override"
-    return "--cpu-kv-cache-bytes" if on_host else "--gpu-memory-utilization"
-
-
-def _cache_config(config: CacheConfig, store: ProgramStore | None, *, on_host: bool) -> CacheConfig:
-    """Sets the number of blocks to that of compiled programs, if it would otherwise be measured.
-
-    A measurement may give a different number at every start, and on accelerators it compiles the
-    largest programs.
-    """
-    is_given = config.num_gpu_blocks_override is not None or (
-        on_host and config.cpu_kv_cache_bytes is not None
-    )
-    if not is_given and isinstance(store, CompiledPrograms):
-        return dataclasses.replace(config, num_gpu_blocks_override=store.num_blocks)
-    return config
 
 
 def _cache_settings(config: CacheConfig, kv_cache_config: KVCacheConfig) -> dict[str, str]:

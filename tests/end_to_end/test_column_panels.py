@@ -7,7 +7,7 @@ import pytest
 from models import LoadedModel
 from models.platforms import CPU
 from paxkv import LLM, SamplingParams
-from paxkv.entrypoints import build
+from paxkv.entrypoints import build_model
 from tests.oracles.dense_model import dense_logits
 from tests.oracles.make_checkpoint import write_random_checkpoint
 
@@ -49,15 +49,15 @@ def checkpoint(tmp_path_factory):
 def test_tokens_are_the_same_as_with_whole_kernels(checkpoint, monkeypatch, has, num_panelled):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, VOCAB_SIZE, n).tolist() for n in (3, 20, 40)]
-    loaded, load_model = [], build.load_model
+    loaded, load_model = [], build_model.load_model
 
     def load_and_keep(*args: object, **settings: object) -> LoadedModel:
         loaded.append(load_model(*args, **settings))
         return loaded[-1]
 
     platform = CPU(num_threads=1, instruction_sets=frozenset(has))
-    monkeypatch.setattr(build, "default_platform", lambda: platform)
-    monkeypatch.setattr(build, "load_model", load_and_keep)
+    monkeypatch.setattr(build_model, "default_platform", lambda: platform)
+    monkeypatch.setattr(build_model, "load_model", load_and_keep)
     with LLM(str(checkpoint), enable_compilation_cache=False, **SETTINGS) as llm:
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-import paxkv.entrypoints.build
 from models import CheckpointNotFoundError, ModelConfigError, UnsupportedModelError
 from paxkv import LLM, SamplingParams, StructuredOutputsParams
+from paxkv.entrypoints import build_drafter, build_model
 from paxkv.entrypoints.build_scheduler import make_scheduler
 from paxkv.errors import ConfigError
 from paxkv.trace.replayer import replay
@@ -141,9 +141,8 @@ def test_model_without_a_head_is_refused():
 @pytest.fixture
 def no_weights(monkeypatch):
     """Fails the test if weights are loaded."""
-    monkeypatch.setattr(
-        paxkv.entrypoints.build, "load_model", lambda *args, **kwargs: pytest.fail()
-    )
+    for module in (build_model, build_drafter):
+        monkeypatch.setattr(module, "load_model", lambda *args, **kwargs: pytest.fail())
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
@@ -175,7 +174,7 @@ def test_access_token_is_for_the_drafter_too(monkeypatch):
         found.append((model, token))
         raise CheckpointNotFoundError("gated")
 
-    monkeypatch.setattr(paxkv.entrypoints.build, "resolve_model_folder", resolve)
+    monkeypatch.setattr(build_drafter, "resolve_model_folder", resolve)
     speculative = {"method": "eagle3", "num_speculative_tokens": 1, "model": "some/head"}
     with pytest.raises(CheckpointNotFoundError, match="^speculative_config: gated"):
         LLM(**SETTINGS, hf_token="secret", speculative_config=speculative)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from paxkv.config.engine_config import EngineConfig, ModelConfig
 from paxkv.config.sampling_defaults import GenerationConfig, SamplingDefaults
 from paxkv.contracts.engine_start import EngineReady, ModelInfo
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -67,7 +68,7 @@ class FakeRunner(FakeExecutor):
 
 
 def fake_model_parts(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
-    """Replaces the model and the runner that `build.py` makes; returns the runner's class."""
+    """Replaces the model and the runner that an engine is built of; returns the runner's class."""
 
     config = SimpleNamespace(
         vocab_size=VOCAB_SIZE,
@@ -87,12 +88,15 @@ def fake_model_parts(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
         instances = []
         model = loaded
 
-    monkeypatch.setattr("paxkv.entrypoints.build.load_model", lambda folder, **arguments: loaded)
-    monkeypatch.setattr(
-        "paxkv.entrypoints.build.read_model_config", lambda folder, **arguments: config
-    )
-    monkeypatch.setattr("paxkv.entrypoints.build.ModelRunner", Runner)
+    build_model = "paxkv.entrypoints.build_model"
+    monkeypatch.setattr(f"{build_model}.load_model", lambda folder, **arguments: loaded)
+    monkeypatch.setattr(f"{build_model}.read_model_config", lambda folder, **arguments: config)
+    monkeypatch.setattr("paxkv.entrypoints.build_runner.ModelRunner", Runner)
     return Runner
+
+
+def config_for(folder: Path, **model: object) -> EngineConfig:
+    return EngineConfig(model=ModelConfig(model=str(folder), **model))
 
 
 def started_fake(**sampling_defaults: object) -> StartedEngines:
