@@ -7,9 +7,10 @@ import jax.numpy as jnp
 
 from models.config.moe_config import MoEConfig
 from models.layers.experts import make_experts
+from models.layers.linear import Linear
 from models.layers.mlp import GatedMLP
-from models.layers.routing import Router, Routing
-from models.layers.sparse_mlp import SharedExpertsMLP, SparseMLP
+from models.layers.routing import Router, Routing, SoftmaxTopK
+from models.layers.sparse_mlp import GatedSharedExpertMLP, SharedExpertsMLP, SparseMLP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,3 +44,34 @@ def make_shared_experts(
         dtype=dtype,
     )
     return mlp(gate=gate, choose=choose, experts=experts, shared_experts=shared_experts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedSharedMoEConfig(MoEConfig):
+    """The config of a decoder with one shared expert, whose output a gate scales (Qwen).
+
+    Args:
+        shared_expert_intermediate_size: Inner width of the shared expert.
+        normalizes_weights: Whether the weights of the chosen experts are scaled to a sum of 1.
+    """
+
+    shared_expert_intermediate_size: int
+    normalizes_weights: bool
+
+
+def make_gated_shared_expert(
+    config: GatedSharedMoEConfig, dtype: jnp.dtype
+) -> GatedSharedExpertMLP:
+    """Makes the experts of one layer."""
+    return GatedSharedExpertMLP(
+        gate=Router(config.hidden_size, config.num_experts, dtype=dtype),
+        choose=SoftmaxTopK(top_k=config.num_experts_per_tok, normalizes=config.normalizes_weights),
+        experts=make_experts(config, dtype=dtype),
+        shared_expert=GatedMLP(
+            config.hidden_size,
+            config.shared_expert_intermediate_size,
+            activation=config.hidden_act,
+            dtype=dtype,
+        ),
+        shared_expert_gate=Linear(config.hidden_size, 1, dtype=dtype),
+    )

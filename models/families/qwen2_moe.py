@@ -4,7 +4,6 @@ expert. Some layers have a sliding window if `config.json` enables it.
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import jax.numpy as jnp
 
@@ -12,28 +11,11 @@ from models.config.attention_config import AttentionConfig
 from models.config.dense_config import read_dense_fields, read_head_fields
 from models.config.fields import read_count, read_flag
 from models.config.layer_types import read_layer_types, read_sliding_window, with_window
-from models.config.moe_config import MoEConfig, read_expert_fields, read_sparse_steps
+from models.config.moe_config import read_expert_fields, read_sparse_steps
 from models.config.rope_config import parse_rope_config
 from models.decoders.moe_decoder import MoEDecoder
-from models.layers.experts import make_experts
-from models.layers.linear import Linear
-from models.layers.mlp import GatedMLP
+from models.decoders.shared_moe import GatedSharedMoEConfig, make_gated_shared_expert
 from models.layers.rms_norm import RMSNorm
-from models.layers.routing import Router, SoftmaxTopK
-from models.layers.sparse_mlp import GatedSharedExpertMLP
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Qwen2MoeConfig(MoEConfig):
-    """The config of Qwen2-MoE.
-
-    Args:
-        shared_expert_intermediate_size: Inner width of the shared expert.
-        normalizes_weights: Whether the weights of the chosen experts are scaled to a sum of 1.
-    """
-
-    shared_expert_intermediate_size: int
-    normalizes_weights: bool
 
 
 class Qwen2MoeForCausalLM(MoEDecoder):
@@ -43,7 +25,7 @@ class Qwen2MoeForCausalLM(MoEDecoder):
     """
 
     @classmethod
-    def read_config(cls, hf_config: Mapping[str, object]) -> Qwen2MoeConfig:
+    def read_config(cls, hf_config: Mapping[str, object]) -> GatedSharedMoEConfig:
         fields = read_dense_fields(hf_config)
         attention = AttentionConfig(
             **read_head_fields(hf_config, default_num_kv_heads=16),
@@ -53,7 +35,7 @@ class Qwen2MoeForCausalLM(MoEDecoder):
         experts = read_expert_fields(
             hf_config, default_num_experts=60, default_top_k=4, default_size=1408
         )
-        return Qwen2MoeConfig(
+        return GatedSharedMoEConfig(
             **fields,
             **experts,
             attention=_windowed_layers(hf_config, attention, fields),
@@ -64,10 +46,12 @@ class Qwen2MoeForCausalLM(MoEDecoder):
             normalizes_weights=read_flag(hf_config, "norm_topk_prob"),
         )
 
-    def __init__(self, config: Qwen2MoeConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+    def __init__(
+        self, config: GatedSharedMoEConfig, *, has_head_kernel: bool, dtype: jnp.dtype
+    ) -> None:
         super().__init__(
             config,
-            sparse_mlp=functools.partial(_make_sparse_mlp, config, dtype),
+            sparse_mlp=functools.partial(make_gated_shared_expert, config, dtype),
             norm=functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype),
             has_head_kernel=has_head_kernel,
             dtype=dtype,
@@ -96,18 +80,3 @@ def _windowed_layers(
         "sliding_attention": with_window(attention, window, fields["max_position_embeddings"]),
     }
     return tuple(by_type[layer_type] for layer_type in layer_types)
-
-
-def _make_sparse_mlp(config: Qwen2MoeConfig, dtype: jnp.dtype) -> GatedSharedExpertMLP:
-    return GatedSharedExpertMLP(
-        gate=Router(config.hidden_size, config.num_experts, dtype=dtype),
-        choose=SoftmaxTopK(top_k=config.num_experts_per_tok, normalizes=config.normalizes_weights),
-        experts=make_experts(config, dtype=dtype),
-        shared_expert=GatedMLP(
-            config.hidden_size,
-            config.shared_expert_intermediate_size,
-            activation=config.hidden_act,
-            dtype=dtype,
-        ),
-        shared_expert_gate=Linear(config.hidden_size, 1, dtype=dtype),
-    )

@@ -13,21 +13,17 @@ from flax import nnx
 from models.config.attention_config import AttentionConfig
 from models.config.dense_config import read_dense_fields, read_head_fields
 from models.config.fields import read_count, read_flag, refuse_other_values
-from models.config.moe_config import MoEConfig, read_expert_fields, read_sparse_steps
+from models.config.moe_config import read_expert_fields, read_sparse_steps
 from models.config.partial_rotary import parse_partial_rope
 from models.config.state_layers import read_has_state, read_state_dtype
 from models.decoder_spec import DecoderSpec, spec_of_attention, with_states
 from models.decoders.moe_decoder import MoEDecoder
+from models.decoders.shared_moe import GatedSharedMoEConfig, make_gated_shared_expert
 from models.layers.dense_layers import make_head_normed_attention
-from models.layers.experts import make_experts
 from models.layers.gated_attention import GatedAttention
 from models.layers.gated_delta_net import LINEAR_ATTENTION, GatedDeltaNet, GatedDeltaNetConfig
-from models.layers.linear import Linear
-from models.layers.mlp import GatedMLP
 from models.layers.rms_norm import OffsetRMSNorm
-from models.layers.routing import Router, SoftmaxTopK
 from models.layers.self_attention import SelfAttention
-from models.layers.sparse_mlp import GatedSharedExpertMLP
 from models.weight_rule import Source, WeightRule, with_renamed_sources
 
 
@@ -39,16 +35,9 @@ class HybridConfig(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Qwen3NextConfig(MoEConfig):
-    """The config of Qwen3-Next. Layers without attention have a `GatedDeltaNet`.
+class Qwen3NextConfig(GatedSharedMoEConfig):
+    """The config of Qwen3-Next. Layers without attention have a `GatedDeltaNet`."""
 
-    Args:
-        shared_expert_intermediate_size: Inner width of the shared expert.
-        normalizes_weights: Whether the weights of the chosen experts are scaled to a sum of 1.
-    """
-
-    shared_expert_intermediate_size: int
-    normalizes_weights: bool
     linear: GatedDeltaNetConfig
 
     def spec(self, kv_dtype: str) -> DecoderSpec:
@@ -80,7 +69,7 @@ class Qwen3NextForCausalLM(MoEDecoder):
         super().__init__(
             config,
             attention=functools.partial(make_mixer, config.linear, norm=norm, dtype=dtype),
-            sparse_mlp=functools.partial(make_sparse_mlp, config, dtype),
+            sparse_mlp=functools.partial(make_gated_shared_expert, config, dtype),
             norm=norm,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
@@ -215,18 +204,3 @@ def _parts_together(weights_np: Sequence[np.ndarray], *, sizes: Sequence[int]) -
     by_head = weight_np.reshape(-1, sum(sizes), weight_np.shape[1])
     parts = np.split(by_head, np.cumsum(sizes)[:-1], axis=1)
     return np.concatenate([part.reshape(-1, weight_np.shape[1]) for part in parts])
-
-
-def make_sparse_mlp(config: Qwen3NextConfig, dtype: jnp.dtype) -> GatedSharedExpertMLP:
-    return GatedSharedExpertMLP(
-        gate=Router(config.hidden_size, config.num_experts, dtype=dtype),
-        choose=SoftmaxTopK(top_k=config.num_experts_per_tok, normalizes=config.normalizes_weights),
-        experts=make_experts(config, dtype=dtype),
-        shared_expert=GatedMLP(
-            config.hidden_size,
-            config.shared_expert_intermediate_size,
-            activation=config.hidden_act,
-            dtype=dtype,
-        ),
-        shared_expert_gate=Linear(config.hidden_size, 1, dtype=dtype),
-    )

@@ -17,11 +17,11 @@ from models.config.moe_config import read_expert_fields
 from models.config.ngram_config import NGramConfig, read_ngrams
 from models.decoder_spec import DecoderSpec, with_states_in
 from models.decoders.decoder import Decoder
+from models.decoders.shared_moe import make_gated_shared_expert
 from models.errors import ModelConfigError, UnsupportedModelError
 from models.families.qwen3_5 import join_separate_projections
 from models.families.qwen3_next import (
     Qwen3NextConfig,
-    make_sparse_mlp,
     mixer_rules,
     read_mixers,
 )
@@ -111,7 +111,7 @@ class Qwen4ExpForCausalLM(Decoder):
                 make = functools.partial(NGramStreamsLayer, ple=ple)
             return make(
                 attention=_make_mixer(config, attention, dtype),
-                mlp=make_sparse_mlp(config, dtype),
+                mlp=make_gated_shared_expert(config, dtype),
                 attn_hyper_connection=connection(),
                 mlp_hyper_connection=connection(),
             )
