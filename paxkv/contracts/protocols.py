@@ -77,7 +77,7 @@ class GrammarGate(Protocol):
     """The component that compiles grammars while the engine runs steps."""
 
     def is_ready(self, request_id: str) -> bool:
-        """Whether the request may run now. The scheduler asks in every step until it may."""
+        """Whether the request may run now. The scheduler asks in each step until this is True."""
         ...
 
 

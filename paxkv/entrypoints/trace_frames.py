@@ -1,7 +1,7 @@
 """`python -m paxkv.entrypoints.trace_frames FILE`: converts a trace to frames, one JSON line each.
 
 The server runs this for traces that a page uploads. It is a process with limits on memory and time,
-because a trace is untrusted input that makes the scheduler work.
+because a trace is untrusted input that decides how much the scheduler computes.
 """
 
 import argparse

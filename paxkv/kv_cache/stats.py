@@ -35,15 +35,6 @@ class CachingMetrics:
         self._recent.clear()
         self.num_queries = self.num_hits = 0
 
-    @property
-    def num_requests(self) -> int:
-        return len(self._recent)
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the queried tokens that were found, in [0, 1]; 0 before the first request."""
-        return self.num_hits / self.num_queries if self.num_queries else 0.0
-
 
 @dataclasses.dataclass(slots=True)
 class PrefixCacheStats:

@@ -388,19 +388,6 @@ class Scheduler:
             or any(request.status is RequestStatus.WAITING_FOR_FSM for request in self.waiting)
         )
 
-    def check_progress(self, output: SchedulerOutput) -> None:
-        """Checks that `schedule` scheduled a token if any request could run. Call it right after.
-
-        Raises:
-            InvariantError: No token was scheduled, there are unfinished requests, and
-                `may_schedule_nothing` is False.
-        """
-        if self.requests and not output.num_scheduled_tokens and not self.may_schedule_nothing():
-            raise InvariantError(
-                "no token was scheduled, although a request could run: "
-                f"{list(self.requests.values())!r}."
-            )
-
     def check_invariants(self) -> None:
         """Checks the block pool, the block tables and the queues, in O(n).
 

@@ -28,7 +28,7 @@ MAX_CACHED_GRAMMARS = 64
 # White space between the parts of JSON: a space, or a new line with its indentation. If more were
 # allowed, a small model might never stop writing white space.
 _WHITESPACE = r"[ \t]|[ \t]?\r?\n[ \t]{0,20}"
-# Keywords of a schema that contain schemas under names of the client, or values.
+# Keywords that map names to schemas, and keywords whose values are not schemas.
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = ("const", "enum")
 _SHOWN_CHARS = 80
@@ -92,7 +92,7 @@ class GrammarCompiler:
         return (self.vocab_size + 31) // 32
 
     def check(self, params: StructuredOutputsParams) -> tuple[str, ...]:
-        """Compiles a form. Returns the places of keywords of JSON schemas that the grammar ignores.
+        """Compiles a form. Returns the places of schema keywords that the grammar ignores.
 
         Raises:
             InvalidRequestError: As in `compile`.
@@ -124,7 +124,7 @@ class GrammarCompiler:
         return compiled
 
     def is_cached(self, params: StructuredOutputsParams) -> bool:
-        """Whether `compile` takes no time."""
+        """Whether the form is compiled already, so that `compile` returns immediately."""
         with self._lock:
             return form_key(params) in self._compiled
 
@@ -288,7 +288,7 @@ def _json_grammar(schema: object, options: Mapping[str, object]) -> str:
 
 
 def _without_more_properties(schema: object) -> object:
-    """{"properties": {"a": {}}} -> the same and "additionalProperties": false, at any depth."""
+    """Adds "additionalProperties": false to schemas with named properties, at any depth."""
     if isinstance(schema, list):
         return [_without_more_properties(part) for part in schema]
     if not isinstance(schema, dict):
@@ -305,7 +305,7 @@ def _without_more_properties(schema: object) -> object:
 
 
 def _choice_grammar(source: str) -> str:
-    """'["a", "b"]' -> one terminal. With a rule per choice, each parser row would have them all."""
+    """Makes one terminal of all choices: a rule per choice would add an item to each parser row."""
     choices = " | ".join(json.dumps(choice) for choice in json.loads(source))
     return f"start: CHOICE\nCHOICE: {choices}"
 

@@ -11,7 +11,7 @@ STDIO = "-"
 
 
 class LineFile:
-    """Writes lines to a file, or to stdout as `-`; use it in a `with` statement.
+    """Writes lines to a file, or to stdout if the path is "-". Use it in a `with` statement.
 
     Each line is written by one system call, unless the system writes only a part. If a write is
     interrupted or the disk is full, the incomplete line is removed from a regular file. Stdout is

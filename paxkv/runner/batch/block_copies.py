@@ -17,7 +17,8 @@ def build_block_copies(
 
     Raises:
         InvariantError: A block is not in the pool or is the null block; or there are more copies
-            than requests times groups. One call must read all sources before it writes a target.
+            than requests times groups. All copies of a step must fit into one call of the op,
+            which reads all sources before it writes a target.
     """
     source_of = {
         copy.target_block_id: copy.source_block_id for copy in scheduler_output.block_copies

@@ -67,7 +67,8 @@ def draw_rows(
         result = jax.lax.cond(
             num_chunks > 0, lambda: draw_chunk(jnp.int32(0), result), lambda: result
         )
-    return result, _record_drawn(state, sampling, result[:, 0])
+    positions = decode_processors(sampling).draw_position
+    return result, record_tokens(state, sampling, result[:, 0], positions)
 
 
 def _num_chunks(
@@ -112,15 +113,6 @@ def _draw_chunk(
         mesh=mesh,
     )
     return pack_result(sampled)
-
-
-def _record_drawn(
-    state: RowState,
-    sampling: jax.Array,  # i32[num_rows, step_row_width]
-    token_ids: jax.Array,  # i32[num_rows]
-) -> RowState:
-    """Adds drawn tokens to the histories of rows whose next draw depends on them."""
-    return record_tokens(state, sampling, token_ids, decode_processors(sampling).draw_position)
 
 
 def record_tokens(

@@ -2,8 +2,8 @@
 
 The draw of a row depends on its logits, its settings, its seed and its position, never on other
 rows. Filters have vLLM's order: temperature, min_p, top_k, then top_p of the tokens that top_k
-kept. Each filter keeps the tokens above a threshold. Together, the three are one threshold per row,
-so nothing is sorted.
+kept. Each filter keeps the tokens whose probability reaches a threshold. The largest of the three
+thresholds applies, so nothing is sorted.
 
 Source: vllm/v1/sample/sampler.py and vllm/v1/sample/ops/topk_topp_sampler.py.
 """
@@ -231,7 +231,7 @@ def _grouped(
 ) -> jax.Array:  # f[num_logits, num_vocab_groups, GROUP_SIZE]
     """x in groups, padded with `fill`, so that each device of a mesh has equally many groups.
 
-    If its groups were cut at the ends of devices, a device would need all of x.
+    If a group were split between two devices, each device would need all of x.
     """
     num_logits, vocab = x.shape
     num_vocab_groups = -(-vocab // GROUP_SIZE)
@@ -244,6 +244,6 @@ def _grouped(
 
 
 def _take_group(grouped: jax.Array, group_idx: jax.Array) -> jax.Array:
-    """f[num_logits, GROUP_SIZE]: of each row, the group that `group_idx` i32[num_logits] names."""
+    """Returns one group of each row, f[num_logits, GROUP_SIZE]; group_idx is i32[num_logits]."""
     row_idx = jnp.arange(grouped.shape[0], dtype=jnp.int32)
     return grouped.at[row_idx, group_idx].get(**_IN_BOUNDS)

@@ -13,8 +13,8 @@ from paxkv.server.routes.route_path import is_below, route_path
 class ApiKeyMiddleware:
     """Requires a key for paths that begin with /v1, as in vLLM, and for further paths.
 
-    Each time, the digests of all keys are compared. So the time shows neither the length of a key
-    nor how much of a wrong key is right.
+    A request's key is compared with the digests of all keys, so the response time shows neither
+    the length of a key nor how much of a wrong key is right.
 
     Args:
         api_keys: At least one.

@@ -166,11 +166,16 @@ def answer(sampled, *, drafts=None, transfers=None):
     )
 
 
+def check_progress(scheduler, output):
+    """Checks that a token was scheduled if a request could run. Call it right after `schedule`."""
+    assert output.num_scheduled_tokens or not scheduler.requests or scheduler.may_schedule_nothing()
+
+
 def step(scheduler, runner, max_decode_steps=1, **answers):
     """Runs one step, with checks before and after its tokens are returned."""
     output = scheduler.schedule(max_decode_steps)
     scheduler.check_invariants()
-    scheduler.check_progress(output)
+    check_progress(scheduler, output)
     scheduler.update_from_output(output, runner.execute(output, **answers))
     scheduler.check_invariants()
     return output

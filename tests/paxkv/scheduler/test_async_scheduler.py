@@ -14,6 +14,7 @@ from tests.paxkv.scheduler.stepping import (
     FunctionRunner,
     add,
     answer,
+    check_progress,
     continuation,
     counts,
     make_scheduler,
@@ -35,7 +36,7 @@ class LateExecutor:
         """Schedules one step, and returns old steps until `depth - 1` are in flight."""
         output = self.scheduler.schedule(max_decode_steps)
         self.scheduler.check_invariants()
-        self.scheduler.check_progress(output)
+        check_progress(self.scheduler, output)
         self.in_flight.append((output, self.runner.execute(output, drafts=drafts)))
         while len(self.in_flight) >= self.depth:
             self.return_oldest_step()
@@ -159,7 +160,7 @@ def test_a_request_waits_until_its_drafts_are_verified():
     assert counts(executor.step()) == {"a": 3}
     output = scheduler.schedule()
     assert counts(output) == {}
-    scheduler.check_progress(output)
+    check_progress(scheduler, output)
     scheduler.check_invariants()
     executor.return_oldest_step()
     assert request.all_token_ids[5:] == right[:3]

@@ -26,7 +26,7 @@ class CallPart:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class AnswerPart:
-    """The parts of an answer in one piece of its text: thoughts, then content and calls.
+    """What one piece of text adds to an answer: thoughts, then content and calls.
 
     Args:
         pieces: Content and parts of calls, in the order of the text.
@@ -52,7 +52,7 @@ class AnswerReader:
     """Reads one answer piece by piece. The joined parts do not depend on how the text is cut.
 
     Args:
-        starts_thinking: Whether the answer begins with thoughts; None does not look for thoughts.
+        starts_thinking: Whether the answer begins with thoughts; None: do not separate thoughts.
         include_reasoning: False drops thoughts.
         thought_counter: Counts the tokens of thoughts; None does not count them.
     """
@@ -80,7 +80,7 @@ class AnswerReader:
         return 0 if self._thought_counter is None else self._thought_counter.num_tokens
 
     def add_tokens(self, token_ids: Sequence[int]) -> None:
-        """Counts tokens whose text is read next, or later."""
+        """Counts tokens. `read` gets their text afterwards."""
         if self._thought_counter is not None:
             self._thought_counter.add_tokens(token_ids)
 

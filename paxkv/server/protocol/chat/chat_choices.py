@@ -25,7 +25,7 @@ class ChatChoices:
 
     Args:
         tool_use: How the request uses tools.
-        starts_thinking: Whether answers begin with thoughts; None does not look for thoughts.
+        starts_thinking: Whether answers begin with thoughts; None: do not separate thoughts.
         token_bytes: Returns the bytes of a token.
         make_thought_counter: Makes a counter for one answer; None does not count thoughts.
         echoed: The end of the prompt, which is shown at the beginning of every answer.

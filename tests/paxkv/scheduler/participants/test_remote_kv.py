@@ -14,6 +14,7 @@ from tests.paxkv.scheduler.stepping import (
     FULL,
     add,
     answer,
+    check_progress,
     continuation,
     counts,
     ids,
@@ -235,7 +236,7 @@ def test_loaded_blocks_do_not_block_their_own_request_when_no_request_runs():
     for _ in range(4):
         output = scheduler.schedule()
         scheduler.check_invariants()
-        scheduler.check_progress(output)
+        check_progress(scheduler, output)
         tokens = [7] if scheduler.requests["a"].num_computed_tokens == 40 else []
         scheduler.update_from_output(output, answer({"a": tokens}))
     assert not scheduler.has_unfinished_requests()
@@ -296,7 +297,7 @@ def test_random_traffic_reads_right_data(seed, is_async, delays_free, caching, p
             runner.saving.clear()
         output = scheduler.schedule()
         scheduler.check_invariants()
-        scheduler.check_progress(output)
+        check_progress(scheduler, output)
         transfers = {
             "finished_recving": frozenset(loaded),
             "finished_sending": frozenset(saved) if delays_free else frozenset(),
