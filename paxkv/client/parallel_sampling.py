@@ -6,7 +6,8 @@ from typing import Literal
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.request_output import CompletionOutput, Logprob, RequestOutput
 
-# An output has all tokens so far, or only the new ones; "final_only" sends one output at the end.
+# "cumulative" outputs have all tokens so far, and "delta" outputs only the new tokens. "final_only"
+# is one output at the end.
 OutputKind = Literal["cumulative", "delta", "final_only"]
 PromptLogprobs = list[dict[int, Logprob] | None]
 

@@ -184,8 +184,8 @@ class ModelRunnerOutput:
         logprobs: Per request of `req_ids`, one entry per sampled token; None if not requested.
         prompt_logprobs: Request id -> one entry per prompt token except the first. For requests
             that asked for them, in the step of their first token.
-        draft_token_ids: Request id -> draft tokens that its next step verifies. While a step names
-            a request here, also one without drafts, the scheduler waits for the tokens of each step
+        draft_token_ids: Request id -> draft tokens that its next step verifies. If a step names any
+            request here, even without drafts, the scheduler waits for the tokens of each step
             before it decides the next one.
         burst_drafts: Request id -> number of drafts and of accepted drafts, for each time that a
             burst verified drafts of the request.

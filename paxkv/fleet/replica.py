@@ -66,7 +66,7 @@ class Replica:
         return own_ids
 
     def record_finished(self, step: StepOutputs) -> None:
-        """Removes the requests that a step finished, except for kept blocks."""
+        """Removes the requests that a step finished. Records which of them keep their blocks."""
         for output in step.outputs:
             if output.finish_reason is not None and self.requests.pop(output.request_id, False):
                 self.kept_ids.add(output.request_id)

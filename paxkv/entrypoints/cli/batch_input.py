@@ -15,7 +15,7 @@ from paxkv.entrypoints.cli.line_file import STDIO
 
 
 class BatchInput:
-    """The lines of a file, or of stdin as `-`; use it in a `with` statement.
+    """The lines of a file, or of stdin if the path is "-". Use it in a `with` statement.
 
     Lines are counted first, and read again during iteration, so that few of them are in memory.
     Stdin and pipes can be read only once, so they are copied to a temporary file.

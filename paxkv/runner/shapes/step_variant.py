@@ -67,8 +67,8 @@ class StepVariant(Protocol):
     def is_in_bursts(self) -> bool:
         """Whether requests that need the variant may decode in bursts.
 
-        Such a variant has no results. Its fields are the same in all steps of a burst: `fields`
-        gets the number of requests as both sizes.
+        Such a variant has no results. Its fields are the same in all steps of a burst, in which
+        `num_tokens` of `fields` is the number of requests.
         """
         return False
 
@@ -91,7 +91,7 @@ class StepVariant(Protocol):
 
     @property
     def is_for_draft_head(self) -> bool:
-        """Whether only programs with drafts, or before a run of the draft head, have the variant.
+        """Whether only programs that verify drafts, or run before the draft head, have the variant.
 
         Only variants with `is_in_every_program` may return True.
         """
