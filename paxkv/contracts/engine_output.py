@@ -93,7 +93,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
         num_corrupted_reqs: Requests whose logits contained NaN or infinity, if the engine checks.
         num_replaced_engines: For several engines together: how many engines died and were
             replaced while `engine_start_time` did not change.
-        num_drafts: Answers to drafts: one for each request of each step that verified some.
+        num_drafts: How often drafts were verified: once per request and step that has any.
         num_draft_tokens: Drafts that were verified.
         num_accepted_tokens: Drafts that were accepted.
         num_accepted_per_pos: The same for first drafts, second drafts and so on; () without a

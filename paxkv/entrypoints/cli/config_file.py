@@ -27,7 +27,8 @@ def read_config_file(
     Args:
         json_flags: Flags whose list is one JSON word. For other flags, each item is a word.
         single_flags: Flags with exactly one value. A further word would be read as the model.
-        known_flags: Other keys are never omitted, so that the parser reports them as unknown.
+        known_flags: All flags. A key that is none of them is kept even if its value is null, so
+            that the parser reports it as unknown.
 
     Raises:
         ConfigError: The file cannot be read, or is not a table of flags.

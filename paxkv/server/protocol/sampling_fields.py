@@ -21,8 +21,8 @@ from paxkv.server.protocol.openai_protocol import (
 from paxkv.server.protocol.structured_fields import structured_outputs_params
 from paxkv.server.protocol.tool_choice import ToolUse
 
-# The default length of a completion, as in OpenAI's API. The model's defaults may have a smaller
-# one. The default length of a chat's answer is that of the model, or what max_model_len allows.
+# The default length of a completion, as in OpenAI's API, unless the model's own default is smaller.
+# The default length of a chat's answer is the model's, or what max_model_len allows.
 DEFAULT_COMPLETION_TOKENS = 16
 # OpenAI's limit. As in vLLM, larger biases are clipped to it.
 MAX_LOGIT_BIAS = 100.0
