@@ -40,7 +40,7 @@ _FLAG_IN_TEXT = re.compile(r"--([a-z][a-z-]*)")
 
 
 def llm_flag(name: str) -> VllmFlag | None:
-    """The flag of an argument that `LLM` does not have; None if vLLM has no such argument."""
+    """vLLM's flag for an argument that `LLM` does not have; None for all other names."""
     return _LLM_FLAGS.get(name)
 
 

@@ -33,7 +33,7 @@ def draw_rows(
         chunk_rows: Rows that are drawn at a time, up to the last row that draws.
         mesh: The devices that the logits are split over, if there are several.
         greedy_ids: The most likely token of each row, if known. They are the result if no row needs
-            more. Rows that did not ask for log-probabilities may get some.
+            more. Rows that did not ask for log-probabilities may get them too.
     """
     num_rows = sampling.shape[0]
     chunk_rows = min(chunk_rows, num_rows)

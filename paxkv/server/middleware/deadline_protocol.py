@@ -17,8 +17,8 @@ from paxkv.server.routes.messages import MESSAGES_PATH
 from paxkv.server.routes.route_path import is_below, route_path
 
 logger = logging.getLogger(__name__)
-# Hides uvicorn's warnings: of requests that are not HTTP, which do not name the client, and of
-# ignored `Upgrade` headers, which advise the user to install a package.
+# Hides uvicorn's warnings. Those about requests that are not HTTP do not name the client, and those
+# about ignored `Upgrade` headers advise the user to install a package.
 _uvicorn_logger = logger.getChild("uvicorn")
 _uvicorn_logger.setLevel(logging.ERROR)
 _FIRST_LINE = re.compile(rb"[A-Z]+ ([!-~]+) HTTP/1\.[01]\r?\n")
