@@ -65,7 +65,7 @@ class GenerationConfig:
         if fields.get(_MAX_NEW_TOKENS, 1) is None:
             raise ConfigError(
                 f"{where}: max_new_tokens must be a number, got null. To remove the file's limit, "
-                "start with --generation-config vllm, and set the file's other values with this."
+                f"start with --generation-config vllm, and set the file's other values in {where}."
             )
         given = {n: _NEUTRAL[n] if value is None else value for n, value in fields.items()}
         try:

@@ -40,8 +40,8 @@ class ModelInfo:
         sampling_defaults: Sampling parameters for fields that a request does not set.
         other_model_names: Other names that requests may use for the model.
         feature_uses: Whether the engine uses the features that depend on model, device or settings.
-        saves_states: The prefix cache saves states of recurrent layers, so the engine should know
-            the `num_leading_tokens` of chats.
+        saves_states: Whether the prefix cache saves states of recurrent layers. Then chats should
+            set `num_leading_tokens`.
     """
 
     served_model_name: str
@@ -66,7 +66,7 @@ class ModelInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CurveKeys:
-    """Keys of the two bound sockets, used if other users could reach their addresses.
+    """ZeroMQ CURVE keys of the two bound sockets, for addresses that other users can reach.
 
     A process needs a socket's public key to connect to it, so the public keys are secret too.
     """
@@ -85,9 +85,9 @@ class EngineOrder:
         output_endpoint: Endpoint at which the client listens.
         folder: Folder of the sockets' files, if there are any. The process that ends last deletes
             it.
-        step_counter: Descriptor of the `StepCounter` that the client created.
+        step_counter: File descriptor of the `StepCounter` that the client created.
         show_progress: Draw a progress bar on stderr while programs compile.
-        place: Number of the process among the processes of the engine. None: it is the only one.
+        place: Place of the process among the processes of the engine. None: it is the only one.
     """
 
     config: EngineConfig
@@ -149,7 +149,7 @@ class EngineStartFailed:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FollowerReady:
-    """A process that only repeats the calls of another one has started."""
+    """A follower, which repeats the calls of the leader, has started."""
 
 
 # Messages that an engine process may send besides `EngineOutput`.

@@ -98,8 +98,8 @@ class KVEventPublisher:
         try:
             os.write(self._wake_fd, b"\0")
         except (BlockingIOError, BrokenPipeError):
-            # The pipe is full of earlier calls, so the thread will wake. Or the thread has died,
-            # which was logged and is no reason to end the engine.
+            # The pipe is full because the thread has not read earlier bytes: it will wake. Or the
+            # thread has died, which was logged and is no reason to end the engine.
             return
 
     def _drop_oldest(self) -> None:

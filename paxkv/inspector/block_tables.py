@@ -31,7 +31,7 @@ class _SentTable:
 
     def __init__(self, key: int, blocks: list[KVCacheBlock]) -> None:
         self.key = key
-        # The manager's own list. Another list object is another table, even of the same request.
+        # The manager's own list. If a request has another list object later, its table is new.
         self.blocks = blocks
         self.num_blocks = 0
         self.num_skipped = 0
@@ -58,7 +58,7 @@ class SentTables:
 
         Args:
             key_of: Returns the key of a request id.
-            replaced_req_ids: Requests with a block replaced in their table since the last call.
+            replaced_req_ids: Requests in whose tables a block was replaced since the last call.
         """
         tables, skipped = self._sent, self._manager.num_skipped_blocks
         group_id, req_to_blocks = self._manager.kv_cache_group_id, self._manager.req_to_blocks

@@ -71,14 +71,13 @@ class IncrementalDetokenizer:
         return new_text
 
     def update(self, new_token_ids: Sequence[int], *, is_last: bool) -> StoppedByString | None:
-        """Adds the next tokens.
+        """Adds the next tokens. Must not be called after a stop string.
 
         Args:
             is_last: No further tokens follow, so no text is held any longer.
 
         Returns:
-            The stop string that these tokens completed, or None. Must not be called after a stop
-            string.
+            The stop string that these tokens completed, or None.
         """
         for num_tokens, token_id in enumerate(new_token_ids, start=1):
             self._num_tokens += 1

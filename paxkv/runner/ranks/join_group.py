@@ -6,8 +6,8 @@ from paxkv.contracts.rank_place import RankPlace
 from paxkv.errors import EngineDeadError
 from paxkv.runner.ranks.rank_group import Follower, Leader
 
-# Usually the command that started a process notices its end, or host 0 notices that the connection
-# to a host is lost. JAX's own check is for processes that outlive both.
+# JAX ends the group if a process is silent for this long. This is the last resort: usually the
+# command that started a process notices its end, or host 0 notices a lost connection.
 _HEARTBEAT_TIMEOUT_S = 60
 
 
