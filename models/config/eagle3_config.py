@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from models.config.dense_config import DenseConfig, read_attention, read_dense_fields
-from models.config.fields import read_count, read_flag
+from models.config.fields import read_count, read_flag, read_object
 from models.config.model_config import ModelConfig
-from models.config.nested_config import read_part
 from models.errors import ModelConfigError, UnsupportedModelError
 
 _LAYERS_FIELD = "eagle_aux_hidden_state_layer_ids"
@@ -44,7 +43,7 @@ def read_eagle3_config(hf_config: Mapping[str, object], target: ModelConfig) -> 
         ModelConfigError: A field is missing, of the wrong type, or does not fit the target.
         UnsupportedModelError: The head has several layers, or a field that is not supported.
     """
-    hf_config = {**hf_config, **read_part(hf_config, "transformer_layer_config")}
+    hf_config = {**hf_config, **read_object(hf_config, "transformer_layer_config")}
     hf_config.setdefault("architectures", ["Eagle3"])
     for name in _UNSUPPORTED:
         if hf_config.get(name):
@@ -79,7 +78,7 @@ def _read_taps(hf_config: Mapping[str, object], num_layers: int) -> tuple[int, .
 
     Example: 2 is the input of layer 2, which is the output of layer 1.
     """
-    layer_ids = hf_config.get(_LAYERS_FIELD) or read_part(hf_config, "eagle_config").get(
+    layer_ids = hf_config.get(_LAYERS_FIELD) or read_object(hf_config, "eagle_config").get(
         _LAYERS_FIELD
     )
     if layer_ids is None:

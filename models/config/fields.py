@@ -91,6 +91,18 @@ def read_layer_numbers(fields: Mapping[str, object], name: str) -> list[int] | N
     return numbers
 
 
+def read_object(fields: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """Reads an object, such as `rope_scaling`. A missing or null one is empty.
+
+    Raises:
+        ModelConfigError: The field is not an object.
+    """
+    value = fields.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise _bad_field(name, value, "an object")
+    return value
+
+
 def with_defaults(
     fields: Mapping[str, object], defaults: Mapping[str, object]
 ) -> dict[str, object]:

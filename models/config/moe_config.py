@@ -122,32 +122,23 @@ def read_corrected_choice(
         top_k=top_k,
         normalizes=read_flag(hf_config, "norm_topk_prob", True),
         factor=read_number(hf_config, "routed_scaling_factor", 1.0),
-        **read_group_fields(
-            hf_config,
-            num_experts=expert_fields["num_experts"],
-            top_k=top_k,
-            default_num_groups=1,
-            default_num_kept=1,
-        ),
+        **read_group_fields(hf_config, num_experts=expert_fields["num_experts"], top_k=top_k),
     )
 
 
 def read_group_fields(
-    hf_config: Mapping[str, object],
-    *,
-    num_experts: int,
-    top_k: int,
-    default_num_groups: int,
-    default_num_kept: int,
+    hf_config: Mapping[str, object], *, num_experts: int, top_k: int
 ) -> dict[str, int]:
     """Reads the groups of `SigmoidTopK`: there are `n_group`, of which `topk_group` are kept.
+
+    The default is one group.
 
     Raises:
         ModelConfigError: The groups are of different sizes, a group has one expert only, or the
             kept groups have fewer experts than a token goes to.
     """
-    num_groups = read_count(hf_config, "n_group", default_num_groups)
-    num_kept = read_count(hf_config, "topk_group", default_num_kept)
+    num_groups = read_count(hf_config, "n_group", 1)
+    num_kept = read_count(hf_config, "topk_group", 1)
     group_size = num_experts // num_groups
     if (
         num_experts % num_groups

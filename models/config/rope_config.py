@@ -5,7 +5,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from models.config.fields import read_count, read_flag, read_number, read_optional_number
+from models.config.fields import (
+    read_count,
+    read_flag,
+    read_number,
+    read_object,
+    read_optional_number,
+)
 from models.errors import ModelConfigError, UnsupportedModelError
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
@@ -62,7 +68,7 @@ def parse_rope_config(hf_config: Mapping[str, object], max_position_embeddings: 
     """
     # Where both spellings are present the older wins, as in transformers.
     name = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
-    fields = _read_object(hf_config, name)
+    fields = read_object(hf_config, name)
     _refuse_nested(fields)
     default_theta = read_number(hf_config, "rope_theta", DEFAULT_ROPE_THETA)
     return _parse_fields(hf_config, fields, default_theta, max_position_embeddings)
@@ -84,7 +90,7 @@ def parse_ropes_by_layer_type(
 
     Raises: As `parse_rope_config`.
     """
-    by_type = _read_object(hf_config, "rope_parameters")
+    by_type = read_object(hf_config, "rope_parameters")
     flat = [name for name, value in by_type.items() if not isinstance(value, Mapping | None)]
     if flat:
         raise ModelConfigError(
@@ -92,17 +98,17 @@ def parse_ropes_by_layer_type(
             "object for full_attention and one for sliding_attention."
         )
     for layer_type in sorted(required_types):
-        if _read_object(by_type, layer_type).get("rope_theta") is None:
+        if read_object(by_type, layer_type).get("rope_theta") is None:
             raise ModelConfigError(
                 f"config.json: rope_parameters has no rope_theta for {layer_type}; expected one "
                 "for each type of layer in the model. Use the config.json that was published with "
                 "the weights."
             )
-    scaling = _read_object(hf_config, "rope_scaling")
+    scaling = read_object(hf_config, "rope_scaling")
     _refuse_nested(scaling)
-    full_fields = {**_read_object(by_type, "full_attention"), **scaling}
+    full_fields = {**read_object(by_type, "full_attention"), **scaling}
     full_theta = read_number(hf_config, "rope_theta", DEFAULT_GLOBAL_ROPE_THETA)
-    sliding_fields = _read_object(by_type, "sliding_attention")
+    sliding_fields = read_object(by_type, "sliding_attention")
     sliding_theta = read_number(hf_config, "rope_local_base_freq", DEFAULT_ROPE_THETA)
     return (
         _parse_fields(hf_config, full_fields, full_theta, max_position_embeddings),
@@ -272,14 +278,6 @@ def _parse_proportional(
         factor=read_number(fields, "factor", 1.0),
         turned_share=share,
     )
-
-
-def _read_object(fields: Mapping[str, object], name: str) -> Mapping[str, object]:
-    """Returns an object of rope parameters; a missing or null one is empty."""
-    value = fields.get(name) or {}
-    if not isinstance(value, Mapping):
-        raise ModelConfigError(f"config.json: {name} is {value!r}; expected an object.")
-    return value
 
 
 def _refuse_nested(fields: Mapping[str, object]) -> None:

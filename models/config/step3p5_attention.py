@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from models.config.attention_config import AttentionConfig
 from models.config.dense_config import read_head_fields
-from models.config.fields import read_count, read_number, refuse_other_values
+from models.config.fields import read_count, read_number, read_object, refuse_other_values
 from models.config.layer_overrides import read_layer_overrides
 from models.config.layer_types import (
     LayerType,
@@ -16,7 +16,7 @@ from models.config.layer_types import (
 from models.config.partial_rotary import attention_of_ropes, without_rotary_factor
 from models.config.rope_config import parse_ropes_by_layer_type
 from models.config.step3p5_fields import bad_list
-from models.errors import ModelConfigError, UnsupportedModelError
+from models.errors import UnsupportedModelError
 
 _ROPE_FIELDS_OF_HUB = ("partial_rotary_factors", "rope_scaling", "rope_theta")
 
@@ -66,9 +66,7 @@ def _with_rope_parameters(
     rest = {name: hf_config[name] for name in hf_config if name not in _ROPE_FIELDS_OF_HUB}
     if hf_config.get("rope_parameters"):
         return rest
-    scaling = hf_config.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise ModelConfigError(f"config.json: rope_scaling is {scaling!r}; expected an object.")
+    scaling = read_object(hf_config, "rope_scaling")
     by_type = {}
     for layer_type in dict.fromkeys(layer_types):
         fields = {
@@ -125,11 +123,9 @@ def _read_nums_heads(
 
 def _read_num_sliding_heads(hf_config: Mapping[str, object], common: int) -> int:
     name, on_hub = "num_sliding_attention_heads", "attention_other_setting"
-    setting = hf_config.get(on_hub) or {}
-    if hf_config.get(name) is not None or not setting:
+    if hf_config.get(name) is not None or not hf_config.get(on_hub):
         return read_count(hf_config, name, common)
-    if not isinstance(setting, Mapping):
-        raise ModelConfigError(f"config.json: {on_hub} is {setting!r}; expected an object.")
+    setting = read_object(hf_config, on_hub)
     head_dim = read_count(hf_config, "head_dim", 128)
     supported = {
         "attention_type": "sliding_attention",

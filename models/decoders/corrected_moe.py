@@ -1,11 +1,12 @@
-"""Parts of families with DeepSeek-V3's experts: a router with corrections, and shared experts."""
+"""Parts of families with a router with corrections, and shared experts, as in DeepSeek-V3."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
 from models.decoders.shared_moe import SharedMoEConfig, make_shared_experts
-from models.layers.routing import CorrectedRouter, SigmoidTopK
+from models.layers.routing import CorrectedRouter, Routing
 from models.layers.sparse_mlp import SparseMLP
 
 
@@ -13,7 +14,7 @@ from models.layers.sparse_mlp import SparseMLP
 class CorrectedMoEConfig(SharedMoEConfig):
     """The config of a decoder with a `CorrectedRouter` and shared experts."""
 
-    choose: SigmoidTopK
+    choose: Callable[..., Routing]  # see `SparseMLP`
 
 
 def make_corrected_experts(config: CorrectedMoEConfig, *, dtype: jnp.dtype) -> SparseMLP:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from models.config.moe_config import MoEConfig
+from models.decoders.softmax_moe import SoftmaxMoEConfig, softmax_parts
 from models.layers.experts import make_experts
 from models.layers.linear import Linear
 from models.layers.mlp import GatedMLP
-from models.layers.routing import Router, Routing, SoftmaxTopK
+from models.layers.routing import Router, Routing
 from models.layers.sparse_mlp import GatedSharedExpertMLP, SharedExpertsMLP, SparseMLP
 
 
@@ -47,16 +48,10 @@ def make_shared_experts(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedSharedMoEConfig(MoEConfig):
-    """The config of a decoder with one shared expert, whose output a gate scales (Qwen).
+class GatedSharedMoEConfig(SoftmaxMoEConfig):
+    """The config of a decoder with one shared expert, whose output a gate scales (Qwen)."""
 
-    Args:
-        shared_expert_intermediate_size: Inner width of the shared expert.
-        normalizes_weights: Whether the weights of the chosen experts are scaled to a sum of 1.
-    """
-
-    shared_expert_intermediate_size: int
-    normalizes_weights: bool
+    shared_expert_intermediate_size: int  # inner width of the shared expert
 
 
 def make_gated_shared_expert(
@@ -64,9 +59,7 @@ def make_gated_shared_expert(
 ) -> GatedSharedExpertMLP:
     """Makes the experts of one layer."""
     return GatedSharedExpertMLP(
-        gate=Router(config.hidden_size, config.num_experts, dtype=dtype),
-        choose=SoftmaxTopK(top_k=config.num_experts_per_tok, normalizes=config.normalizes_weights),
-        experts=make_experts(config, dtype=dtype),
+        **softmax_parts(config, dtype),
         shared_expert=GatedMLP(
             config.hidden_size,
             config.shared_expert_intermediate_size,

@@ -5,9 +5,14 @@ from collections.abc import Mapping
 
 from models.config.attention_config import AttentionConfig
 from models.config.dense_config import read_head_fields, read_layer_norm_fields
-from models.config.fields import read_flag, read_number, refuse_other_values, with_defaults
+from models.config.fields import (
+    read_flag,
+    read_number,
+    read_object,
+    refuse_other_values,
+    with_defaults,
+)
 from models.config.layer_types import attention_by_type, read_sliding_window
-from models.config.nested_config import read_part
 from models.config.rope_config import parse_rope_config
 from models.families.cohere import CohereConfig, CohereForCausalLM
 from models.layers.attention import Attention
@@ -62,10 +67,10 @@ def _with_rope(
     layer_type: str,
     max_positions: int,
 ) -> AttentionConfig:
-    ropes = read_part(hf_config, "rope_parameters")
+    ropes = read_object(hf_config, "rope_parameters")
     # Without an object for a layer type, all layers have the same parameters.
     is_by_type = {"full_attention", "sliding_attention"} & set(ropes)
-    own = read_part(ropes, layer_type) if is_by_type else ropes
+    own = read_object(ropes, layer_type) if is_by_type else ropes
     if is_by_type and not own:
         return attention
     rope = parse_rope_config({**hf_config, "rope_parameters": without_mrope(own)}, max_positions)

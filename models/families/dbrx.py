@@ -7,17 +7,15 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from models.config.dense_config import read_attention, read_dense_fields
-from models.config.fields import read_optional_number, refuse_other_values
-from models.config.moe_config import MoEConfig, read_expert_fields
+from models.config.fields import read_object, read_optional_number, refuse_other_values
+from models.config.moe_config import read_expert_fields
 from models.decoders.moe_decoder import MoEDecoder
+from models.decoders.softmax_moe import SoftmaxMoEConfig, make_softmax_experts
 from models.errors import ModelConfigError
 from models.layers.attention import Attention
 from models.layers.attention_variants import ClippedAttention
-from models.layers.experts import make_experts
 from models.layers.layer_norm import UnbiasedLayerNorm
 from models.layers.packed_weights import with_packed_qkv
-from models.layers.routing import Router, SoftmaxTopK
-from models.layers.sparse_mlp import SparseMLP
 from models.layers.stacked_experts import with_rows_of_experts
 from models.weight_rule import WeightRule, with_stored_names
 
@@ -48,10 +46,9 @@ _STORED_EXPERTS = {"gate_proj": "w1", "up_proj": "v1", "down_proj": "w2"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DbrxConfig(MoEConfig):
+class DbrxConfig(SoftmaxMoEConfig):
     """The config of DBRX. `rms_norm_eps` is that of the layer norms."""
 
-    normalizes_weights: bool  # whether the weights of the chosen experts are scaled to a sum of 1
     clip: float | None  # bound of queries, keys and values
 
 
@@ -60,7 +57,7 @@ class DbrxForCausalLM(MoEDecoder):
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> DbrxConfig:
-        attn, ffn = (_read_object(hf_config, name) for name in ("attn_config", "ffn_config"))
+        attn, ffn = (read_object(hf_config, name) for name in ("attn_config", "ffn_config"))
         # A null means that the weights are not scaled. A missing field means the default.
         norm_order = ffn.get("moe_normalize_expert_weights", 1)
         refuse_other_values({**hf_config, **ffn}, _SUPPORTED)
@@ -70,7 +67,7 @@ class DbrxForCausalLM(MoEDecoder):
             "rope_theta": attn.get("rope_theta", hf_config.get("rope_theta")),
             "num_key_value_heads": attn.get("kv_n_heads") or 1,
             "intermediate_size": ffn.get("ffn_hidden_size") or 3584,
-            "hidden_act": _read_object(ffn, "ffn_act_fn").get("name"),
+            "hidden_act": read_object(ffn, "ffn_act_fn").get("name"),
             "rms_norm_eps": _EPS,
             "num_experts": ffn.get("moe_num_experts"),
             "num_experts_per_tok": ffn.get("moe_top_k"),
@@ -101,7 +98,7 @@ class DbrxForCausalLM(MoEDecoder):
         super().__init__(
             config,
             attention=attention,
-            sparse_mlp=functools.partial(_make_sparse_mlp, config, dtype),
+            sparse_mlp=functools.partial(make_softmax_experts, config, dtype),
             norm=functools.partial(UnbiasedLayerNorm, eps=_EPS, dtype=dtype),
             has_head_kernel=has_head_kernel,
             dtype=dtype,
@@ -112,19 +109,3 @@ class DbrxForCausalLM(MoEDecoder):
         rules = with_rows_of_experts(super().weight_rules(), _STORED_EXPERTS)
         rules = with_packed_qkv(rules, self.config.attention, packed="self_attn.Wqkv")
         return with_stored_names(rules, _STORED_NAMES)
-
-
-def _read_object(fields: Mapping[str, object], name: str) -> Mapping[str, object]:
-    """Returns an object of config.json; a missing or null one is empty."""
-    value = fields.get(name) or {}
-    if not isinstance(value, Mapping):
-        raise ModelConfigError(f"config.json: {name} is {value!r}; expected an object.")
-    return value
-
-
-def _make_sparse_mlp(config: DbrxConfig, dtype: jnp.dtype) -> SparseMLP:
-    return SparseMLP(
-        gate=Router(config.hidden_size, config.num_experts, dtype=dtype),
-        choose=SoftmaxTopK(top_k=config.num_experts_per_tok, normalizes=config.normalizes_weights),
-        experts=make_experts(config, dtype=dtype),
-    )

@@ -87,13 +87,7 @@ def _read_choice(hf_config: Mapping[str, object], experts: Mapping[str, int]) ->
     top_k, method = experts["num_experts_per_tok"], hf_config["topk_method"]
     groups = {}
     if method == "group_limited_greedy":
-        groups = read_group_fields(
-            hf_config,
-            num_experts=experts["num_experts"],
-            top_k=top_k,
-            default_num_groups=1,
-            default_num_kept=1,
-        )
+        groups = read_group_fields(hf_config, num_experts=experts["num_experts"], top_k=top_k)
     elif method != "greedy":
         raise UnsupportedModelError(
             f"config.json: topk_method={method!r} is not supported for DeepseekV2ForCausalLM; "

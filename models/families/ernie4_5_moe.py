@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,14 +15,12 @@ from models.config.fields import (
     with_defaults,
 )
 from models.config.moe_config import read_expert_fields
+from models.decoders.corrected_moe import CorrectedMoEConfig, make_corrected_experts
 from models.decoders.moe_decoder import MoEDecoder
-from models.decoders.shared_moe import SharedMoEConfig, make_shared_experts
 from models.layers.attention import Attention
 from models.layers.rms_norm import RMSNorm
 from models.layers.rotary import apply_rotary_to_neighbors
-from models.layers.routing import CorrectedRouter
 from models.layers.routing_rules import CorrectedSoftmaxTopK
-from models.layers.sparse_mlp import SparseMLP
 from models.weight_rule import Source, WeightRule
 
 # Defaults of fields that a config.json may leave out.
@@ -32,18 +29,11 @@ _DEFAULTS = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "rope_t
 _SUPPORTED = {"use_bias": False}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ernie4_5_MoeConfig(SharedMoEConfig):
-    """The config of ERNIE 4.5 with experts."""
-
-    choose: CorrectedSoftmaxTopK
-
-
 class Ernie4_5_MoeForCausalLM(MoEDecoder):
     """Source: huggingface.co/docs/transformers/model_doc/ernie4_5_moe."""
 
     @classmethod
-    def read_config(cls, hf_config: Mapping[str, object]) -> Ernie4_5_MoeConfig:
+    def read_config(cls, hf_config: Mapping[str, object]) -> CorrectedMoEConfig:
         hf_config = with_defaults(hf_config, _DEFAULTS)
         refuse_other_values(hf_config, _SUPPORTED)
         fields = read_dense_fields(hf_config, default_tie_word_embeddings=True)
@@ -57,7 +47,7 @@ class Ernie4_5_MoeForCausalLM(MoEDecoder):
             default_size=1536,
         )
         num_shared = read_count(hf_config, "moe_num_shared_experts", 2, minimum=0)
-        return Ernie4_5_MoeConfig(
+        return CorrectedMoEConfig(
             **fields,
             **experts,
             attention=(attention,) * fields["num_layers"],
@@ -70,12 +60,12 @@ class Ernie4_5_MoeForCausalLM(MoEDecoder):
         )
 
     def __init__(
-        self, config: Ernie4_5_MoeConfig, *, has_head_kernel: bool, dtype: jnp.dtype
+        self, config: CorrectedMoEConfig, *, has_head_kernel: bool, dtype: jnp.dtype
     ) -> None:
         super().__init__(
             config,
             attention=functools.partial(Attention, rotate=apply_rotary_to_neighbors, dtype=dtype),
-            sparse_mlp=functools.partial(_make_sparse_mlp, config, dtype),
+            sparse_mlp=functools.partial(make_corrected_experts, config, dtype=dtype),
             norm=functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype),
             has_head_kernel=has_head_kernel,
             dtype=dtype,
@@ -114,8 +104,3 @@ def _read_has_experts(hf_config: Mapping[str, object], num_layers: int) -> tuple
         first <= layer_idx <= last and (layer_idx + 1) % interval == 0
         for layer_idx in range(num_layers)
     )
-
-
-def _make_sparse_mlp(config: Ernie4_5_MoeConfig, dtype: jnp.dtype) -> SparseMLP:
-    gate = CorrectedRouter(config.hidden_size, config.num_experts)
-    return make_shared_experts(config, gate=gate, choose=config.choose, dtype=dtype)

@@ -11,14 +11,12 @@ from models.config.dense_config import read_attention, read_dense_fields
 from models.config.fields import read_count, read_flag
 from models.config.layer_types import attention_by_type, read_sliding_window
 from models.config.moe_config import read_expert_fields
+from models.decoders.corrected_moe import CorrectedMoEConfig, make_corrected_experts
 from models.decoders.moe_decoder import MoEDecoder
-from models.decoders.shared_moe import SharedMoEConfig, make_shared_experts
 from models.layers.decoder_layers import SandwichNormLayer
 from models.layers.dense_layers import make_head_normed_attention
 from models.layers.rms_norm import RMSNorm
-from models.layers.routing import CorrectedRouter
 from models.layers.routing_rules import CorrectedScoresTopK
-from models.layers.sparse_mlp import SparseMLP
 from models.weight_rule import WeightRule, with_renamed_sources
 
 # The names in this model, and in checkpoints.
@@ -30,13 +28,6 @@ _STORED_NAMES = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Kolibri1Config(SharedMoEConfig):
-    """The config of Kolibri 1."""
-
-    choose: CorrectedScoresTopK
-
-
 class Kolibri1ForCausalLM(MoEDecoder):
     """If the model has a window, full layers have no positions. By default, every fifth is full.
 
@@ -44,7 +35,7 @@ class Kolibri1ForCausalLM(MoEDecoder):
     """
 
     @classmethod
-    def read_config(cls, hf_config: Mapping[str, object]) -> Kolibri1Config:
+    def read_config(cls, hf_config: Mapping[str, object]) -> CorrectedMoEConfig:
         experts = read_expert_fields(
             hf_config, default_num_experts=384, default_top_k=6, default_size=512
         )
@@ -54,7 +45,7 @@ class Kolibri1ForCausalLM(MoEDecoder):
         sliding = read_attention(hf_config, fields, default_num_kv_heads=4, default_head_dim=128)
         window = read_sliding_window(hf_config, default=513)
         num_layers = fields["num_layers"]
-        return Kolibri1Config(
+        return CorrectedMoEConfig(
             **fields,
             **experts,
             attention=attention_by_type(
@@ -73,13 +64,15 @@ class Kolibri1ForCausalLM(MoEDecoder):
             shared_intermediate_size=read_count(hf_config, "shared_expert_intermediate_size", 512),
         )
 
-    def __init__(self, config: Kolibri1Config, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+    def __init__(
+        self, config: CorrectedMoEConfig, *, has_head_kernel: bool, dtype: jnp.dtype
+    ) -> None:
         norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
         super().__init__(
             config,
             layer=SandwichNormLayer,
             attention=functools.partial(make_head_normed_attention, norm=norm, dtype=dtype),
-            sparse_mlp=functools.partial(_make_sparse_mlp, config, dtype),
+            sparse_mlp=functools.partial(make_corrected_experts, config, dtype=dtype),
             norm=norm,
             has_head_kernel=has_head_kernel,
             dtype=dtype,
@@ -93,8 +86,3 @@ class Kolibri1ForCausalLM(MoEDecoder):
 def _stored_name(name: str) -> str:
     names = "|".join(map(re.escape, _STORED_NAMES))
     return re.sub(rf"\b({names})\b", lambda found: _STORED_NAMES[found[1]], name)
-
-
-def _make_sparse_mlp(config: Kolibri1Config, dtype: jnp.dtype) -> SparseMLP:
-    gate = CorrectedRouter(config.hidden_size, config.num_experts)
-    return make_shared_experts(config, gate=gate, choose=config.choose, dtype=dtype)

@@ -127,13 +127,7 @@ def _read_choice(
         top_k=top_k,
         normalizes=read_flag(hf_config, "norm_topk_prob", True),
         factor=read_number(hf_config, "routed_scaling_factor", 1.0),
-        **read_group_fields(
-            hf_config,
-            num_experts=experts["num_experts"],
-            top_k=top_k,
-            default_num_groups=1,
-            default_num_kept=1,
-        ),
+        **read_group_fields(hf_config, num_experts=experts["num_experts"], top_k=top_k),
     )
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from models.config.dense_config import LayerNormConfig, read_layer_norm_fields
-from models.config.fields import read_number, read_optional_number, refuse_other_values
-from models.config.nested_config import read_part
+from models.config.fields import read_number, read_object, read_optional_number, refuse_other_values
 from models.decoders.dense_decoder import DenseDecoder
 from models.families.bloom import read_alibi_attention
 from models.layers.attention import Attention
@@ -61,7 +60,7 @@ class MptForCausalLM(DenseDecoder):
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> MptConfig:
         refuse_other_values(hf_config, _SUPPORTED)
-        of_attention = read_part(hf_config, "attn_config")
+        of_attention = read_object(hf_config, "attn_config")
         refuse_other_values(of_attention, _SUPPORTED_ATTENTION)
         named = {
             name: default if hf_config.get(own) is None else hf_config[own]

@@ -2,31 +2,21 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import jax.numpy as jnp
 
 from models.config.dense_config import read_attention, read_dense_fields
 from models.config.fields import read_flag, refuse_other_values, with_defaults
-from models.config.moe_config import MoEConfig, read_expert_fields
+from models.config.moe_config import read_expert_fields
 from models.decoders.moe_decoder import MoEDecoder
+from models.decoders.softmax_moe import SoftmaxMoEConfig, make_softmax_experts
 from models.layers.dense_layers import make_joint_normed_attention
-from models.layers.experts import make_experts
 from models.layers.rms_norm import JoinedHeadsRMSNorm, RMSNorm
-from models.layers.routing import Router, SoftmaxTopK
-from models.layers.sparse_mlp import SparseMLP
 
 # Defaults of fields that a config.json may leave out.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
 # Bounds of queries, keys and values, and a window that only some of transformers' kernels apply.
 _SUPPORTED = {"clip_qkv": None, "sliding_window": None}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OlmoeConfig(MoEConfig):
-    """The config of OLMoE."""
-
-    normalizes_weights: bool  # whether the weights of the chosen experts are scaled to a sum of 1
 
 
 class OlmoeForCausalLM(MoEDecoder):
@@ -36,7 +26,7 @@ class OlmoeForCausalLM(MoEDecoder):
     """
 
     @classmethod
-    def read_config(cls, hf_config: Mapping[str, object]) -> OlmoeConfig:
+    def read_config(cls, hf_config: Mapping[str, object]) -> SoftmaxMoEConfig:
         hf_config = with_defaults(hf_config, _DEFAULTS)
         fields = read_dense_fields(hf_config)
         refuse_other_values(hf_config, _SUPPORTED)
@@ -49,7 +39,7 @@ class OlmoeForCausalLM(MoEDecoder):
             default_top_k=8,
             size_field="intermediate_size",
         )
-        return OlmoeConfig(
+        return SoftmaxMoEConfig(
             **fields,
             **experts,
             attention=(attention,) * fields["num_layers"],
@@ -57,21 +47,15 @@ class OlmoeForCausalLM(MoEDecoder):
             normalizes_weights=read_flag(hf_config, "norm_topk_prob"),
         )
 
-    def __init__(self, config: OlmoeConfig, *, has_head_kernel: bool, dtype: jnp.dtype) -> None:
+    def __init__(
+        self, config: SoftmaxMoEConfig, *, has_head_kernel: bool, dtype: jnp.dtype
+    ) -> None:
         head_norm = functools.partial(JoinedHeadsRMSNorm, eps=config.rms_norm_eps, dtype=dtype)
         super().__init__(
             config,
             attention=functools.partial(make_joint_normed_attention, norm=head_norm, dtype=dtype),
-            sparse_mlp=functools.partial(_make_sparse_mlp, config, dtype),
+            sparse_mlp=functools.partial(make_softmax_experts, config, dtype),
             norm=functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype),
             has_head_kernel=has_head_kernel,
             dtype=dtype,
         )
-
-
-def _make_sparse_mlp(config: OlmoeConfig, dtype: jnp.dtype) -> SparseMLP:
-    return SparseMLP(
-        gate=Router(config.hidden_size, config.num_experts, dtype=dtype),
-        choose=SoftmaxTopK(top_k=config.num_experts_per_tok, normalizes=config.normalizes_weights),
-        experts=make_experts(config, dtype=dtype),
-    )

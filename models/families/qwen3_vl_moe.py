@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from models.config.fields import with_defaults
-from models.families.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from models.decoders.softmax_moe import SoftmaxMoEConfig
+from models.families.qwen3_moe import Qwen3MoeForCausalLM
 from models.layers.experts import packed_gate_up_rules
 from models.weight_rule import WeightRule
 
@@ -22,7 +23,7 @@ class Qwen3VLMoeForCausalLM(Qwen3MoeForCausalLM):
     """
 
     @classmethod
-    def read_config(cls, hf_config: Mapping[str, object]) -> Qwen3MoeConfig:
+    def read_config(cls, hf_config: Mapping[str, object]) -> SoftmaxMoEConfig:
         defaults = {**_DEFAULTS, "num_experts": hf_config.get("num_local_experts") or 60}
         return super().read_config(with_defaults(hf_config, defaults) | {"norm_topk_prob": True})
 

@@ -155,17 +155,7 @@ class ForwardBatch:
     def num_reqs(self) -> int:
         return self.query_start_loc.shape[0] - 1
 
-    def at_width(
-        self,
-        body: Callable[[Width, Carry], Carry],
-        carry: Carry,
-        *,
-        is_wanted: jax.Array | None = None,  # bool[]
-    ) -> Carry:
-        """Returns `body(width, carry)` with the smallest of `widths` that holds all real tokens.
-
-        Args:
-            is_wanted: If false, the result is `carry`, unchanged. None means true.
-        """
+    def at_width(self, body: Callable[[Width, Carry], Carry], carry: Carry) -> Carry:
+        """Returns `body(width, carry)` with the smallest of `widths` that holds all real tokens."""
         widths = self.widths or (self.token_ids.shape[0],)
-        return run_at_width(widths, self.query_start_loc[-1], body, carry, is_wanted=is_wanted)
+        return run_at_width(widths, self.query_start_loc[-1], body, carry)

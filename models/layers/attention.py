@@ -225,17 +225,15 @@ class SharedKVAttention(AttentionBase):
         self,
         config: AttentionConfig,
         *,
-        q_norm: nnx.Module | None = None,
-        rotate: Rotate = apply_rotary,
+        q_norm: nnx.Module,
         dtype: jnp.dtype,
     ) -> None:
         """Makes the layer with weights to be filled in.
 
         Args:
-            q_norm: Norm of each query head, before it is rotated. None: queries are not normed.
-            rotate: Turns queries, as the earlier layer turns its keys.
+            q_norm: Norm of each query head, before it is rotated.
         """
-        super().__init__(config, q_norm=q_norm, rotate=rotate, dtype=dtype)
+        super().__init__(config, q_norm=q_norm, rotate=apply_rotary, dtype=dtype)
 
     def __call__(
         self, hidden: jax.Array, pages: Pages, context: LayerContext, *, norm: Norm

@@ -57,11 +57,6 @@ class ShortConvolution(nnx.Module):
             rules["bias"] = WeightRule(sources=(bias,), layout="vector", axes=(None,))
         return rules
 
-    @property
-    def window_shape(self) -> tuple[int, int]:
-        """Shape of the inputs of one request that the next step needs."""
-        return self.kernel_size - 1, self.num_channels
-
     def __call__(
         self,
         x: jax.Array,  # f[num_tokens, num_channels]

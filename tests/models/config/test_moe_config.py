@@ -183,9 +183,7 @@ def test_first_layers_are_dense(num_dense, wanted):
 
 
 def read_groups(num_experts: int, top_k: int, **hf_config: int) -> dict[str, int]:
-    return read_group_fields(
-        hf_config, num_experts=num_experts, top_k=top_k, default_num_groups=1, default_num_kept=1
-    )
+    return read_group_fields(hf_config, num_experts=num_experts, top_k=top_k)
 
 
 def test_groups_of_experts():

@@ -75,7 +75,7 @@ def test_table_is_read_from_parts_of_equal_size_and_a_smaller_one():
 def test_weights_of_a_dilated_convolution_lie_at_every_third_input():
     conv = DilatedConvolution(2, 3, step=3, dtype=jnp.float32)
     rule = conv.weight_rules("conv1d")["kernel"]
-    assert rule.sources[0].shape == (2, 1, 3) and conv.window_shape == (6, 2)
+    assert rule.sources[0].shape == (2, 1, 3) and (conv.kernel_size, conv.num_channels) == (7, 2)
     kernel_np = rule.combined([np.array([[[1, 2, 3]], [[4, 5, 6]]])]).reshape(7, 2)
     np.testing.assert_array_equal(kernel_np[::3], [[1, 4], [2, 5], [3, 6]])
     assert np.count_nonzero(kernel_np) == 6
