@@ -160,15 +160,3 @@ def step_rows(
     """
     states, out = step(states, *tokens)
     return out, states
-
-
-def fits_one_token_each(counts: tuple[int, ...], num_padding: int) -> bool:
-    """Whether `step_rows` can compute a step: each row is one token of a request, or padding.
-
-    Args:
-        counts: Tokens of each request.
-        num_padding: Rows of no request, after all others.
-    """
-    num_decodes = counts.count(1)
-    has_decodes_first = counts == (1,) * num_decodes + (0,) * (len(counts) - num_decodes)
-    return has_decodes_first and num_decodes + num_padding == len(counts)

@@ -6,37 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.ragged_requests import fits_one_token_each
+from pallas_kernels.ragged_case import RaggedCase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedDeltaRuleCase:
-    """Sizes of one example, with the number of new tokens of each request."""
+class GatedDeltaRuleCase(RaggedCase):
+    """The sizes of one example."""
 
-    name: str
-    counts: tuple[int, ...]
-    num_padding: int = 0  # tokens of no request, after all others
     num_heads: int = 2
     k_dim: int = 8
     v_dim: int = 6
     has_decay_per_row: bool = False
-    dtype: str = "float32"  # of everything except the states
-
-    first_positions: tuple[int, ...] | None = None  # of each request's tokens; None: not known
-
-    @property
-    def positions(self) -> jax.Array | None:
-        """The argument of this name; None if it is left out."""
-        if self.first_positions is None:
-            return None
-        starts = zip(self.first_positions, self.counts, strict=True)
-        of_requests = [first + np.arange(count) for first, count in starts]
-        padding = np.zeros(self.num_padding)
-        return jnp.asarray(np.concatenate([*of_requests, padding]), jnp.int32)
-
-    @property
-    def has_one_token_each(self) -> bool:
-        return fits_one_token_each(self.counts, self.num_padding)
 
 
 CASES: tuple[GatedDeltaRuleCase, ...] = (

@@ -10,8 +10,8 @@ from pallas_kernels.ragged_requests import scan_chunks, scan_tokens, step_rows, 
 
 # Full float32 precision on every device, because a state accumulates the errors of all tokens.
 _dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-# Tokens of a chunk (docs/design/kernels.md), and the fewest tokens that are computed as one. Both
-# numbers are guesses.
+# Tokens of a chunk (docs/design/kernels.md), and the fewest that a chunk may have. Both numbers are
+# guesses.
 _CHUNK, _MIN_CHUNK = 64, 8
 _BLOCK = 16  # rows of a chunk's system that are solved together
 
@@ -120,8 +120,8 @@ def _products_by_row(
     """Joins neighboring spans of 1, 2, 4, ... tokens. The size is a power of two.
 
     The decay between tokens of two spans is that of the key to the end of its span, times that of
-    the row since the start of its span. Both are at most 1, so nothing overflows. The quotient of
-    two decays since the start of the chunk would.
+    the row since the start of its span. Both are at most 1. The quotient of two decays since the
+    start of the chunk could overflow.
     """
     num_heads, size, k_dim = k.shape
     products = (rows * k).sum(axis=-1)[..., None, None]  # [..., num_heads, span, t, s]

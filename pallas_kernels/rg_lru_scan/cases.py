@@ -6,22 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.ragged_requests import fits_one_token_each
+from pallas_kernels.ragged_case import RaggedCase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RGLRUScanCase:
-    """Sizes of one example, with the number of new tokens of each request."""
+class RGLRUScanCase(RaggedCase):
+    """The sizes of one example."""
 
-    name: str
-    counts: tuple[int, ...]
-    num_padding: int = 0  # tokens of no request, after all others
     width: int = 24
-    dtype: str = "float32"  # of everything except the states
-
-    @property
-    def has_one_token_each(self) -> bool:
-        return fits_one_token_each(self.counts, self.num_padding)
 
 
 CASES: tuple[RGLRUScanCase, ...] = (

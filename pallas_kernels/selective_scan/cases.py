@@ -6,24 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.ragged_requests import fits_one_token_each
+from pallas_kernels.ragged_case import RaggedCase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SelectiveScanCase:
-    """Sizes of one example, with the number of new tokens of each request."""
+class SelectiveScanCase(RaggedCase):
+    """The sizes of one example."""
 
-    name: str
-    counts: tuple[int, ...]
-    num_padding: int = 0  # tokens of no request, after all others
     num_groups: int = 1
     width: int = 12
     state_size: int = 8
-    dtype: str = "float32"  # of everything except decays and states
-
-    @property
-    def has_one_token_each(self) -> bool:
-        return fits_one_token_each(self.counts, self.num_padding)
 
 
 CASES: tuple[SelectiveScanCase, ...] = (

@@ -9,8 +9,8 @@ from pallas_kernels.ragged_requests import scan_chunks, scan_tokens, step_rows, 
 
 # Full float32 precision on every device, because a state accumulates the errors of all tokens.
 _dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-# Tokens of a chunk (docs/design/kernels.md), and the fewest tokens that are computed as one. Both
-# numbers are guesses.
+# Tokens of a chunk (docs/design/kernels.md), and the fewest that a chunk may have. Both numbers are
+# guesses.
 _CHUNK, _MIN_CHUNK = 64, 8
 
 
