@@ -30,7 +30,8 @@ _DEFAULT_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# The hub's config.json has the last three; transformers computes these values, whatever they say.
+# The hub's config.json has the last three. transformers ignores them, and computes as these values
+# say.
 _SUPPORTED = {"hidden_act": "xielu", "qk_norm": True, "post_norm": False, "mlp_bias": False}
 # The norms' names in `PreNormLayer`, and in checkpoints.
 _STORED_NORMS = {

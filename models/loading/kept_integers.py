@@ -80,7 +80,7 @@ def _in_format(
 
 
 def _as_exponents(scales: np.ndarray) -> np.ndarray:  # u8, or the f32 scales themselves
-    """Powers of two as bytes, if all scales are."""
+    """The exponents as bytes, if all scales are powers of two; else the scales."""
     bits = np.ascontiguousarray(scales).view(np.uint32)
     exponents = bits >> 23
     is_power = (exponents << 23 == bits) & (exponents > 0) & (exponents < 255)

@@ -37,9 +37,8 @@ def cast_on_host(
     target_np = array_np.swapaxes(-1, -2) if is_transposed else array_np
 
     def cast(tile: tuple[int | slice, ...]) -> None:
-        with np.errstate(
-            over="ignore"
-        ):  # numbers too large for float16 become infinite, as on a GPU
+        # Numbers too large for float16 become infinite, as on a GPU.
+        with np.errstate(over="ignore"):
             target_np[tile] = weight_np[tile].astype(dtype)
 
     tiles = _tiles(weight_np.shape)
@@ -54,7 +53,7 @@ def cast_on_host(
 
 
 def _tiles(shape: tuple[int, ...]) -> Iterator[tuple[int | slice, ...]]:
-    """Indices of the tiles of each matrix; of a whole vector."""
+    """Indices of the tiles of each matrix, or one index of a whole vector."""
     if len(shape) < 2:
         yield ()
         return
