@@ -73,9 +73,9 @@ class _Sums:
     times_s: list[float] = dataclasses.field(default_factory=list)
 
 
-def simulate(workload: Workload, policy: str, *, seed: int = 0) -> dict[str, float]:
+def simulate(workload: Workload, policy: str) -> dict[str, float]:
     """Runs the requests; returns the figures by metric."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     replicas = range(workload.num_replicas)
     # The caches of the replicas, which a router does not see.
     caches = PrefixRouter[int]()

@@ -29,12 +29,10 @@ def build_cache(num_bytes: int) -> ScatterCache:
     return ScatterCache(jnp.zeros(shape, jnp.float32))
 
 
-def scatter_call(cache: ScatterCache, seed: int = 0) -> Callable[[int], None]:
+def scatter_call(cache: ScatterCache) -> Callable[[int], None]:
     """Returns a function that writes 64 tokens to random slots of row `data_idx`, in place."""
-    rng = np.random.default_rng(seed)
     slots = jnp.asarray(_slots(cache.kv_cache.shape[1] // 2), jnp.int32)
-    shape = (NUM_TOKENS, NUM_KV_HEADS, HEAD_DIM)
-    k, v = (jnp.asarray(rng.standard_normal(shape, np.float32)) for _ in range(2))
+    k, v = map(jnp.asarray, _keys_and_values())
     rows = [jnp.int32(row) for row in range(NUM_ROWS)]
     write = jax.jit(kv_scatter, static_argnames="implementation", donate_argnums=0)
 
@@ -46,12 +44,10 @@ def scatter_call(cache: ScatterCache, seed: int = 0) -> Callable[[int], None]:
     return run
 
 
-def holds_what_was_written(cache: ScatterCache, seed: int = 0) -> bool:
-    """True if every row holds the tokens that a call of this seed writes, and nothing else."""
-    rng = np.random.default_rng(seed)
+def holds_what_was_written(cache: ScatterCache) -> bool:
+    """True if every row holds the tokens that a call writes, and nothing else."""
     blocks_np, offsets_np = np.divmod(_slots(cache.kv_cache.shape[1] // 2), BLOCK_SIZE)
-    shape = (NUM_TOKENS, NUM_KV_HEADS, HEAD_DIM)
-    wanted = [rng.standard_normal(shape, np.float32) for _ in range(2)]
+    wanted = _keys_and_values()
     num_wanted = NUM_ROWS * sum(map(np.count_nonzero, wanted))
     if int(jnp.count_nonzero(cache.kv_cache)) != num_wanted:
         return False
@@ -61,6 +57,11 @@ def holds_what_was_written(cache: ScatterCache, seed: int = 0) -> bool:
             if not np.array_equal(np.asarray(got), wanted_np):
                 return False
     return True
+
+
+def _keys_and_values() -> np.ndarray:  # f32[2, num_tokens, num_kv_heads, head_dim]
+    shape = (2, NUM_TOKENS, NUM_KV_HEADS, HEAD_DIM)
+    return np.random.default_rng(0).standard_normal(shape, np.float32)
 
 
 def _slots(num_blocks: int) -> np.ndarray:

@@ -29,6 +29,7 @@ from models.demo.training_model import DemoModel
 
 ROW_LENGTH = 640
 _ROWS_PER_CALL = 8
+_SEED = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +94,9 @@ def _sample(pairs: Sequence[Turn], num: int, rng: Random) -> list[Turn]:
     return list(pairs) if len(pairs) <= num else rng.sample(pairs, num)
 
 
-def evaluation_turns(num_per_task: int, seed: int = 1) -> dict[str, list[Turn]]:
+def evaluation_turns(num_per_task: int) -> dict[str, list[Turn]]:
     """The questions of every task, from operands that training never sees."""
-    rng = Random(seed)
+    rng = Random(_SEED)
     pairs = held_out_pairs()
     both = [(a, b) for a, b in pairs if a >= 10 and b >= 10]
     turns = {
@@ -121,14 +122,12 @@ def evaluation_turns(num_per_task: int, seed: int = 1) -> dict[str, list[Turn]]:
     return turns
 
 
-def evaluate(
-    model: DemoModel, tokenizer: Tokenizer, *, num_per_task: int, seed: int = 1
-) -> list[TaskScore]:
-    """Scores every task alone, and some also behind long system prompts never seen."""
-    rng = Random(seed)
+def evaluate(model: DemoModel, tokenizer: Tokenizer, *, num_per_task: int) -> list[TaskScore]:
+    """Scores every task, and some tasks also after long system prompts that training never saw."""
+    rng = Random(_SEED)
     conversations = {
         task: [Conversation(None, (turn,)) for turn in turns]
-        for task, turns in evaluation_turns(num_per_task, seed).items()
+        for task, turns in evaluation_turns(num_per_task).items()
     }
     for task in ("addition", "subtraction", "paxkv"):
         few = conversations[task][: max(1, num_per_task // 4)]

@@ -27,6 +27,8 @@ from models.demo.training_model import DemoModel, DemoModelConfig
 
 # These numbers made the checkpoint that ships; the model card names the command.
 DEFAULT_NUM_STEPS = 2800
+# Steps between two lines of the log.
+LOG_EVERY = 100
 DEFAULT_MUON_LEARNING_RATE = 0.02
 DEFAULT_ADAM_LEARNING_RATE = 0.003
 
@@ -124,7 +126,6 @@ def train(
     training: TrainingConfig,
     *,
     state_path: Path | None = None,
-    log_every: int = 100,
     save_every: int = 400,
 ) -> tuple[DemoModel, Progress]:
     """Runs the steps, resuming from `state_path` where an earlier run was interrupted."""
@@ -153,7 +154,7 @@ def train(
             num_tokens=progress.num_tokens + int((batch.segment_ids > 0).sum()),
             elapsed_s=before.elapsed_s + time.perf_counter() - started,
         )
-        if progress.num_steps % log_every == 0:
+        if progress.num_steps % LOG_EVERY == 0:
             rate = progress.num_tokens / progress.elapsed_s
             mean = float(np.mean(jax.device_get(losses)))
             print(f"step {step + 1} loss {mean:.4f} {rate:.0f} tokens/s", flush=True)

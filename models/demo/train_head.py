@@ -21,7 +21,7 @@ from models.demo.checkpoint import load_checkpoint
 from models.demo.head_model import HeadConfig, HeadModel
 from models.demo.optimizer import make_optimizer
 from models.demo.packing import PackedRows
-from models.demo.train import device_name
+from models.demo.train import LOG_EVERY, device_name
 from models.demo.training_model import DemoModel
 
 DEFAULT_NUM_STEPS = 1600
@@ -116,13 +116,7 @@ def _count_right(
 
 
 def train_head(
-    target: DemoModel,
-    tokenizer: Tokenizer,
-    config: HeadConfig,
-    *,
-    seed: int,
-    num_steps: int,
-    log_every: int = 100,
+    target: DemoModel, tokenizer: Tokenizer, config: HeadConfig, *, seed: int, num_steps: int
 ) -> tuple[HeadModel, np.ndarray, list[float]]:
     """Trains a head on the texts of the model's own training.
 
@@ -146,7 +140,7 @@ def train_head(
             *(graphdef, optimizer, params, opt_state, target, draft_ids_np, batch)
         )
         losses.append(loss)
-        if (step + 1) % log_every == 0:
+        if (step + 1) % LOG_EVERY == 0:
             shares = _measure(graphdef, params, target, tokenizer, draft_ids_np, seed=seed)
             mean = float(np.mean(jax.device_get(losses)))
             print(f"step {step + 1} loss {mean:.4f} right {format_shares(shares)}", flush=True)
