@@ -1,4 +1,4 @@
-"""What is compiled ahead of time serves the same tokens, and nothing but what it was made for."""
+"""Programs compiled ahead of time give the same tokens; other models and settings are refused."""
 
 import json
 import os
@@ -29,7 +29,7 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> Path:
-    """Programs compiled without the weights, which change nothing in them."""
+    """Programs compiled without weights, on which they do not depend."""
     out = tmp_path_factory.mktemp("compiled")
     assert compile.main(["--out", str(out), "--load-format", "dummy", *FLAGS]) == 0
     return out
@@ -42,7 +42,7 @@ def answers(llm: LLM) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """Of an engine with other programs, which the whole test run shares."""
+    """Answers of an engine with other programs, which the whole test run shares."""
     with process_engine_compilations():
         llm = LLM(compiled_dir=str(demo_programs()), **OTHER_SETTINGS)
     with llm:
@@ -51,7 +51,7 @@ def expected() -> list[list[int]]:
 
 @pytest.fixture
 def num_compilations(expected):
-    """Counts XLA's compilations from here on; what loading weights takes is compiled before."""
+    """Counts XLA's compilations from here on; `expected` compiled what loading weights needs."""
     events = []
 
     def listen(event: str, duration: float, **kwargs: object) -> None:
@@ -126,7 +126,7 @@ def test_mistake_is_one_line_and_exit_code_1(tmp_path, capsys, arguments, words)
     assert output.err.count("\n") == 1
 
 
-def test_sampling_defaults_that_no_start_would_take_are_refused(tmp_path, capsys):
+def test_sampling_defaults_that_no_server_accepts_are_refused(tmp_path, capsys):
     path = tmp_path / "generation_config.json"
     path.write_text('{"temperature": -4}')
     out = tmp_path / "out"
@@ -134,7 +134,7 @@ def test_sampling_defaults_that_no_start_would_take_are_refused(tmp_path, capsys
     assert capsys.readouterr().err.startswith(f"paxkv: error: {path}: temperature must be")
 
 
-def test_where_programs_lie_is_said_by_out_alone(capsys):
+def test_only_out_names_the_folder_of_programs(capsys):
     assert "--out DIR" in compile.make_parser().format_help()
     with pytest.raises(SystemExit):
         compile.main(["--out", "x", "--compiled-dir", "y"])

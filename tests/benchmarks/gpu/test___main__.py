@@ -1,4 +1,4 @@
-"""Both engines give figures for every case; models and work are what they are called."""
+"""Both engines give figures for every case; models have the published sizes."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A crash or a hang costs its own unit; every unit has a result."""
+"""A crash or a hang ends only its own unit; every unit has a result."""
 
 import math
 import re
@@ -30,7 +30,7 @@ def run(folder: Path, *cases: str, seconds: float = 600.0, list_units=all_units)
     return {result.unit.case: result for result in results}
 
 
-def test_crash_and_hang_cost_their_own_unit(tmp_path) -> None:
+def test_a_crash_or_a_hang_ends_only_its_own_unit(tmp_path) -> None:
     cases = ("name", "first", "kills", "raises", "absent", "hangs", "nan")
     results = run(tmp_path, *cases)
     outcomes = [results[case].outcome for case in cases]

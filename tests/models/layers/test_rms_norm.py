@@ -26,7 +26,7 @@ def test_eps_keeps_zero_at_zero():
     assert RMSNorm(3, eps=1e-6, dtype=jnp.float32)(jnp.zeros((1, 3))).tolist() == [[0.0] * 3]
 
 
-def test_bfloat16_is_normed_in_float32_and_returned_as_it_came():
+def test_bfloat16_is_normed_in_float32_and_returned_as_bfloat16():
     # 1024 squares of 100 overflow no float32, and bfloat16 sums would stop growing early.
     x = jnp.full((1, 1024), 100.0, jnp.bfloat16)
     out = RMSNorm(1024, eps=1e-6, dtype=jnp.bfloat16)(x)

@@ -95,7 +95,7 @@ def test_a_static_row_outside_the_cache_is_refused():
 
 def test_a_body_is_chosen_by_the_target_and_names_what_it_cannot_do():
     target = Target(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
-    # A float32 cache is not for wgmma: XLA takes it on a GPU too, and by name it is refused.
+    # wgmma does not multiply float32, so XLA computes the call, unless the body is named.
     assert shapes_of_result({}, target=target).shape == (6, 4, 32)
     with pytest.raises(
         ValueError, match="latent_attention: the body 'mosaic_gpu' cannot do this call"
@@ -107,7 +107,7 @@ def test_a_body_is_chosen_by_the_target_and_names_what_it_cannot_do():
 @pytest.mark.parametrize(
     "sizes", [(0, 2, 3), (4, 0, 3), (4, 2, 0)], ids=["no tokens", "no requests", "no blocks"]
 )
-def test_where_there_is_nothing_to_see_the_result_says_so(implementation, sizes):
+def test_without_keys_the_output_is_zero_and_lse_is_minus_infinity(implementation, sizes):
     num_tokens, num_reqs, max_blocks_per_req = sizes
     out, lse = latent_attention(
         *(jnp.ones((num_tokens, 4, 16)), jnp.ones((num_tokens, 4, 8))),

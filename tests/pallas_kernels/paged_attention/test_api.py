@@ -197,7 +197,7 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once():
 @pytest.mark.parametrize(
     "sizes", [(0, 2, 3), (4, 0, 3), (4, 2, 0)], ids=["no tokens", "no requests", "no blocks"]
 )
-def test_where_there_is_nothing_to_see_the_result_says_so(implementation, sizes):
+def test_without_keys_the_output_is_zero_and_lse_is_minus_infinity(implementation, sizes):
     num_tokens, num_reqs, max_blocks_per_req = sizes
     cache = jnp.full((1, 10, 2, 8, 16), jnp.nan)
     out, lse = paged_attention(

@@ -369,7 +369,7 @@ def test_bug_is_500_without_its_traceback_and_is_logged(start_server, caplog):
     assert response.status_code == 500
     assert "secret" not in response.text
     assert _error(response)["code"] == "internal_error"
-    assert response.headers["connection"] == "close"  # which uvicorn does, said or not
+    assert response.headers["connection"] == "close"  # by uvicorn
     # Logged by uvicorn, after the answer has left.
     wait_until(lambda: "a secret of the inside" in caplog.text)
     assert server.client.post(COMPLETIONS, json={"prompt": "a"}).status_code == 200
@@ -393,8 +393,8 @@ def test_dead_engine_is_503_everywhere(start_server):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"], NO_TOKENS])
-def test_client_that_leaves_is_aborted(start_server, stream, prompt):
-    # None ends by itself before its client leaves.
+def test_requests_of_a_client_that_disconnects_are_aborted(start_server, stream, prompt):
+    # So slow that no request ends before its client disconnects.
     server = start_server(seconds_per_token=0.2)
     num_prompts = len(prompt) if isinstance(prompt, list) else 1
     request = server.client.build_request(

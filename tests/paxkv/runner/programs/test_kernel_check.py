@@ -68,7 +68,7 @@ def test_products_that_xla_computes_anyway_are_left_out(monkeypatch):
     assert why_kernels_differ(PRODUCTS, H200) is None
 
 
-def test_a_product_of_experts_that_cannot_run_is_a_reason(monkeypatch, caplog):
+def test_a_product_of_experts_that_cannot_run_is_a_reason_to_use_xla(monkeypatch, caplog):
     def fail(y):
         raise RuntimeError("CUDA says no")
 
@@ -81,7 +81,7 @@ def test_a_product_of_experts_that_cannot_run_is_a_reason(monkeypatch, caplog):
     assert "CUDA says no" in caplog.text
 
 
-def test_the_stacks_of_a_model_are_its_products():
+def test_each_shape_of_stacked_experts_is_checked_once():
     def rule(layout, *axes):
         return WeightRule(sources=(Source(name="w", shape=()),), layout=layout, axes=axes)
 
@@ -91,7 +91,7 @@ def test_the_stacks_of_a_model_are_its_products():
             "b.kernel": jnp.zeros((16, 24)),
             "c.kernel": jnp.zeros((4, 24, 16)),
             "d.kernel": jnp.zeros((8, 16, 24)),
-            # The op gets these bits from the kernel itself, on a CPU alone.
+            # Left out: a `StoredKernel` that is not an array uses plain XLA.
             "e.kernel": Bits16Kernel(jnp.zeros((4, 8, 8), jnp.uint16)),
         },
         weight_rules={
@@ -132,7 +132,7 @@ def test_wrong_experts_alone_are_enough_to_use_xla(monkeypatch, caplog):
     assert "experts of 16 x 24, tiles of 8" in caplog.text
 
 
-def test_cpu_leaves_the_choice_to_dispatch_and_xla_is_taken_at_its_word():
+def test_nothing_is_checked_on_a_cpu_or_if_xla_is_set():
     device = jax.devices("cpu")[0]
     choice = choose_implementation("auto", (), PRODUCTS, (), device)
     assert choice.implementation is None
@@ -152,7 +152,7 @@ def test_operations_without_a_kernel_are_named_in_the_choice(monkeypatch):
     monkeypatch.setattr(dispatch, "target_misfit", lambda target: None)
     monkeypatch.setattr(dispatch.LateBody, "misfit", lambda self: "heads of 80")
     monkeypatch.setattr(kernel_check, "why_kernels_differ", check)
-    # Also where an earlier engine of this process has logged it.
+    # The second time, the process has logged the operation already.
     for _ in range(2):
         choice = choose_implementation("auto", (), (), (), FakeH200())
         assert choice == (

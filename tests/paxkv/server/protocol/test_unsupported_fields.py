@@ -73,7 +73,7 @@ def test_a_session_id_is_accepted_without_effect(parse, body):
     assert parse(body | {"session_id": "s"}).session_id == "s"
 
 
-# What vLLM 0.16 or 0.32 reads, and an answer without it would look right.
+# Fields that vLLM 0.16 or 0.32 reads. If paxkv ignored them silently, the answer would look right.
 @pytest.mark.parametrize(
     ("parse", "body", "fields"),
     [
