@@ -1,4 +1,4 @@
-"""Endings of streams are told apart, and a killed replica leaves no request without an ending."""
+"""How streams end is distinguished; every request ends, even if a replica is killed."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""The workloads share what they say, and a larger share of memory finds more."""
+"""The workloads share prefixes as documented; a larger share of memory finds more tokens."""
 
 import json
 

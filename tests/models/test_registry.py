@@ -358,7 +358,7 @@ GEMMA4_ROPES = {
 
 
 def gemma4_config(**fields: object) -> dict[str, object]:
-    """Of seven layers, all but the sixth and the last sliding."""
+    """Seven layers, which are sliding except the sixth and the last."""
     sizes = {"num_hidden_layers": 7, "vocab_size_per_layer_input": 1000}
     return hf_config("Gemma4ForCausalLM", **sizes | fields)
 
@@ -465,7 +465,7 @@ def test_layers_of_gemma4_differ_in_known_fields_alone():
 
 
 def mimo_config(**fields: object) -> dict[str, object]:
-    """Of seven layers, of which the first and the sixth are full."""
+    """Seven layers, of which the first and the sixth are full."""
     dense = {"num_hidden_layers": 7, "mlp_layer_types": ["dense"] * 7}
     return hf_config("MiMoV2FlashForCausalLM", **dense | fields)
 
@@ -624,7 +624,7 @@ def test_model_type_distinguishes_families_that_are_saved_as_llama(model_type, w
 
 @pytest.fixture
 def reads_entry_points():
-    """Nothing is known of installed packages before the test, nor is what it installs after it."""
+    """Forgets installed packages before and after the test."""
     registry._entry_points.cache_clear()
     yield
     registry._entry_points.cache_clear()

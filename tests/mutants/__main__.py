@@ -1,4 +1,4 @@
-"""Measures how well the tests protect the engine: changes lines of it and counts what they notice.
+"""Measures how well the tests protect the engine: changes its lines and counts noticed changes.
 
 A mutant is one small change of one line of `paxkv`: another operator, a constant that is one more
 or less, a bound that is off by one, a deleted statement. The tests kill it if one of them fails. A

@@ -1,4 +1,4 @@
-"""Configurations beside those of `families.py`, which set options that its ones leave at defaults.
+"""Further configurations, with options that those of `families.py` leave at their defaults.
 
 Importing this module adds `MORE` to `families.EXTRA`.
 """

@@ -1,4 +1,4 @@
-"""A tiny model whose experts are chosen by the token alone, so that NumPy can tell which."""
+"""A tiny model whose experts depend only on the token, so that NumPy can compute them."""
 
 import dataclasses
 import json

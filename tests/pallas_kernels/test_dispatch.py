@@ -217,7 +217,7 @@ def test_target_misfit_names_the_jax_that_is_wanted(monkeypatch):
     assert target_misfit(TPU) is None
 
 
-def test_the_reason_is_said_once_for_each_op_and_reason(bodies, new_jax, caplog):
+def test_each_reason_is_logged_once_per_op(bodies, new_jax, caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             preferred_body("op_said_once", bodies, HOPPER, -1)

@@ -201,9 +201,9 @@ def _kill_group(pid: int) -> None:
 
 
 def _is_forked(status: int, files: Mapping[int, int]) -> bool:
-    """Forks the process; the one in between tells how it ends, and returns False.
+    """Forks a child, and returns True there. The parent reports how it ends, and returns False.
 
-    The one in between kills the process and its group when it gets SIGTERM.
+    If the parent gets SIGTERM, it kills the child and its group.
 
     Args:
         files: Number that the process is to have a file under -> the number here.

@@ -104,7 +104,7 @@ def test_a_start_with_other_settings_is_refused_by_name(compiled, setting, messa
         LLM(compiled_dir=str(compiled), **SETTINGS | setting)
 
 
-def test_another_model_is_refused_by_what_differs(tmp_path, compiled):
+def test_another_model_is_refused_with_the_difference(tmp_path, compiled):
     other = write_random_checkpoint(tmp_path, num_layers=2)
     with pytest.raises(ConfigError, match="model's num_layers: compiled with '4', now '2'"):
         LLM(str(other), compiled_dir=str(compiled), **SETTINGS)

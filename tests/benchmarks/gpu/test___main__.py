@@ -44,7 +44,7 @@ def test_rehearsal_measures_every_case_with_both_engines(tmp_path) -> None:
     assert found in ({("done", True)}, {("done", True), ("absent", True)})
 
 
-def test_steady_decode_leaves_prompts_and_ends_out() -> None:
+def test_steady_decode_excludes_prompts_and_ends() -> None:
     names = ("end_s", "num_tokens", "num_started", "num_finished")
     totals = [(0.5, 1, 1, 0), (1.0, 3, 2, 0), (2.0, 11, 2, 0), (4.0, 51, 2, 0), (9.0, 52, 2, 1)]
     steps = [EngineStep(**dict(zip(names, of_step, strict=True))) for of_step in totals]

@@ -40,7 +40,7 @@ def test_longrope_needs_a_factor_for_each_pair(short, long):
         config(4, rope=RopeConfig(kind="longrope", attention_factor=1.0, **factors))
 
 
-def test_values_are_as_wide_as_keys_unless_their_width_is_said():
+def test_values_are_as_wide_as_keys_unless_v_head_dim_is_set():
     assert config().value_head_dim == 16
     assert config(v_head_dim=8).value_head_dim == 8
 

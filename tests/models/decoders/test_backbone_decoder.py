@@ -1,4 +1,4 @@
-"""Residual streams of decoders whose layers have a recurrent mixer alone."""
+"""Residual streams of decoders whose layers have only a recurrent mixer."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -62,7 +62,7 @@ def test_loss_falls_within_a_few_steps(tokenizer):
 
 
 def test_shipped_head_drafts_what_the_model_writes():
-    """Every beginning of right answers, none of which the head's training need have had."""
+    """Drafts after each beginning of a right answer. The head need not have seen these answers."""
     assert (SHIPPED / "model.safetensors").stat().st_size <= 400_000
     model = load_model(CHECKPOINT, dtype="float32")
     head = load_eagle3_head(model, SHIPPED, encoder=KernelEncoder(platform=model.platform))

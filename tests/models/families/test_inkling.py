@@ -1,4 +1,4 @@
-"""Inkling: the fields that it reads, its kinds of layers, and caches beside attention."""
+"""Inkling: the fields that it reads, its kinds of layers, and its other caches."""
 
 from dataclasses import replace
 

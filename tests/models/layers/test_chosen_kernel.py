@@ -1,4 +1,4 @@
-"""Products by kernels of which a layer index chooses are those by that layer's kernels."""
+"""A kernel chosen by a layer index computes the products of that layer's kernel."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Experts: every row goes through the chosen ones alone; and weights that a checkpoint packs."""
+"""Every row goes only through its chosen experts; packed weights of checkpoints are read."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Latent attention in chunks of rows: the same numbers as at once, and less temporary memory."""
+"""Latent attention in chunks of rows gives the same numbers with less temporary memory."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Soft caps bound logits and leave small ones nearly alone."""
+"""Soft caps bound logits and hardly change small ones."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A head of other numbers than the embedding is no tied one, whatever config.json says."""
+"""A head whose numbers differ from the embedding's is not tied, even if config.json says so."""
 
 import dataclasses
 import json

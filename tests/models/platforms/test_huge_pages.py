@@ -1,4 +1,4 @@
-"""Large arrays are in huge pages where the system has them, and hold what they held."""
+"""Large arrays are in huge pages if the system has them, and keep their values."""
 
 import ctypes
 import re

@@ -1,4 +1,4 @@
-"""Tests of `kv_scatter/xla.py` against the reference, and of what it must not touch."""
+"""Tests of `kv_scatter/xla.py` against the reference, and of slots that it must not change."""
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ def test_equals_reference(case, run_jitted):
 
 @st.composite
 def draw_slots(draw):
-    """A cache's sizes, slots of which no two real ones are alike, and a row."""
+    """A cache's sizes; slots, of which the real ones differ; and a row."""
     num_rows, num_blocks, block_size = draw(st.sampled_from([(1, 3, 8), (3, 2, 4), (2, 5, 16)]))
     num_slots = num_blocks * block_size
     padding = pad_slot(num_rows, num_blocks, block_size)

@@ -100,7 +100,7 @@ def test_a_batch_of_single_tokens_needs_one_kernel(
     ids=str,
 )
 @pytest.mark.parametrize("max_query_len", [1, None])
-def test_what_does_not_fit_is_said(sizes, reason, max_query_len, mosaic_gpu):
+def test_misfit_names_what_does_not_fit(sizes, reason, max_query_len, mosaic_gpu):
     arrays, options = call_of(max_query_len, **sizes)
     assert reason in mosaic_gpu.misfit(*arrays, **options)
 

@@ -258,7 +258,7 @@ def test_only_keys_in_sight_count_towards_the_length(rule, is_cut, decode):
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_said(sizes, reason, decode):
+def test_misfit_names_what_does_not_fit(sizes, reason, decode):
     assert reason in decode.decode_misfit(*sized(**sizes)[:2])
 
 

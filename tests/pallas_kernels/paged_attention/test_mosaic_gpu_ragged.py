@@ -188,7 +188,7 @@ def test_lowers_for_cuda(sizes, mosaic_gpu_ragged, lower_for_cuda):
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_said(sizes, reason, mosaic_gpu_ragged):
+def test_misfit_names_what_does_not_fit(sizes, reason, mosaic_gpu_ragged):
     arrays, rules = call_of(**sizes)
     assert reason in mosaic_gpu_ragged.ragged_misfit(*arrays[:2], scale=rules["scale"])
 

@@ -1,4 +1,4 @@
-"""Tests of `paged_attention/tuned_blocks.py`: whatever the kernel takes has sizes that fit."""
+"""Tests of `paged_attention/tuned_blocks.py`: all accepted calls have sizes that fit."""
 
 import jax.numpy as jnp
 import pytest

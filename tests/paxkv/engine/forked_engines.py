@@ -14,7 +14,7 @@ from tests.paxkv.forked_processes import forked_processes, serve_forks
 
 @contextlib.contextmanager
 def forked_engines() -> Iterator[None]:
-    """Inside, each `EngineProcess` of this process forks a fake engine, whatever its command."""
+    """Inside, each `EngineProcess` forks a fake engine and ignores its command."""
     with (
         forked_processes("tests.paxkv.engine.forked_engines") as processes,
         pytest.MonkeyPatch.context() as patch,

@@ -283,7 +283,7 @@ def test_too_many_connections_are_an_error_before_the_port_opens():
 
 # About 25 s; run with `pytest -m slow tests/paxkv/server/test_http_server.py`.
 @pytest.mark.slow
-def test_ten_thousand_connections_of_which_most_are_silent_keep_nobody_out(start_process):
+def test_thousands_of_silent_connections_do_not_block_other_clients(start_process):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 12_000:
         pytest.skip(f"the hard limit of open files is {hard}; two processes need 12,000 each")

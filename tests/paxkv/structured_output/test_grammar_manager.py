@@ -1,4 +1,4 @@
-"""A request's grammar is compiled beside the steps, moves on with its tokens, and goes with it."""
+"""A grammar is compiled while steps run, advances with its request's tokens, and ends with it."""
 
 import json
 import random

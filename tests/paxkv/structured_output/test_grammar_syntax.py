@@ -1,4 +1,4 @@
-"""Both syntaxes are told apart, and what GBNF may escape is read."""
+"""The two syntaxes are distinguished, and escapes of GBNF are read."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Thoughts are free but for their end, which engine and readers of text find at the same token."""
+"""Thoughts have no grammar. Engine and text parsers find their end at the same token."""
 
 import numpy as np
 import pytest

@@ -50,7 +50,7 @@ class Quantized:
 def with_groups(
     weight: np.ndarray, group_idx: np.ndarray, num_bits: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Integers [out, in], scales and zero points [out, num_groups], and what they stand for."""
+    """Integers [out, in], scales and zero points [out, num_groups], and the weights for them."""
     num_groups, limit = group_idx.max() + 1, 2**num_bits - 1
     numbers = np.zeros(weight.shape, np.int64)
     scales = np.zeros((len(weight), num_groups), np.float16)

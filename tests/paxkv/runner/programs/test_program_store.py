@@ -167,7 +167,7 @@ class WatchedStore(NewCompiledPrograms):
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory, start, run):
-    """A folder of compiled programs, and what they compute before they were kept."""
+    """A folder of compiled programs, and their results before they were saved."""
     out = tmp_path_factory.mktemp("kept") / "out"
     store = WatchedStore(out)
     programs = start(store)

@@ -1,4 +1,4 @@
-"""Rows of a batch are what the server answers, in any order, a bounded number at once."""
+"""The server answers the rows of a batch, in any order and a limited number at a time."""
 
 import asyncio
 import json

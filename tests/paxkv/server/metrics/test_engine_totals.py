@@ -1,4 +1,4 @@
-"""Counters never go back, whatever the engine that counts them does."""
+"""Counters never fall, even if an engine is replaced."""
 
 import msgspec
 from hypothesis import given

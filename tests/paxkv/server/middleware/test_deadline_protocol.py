@@ -305,7 +305,7 @@ def test_headers_over_the_limit_are_431(start_server, in_pieces):
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
 
 
-def test_connection_over_the_limit_is_told_and_closed(start_server):
+def test_connection_over_the_limit_gets_an_error_and_is_closed(start_server):
     # One that is not closed at once stays open for longer than anybody here reads.
     server = start_server(max_connections=2, request_timeout_s=10 * PATIENCE_S)
     with socket.create_connection(server.address, timeout=PATIENCE_S) as first:
@@ -372,7 +372,7 @@ def test_a_client_that_does_not_read_its_answer_is_dropped(start_server):
         (b"GET /version HTTP/1.1\r\nHost: x\r\nKey secret\r\n\r\n", "illegal header line"),
     ],
 )
-def test_what_is_not_http_is_400_and_one_line_that_says_whose_and_why(server, caplog, sent, reason):
+def test_request_that_is_not_http_is_400_and_logs_client_and_reason(server, caplog, sent, reason):
     with socket.create_connection(server.address, timeout=PATIENCE_S) as connection:
         host, port = connection.getsockname()
         connection.sendall(sent)

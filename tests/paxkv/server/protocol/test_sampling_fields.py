@@ -34,7 +34,7 @@ def test_completions_default_to_16_tokens_and_chats_to_no_limit():
     assert chat_sampling_params(parse_chat({"messages": [USER]}), NEUTRAL).max_tokens is None
 
 
-def test_temperature_is_1_unless_told():
+def test_temperature_is_1_by_default():
     assert completion_sampling_params(parse_completion({"prompt": "a"}), NEUTRAL).temperature == 1.0
 
 
@@ -57,7 +57,7 @@ def test_n_reaches_the_sampling_params_and_best_of_may_equal_it():
     assert chat_sampling_params(parse_chat({"messages": [USER], "n": None}), NEUTRAL).n == 1
 
 
-def test_beam_search_takes_its_width_from_n_and_draws_nothing_unless_told():
+def test_beam_width_is_n_and_the_temperature_of_a_search_is_0_by_default():
     fields = {"use_beam_search": True, "n": 4, "length_penalty": 0.5, "ignore_eos": True}
     assert completion_sampling_params(
         parse_completion({"prompt": "a"} | fields), NEUTRAL

@@ -1,4 +1,4 @@
-"""The operator's routes do what they say, and do not exist unless asked for."""
+"""The operator's routes exist only if they are enabled."""
 
 from paxkv.errors import PaxkvError
 from paxkv.server.routes.admin import ADMIN_PATHS

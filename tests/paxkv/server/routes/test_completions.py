@@ -117,7 +117,7 @@ def test_stream_of_n_choices_says_the_same_as_the_whole(shared_server, fields):
             assert joined == choice["logprobs"][key]
 
 
-def test_usage_of_a_chunk_counts_what_came_up_to_it(shared_server):
+def test_usage_of_a_chunk_counts_all_tokens_so_far(shared_server):
     body = {"prompt": [[1], [2, 3]], "n": 2, "max_tokens": 5, "return_token_ids": True}
     options = {"include_usage": True, "continuous_usage_stats": True}
     body |= {"stream": True, "stream_options": options}

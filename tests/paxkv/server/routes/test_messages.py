@@ -197,7 +197,7 @@ def test_thoughts_may_be_left_out(server):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_in_a_loop(server, stream):
-    """The client sends back what it got, with a result for each call, until no call comes."""
+    """The client sends answers back, with a result for each call, until an answer has no call."""
     tools, messages = [TOOL], [{"role": "user", "content": "add" + SAY + CALL * 2 + SAID}]
     for turn in range(2):
         body = _body("", tools=tools, messages=messages)
@@ -373,7 +373,7 @@ def test_a_bug_before_the_answer_is_an_api_error(start_server, monkeypatch, capl
     assert "secret" not in response.text and "a secret of the inside" in caplog.text
 
 
-def test_a_client_that_leaves_aborts_the_request(start_server):
+def test_a_client_that_disconnects_aborts_the_request(start_server):
     server = start_server(seconds_per_token=HELD_S)
     body = _body("", messages=[{"role": "user", "content": "long"}], max_tokens=400, stream=True)
     with pytest.raises(httpx.ReadTimeout):

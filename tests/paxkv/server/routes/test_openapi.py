@@ -1,4 +1,4 @@
-"""The document describes the routes that there are; whatever it allows is answered below 500."""
+"""The document describes all routes; requests that it allows never get a 500."""
 
 import pytest
 

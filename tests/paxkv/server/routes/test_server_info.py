@@ -1,4 +1,4 @@
-"""Settings and software under vLLM's keys: for operators alone, and without secrets."""
+"""Settings and software under vLLM's keys: only for operators, and without secrets."""
 
 import dataclasses
 import importlib.metadata

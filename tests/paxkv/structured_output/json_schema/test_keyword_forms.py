@@ -1,4 +1,4 @@
-"""Limits of the wrong form are ignored, or refused with what they are and what they must be."""
+"""Limits of the wrong type are ignored, or refused with their value and the allowed type."""
 
 import json
 

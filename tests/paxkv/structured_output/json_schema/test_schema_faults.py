@@ -1,4 +1,4 @@
-"""Of a schema that cannot be compiled, the mistake is named with its place."""
+"""If a schema cannot be compiled, the error names the mistake and its place."""
 
 import json
 
@@ -47,7 +47,7 @@ IMPOSSIBLE = [
     ),
     ({"allOf": [{}, {"type": "string", "enum": [1]}]}, "#/properties/x/allOf/1, which is"),
     ({"allOf": [{"type": "string"}, {"type": "null"}]}, "#/properties/x, which is"),
-    # What no grammar can enforce does not hide it, and it is shown as it was sent.
+    # Keywords that no grammar can enforce do not hide the mistake, and are shown as they were sent.
     (
         {"type": "object", "properties": {"a": {"not": {}}}, "required": ["a"]},
         '#/properties/x/properties/a, which is {"not": {}}; correct',
@@ -56,7 +56,7 @@ IMPOSSIBLE = [
         {"type": "string", "format": "byte", "minLength": 5, "maxLength": 2},
         '#/properties/x, which is {"type": "string", "format": "byte", "minLength": 5',
     ),
-    # Neither a choice nor a property that may be left out makes the whole impossible.
+    # An impossible choice or an impossible optional property does not make the whole impossible.
     (
         {
             "type": "object",
@@ -112,7 +112,7 @@ def test_a_schema_that_no_value_fits_is_named_with_its_place(schema, words):
 
 
 @pytest.mark.parametrize(("schema", "words"), [WRONG[0], (REFERENCE, "#/$defs/d, which is")])
-def test_the_tool_is_named_whose_schema_is_wrong(schema, words):
+def test_the_error_names_the_tool_with_the_wrong_schema(schema, words):
     calls = [
         {"properties": {"parameters": {**inner, "$id": f"tool:{name}"}}, "required": ["parameters"]}
         for name, inner in (("f", {"type": "object"}), ("g", _around(schema)))
@@ -127,7 +127,7 @@ def test_the_tool_is_named_whose_schema_is_wrong(schema, words):
     assert words in message and param == "tools[3].input_schema"
 
 
-def test_a_schema_that_is_false_is_named_as_that():
+def test_the_error_says_that_a_schema_is_false():
     for text in ("false", " false"):
         message, _ = _text_message(text)
         assert message == (

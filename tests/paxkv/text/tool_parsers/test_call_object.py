@@ -1,4 +1,4 @@
-"""The object of one call, read by character: what is kept of it, and at what cost."""
+"""Reading a call character by character: which text is kept, and how much is copied."""
 
 import tracemalloc
 
@@ -10,7 +10,7 @@ from paxkv.text.tool_parsers.tool_parser import ArgumentsPart, CallStart, ToolEv
 LONG = "x" * 100_000
 
 
-def _take(text: str) -> tuple[CallObject, list[ToolEvent]]:
+def _read(text: str) -> tuple[CallObject, list[ToolEvent]]:
     call = CallObject(0, needs_arguments=False)
     events: list[ToolEvent] = []
     for char in text:
@@ -19,9 +19,9 @@ def _take(text: str) -> tuple[CallObject, list[ToolEvent]]:
 
 
 def test_text_is_kept_only_while_it_may_be_content():
-    assert _take('{"name": "f", "argu')[0].raw == '{"name": "f", "argu'
+    assert _read('{"name": "f", "argu')[0].raw == '{"name": "f", "argu'
     # After the start of the call, arguments are not kept, because they may be megabytes.
-    assert _take('{"name": "f", "arguments": {"a": 1}}')[0].raw == '{"name": "f", "arguments": {'
+    assert _read('{"name": "f", "arguments": {"a": 1}}')[0].raw == '{"name": "f", "arguments": {'
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_text_is_kept_only_while_it_may_be_content():
     ids=["arguments", "arguments_first", "name"],
 )
 def test_character_of_a_long_call_copies_no_earlier_text(start, end, name, arguments):
-    call, events = _take(start + LONG[:-20])
+    call, events = _read(start + LONG[:-20])
     tracemalloc.start()
     copied = []
     for char in LONG[-20:]:

@@ -1,4 +1,4 @@
-"""Thoughts, content and calls of an answer, whatever is held back until its end."""
+"""Thoughts, content and calls of an answer, of which some text is held back until its end."""
 
 import pytest
 
