@@ -1,4 +1,4 @@
-"""`RaggedCase`: what example inputs of all scans over tokens have in common."""
+"""`RaggedCase`: what the example inputs of ops over the tokens of requests have in common."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class RaggedCase:
     counts: tuple[int, ...]
     num_padding: int = 0  # tokens of no request, after all others
     first_positions: tuple[int, ...] | None = None  # of each request's tokens; None: not known
-    dtype: str = "float32"  # of what has a row for each token
+    dtype: str = "float32"  # of everything except states and constant decays
 
     @property
     def positions(self) -> jax.Array | None:

@@ -5,7 +5,7 @@
 
 Two engines of this process, which differ only in `speculative_config`, answer the same requests in
 turns. The benchmark fails if an answer differs. It prints these figures, and writes them as rows
-with --out. The first two are the engine's with drafts, divided by the other's in the repetition:
+with --out. The first two are ratios: the engine with drafts to the other engine, per repetition.
 
     times_tokens_per_s       output tokens per second
     times_tokens_per_cpu_s   output tokens per second of processor time
@@ -70,7 +70,7 @@ class Traffic:
     """The requests of one workload.
 
     Args:
-        is_copying: Of the model of `write_copying_checkpoint`.
+        is_copying: Whether the model is that of `write_copying_checkpoint`.
     """
 
     is_copying: bool

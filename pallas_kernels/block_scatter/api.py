@@ -26,9 +26,9 @@ def block_scatter(
 ) -> jax.Array:  # the pages
     """Writes whole blocks of every row into the cache, to swap them in or to receive them.
 
-    The inverse of `block_gather`, also into other blocks. Values keep their bits, as in
-    `block_gather`. The write is in place if the caller donates the pages and rebinds them (on the
-    CPU, see `kv_scatter`).
+    The inverse of `block_gather`; the target blocks may have other ids. Values keep their bits, as
+    in `block_gather`. The write is in place if the caller donates the pages and rebinds them (on
+    the CPU, see `kv_scatter`).
 
     Args:
         pages: The contents of blocks, with at least one axis after `num_blocks`, as in

@@ -6,17 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.ragged_case import RaggedCase
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CausalConv1dCase:
-    """Sizes of one example, with the number of new tokens of each request."""
+class CausalConv1dCase(RaggedCase):
+    """The sizes of one example."""
 
-    name: str
-    counts: tuple[int, ...]
-    num_padding: int = 0  # tokens of no request, after all others
     num_channels: int = 5
     kernel_size: int = 4
-    dtype: str = "float32"  # of x and of the weight
 
 
 CASES: tuple[CausalConv1dCase, ...] = (

@@ -61,7 +61,7 @@ class StepHandle(Protocol):
 
 
 class Executor(Protocol):
-    """Computes steps. `ModelRunner` computes them on one device."""
+    """Computes steps. `ModelRunner` computes them on one device or several."""
 
     @property
     def kv_cache_config(self) -> KVCacheConfig: ...

@@ -100,7 +100,7 @@ class BuiltEngine:
 def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltEngine:
     """Loads the model, compiles all programs, and starts the engine in a thread of this process.
 
-    Several engines run in one process each, because threads of one process would take turns.
+    Several engines run in separate processes, because threads of one process would take turns.
 
     Args:
         show_progress: Draw a progress bar on stderr while programs compile.

@@ -82,7 +82,7 @@ def _load_of_method(config: EngineConfig, model: LoadedModel, folder: Path) -> L
 
 
 def _make_encoder(config: EngineConfig) -> KernelEncoder:
-    """The form of the model's kernels, for the kernels of its draft head."""
+    """Makes the encoder that stores the draft head's kernels as the model's kernels are stored."""
     platform, num_devices = default_platform(), config.parallel.tensor_parallel_size
     panel_width = platform.column_panel_width(batch_invariant=config.runner.batch_invariant)
     return KernelEncoder(
@@ -113,7 +113,7 @@ def _drafter_folder(config: EngineConfig, *, with_weights: bool) -> Path:
 
 @contextlib.contextmanager
 def _named_errors() -> Iterator[None]:
-    """Adds the setting to errors about the drafter, which else read as errors about the model."""
+    """Adds the setting to errors about the drafter, which would read as errors about the model."""
     try:
         yield
     except ModelError as error:

@@ -5,8 +5,8 @@ import sys
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-# Without this option llguidance searches for the end of the text that must follow. With
-# `start: A "x"` and `A: /x+/` there is none, and the search would never end, maybe within a step.
+# Without this option, llguidance searches for the end of the text that must follow. With
+# `start: A "x"` and `A: /x+/` there is no end, so the search could hang a step.
 # llguidance ignores the option in nested grammars.
 NO_FORCING = '%llguidance {"no_forcing": true}'
 # root ::= "a" | other-rule

@@ -24,7 +24,7 @@ def needs_processing(
     token_mask: jax.Array | None,  # i32[num_logits, 1 + vocab_words]
 ) -> jax.Array:  # bool[]
     """Whether any row's logits change at all."""
-    # A history alone changes no logits: n-gram drafts need it too.
+    # A row with only a history needs no processing: it has the history for n-gram drafts.
     has_any = ((inputs.processors & ~int(Processors.TOKEN_HISTORY)) != 0) | inputs.is_early
     return jnp.any(has_any if token_mask is None else has_any | (token_mask[:, 0] != 0))
 
