@@ -142,11 +142,6 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple["SchedulerStats", ...] = ()
 
     @property
-    def draft_acceptance_rate(self) -> float:
-        """Share of all verified drafts that were accepted, since the start; 0 before the first."""
-        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
-
-    @property
     def padding_waste_ratio(self) -> float:
         """Share of all computed tokens that were padding, since the start; 0 before the first."""
         num_computed = self.num_scheduled_tokens + self.num_padded_tokens

@@ -47,10 +47,8 @@ class PrefixCacheStats:
         recent: Counts of the most recent requests, without resumed requests.
     """
 
-    num_requests: int = 0
     num_queries: int = 0
     num_hits: int = 0
-    num_preempted_requests: int = 0
     num_preempted_queries: int = 0
     num_preempted_hits: int = 0
     recent: CachingMetrics = dataclasses.field(default_factory=CachingMetrics)
@@ -58,11 +56,9 @@ class PrefixCacheStats:
     def record(self, *, num_tokens: int, num_hits: int, is_resumed: bool) -> None:
         """Counts one admitted request."""
         if is_resumed:
-            self.num_preempted_requests += 1
             self.num_preempted_queries += num_tokens
             self.num_preempted_hits += num_hits
         else:
-            self.num_requests += 1
             self.num_queries += num_tokens
             self.num_hits += num_hits
             self.recent.observe(num_tokens, num_hits)

@@ -159,7 +159,7 @@ def test_a_request_that_skips_reading_still_fills_the_cache():
         admit(manager, request)
         finish_step(request)
     assert manager.get_computed_blocks(FakeRequest("s", range(9)))[1] == 8
-    assert manager.prefix_cache_stats.num_requests == 0
+    assert manager.prefix_cache_stats.num_queries == 0
 
 
 def test_stats_count_admissions_and_keep_resumed_requests_apart():
@@ -175,8 +175,7 @@ def test_stats_count_admissions_and_keep_resumed_requests_apart():
     first.num_computed_tokens = 0
     assert admit(manager, first)
     stats = manager.prefix_cache_stats
-    assert (stats.num_requests, stats.num_queries, stats.num_hits) == (1, 9, 0)
-    assert stats.num_preempted_requests == 1
+    assert (stats.num_queries, stats.num_hits) == (9, 0)
     assert (stats.num_preempted_queries, stats.num_preempted_hits) == (9, 8)
 
 
@@ -277,7 +276,6 @@ def test_a_request_with_loaded_blocks_is_counted_once():
     )
     finish_step(request, 8)
     manager.allocate_slots(request, 1, 0, manager.empty_kv_cache_blocks)
-    assert manager.prefix_cache_stats.num_requests == 1
     assert manager.prefix_cache_stats.num_queries == 9
 
 

@@ -11,8 +11,7 @@ def test_resumed_requests_are_counted_separately():
     stats = PrefixCacheStats()
     stats.record(num_tokens=10, num_hits=4, is_resumed=False)
     stats.record(num_tokens=20, num_hits=16, is_resumed=True)
-    assert (stats.num_requests, stats.num_queries, stats.num_hits) == (1, 10, 4)
-    assert stats.num_preempted_requests == 1
+    assert (stats.num_queries, stats.num_hits) == (10, 4)
     assert (stats.num_preempted_queries, stats.num_preempted_hits) == (20, 16)
     assert (stats.recent.num_queries, stats.recent.num_hits) == (10, 4)
 
