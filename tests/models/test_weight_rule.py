@@ -27,7 +27,7 @@ def test_every_parameter_is_split_along_axes_it_has(tmp_path, recipe) -> None:
     model = load_model(write_recipe(tmp_path / recipe, recipe), dtype="float32")
     for name, param, spec in zip(model.param_names, model.params, model.param_specs, strict=True):
         assert len(spec) in (0, param.ndim), name
-        # Two devices would each get a whole part.
+        # Two devices can share the axis equally.
         assert all(
             axis is None or size % 2 == 0 for axis, size in zip(spec, param.shape, strict=False)
         )
@@ -39,14 +39,14 @@ def spec_of(name: str, model: LoadedModel | None = None) -> PartitionSpec:
 
 
 def test_attention_and_mlp_need_one_sum_each() -> None:
-    # What is split by outputs is followed by what is split by inputs.
+    # A layer that is split by outputs is followed by one that is split by inputs.
     out, into = PartitionSpec(None, "model"), PartitionSpec("model", None)
     assert spec_of("layers.0.self_attn.q_proj.kernel") == out
     assert spec_of("layers.0.self_attn.o_proj.kernel") == into
     assert spec_of("layers.0.mlp.up_proj.kernel") == out
     assert spec_of("layers.0.mlp.down_proj.kernel") == into
     assert spec_of("layers.0.self_attn.q_proj.bias") == PartitionSpec("model")
-    # A bias after the sum is added once, by everyone.
+    # The bias after the sum is whole on each device, and added once.
     assert spec_of("layers.0.self_attn.o_proj.bias") == PartitionSpec()
     assert spec_of("layers.0.input_layernorm.scale") == PartitionSpec()
 

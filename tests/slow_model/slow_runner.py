@@ -19,7 +19,8 @@ class Row:
 
     Args:
         ends_at: Tokens that end it.
-        has_ended: One of them did, in a burst; later steps return no tokens for it.
+        has_ended: Whether one of these tokens has ended it in a burst. Later steps return no tokens
+            for it.
     """
 
     token_ids: list
@@ -51,7 +52,7 @@ class SlowRunner:
     """The runner's part of a step. `scope_of` holds the scope of each request.
 
     Args:
-        max_model_len: No position from it on is ever computed or sampled.
+        max_model_len: Positions from this one on are never computed or sampled.
     """
 
     def __init__(self, kinds, *, num_blocks, max_model_len):
@@ -210,7 +211,7 @@ class SlowRunner:
         return KVConnectorOutput(finished_recving=frozenset(finished))
 
     def split_slots(self, row):
-        """A first slot may come after a slot to read from."""
+        """Splits the blocks of a new request into a slot to read, if any, and its first slot."""
         row.switch = row.num_computed
         for group, kind in enumerate(self.kinds):
             if kind.name == "state" and len(row.tables[group]) > kind.size:

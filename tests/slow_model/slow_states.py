@@ -8,8 +8,8 @@ class Saved:
     """A slot that is not written again.
 
     Args:
-        key: Its content, while the first block is cached under it.
-        content: What the key will be when it is cached.
+        key: The content under which its first block is cached; None if it is not cached yet.
+        content: The key that the block will be cached under.
     """
 
     slot: list
@@ -51,7 +51,7 @@ class SlowStates:
         # Set to false if another group of states has no room to save its own.
         self.can_save = True
         self.own, self.reads, self.unknown, self.forks = {}, {}, {}, {}
-        # By the first block: the slot that it began last.
+        # First block -> the latest slot that began with it.
         self.slots = {}
         # Saved states, the least recently used first.
         self.saved = []
@@ -67,7 +67,7 @@ class SlowStates:
         return [s for s in self.saved if s.key is not None and self.pool.key_of(s.slot[0]) == s.key]
 
     def plan(self, request, first, computed, num_spare, key):
-        """Whether the request takes a slot that it could do without."""
+        """Decides whether a request takes an optional new slot; returns the blocks for it."""
         if request.request_id not in self.own:
             wants = first is not None and self.pool.refs[first] == 0
         else:
@@ -77,7 +77,7 @@ class SlowStates:
         return size if self.is_fresh else 0
 
     def cost_of_new(self, req_id):
-        """Free blocks for another slot: none if the request alone holds one of an older state."""
+        """Free blocks for another slot; 0 if the request can reuse the slot of an older state."""
         return 0 if self.replaceable(req_id) else self.size
 
     def replaceable(self, req_id):

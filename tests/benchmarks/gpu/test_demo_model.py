@@ -24,7 +24,7 @@ def test_requests_are_the_prompt_and_as_long_as_the_answer() -> None:
     answer = tokenizer.decode(answers[1], skip_special_tokens=False)
     assert " = " in answer and answer.endswith("<|im_end|>")
     assert request.num_output_tokens == len(answers[1])
-    # They fit into the engine that is asked.
+    # They fit into the engine.
     assert max(r.num_tokens for r in workload.requests) <= demo_model.SIZES.max_model_len
     rehearsed = demo_model.REHEARSED_SIZES
     assert len(workload.requests[0].prompt_token_ids) <= rehearsed.max_num_batched_tokens

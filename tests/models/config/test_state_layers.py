@@ -16,7 +16,7 @@ SIZES = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 8192,
 }
-# No defaults of Qwen4-Exp: without them, there is no index.
+# Qwen4-Exp has an index only if config.json has these fields.
 QSA = {
     "indexer_n_heads": 4,
     "indexer_kv_heads": 1,

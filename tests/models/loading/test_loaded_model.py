@@ -136,7 +136,7 @@ def test_a_place_that_the_cache_does_not_have_is_refused(tmp_path, index):
 
 
 def test_dtype_is_not_that_of_rounded_kernels(tmp_path, monkeypatch):
-    """Keys and values are stored in it; parameters are in the order of their names."""
+    """Even if the first parameter is a kernel of integers. Keys and values have `dtype`."""
     monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", f"{__name__}:LlamaWithAdapter")
     folder = write_random_checkpoint(tmp_path, num_layers=1)
     loaded = load_model(folder, load_format="dummy", dtype="bfloat16", product_dtype="int8")
@@ -160,7 +160,7 @@ def test_packages_include_its_layers_and_their_bases(tmp_path, monkeypatch):
 
 
 class ForeignLlama(LlamaForCausalLM):
-    """As a package of somebody else would define it."""
+    """A class outside of the package `models`."""
 
 
 # One row of 4 blocks of 8 tokens, with 2 heads of 16 numbers.

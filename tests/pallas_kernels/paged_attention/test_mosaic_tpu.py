@@ -43,7 +43,7 @@ def test_equals_reference(case, attend, attend_by_reference):
 
 
 # Several KV tiles (of 512 keys at most), query tiles that requests share, and windows around one
-# token beside whole tiles: what a pass leaves to the next shows here.
+# token next to whole tiles: wrong data that a pass leaves for the next pass shows here.
 LONG_CASE = PagedAttentionCase(
     name="long",
     requests=((1, 1100), (70, 700), (1, 520), (1, 3), (0, 0), (30, 30)),
@@ -80,7 +80,7 @@ def test_nothing_races_where_copies_finish_late(case, attend, attend_by_referenc
     assert_close(got, attend_by_reference(case), case.dtype)
 
 
-# One padded shape for all drawn batches, so that each body compiles once a rule.
+# One padded shape for all drawn batches, so that each body compiles once per rule.
 MAX_TOKENS, MAX_REQS, MAX_BLOCKS, NUM_BLOCKS, BLOCK_SIZE = 150, 5, 20, 120, 32
 RULES = {"sliding_window": 140, "soft_cap": 2.0}
 

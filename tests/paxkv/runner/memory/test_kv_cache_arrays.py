@@ -85,8 +85,7 @@ def test_slots_count_the_group_with_the_longest_blocks():
         config = KVCacheConfig(num_blocks=num_blocks, kv_cache_groups=groups)
         return abstract_kv_cache(config, MESH, Platform(), "float32")
 
-    # 2**30 slots are too many, for indices that begin at the second row. One row of 2**26 - 1
-    # blocks of 16 has fewer; of 8 tokens, twice as many blocks would do.
+    # 2**30 slots are too many. 2**26 blocks have as many with 16 tokens, but only half with 8.
     assert abstract(2**26 - 1).shape[1] == 2**26 - 1
     with pytest.raises(ConfigError, match="too many slots.* got 1073741824 "):
         abstract(2**26)

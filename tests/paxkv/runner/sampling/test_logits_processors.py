@@ -219,8 +219,8 @@ def test_any_fields_together_equal_the_truth(rows, seed):
     check(rows, seed)
 
 
-def test_the_host_knows_where_no_token_is_left():
-    """Every output of three tokens, drawn by the device's masks; the end of each as it finds it."""
+def test_the_host_knows_when_no_token_is_left():
+    """Compares the host with the device's masks after every output of up to three tokens."""
     words = ((7, 7), (7, 9, 7), (9, 7, 9), (9, 9, 9), (40, 5))
     params = SamplingParams(allowed_token_ids=[7, 9], min_tokens=2, stop_token_ids=[9])
     outputs = [list(tokens) for num in range(4) for tokens in itertools.product((7, 9), repeat=num)]

@@ -98,7 +98,7 @@ def test_each_completion_and_each_beam_needs_a_place():
     assert num_engine_requests(2, BeamSearchParams(beam_width=4, max_tokens=2)) == 8
 
 
-def test_burst_on_one_loop_lets_in_exactly_as_many_as_fit():
+def test_burst_on_one_loop_admits_exactly_as_many_as_fit():
     async def run():
         engine = FakeEngine(seconds_per_token=0.001)  # max_num_seqs is 8
         generator = Generator(engine, ServerMetrics("m"), Admission(engine, 3))
@@ -120,7 +120,7 @@ def test_burst_on_one_loop_lets_in_exactly_as_many_as_fit():
 
 @pytest.fixture
 def full_server(start_server):
-    """Its 8 places are taken, and its waiting one, by requests that the test lets go on."""
+    """A server in which 8 requests run and 1 waits, until the test has ended."""
     server = start_server(seconds_per_token=HELD_S, max_waiting_requests=1)
     with ThreadPoolExecutor(9) as pool:
         body = {"prompt": "a", "max_tokens": 40}
