@@ -25,10 +25,10 @@ _QUICK_TEST_S = 1.0
 # A test hangs if it takes this much longer than in the coverage run, and at least so long.
 _HANG_FACTOR = 10.0
 _MIN_HANG_S = 30.0
-# At the limit, a test that is this late is watched on: it may hang.
+# A test that is this late when the limit is reached may continue, to find out whether it hangs.
 _LATE_FACTOR = 3.0
 _LATE_S = 5.0
-# Tests whose stored durations add up to more of the limit are not even collected.
+# Tests are left out once the durations of the tests before them exceed the limit this many times.
 _MAX_PLANNED_OF_LIMIT = 1.5
 _POLL_S = 0.2
 _NO_TESTS_COLLECTED = 5  # pytest's exit code
@@ -132,7 +132,7 @@ class CheckedTests:
 
     def passes(self, copy: "TreeCopy", test: str, place: Place, covered: CoveredLines) -> bool:
         if (test, place.path) not in self._passes:
-            # Any change of a file may have programs compiled again, which a mutant paid for too.
+            # Change the file harmlessly: after any change, JAX may compile programs again.
             source = f"{place.source}# Not a mutant.\n"
             with copy.changed(place.path, source, place.source):
                 outcome = copy.run_tests([test], covered.tests, limit_s=float("inf"))
@@ -205,13 +205,14 @@ def _may_be_chance(outcome: "Outcome", durations: Mapping[str, Test]) -> bool:
 def order_tests(
     tests: Iterable[str], durations: Mapping[str, Test], source: str, max_total_s: float
 ) -> list[str]:
-    """Tests of the source's package first; of these quick ones, its own file's, then cheap files'.
+    """Sorts tests: those of the source's package first, then quick ones, its own file, cheap files.
 
-    A change of a program makes others slow that seemed quick: they load programs that tests
-    before them had compiled. Tests of a file stay together, so that its fixtures are made once.
+    Tests of other packages may seem quick because they load programs that earlier tests compiled,
+    and are slow if the mutant changes these programs. Tests of a file stay together, so that its
+    fixtures are made once.
 
     Args:
-        max_total_s: The rest is left out once the stored durations add up to so much.
+        max_total_s: Further tests are left out once the stored durations add up to this.
     """
     groups: dict[tuple[bool, str], list[str]] = {}
     for test in tests:

@@ -38,7 +38,7 @@ def sum_format(num_copies: int) -> StateFormat:
 
 @dataclasses.dataclass(frozen=True)
 class IndexFormat:
-    """One vector a token, of `dtype`; pages are filled by wider vectors."""
+    """One vector per token, of `dtype`; pages are filled by wider vectors."""
 
     width: int
     dtype: str
@@ -136,7 +136,7 @@ class AttentionAndSumLayer(AttentionLayer):
         state = context.state("sum")
         sums, copies = state.format.read(pages, state)
         sums = (sums + copies[:, -1]) / 2
-        # The write follows attention's read: the state alone would not.
+        # The state must be written after attention has read the pages.
         sums = rules.after(sums, attended)
         req = _requests_of_tokens(batch)
         is_real = jnp.arange(hidden.shape[0]) < batch.query_start_loc[-1]

@@ -71,7 +71,7 @@ def test_left_out_products_are_xlas_own_and_reductions_may_stay():
 
     lowered = jax.jit(product_and_reduction).lower(jnp.ones((64, 512)), jnp.ones((512, 512)))
     takes_product, takes_reduction = taken_by_ynnpack({})
-    # Or nothing is shown here. XLA has YNNPACK for x86; elsewhere it may leave all to others.
+    # Otherwise the test shows nothing: outside of x86, XLA may leave no product to YNNPACK.
     assert takes_product or "avx2" not in instruction_sets()
     assert taken_by_ynnpack(options(num_cores=2, has=["avx2"])) == (False, takes_reduction)
     assert taken_by_ynnpack(options(num_cores=1)) == (False, False)
@@ -94,7 +94,7 @@ def panel_width(*, num_cores=1, has=("sse2", "avx2"), batch_invariant=False) -> 
     return platform.column_panel_width(batch_invariant=batch_invariant)
 
 
-def test_panels_are_for_one_core_and_as_wide_as_its_vectors_like():
+def test_panels_are_for_one_core_and_wider_with_avx512_fp16():
     assert panel_width() == 256
     assert panel_width(has=["sse2", "avx2", "avx512f", "avx512_fp16"]) == 512
 
