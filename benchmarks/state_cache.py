@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=parse_slots,
         default=(3, 67),
         metavar="PARTSxBLOCKS",
-        help="slots of states; 3x67 are those of Qwen3-Next-80B",
+        help="slots of states; Qwen3-Next-80B has 3x67",
     )
     parser.add_argument("--num-blocks", type=positive_int, default=40_000, metavar="N")
     parser.add_argument("--num-open", type=positive_int, default=60, metavar="N")

@@ -28,8 +28,8 @@ Result = TypeVar("Result")
 # What is split over the devices in a product of tiles of rows with the matrices of experts:
 # - out: the output features of each matrix; the features of the result are split too
 # - in: the input features of each matrix, and the features of x; the results are added
-# - parts: as "in", but the results are not added; the result has those of one device after those of
-#   another
+# - parts: as "in", but the results are not added; the result has the results of all devices, one
+#   after the other
 # - experts: each device has its own experts, and tiles with their rows
 ExpertSplit = Literal["in", "out", "parts", "experts"]
 

@@ -23,7 +23,7 @@ def write_vectors(
 ) -> Pages:
     """Writes the step's vectors, such as latents with rotary keys, into one of the layer's caches.
 
-    Each device of a mesh writes all of them, or those of its own positions.
+    Each device of a mesh writes all of them, or only the ones of its own positions.
 
     Args:
         new: None if the cache belongs to an earlier layer, which has written them already.

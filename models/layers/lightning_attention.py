@@ -79,7 +79,7 @@ class LightningAttention(nnx.Module):
             return tuple(context.kernels.split_last(y, None) for y in projected)
 
         qkv, gate = context.by_token(project, hidden)
-        # A row has the query, the key and the value of the first head, then those of the next.
+        # A row has query, key and value of the first head, then of the second head, and so on.
         heads = activate(qkv, config.activation).reshape(qkv.shape[0], config.num_heads, -1)
         q, k, v = jnp.split(heads, 3, axis=2)
         state = context.state(LIGHTNING)

@@ -75,7 +75,7 @@ class CompletionOutput:
             for the tokenizer's EOS token. Further EOS tokens of the model count as stop tokens. If
             the request's settings allowed no next token, a sentence that says so.
         times: Set if the completion is finished and has a token.
-        metrics: Set where `times` is set. `RequestOutput.metrics` joins those of all completions.
+        metrics: Set where `times` is set. `RequestOutput.metrics` joins them for all completions.
         num_preemptions: How often the scheduler has preempted the completion so far.
         num_draft_tokens: Drafts of the completion that steps have verified so far.
         num_accepted_tokens: How many of them were accepted.

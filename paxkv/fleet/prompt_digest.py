@@ -44,7 +44,7 @@ def prompt_chain(request: EngineRequest) -> list[int]:
 def body_chain(body: bytes) -> list[int]:
     """The chain of a request body's prompt, without its tokenizer and chat template.
 
-    The bodies may be those of completions, chats, Anthropic's messages and OpenAI's responses. Of
+    The bodies of completions, chats, Anthropic's messages and OpenAI's responses are known. Of
     several prompts, the first counts. Equal beginnings of bodies give equal beginnings of prompts
     with nearly all chat templates, so the chain is good enough to choose a replica.
 

@@ -20,7 +20,7 @@ class PrefixRequestRouter(RequestRouter):
     """Sends a request to the replica that has received its prompt before, unless that is too busy.
 
     Each process that sends requests has a router. A router knows only the prompts that it has sent.
-    It counts its own requests, and those of other routers from the numbers that replicas report.
+    It counts its own requests. Numbers that replicas report show the requests of other routers.
     """
 
     def initialize_state(self, **_settings: object) -> None:
