@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import secrets
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,8 +29,9 @@ def write_tokenizer_folder(
     folder = Path(tempfile.mkdtemp(prefix="paxkv-")) if cache is None else cache / digest
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
-        # Another engine may be writing the same file.
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
-            file.write(text)
-        os.replace(file.name, folder / name)
+        # Another engine may be writing the same file. Unlike a file of `tempfile`, this one has the
+        # mode that the umask gives, so that other users can share the cache.
+        part = folder / f"{name}.{secrets.token_hex(8)}"
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, folder / name)
     return folder
