@@ -1,0 +1,1 @@
+"""One checkpoint on a CPU with paxkv, llama.cpp and vLLM; see `__main__.py`."""
