@@ -36,6 +36,11 @@ _OUTER_NAMES = {
     "output.weight": "lm_head.weight",
 }
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight")
+# Fields of `moe` in params.json -> in config.json.
+_EXPERT_FIELDS = {
+    "num_experts": "num_local_experts",
+    "num_experts_per_tok": "num_experts_per_tok",
+}
 _LAYER_NAMES = {
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
@@ -46,7 +51,9 @@ _LAYER_NAMES = {
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.gate": "block_sparse_moe.gate",
 }
+_EXPERT_PART = "feed_forward.experts."
 
 
 def has_mistral_files(folder: Path) -> bool:
@@ -59,7 +66,7 @@ def make_mistral_config(folder: Path) -> dict[str, object]:
 
     Raises:
         ModelConfigError: params.json is malformed, or lacks a field.
-        UnsupportedModelError: It has fields of a model other than a dense one for text.
+        UnsupportedModelError: It has fields of a model other than a Mistral or Mixtral for text.
     """
     path = folder / PARAMS_FILE
     params = read_json_object(path)
@@ -69,18 +76,24 @@ def make_mistral_config(folder: Path) -> dict[str, object]:
             "layout."
         )
     known = {*_FIELDS, *_OPTIONAL, *_WITHOUT_EFFECT}
+    experts = params.get("moe")
+    if isinstance(experts, dict) and experts.keys() == _EXPERT_FIELDS.keys():
+        known.add("moe")
     # False, null and empty objects switch a part off.
     if others := sorted(name for name, value in params.items() if value and name not in known):
         raise UnsupportedModelError(
-            f"{path} has {', '.join(others)}; paxkv reads Mistral's own files of dense text "
-            "models. Use the release of the model in Hugging Face layout."
+            f"{path} has {', '.join(others)}; paxkv reads Mistral's own files of text models that "
+            "are dense or have Mixtral's experts. Use the release of the model in Hugging Face "
+            "layout."
         )
     length = params.get("max_position_embeddings") or params.get("max_seq_len") or _DEFAULT_LENGTH
+    family = "Mixtral" if "moe" in known else "Mistral"
     return {
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
         "hidden_act": "silu",
         **{own: params[name] for name, own in _FIELDS.items()},
+        **{own: experts[name] for name, own in _EXPERT_FIELDS.items() if family == "Mixtral"},
         "max_position_embeddings": length,
         "sliding_window": params.get("sliding_window"),
         "tie_word_embeddings": params.get("tied_embeddings") or False,
@@ -111,4 +124,8 @@ def _name_in_checkpoint(name: str) -> str:
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return _OUTER_NAMES.get(name, name)
-    return f"model.layers.{layer[1]}.{_LAYER_NAMES.get(layer[2], layer[2])}.weight"
+    part = _LAYER_NAMES.get(layer[2], layer[2])
+    if part.startswith(_EXPERT_PART):
+        # Experts keep their numbers, and the names w1, w2 and w3.
+        part = f"block_sparse_moe.experts.{part.removeprefix(_EXPERT_PART)}"
+    return f"model.layers.{layer[1]}.{part}.weight"

@@ -31,6 +31,7 @@ NAMES = {
     "mlp.gate_proj": "feed_forward.w1",
     "mlp.down_proj": "feed_forward.w2",
     "mlp.up_proj": "feed_forward.w3",
+    "block_sparse_moe": "feed_forward",
 }
 PARAMS = {
     "dim": "hidden_size",
@@ -83,6 +84,37 @@ def test_both_layouts_give_the_same_model(tmp_path, tie):
     assert got.config.eos_token_ids == (2,)
 
 
+def write_mixtral(folder):
+    """Writes a Mistral with four random experts in place of each MLP."""
+    write_random_checkpoint(folder, "mistral", rope_theta=1e6)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    config |= {"num_local_experts": 4, "num_experts_per_tok": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    path, rng = folder / "model.safetensors", np.random.default_rng(0)
+    weights = load_file(path)
+    for name in [name for name in weights if ".mlp." in name]:
+        shape, part = weights.pop(name).shape, name.split(".")[-2]
+        layer = name.partition(".mlp.")[0] + ".block_sparse_moe"
+        weights[f"{layer}.gate.weight"] = rng.normal(size=(4, 64)).astype(np.float32)
+        number = {"gate_proj": 1, "down_proj": 2, "up_proj": 3}[part]
+        for idx in range(4):
+            values_np = rng.normal(size=shape).astype(np.float32)
+            weights[f"{layer}.experts.{idx}.w{number}.weight"] = values_np
+    save_file(weights, path)
+    return folder
+
+
+def test_experts_give_the_same_model(tmp_path):
+    folder = write_mixtral(tmp_path / "hf")
+    experts = {"num_experts": 4, "num_experts_per_tok": 3}
+    got, wanted = load_model(convert(folder, tmp_path / "own", moe=experts)), load_model(folder)
+    assert got.param_names == wanted.param_names
+    for name, one, other in zip(got.param_names, got.params, wanted.params, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other), err_msg=name)
+    assert got.config.num_experts_per_tok == wanted.config.num_experts_per_tok == 3
+
+
 def test_weights_in_several_files_are_found_by_their_index(tmp_path):
     folder = write_random_checkpoint(tmp_path / "hf", "mistral")
     own = convert(folder, tmp_path / "own")
@@ -112,6 +144,11 @@ def test_config_json_is_used_if_there_is_one(tmp_path):
     ("change", "error", "message"),
     [
         ({"moe": {"num_experts": 8}}, UnsupportedModelError, "has moe; paxkv reads"),
+        (
+            {"moe": {"num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 1}},
+            UnsupportedModelError,
+            "has moe; paxkv reads",
+        ),
         ({"quantization": {"qformat_weight": "fp8"}}, UnsupportedModelError, "has quantization"),
         ({"rope_theta": None}, ModelConfigError, "has no rope_theta"),
     ],
