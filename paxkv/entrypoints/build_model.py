@@ -8,7 +8,7 @@ from models import LoadedModel, load_model, read_model_config
 from models.config.split_over_devices import check_context_ranks, check_split
 from models.demo import CHECKPOINT
 from models.loading.gguf.gguf_tokenizer import write_tokenizer_of
-from models.loading.mistral_tokenizer import TEKKEN_FILE, write_tokenizer_of_tekken
+from models.loading.mistral_tokenizer import find_mistral_tokenizer, write_mistral_tokenizer
 from models.loading.source import resolve_model_folder
 from models.platforms import default_platform
 from models.platforms.gpu import SHARE_VARIABLE
@@ -73,9 +73,8 @@ def find_text_folder(config: ModelConfig, model_folder: Path) -> Path:
     if found.is_file():
         # Without a tokenizer, the file itself stands for a folder that has none.
         return write_tokenizer_of(found, cache) or found
-    tekken = found / TEKKEN_FILE
-    has_other = (found / "tokenizer.json").is_file() or not tekken.is_file()
-    return found if has_other else write_tokenizer_of_tekken(tekken, cache)
+    own = None if (found / "tokenizer.json").is_file() else find_mistral_tokenizer(found)
+    return found if own is None else write_mistral_tokenizer(own, cache)
 
 
 def load_target(config: EngineConfig, folder: Path, tokenizer: Tokenizer | None) -> LoadedModel:

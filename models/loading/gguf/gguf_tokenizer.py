@@ -8,6 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from models.loading.gguf.gguf_file import read_gguf
+from models.loading.sentencepiece_backend import make_sentencepiece_backend
 from models.loading.tokenizer_folder import write_tokenizer_folder
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,6 @@ _PATTERNS = {
 # In Llama 3, a piece that is itself a token becomes this token, without merges.
 _WHOLE_PIECES = {"llama-bpe"}
 _NFC = {"qwen2"}
-_SPACE = "\u2581"
 # Values of `tokenizer.ggml.token_type`.
 _CONTROL, _USER_DEFINED = 3, 4
 _PRE = "tokenizer.ggml.pre"
@@ -99,36 +99,14 @@ def _make_sentencepiece(
     scores = metadata.get("tokenizer.ggml.scores")
     if scores is None:
         return "the file has no tokenizer.ggml.scores"
-    ids = {token: idx for idx, token in enumerate(tokens)}
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            ids,
-            _merges_of(ids, scores),
-            unk_token=None if unknown is None else tokens[int(unknown)],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
     has_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
-    backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
-    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    return make_sentencepiece_backend(
+        tokens,
+        scores,
+        unknown_id=None if unknown is None else int(unknown),
+        prefix="parts" if has_prefix else "none",
     )
-    return backend
-
-
-def _merges_of(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """All pairs of tokens that join to a token, ordered by this token's score, highest first."""
-    found = [
-        (-float(scores[idx]), ids[token[:cut]], ids[token[cut:]], token[:cut], token[cut:])
-        for token, idx in ids.items()
-        for cut in range(1, len(token))
-        if token[:cut] in ids and token[cut:] in ids
-    ]
-    return [(left, right) for *_, left, right in sorted(found)]
 
 
 def _tokenizer_config(metadata: Mapping[str, object]) -> dict[str, object]:

@@ -1,13 +1,15 @@
-"""The tokenizer made from tekken.json gives the tokens that mistral-common gives."""
+"""Tokenizers made from Mistral's own files give the tokens that mistral-common gives."""
 
 import base64
 import importlib
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
 from models.errors import CheckpointError, ModelError, UnsupportedModelError
-from models.loading.mistral_tokenizer import write_tokenizer_of_tekken
+from models.loading.mistral_tokenizer import find_mistral_tokenizer, write_mistral_tokenizer
 from paxkv.text.chat_template import ChatTemplate
 from paxkv.text.tokenizer import Tokenizer
 
@@ -122,7 +124,7 @@ def read_with_library(path):
 def test_texts_have_the_tokens_of_the_library(tmp_path, version, special):
     path = write_tekken(tmp_path / "tekken.json", version=version, special=special)
     theirs = read_with_library(path).instruct_tokenizer.tokenizer
-    folder = write_tokenizer_of_tekken(path, tmp_path / "cache")
+    folder = write_mistral_tokenizer(path, tmp_path / "cache")
     ours = Tokenizer.from_folder(folder)
     assert ours.vocab_size == theirs.n_words == NUM_SPECIAL + 256 + len(MERGED)
     for text in TEXTS:
@@ -132,7 +134,7 @@ def test_texts_have_the_tokens_of_the_library(tmp_path, version, special):
     assert any(token_id >= NUM_SPECIAL + 256 for token_id in ours.encode(TEXTS[0]))
     for token_id in range(NUM_SPECIAL + 128):
         assert ours.token_text(token_id) == theirs.id_to_piece(token_id)
-    assert write_tokenizer_of_tekken(path, tmp_path / "cache") == folder
+    assert write_mistral_tokenizer(path, tmp_path / "cache") == folder
 
 
 @pytest.mark.parametrize("chat", CHATS)
@@ -144,7 +146,7 @@ def test_chats_have_the_tokens_of_the_library(tmp_path, version, special, chat):
     wanted = library.encode_chat_completion(
         request.ChatCompletionRequest.from_openai(messages, tools=tools)
     ).tokens
-    folder = write_tokenizer_of_tekken(path, tmp_path / "cache")
+    folder = write_mistral_tokenizer(path, tmp_path / "cache")
     ours = Tokenizer.from_folder(folder)
     template = ChatTemplate.from_folder(folder, special_tokens=ours.special_tokens)
     rendered = template.render(messages, tools=tools)
@@ -155,7 +157,7 @@ def test_a_file_that_the_library_refuses_is_named(tmp_path):
     pytest.importorskip("mistral_common", reason="needs the extra `mistral`")
     path = write_tekken(tmp_path / "tekken.json", version="v99")
     with pytest.raises(CheckpointError, match=r"tekken.json cannot be read by mistral-common.*v99"):
-        write_tokenizer_of_tekken(path, None)
+        write_mistral_tokenizer(path, None)
 
 
 def test_a_special_token_with_the_text_of_another_token_is_refused(tmp_path):
@@ -163,7 +165,7 @@ def test_a_special_token_with_the_text_of_another_token_is_refused(tmp_path):
     tokens = [bytes([byte]) for byte in range(256)] + [b"[INST]"]
     path = write_tekken(tmp_path / "tekken.json", tokens=tokens)
     with pytest.raises(UnsupportedModelError, match="has the text of another token"):
-        write_tokenizer_of_tekken(path, None)
+        write_mistral_tokenizer(path, None)
 
 
 def test_without_the_library_the_error_names_the_extra(tmp_path, monkeypatch):
@@ -172,4 +174,67 @@ def test_without_the_library_the_error_names_the_extra(tmp_path, monkeypatch):
 
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(ModelError, match=r"tekken.json needs .*pip install 'paxkv\[mistral\]'"):
-        write_tokenizer_of_tekken(write_tekken(tmp_path / "tekken.json"), None)
+        write_mistral_tokenizer(write_tekken(tmp_path / "tekken.json"), None)
+
+
+def published(version):
+    """A SentencePiece model that the library contains."""
+    library = pytest.importorskip("mistral_common", reason="needs the extra `mistral`")
+    pytest.importorskip("sentencepiece", reason="needs the extra `mistral`")
+    return next(Path(library.__file__).parent.glob(f"data/*.model.{version}"))
+
+
+@pytest.mark.parametrize("version", ["v1", "v3", "v7"])
+def test_sentencepiece_models_give_the_tokens_of_the_library(tmp_path, version):
+    path = tmp_path / f"tokenizer.model.{version}"
+    shutil.copy(published(version), path)
+    library = read_with_library(path)
+    theirs = library.instruct_tokenizer.tokenizer
+    folder = write_mistral_tokenizer(path, tmp_path / "cache")
+    ours = Tokenizer.from_folder(folder)
+    assert ours.vocab_size == theirs.n_words
+    for text in [*TEXTS, "  two  spaces", "\u2581x", "\n a", "a\0b"]:
+        ids = theirs.encode(text, bos=True, eos=False)
+        assert ours.encode(text) == ids, text
+        assert ours.decode(ids) == theirs.decode(ids), text
+    template = ChatTemplate.from_folder(folder, special_tokens=ours.special_tokens)
+    request = importlib.import_module("mistral_common.protocol.instruct.request")
+    for name, (messages, tools) in CHATS.items():
+        # The first version has no tools.
+        if tools is None or version != "v1":
+            wanted = library.encode_chat_completion(
+                request.ChatCompletionRequest.from_openai(messages, tools=tools)
+            ).tokens
+            rendered = template.render(messages, tools=tools)
+            assert ours.encode(rendered, add_special_tokens=False) == wanted, (name, rendered)
+
+
+def test_a_sentencepiece_model_that_changes_texts_is_refused(tmp_path):
+    published("v3")
+    sentencepiece = importlib.import_module("sentencepiece")
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS[:3]))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "texts.txt"),
+        model_prefix=str(tmp_path / "small"),
+        model_type="bpe",
+        vocab_size=320,
+        byte_fallback=True,
+        normalization_rule_name="nfkc",
+        minloglevel=2,
+    )
+    path = (tmp_path / "small.model").rename(tmp_path / "tokenizer.model.v1")
+    with pytest.raises(UnsupportedModelError, match="of another kind than Mistral's: it"):
+        write_mistral_tokenizer(path, None)
+
+
+def test_the_newest_tokenizer_is_chosen(tmp_path):
+    assert find_mistral_tokenizer(tmp_path) is None
+    (tmp_path / "tokenizer.model").touch()
+    assert find_mistral_tokenizer(tmp_path) is None
+    (tmp_path / "params.json").touch()
+    assert find_mistral_tokenizer(tmp_path) == tmp_path / "tokenizer.model"
+    for name in ("tokenizer.model.v3", "tokenizer.model.v11", "tokenizer.model.v7m1"):
+        (tmp_path / name).touch()
+    assert find_mistral_tokenizer(tmp_path) == tmp_path / "tokenizer.model.v11"
+    (tmp_path / "tekken.json").touch()
+    assert find_mistral_tokenizer(tmp_path) == tmp_path / "tekken.json"

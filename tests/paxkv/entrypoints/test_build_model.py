@@ -70,7 +70,7 @@ def test_tekken_json_is_the_tokenizer_if_there_is_no_other(
         read.append(path)
         return made
 
-    monkeypatch.setattr(build_model, "write_tokenizer_of_tekken", write)
+    monkeypatch.setattr(build_model, "write_mistral_tokenizer", write)
     for tokenizer in (None, str(model)):
         engine = build_engine(config_for(model, tokenizer=tokenizer))
         engine.transport.close()
