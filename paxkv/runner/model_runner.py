@@ -105,6 +105,7 @@ class ModelRunner:
             self._head_drafts = make_head_drafts(
                 *(runner_config, model, head),
                 max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
+                max_num_seqs=scheduler_config.max_num_seqs,
             )
             features = (*features, self._head_drafts)
         self._features = features

@@ -12,6 +12,7 @@ from models import Pages
 from paxkv.runner.features.base import StepFeature
 from paxkv.runner.features.feature_device import FeatureDevice
 from paxkv.runner.features.head_drafts import HeadDrafts
+from paxkv.runner.features.head_memory import head_memory_of
 from paxkv.runner.features.target_hidden import target_hidden_of
 from paxkv.runner.features.traced_features import FeatureValues, split_arrays
 from paxkv.runner.memory.zeros import put_zeros
@@ -184,18 +185,21 @@ class Worker:
             self._send(Call("draft", array=HostArray.of(array_np)))
         shape, packed_np = self._step
         program = self.programs.get(self.programs.buckets.draft_shape_for(shape), self.kv_cache)
+        arrays = self._head_drafts.arrays
         with _host_arrays():
-            self.kv_cache, drafts = program(
+            self.kv_cache, drafts, memory = program(
                 self.params,
                 self.head_params,
                 self.kv_cache,
                 packed_np,
                 self._read_tokens,
-                target_hidden_of(self._head_drafts.arrays),
+                target_hidden_of(arrays),
                 self._result,
                 following_ids_np,
                 np.int32(num_proposed),
+                head_memory_of(arrays),
             )
+        arrays.update(memory)
         return drafts
 
     def repeat(self, call: Call) -> None:

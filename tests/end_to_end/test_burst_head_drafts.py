@@ -164,10 +164,8 @@ def test_drafts_in_bursts_change_no_answer_in_300_runs(drafting, compiler, truth
 def expected_steps(drafting, known, drawn):
     """The drafts of each step of a burst that drew these tokens, and how many are right."""
     steps, num_drawn = [], 0
-    # A head has no hidden state of its target before the first step.
-    has_drafts = drafting.method == "draft_model"
     while num_drawn < len(drawn):
-        num_drafts = min(MAX_DRAFTS, len(drawn) - num_drawn - 1) * has_drafts
+        num_drafts = min(MAX_DRAFTS, len(drawn) - num_drawn - 1)
         num_right, following = 0, drawn[num_drawn:]
         if num_drafts:
             drafts = drafting.stepper.drafts([*known, *drawn[:num_drawn]], num_drafts)
@@ -175,7 +173,6 @@ def expected_steps(drafting, known, drawn):
                 num_right += 1
             steps.append((num_drafts, num_right))
         num_drawn += 1 + num_right
-        has_drafts = True
     return steps
 
 

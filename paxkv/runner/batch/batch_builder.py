@@ -212,9 +212,12 @@ class BatchBuilder:
         row_of_token_np: np.ndarray,  # i32[num_tokens]
         positions_np: np.ndarray,  # i32[num_tokens]
     ) -> None:
-        """Fills the fields that steps and bursts share: the first tokens, and block tables."""
+        """Fills the fields that steps and bursts share, except those of draws."""
         num_reqs, num_tokens = len(rows.req_ids), len(positions_np)
         views["positions"][:num_tokens] = positions_np
+        if "tenancies" in views:
+            views["tenancies"][0, :num_reqs] = rows.rows_np
+            views["tenancies"][1, :num_reqs] = self._rows.changed_at_np[rows.rows_np]
         group_tables = iter(self._rows.block_tables.tables)
         for inputs_idx, table in enumerate(self._buckets.tables):
             tables_np = views[table_field(inputs_idx)]

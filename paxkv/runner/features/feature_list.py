@@ -41,12 +41,21 @@ def make_features(config: RunnerConfig, model: LoadedModel) -> tuple[StepFeature
 
 
 def make_head_drafts(
-    config: RunnerConfig, model: LoadedModel, head: LoadedDrafter, *, max_num_batched_tokens: int
+    config: RunnerConfig,
+    model: LoadedModel,
+    head: LoadedDrafter,
+    *,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
 ) -> HeadDrafts:
     """Makes the feature for the draft head of `config.speculative_config`."""
     speculative = config.speculative_config
     max_drafts = speculative.num_speculative_tokens
-    variant = make_target_hidden(config, model, head, max_num_batched_tokens=max_num_batched_tokens)
+    variant = make_target_hidden(
+        *(config, model, head),
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+    )
     pacer = DepthPacer(max_drafts) if speculative.adapts else None
     if not speculative.drafts_in_bursts:
         return HeadDrafts(variant, max_drafts=max_drafts, pacer=pacer)

@@ -1,7 +1,7 @@
 """`TargetHiddenVariant`: keeps the hidden states of a step on the device, for a draft head."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from models import LoadedModel, Outputs, Wants
 from models.loading.loaded_draft_model import LoadedDrafter
 from paxkv.config.engine_config import RunnerConfig
+from paxkv.runner.features.head_memory import head_memory_arrays
 from paxkv.runner.shapes.bucket_sizes import INVARIANT_TILE_TOKENS
 from paxkv.runner.shapes.step_variant import DeviceArray, StepPart, StepVariant
 
@@ -23,12 +24,16 @@ class TargetHiddenVariant(StepVariant):
         num_tokens: The largest number of tokens of a step.
         taps: Layers whose hidden states are written, side by side. Empty: only the
             hidden states after the last norm.
+        num_kept_rows: Rows for which a `HeadMemory` is kept from program to program; 0 without
+            drafts in bursts. `head_size` is the size of the head's hidden states.
     """
 
     num_tokens: int
     hidden_size: int
     dtype: str
     taps: tuple[int, ...] = ()
+    num_kept_rows: int = 0
+    head_size: int = 0
 
     @property
     def is_in_every_program(self) -> bool:
@@ -38,9 +43,18 @@ class TargetHiddenVariant(StepVariant):
     def is_for_draft_head(self) -> bool:
         return True
 
+    @property
+    def reads_tenancies(self) -> bool:
+        return self.num_kept_rows > 0
+
     def arrays(self) -> Mapping[str, DeviceArray]:
         dims = (self.num_tokens, self.hidden_size * (len(self.taps) or 1))
-        return {_HIDDEN: DeviceArray(dims=dims, dtype=self.dtype, is_donated=True)}
+        arrays = {_HIDDEN: DeviceArray(dims=dims, dtype=self.dtype, is_donated=True)}
+        if self.num_kept_rows == 0:
+            return arrays
+        return arrays | head_memory_arrays(
+            num_rows=self.num_kept_rows, hidden_size=self.head_size, dtype=self.dtype
+        )
 
     def wants(self, wants: Wants) -> Wants:
         if self.taps:
@@ -59,7 +73,12 @@ class TargetHiddenVariant(StepVariant):
 
 
 def make_target_hidden(
-    config: RunnerConfig, model: LoadedModel, head: LoadedDrafter, *, max_num_batched_tokens: int
+    config: RunnerConfig,
+    model: LoadedModel,
+    head: LoadedDrafter,
+    *,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
 ) -> TargetHiddenVariant | None:
     """Makes the variant for a drafter; None if the drafter reads no hidden states."""
     if not head.reads_hidden:
@@ -70,15 +89,11 @@ def make_target_hidden(
         hidden_size=model.config.hidden_size,
         dtype=model.dtype,
         taps=head.taps,
+        num_kept_rows=max_num_seqs if config.speculative_config.drafts_in_bursts else 0,
+        head_size=head.config.hidden_size,
     )
 
 
 def target_hidden_of(arrays: Mapping[str, jax.Array]) -> jax.Array | None:
     """Returns the hidden states f[num_tokens, width] of the last step; None if there are none."""
     return arrays.get(_HIDDEN)
-
-
-def abstract_target_hidden(variants: Iterable[StepVariant]) -> DeviceArray:
-    """Returns the array of hidden states of a step that has a `TargetHiddenVariant`."""
-    (variant,) = (v for v in variants if isinstance(v, TargetHiddenVariant))
-    return variant.arrays()[_HIDDEN]

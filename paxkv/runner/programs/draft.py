@@ -1,7 +1,7 @@
 """The compiled program of a draft head or a draft model, which runs after a step."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from models import ForwardBatch, LoadedModel, Pages, Wants, Width, run_at_width
 from models.loading.loaded_draft_model import LoadedDrafter
+from paxkv.runner.features.head_memory import HeadMemory, write_memory
 from paxkv.runner.programs.make_batch import make_batch, make_decode_batch, tables_of
 from paxkv.runner.programs.step import Params, unpack_fields
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
@@ -17,10 +18,21 @@ from paxkv.runner.shapes.packed_layout import PackedLayout
 from paxkv.runner.shapes.program_shapes import DraftShape
 
 # (params, head_params, kv_cache, packed, prev_tokens, target_hidden, result, following_ids,
-# num_proposed) -> (kv_cache, drafts)
+# num_proposed, memory) -> (kv_cache, drafts, memory)
 DraftFunction = Callable[
-    [Params, Params, Pages, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array],
-    tuple[Pages, jax.Array],
+    [
+        Params,
+        Params,
+        Pages,
+        jax.Array,
+        jax.Array,
+        jax.Array,
+        jax.Array,
+        jax.Array,
+        jax.Array,
+        Mapping[str, jax.Array],
+    ],
+    tuple[Pages, jax.Array, Mapping[str, jax.Array]],
 ]
 
 
@@ -56,7 +68,8 @@ def make_draft(model: LoadedModel, head: LoadedDrafter, shape: DraftShape) -> Dr
 
     The drafts' keys and values go to slots after the step's tokens. A request gets no more drafts
     where its block table ends. The program returns `drafts` i32[num_reqs, shape.num_drafts], with
-    `NO_TOKEN` after the last draft of each request.
+    `NO_TOKEN` after the last draft of each request. Last comes the memory for bursts, with new rows
+    of the requests that drew a token.
     """
     step = shape.step
     layout = PackedLayout(step)
@@ -71,7 +84,8 @@ def make_draft(model: LoadedModel, head: LoadedDrafter, shape: DraftShape) -> Dr
         result: jax.Array,  # i32[max_draws, max_num_seqs, RESULT_WIDTH], of the sampler
         following_ids: jax.Array,  # i32[num_reqs], see `BuiltStep`
         num_proposed: jax.Array,  # i32[], drafts of each request, in [1, shape.num_drafts]
-    ) -> tuple[Pages, jax.Array]:
+        memory: Mapping[str, jax.Array],  # of `head_memory_arrays`; may be empty
+    ) -> tuple[Pages, jax.Array, Mapping[str, jax.Array]]:
         fields = unpack_fields(layout, packed, prev_tokens)
         tables = tables_of(fields, step)
         starts, positions = fields["query_start_loc"], fields["positions"]
@@ -122,6 +136,16 @@ def make_draft(model: LoadedModel, head: LoadedDrafter, shape: DraftShape) -> Dr
             pages=pages,
             drafts=drafts,
         )
+        if memory:
+            last = HeadMemory(
+                has_drafts=has_drawn,
+                positions=state.positions,
+                token_ids=state.token_ids,
+                hidden=state.hidden,
+                next_hidden=state.next_hidden,
+                draft_ids=state.draft_ids,
+            )
+            memory = write_memory(memory, fields["tenancies"], last)
 
         def extend(draft_idx: jax.Array, state: _DraftState) -> _DraftState:
             is_alive = state.is_alive & _have_slots(head, shape, tables, state.positions + 1)
@@ -151,7 +175,7 @@ def make_draft(model: LoadedModel, head: LoadedDrafter, shape: DraftShape) -> Dr
 
         first = int(head.reads_hidden)
         state = jax.lax.fori_loop(first, num_proposed, extend, state)
-        return state.pages, state.drafts
+        return state.pages, state.drafts, memory
 
     return draft
 

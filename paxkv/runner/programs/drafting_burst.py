@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from models import ForwardBatch, LoadedModel, Pages
 from models.loading.loaded_draft_model import LoadedDrafter
+from paxkv.runner.features.head_memory import head_memory_of, read_memory, write_memory
 from paxkv.runner.features.traced_features import FeatureValues, TracedFeatures
 from paxkv.runner.programs.burst import BurstFunction, find_logits
 from paxkv.runner.programs.decode_loop import DecodeRows
@@ -75,7 +76,9 @@ def make_drafting_burst(
         first_ids, positions = select_tokens(fields, prev_tokens), fields["positions"]
         row_idx = jnp.arange(num_reqs, dtype=jnp.int32)
         token_ids = row_state.token_ids[fields["sampling_rows"][:, ROW]]
-        drafter = make_loop_drafter(model, shape.drafts, head, params, head_params)
+        kept = head_memory_of({name: array for arrays in donated for name, array in arrays.items()})
+        memory = read_memory(kept, fields["tenancies"], positions) if kept else None
+        drafter = make_loop_drafter(model, shape.drafts, head, params, head_params, memory)
         state = DraftingState(
             token_ids=token_ids.at[row_idx, positions].set(first_ids),
             positions=positions,
@@ -99,6 +102,12 @@ def make_drafting_burst(
         next_tokens = jnp.pad(jnp.where(has_request, last_ids, 0), (0, max_num_seqs - num_reqs))
         sampling = jnp.zeros((max_num_seqs, step_row_width(1)), jnp.int32)
         _, donated = features.split(state.feature_values)
+        if kept:
+            kept = write_memory(kept, fields["tenancies"], state.memory)
+            donated = tuple(
+                {name: kept.get(name, array) for name, array in arrays.items()}
+                for arrays in donated
+            )
         return state.pages, logits, row_state, sampling, state.results, next_tokens, donated
 
     return burst

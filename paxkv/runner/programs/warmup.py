@@ -16,7 +16,8 @@ from tqdm import tqdm
 
 from models import LoadedModel, Pages
 from models.loading.loaded_draft_model import LoadedDrafter
-from paxkv.runner.features.target_hidden import abstract_target_hidden
+from paxkv.runner.features.head_memory import head_memory_of
+from paxkv.runner.features.target_hidden import target_hidden_of
 from paxkv.runner.features.traced_features import split_arrays
 from paxkv.runner.memory.device_mesh import logits_sharding
 from paxkv.runner.programs.burst import make_burst
@@ -172,22 +173,29 @@ class StepPrograms:
     def _lower_draft(self, shape: DraftShape, kv_cache: Pages) -> Lowered:
         sampler_shape = self.buckets.sampler_shape
         packed = self._abstract(PackedLayout(shape.step).num_words)
-        hidden = None
-        if self._head.reads_hidden:
-            array = abstract_target_hidden(shape.step.features)
-            hidden = self._abstract(*array.dims, dtype=array.dtype)
+        arrays = {
+            name: self._abstract(*array.dims, dtype=array.dtype)
+            for variant in shape.step.features
+            if variant.is_for_draft_head
+            for name, array in variant.arrays().items()
+        }
         result = (sampler_shape.max_draws, sampler_shape.num_reqs, RESULT_WIDTH)
-        draft = jax.jit(make_draft(self._model, self._head, shape), donate_argnums=2)
+        draft = jax.jit(
+            make_draft(self._model, self._head, shape),
+            donate_argnums=(2, 9),
+            out_shardings=(kv_cache.sharding, self._sharding, self._sharding),
+        )
         return draft.lower(
             self._params,
             self._head.params,
             kv_cache,
             packed,
             self._abstract(self._max_num_seqs),
-            hidden,
+            target_hidden_of(arrays),
             self._abstract(*result),
             self._abstract(shape.step.num_reqs),
             self._abstract(),
+            head_memory_of(arrays),
         )
 
     def _lower_sampling(self, shape: SamplerShape | RowShape) -> Lowered:

@@ -101,6 +101,9 @@ def _add_features(
     num_tokens: int,
     num_reqs: int,
 ) -> dict[str, tuple[int, ...]]:
+    if any(variant.reads_tenancies for variant in features):
+        # The row of each request, and a number that no earlier request of the row had.
+        fields = fields | {"tenancies": (2, num_reqs)}
     for variant in features:
         added = variant.fields(num_tokens=num_tokens, num_reqs=num_reqs)
         taken = fields.keys() & added.keys()

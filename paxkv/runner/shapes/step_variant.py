@@ -97,6 +97,14 @@ class StepVariant(Protocol):
         """
         return False
 
+    @property
+    def reads_tenancies(self) -> bool:
+        """Whether the buffer of a program with the variant has the field `tenancies`.
+
+        It is in `PackedLayout`, because a variant in every program has no fields of its own.
+        """
+        return False
+
     def fields(self, *, num_tokens: int, num_reqs: int) -> Mapping[str, tuple[int, ...]]:
         """Names and dimensions of the variant's fields in a step's buffer. Names must be unique."""
         return {}

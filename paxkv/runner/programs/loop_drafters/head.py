@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from models import ForwardBatch, LoadedModel, Outputs, Pages, Wants, Width, run_at_width
 from models.loading.loaded_head import LoadedHead
+from paxkv.runner.features.head_memory import HeadMemory
 from paxkv.runner.programs.decode_loop import DecodeRows
 from paxkv.runner.programs.loop_drafters.base import DraftedRows, LoopDrafter, VerifiedStep
 from paxkv.runner.programs.make_batch import make_decode_batch
@@ -17,28 +17,17 @@ from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling.sampler import argmax_grouped
 
 
-class HeadMemory(NamedTuple):
-    """The head's last computation for each row. At position p, the head reads token p + 1."""
-
-    has_drafts: jax.Array  # bool[]; false before the first step
-    positions: jax.Array  # i32[num_rows]
-    token_ids: jax.Array  # i32[num_rows]
-    hidden: jax.Array  # f[num_rows, hidden], the input for that token
-    next_hidden: jax.Array  # f[num_rows, hidden], the output for that token
-    draft_ids: jax.Array  # i32[num_rows], the draft after that token
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HeadLoopDrafter(LoopDrafter):
     """Runs the head over the tokens of each step, and then over its own drafts.
 
-    Before the first step, the head has no hidden state of the target, so that step has no drafts.
-
     Args:
+        first: The memory before the first step. Rows without drafts there have none in that step.
         model: The target. `params` are its arrays, and `head_params` those of `head`.
         widths: Numbers of rows that the head's layers can compute, as `StepShape.widths`.
     """
 
+    first: HeadMemory
     model: LoadedModel
     params: Params
     head: LoadedHead
@@ -47,16 +36,7 @@ class HeadLoopDrafter(LoopDrafter):
     widths: tuple[int, ...] = ()
 
     def first_memory(self, num_rows: int) -> HeadMemory:
-        zeros = jnp.zeros(num_rows, jnp.int32)
-        no_hidden = jnp.zeros((num_rows, self.head.config.hidden_size), self.model.dtype)
-        return HeadMemory(
-            has_drafts=jnp.array(False),
-            positions=zeros,
-            token_ids=zeros,
-            hidden=no_hidden,
-            next_hidden=no_hidden,
-            draft_ids=zeros,
-        )
+        return self.first
 
     def propose(
         self, drafted: DraftedRows, pages: Pages, memory: HeadMemory
@@ -116,14 +96,15 @@ class HeadLoopDrafter(LoopDrafter):
         # Rows without a request come last.
         last_idx = jnp.minimum(last_idx, token_ids.shape[0] - 1)
         next_hidden = next_hidden[last_idx]
-        return pages, HeadMemory(
-            has_drafts=jnp.array(True),
+        new = HeadMemory(
+            has_drafts=step.num_kept > 0,
             positions=batch.positions[last_idx],
             token_ids=token_ids[last_idx],
             hidden=hidden[last_idx],
             next_hidden=next_hidden,
-            draft_ids=self._choose(next_hidden, rows, is_wanted=jnp.any(step.is_alive)),
+            draft_ids=self._choose(next_hidden, rows),
         )
+        return pages, jax.tree.map(functools.partial(_replace_rows, new.has_drafts), memory, new)
 
     def _read_target(self, outputs: Outputs) -> jax.Array:  # f[num_tokens, width]
         return jnp.concatenate(outputs.taps, axis=-1) if self.head.taps else outputs.hidden
@@ -142,8 +123,6 @@ class HeadLoopDrafter(LoopDrafter):
         self,
         hidden: jax.Array,  # f[num_rows, hidden]
         rows: DecodeRows,
-        *,
-        is_wanted: jax.Array | None = None,  # bool[]
     ) -> jax.Array:  # i32[num_rows]
         num_rows = hidden.shape[0]
         logits_of = functools.partial(self.model.compute_logits, self.params)
@@ -158,5 +137,12 @@ class HeadLoopDrafter(LoopDrafter):
             jnp.asarray(rows.num_used, jnp.int32),
             choose,
             jnp.zeros(num_rows, jnp.int32),
-            is_wanted=is_wanted,
         )
+
+
+def _replace_rows(
+    is_new: jax.Array,  # bool[num_rows]
+    old: jax.Array,  # [num_rows, ...]
+    new: jax.Array,  # [num_rows, ...]
+) -> jax.Array:  # [num_rows, ...]
+    return jnp.where(is_new.reshape(-1, *[1] * (new.ndim - 1)), new, old)

@@ -3,6 +3,7 @@
 from models import LoadedModel
 from models.loading.loaded_draft_model import LoadedDrafter
 from models.loading.loaded_head import LoadedHead
+from paxkv.runner.features.head_memory import HeadMemory
 from paxkv.runner.programs.loop_drafters.base import LoopDrafter
 from paxkv.runner.programs.loop_drafters.draft_model import ModelLoopDrafter
 from paxkv.runner.programs.loop_drafters.head import HeadLoopDrafter
@@ -17,17 +18,20 @@ def make_loop_drafter(
     head: LoadedDrafter | None,
     params: Params,
     head_params: Params,
+    memory: HeadMemory | None,
 ) -> LoopDrafter:
     """Makes the drafter of a shape, while a program is traced.
 
     Args:
         head: The drafter with weights of a `DrafterShape`.
         params: The arrays of `model`. `head_params` are those of `head`.
+        memory: Of a draft head before the first step; None for other drafters.
     """
     if isinstance(shape, NgramShape):
         return NgramLoopDrafter(shape)
     if isinstance(head, LoadedHead):
         return HeadLoopDrafter(
+            first=memory,
             model=model,
             params=params,
             head=head,

@@ -438,6 +438,28 @@ def test_burst_without_room_for_drafts_is_measured_as_a_plain_burst(
     assert [step["verifies_drafts"] for step in recorded] == [verifies_drafts]
 
 
+class HeadVariant(StepVariant):
+    is_in_every_program = True
+    reads_tenancies = True
+
+
+def test_a_row_has_another_tenancy_after_its_request_ended():
+    feature = PlannedFeature(PlannedStep(None))
+    feature.variants = lambda: (HeadVariant(),)
+    batch, builder = make_batch_and_builder(features=[feature])
+    new_reqs = [new("a", [1, 2, 3], [5]), new("b", [1, 2, 3], [6])]
+    _, first = build(builder, batch, output({"b": 3, "a": 3}, new_reqs))
+    rows_np, tenancies_np = first["tenancies"][:, :2]
+    assert rows_np.tolist() == [1, 0]
+    # "b" keeps its tenancy. "c" gets the row of "a".
+    decided = output({"b": 2, "c": 2}, [new("c", [1, 2, 3], [7], 2)], running(("b", 3)), 2)
+    batch.record_drawn(np.array([1, 0]), np.array([1, 1]))
+    _, views = build(builder, batch, dataclasses.replace(decided, finished_req_ids={"a"}))
+    assert views["tenancies"][0, :2].tolist() == [1, 0]
+    assert views["tenancies"][1, 0] == tenancies_np[0]
+    assert views["tenancies"][1, 1] not in [0, *tenancies_np]
+
+
 def test_feature_sees_every_burst_until_it_plans_nothing():
     feature = PlannedFeature(PlannedStep(None))
     batch, builder = make_batch_and_builder(features=[feature])

@@ -11,6 +11,7 @@ from models import load_model
 from models.decoder_spec import with_drafter
 from models.loading.kernel_encoder import KernelEncoder
 from models.loading.load_head import load_eagle3_head
+from paxkv.runner.features.head_memory import head_memory_arrays, read_memory
 from paxkv.runner.features.target_hidden import TargetHiddenVariant
 from paxkv.runner.features.traced_features import TracedFeatures
 from paxkv.runner.memory.kv_cache_arrays import empty_kv_cache
@@ -68,7 +69,11 @@ def draw(params, batch, hidden, sampling, drawing):
 
 def run_loop(model, head, tables, widths, params, head_params, pages, block_tables):
     num_rows = len(FIRST_IDS)
+    arrays = head_memory_arrays(num_rows=num_rows, hidden_size=HIDDEN, dtype="float32")
+    kept = {name: jnp.zeros(array.dims, array.dtype) for name, array in arrays.items()}
+    tenancies = jnp.array([[0, 1, 0], [1, 2, 0]])
     drafter = HeadLoopDrafter(
+        first=read_memory(kept, tenancies, positions=jnp.zeros(num_rows, jnp.int32)),
         model=model,
         params=params,
         head=head,

@@ -1,0 +1,61 @@
+"""A request finds only its own last computation of the head, and only just after it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxkv.runner.features.head_memory import (
+    HeadMemory,
+    head_memory_arrays,
+    read_memory,
+    write_memory,
+)
+
+NUM_ROWS, HIDDEN = 4, 6
+
+
+def random_memory(seed, *, has_drafts, positions):
+    rng = np.random.default_rng(seed)
+    shape = (len(positions), HIDDEN)
+    return HeadMemory(
+        has_drafts=jnp.array(has_drafts),
+        positions=jnp.array(positions),
+        token_ids=jnp.array(rng.integers(0, 48, len(positions)), jnp.int32),
+        hidden=jnp.array(rng.normal(size=shape), jnp.float32),
+        next_hidden=jnp.array(rng.normal(size=shape), jnp.float32),
+        draft_ids=jnp.array(rng.integers(0, 48, len(positions)), jnp.int32),
+    )
+
+
+@pytest.fixture
+def kept():
+    """Row 2 has the tenancy 5 and row 0 the tenancy 6. The request of row 3 drew no token."""
+    arrays = head_memory_arrays(num_rows=NUM_ROWS, hidden_size=HIDDEN, dtype="float32")
+    zeros = {name: jnp.zeros(array.dims, array.dtype) for name, array in arrays.items()}
+    written = random_memory(1, has_drafts=[True, True, False], positions=[10, 7, 3])
+    return write_memory(zeros, jnp.array([[2, 0, 3], [5, 6, 9]]), written), written
+
+
+def test_requests_find_their_computation_in_another_order(kept):
+    arrays, written = kept
+    found = read_memory(arrays, jnp.array([[0, 2], [6, 5]]), jnp.array([8, 11]))
+    expected = jax.tree.map(lambda array: array[jnp.array([1, 0])], written)
+    for name, array, expected_array in zip(HeadMemory._fields, found, expected, strict=True):
+        assert array.tolist() == expected_array.tolist(), name
+
+
+@pytest.mark.parametrize(
+    ("row", "tenancy", "position"),
+    [(2, 7, 11), (0, 5, 8), (2, 5, 12), (2, 5, 10), (3, 9, 4), (1, 3, 1), (1, 0, 0)],
+    ids=[
+        *("later_request", "request_of_another_row", "later_token", "earlier_token"),
+        *("no_token_drawn", "never_written", "no_request"),
+    ],
+)
+def test_other_computations_give_no_drafts(kept, row, tenancy, position):
+    tenancies, positions = jnp.array([[row, 2], [tenancy, 5]]), jnp.array([position, 11])
+    found = read_memory(kept[0], tenancies, positions)
+    assert found.has_drafts.tolist() == [False, True]
+    # The head may write there, because the next step does.
+    assert found.positions.tolist() == [position, 10]
