@@ -1,6 +1,7 @@
 """Whole steps of small models, as programs that can be compiled without weights or a cache."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models import KernelSettings, LoadedModel, Platform, load_model
+from models.decoder_spec import with_drafter
+from models.loading.kernel_encoder import KernelEncoder
+from models.loading.load_head import load_eagle3_head
+from models.loading.loaded_head import LoadedHead
+from models.loading.loaded_module import LoadedModule
 from models.platforms import GPU
 from models.weight_rule import MODEL_AXIS
+from paxkv.runner.features.target_hidden import TargetHiddenVariant
 from paxkv.runner.memory.kv_cache_arrays import abstract_kv_cache, kv_cache_dtype
 from paxkv.runner.memory.kv_cache_groups import groups_of_spec
 from paxkv.runner.programs.burst import make_burst
@@ -19,7 +26,14 @@ from paxkv.runner.programs.drafting_burst import make_drafting_burst
 from paxkv.runner.programs.step import make_step
 from paxkv.runner.sampling.row_state import abstract_row_state
 from paxkv.runner.shapes.packed_layout import PackedLayout
-from paxkv.runner.shapes.program_shapes import BurstShape, NgramShape, RowShape, StepShape
+from paxkv.runner.shapes.program_shapes import (
+    BurstShape,
+    DrafterShape,
+    NgramShape,
+    RowShape,
+    StepShape,
+)
+from tests.models.drafters.eagle3_checkpoints import write_eagle3_head
 from tests.oracles.make_checkpoint import write_random_checkpoint
 
 NUM_LAYERS = 2
@@ -101,6 +115,24 @@ def build_model(
     return load_model(checkpoint, dtype="bfloat16", platform=platform or GPU())
 
 
+def build_head(folder: Path, model: LoadedModel) -> LoadedHead:
+    """A head of one layer for the model "llama", in the model's dtype."""
+    folder = folder / "head"
+    write_eagle3_head(
+        folder,
+        vocab_size=_COMMON["vocab_size"],
+        draft_vocab_size=_COMMON["vocab_size"] // 2,
+        layer_ids=[1, 2],
+        hidden_size=_COMMON["hidden_size"],
+        intermediate_size=_COMMON["intermediate_size"],
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=128,
+        max_position_embeddings=MAX_MODEL_LEN,
+    )
+    return load_eagle3_head(model, folder, encoder=KernelEncoder(platform=model.platform))
+
+
 def mixed_step(
     model: LoadedModel,
     mesh: Mesh,
@@ -162,16 +194,45 @@ def drafting_burst(model: LoadedModel, mesh: Mesh, *, num_blocks: int = NUM_BLOC
     return _step_program(model, mesh, shape, num_blocks)
 
 
+def head_burst(
+    model: LoadedModel, head: LoadedHead, mesh: Mesh, *, num_blocks: int = NUM_BLOCKS
+) -> StepProgram:
+    """The burst in which a head proposes `NUM_DRAFTS` drafts of each request in a step."""
+    num_tokens = NUM_REQS * (1 + NUM_DRAFTS)
+    hidden = TargetHiddenVariant(
+        num_tokens=num_tokens,
+        hidden_size=model.config.hidden_size,
+        dtype=model.dtype,
+        taps=head.taps,
+        num_kept_rows=NUM_REQS,
+        head_size=head.config.hidden_size,
+    )
+    shape = BurstShape(
+        max_steps=MAX_BURST_STEPS,
+        num_reqs=NUM_REQS,
+        tables=(),
+        max_model_len=MAX_MODEL_LEN,
+        chunk_rows=num_tokens,
+        drafts=DrafterShape(num_drafts=NUM_DRAFTS),
+        features=(hidden,),
+    )
+    return _step_program(model, mesh, shape, num_blocks, head=head)
+
+
 def _step_program(
     model: LoadedModel,
     mesh: Mesh,
     shape: StepShape | BurstShape,
     num_blocks: int,
     num_context_ranks: int = 1,
+    head: LoadedHead | None = None,
 ) -> StepProgram:
     """Makes the program of a shape. The caller leaves `tables` of the shape empty."""
     kv_dtype = kv_cache_dtype(model.dtype, model.platform)
-    spec = model.config.spec(kv_dtype).on_each_of(mesh.size)
+    spec = model.config.spec(kv_dtype)
+    if head is not None:
+        spec = with_drafter(spec, head.config.spec(kv_dtype))
+    spec = spec.on_each_of(mesh.size)
     groups = groups_of_spec(
         spec,
         block_size=BLOCK_SIZE,
@@ -180,11 +241,9 @@ def _step_program(
     )
     shape = dataclasses.replace(shape, tables=groups.tables(MAX_MODEL_LEN))
     kernels = KernelSettings.for_mesh(mesh, num_context_ranks=num_context_ranks)
-    model = model.with_kernels(kernels).with_places(groups.places(spec))
-    params = tuple(
-        jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=NamedSharding(mesh, spec))
-        for param, spec in zip(model.params, model.param_specs, strict=True)
-    )
+    places, num_layers = groups.places(spec), model.config.num_layers
+    model = model.with_kernels(kernels).with_places(places[:num_layers])
+    params = _abstract_params(model, mesh)
     cache = abstract_kv_cache(groups.config(num_blocks), mesh, model.platform, kv_dtype)
     whole = NamedSharding(mesh, PartitionSpec())
     packed, prev_tokens = (
@@ -204,13 +263,24 @@ def _step_program(
     )
     if isinstance(shape, BurstShape):
         make = make_burst if shape.drafts is None else make_drafting_burst
+        if head is not None:
+            head = head.with_kernels(kernels).with_places(places[num_layers:])
+            make = functools.partial(make, head=head)
         function = make(model, shape)
         row_shape = RowShape(num_rows=NUM_REQS, max_model_len=MAX_MODEL_LEN)
         args = (*args, abstract_row_state(row_shape, vocab_size, whole))
-        donate_argnums = (1, 4, 5)
+        donate_argnums = (1, 4, 5, 7)
     else:
         function = make_step(model, shape)
-    args = (*args, (), (), slot_blocks)
+    donated = tuple(
+        {
+            name: jax.ShapeDtypeStruct(array.dims, array.dtype, sharding=whole)
+            for name, array in variant.arrays().items()
+        }
+        for variant in shape.features
+    )
+    head_params = () if head is None else (_abstract_params(head, mesh),)
+    args = (*args, ({},) * len(donated), donated, slot_blocks, *head_params)
     return StepProgram(
         function=function,
         args=args,
@@ -218,4 +288,11 @@ def _step_program(
         mesh=mesh,
         cache=cache,
         model=model,
+    )
+
+
+def _abstract_params(module: LoadedModule, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(
+        jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=NamedSharding(mesh, spec))
+        for param, spec in zip(module.params, module.param_specs, strict=True)
     )

@@ -10,9 +10,11 @@ from tests.aot.step_programs import (
     MODELS,
     NUM_LAYERS,
     NUM_REQS,
+    build_head,
     build_model,
     burst,
     drafting_burst,
+    head_burst,
     mixed_step,
     verifying_step,
 )
@@ -25,6 +27,7 @@ ATTENTION_KERNELS = {
     "mixed": ("paged_attention_decode", "paged_attention_ragged"),
     "verifying": ("paged_attention_decode", "paged_attention_ragged"),
     "drafting_burst": ("paged_attention_decode", "paged_attention_ragged"),
+    "head_burst": ("paged_attention_decode", "paged_attention_ragged"),
 }
 
 # (model, kind of step, number of devices). Each takes seconds to compile, so some are left out.
@@ -36,7 +39,8 @@ SHARDED = [*SHARDED_DECODES, ("llama", "mixed", 4), ("llama", "burst", 4)]
 # Steps and bursts that verify drafts.
 VERIFYING = [("llama", "verifying", 1)]
 DRAFTING_BURSTS = [(name, "drafting_burst", 1) for name in ("llama", "gemma3_128")]
-DRAFTING = [*VERIFYING, *DRAFTING_BURSTS]
+HEAD_BURSTS = [("llama", "head_burst", 1)]
+DRAFTING = [*VERIFYING, *DRAFTING_BURSTS, *HEAD_BURSTS]
 ALL = [*DECODES, *MIXED, *BURSTS, *DRAFTING, *SHARDED]
 
 
@@ -55,6 +59,7 @@ def compiled(h200, four_h200s, compile_for_h200, tmp_path_factory):
         "burst": burst,
         "verifying": verifying_step,
         "drafting_burst": drafting_burst,
+        "head_burst": lambda model, mesh: head_burst(model, build_head(folder, model), mesh),
     }
 
     @functools.cache
@@ -87,8 +92,14 @@ def test_every_layer_writes_and_attends_by_our_kernels(compiled, step):
     if step[1] == "mixed":
         # In the last layer, only the last token of each request attends.
         wanted["paged_attention_ragged"] = NUM_LAYERS - 1
-    calls = collections.Counter(compiled(step)[1].kernel_names)
-    assert calls == {"slot_mapping": 1, **wanted}
+    wanted["slot_mapping"] = 1
+    if step[1] == "head_burst":
+        # The head's layer computes the tokens of a step, and in another loop one draft at a time.
+        ragged = dict.fromkeys(ATTENTION_KERNELS[step[1]], 1)
+        drafting = {"slot_mapping": 1, "paged_attention_decode": 1}
+        wanted = collections.Counter(wanted) + collections.Counter(ragged | {"kv_scatter": 2})
+        wanted += collections.Counter(drafting)
+    assert collections.Counter(compiled(step)[1].kernel_names) == wanted
 
 
 @each(ALL)
@@ -121,7 +132,7 @@ def test_every_kernel_runs_inside_a_command_buffer(compiled, step):
     assert result.in_command_buffer == result.kernel_names
 
 
-@each([*BURSTS, *DRAFTING_BURSTS])
+@each([*BURSTS, *DRAFTING_BURSTS, *HEAD_BURSTS])
 def test_a_burst_is_one_command_buffer(compiled, step):
     """The command buffer contains the loop over steps, so the host launches once per burst."""
     launched = [thunk for thunk in compiled(step)[1].thunks if not thunk.inside]
