@@ -5,7 +5,7 @@ belong to no request.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,45 @@ def request_of_token(
     return jnp.minimum(req, query_start_loc.shape[0] - 2)
 
 
+class _StateRows(NamedTuple):
+    """Where each token finds the state before it, and where it leaves its own.
+
+    That is the row of its request. The tokens after `state_ends` leave their states in a last row,
+    which the request does not keep.
+    """
+
+    read: jax.Array  # i32[num_tokens]
+    write: jax.Array  # i32[num_tokens]
+
+    @classmethod
+    def of_tokens(
+        cls,
+        req_of_token: jax.Array,  # i32[num_tokens]
+        num_reqs: int,
+        state_ends: jax.Array | None,  # i32[num_reqs]
+    ) -> "_StateRows":
+        if state_ends is None:
+            return cls(req_of_token, req_of_token)
+        token_idx = jnp.arange(req_of_token.shape[0], dtype=jnp.int32)
+        ends = state_ends[req_of_token]
+        # The first token after the end still reads the state that the request keeps.
+        return cls(
+            read=jnp.where(token_idx <= ends, req_of_token, num_reqs),
+            write=jnp.where(token_idx < ends, req_of_token, num_reqs),
+        )
+
+
+def _with_last_row(states: jax.Array, state_ends: jax.Array | None) -> jax.Array:
+    return states if state_ends is None else jnp.concatenate([states, states[:1]])
+
+
 def scan_tokens(
     step: Callable[..., tuple[jax.Array, jax.Array]],
     states: jax.Array,  # f32[num_reqs, ...]
     tokens: tuple[jax.Array, ...],  # f32[num_tokens, ...] each
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     out: jax.Array,  # f32[num_tokens, ...], the results of tokens of no request
+    state_ends: jax.Array | None = None,  # i32[num_reqs]
 ) -> tuple[jax.Array, jax.Array]:
     """Calls `step(state, *token)` for the tokens of requests, one after the other.
 
@@ -36,20 +69,25 @@ def scan_tokens(
 
     Args:
         step: Returns the request's new state, and the result of the token.
+        state_ends: The returned state of request r is that before token `state_ends[r]`, in
+            `[query_start_loc[r], query_start_loc[r + 1]]`. Later tokens of the request have the
+            same results as without this argument. None: after the request's last token.
 
     Returns:
-        The results f32[num_tokens, ...], and the states after each request's last token.
+        The results f32[num_tokens, ...], and the states of each request.
     """
+    num_reqs = states.shape[0]
     req_of_token = request_of_token(query_start_loc, out.shape[0])
+    rows = _StateRows.of_tokens(req_of_token, num_reqs, state_ends)
 
     def turn(idx: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         states, out = carry
-        req = req_of_token[idx]
-        state, result = step(states[req], *(array[idx] for array in tokens))
-        return states.at[req].set(state), out.at[idx].set(result)
+        state, result = step(states[rows.read[idx]], *(array[idx] for array in tokens))
+        return states.at[rows.write[idx]].set(state), out.at[idx].set(result)
 
-    states, out = jax.lax.fori_loop(0, query_start_loc[-1], turn, (states, out))
-    return out, states
+    carry = (_with_last_row(states, state_ends), out)
+    found, out = jax.lax.fori_loop(0, query_start_loc[-1], turn, carry)
+    return out, found[:num_reqs]
 
 
 def scan_chunks(
@@ -60,6 +98,7 @@ def scan_chunks(
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     positions: jax.Array,  # i32[num_tokens]
     out: jax.Array,  # f32[num_tokens, ...], the results of tokens of no request
+    state_ends: jax.Array | None = None,  # i32[num_reqs]
     *,
     chunk_size: int,
     min_chunk: int,
@@ -68,7 +107,7 @@ def scan_chunks(
 
     A chunk ends before the positions that are multiples of `chunk_size`, so a prompt that is cut
     there has the same chunks, and the same bits. With a chunk size of 4, tokens at the positions 2
-    to 9 are the chunks 2..3, 4..7 and 8..9.
+    to 9 are the chunks 2..3, 4..7 and 8..9. A chunk also ends before `state_ends`.
 
     Args:
         chunk_step: As `step`, for `chunk_size` tokens. Tokens after the end of the chunk are zeros:
@@ -76,8 +115,9 @@ def scan_chunks(
         step: As in `scan_tokens`. It computes chunks of fewer than `min_chunk` tokens.
         positions: Of each token in its request.
     """
-    num_tokens = out.shape[0]
+    num_tokens, num_reqs = out.shape[0], states.shape[0]
     req_of_token = request_of_token(query_start_loc, num_tokens)
+    rows = _StateRows.of_tokens(req_of_token, num_reqs, state_ends)
 
     def padded(array: jax.Array) -> jax.Array:
         return jnp.pad(array, [(0, chunk_size)] + [(0, 0)] * (array.ndim - 1))
@@ -105,21 +145,21 @@ def scan_chunks(
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         idx, states, out = carry
         req = req_of_token[idx]
-        count = jnp.minimum(
-            query_start_loc[req + 1] - idx, chunk_size - positions[idx] % chunk_size
-        )
+        end = query_start_loc[req + 1]
+        if state_ends is not None:
+            end = jnp.where(idx < state_ends[req], state_ends[req], end)
+        count = jnp.minimum(end - idx, chunk_size - positions[idx] % chunk_size)
         chunk = tuple(jax.lax.dynamic_slice_in_dim(array, idx, chunk_size) for array in tokens)
         state, results = jax.lax.cond(
-            count < min_chunk, run_tokens, run_chunk, states[req], chunk, count
+            count < min_chunk, run_tokens, run_chunk, states[rows.read[idx]], chunk, count
         )
         # Rows after the end of the chunk are written again by the chunks after it.
         out = jax.lax.dynamic_update_slice_in_dim(out, results, idx, axis=0)
-        return idx + count, states.at[req].set(state), out
+        return idx + count, states.at[rows.write[idx]].set(state), out
 
-    _, states, out = jax.lax.while_loop(
-        lambda carry: carry[0] < query_start_loc[-1], turn, (jnp.int32(0), states, out)
-    )
-    return out[:num_tokens], states
+    carry = (jnp.int32(0), _with_last_row(states, state_ends), out)
+    _, found, out = jax.lax.while_loop(lambda carry: carry[0] < query_start_loc[-1], turn, carry)
+    return out[:num_tokens], found[:num_reqs]
 
 
 def _first_rows(array: jax.Array, count: jax.Array) -> jax.Array:

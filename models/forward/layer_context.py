@@ -67,6 +67,7 @@ class LayerState:
     starts_from_zero: jax.Array  # bool[num_reqs]
     is_written: jax.Array  # bool[num_reqs]
     query_start_loc: jax.Array  # i32[num_reqs + 1]
+    state_ends: jax.Array | None  # i32[num_reqs]
     has_one_token_each: bool
 
 
@@ -168,6 +169,7 @@ class LayerContext:
             starts_from_zero=inputs.starts_from_zero,
             is_written=inputs.is_written,
             query_start_loc=inputs.query_start_loc,
+            state_ends=inputs.state_ends,
             has_one_token_each=inputs.has_one_token_each,
         )
 

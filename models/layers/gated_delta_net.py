@@ -130,6 +130,7 @@ class GatedDeltaNet(nnx.Module):
             states,
             state.query_start_loc,
             positions=context.scan_positions,
+            state_ends=state.state_ends,
             has_one_token_each=state.has_one_token_each,
             target=context.kernels.target,
         )

@@ -74,6 +74,7 @@ def last_inputs(
         kernel = jnp.broadcast_to(is_place[:, None], (num_kept + 1, x.shape[1]))
         moved, new_window = pallas_kernels.causal_conv1d(
             *(x, window, kernel.astype(x.dtype), state.query_start_loc),
+            state_ends=state.state_ends,
             target=context.kernels.target,
         )
         found.append(moved.astype(x.dtype))

@@ -156,6 +156,7 @@ class KimiDeltaAttention(nnx.Module):
             states,
             state.query_start_loc,
             positions=context.scan_positions,
+            state_ends=state.state_ends,
             has_one_token_each=state.has_one_token_each,
             target=context.kernels.target,
         )

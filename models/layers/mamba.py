@@ -143,6 +143,7 @@ class Mamba(nnx.Module):
             c.reshape(groups),
             states,
             state.query_start_loc,
+            state_ends=state.state_ends,
             has_one_token_each=state.has_one_token_each,
             target=context.kernels.target,
         )

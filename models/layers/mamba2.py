@@ -179,6 +179,7 @@ class Mamba2(nnx.Module):
             states,
             state.query_start_loc,
             positions=context.scan_positions,
+            state_ends=state.state_ends,
             has_one_token_each=state.has_one_token_each,
             target=context.kernels.target,
         )

@@ -117,6 +117,7 @@ class NGramEmbedding(nnx.Module):
             jnp.repeat(window, num_back, axis=2),
             jnp.asarray(weight),
             state.query_start_loc,
+            state_ends=state.state_ends,
             target=context.kernels.target,
         )
         token_ids = [own]

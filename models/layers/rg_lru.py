@@ -124,6 +124,7 @@ class RecurrentBlock(nnx.Module):
             log_decay,
             states,
             state.query_start_loc,
+            state_ends=state.state_ends,
             has_one_token_each=state.has_one_token_each,
             target=context.kernels.target,
         )

@@ -67,7 +67,9 @@ class ShortConvolution(nnx.Module):
         """Returns f32[num_tokens, num_channels], and the windows after the step."""
         kernel = self.kernel[...].reshape(self.kernel_size, self.num_channels)
         y, window = pallas_kernels.causal_conv1d(
-            x, window, kernel, state.query_start_loc, target=context.kernels.target
+            *(x, window, kernel, state.query_start_loc),
+            state_ends=state.state_ends,
+            target=context.kernels.target,
         )
         if self.bias is not None:
             y += self.bias[...].astype(jnp.float32)

@@ -18,6 +18,7 @@ def causal_conv1d(
     weight: jax.Array,  # f[kernel_size, num_channels]
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
+    state_ends: jax.Array | None = None,  # i32[num_reqs]
     implementation: str | None = None,
     target: Target | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -31,12 +32,15 @@ def causal_conv1d(
     Args:
         window: The inputs of each request before this step, oldest first; zeros before its start.
         query_start_loc: Request r has tokens `query_start_loc[r]:query_start_loc[r + 1]`.
+        state_ends: The window returned for request r is that before token `state_ends[r]`, in
+            `[query_start_loc[r], query_start_loc[r + 1]]`. Sums do not depend on it. None: the
+            window after the request's last token.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.
 
     Returns:
-        The sums, f32[num_tokens, num_channels], and the windows after the step, f32. Sums of tokens
-        of no request may be any finite numbers. Windows of requests without tokens do not change.
+        The sums, f32[num_tokens, num_channels], and the windows, f32. Sums of tokens of no request
+        may be any finite numbers. Windows of requests without tokens do not change.
 
     Raises:
         ValueError: A shape, a dtype, or the implementation's name does not fit.
@@ -50,6 +54,10 @@ def causal_conv1d(
     require_shape(_OP, "query_start_loc", query_start_loc, (window.shape[0] + 1,))
     require_float(_OP, x=x, window=window, weight=weight)
     require_int32(_OP, query_start_loc=query_start_loc)
+    if state_ends is not None:
+        require_shape(_OP, "state_ends", state_ends, (window.shape[0],))
+        require_int32(_OP, state_ends=state_ends)
     if num_kept < 1:
         raise ValueError(f"{_OP}: weight must have 2 rows or more, got {weight.shape[0]}.")
-    return run_op(_OP, _BODIES, implementation, target, x, window, weight, query_start_loc)
+    arrays = (x, window, weight, query_start_loc)
+    return run_op(_OP, _BODIES, implementation, target, *arrays, state_ends=state_ends)

@@ -11,6 +11,8 @@ def causal_conv1d_xla(
     window: jax.Array,  # f[num_reqs, kernel_size - 1, num_channels]
     weight: jax.Array,  # f[kernel_size, num_channels]
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
+    *,
+    state_ends: jax.Array | None = None,  # i32[num_reqs]
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.causal_conv1d`."""
     x, window, weight = (array.astype(jnp.float32) for array in (x, window, weight))
@@ -27,16 +29,18 @@ def causal_conv1d_xla(
             window[req, jnp.clip(num_kept + offset - back, 0, num_kept - 1)],
         )
         y += before * weight[num_kept - back]
-    return y, _last_inputs(x, window, query_start_loc)
+    ends = query_start_loc[1:] if state_ends is None else state_ends
+    return y, _last_inputs(x, window, starts, ends)
 
 
 def _last_inputs(
     x: jax.Array,  # f32[num_tokens, num_channels]
     window: jax.Array,  # f32[num_reqs, kernel_size - 1, num_channels]
-    query_start_loc: jax.Array,  # i32[num_reqs + 1]
+    starts: jax.Array,  # i32[num_reqs]
+    ends: jax.Array,  # i32[num_reqs]
 ) -> jax.Array:  # f32[num_reqs, kernel_size - 1, num_channels]
     num_kept = window.shape[1]
-    starts, ends = query_start_loc[:-1, None], query_start_loc[1:, None]
+    starts, ends = starts[:, None], ends[:, None]
     # Places of the new window, as offsets within the request's tokens of this step. Those below 0
     # are in the old window: with 1 token and 3 places, offsets -2 and -1 are its last two.
     offset = ends - starts - num_kept + jnp.arange(num_kept, dtype=jnp.int32)

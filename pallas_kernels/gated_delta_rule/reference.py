@@ -16,6 +16,7 @@ def gated_delta_rule_reference(
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
     positions: jax.Array | None = None,  # i32[num_tokens]
+    state_ends: jax.Array | None = None,  # i32[num_reqs]
     has_one_token_each: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.gated_delta_rule`."""
@@ -23,7 +24,9 @@ def gated_delta_rule_reference(
     decay = jnp.broadcast_to(decay.reshape(*decay.shape[:2], -1), k.shape)
     tokens = tuple(x.astype(jnp.float32) for x in (q, k, v, decay, beta))
     states = states.astype(jnp.float32)
-    return scan_tokens(_step, states, tokens, query_start_loc, jnp.zeros(v.shape, jnp.float32))
+    return scan_tokens(
+        _step, states, tokens, query_start_loc, jnp.zeros(v.shape, jnp.float32), state_ends
+    )
 
 
 def _step(

@@ -26,6 +26,7 @@ def gated_delta_rule_xla(
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
     positions: jax.Array | None = None,  # i32[num_tokens]
+    state_ends: jax.Array | None = None,  # i32[num_reqs]
     has_one_token_each: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.gated_delta_rule`."""
@@ -37,7 +38,7 @@ def gated_delta_rule_xla(
         return step_rows(_step, states, tokens)
     out = jnp.zeros(v.shape, jnp.float32)
     if positions is None:
-        return scan_tokens(_step, states, tokens, query_start_loc, out)
+        return scan_tokens(_step, states, tokens, query_start_loc, out, state_ends)
     return scan_chunks(
         lambda state, q, k, v, decay, beta, log_decay: _chunk_step(state, q, k, v, log_decay, beta),
         lambda state, q, k, v, decay, beta, log_decay: _step(state, q, k, v, decay, beta),
@@ -46,6 +47,7 @@ def gated_delta_rule_xla(
         query_start_loc,
         positions,
         out,
+        state_ends,
         chunk_size=_CHUNK,
         min_chunk=_MIN_CHUNK,
     )

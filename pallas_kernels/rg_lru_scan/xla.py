@@ -12,6 +12,7 @@ def rg_lru_scan_xla(
     states: jax.Array,  # f32[num_reqs, width]
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
+    state_ends: jax.Array | None = None,  # i32[num_reqs]
     has_one_token_each: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.rg_lru_scan`."""
@@ -19,7 +20,9 @@ def rg_lru_scan_xla(
     states = states.astype(jnp.float32)
     if has_one_token_each:
         return step_rows(_step, states, tokens)
-    return scan_tokens(_step, states, tokens, query_start_loc, jnp.zeros(x.shape, jnp.float32))
+    return scan_tokens(
+        _step, states, tokens, query_start_loc, jnp.zeros(x.shape, jnp.float32), state_ends
+    )
 
 
 def _step(

@@ -15,6 +15,7 @@ def selective_scan_reference(
     states: jax.Array,  # f32[num_reqs, num_groups, state_size, width]
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
+    state_ends: jax.Array | None = None,  # i32[num_reqs]
     has_one_token_each: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.selective_scan`."""
@@ -33,4 +34,6 @@ def selective_scan_reference(
 
     tokens = tuple(array.astype(jnp.float32) for array in (x, dt, b, c))
     states = states.astype(jnp.float32)
-    return scan_tokens(step, states, tokens, query_start_loc, jnp.zeros(x.shape, jnp.float32))
+    return scan_tokens(
+        step, states, tokens, query_start_loc, jnp.zeros(x.shape, jnp.float32), state_ends
+    )

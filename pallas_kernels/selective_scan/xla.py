@@ -20,6 +20,7 @@ def selective_scan_xla(
     states: jax.Array,  # f32[num_reqs, num_groups, state_size, width]
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
+    state_ends: jax.Array | None = None,  # i32[num_reqs]
     has_one_token_each: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.selective_scan`."""
@@ -40,4 +41,6 @@ def selective_scan_xla(
     states = states.astype(jnp.float32)
     if has_one_token_each:
         return step_rows(step, states, tokens)
-    return scan_tokens(step, states, tokens, query_start_loc, jnp.zeros(x.shape, jnp.float32))
+    return scan_tokens(
+        step, states, tokens, query_start_loc, jnp.zeros(x.shape, jnp.float32), state_ends
+    )

@@ -21,6 +21,7 @@ def ssd_scan(
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
     positions: jax.Array | None = None,  # i32[num_tokens]
+    state_ends: jax.Array | None = None,  # i32[num_reqs]
     has_one_token_each: bool = False,
     implementation: str | None = None,
     target: Target | None = None,
@@ -39,13 +40,16 @@ def ssd_scan(
         positions: Of each token in its request. Consecutive tokens of a request may be computed
             together, in chunks that begin at fixed positions. None: each token is computed by
             itself, so its result has the same bits in every batch.
+        state_ends: The state returned for request r is that before token `state_ends[r]`, in
+            `[query_start_loc[r], query_start_loc[r + 1]]`. Results do not depend on it. None: the
+            state after the request's last token.
         has_one_token_each: Whether request r has token r or no token. All tokens are then computed
             at once.
         implementation: `None` picks the fastest body on `target`.
         target: What the program is compiled for; `None` is JAX's default device.
 
     Returns:
-        The results, f32[num_tokens, num_heads, head_dim], and the states after the step, f32.
+        The results, f32[num_tokens, num_heads, head_dim], and the states, f32.
         Results of tokens of no request, and states of requests without tokens, are undefined.
 
     Raises:
@@ -68,11 +72,18 @@ def ssd_scan(
     if positions is not None:
         require_shape(_OP, "positions", positions, (x.shape[0],))
         require_int32(_OP, positions=positions)
+    if state_ends is not None:
+        require_shape(_OP, "state_ends", state_ends, (states.shape[0],))
+        require_int32(_OP, state_ends=state_ends)
     if has_one_token_each and x.shape[0] != states.shape[0]:
         raise ValueError(
             f"{_OP}: with has_one_token_each there must be a row of tokens for each request: got "
             f"{x.shape[0]} tokens and {states.shape[0]} requests."
         )
     arrays = (x, b, c, log_decay, states, query_start_loc)
-    options = {"positions": positions, "has_one_token_each": has_one_token_each}
+    options = {
+        "positions": positions,
+        "state_ends": state_ends,
+        "has_one_token_each": has_one_token_each,
+    }
     return run_op(_OP, _BODIES, implementation, target, *arrays, **options)

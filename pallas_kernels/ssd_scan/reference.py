@@ -15,6 +15,7 @@ def ssd_scan_reference(
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
     positions: jax.Array | None = None,  # i32[num_tokens]
+    state_ends: jax.Array | None = None,  # i32[num_reqs]
     has_one_token_each: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.ssd_scan`."""
@@ -22,7 +23,9 @@ def ssd_scan_reference(
     b, c = (jnp.repeat(array, heads_per_group, axis=1) for array in (b, c))
     tokens = tuple(array.astype(jnp.float32) for array in (x, b, c, log_decay))
     states = states.astype(jnp.float32)
-    return scan_tokens(_step, states, tokens, query_start_loc, jnp.zeros(x.shape, jnp.float32))
+    return scan_tokens(
+        _step, states, tokens, query_start_loc, jnp.zeros(x.shape, jnp.float32), state_ends
+    )
 
 
 def _step(

@@ -23,6 +23,7 @@ def ssd_scan_xla(
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
     positions: jax.Array | None = None,  # i32[num_tokens]
+    state_ends: jax.Array | None = None,  # i32[num_reqs]
     has_one_token_each: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.ssd_scan`."""
@@ -41,7 +42,7 @@ def ssd_scan_xla(
     if has_one_token_each:
         out, states = step_rows(_step, states, tokens)
     elif positions is None:
-        out, states = scan_tokens(_step, states, tokens, query_start_loc, out)
+        out, states = scan_tokens(_step, states, tokens, query_start_loc, out, state_ends)
     else:
         log_decay = log_decay.astype(jnp.float32)
         out, states = scan_chunks(
@@ -52,6 +53,7 @@ def ssd_scan_xla(
             query_start_loc,
             positions,
             out,
+            state_ends,
             chunk_size=_CHUNK,
             min_chunk=_MIN_CHUNK,
         )
