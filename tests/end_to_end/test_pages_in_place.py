@@ -27,6 +27,11 @@ _LATENTS = {
     **{"moe_intermediate_size": 16, "first_k_dense_replace": 1},
 }
 _INDEX = {"index_topk": 16, "index_head_dim": 16, "index_n_heads": 16}
+_HYBRID = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "max_position_embeddings": MAX_MODEL_LEN,
+}
 # Models whose weights do not matter, by the name of their family: a config.json.
 CONFIGS = {
     "deepseek-v3": {"architectures": ["DeepseekV3ForCausalLM"], **_LATENTS},
@@ -45,6 +50,25 @@ CONFIGS = {
         **{"shared_expert_intermediate_size": 16, "hc_count": 2, "hc_lowrank": 8},
         **{"indexer_n_heads": 2, "indexer_head_dim": 16, "indexer_budget": 16},
         "indexer_compress_ratio": 4,
+    },
+    # Their slots have three parts of several pages.
+    "qwen3-next": {
+        **{"architectures": ["Qwen3NextForCausalLM"], **_HYBRID},
+        **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 64},
+        **{"linear_value_head_dim": 64, "linear_conv_kernel_dim": 4, "num_experts": 4},
+        **{"num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        "shared_expert_intermediate_size": 16,
+    },
+    "bamba": {
+        **{"architectures": ["BambaForCausalLM"], **_HYBRID, "attn_layer_indices": [2]},
+        **{"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1},
+        **{"mamba_d_conv": 4, "mamba_expand": 16},
+    },
+    "kimi-linear": {
+        **{"architectures": ["KimiLinearForCausalLM"], **_LATENTS, "num_hidden_layers": 4},
+        **{"num_key_value_heads": 4, "q_lora_rank": None, "num_experts": 4},
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        **{"linear_num_heads": 8, "linear_head_dim": 64, "linear_conv_kernel_dim": 4},
     },
 }
 
