@@ -32,6 +32,8 @@ Result = TypeVar("Result")
 #   after the other
 # - experts: each device has its own experts, and tiles with their rows
 ExpertSplit = Literal["in", "out", "parts", "experts"]
+# What is split over the devices in a product with a matrix, as in `ExpertSplit`; None: nothing.
+MatrixSplit = Literal["in", "out"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,19 +198,29 @@ class KernelSettings:
         zeros: jax.Array | None,  # u8[num_groups, out_features]
         *,
         number_format: pallas_kernels.NumberFormat,
+        split: MatrixSplit | None,
     ) -> jax.Array:  # f32[num_rows, out_features]
         """As `pallas_kernels.scaled_matmul`.
 
-        Over a mesh, plain XLA computes the product, and splits it as its arrays are split. With
-        `batch_invariant`, plain XLA computes it too: the kernel takes only few rows, so the bits of
-        a row would depend on the batch.
+        With `batch_invariant`, plain XLA computes the product: the kernel takes only few rows, so
+        the bits of a row would depend on the batch.
         """
-        uses_xla = self.num_shards > 1 or self.batch_invariant
-        return pallas_kernels.scaled_matmul(
-            *(x, numbers, scales, zeros),
-            number_format=number_format,
-            implementation="xla" if uses_xla else self.implementation,
-            target=self.target,
+
+        def multiply(x: jax.Array, *matrix: jax.Array | None) -> jax.Array:
+            y = pallas_kernels.scaled_matmul(
+                *(x, *matrix),
+                number_format=number_format,
+                implementation="xla" if self.batch_invariant else self.implementation,
+                target=self.target,
+            )
+            is_part = split == "in" and self.num_shards > 1
+            return jax.lax.psum(y, MODEL_AXIS) if is_part else y
+
+        x_spec, numbers_spec, scales_spec, y_spec = _specs_of_scaled(split)
+        return self.by_device(
+            *(multiply, x, numbers, scales, zeros),
+            in_specs=(x_spec, numbers_spec, scales_spec, scales_spec),
+            out_specs=y_spec,
         )
 
     def copy_blocks(
@@ -250,3 +262,15 @@ def specs_of_tiles(split: ExpertSplit) -> tuple[PartitionSpec, PartitionSpec, Pa
             return columns, WHOLE, BY_DEVICE
         case "experts":
             return BY_DEVICE, BY_DEVICE, BY_DEVICE
+
+
+def _specs_of_scaled(split: MatrixSplit | None) -> tuple[PartitionSpec, ...]:
+    """How x, the numbers, the scales and the result of a product are split over the devices."""
+    columns = PartitionSpec(None, MODEL_AXIS)
+    match split:
+        case "in":
+            return columns, BY_DEVICE, BY_DEVICE, WHOLE
+        case "out":
+            return WHOLE, PartitionSpec(None, None, MODEL_AXIS), columns, columns
+        case None:
+            return WHOLE, WHOLE, WHOLE, WHOLE

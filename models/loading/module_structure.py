@@ -163,7 +163,7 @@ class ModuleStructure:
                 encoder.encode,
                 layout=rule.layout,
                 is_router=name in self.routers,
-                splits_inputs=_splits_inputs(rule),
+                splits_inputs=splits_inputs(rule),
             )
             leaves = jax.tree.leaves(jax.eval_shape(encode, shape))
             num_bytes += sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // num_parts
@@ -193,8 +193,9 @@ class ModuleStructure:
         """
         if self._mesh is None or not isinstance(value, StoredKernel):
             return value
-        arrays, treedef = jax.tree.flatten(value)
-        shardings = [NamedSharding(self._mesh, s) for s in value.specs(self.rule_of(name).axes)]
+        axes = self.rule_of(name).axes
+        arrays, treedef = jax.tree.flatten(value.on_mesh(axes))
+        shardings = [NamedSharding(self._mesh, spec) for spec in value.specs(axes)]
         for array, sharding in zip(arrays, shardings, strict=True):
             try:
                 sharding.shard_shape(array.shape)
@@ -255,7 +256,7 @@ def _read_params(
                 _put(name, rule, wanted, weight_np, encoder.platform, sharding),
                 rule.layout,
                 is_router=name in structure.routers,
-                splits_inputs=_splits_inputs(rule),
+                splits_inputs=splits_inputs(rule),
             )
         yield structure.split(name, value)
 
@@ -280,7 +281,8 @@ def _put(
     return param
 
 
-def _splits_inputs(rule: WeightRule) -> bool:
+def splits_inputs(rule: WeightRule) -> bool:
+    """Whether each device has some of the inputs of a matrix or of an expert."""
     return rule.layout in ("matrix", "experts") and rule.axes[-2] is not None
 
 
@@ -332,7 +334,7 @@ def _random_params(
                     _random_normal(key, param_idx, std, wanted.shape, wanted.dtype, sharding),
                     rule.layout,
                     is_router=name in structure.routers,
-                    splits_inputs=_splits_inputs(rule),
+                    splits_inputs=splits_inputs(rule),
                 )
                 yield structure.split(name, value)
 

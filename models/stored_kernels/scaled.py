@@ -1,5 +1,6 @@
 """`ScaledKernel`: numbers of 4 or 8 bits with scales, widened in every product."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from models.forward.kernel_settings import ExpertSplit, KernelSettings, specs_of_tiles
+from models.forward.kernel_settings import (
+    ExpertSplit,
+    KernelSettings,
+    MatrixSplit,
+    specs_of_tiles,
+)
 from models.layers.product import dot_float32
 from models.stored_kernels.few_rows import MAX_FEW_ROWS, multiply_few_rows
 from models.stored_kernels.panels import Panels
@@ -51,6 +57,8 @@ class ScaledKernel(StoredKernel):
     zeros: jax.Array | None
     number_format: NumberFormat = field(metadata={"static": True})
     out_features: int = field(metadata={"static": True})
+    # What a mesh splits of one matrix (`on_mesh`).
+    split: MatrixSplit | None = field(default=None, metadata={"static": True})
 
     @classmethod
     def quantize(
@@ -118,6 +126,12 @@ class ScaledKernel(StoredKernel):
         numbers = split_spec((*experts, None, inputs, None, outputs))
         return numbers, *(split_spec((*experts, None, inputs, outputs)),) * (num_arrays - 1)
 
+    def on_mesh(self, axes: Sequence[SplitAxis | None]) -> "ScaledKernel":
+        if self.num_panels > 1 or len(axes) > 2 or not any(axes):
+            return self
+        inputs, _ = axes
+        return dataclasses.replace(self, split="out" if inputs is None else "in")
+
     def multiply(
         self,
         x: jax.Array,  # f[num_rows, in_features]
@@ -130,7 +144,9 @@ class ScaledKernel(StoredKernel):
         if self.num_panels == 1:
             own = panel(0)
             return settings.scaled_matmul(
-                *(x, own.numbers, own.scales, own.zeros), number_format=own.number_format
+                *(x, own.numbers, own.scales, own.zeros),
+                number_format=own.number_format,
+                split=self.split,
             )
         if len(x) <= MAX_FEW_ROWS and x.dtype == jnp.float32:
             return multiply_few_rows(x, self.panels, use)[:, : self.out_features]

@@ -44,6 +44,14 @@ class StoredKernel(ABC):
             axes: Of the matrix or the stack, as in `WeightRule`.
         """
 
+    def on_mesh(self, axes: Sequence[SplitAxis | None]) -> "StoredKernel":
+        """The same kernel for products over a mesh, which splits its arrays as `specs` tells.
+
+        Args:
+            axes: As in `specs`.
+        """
+        return self
+
     def multiply(
         self,
         x: jax.Array,  # f[num_rows, in_features]

@@ -10,9 +10,10 @@ from jax.sharding import Mesh
 from models import LoadedModel
 from models.loading.kernel_encoder import KernelEncoder, Quantization
 from models.loading.loaded_module import flatten_state
-from models.loading.module_structure import ModuleStructure
+from models.loading.module_structure import ModuleStructure, splits_inputs
 from models.platforms import Platform
 from models.registry import family_class, read_config
+from models.stored_kernels.stored_kernel import StoredKernel
 
 _LLAMA_3_1_70B = {
     "architectures": ["LlamaForCausalLM"],
@@ -127,9 +128,13 @@ def abstract_model(structure: ModuleStructure, encoder: KernelEncoder) -> Loaded
     values = []
     for name, rule, shape in zip(structure.names, structure.rules, structure.shapes, strict=True):
         encode = functools.partial(
-            encoder.encode, layout=rule.layout, is_router=name in structure.routers
+            encoder.encode,
+            layout=rule.layout,
+            is_router=name in structure.routers,
+            splits_inputs=splits_inputs(rule),
         )
-        values.append(jax.eval_shape(encode, shape))
+        value = jax.eval_shape(encode, shape)
+        values.append(value.on_mesh(rule.axes) if isinstance(value, StoredKernel) else value)
     names, params, treedef = flatten_state(jax.tree.unflatten(structure.treedef, values))
     return LoadedModel(
         config=structure.config,

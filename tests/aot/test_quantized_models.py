@@ -1,4 +1,4 @@
-"""Two layers of gpt-oss 20B in int4 and of DeepSeek V3 in FP8, compiled for an H200.
+"""Two layers of gpt-oss 20B in int4 and of DeepSeek V3 in FP8, compiled for H200s.
 
 In a decode step, the kernel `scaled_matmul` reads the stored numbers of every matrix. In a step
 with more tokens, XLA widens every matrix into memory: a product reads the stored numbers, writes
@@ -24,39 +24,43 @@ KINDS = {
     "decode": functools.partial(burst, max_steps=1),
     "mixed": functools.partial(mixed_step, num_tokens=NUM_MIXED_TOKENS),
 }
-ALL = [(name, kind) for name in STORED for kind in KINDS]
-each = pytest.mark.parametrize("step", ALL, ids="-".join)
+# (model, kind of step, number of devices)
+ALL = [(name, kind, 1) for name in STORED for kind in KINDS]
+ALL += [("deepseek_v3", "decode", 4)]
+each = pytest.mark.parametrize("step", ALL, ids=lambda step: "-".join(map(str, step)))
 
 
-def quantized_sizes(structure):
-    """Numbers of weights of each matrix, and of one expert of each stack.
+def quantized_sizes(structure, num_devices):
+    """Numbers of weights that a device has of each matrix, and of one expert of each stack.
 
     The largest matrix is the vocabulary head.
     """
     matrices, experts = [], []
     for name, rule, shape in zip(structure.names, structure.rules, structure.shapes, strict=True):
+        num_weights = shape.size // (num_devices if any(rule.axes) else 1)
         if rule.layout == "matrix" and name not in structure.routers:
-            matrices.append(shape.size)
+            matrices.append(num_weights)
         elif rule.layout == "experts":
-            experts.append(shape.size // shape.shape[0])
+            experts.append(num_weights // shape.shape[0])
     return matrices, experts
 
 
 @pytest.fixture(scope="module")
-def compiled(h200, compile_for_h200):
+def compiled(h200, four_h200s, compile_for_h200):
     """Makes the structure, the `StepProgram` and the `CompiledProgram` of a step, once each."""
 
     @functools.cache
     def compile_step(step):
-        name, kind = step
+        name, kind, num_devices = step
+        mesh = {1: h200, 4: four_h200s}[num_devices].mesh
         structure, encoder = describe(
-            *(name, h200.mesh, GPU()), num_layers=NUM_LAYERS, quantization=STORED[name][0]
+            *(name, mesh, GPU()), num_layers=NUM_LAYERS, quantization=STORED[name][0]
         )
-        program = KINDS[kind](abstract_model(structure, encoder), h200.mesh, num_blocks=4_096)
+        program = KINDS[kind](abstract_model(structure, encoder), mesh, num_blocks=4_096)
         result = compile_for_h200(
             program.function,
             *program.args,
-            mesh=h200.mesh,
+            mesh=mesh,
             donate_argnums=program.donate_argnums,
             compiler_options=GPU().compiler_options(["bfloat16"]),
         )
@@ -86,7 +90,7 @@ def bytes_of_sums(result):
 @each
 def test_decode_steps_read_stored_numbers_and_others_widen_a_matrix_once(compiled, step):
     structure, program, result = compiled(step)
-    matrices, experts = quantized_sizes(structure)
+    matrices, experts = quantized_sizes(structure, step[2])
     widened = widened_bytes(result, matrices, in_loop=False)
     of_matrices = sum(widened)
     of_experts = widened_bytes(result, experts, in_loop=True)
@@ -123,7 +127,7 @@ def test_temporary_memory_is_that_of_the_largest_widened_matrix_and_of_activatio
     # Rows of tokens in their experts, in and out, in bfloat16; and little else.
     num_tokens = NUM_REQS if step[1] == "decode" else NUM_MIXED_TOKENS
     rows = 2 * num_tokens * config["num_experts_per_tok"] * config["hidden_size"]
-    matrices, _ = quantized_sizes(structure)
+    matrices, _ = quantized_sizes(structure, step[2])
     # In steps with more tokens, the head alone is not widened.
     largest = WIDENED * max(set(matrices) - {max(matrices)}) if step[1] == "mixed" else 0
     assert largest < result.temp_bytes < largest + 5 * logits + 8 * rows

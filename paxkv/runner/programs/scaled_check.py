@@ -88,9 +88,9 @@ class CheckedScaledProduct:
 
 
 def scaled_products_of(module: LoadedModule) -> frozenset[CheckedScaledProduct]:
-    """Returns the different products with quantized matrices. Large matrices are cut.
+    """Returns the different products of one device with quantized matrices, or with its parts.
 
-    Products over a mesh are left out: plain XLA computes them.
+    Large matrices are cut.
     """
     values = module.parameters.values()
     dtypes = {
@@ -99,23 +99,20 @@ def scaled_products_of(module: LoadedModule) -> frozenset[CheckedScaledProduct]:
         if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
     }
     matrices = [
-        value
+        (value, value.numbers.sharding.shard_shape(value.numbers.shape))
         for value in values
-        if isinstance(value, ScaledKernel)
-        and value.numbers.ndim == 4
-        and value.num_panels == 1
-        and value.numbers.sharding.num_devices == 1
+        if isinstance(value, ScaledKernel) and value.numbers.ndim == 4 and value.num_panels == 1
     ]
     return frozenset(
         CheckedScaledProduct(
-            min(matrix.numbers.shape[1], _MAX_GROUPS),
-            matrix.numbers.shape[2],
-            _cut_outputs(matrix.out_features),
+            min(num_groups, _MAX_GROUPS),
+            num_bytes,
+            _cut_outputs(out_features),
             matrix.number_format,
             matrix.zeros is not None,
             dtype,
         )
-        for matrix in matrices
+        for matrix, (_, num_groups, num_bytes, out_features) in matrices
         for dtype in dtypes
     )
 

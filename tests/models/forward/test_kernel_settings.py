@@ -179,5 +179,5 @@ def test_batch_invariant_products_of_quantized_matrices_use_xla(monkeypatch, set
         chosen.append(implementation)
 
     monkeypatch.setattr(pallas_kernels, "scaled_matmul", note)
-    settings.scaled_matmul(None, None, None, None, number_format="int4")
+    settings.scaled_matmul(None, None, None, None, number_format="int4", split=None)
     assert chosen == [wanted]
