@@ -25,6 +25,10 @@ from pallas_kernels.merge_attention_states.api import merge_attention_states
 from pallas_kernels.number_format import NumberFormat
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.rg_lru_scan.api import rg_lru_scan
+from pallas_kernels.scaled_grouped_matmul.api import (
+    scaled_grouped_matmul,
+    scaled_grouped_matmul_body,
+)
 from pallas_kernels.scaled_matmul.api import scaled_matmul, scaled_matmul_body
 from pallas_kernels.selective_scan.api import selective_scan
 from pallas_kernels.slot_mapping.api import slot_mapping
@@ -57,6 +61,8 @@ __all__ = [
     "paged_attention",
     "grouped_matmul_body",
     "rg_lru_scan",
+    "scaled_grouped_matmul",
+    "scaled_grouped_matmul_body",
     "scaled_matmul",
     "scaled_matmul_body",
     "selective_scan",

@@ -25,6 +25,7 @@ from pallas_kernels.kv_scatter import cases as kv_scatter_cases
 from pallas_kernels.latent_attention import cases as latent_cases
 from pallas_kernels.merge_attention_states import cases as merge_cases
 from pallas_kernels.number_format import NumberFormat, has_pairs
+from pallas_kernels.scaled_grouped_matmul import cases as scaled_grouped_cases
 from pallas_kernels.scaled_matmul import cases as scaled_matmul_cases
 from pallas_kernels.slot_mapping import cases as slot_mapping_cases
 
@@ -133,7 +134,20 @@ def _merge(case: merge_cases.MergeAttentionStatesCase, seed: int) -> Problem:
 
 
 def _grouped_matmul(case: grouped_matmul_cases.GroupedMatmulCase, seed: int) -> Problem:
-    drawn = grouped_matmul_cases.build_inputs(case, seed)
+    return _problem_of_groups(case.dtype, grouped_matmul_cases.build_inputs(case, seed))
+
+
+def _scaled_grouped_matmul(
+    case: scaled_grouped_cases.ScaledGroupedMatmulCase, seed: int
+) -> Problem:
+    return _problem_of_groups(case.dtype, scaled_grouped_cases.build_inputs(case, seed))
+
+
+def _problem_of_groups(
+    dtype: str,
+    drawn: grouped_matmul_cases.GroupedMatmulInputs
+    | scaled_grouped_cases.ScaledGroupedMatmulInputs,
+) -> Problem:
     group_ids_np, places_np = np.asarray(drawn.group_ids), np.asarray(drawn.tiles.places)
     weights = drawn.weights
     if drawn.weights_dtype is not None:
@@ -147,13 +161,13 @@ def _grouped_matmul(case: grouped_matmul_cases.GroupedMatmulCase, seed: int) -> 
                 wanted.append(rows_np[own].astype(np.float64) @ np.asarray(weight, np.float64))
                 places.append(places_np[own])
         got_np = np.asarray(out)[np.concatenate(places)]
-        return close_findings("out", got_np, np.concatenate(wanted), ERROR_LIMITS[case.dtype])
+        return close_findings("out", got_np, np.concatenate(wanted), ERROR_LIMITS[dtype])
 
     return Problem(
         arrays=drawn.arrays,
         rules=drawn.options,
         verify=verify,
-        is_exact=case.dtype == "float32",
+        is_exact=dtype == "float32",
     )
 
 
@@ -256,6 +270,26 @@ def _large_scaled(
     )
 
 
+def _large_scaled_experts(
+    number_format: NumberFormat, num_rows: int, tile_rows: int
+) -> tuple[scaled_grouped_cases.ScaledGroupedMatmulCase, Work]:
+    """The same number of rows for each of 32 experts of 2,048 x 2,048, in groups of 128."""
+    large, _ = _large_scaled(number_format, num_rows, 2048)
+    matrix = dataclasses.replace(large, num_groups=16)
+    case = scaled_grouped_cases.ScaledGroupedMatmulCase(
+        name=f"{number_format}, {num_rows:,} rows of 32 experts",
+        expert_sizes=(num_rows // 32,) * 32,
+        tile_rows=tile_rows,
+        matrix=matrix,
+    )
+    # Numbers and scales of every expert are read once. Rows are read and written in bfloat16.
+    num_stored = 2048 * 2048 // (2 if has_pairs(number_format) else 1)
+    return case, Work(
+        num_bytes=32 * (num_stored + 4 * 16 * 2048) + num_rows * 2 * (2048 + 2048),
+        num_flops=2 * num_rows * 2048 * 2048,
+    )
+
+
 _HALF_BLOCKS = _with_half_precision(block_gather_cases.CASES)
 # Op -> the function that makes a call, cases to check, and cases to time with their work.
 _OPS: dict[str, tuple[Callable[..., Problem], Sequence[Any], Sequence[tuple[Any, Work]]]] = {
@@ -299,6 +333,11 @@ _OPS: dict[str, tuple[Callable[..., Problem], Sequence[Any], Sequence[tuple[Any,
             _large_scaled("e4m3", 16, 4096),
             _large_scaled("int4", 16, 128_256),
         ],
+    ),
+    "scaled_grouped_matmul": (
+        _scaled_grouped_matmul,
+        [case for case in scaled_grouped_cases.CASES if any(case.expert_sizes)],
+        [_large_scaled_experts("int4", 256, 16), _large_scaled_experts("e4m3", 2048, 64)],
     ),
     # Two states in and one out: outputs in bfloat16, log-sum-exps in float32.
     "merge_attention_states": (

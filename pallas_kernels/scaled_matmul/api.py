@@ -1,13 +1,11 @@
 """Public op `scaled_matmul`: its contract, checks, and choice of implementation."""
 
-from typing import get_args
-
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.argument_checks import require_float, require_not_empty, require_shape
 from pallas_kernels.dispatch import Body, mosaic_bodies, preferred_body, run_op
 from pallas_kernels.number_format import NumberFormat, has_pairs
+from pallas_kernels.scaled_matmul.number_checks import require_format, require_number_dtypes
 from pallas_kernels.scaled_matmul.reference import scaled_matmul_reference
 from pallas_kernels.scaled_matmul.xla import scaled_matmul_xla
 from pallas_kernels.target import Target
@@ -51,10 +49,7 @@ def scaled_matmul(
     Raises:
         ValueError: A shape, a dtype, the format or the implementation's name does not fit.
     """
-    if number_format not in get_args(NumberFormat):
-        raise ValueError(
-            f"{_OP}: number_format is {number_format!r}; wanted one of {get_args(NumberFormat)}."
-        )
+    require_format(_OP, number_format)
     require_shape(_OP, "x", x, ("num_rows", "in_features"))
     require_shape(_OP, "numbers", numbers, ("num_groups", "bytes_per_group", "out_features"))
     num_groups, num_bytes, out_features = numbers.shape
@@ -66,7 +61,7 @@ def scaled_matmul(
     require_float(_OP, x=x)
     for arg_name, array in (("x", x), ("numbers", numbers)):
         require_not_empty(_OP, arg_name, array)
-    _check_dtypes(numbers, scales, zeros, number_format)
+    require_number_dtypes(_OP, numbers, scales, zeros, number_format)
     return run_op(
         *(_OP, _BODIES, implementation, target, x, numbers, scales, zeros),
         number_format=number_format,
@@ -85,19 +80,3 @@ def scaled_matmul_body(
     """The body that `scaled_matmul` picks on `target`; arrays may be abstract."""
     arrays = (x, numbers, scales, zeros)
     return preferred_body(_OP, _BODIES, target, *arrays, number_format=number_format)
-
-
-def _check_dtypes(
-    numbers: jax.Array, scales: jax.Array, zeros: jax.Array | None, number_format: NumberFormat
-) -> None:
-    byte = jnp.dtype(jnp.int8 if number_format == "int8" else jnp.uint8)
-    if numbers.dtype != byte:
-        raise ValueError(f"{_OP}: numbers of {number_format} are {numbers.dtype}; wanted {byte}.")
-    if scales.dtype not in (jnp.float32, jnp.uint8):
-        raise ValueError(f"{_OP}: scales are {scales.dtype}; wanted float32 or uint8.")
-    if zeros is None:
-        return
-    if number_format != "int4":
-        raise ValueError(f"{_OP}: zeros are only for int4; the format is {number_format}.")
-    if zeros.dtype != jnp.uint8:
-        raise ValueError(f"{_OP}: zeros are {zeros.dtype}; wanted uint8.")

@@ -26,6 +26,7 @@ WRONG = {
     "gated_delta_rule": lambda result: (result[0] * 1.1, result[1]),
     "index_top_k": lambda positions: positions.at[0, 0].set(positions[0, 0] + 1),
     "rg_lru_scan": lambda result: (result[0], result[1] * 1.1),
+    "scaled_grouped_matmul": lambda out: out * 1.1,
     "scaled_matmul": lambda out: out * 1.1,
     "selective_scan": lambda result: (result[0], result[1] * 1.1),
     "sparse_latent_attention": lambda out: out * 1.1,
