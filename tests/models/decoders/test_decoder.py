@@ -27,9 +27,12 @@ from tests.oracles.recipes import NUM_GREEDY_TOKENS, RECIPES
 # Largest difference to the truth, as a share of the largest absolute logit.
 TOLERANCE = 1e-4
 
-# Other recipes have these facts too, with more of them, and `test_rotary.py` has the frequencies of
-# every kind. They run with `pytest -m slow`.
-SLOW_RECIPES = ("llama_tied", "mistral", "rope_linear", "rope_llama3", "rope_yarn")
+# One recipe of each kind runs in the normal suite: layers alike, frequencies that follow the length,
+# two kinds of layers in turn, norms on both sides with caps, and a period of six.
+NORMAL_RECIPES = ("llama", "rope_dynamic", "qwen3_layer_types", "gemma2", "gemma3")
+# The others run with `pytest -m slow`. `test_parity.py` compares their families with live
+# transformers, and `test_rotary.py` has the frequencies of every kind.
+SLOW_RECIPES = RECIPES.keys() - NORMAL_RECIPES
 # Live transformers say whether the golden numbers are still theirs. One recipe is enough for that
 # in the normal run: the others equal the golden numbers.
 LIVE_RECIPES = ("gemma2",)
