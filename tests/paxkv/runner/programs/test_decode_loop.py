@@ -32,6 +32,7 @@ class AddingModel:
             starts_from_zero=inputs.starts_from_zero,
             is_written=inputs.is_written,
             query_start_loc=inputs.query_start_loc,
+            state_ends=inputs.state_ends,
             has_one_token_each=inputs.has_one_token_each,
         )
         (sums,) = FORMAT.read(pages, state)
