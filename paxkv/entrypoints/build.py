@@ -345,8 +345,8 @@ def _find_num_lookahead_tokens(config: RunnerConfig, runner: ModelRunner) -> int
     """Most drafts that the scheduler schedules for a request in a step.
 
     Raises:
-        ConfigError: The model or its draft model has recurrent states, which cannot go back to the
-            last accepted draft.
+        ConfigError: The model or its draft model has recurrent states, and the settings need
+            drafts that cannot go back to the last accepted one.
         InvariantError: The runner verifies another number of drafts.
     """
     speculative = config.speculative_config
@@ -357,12 +357,24 @@ def _find_num_lookahead_tokens(config: RunnerConfig, runner: ModelRunner) -> int
             f"{runner.max_drafts}."
         )
     if num_drafts > 0 and runner.kv_cache_config.has_states:
-        raise ConfigError(
-            "speculative_config does not work with recurrent layers yet, which cannot go back "
-            "after a rejected draft; the model or its draft model has some. Leave "
-            "speculative_config out, or use a draft model without recurrent layers."
-        )
+        _check_drafts_of_states(config)
     return num_drafts
+
+
+def _check_drafts_of_states(config: RunnerConfig) -> None:
+    speculative = config.speculative_config
+    if speculative.is_on_device:
+        raise ConfigError(
+            f"method {speculative.method!r} does not work with recurrent layers yet; the model or "
+            "its draft model has some. Use method 'ngram' or 'suffix', or leave "
+            "speculative_config out."
+        )
+    if speculative.drafts_in_bursts or config.batch_invariant:
+        raise ConfigError(
+            "models with recurrent layers verify drafts only in single steps, which go back to the "
+            "state before the drafts. Leave drafts_in_bursts and batch_invariant out, or "
+            "speculative_config."
+        )
 
 
 def _make_scheduler(

@@ -164,7 +164,12 @@ class KVCacheManager:
         )
 
     def cut_at_save_point(
-        self, request: CacheRequest, num_computed_tokens: int, num_new_tokens: int
+        self,
+        request: CacheRequest,
+        num_computed_tokens: int,
+        num_new_tokens: int,
+        *,
+        has_drafts: bool = False,
     ) -> int:
         """Number of new tokens that the next step may compute, so that it ends at a save point.
 
@@ -172,7 +177,9 @@ class KVCacheManager:
         """
         if not self.coordinator.state_managers:
             return num_new_tokens
-        return self._save_points.cut(request, num_computed_tokens, num_new_tokens)
+        return self._save_points.cut(
+            request, num_computed_tokens, num_new_tokens, has_drafts=has_drafts
+        )
 
     def get_forked_blocks(
         self, source: CacheRequest, num_tokens: int, *, is_final: bool = False

@@ -48,8 +48,24 @@ class SavePoints:
             or num_tokens in _prompt_points(request, self.block_size)
         )
 
-    def cut(self, request: CacheRequest, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Number of new tokens that a step may compute: up to the first save point among them."""
+    def cut(
+        self,
+        request: CacheRequest,
+        num_computed_tokens: int,
+        num_new_tokens: int,
+        *,
+        has_drafts: bool = False,
+    ) -> int:
+        """Number of new tokens that a step may compute: up to the first save point among them.
+
+        Args:
+            has_drafts: The last tokens are drafts. Only the state before them is written, so the
+                step verifies no drafts with which the request could pass the next multiple.
+        """
+        if has_drafts and self.block_size is not None:
+            # Block size 16, 13 tokens: with two drafts, the request has at most 16 tokens next.
+            most = request.num_tokens // self.block_size * self.block_size + self.block_size - 1
+            num_new_tokens = min(num_new_tokens, most - num_computed_tokens)
         points = []
         if request.keeps_state_for_forks:
             points.append(request.num_prompt_tokens - 1)
@@ -58,7 +74,9 @@ class SavePoints:
         if self.interval is not None:
             points.append((num_computed_tokens // self.interval + 1) * self.interval)
         end = num_computed_tokens + num_new_tokens
-        end = min((point for point in points if num_computed_tokens < point < end), default=end)
+        # The state before drafts is saved without a cut.
+        last = min(end, request.num_tokens) if has_drafts else end
+        end = min((point for point in points if num_computed_tokens < point < last), default=end)
         return end - num_computed_tokens
 
     def max_tokens_before(self, request: CacheRequest, *, is_step_decided: bool = False) -> int:

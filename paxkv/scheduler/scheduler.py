@@ -115,13 +115,14 @@ class Scheduler:
                 "an encoder-decoder model cannot use a KV connector: the connector does not know "
                 "the blocks of cross-attention layers. Start the engine without a connector."
             )
-        has_drafts = num_lookahead_tokens > 0 or use_eagle
-        if kv_cache_config.has_states and (connector is not None or has_drafts):
+        if kv_cache_config.has_states and (connector is not None or use_eagle):
             raise ConfigError(
-                "a model with states cannot use a KV connector or drafts: nothing loads the state "
-                "after loaded tokens, and a state cannot go back to before rejected drafts. Start "
-                "the engine without them."
+                "a model with states cannot use a KV connector or a draft head: nothing loads the "
+                "state after loaded tokens, and the head would compute the last block of a prefix "
+                "hit again, before which no state is saved. Start the engine without them."
             )
+        # A step writes the state before its drafts, so accepted drafts are computed again.
+        self._recomputes_drafts = kv_cache_config.has_states
         self._block_hasher = make_block_hasher(cache_config, kv_cache_config)
         # Unfinished requests; each is in `running` or in `waiting`.
         self.requests: dict[str, Request] = {}
@@ -497,6 +498,8 @@ class Scheduler:
             request.num_computed_tokens -= num_rejected
             if request.num_computed_tokens < request.num_tokens:
                 raise InvariantError(f"{request!r} got a token before its tokens were computed.")
+            if self._recomputes_drafts:
+                request.num_computed_tokens -= num_drafts - num_rejected
             num_wanted = num_scheduled_tokens[req_id] if is_burst else 1
             logprobs = runner_output.logprobs[place]
             output = self._append_tokens(request, token_ids, logprobs, num_wanted)

@@ -138,7 +138,8 @@ class StepScheduler:
             num_new_tokens, token_budget, request.max_num_tokens - 1 - num_computed_tokens
         )
         num_new_tokens = self._kv_cache_manager.cut_at_save_point(
-            request, num_computed_tokens, num_new_tokens
+            *(request, num_computed_tokens, num_new_tokens),
+            has_drafts=bool(request.spec_token_ids),
         )
         if num_new_tokens <= 0 or not request.mm_features:
             return num_new_tokens, None

@@ -37,11 +37,13 @@ def run(
     use_eagle=False,
     max_decode_burst=1,
     arrivals=(),
+    aborts=(),
 ):
     """The answers of all requests, and the number of preemptions.
 
     Args:
         arrivals: Steps after which the next request arrives; the others arrive before the first.
+        aborts: Pairs of a step and a request that is then aborted.
     """
     grammars = None if compiler is None else GrammarManager(compiler)
     scheduler = (AsyncScheduler if is_async else Scheduler)(
@@ -75,11 +77,14 @@ def run(
         if waiting and (num_steps >= arrivals[0] or not core.has_work):
             arrivals.pop(0)
             core.handle(AddRequest(request=waiting.pop(0)))
+        scheduler.finish_requests([req_id for step, req_id in aborts if step == num_steps])
         for output in core.step().outputs:
             outputs[output.request_id].append(output)
         scheduler.check_invariants()
         num_steps += 1
         assert num_steps < 10_000
+    # Frees the blocks that are kept for forks.
+    scheduler.finish_requests(outputs)
     stats = scheduler.make_stats()
     assert stats.num_free_blocks == stats.num_blocks - 1
     core.close()
@@ -88,9 +93,9 @@ def run(
             [token_id for output in of_one for token_id in output.new_token_ids],
             [entry for output in of_one for entry in output.logprobs or ()],
             next((o.prompt_logprobs for o in of_one if o.prompt_logprobs is not None), None),
-            of_one[-1].finish_reason,
-            of_one[-1].stop_reason,
-            of_one[-1].pooling_output,
+            of_one[-1].finish_reason if of_one else None,
+            of_one[-1].stop_reason if of_one else None,
+            of_one[-1].pooling_output if of_one else None,
             sum(output.num_draft_tokens for output in of_one),
             sum(output.num_accepted_tokens for output in of_one),
         )

@@ -50,10 +50,11 @@ class KVMemory:
             return [(block_id, 0) for block_id in table]
         return [self.slot(group, table, position)]
 
-    def write(self, tables, contents, start, end, written, owner):
+    def write(self, tables, contents, start, end, written, owner, *, num_drafts=0):
         """Writes positions `start` to `end` of one request.
 
         Args:
+            num_drafts: The last positions, which states do not include.
             written: Slots written in this step or burst so far, and the owner of each. No two
                 tokens may write one slot, but a request overwrites its own state.
         """
@@ -61,7 +62,8 @@ class KVMemory:
             if kind.name == "cross":
                 continue
             mine = {}
-            for position in range(start, end):
+            num_left_out = num_drafts if kind.name == "state" else 0
+            for position in range(start, end - num_left_out):
                 for slot in self.written_slots(group, table, position):
                     assert slot[0] != 0, "a write to the null block"
                     is_own_state = kind.name == "state" and written.get(slot) is owner

@@ -97,9 +97,6 @@ class ManagerMachine(RuleBasedStateMachine):
 
     KINDS = ((full(2),),)
     CACHING = (True,)
-    # A state cannot be rolled back, and no connector loads one: with states there are no drafts
-    # and no external tokens.
-    MAX_DRAFTS = 2
 
     @initialize(
         data=st.data(),
@@ -116,7 +113,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.has_states = any(kind.name == "state" for kind in self.kinds)
         self.caching = data.draw(st.sampled_from(self.CACHING))
         self.caching = self.caching and not has_encoder
-        # A state cannot go back to before the tokens of a drafter.
+        # No state is saved where such a hit would end.
         self.use_eagle = use_eagle and not self.has_states
         num_blocks = 1 + sum(
             3 * kind.size if kind.name == "state" else -(-num_tokens // kind.block_size)
@@ -302,22 +299,22 @@ class ManagerMachine(RuleBasedStateMachine):
         drafts = []
         if num_new == left:
             room = MAX_MODEL_LEN - 1 - len(request.tokens)
-            drafts = [0, 1][: min(num_drafts, self.MAX_DRAFTS, max(room, 0))]
+            drafts = [0, 1][: min(num_drafts, max(room, 0))]
         num_new += len(drafts)
         num_new = min(num_new, MAX_MODEL_LEN - 1 - request.num_computed)
-        num_new = self.cut(request, real, request.num_computed, num_new)
+        num_new = self.cut(request, real, request.num_computed, num_new, len(drafts))
         if num_new < 1:
             return
+        drafts = drafts[: max(0, request.num_computed + num_new - len(request.tokens))]
         limit = self.real.get_max_tokens_before_allocate(real)
-        lookahead = min(num_drafts, self.MAX_DRAFTS)
         before = self.slow_state()
-        expected = self.slow.allocate(request, num_new, lookahead=lookahead)
-        if request.num_computed + num_new + lookahead <= limit:
+        expected = self.slow.allocate(request, num_new, lookahead=num_drafts)
+        if request.num_computed + num_new + num_drafts <= limit:
             # The scheduler would not call `allocate_slots`.
             assert expected and self.slow_state() == before, "allocate_slots had work to do"
             self.plan(request, num_new, drafts)
             return
-        got = self.real.allocate_slots(real, num_new, num_lookahead_tokens=lookahead)
+        got = self.real.allocate_slots(real, num_new, num_lookahead_tokens=num_drafts)
         assert (got is not None) == expected
         if expected:
             self.check_tables(request)
@@ -336,15 +333,16 @@ class ManagerMachine(RuleBasedStateMachine):
         unfinished = [r for r, request in self.requests.items() if request.status != "finished"]
         return sorted(set(unfinished) - set(self.pending))
 
-    def cut(self, request, real, computed, num_new):
+    def cut(self, request, real, computed, num_new, num_drafts=0):
         """Number of new tokens up to the first position at which the state is saved."""
         cut = num_new
         for states in self.slow.states.values():
             cut = slow_states.cut(
                 *(request, computed, cut),
-                *(states.block_size, self.slow.saves_states, states.interval),
+                *(states.block_size, self.slow.saves_states, states.interval, num_drafts),
             )
-        assert self.real.cut_at_save_point(real, computed, num_new) == cut
+        has_drafts = num_drafts > 0
+        assert self.real.cut_at_save_point(real, computed, num_new, has_drafts=has_drafts) == cut
         return cut
 
     def slow_state(self):
@@ -382,7 +380,10 @@ class ManagerMachine(RuleBasedStateMachine):
             work.append((self.slow.tables[req_id], chain(tokens, request.scope), step))
         written = {}
         for tables, contents, step in work:
-            self.memory.write(tables, contents, step.start, step.end, written, step)
+            self.memory.write(
+                *(tables, contents, step.start, step.end, written, step),
+                num_drafts=len(step.drafts),
+            )
         for tables, contents, step in work:
             self.memory.read(tables, contents, step.start, step.end)
         self.real.finish_step()
@@ -396,8 +397,10 @@ class ManagerMachine(RuleBasedStateMachine):
         request, real = self.requests[req_id], self.real_requests[req_id]
         num_accepted = draw.randint(0, len(step.drafts))
         request.has_run = True
-        request.num_computed = step.end - len(step.drafts) + num_accepted
+        request.num_computed = step.end - len(step.drafts)
         if request.num_computed >= len(request.tokens):
+            # With states, accepted drafts are computed again.
+            request.num_computed += 0 if self.has_states else num_accepted
             request.tokens += step.drafts[:num_accepted]
             if len(request.tokens) < MAX_MODEL_LEN:
                 request.tokens.append(draw.randrange(3))

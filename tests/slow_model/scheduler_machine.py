@@ -66,7 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         # Often so small that a prompt takes several steps and leaves little for other requests.
         self.budget = draw.choice([draw.randint(self.max_num_seqs, 8), draw.randint(6, 40)])
         has_states = any(kind.name == "state" for kind in self.kinds)
-        self.num_drafts = 0 if has_states else draw.choice([0, 0, 2])
+        self.num_drafts = draw.choice([0, 0, 2])
         is_async = self.NUM_STEPS_IN_FLIGHT > 1
         samples_one = self.num_drafts or is_async or self.is_quiet
         self.tokens_per_sample = 1 if samples_one else draw.choice([1, 1, 3])

@@ -97,8 +97,9 @@ class SlowRunner:
             work.append((req_id, row, start, end, drafts, contents))
         for _req_id, row, start, _end, _drafts, contents in work:
             self.memory.read_states(row.tables_to_read(start), contents, start)
-        for _req_id, row, start, end, _drafts, contents in work:
-            self.memory.write(row.tables_to_write(start), contents, start, end, written, row)
+        for _req_id, row, start, end, drafts, contents in work:
+            tables = row.tables_to_write(start)
+            self.memory.write(tables, contents, start, end, written, row, num_drafts=len(drafts))
         for _req_id, row, start, end, _drafts, contents in work:
             self.memory.read(row.tables, contents, start, end)
         sampled, proposals = dict.fromkeys(output.num_scheduled_tokens, []), {}
@@ -172,6 +173,9 @@ class SlowRunner:
             row.num_computed = end
             return []
         num_known = len(row.token_ids)
+        # A state goes back to before the drafts, also to before accepted ones.
+        goes_back = any(kind.name == "state" for kind in self.kinds)
+        num_before_drafts = end - len(drafts)
         row.token_ids.append(next_token(row.contents[-1]))
         while drafts and row.token_ids[-1] == drafts[0]:
             drafts = drafts[1:]
@@ -179,7 +183,7 @@ class SlowRunner:
         while len(row.token_ids) < num_known + tokens_per_sample:
             row.token_ids.append(next_token(row.contents[-1]))
         sampled = row.token_ids[num_known:]
-        row.num_computed = end - len(drafts)
+        row.num_computed = num_before_drafts if goes_back else end - len(drafts)
         return sampled
 
     def propose(self, row, draw, num_drafts):

@@ -47,6 +47,8 @@ class SlowScheduler:
         self.lookahead = lookahead
         # Whether a step may be scheduled before the tokens of the previous one are known.
         self.is_async = is_async
+        # A state does not include drafts, so the next step computes them again.
+        self.goes_back = any(kind.name == "state" for kind in kinds)
         # While the last step proposed drafts, no step is scheduled before its tokens are known.
         self.waits_for_drafts = lookahead > 0
         # A connector that saves what each step wrote must see every step.
@@ -142,7 +144,7 @@ class SlowScheduler:
             num_new = min(num_new, request.max_tokens - 1 - request.num_computed)
             if num_new <= 0:
                 continue
-            num_new = self.cut(request, request.num_computed, num_new)
+            num_new = self.cut(request, request.num_computed, num_new, len(request.drafts))
             while request in self.running:
                 if self.kv.allocate(request, num_new, lookahead=self.lookahead):
                     self.give(request, num_new)
@@ -153,11 +155,11 @@ class SlowScheduler:
                 ):
                     self.preempt(self.victim())
 
-    def cut(self, request, computed, num_new):
+    def cut(self, request, computed, num_new, num_drafts=0):
         for states in self.kv.states.values():
             num_new = slow_states.cut(
                 *(request, computed, num_new),
-                *(states.block_size, self.kv.saves_states, states.interval),
+                *(states.block_size, self.kv.saves_states, states.interval, num_drafts),
             )
         return num_new
 
@@ -388,7 +390,8 @@ class SlowScheduler:
                     self.return_to_waiting(request)
                 continue
             if num_drafts:
-                request.num_computed -= num_drafts + 1 - len(tokens)
+                num_accepted = 0 if self.goes_back else len(tokens) - 1
+                request.num_computed -= num_drafts - num_accepted
             num_awaited = len(tokens) if step.num_decode_steps > 1 else 1
             request.num_placeholders = max(0, request.num_placeholders - num_awaited)
             kept, reason = [], None

@@ -32,7 +32,13 @@ def save_points(request, block_size, caching, interval=0):
     return points
 
 
-def cut(request, computed, num_new, block_size, caching, interval):
+def cut(request, computed, num_new, block_size, caching, interval, num_drafts=0):
+    if num_drafts and caching:
+        # If all of them are right, the request gets one more token. It passes no multiple.
+        end = len(request.tokens)
+        while any(m % block_size == 0 for m in range(end + 1, end + num_drafts + 1)):
+            num_drafts -= 1
+        num_new = min(num_new, end + num_drafts - computed)
     points = [p for p in save_points(request, block_size, caching, interval) if p > computed]
     return min([num_new, *(point - computed for point in points)])
 

@@ -30,7 +30,6 @@ class StateMachine(ManagerMachine):
         (full(2), state(1, 2), state(2, 2)),
     )
     CACHING = (True, True, True, False)
-    MAX_DRAFTS = 0
 
 
 class HybridMachine(ManagerMachine):

@@ -130,6 +130,8 @@ class BatchBuilder:
         views["query_start_loc"][1 : num_reqs + 1] = rows.ends_np
         views["query_start_loc"][num_reqs + 1 :] = num_tokens
         views["seq_lens"][:num_reqs] = rows.num_computed_np + rows.num_scheduled_np
+        if "state_ends" in views:
+            views["state_ends"][:num_reqs] = rows.ends_np - rows.num_drafts_np
         draws = plan_draws(rows, self._rows.is_pooled_np[rows.rows_np])
         num_draws = len(draws.req_idx_np)
         views["logits_indices"][:num_draws] = draws.token_idx_np

@@ -50,6 +50,7 @@ class StateRows(NamedTuple):
     has_one_token_each: bool
     reads_second: jax.Array | bool = False  # bool[num_reqs]
     writes_first: jax.Array | bool = False  # bool[num_reqs]
+    state_ends: jax.Array | None = None  # i32[num_reqs], see `StateInputs`
 
     def inputs(
         self,
@@ -68,6 +69,7 @@ class StateRows(NamedTuple):
             is_alive=self.is_alive,
             query_start_loc=self.query_start_loc,
             has_one_token_each=self.has_one_token_each,
+            state_ends=self.state_ends,
         )
 
 
@@ -84,17 +86,20 @@ def make_batch(
     max_query_len: int | None = None,
     widths: tuple[int, ...] = (),
     state_rows: StateRows | None = None,
+    state_ends: jax.Array | None = None,  # i32[num_reqs]
 ) -> ForwardBatch:
     """Makes a batch of requests with any number of tokens. See `ForwardBatch` for the arguments.
 
     Args:
         state_rows: The rows of states. None: the rows of the batch, which are all alive.
+        state_ends: See `StateInputs`; only without `state_rows`.
     """
     state_rows = state_rows or StateRows(
         num_computed=seq_lens - (query_start_loc[1:] - query_start_loc[:-1]),
         query_start_loc=query_start_loc,
         is_alive=jnp.ones(seq_lens.shape, bool),
         has_one_token_each=False,
+        state_ends=state_ends,
     )
     groups = tuple(
         state_rows.inputs(tables)

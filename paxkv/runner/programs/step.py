@@ -56,6 +56,7 @@ def unpack_batch(
         logits_indices=fields["logits_indices"],
         wants=shape.wants,
         widths=shape.widths,
+        state_ends=fields.get("state_ends"),
     )
 
 

@@ -257,3 +257,25 @@ def test_scheduler_has_the_drafts_that_the_runner_verifies(
     core = build_core(config).core
     assert core._scheduler.num_lookahead_tokens == 3
     core.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "batch_invariant", "message"),
+    [
+        ({"method": "draft_model", "model": "smaller"}, False, "Use method 'ngram' or 'suffix'"),
+        ({"method": "ngram", "drafts_in_bursts": True}, False, "only in single steps"),
+        ({"method": "ngram"}, True, "only in single steps"),
+        ({"method": "suffix"}, False, None),
+    ],
+)
+def test_models_with_states_verify_drafts_of_the_host_in_single_steps(
+    fields: dict[str, object], batch_invariant: bool, message: str | None
+) -> None:
+    speculative = SpeculativeConfig(num_speculative_tokens=3, **fields)
+    config = RunnerConfig(speculative_config=speculative, batch_invariant=batch_invariant)
+    runner = SimpleNamespace(max_drafts=3, kv_cache_config=SimpleNamespace(has_states=True))
+    if message is None:
+        assert paxkv.entrypoints.build._find_num_lookahead_tokens(config, runner) == 3
+        return
+    with pytest.raises(ConfigError, match=message):
+        paxkv.entrypoints.build._find_num_lookahead_tokens(config, runner)

@@ -48,6 +48,19 @@ def test_steps_end_where_the_state_is_saved():
     assert ONLY_FORKS.cut(request, 0, 100) == 99
 
 
+def test_drafts_end_before_the_request_could_pass_a_multiple():
+    request = FakeRequest("r", range(109))
+    cuts = [POINTS.cut(request, 107, num, has_drafts=True) for num in (3, 4, 5, 9)]
+    # The two drafts at 109 and 110 are right: then 112 tokens are known.
+    assert cuts == [3, 4, 4, 4]
+    assert ONLY_FORKS.cut(request, 107, 9, has_drafts=True) == 9
+    every = SavePoints(block_size=BLOCK_SIZE, interval=16)
+    for num_tokens, num_drafts in ((111, 0), (112, 9), (113, 9)):
+        request = FakeRequest("r", range(num_tokens))
+        num_new = 1 + 9
+        assert every.cut(request, num_tokens - 1, num_new, has_drafts=True) == 1 + num_drafts
+
+
 def test_long_prompts_save_at_every_interval():
     request = FakeRequest("r", range(100))
     save_points = SavePoints(block_size=BLOCK_SIZE, interval=32)

@@ -405,12 +405,10 @@ def test_ended_request_with_one_token_is_continued_from_its_last_state():
     assert scheduler.kv_cache_manager.usage == 0
 
 
-@pytest.mark.parametrize(
-    "settings", [{"num_lookahead_tokens": 1}, {"connector": InMemoryConnector()}]
-)
-def test_drafts_and_connectors_are_rejected(settings):
+@pytest.mark.parametrize("settings", [{"use_eagle": True}, {"connector": InMemoryConnector()}])
+def test_draft_heads_and_connectors_are_rejected(settings):
     with pytest.raises(
-        ConfigError, match="a model with states cannot use a KV connector or drafts"
+        ConfigError, match="a model with states cannot use a KV connector or a draft head"
     ):
         make_scheduler(specs=(full(), SLOTS), **settings)
 

@@ -1,0 +1,105 @@
+"""Models with states verify drafts: no answer changes, whatever else the engine does."""
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from models import load_model
+from paxkv.config.sampling_params import SamplingParams
+from paxkv.contracts.engine_request import EngineRequest
+from paxkv.contracts.kv_cache_spec import MambaSpec
+from paxkv.runner import model_runner
+from paxkv.runner.features.feature_list import make_features
+from paxkv.runner.shapes import step_buckets
+from tests.end_to_end.engine_runs import run
+from tests.end_to_end.parity import make_checkpoint
+from tests.oracles import families
+from tests.paxkv.runner.features.oracle_drafter import OracleDrafter
+from tests.paxkv.runner.shared_runners import MAX_MODEL_LEN, make_runner
+
+FAMILIES = [
+    "qwen3-next",
+    *(pytest.param(family, marks=pytest.mark.slow) for family in ("bamba", "kimi-linear", "jamba")),
+]
+MAX_TOKENS = 14
+NUM_RUNS = 6
+
+
+def make_requests() -> list[EngineRequest]:
+    """Prompts with common beginnings, greedy and sampled; the last two fork from the first."""
+    rng = random.Random(1)
+    beginning = [rng.randrange(3, families.VOCAB) for _ in range(18)]
+    requests = []
+    for idx, (num_shared, num_own) in enumerate([(18, 3), (18, 7), (16, 1), (5, 0), (9, 8)]):
+        own = [rng.randrange(3, families.VOCAB) for _ in range(num_own)]
+        sampled = {"temperature": 1.0, "seed": idx, "top_k": 3} if idx % 2 else {"temperature": 0.0}
+        requests.append(
+            EngineRequest(
+                request_id=str(idx),
+                prompt_token_ids=beginning[:num_shared] + own,
+                sampling_params=SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **sampled),
+            )
+        )
+    source = dataclasses.replace(requests[0], request_id="source", keep_blocks=True)
+    forks = [
+        dataclasses.replace(requests[0], request_id=f"fork{idx}", fork_from="source")
+        for idx in range(2)
+    ]
+    return [*requests, source, *forks]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_change_no_answer(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(family, tmp_path, 1, is_shallow=True, is_sharp=True)
+    drafter = OracleDrafter()
+    monkeypatch.setattr(
+        model_runner, "make_features", lambda *args: (*make_features(*args), drafter)
+    )
+    # One program of steps, and one of bursts.
+    monkeypatch.setattr(step_buckets, "token_buckets", lambda most, verifies_drafts=False: (most,))
+    monkeypatch.setattr(step_buckets, "decode_buckets", lambda max_num_seqs: (max_num_seqs,))
+    runner = make_runner(load_model(tmp_path, dtype="float32"))
+    requests = make_requests()
+    truth = {
+        request.request_id: run(runner, [request])[0][request.request_id] for request in requests
+    }
+    drafter.truth = {req_id: answer.token_ids for req_id, answer in truth.items()}
+    specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
+    # A slot and the blocks of the longest request, for two requests.
+    needed = {spec: 1 if isinstance(spec, MambaSpec) else MAX_MODEL_LEN // 8 for spec in specs}
+    num_tiny = 1 + 2 * sum(
+        num * (spec.num_slot_blocks if isinstance(spec, MambaSpec) else 1)
+        for spec, num in needed.items()
+    )
+    num_preempted = num_accepted = 0
+    for seed in range(NUM_RUNS):
+        rng = random.Random(seed)
+        drafter.wrong_rate = (0.0, 0.3, 0.6)[seed % 3]
+        aborted = str(rng.randrange(5))
+        is_tiny = seed % 2 == 1
+        answers, num_preemptions = run(
+            runner,
+            rng.sample(requests, len(requests)),
+            max_drafts=OracleDrafter.max_drafts,
+            is_async=rng.random() < 0.5,
+            num_blocks=num_tiny if is_tiny else None,
+            caching=rng.random() < 0.7,
+            arrivals=sorted(rng.choices(range(20), k=len(requests) - 2)),
+            aborts=[(rng.randrange(30), aborted)],
+        )
+        for req_id, answer in answers.items():
+            wanted = truth[req_id].token_ids
+            if req_id == aborted:
+                wanted = wanted[: len(answer.token_ids)]
+            assert answer.token_ids == wanted, (seed, req_id)
+        num_preempted += num_preemptions
+        num_accepted += sum(answer.num_accepted_tokens for answer in answers.values())
+    assert num_accepted > NUM_RUNS * MAX_TOKENS
+    assert num_preempted > 0
