@@ -223,6 +223,43 @@ class KernelSettings:
             out_specs=y_spec,
         )
 
+    def scaled_grouped_matmul(
+        self,
+        x: jax.Array,  # f[num_tiles * tile_rows, in_features]
+        numbers: jax.Array,  # u8 or i8[num_experts, num_groups, bytes_per_group, out_features]
+        scales: jax.Array,  # f32 or u8[num_experts, num_groups, out_features]
+        zeros: jax.Array | None,  # u8[num_experts, num_groups, out_features]
+        tiles: pallas_kernels.GroupTiles,
+        *,
+        number_format: pallas_kernels.NumberFormat,
+        split: ExpertSplit,
+    ) -> jax.Array:  # f[num_tiles * tile_rows, out_features]
+        """As `pallas_kernels.scaled_grouped_matmul`.
+
+        Args:
+            split: See `ExpertSplit`.
+        """
+
+        def multiply(x: jax.Array, *arrays: jax.Array | None) -> jax.Array:
+            y = pallas_kernels.scaled_grouped_matmul(
+                *(x, *arrays),
+                number_format=number_format,
+                implementation=self.implementation,
+                target=self.target,
+            )
+            is_part = split == "in" and self.num_shards > 1
+            return jax.lax.psum(y, MODEL_AXIS) if is_part else y
+
+        axis = {"experts": 0, "in": 1, "parts": 1, "out": 2}[split]
+        scales_spec = PartitionSpec(*[None] * axis, MODEL_AXIS)
+        numbers_spec = PartitionSpec(None, None, *scales_spec[1:]) if axis == 2 else scales_spec
+        x_spec, tiles_spec, y_spec = specs_of_tiles(split)
+        return self.by_device(
+            *(multiply, x, numbers, scales, zeros, tiles.groups, tiles.sizes),
+            in_specs=(x_spec, numbers_spec, scales_spec, scales_spec, tiles_spec, tiles_spec),
+            out_specs=y_spec,
+        )
+
     def copy_blocks(
         self,
         pages: Pages,

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,17 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from models.forward.kernel_settings import (
-    ExpertSplit,
-    KernelSettings,
-    MatrixSplit,
-    specs_of_tiles,
-)
+from models.forward.kernel_settings import ExpertSplit, KernelSettings, MatrixSplit
 from models.layers.product import dot_float32
 from models.stored_kernels.few_rows import MAX_FEW_ROWS, multiply_few_rows
 from models.stored_kernels.panels import Panels
 from models.stored_kernels.stored_kernel import StoredKernel, UseKernel
-from models.weight_rule import MODEL_AXIS, SplitAxis, split_spec
+from models.weight_rule import SplitAxis, split_spec
 from pallas_kernels import GroupTiles
 from pallas_kernels.number_format import MAX_E4M3, MIDDLE, NumberFormat, has_pairs
 
@@ -167,38 +162,25 @@ class ScaledKernel(StoredKernel):
         *,
         split: ExpertSplit,
     ) -> jax.Array:  # f[num_tiles * tile_rows, out_features]
-        if settings.num_shards == 1 or self.num_panels > 1:
-            y = self._multiply_tiles(
-                x, tiles.groups, lambda idx: use(lambda idx, kernel: kernel._panel_of(idx), idx)
+        if self.num_panels > 1:
+            return self._multiply_tiles(x, tiles.groups, use)[:, : self.out_features]
+
+        def multiply(x: jax.Array, kernel: ScaledKernel) -> jax.Array:
+            # Without the axis of panels.
+            own = jax.tree.map(lambda array: array[:, 0], kernel.panels)
+            return settings.scaled_grouped_matmul(
+                *(x, own.numbers, own.scales, own.zeros, tiles),
+                number_format=own.number_format,
+                split=split,
             )
-            return y[:, : self.out_features]
 
-        def on_device(x: jax.Array, groups: jax.Array, kernel: ScaledKernel) -> jax.Array:
-            y = kernel._multiply_tiles(x, groups, kernel._panel_of)
-            return lax.psum(y, MODEL_AXIS) if split == "in" else y
-
-        axes = {
-            "in": (None, "inner", None),
-            "parts": (None, "inner", None),
-            "out": (None, None, "inner"),
-            "experts": ("own_experts", None, None),
-        }
-        specs = jax.tree.unflatten(jax.tree.structure(self), self.specs(axes[split]))
-        x_spec, tiles_spec, y_spec = specs_of_tiles(split)
-        return use(
-            lambda x, kernel: settings.by_device(
-                *(on_device, x, tiles.groups, kernel),
-                in_specs=(x_spec, tiles_spec, specs),
-                out_specs=y_spec,
-            ),
-            x,
-        )
+        return use(multiply, x)
 
     def _multiply_tiles(
         self,
         x: jax.Array,  # f[num_tiles * tile_rows, in_features]
         groups: jax.Array,  # i32[num_tiles]
-        panel_of: Callable[[jax.Array], Panels],
+        use: UseKernel,
     ) -> jax.Array:  # f[num_tiles * tile_rows, num_panels * width]
         num_experts, num_panels, width = *self.numbers.shape[:2], self.numbers.shape[-1]
         tile_rows = x.shape[0] // groups.shape[0]
@@ -208,7 +190,9 @@ class ScaledKernel(StoredKernel):
             tile_idx, panel_idx = turn // num_panels, turn % num_panels
             start = tile_idx * tile_rows
             tile = lax.dynamic_slice_in_dim(x, start, tile_rows, allow_negative_indices=False)
-            panel = panel_of(groups[tile_idx] * num_panels + panel_idx)
+            panel = use(
+                lambda idx, kernel: kernel._panel_of(idx), groups[tile_idx] * num_panels + panel_idx
+            )
             columns = dot_float32(tile, panel.widen(x.dtype)).astype(x.dtype)
             return _update(out, columns, start, panel_idx * width)
 

@@ -12,7 +12,7 @@ from models.loading.loaded_module import LoadedModule
 
 # One expert gets rows for more than two tiles, one gets no row, and one gets a single row. The
 # matrix of an expert may be large, so there are only these three.
-_NUM_EXPERTS = 3
+NUM_EXPERTS = 3
 # Rows that go to no expert, like padding.
 _NUM_UNROUTED = 3
 
@@ -42,7 +42,7 @@ class CheckedProduct:
         own = {tile_rows: body for tile_rows, body in bodies.items() if body != "xla"}
         kernel = _random_kernel(self) if own else None
         for tile_rows, body in own.items():
-            rows, expert_ids = _random_rows(self, tile_rows)
+            rows, expert_ids = random_rows(tile_rows, self.in_features, self.dtype)
             got_np, expected_np = (
                 np.asarray(_multiply(rows, expert_ids, kernel, tile_rows, chosen), np.float32)
                 for chosen in (body, "xla")
@@ -64,7 +64,7 @@ def products_of(model: LoadedModule) -> frozenset[CheckedProduct]:
         for name, value in model.parameters.items()
         if model.weight_rules[name].layout == "experts"
     )
-    # A `StoredKernel` that is not an array uses plain XLA.
+    # `scaled_check` compares quantized kernels. Other kernels that are no arrays use plain XLA.
     return frozenset(
         CheckedProduct(*kernel.sharding.shard_shape(kernel.shape)[1:], kernel.dtype.name)
         for kernel in kernels
@@ -74,10 +74,10 @@ def products_of(model: LoadedModule) -> frozenset[CheckedProduct]:
 
 def _preferred_body(product: CheckedProduct, tile_rows: int, target: pallas_kernels.Target) -> str:
     dtype = jnp.dtype(product.dtype)
-    tiles = jax.ShapeDtypeStruct((_NUM_EXPERTS,), jnp.int32)
+    tiles = jax.ShapeDtypeStruct((NUM_EXPERTS,), jnp.int32)
     return pallas_kernels.grouped_matmul_body(
-        jax.ShapeDtypeStruct((_NUM_EXPERTS * tile_rows, product.in_features), dtype),
-        jax.ShapeDtypeStruct((_NUM_EXPERTS, product.in_features, product.out_features), dtype),
+        jax.ShapeDtypeStruct((NUM_EXPERTS * tile_rows, product.in_features), dtype),
+        jax.ShapeDtypeStruct((NUM_EXPERTS, product.in_features, product.out_features), dtype),
         *(tiles, tiles),
         target=target,
     )
@@ -85,22 +85,22 @@ def _preferred_body(product: CheckedProduct, tile_rows: int, target: pallas_kern
 
 def _random_kernel(
     product: CheckedProduct,
-) -> jax.Array:  # f[_NUM_EXPERTS, in_features, out_features]
-    """Draws the matrices on the device, which is fast. Products with `_random_rows` are near 1."""
-    shape = (_NUM_EXPERTS, product.in_features, product.out_features)
+) -> jax.Array:  # f[NUM_EXPERTS, in_features, out_features]
+    """Draws the matrices on the device, which is fast. Products with `random_rows` are near 1."""
+    shape = (NUM_EXPERTS, product.in_features, product.out_features)
     drawn = jax.random.normal(jax.random.key(0), shape, product.dtype)
     return drawn * jnp.asarray(product.in_features**-0.5, drawn.dtype)
 
 
-def _random_rows(
-    product: CheckedProduct, tile_rows: int
+def random_rows(
+    tile_rows: int, in_features: int, dtype: str
 ) -> tuple[jax.Array, jax.Array]:  # f[num_rows, in_features], i32[num_rows]
     """Returns rows, and the expert of each row."""
     rng = np.random.default_rng(tile_rows)
     sizes = (2 * tile_rows + 1, 0, 1, _NUM_UNROUTED)
-    expert_ids_np = rng.permutation(np.repeat(np.arange(_NUM_EXPERTS + 1, dtype=np.int32), sizes))
-    rows_np = rng.standard_normal((len(expert_ids_np), product.in_features), np.float32)
-    return jnp.asarray(rows_np, product.dtype), jnp.asarray(expert_ids_np)
+    expert_ids_np = rng.permutation(np.repeat(np.arange(NUM_EXPERTS + 1, dtype=np.int32), sizes))
+    rows_np = rng.standard_normal((len(expert_ids_np), in_features), np.float32)
+    return jnp.asarray(rows_np, dtype), jnp.asarray(expert_ids_np)
 
 
 def _multiply(
@@ -113,7 +113,7 @@ def _multiply(
     @jax.jit
     def run(rows: jax.Array, expert_ids: jax.Array, kernel: jax.Array) -> jax.Array:
         tiles = pallas_kernels.make_group_tiles(
-            expert_ids, num_groups=_NUM_EXPERTS, tile_rows=tile_rows
+            expert_ids, num_groups=NUM_EXPERTS, tile_rows=tile_rows
         )
         y = pallas_kernels.grouped_matmul(
             *(rows[tiles.rows], kernel, tiles.groups, tiles.sizes), implementation=implementation

@@ -61,7 +61,7 @@ def choose_implementation(
         reason = why_kernels_differ(tests, target)
         for tested, own in (
             ("the product of experts", products),
-            ("the product with a quantized matrix", scaled_products),
+            ("the product with quantized matrices", scaled_products),
         ):
             reason = reason or why_kernels_differ(
                 sorted(own, key=dataclasses.astuple), target, tested=tested

@@ -1,4 +1,6 @@
-"""If the kernel for quantized matrices differs from XLA, the engine notices it."""
+"""If a kernel for quantized matrices differs from XLA, the engine notices it."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +17,15 @@ from tests.paxkv.runner.programs.test_kernel_check import H200, FakeH200
 PRODUCT = CheckedScaledProduct(2, 32, 64, "int4", True, "bfloat16")
 
 
-def spoil_products(monkeypatch, spoil):
+def spoil_products(monkeypatch, spoil, op="scaled_matmul"):
     """Makes the products of every body wrong, except those of XLA."""
-    multiply = pallas_kernels.scaled_matmul
+    multiply = getattr(pallas_kernels, op)
 
     def spoiled(*args, implementation, **options):
         y = multiply(*args, implementation="xla", **options)
         return y if implementation == "xla" else spoil(y)
 
-    monkeypatch.setattr(pallas_kernels, "scaled_matmul", spoiled)
+    monkeypatch.setattr(pallas_kernels, op, spoiled)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,14 @@ def test_wrong_products_are_noticed_and_xla_is_used(monkeypatch, spoil):
     choice = choose_implementation("auto", (), (), (PRODUCT,), FakeH200())
     assert choice.implementation == "xla"
     assert "product of 5 rows with int4 in groups of 32 bytes differs" in choice.why_no_kernels
+
+
+def test_wrong_products_of_experts_are_noticed(monkeypatch):
+    product = dataclasses.replace(PRODUCT, is_of_experts=True)
+    assert why_kernels_differ([product], H200, implementation="reference") is None
+    spoil_products(monkeypatch, lambda y: y.at[:, -1].set(0), "scaled_grouped_matmul")
+    reason = why_kernels_differ([product], H200, implementation="reference")
+    assert "product of tiles of 8 rows with int4 in groups of 32 bytes differs" in reason
 
 
 @pytest.mark.parametrize("number_format", ["int4", "int8", "e4m3"])
@@ -73,5 +83,6 @@ def test_the_quantized_matrices_of_a_module_are_its_products():
     assert scaled_products_of(Module()) == {
         CheckedScaledProduct(2, 32, 192, "int8", False, "bfloat16"),
         CheckedScaledProduct(12, 32, 320, "int8", False, "bfloat16"),
+        CheckedScaledProduct(2, 32, 192, "int8", False, "bfloat16", is_of_experts=True),
     }
     assert isinstance(Module.parameters["norm"], jax.Array)
