@@ -51,7 +51,7 @@ def test_cutting_a_prompt_changes_nothing(run_jitted):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("has_decay_per_row", [False, True])
+@pytest.mark.parametrize("has_decay_per_row", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_cutting_a_prompt_between_chunks_changes_nothing(has_decay_per_row, run_jitted):
     case = GatedDeltaRuleCase(
         name="prompt",

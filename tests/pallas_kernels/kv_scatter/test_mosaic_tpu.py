@@ -24,7 +24,7 @@ from pallas_kernels.kv_scatter.mosaic_tpu import (
 from pallas_kernels.kv_scatter.reference import kv_scatter_reference
 from tests.quick_compile import slow_unless_named
 
-QUICK_CASES = ("block_64_head_dim_128", "mla_without_v", "bfloat16")
+QUICK_CASES = ("mla_without_v", "bfloat16")
 
 
 def assert_caches_equal(got, wanted):

@@ -18,19 +18,16 @@ from tests.quick_compile import quick_jit, slow_unless_named
 TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
 
 
-# Every rule, dtype and edge once. The other cases run with `pytest -m slow`.
+# Every rule and edge once, and each way to store the cache. The other cases run with
+# `pytest -m slow`.
 QUICK_CASES = (
-    "mixed_head_dim_80",
     "many_tiles_and_chunks",
     "long_chunks",
-    "empty_requests",
     "padding_only",
     "not_causal",
     "everything_float32",
-    "everything_bfloat16",
     "mixed_float16_cache",
     "bfloat16_as_uint16",
-    "everything_float16_as_uint16",
 )
 
 
