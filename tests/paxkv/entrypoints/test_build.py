@@ -3,6 +3,7 @@
 import dataclasses
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ from paxkv.config.engine_config import (
 from paxkv.config.sampling_defaults import GenerationConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.config.speculative_config import SpeculativeConfig
+from paxkv.entrypoints import build
 from paxkv.entrypoints.build import (
     DEMO_MODEL_NAME,
     build_core,
@@ -275,7 +277,7 @@ def test_models_with_states_verify_drafts_of_the_host_in_single_steps(
     config = RunnerConfig(speculative_config=speculative, batch_invariant=batch_invariant)
     runner = SimpleNamespace(max_drafts=3, kv_cache_config=SimpleNamespace(has_states=True))
     if message is None:
-        assert paxkv.entrypoints.build._find_num_lookahead_tokens(config, runner) == 3
+        assert build._find_num_lookahead_tokens(config, runner) == 3
         return
     with pytest.raises(ConfigError, match=message):
-        paxkv.entrypoints.build._find_num_lookahead_tokens(config, runner)
+        build._find_num_lookahead_tokens(config, runner)
