@@ -27,8 +27,8 @@ from tests.oracles.recipes import NUM_GREEDY_TOKENS, RECIPES
 # Largest difference to the truth, as a share of the largest absolute logit.
 TOLERANCE = 1e-4
 
-# One recipe of each kind runs in the normal suite: layers that are alike, frequencies that depend on
-# the length, two kinds of layers in turn, norms on both sides with caps, and a period of six.
+# One recipe of each kind runs in the normal suite: layers that are alike, frequencies that depend
+# on the length, two kinds of layers in turn, norms on both sides with caps, and a period of six.
 NORMAL_RECIPES = ("llama", "rope_dynamic", "qwen3_layer_types", "gemma2", "gemma3")
 # The others run with `pytest -m slow`. `test_parity.py` compares their families with live
 # transformers, and `test_rotary.py` has the frequencies of every kind.
