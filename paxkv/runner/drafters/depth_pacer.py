@@ -89,6 +89,7 @@ class DepthPacer:
         num_prompt_tokens: int = 0,
         num_drawn: int,
         num_drafts: int,
+        num_verified: int | None = None,
         num_decode_steps: int,
         is_decode: bool,
     ) -> None:
@@ -98,8 +99,9 @@ class DepthPacer:
             num_prompt_tokens: Tokens that the step computed, if it computed prompts; otherwise 0.
             num_drawn: Tokens that the requests got from the step.
             num_drafts: Drafts of each request that the head proposed after the step.
-            is_decode: Whether the step is measured: every request computed only its last token, and
-                as many drafts as the head then proposed.
+            num_verified: Most drafts of a request that the step verified; by default `num_drafts`.
+                A step that proposes another number measures the time of neither number.
+            is_decode: Whether every request computed only its last token, and drafts if any.
         """
         now_s = self._clock()
         self._num_drawn = _DECAY * self._num_drawn + num_drawn
@@ -116,14 +118,17 @@ class DepthPacer:
         if last_s is None or not is_decode:
             return
         took_s, size = now_s - last_s, round_up(num_reqs)
-        if not any(self._choices) and num_drafts == 0:
+        is_measured = num_verified in (None, num_drafts)
+        if is_measured and not any(self._choices) and num_drafts == 0:
             self._plain_times.setdefault(size, StepTimes()).record(
                 took_s / num_decode_steps, num_decode_steps
             )
             num_known = self._num_plain_steps.get(size, 0)
             self._num_plain_steps[size] = num_known + num_decode_steps
-        elif all(self._choices) and num_drafts > 0:
-            self._draft_times.setdefault((size, num_drafts), StepTimes()).record(took_s)
+        elif all(self._choices) and num_decode_steps == 1:
+            if is_measured and num_drafts > 0:
+                self._draft_times.setdefault((size, num_drafts), StepTimes()).record(took_s)
+            # At the end of a request, fewer drafts may be left to verify.
             self._drawn_share += _SHARE_WEIGHT * (
                 num_drawn / self._num_expected - self._drawn_share
             )

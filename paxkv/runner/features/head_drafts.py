@@ -138,15 +138,14 @@ class HeadDrafts(StepFeature):
             if req_id not in step.complete_ids:
                 acceptance.start_over(self._incomplete_total)
             drawn[req_id] = acceptance
-        # A step that verifies one number of drafts and proposes another measures neither number.
-        is_between = step.num_drafts != step.num_proposed
         self._pacer.record_step(
             num_reqs=len(output.req_ids),
             num_prompt_tokens=0 if step.is_decode else step.num_tokens,
             num_drawn=sum(map(len, output.sampled_token_ids)),
             num_drafts=step.num_proposed,
+            num_verified=step.num_drafts,
             num_decode_steps=step.num_decode_steps,
-            is_decode=step.is_decode and not is_between,
+            is_decode=step.is_decode,
         )
         if not drawn:
             return {}

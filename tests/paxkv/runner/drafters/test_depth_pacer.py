@@ -194,6 +194,30 @@ def test_time_of_a_burst_counts_for_each_of_its_steps():
     assert times.expected_s == 1.0
 
 
+@pytest.mark.parametrize(("length", "best"), [(9, 0), (41, 3)])
+def test_steps_at_the_end_of_answers_that_verify_fewer_drafts_lower_the_gain(length, best):
+    """A step with three drafts takes as long as 3.5 tokens. All drafts are right."""
+    now_s, chosen = 0.0, []
+    pacer = DepthPacer(3, clock=lambda: now_s)
+    for _ in range(2000 // length):
+        num_left = length
+        while num_left:
+            num_drafts = pacer.choose([0.99])
+            chosen.append(num_drafts)
+            num_verified = min(num_drafts, num_left - 1)
+            now_s += 3.5 if num_drafts else 1.0
+            num_left -= 1 + num_verified
+            pacer.record_step(
+                num_reqs=1,
+                num_drawn=1 + num_verified,
+                num_drafts=num_drafts,
+                num_verified=num_verified,
+                num_decode_steps=1,
+                is_decode=True,
+            )
+    assert chosen[-100:].count(best) > 85
+
+
 def test_drafts_that_requests_do_not_get_because_they_end_lower_the_gain():
     """Each step has 3 right drafts, but its requests end after one more token."""
     pacer = DepthPacer(3, clock=iter(range(10_000)).__next__)
