@@ -3,7 +3,8 @@
 The normal suite compares the families of `EVERY_SETTING` under all settings of `parity`, with few
 layers and few programs: one of steps and one of bursts, since compiling takes most of the time.
 Together these families have every kind of context. Those of `EVERY_KIND` also run batch-invariant
-programs and `CompiledGenerator`. Every other family has the cheap check of `forward_check`.
+programs and `CompiledGenerator`. Every other family has the cheap check of `forward_check`, except
+for those whose decoder is that of a family that has it.
 
 `pytest -m slow` runs three seeds of every family with all its layers, every size of program, and
 programs of every kind. It does the same for the language models of `wholes`.
@@ -17,10 +18,19 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from models import load_model
+from models.registry import family_class
 from tests.end_to_end.forward_check import forward_share_of_bound
-from tests.end_to_end.parity import TABLE_HEAD, ParityEngine, Reference, make_reference, table_line
+from tests.end_to_end.parity import (
+    TABLE_HEAD,
+    ParityEngine,
+    Reference,
+    make_checkpoint,
+    make_reference,
+    table_line,
+)
 from tests.oracles import wholes
-from tests.oracles.test_families import LOADED
+from tests.oracles.test_families import DECODERS, LOADED, architecture_of
 
 # `test_serving_matches_transformers` runs a llama, full attention and a gated MLP.
 EVERY_SETTING = (
@@ -32,10 +42,29 @@ EVERY_SETTING = (
     "bloom",  # ALiBi
     "qwen3-next",  # states of Gated DeltaNet, and gated attention
 )
-EVERY_KIND = ("deepseek-v3", "qwen3-next")
+EVERY_KIND = ("qwen3-next",)
 # No family above has their ops, so their check runs the XLA bodies: the scans of Mamba and Mamba2.
 XLA_BODIES = ("mamba", "bamba")
-OTHERS = [family for family in LOADED if family not in EVERY_SETTING]
+# Their classes only read config.json and name weights otherwise than the family that they derive
+# from. `test_dense_config.py` and its neighbours compare what they read with transformers.
+SAME_DECODER = (
+    *("mistral-window", "qwen2", "seed-oss", "smollm3", "cwm"),  # Llama's
+    "qwen3.5-moe",
+    "glm4-moe-lite",
+    "cohere2",
+    "granite-swa",
+    "olmo3",
+    *("granite-moe-swa", "granite-moe-shared"),
+    "gpt-bigcode",
+    "apertus1.5",
+    "gemma4-unified-text",
+)
+# Second configs of a family that run no line that the others do not run.
+SAME_LINES = (
+    *("ministral3-far", "llama3-rope", "hyperclovax-prenorm", "granite-moe-tied", "doge-window"),
+    *("qwen4-exp-odd", "zaya-skips"),
+)
+OTHERS = [family for family in LOADED if family not in {*EVERY_SETTING, *SAME_DECODER, *SAME_LINES}]
 
 
 @pytest.mark.parametrize("family", OTHERS)
@@ -45,6 +74,23 @@ def test_forward_pass_has_the_logits_of_transformers(family: str, tmp_path: Path
     share = forward_share_of_bound(family, tmp_path, 1, implementation=implementation)
     seconds = time.process_time() - start
     print(f"\n{family:20} {share:8.3f} of bound, {seconds:4.1f} s of CPU time")
+
+
+@pytest.mark.parametrize("family", SAME_DECODER)
+def test_family_without_a_decoder_of_its_own_loads(family: str, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path, 1, is_shallow=True, is_sharp=False)
+    loaded = load_model(tmp_path, dtype="float32")
+    own_class = family_class(loaded.config.architecture)
+    own = {
+        name
+        for name, value in vars(own_class).items()
+        if callable(getattr(value, "__func__", value))
+    }
+    assert own <= {"read_config", "weight_rules"}
+    compared = {
+        family_class(architecture_of(DECODERS[name]())) for name in (*OTHERS, *EVERY_SETTING)
+    }
+    assert own_class.__mro__[1] in compared
 
 
 @pytest.mark.parametrize("family", EVERY_SETTING)
