@@ -107,6 +107,12 @@ CASES: tuple[ScaledGroupedMatmulCase, ...] = (
         matrix=_matrix("int8", group_size=128, out_features=64, has_exponents=True),
     ),
     ScaledGroupedMatmulCase(
+        name="e2m1_bfloat16",
+        expert_sizes=(3, 0, 9),
+        tile_rows=8,
+        matrix=_matrix("e2m1", has_exponents=True, out_features=192),
+    ),
+    ScaledGroupedMatmulCase(
         name="no_rows_bfloat16",
         expert_sizes=(0, 0),
         tile_rows=8,

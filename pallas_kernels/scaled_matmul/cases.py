@@ -125,6 +125,21 @@ CASES: tuple[ScaledMatmulCase, ...] = (
         has_exponents=True,
         dtype="bfloat16",
     ),
+    ScaledMatmulCase(
+        name="e2m1_bfloat16",
+        number_format="e2m1",
+        num_groups=5,
+        num_rows=17,
+        has_exponents=True,
+        dtype="bfloat16",
+    ),
+    ScaledMatmulCase(
+        name="e2m1_groups_of_128_bfloat16",
+        number_format="e2m1",
+        group_size=128,
+        has_exponents=True,
+        dtype="bfloat16",
+    ),
     ScaledMatmulCase(name="int8_float16", number_format="int8", dtype="float16"),
 )
 

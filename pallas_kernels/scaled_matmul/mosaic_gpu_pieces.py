@@ -6,7 +6,7 @@ memory, up to `Plan.num_stages` ahead, so device memory is read in the stored wi
 warpgroup widens a piece in its registers, writes the floats to shared memory, and multiplies them.
 wgmma cannot read the numbers from registers, because a byte's neighbors belong to other outputs.
 
-Every int8, int4 and e4m3 is exact in bfloat16. The scales multiply the float32 sums of a turn.
+All numbers of these formats are exact in bfloat16. The scales multiply the float32 sums of a turn.
 
 wgmma multiplies 64 rows at a time, so the columns of the matrix are its rows, and the rows of x are
 its columns.
@@ -36,7 +36,12 @@ _MAX_ROWS_OF_WIDE = 32
 _NUM_STAGES, _NUM_STAGES_OF_MANY_ROWS = 4, 3
 _BYTES_PER_THREAD = 8  # numbers that a thread widens together
 COMPUTE, COPY = 0, 1  # the warpgroups
-_STORED_DTYPES = {"int4": jnp.int8, "int8": jnp.int8, "e4m3": jnp.float8_e4m3fn}
+_STORED_DTYPES = {
+    "int4": jnp.int8,
+    "int8": jnp.int8,
+    "e4m3": jnp.float8_e4m3fn,
+    "e2m1": jnp.int8,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,8 +280,13 @@ def _widen(stages: Stages, plan: Plan, stage: jax.Array) -> None:
     if plan.number_format == "int8":
         stages.widened[0] = numbers.astype(jnp.bfloat16)
         return
-    # Registers of bytes have no shifts. With its highest bit flipped, the high half of a byte is
-    # 16 * (number - 8).
+    # Registers of bytes have no shifts.
+    if plan.number_format == "e2m1":
+        low = _from_e2m1(numbers & jnp.int8(7), numbers & jnp.int8(8), 1)
+        high = _from_e2m1(numbers & jnp.int8(0x70), numbers & jnp.int8(-128), -16)
+        _store_pairs(stages, plan, low, high)
+        return
+    # With its highest bit flipped, the high half of a byte is 16 * (number - 8).
     low = (numbers & jnp.int8(15)).astype(jnp.bfloat16)
     high = ((numbers ^ jnp.int8(-128)) & jnp.int8(-16)).astype(jnp.bfloat16)
     high *= jnp.bfloat16(1 / 16)
@@ -287,6 +297,25 @@ def _widen(stages: Stages, plan: Plan, stage: jax.Array) -> None:
         high -= zeros - jnp.bfloat16(MIDDLE)
     else:
         low -= jnp.bfloat16(MIDDLE)
+    _store_pairs(stages, plan, low, high)
+
+
+def _from_e2m1(
+    magnitudes: jax.Array,  # i8, abs(unit) times the three bits
+    signs: jax.Array,  # i8, 8 * unit for negative numbers, otherwise 0
+    unit: int,
+) -> jax.Array:  # bf16
+    """Widens e2m1. Twice the magnitudes are 0, 1, 2, 3, 4, 6, 8 and 12 for the bits 0 to 7."""
+    bits = magnitudes.astype(jnp.bfloat16) * jnp.bfloat16(1 / abs(unit))
+    zero = jnp.bfloat16(0)
+    above_4 = jnp.maximum(bits - jnp.bfloat16(4), zero)
+    above_6 = jnp.maximum(bits - jnp.bfloat16(6), zero)
+    half = jnp.bfloat16(0.5) - signs.astype(jnp.bfloat16) * jnp.bfloat16(1 / (8 * unit))
+    return (bits + above_4 + above_6 + above_6) * half
+
+
+def _store_pairs(stages: Stages, plan: Plan, low: jax.Array, high: jax.Array) -> None:
+    """Writes the numbers in the low and the high bits of a piece to `stages.widened`."""
     if plan.num_products == 2:
         stages.widened[0], stages.widened[1] = low, high
     else:

@@ -21,6 +21,8 @@ SMALLEST_GRAPH = {"xla_gpu_graph_min_graph_size": 1}
         ("int4", 64, 64, {}, 96, 2),
         ("int4", 64, 128, {}, 96, 2),
         ("int8", 128, 16, {}, 80, 3),
+        ("e2m1", 32, 16, {}, 64, 4),
+        ("e2m1", 32, 128, {}, 112, 2),
         ("e4m3", 128, 8, {}, 72, 3),
         ("e4m3", 128, 16, {"out": 704}, 64, 4),
         ("e4m3", 128, 128, {}, 104, 2),
@@ -38,7 +40,7 @@ def test_kernel_fits_an_sm_without_spills(
 ):
     out = options.get("out", OUT_FEATURES)
     num_groups = IN_FEATURES // group_size
-    num_bytes = group_size // 2 if number_format == "int4" else group_size
+    num_bytes = group_size // 2 if number_format in ("int4", "e2m1") else group_size
     dtype = jnp.int8 if number_format == "int8" else jnp.uint8
     tiles = h200.array((NUM_TILES,), jnp.int32)
     program = compile_for_h200(

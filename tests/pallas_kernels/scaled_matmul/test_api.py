@@ -75,7 +75,7 @@ def test_signature_names_no_backend():
         ("int4", 64, 16, 64, jnp.bfloat16, "mosaic_gpu"),
         ("int8", 64, 2_880, 64, jnp.bfloat16, "mosaic_gpu"),
         ("e4m3", 8, 128, 64, jnp.bfloat16, "mosaic_gpu"),
-        ("e2m1", 8, 64, 64, jnp.bfloat16, "xla"),
+        ("e2m1", 8, 64, 64, jnp.bfloat16, "mosaic_gpu"),
         ("int4", 65, 64, 64, jnp.bfloat16, "xla"),
         ("int4", 64, 64, 64, jnp.float16, "xla"),
         ("int4", 64, 64, 32, jnp.bfloat16, "xla"),

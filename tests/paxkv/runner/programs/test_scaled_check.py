@@ -50,7 +50,7 @@ def test_wrong_products_of_experts_are_noticed(monkeypatch):
     assert "product of tiles of 8 rows with int4 in groups of 32 bytes differs" in reason
 
 
-@pytest.mark.parametrize("number_format", ["int4", "int8", "e4m3"])
+@pytest.mark.parametrize("number_format", ["int4", "int8", "e4m3", "e2m1"])
 def test_right_products_pass(number_format):
     product = CheckedScaledProduct(2, 32, 64, number_format, False, "bfloat16")
     assert why_kernels_differ([product], H200, implementation="reference") is None
