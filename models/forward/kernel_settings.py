@@ -50,6 +50,7 @@ class KernelSettings:
         num_context_ranks: Devices that share the positions of a request (`ContextRanks`).
         splits_experts: Whether each device has its own experts (`models.layers.expert_parallel`).
             `LoadedModel.with_kernels` sets it.
+        panels_per_turn: As `Platform.panels_per_turn`. `LoadedModel.with_kernels` sets it.
     """
 
     implementation: str | None = None
@@ -59,6 +60,7 @@ class KernelSettings:
     splits_kv_heads: bool = True
     splits_experts: bool = False
     num_context_ranks: int = 1
+    panels_per_turn: int = 32
 
     @classmethod
     def for_mesh(

@@ -13,23 +13,24 @@ from models.stored_kernels.stored_kernel import StoredKernel, UseKernel
 MAX_FEW_ROWS = 2
 # Rows of stored numbers that one iteration of the loop adds.
 _ROWS_PER_TURN = 8
-# Panels of one iteration. Their sums and numbers stay in the processor's first cache.
-_PANELS_PER_TURN = 32
 
 
 def multiply_few_rows(
     x: jax.Array,  # f32[num_x_rows, in_features]
     panels: Panels,
     use: UseKernel,
+    *,
+    panels_per_turn: int,
 ) -> jax.Array:  # f32[num_x_rows, num_panels * width]
     """Adds products of numbers with activations, a few rows of numbers at a time.
 
     Args:
         panels: Of the first kernel, for the sizes.
         use: As in `StoredKernel.multiply`. The kernel has the attribute `panels`.
+        panels_per_turn: Panels of one iteration.
     """
     num_panels, num_groups, num_rows, width = panels.numbers.shape
-    num_together = min(num_panels, _PANELS_PER_TURN)
+    num_together = min(num_panels, panels_per_turn)
     turn_rows = math.gcd(num_rows, _ROWS_PER_TURN)
     turns_per_group = num_rows // turn_rows
     num_turns = num_groups * turns_per_group
