@@ -1,6 +1,7 @@
 """Writes random checkpoints in Hugging Face layout, from NumPy and a seed alone.
 
-A checkpoint is a Qwen3, dense or with experts, or a DeepSeek V3 (`latent_shape.py`).
+A checkpoint is a Qwen3, dense or with experts, a DeepSeek V3 (`latent_shape.py`), or a Qwen3.5 or
+Bamba (`hybrid_shape.py`).
 
 Weights are normal with a width that keeps the variance of a product equal to that of its input.
 Logits then spread by about 1, the best two differ by about 0.2, and the next token depends on all
@@ -22,6 +23,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.command_line import output_folder, run_benchmark, seed_number
+from benchmarks.hybrid_shape import HybridShape
 from benchmarks.latent_shape import LatentShape
 
 MAX_POSITION_EMBEDDINGS = 2048
@@ -106,7 +108,9 @@ class ModelShape:
             yield f"{owner}.down_proj", (hidden, inner)
 
 
-MODEL_SHAPES: dict[str, ModelShape | LatentShape] = {
+AnyShape = ModelShape | LatentShape | HybridShape
+
+MODEL_SHAPES: dict[str, AnyShape] = {
     "tiny": ModelShape(
         hidden_size=64,
         num_layers=2,
@@ -154,6 +158,33 @@ MODEL_SHAPES: dict[str, ModelShape | LatentShape] = {
         num_experts_per_tok=4,
         vocab_size=16_384,
     ),
+    # Each multiplies a token with as many weights as "small" does, within 7 %.
+    "small-gdn": HybridShape(
+        hidden_size=512,
+        num_layers=8,
+        num_q_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+        intermediate_size=1536,
+        vocab_size=16_384,
+        is_mamba2=False,
+        num_state_heads=8,
+        state_head_dim=64,
+        state_key_dim=64,
+    ),
+    "small-mamba2": HybridShape(
+        hidden_size=512,
+        num_layers=8,
+        num_q_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+        intermediate_size=1280,
+        vocab_size=16_384,
+        is_mamba2=True,
+        num_state_heads=16,
+        state_head_dim=64,
+        state_key_dim=64,
+    ),
     "mid": ModelShape(
         hidden_size=1024,
         num_layers=28,
@@ -167,7 +198,7 @@ MODEL_SHAPES: dict[str, ModelShape | LatentShape] = {
 
 
 def write_checkpoint(
-    folder: Path, shape: ModelShape | LatentShape, *, seed: int = 0, dtype: str = "float32"
+    folder: Path, shape: AnyShape, *, seed: int = 0, dtype: str = "float32"
 ) -> Path:
     """Writes config.json and model.safetensors into `folder`, which is created if missing.
 
@@ -196,11 +227,16 @@ def write_checkpoint(
 
 
 def _draw(rng: np.random.RandomState, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    if "norm" in name:
+    if "norm" in name or name.endswith(".D"):
         return np.ones(shape)
+    # A state forgets a token after about 1 to 1,000 further tokens.
+    if name.endswith("A_log"):
+        return np.log(rng.uniform(1, 16, shape))
+    if name.endswith("dt_bias"):
+        return np.log(np.expm1(np.exp(rng.uniform(np.log(0.001), np.log(0.1), shape))))
     if "bias" in name:
         return 0.1 * rng.standard_normal(shape)
-    num_in = shape[1]
+    num_in = shape[-1]
     return num_in**-0.5 * rng.standard_normal(shape)
 
 
