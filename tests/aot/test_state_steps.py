@@ -1,0 +1,133 @@
+"""Whole steps of models with states, compiled for H200s."""
+
+import functools
+import json
+
+import pytest
+
+from models import load_model
+from models.platforms import GPU
+from tests.aot.step_programs import MAX_MODEL_LEN, NUM_REQS, burst, mixed_step
+
+NUM_LAYERS = 3
+NUM_MIXED_TOKENS = 256
+_COMMON = {
+    "vocab_size": 4_096,
+    "hidden_size": 512,
+    "intermediate_size": 1_024,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": MAX_MODEL_LEN,
+}
+# Recurrent layers have the heads of Qwen3-Next-80B and of Bamba-9B. The others are smaller.
+CONFIGS = {
+    "qwen3_5": {
+        **_COMMON,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "layer_types": ["linear_attention"] * 2 + ["full_attention"],
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    "bamba": {
+        **_COMMON,
+        "hidden_size": 2_048,
+        "architectures": ["BambaForCausalLM"],
+        "attn_layer_indices": [2],
+        "mamba_n_heads": 128,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+        "mamba_expand": 4,
+    },
+}
+NUM_STATE_LAYERS = NUM_LAYERS - 1
+# States of a layer that a program holds besides the cache, and bytes of other arrays.
+MOST_STATES_HELD, OTHER_BYTES = 2, 64 * 2**20
+# Bytes of the state of a layer and request in float32, without the window of its convolution.
+STATE_BYTES = {"qwen3_5": 32 * 128 * 128 * 4, "bamba": 128 * 64 * 128 * 4}
+KINDS = {
+    "decode": functools.partial(burst, max_steps=1),
+    "burst": burst,
+    "mixed": functools.partial(mixed_step, num_tokens=NUM_MIXED_TOKENS),
+}
+# (model, kind of step, number of devices)
+DECODES = [
+    *((name, "decode", num_devices) for name in CONFIGS for num_devices in (1, 4)),
+    ("qwen3_5", "burst", 1),
+]
+ALL = [*DECODES, ("qwen3_5", "mixed", 1)]
+
+
+def each(steps):
+    return pytest.mark.parametrize("step", steps, ids=lambda step: "_".join(map(str, step)))
+
+
+def model_for(name, platform, folder):
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    return load_model(folder, dtype="bfloat16", load_format="dummy", platform=platform)
+
+
+@pytest.fixture(scope="module")
+def compiled(h200, four_h200s, compile_for_h200, tmp_path_factory):
+    """Makes a step's `StepProgram` and its `CompiledProgram`, once for all tests."""
+
+    @functools.cache
+    def compile_step(step):
+        name, kind, num_devices = step
+        mesh = {1: h200, 4: four_h200s}[num_devices].mesh
+        program = KINDS[kind](model_for(name, GPU(), tmp_path_factory.mktemp("model")), mesh)
+        return program, compile_for_h200(
+            program.function,
+            *program.args,
+            mesh=mesh,
+            donate_argnums=program.donate_argnums,
+            compiler_options=GPU().compiler_options(["bfloat16"]),
+        )
+
+    return compile_step
+
+
+def state_bytes(name):
+    """Bytes of a layer's states of all requests. Each of several devices has the whole states."""
+    return STATE_BYTES[name] * NUM_REQS
+
+
+@each(ALL)
+def test_the_cache_is_in_place_and_temporary_memory_has_a_bound(compiled, step):
+    """A layer's states are read from the pages and computed: two arrays, which layers share."""
+    program, result = compiled(step)
+    assert result.aliased_bytes >= program.cache_bytes
+    assert result.temp_bytes < MOST_STATES_HELD * state_bytes(step[0]) + OTHER_BYTES
+
+
+@each(DECODES)
+def test_a_decode_moves_at_most_five_times_the_bytes_of_the_states(compiled, step):
+    """A step must read and write the states once. It also writes and reads arrays of them.
+
+    With 1 device, it moves 4.5 times these bytes for Gated DeltaNet, and 4 times for Mamba2.
+    """
+    _, result = compiled(step)
+    num_bytes = state_bytes(step[0])
+    buffers = result.fresh_buffers(num_bytes // 4)
+    moved = sum(size * (1 + num_uses(result, buffer)) for buffer, size in buffers)
+    moved += NUM_STATE_LAYERS * 2 * num_bytes  # the pages
+    assert moved <= 5 * NUM_STATE_LAYERS * 2 * num_bytes
+
+
+def num_uses(result, buffer):
+    """Instructions that read the result of one, also by another name."""
+    names, num = {buffer.name}, 0
+    for instruction in result.instructions:
+        is_user = instruction.computation == buffer.computation
+        if is_user and names & set(instruction.operands):
+            if instruction.opcode in ("bitcast", "get-tuple-element"):
+                names.add(instruction.name)
+            else:
+                num += 1
+    return num
