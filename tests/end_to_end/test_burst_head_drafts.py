@@ -110,6 +110,8 @@ def truth(drafting, compiler):
 
 
 def run_with_drafts(drafting, requests, compiler, **settings):
+    # As in a new runner: the head computes prompts until a burst has no drafts.
+    drafting.runner._head_drafts._was_drafting = True
     return run(
         drafting.runner,
         requests,

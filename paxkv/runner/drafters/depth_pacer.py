@@ -19,7 +19,7 @@ _MIN_GAIN = 1.05
 _MIN_PLAIN_STEPS = 3
 # While drafts do not pay, the head computes the prompts of one in this many steps that start
 # requests.
-_STEPS_PER_TRIAL = 32
+STEPS_PER_TRIAL = 32
 # Weight of an older step, for each newer one, in sums over all steps.
 _DECAY = 0.98
 # Weight of the newest step in the share of expected tokens.
@@ -168,7 +168,7 @@ class DepthPacer:
         size = next((size for size in sizes if size >= num_reqs), sizes[-1] if sizes else None)
         may_pay = size is None or self._find_best([rate] * size, size)[0] > 0
         self._num_untried += 1
-        if not may_pay and self._num_untried < _STEPS_PER_TRIAL:
+        if not may_pay and self._num_untried < STEPS_PER_TRIAL:
             return False
         self._num_untried = 0
         return True

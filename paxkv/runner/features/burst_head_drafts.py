@@ -5,7 +5,7 @@ import dataclasses
 from paxkv.config.sampling_params import is_wide
 from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from paxkv.runner.drafters.burst_draft_pacer import BurstDraftPacer
-from paxkv.runner.drafters.depth_pacer import DepthPacer
+from paxkv.runner.drafters.depth_pacer import STEPS_PER_TRIAL, DepthPacer
 from paxkv.runner.features.base import FeatureStep
 from paxkv.runner.features.feature_device import FeatureDevice
 from paxkv.runner.features.head_drafts import HeadDrafts, HeadStep
@@ -47,6 +47,9 @@ class BurstHeadDrafts(HeadDrafts):
     Between bursts, the head runs after single steps, so that it has keys and values of their
     tokens. It proposes drafts for single steps only while a request cannot be in a burst.
     Otherwise, single steps verify no drafts, so the head pauses if there are many without a burst.
+    During a pause, or after a burst without drafts, the head computes few prompts: those of one in
+    `STEPS_PER_TRIAL` steps that start requests. Bursts of these requests then show whether drafts
+    pay.
 
     Args:
         pacer: As in `HeadDrafts`, for single steps.
@@ -67,6 +70,8 @@ class BurstHeadDrafts(HeadDrafts):
         self._was_drafting = True
         # Single decode steps since the last burst.
         self._num_single_steps = 0
+        # Steps that started requests since the head last computed their prompts.
+        self._num_untried = 0
         # Unfinished requests that need the host between their tokens.
         self._single_step_ids: set[str] = set()
 
@@ -80,12 +85,18 @@ class BurstHeadDrafts(HeadDrafts):
         }
 
     def plan(self, step: ScheduledRows) -> BurstHeadStep:
+        complete_ids = self._complete_ids.intersection(step.req_ids)
         planned = super().plan(step)
         is_drafting = step.num_decode_steps > 1 and (
             self._burst_pacer is None or self._burst_pacer.choose(len(step.req_ids))
         )
         if step.num_decode_steps > 1:
+            if self._burst_pacer is not None and not self._was_drafting:
+                # Drafts of other requests are worse, so they do not show whether drafts pay.
+                is_drafting &= len(complete_ids) == len(step.req_ids)
             self._was_drafting, self._num_single_steps = is_drafting, 0
+            if is_drafting:
+                self._complete_ids |= complete_ids
         fields = {field.name: getattr(planned, field.name) for field in dataclasses.fields(planned)}
         return BurstHeadStep(
             **fields, is_drafting=is_drafting, bursts_are_alike=self._burst_pacer is None
@@ -106,8 +117,19 @@ class BurstHeadDrafts(HeadDrafts):
         if step.num_decode_steps == 1 and self._single_step_ids.isdisjoint(step.req_ids):
             self._num_single_steps += step.is_decode
             pauses = self._burst_pacer is not None and self._num_single_steps > _MAX_SINGLE_STEPS
-            is_run = (self._was_drafting and not pauses) or not step.is_decode
+            is_run = (self._was_drafting and not pauses) or self._tries_prompts()
             if is_run:
                 self._complete_ids |= self._started_ids
-            return int(is_run)
+            # The head must go on where it has computed all tokens so far.
+            going_on = step.prompt_req_ids
+            if step.is_decode and not pauses:
+                going_on = step.req_ids
+            return int(is_run or not self._complete_ids.isdisjoint(going_on))
         return super()._num_proposed(step)
+
+    def _tries_prompts(self) -> bool:
+        self._num_untried += bool(self._started_ids)
+        if self._num_untried < STEPS_PER_TRIAL:
+            return False
+        self._num_untried = 0
+        return True

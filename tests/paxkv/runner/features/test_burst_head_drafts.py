@@ -36,8 +36,40 @@ def test_head_pauses_after_many_decode_steps_without_a_burst(adapts, monkeypatch
     paused = 0 if adapts else 1
     assert plan(feature, new=["a"], a=(0, 4, 4)).num_proposed == 1
     assert num_proposed(feature, first=4, num_steps=5) == [1, 1, 1, paused, paused]
-    # It still computes prompts, which later bursts need. They do not end the pause.
-    assert plan(feature, new=["b"], a=(9, 1, 10), b=(0, 4, 4)).num_proposed == 1
+    # Prompts do not end the pause.
+    assert plan(feature, new=["b"], a=(9, 1, 10), b=(0, 4, 4)).num_proposed == paused
     assert num_proposed(feature, first=10, num_steps=1) == [paused]
     assert plan(feature, num_decode_steps=4, a=(11, 4, 12)).verifies_drafts
     assert num_proposed(feature, first=15, num_steps=4) == [1, 1, 1, paused]
+
+
+class PlainPacer(BurstDraftPacer):
+    """Tries drafts in bursts only when the test says so."""
+
+    tries = False
+
+    def choose(self, num_reqs):
+        return self.tries
+
+
+def test_head_computes_few_prompts_while_bursts_verify_no_drafts():
+    pacer = PlainPacer()
+    feature = BurstHeadDrafts(None, max_drafts=2, pacer=DepthPacer(2), burst_pacer=pacer)
+    assert plan(feature, new=["first"], first=(0, 4, 4)).num_proposed == 1
+    assert not plan(feature, num_decode_steps=4, first=(4, 4, 5)).verifies_drafts
+    pacer.tries = True
+    tried = []
+    for idx in range(64):
+        req_id = f"r{idx}"
+        is_run = bool(plan(feature, new=[req_id], **{req_id: (0, 4, 8)}).num_proposed)
+        # The head computes the rest of a prompt, and the next token, as it did the beginning.
+        assert plan(feature, **{req_id: (4, 4, 8)}).num_proposed == is_run
+        assert plan(feature, **{req_id: (8, 1, 9)}).num_proposed == is_run
+        # Only a burst of requests without gaps shows whether drafts pay.
+        burst = plan(feature, num_decode_steps=4, **{req_id: (9, 4, 10)})
+        assert burst.verifies_drafts == is_run
+        tried.append(is_run)
+        pacer.tries = False
+        plan(feature, num_decode_steps=4, **{req_id: (13, 4, 14)})
+        pacer.tries = True
+    assert sum(tried) == 2
