@@ -118,6 +118,7 @@ def test_generation_stops_at_the_end_of_a_turn(tokenizer):
     assert tokenizer.token_to_id("<|im_end|>") in generation["eos_token_id"]
 
 
+@pytest.mark.slow
 def test_sums_never_trained_are_right(model, tokenizer):
     pairs = Random(0).sample(held_out_pairs(), 100)
     conversations = [Conversation(None, (addition_turn(a, b),)) for a, b in pairs]

@@ -59,7 +59,7 @@ def check_step_is_in_place(placed, shape, pages):
     [
         pytest.param(TINY_SHAPE, "float32", id="1_token-f32", marks=pytest.mark.slow),
         pytest.param(TINY_SHAPE, "bfloat16", id="1_token-bf16"),
-        pytest.param(SHAPE, "float32", id="8_tokens-f32"),
+        pytest.param(SHAPE, "float32", id="8_tokens-f32", marks=pytest.mark.slow),
         pytest.param(SHAPE, "float16", id="8_tokens-f16", marks=pytest.mark.slow),
         pytest.param(SHAPE, "bfloat16", id="8_tokens-bf16", marks=pytest.mark.slow),
     ],
