@@ -69,7 +69,8 @@ def test_copies_beams_and_ends_within_bursts_leave_other_answers_alone(tmp_path:
         assert list(beams.sequences[0].tokens)[num_prompt_tokens:] == alone[0]
 
 
-@pytest.mark.parametrize("dtype", ERRORS)
+# `test_state_format.py` stores arrays in both dtypes.
+@pytest.mark.parametrize("dtype", [pytest.param("float16", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("family", ["mamba2", pytest.param("qwen3-next", marks=pytest.mark.slow)])
 def test_logits_of_states_with_16_bits_are_as_near_as_stated(
     family: str, dtype: str, tmp_path: Path
