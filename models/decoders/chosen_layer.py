@@ -9,6 +9,7 @@ from flax import nnx
 
 from models.errors import ModelError
 from models.layers.chosen_kernel import ChosenKernel
+from models.layers.expert_stack import InStack, choose_in_stack
 
 Layer = TypeVar("Layer", bound=nnx.Module)
 Path = tuple[str | int, ...]
@@ -33,8 +34,9 @@ def choose_layer(
     """Returns a layer that computes with the parameters of `layers[layer_idx]`.
 
     Attributes that are not parameters come from `layers[0]`, so the layers must be of one kind
-    (`kind_of`). Parameters that their module lists in `chosen_in_place` become a `ChosenKernel`.
-    The other parameters are vectors. One switch selects them, and copies them.
+    (`kind_of`). Parameters that their module lists in `chosen_in_place` become a `ChosenKernel`,
+    or stay an `InStack`. The other parameters are vectors. One switch selects them, and copies
+    them.
 
     Raises:
         ModelError: The layers do not have the same parameters, or a parameter that would be copied
@@ -61,7 +63,10 @@ def choose_layer(
     values = dict(zip(small, jax.lax.switch(layer_idx, branches), strict=True))
     for path in kernels:
         of_layers = tuple(state[path].get_value() for state in states)
-        values[path] = ChosenKernel(layer_idx=layer_idx, kernels=of_layers)
+        if isinstance(of_layers[0], InStack):
+            values[path] = choose_in_stack(of_layers, layer_idx)
+        else:
+            values[path] = ChosenKernel(layer_idx=layer_idx, kernels=of_layers)
     chosen = [(path, param.replace(values[path])) for path, param in states[0].items()]
     return nnx.merge(graphdef, nnx.from_flat_state(chosen))
 

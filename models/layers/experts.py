@@ -14,11 +14,12 @@ from models.config.moe_config import MoEConfig
 from models.errors import WeightMismatchError
 from models.forward.kernel_settings import BY_DEVICE, WHOLE, ExpertSplit, KernelSettings
 from models.forward.layer_context import LayerContext
-from models.layers.chosen_kernel import with_kernel
+from models.layers.chosen_kernel import ChosenKernel, with_kernel
 from models.layers.expert_parallel import rows_of_tiles, tiles_of_own_experts
+from models.layers.expert_stack import InStack
 from models.layers.mlp import activate
 from models.layers.routing import Routing
-from models.stored_kernels.use_kernel import multiply_groups
+from models.stored_kernels.use_kernel import KernelValue, multiply_groups
 from models.weight_rule import MODEL_AXIS, Source, WeightRule
 from pallas_kernels import GroupTiles, make_group_tiles
 
@@ -98,14 +99,23 @@ class ExpertLinear(nnx.Module):
             split = "experts"
         elif in_parts and kernels.num_shards > 1:
             split = "parts"
-        y = multiply_groups(x, self.kernel.get_value(), tiles, kernels, split=split)
+        kernel, own_tiles = _find_stack(self.kernel.get_value(), tiles)
+        y = multiply_groups(x, kernel, own_tiles, kernels, split=split)
         if self.bias is None:
             return y
+        biases, own_tiles = _find_stack(self.bias.get_value(), tiles)
         bias = with_kernel(
             functools.partial(_biases_of_tiles, kernels=kernels, split=split),
-            *(tiles.groups, self.bias.get_value()),
+            *(own_tiles.groups, biases),
         )
         return y + jnp.repeat(bias, x.shape[0] // tiles.groups.shape[0], axis=0)
+
+
+def _find_stack(
+    value: KernelValue | ChosenKernel | InStack, tiles: GroupTiles
+) -> tuple[KernelValue | ChosenKernel, GroupTiles]:
+    """The array or kernel that a parameter is in, and the tiles with its groups."""
+    return (value.stack, value.tiles(tiles)) if isinstance(value, InStack) else (value, tiles)
 
 
 def _biases_of_tiles(

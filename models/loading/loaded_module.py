@@ -22,6 +22,7 @@ from models.errors import ModelError
 from models.forward.forward_batch import ForwardBatch
 from models.forward.kernel_settings import KernelSettings
 from models.forward.layer_context import LayerPlaces
+from models.layers.expert_stack import StackPlace, with_stacks
 from models.platforms import Platform
 from models.stored_kernels.scaled import ScaledKernel
 from models.stored_kernels.stored_kernel import StoredKernel
@@ -59,9 +60,10 @@ class LoadedModule:
 
     config: ModelConfig
     graphdef: nnx.GraphDef
-    params_treedef: jax.tree_util.PyTreeDef  # of the nnx.State that `params` are the leaves of
+    # Of the nnx.State that `params` are the leaves of (`with_stacks`).
+    params_treedef: jax.tree_util.PyTreeDef
     # "layers.0.self_attn.q_proj.kernel", one for each of `params`. An array of a `StoredKernel` is
-    # "....kernel.scales" or "....kernel.panels.0".
+    # "....kernel.scales" or "....kernel.panels.0", and a stack "expert_stacks...." (`StackPlace`).
     param_names: tuple[str, ...]
     params: tuple[jax.Array, ...]
     weight_rules: Mapping[str, WeightRule]  # by the name of the parameter or the `StoredKernel`
@@ -81,6 +83,19 @@ class LoadedModule:
             state, is_leaf=lambda node: isinstance(node, StoredKernel)
         )
         return {".".join(_name_parts(path)): value for path, value in leaves}
+
+    @property
+    def stack_places(self) -> dict[str, StackPlace]:
+        """The places of the parameters of experts that are in stacks, by their names."""
+        state = jax.tree.unflatten(self.params_treedef, self.params)
+        leaves, _ = jax.tree.flatten_with_path(
+            state, is_leaf=lambda node: isinstance(node, StackPlace)
+        )
+        return {
+            ".".join(_name_parts(path)): value
+            for path, value in leaves
+            if isinstance(value, StackPlace)
+        }
 
     @property
     def param_specs(self) -> tuple[PartitionSpec, ...]:
@@ -188,4 +203,5 @@ class LoadedModule:
                 )
 
     def _merge(self, params: tuple[jax.Array, ...]) -> nnx.Module:
-        return nnx.merge(self.graphdef, jax.tree.unflatten(self.params_treedef, params))
+        state = jax.tree.unflatten(self.params_treedef, params)
+        return nnx.merge(self.graphdef, with_stacks(state))

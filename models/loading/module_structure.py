@@ -14,6 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from models.config.model_config import ModelConfig, ModelDtype
 from models.config.split_over_devices import splits_kv_heads
 from models.errors import ModelError
+from models.layers.expert_stack import STACKS, find_places, write_layer
+from models.layers.experts import ExpertLinear
 from models.layers.linear import Linear, name_linears
 from models.layers.routing import Router
 from models.loading.check_weights import HEAD_WEIGHT, check_weights
@@ -73,11 +75,21 @@ class ModuleStructure:
         }
         # Names of the kernels of routers.
         self.routers = {f"{name}.kernel" for name, m in linears.items() if isinstance(m, Router)}
+        experts = {
+            f"{'.'.join(map(str, path))}.{leaf}"
+            for path, module in nnx.iter_modules(abstract_model)
+            if isinstance(module, ExpertLinear)
+            for leaf in module.chosen_in_place
+        }
         self.graphdef, state = nnx.split(abstract_model)
         self.ignores_weight = abstract_model.ignores_weight
         self.name_weight = abstract_model.name_weight
         self.shapes: tuple[jax.ShapeDtypeStruct, ...]
         self.names, self.shapes, self.treedef = flatten_state(state)
+        # Quantized kernels stay apart: layers may have different formats.
+        stacks_experts = platform.stacks_experts and encoder.quantization == "none" and mesh is None
+        shapes = zip(self.names, self.shapes, strict=True) if stacks_experts else ()
+        self._stack_places = find_places({name: s for name, s in shapes if name in experts})
         rules = abstract_model.weight_rules()
         if missing := [name for name in self.names if name not in rules]:
             raise ModelError(
@@ -133,7 +145,16 @@ class ModuleStructure:
             params = _random_params(self, encoder, seed)
         else:
             params = _read_params(self, encoder, checkpoint)
-        state = jax.tree.unflatten(self.treedef, list(params))
+        values, stacks, rules = [], {}, dict(zip(self.names, self.rules, strict=True))
+        for name, value in zip(self.names, params, strict=True):
+            place = self._stack_places.get(name)
+            values.append(value if place is None else place)
+            if place is not None:
+                stacks[place.stack] = write_layer(stacks.get(place.stack), value, place)
+                rules[f"{STACKS}.{place.stack}"] = rules[name]
+        state = jax.tree.unflatten(self.treedef, values)
+        if stacks:
+            state[STACKS] = stacks
         names, arrays, treedef = flatten_state(state)
         return {
             "config": self.config,
@@ -141,7 +162,7 @@ class ModuleStructure:
             "params_treedef": treedef,
             "param_names": names,
             "params": arrays,
-            "weight_rules": dict(zip(self.names, self.rules, strict=True)),
+            "weight_rules": rules,
             "platform": encoder.platform,
             "splits_experts": self._splits_experts,
         }

@@ -52,6 +52,7 @@ class CPU(Platform):
     samples_in_chunks: ClassVar[bool] = True
     # What is widened then stays in the second cache: 1,024 inputs are 512 KiB.
     scaled_panel_width: ClassVar[int | None] = 128
+    stacks_experts: ClassVar[bool] = True
     # Twice what the largest step of 28 layers took.
     compile_bytes: ClassVar[int] = 2**29
 

@@ -170,6 +170,10 @@ def test_stack_of_experts_is_read_in_the_order_of_plain_checkpoints(tmp_path):
     loaded = load_model(tmp_path)
     assert loaded.param_names == plain.param_names
     params = dict(zip(loaded.param_names, loaded.params, strict=True))
+    for name, place in loaded.stack_places.items():
+        stack = params[f"expert_stacks.{place.stack}"]
+        params[name] = stack[place.layer_idx :: place.num_layers]
+    params = {name: p for name, p in params.items() if not name.startswith("expert_stacks.")}
     experts = "layers.0.mlp.experts"
     np.testing.assert_array_equal(
         params[f"{experts}.gate_proj.kernel"], exact["gate_up_proj"][:, :, 0::2]

@@ -172,9 +172,9 @@ def describe_load(
 def _experts_of_layers(model: LoadedModel) -> dict[int, int]:
     """Layer number -> number of experts, for the layers that have experts."""
     # "layers.3.mlp.experts.up_proj.kernel" [num_experts, in, out]
-    parameters = model.parameters
+    parameters = model.parameters | model.stack_places
     return {
         int(name.split(".")[1]): parameters[name].shape[0]
         for name, rule in model.weight_rules.items()
-        if rule.layout == "experts"
+        if rule.layout == "experts" and name.startswith("layers.")
     }

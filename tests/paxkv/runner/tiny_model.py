@@ -88,7 +88,7 @@ class TinyModel:
         # Q, K and V; of the heads of K and V, a layer takes the first.
         shapes += [(3, HIDDEN, NUM_HEADS * HEAD_DIM)] * len(windows)
         self.param_names = tuple(str(idx) for idx in range(len(shapes)))
-        self.weight_rules = self.parameters = {}
+        self.weight_rules = self.parameters = self.stack_places = {}
         self.product_dtypes = frozenset({dtype})
         self.params = tuple(
             jax.device_put(rng.normal(size=s).astype(np.float32)).astype(dtype) for s in shapes

@@ -131,7 +131,7 @@ def test_flag_adds_no_program_and_programs_without_it_count_nothing(model):
 
 
 def test_model_without_experts_is_refused():
-    model = SimpleNamespace(parameters={}, weight_rules={})
+    model = SimpleNamespace(parameters={}, weight_rules={}, stack_places={})
     with pytest.raises(ConfigError, match=r"no layer .* has experts. Leave --expert-load-window"):
         ExpertLoad(model, 5.0)
 

@@ -1,0 +1,90 @@
+"""Layers in one stack of experts compute as layers with kernels of their own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.decoders.chosen_layer import choose_layer
+from models.layers.expert_stack import InStack, find_places, write_layer
+from models.layers.routing import Routing
+from tests.models.layers.test_experts import make_experts
+from tests.models.layers.test_experts import run as run_experts
+from tests.models.plain_context import plain_context
+
+NUM_LAYERS = 3
+LINEARS = ("gate_proj", "up_proj", "down_proj")
+
+
+def layers_apart() -> list:
+    layers = [make_experts(use_bias=True) for _ in range(NUM_LAYERS)]
+    rng = np.random.default_rng(1)
+    for layer in layers:
+        for param in params_of(layer).values():
+            values_np = rng.standard_normal(param.shape).astype(np.float32)
+            param.set_value(jax.device_put(values_np))
+    return layers
+
+
+def params_of(layer) -> dict:
+    return {
+        f"{name}.{leaf}": getattr(getattr(layer, name), leaf)
+        for name in LINEARS
+        for leaf in ("kernel", "bias")
+    }
+
+
+def put_in_stacks(layers: list) -> None:
+    params = {
+        f"layers.{idx}.{name}": param
+        for idx, layer in enumerate(layers)
+        for name, param in params_of(layer).items()
+    }
+    values = {name: param.get_value() for name, param in params.items()}
+    places = find_places(
+        {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in values.items()}
+    )
+    assert places.keys() == values.keys()
+    stacks = {}
+    for name, place in places.items():
+        stacks[place.stack] = write_layer(stacks.get(place.stack), values[name], place)
+    for name, place in places.items():
+        in_stack = InStack(
+            stack=stacks[place.stack],
+            layer_idx=np.int32(place.layer_idx),
+            num_layers=place.num_layers,
+        )
+        params[name].set_value(in_stack)
+
+
+@pytest.mark.parametrize("is_chosen", [False, True], ids=["in turn", "in a loop"])
+def test_layers_in_a_stack_compute_as_layers_apart(is_chosen):
+    layers, context = layers_apart(), plain_context(7)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((7, layers[0].gate_proj.kernel.shape[1])), jnp.float32)
+    routing = Routing(
+        jnp.asarray(rng.integers(0, 4, (7, 2)), jnp.int32),
+        jnp.asarray(rng.uniform(0.1, 1, (7, 2)), jnp.float32),
+    )
+    wanted = [np.asarray(run_experts(layer, x, routing, context)) for layer in layers]
+    assert len({output.tobytes() for output in wanted}) == NUM_LAYERS
+    put_in_stacks(layers)
+    for idx, output in enumerate(wanted):
+        layer = choose_layer(layers, jnp.int32(idx)) if is_chosen else layers[idx]
+        np.testing.assert_array_equal(run_experts(layer, x, routing, context), output)
+
+
+def test_program_has_each_product_once():
+    """A switch would contain the product of every layer."""
+    layers, context = layers_apart(), plain_context(7)
+    x = jnp.zeros((7, layers[0].gate_proj.kernel.shape[1]))
+    put_in_stacks(layers)
+    routing = Routing(jnp.zeros((7, 2), jnp.int32), jnp.ones((7, 2)))
+
+    def products(num_layers: int) -> int:
+        def run(idx, x):
+            return run_experts(choose_layer(layers[:num_layers], idx), x, routing, context)
+
+        return jax.jit(run).lower(jnp.int32(0), x).as_text().count("call @grouped_matmul_xla")
+
+    assert products(NUM_LAYERS) == products(2) == len(LINEARS)
