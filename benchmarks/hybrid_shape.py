@@ -9,11 +9,11 @@ _CONV_KERNEL = 4
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HybridShape:
-    """Each fourth layer has attention. The other layers have states.
+    """Every fourth layer has attention. The other layers are recurrent.
 
     Args:
-        is_mamba2: The other layers are Mamba2, and the model is a Bamba. Otherwise they are Gated
-            DeltaNet, and the model is a Qwen3.5.
+        is_mamba2: True: the recurrent layers are Mamba2, and the model is a Bamba. False: they are
+            Gated DeltaNet, and the model is a Qwen3.5.
         num_state_heads: Heads of a recurrent layer. With Gated DeltaNet, two of them share a key.
         state_head_dim: Width of these heads.
         state_key_dim: Rows of a head's state: the width of keys, or Mamba2's `mamba_d_state`.
@@ -104,7 +104,7 @@ class HybridShape:
     def _attention_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         hidden = self.hidden_size
         q_width, kv_width = self.num_q_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        # Qwen3.5 has a gate for each number of the output, and norms of queries and keys.
+        # Qwen3.5 has a gate for each number of the heads' output, and norms of queries and keys.
         yield "self_attn.q_proj.weight", (q_width if self.is_mamba2 else 2 * q_width, hidden)
         yield "self_attn.k_proj.weight", (kv_width, hidden)
         yield "self_attn.v_proj.weight", (kv_width, hidden)

@@ -8,13 +8,14 @@ Writes a random checkpoint in the exact shape of Qwen3-0.6B. Each round starts a
 subject, one after another, and measures it:
 
     paxkv-W      paxkv; W is float32, or int8, int4 or fp8 for --quantization
-    llama_cpp-W  llama.cpp through llama-cpp-python; W is a type of GGUF files (F32, F16, Q8_0 or
-                 Q4_0), of all matrices and the embedding
+    llama_cpp-W  llama.cpp through llama-cpp-python; W is the GGUF type of all matrices and of the
+                 embedding: F32, F16, Q8_0 or Q4_0
     vllm-W       vLLM built for CPUs; W is its dtype, float32 or bfloat16
 
 llama-cpp-python and vLLM may be installed in environments of their own. All programs use all
-processors that this process may use. They keep their defaults apart from sizes: keys and values are
-float32 in paxkv, float16 in llama.cpp, and of the model's dtype in vLLM. None reuses prefixes.
+processors that this process may use. They get the same sizes, and do not reuse prefixes. All other
+settings that change speed are defaults, except that vLLM's threads are not pinned. By default, keys
+and values are float32 in paxkv, float16 in llama.cpp, and of the model's dtype in vLLM.
 
 Figures, as wall time and as CPU time of all threads:
 
@@ -101,7 +102,7 @@ def check_installed(program: str, python: str) -> None:
     """Checks that a program can be imported, before the long work begins.
 
     Raises:
-        BenchmarkError: It cannot.
+        BenchmarkError: The program cannot be imported.
     """
     module, package, _ = PROGRAMS[program]
     try:
@@ -153,7 +154,7 @@ def run_worker(
 
 
 def _write_models(folder: Path, subjects: Sequence[Sequence[str]]) -> dict[tuple[str, str], Path]:
-    """The checkpoint, and GGUF files made from it."""
+    """Writes the checkpoint, and GGUF files of it: (program, W) -> the model's path."""
     checkpoint = write_shape(folder / "model", SHAPE)
     write_tokenizer(checkpoint, SHAPES[SHAPE]["vocab_size"])
     models = {}

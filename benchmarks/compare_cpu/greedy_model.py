@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 NUM_PROMPT_TOKENS = 128
-# The prompts before the decode steps.
+# Length of the prompts of requests whose decode steps are timed.
 NUM_SHORT_PROMPT_TOKENS = 16
-# Tokens of the short and of the long answer. The difference of their times is that of decode steps.
+# Tokens of the short and of the long answer. Only decode steps make their times differ.
 ANSWER_LENS = (4, 20)
 MAX_STREAMS = 8
 # Tokens that a request may have.
@@ -24,7 +24,7 @@ class GreedyModel(abc.ABC):
 
     @abc.abstractmethod
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-        """The next `num_tokens` of each of up to `MAX_STREAMS` prompts, computed together."""
+        """The next `num_tokens` tokens of up to `MAX_STREAMS` prompts, computed together."""
 
     @abc.abstractmethod
     def versions(self) -> dict[str, str]:
@@ -35,7 +35,7 @@ def measure(model: GreedyModel, *, vocab_size: int, num_repetitions: int) -> dic
     """Figures of the program in this process: name -> one value per repetition.
 
     Raises:
-        ValueError: An answer has another number of tokens than it should have.
+        ValueError: An answer does not have the requested number of tokens.
     """
     num_prompts = 0
 

@@ -11,14 +11,14 @@ from benchmarks.compare_cpu.greedy_model import MAX_MODEL_LEN, MAX_STREAMS, Gree
 
 
 class LlamaCppModel(GreedyModel):
-    """Implements `GreedyModel`. All settings but sizes and threads are llama.cpp's defaults.
+    """Implements `GreedyModel`. Except sizes and threads, all settings are llama.cpp's defaults.
 
     Args:
         file: A GGUF file.
     """
 
     def __init__(self, file: Path) -> None:
-        # Its log is long. Errors are in the results of its functions.
+        # llama.cpp's log is long, and the results of its functions show errors.
         self._silent = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(self._silent, None)
         llama_cpp.llama_backend_init()
@@ -51,7 +51,11 @@ class LlamaCppModel(GreedyModel):
         return answers
 
     def _step(self, new: Sequence[Sequence[int]], start: int) -> list[int]:
-        """Computes equally many tokens of each stream from `start` on; returns the next tokens."""
+        """Computes new tokens, the same number for each stream; returns the tokens after them.
+
+        Args:
+            start: Position of the first new token.
+        """
         batch, rows = self._batch, []
         batch.n_tokens = 0
         for stream, tokens in enumerate(new):

@@ -4,8 +4,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-# One process, so that its CPU time and memory are this process's. Threads are not pinned, as in the
-# other programs.
+# vLLM runs in this process, so that its CPU time and memory are measured. As in the other programs,
+# threads are not pinned.
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -21,7 +21,7 @@ from benchmarks.compare_cpu.greedy_model import MAX_MODEL_LEN, MAX_STREAMS, Gree
 
 
 class VllmModel(GreedyModel):
-    """Implements `GreedyModel`. All settings but sizes are vLLM's defaults.
+    """Implements `GreedyModel`. Prefixes are not reused; see `compare_cpu/__main__.py`.
 
     Args:
         folder: The checkpoint.

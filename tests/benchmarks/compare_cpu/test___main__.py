@@ -1,4 +1,4 @@
-"""Programs on a CPU: the GGUF files hold the checkpoint, and figures are those of the answers."""
+"""GGUF files have the checkpoint's weights, and figures come from the times of answers."""
 
 import json
 import sys
