@@ -49,7 +49,7 @@ class DraftPacer:
         self._last_fetch_s: float | None = None
         # By rounded number of requests: seconds of a decode step.
         self._plain_times: dict[int, StepTimes] = {}
-        # By rounded number of requests, and of tokens; 0 tokens if the step has no drafts.
+        # By rounded number of requests, and of requests and drafts together; or 0 without drafts.
         self._waiting_times: dict[tuple[int, int], StepTimes] = {}
         # Tokens and seconds of the average step while the engine waits.
         self._waiting_tokens, self._waiting_s = 0.0, 0.0
@@ -61,7 +61,6 @@ class DraftPacer:
         self,
         *,
         num_reqs: int,
-        num_tokens: int,
         num_drafts: int,
         num_drawn: int,
         num_decode_steps: int,
@@ -70,9 +69,10 @@ class DraftPacer:
         """Records that the tokens of a step were fetched just now.
 
         Args:
-            num_tokens: Tokens that the step computed, including drafts.
             num_drawn: Tokens that its requests got.
             is_decode: Whether every request computed only its last token, and drafts if any.
+                Models with states also compute the drafts again that the step before accepted. They
+                do not count as tokens of the step, because they are the cost of those drafts.
         """
         now_s = self._clock()
         last_s, self._last_fetch_s = self._last_fetch_s, now_s
@@ -84,7 +84,7 @@ class DraftPacer:
             times = self._plain_times.setdefault(round_up(num_reqs), StepTimes())
             times.record(took_s / num_decode_steps, num_decode_steps)
         elif not any(self._is_ahead):
-            size = _round_tokens(num_tokens) if num_drafts else 0
+            size = _round_tokens(num_reqs + num_drafts) if num_drafts else 0
             times = self._waiting_times.setdefault((round_up(num_reqs), size), StepTimes())
             times.record(took_s)
             self._waiting_tokens += _STEP_WEIGHT * (num_drawn - self._waiting_tokens)

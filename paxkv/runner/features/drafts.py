@@ -17,10 +17,12 @@ from paxkv.runner.shapes.scheduled_rows import ScheduledRows
 from paxkv.runner.shapes.step_variant import StepVariant
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class _DraftedRequest:
     drafter: RequestDrafter
     acceptance: Acceptance
+    # Of the request's last step; 0 if it had none.
+    num_drawn: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +31,12 @@ class _DraftedStep(FeatureStep):
 
     Args:
         requests: The requests of the step; None for pooled ones.
-        num_tokens: Tokens that the step computes, including drafts.
-        is_decode: See `ScheduledRows`.
+        is_decode: See `ScheduledRows.is_decode_after`.
         is_drafting: The step is a burst that verifies drafts.
     """
 
     drafts: "Drafts"
     requests: Sequence[_DraftedRequest | None]
-    num_tokens: int
     num_drafts: int
     num_decode_steps: int
     is_decode: bool
@@ -124,13 +124,13 @@ class Drafts(StepFeature):
                 self._start(new_req.req_id, new_req.prompt_token_ids)
 
     def plan(self, step: ScheduledRows) -> FeatureStep | None:
+        requests = [*map(self._requests.get, step.req_ids)]
         return _DraftedStep(
             drafts=self,
-            requests=[*map(self._requests.get, step.req_ids)],
-            num_tokens=len(step.positions_np),
+            requests=requests,
             num_drafts=int(step.num_drafts_np.sum()),
             num_decode_steps=step.num_decode_steps,
-            is_decode=step.is_decode,
+            is_decode=step.is_decode_after([0 if r is None else r.num_drawn for r in requests]),
             is_drafting=self._is_drafting(step),
         )
 
@@ -160,6 +160,7 @@ class Drafts(StepFeature):
                 continue
             drawn.append(req_id)
             num_drawn += len(token_ids)
+            request.num_drawn = len(token_ids)
             request.acceptance.record_drawn(token_ids)
             request.drafter.extend(token_ids)
             if proposes and (found := request.drafter.propose(self._max_drafts)):
@@ -171,7 +172,6 @@ class Drafts(StepFeature):
         # Steps that only compute prompts are recorded too, because they take time.
         self._pacer.record_step(
             num_reqs=len(output.req_ids),
-            num_tokens=step.num_tokens,
             num_drafts=step.num_drafts,
             num_drawn=num_drawn,
             num_decode_steps=step.num_decode_steps,

@@ -1,5 +1,7 @@
 """`ScheduledRows`: the requests of one step, and the state of their rows before it."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 
@@ -59,6 +61,21 @@ class ScheduledRows:
     def is_decode(self) -> bool:
         """Whether every request computes only its last token, and drafts if any; or a burst."""
         return self.num_decode_steps > 1 or bool(self._is_decoding_np.all())
+
+    def is_decode_after(self, num_drawn: Sequence[int]) -> bool:
+        """Whether it `is_decode`, or also computes the accepted drafts of the last step again.
+
+        Models with states compute them again, because a state cannot go back.
+
+        Args:
+            num_drawn: Tokens that each request got from its last step; 0 if it had none.
+        """
+        if self.is_decode:
+            return True
+        num_own_np = self.num_scheduled_np - self.num_drafts_np
+        has_all_np = self.num_computed_np + num_own_np >= self.num_tokens_np
+        are_drawn_np = has_all_np & (num_own_np == np.array(num_drawn, np.int32))
+        return bool((self._is_decoding_np | are_drawn_np).all())
 
     @property
     def prompt_req_ids(self) -> list[str]:

@@ -40,7 +40,6 @@ class Machine:
             self.num_tokens += num_drawn
             self.pacer.record_step(
                 num_reqs=self.num_reqs,
-                num_tokens=self.num_reqs + num_drafts,
                 num_drafts=num_drafts,
                 num_drawn=num_drawn,
                 num_decode_steps=1,

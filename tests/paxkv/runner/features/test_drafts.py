@@ -143,8 +143,8 @@ def test_pacer_decides_and_records_every_step():
     assert finish(plan(drafts, "a"), a=[7]) == {"a": [3]}
     step = plan(drafts, "a", num_computed=3, num_scheduled=3, num_tokens=4, num_drafts=2)
     assert finish(step, a=[8, 9]) == {"a": [3]}
-    numbers = [(s["is_decode"], s["num_tokens"], s["num_drafts"]) for s in pacer.recorded]
-    assert numbers == [(False, 3, 0), (True, 3, 2)]
+    numbers = [(s["is_decode"], s["num_drafts"]) for s in pacer.recorded]
+    assert numbers == [(False, 0), (True, 2)]
     assert pacer.recorded[1]["num_drawn"] == 2
     # A step inside a prompt only records its time.
     assert finish(plan(drafts, "a"), a=[]) == {}
@@ -154,3 +154,38 @@ def test_pacer_decides_and_records_every_step():
     assert finish(plan(drafts, "a"), a=[7]) == {"a": []}
     pacer.choice = DraftChoice(drafts={}, is_ahead=True)
     assert finish(plan(drafts, "a"), a=[7]) == {}
+
+
+class CountingRequest(CopyingRequest):
+    """Proposes the next token, which is the last one plus 1."""
+
+    def propose(self, max_drafts):
+        return [self.token_ids[-1] + 1]
+
+
+class CountingDrafter(CopyingDrafter):
+    def start(self, token_ids):
+        return CountingRequest(token_ids)
+
+
+def test_time_of_accepted_drafts_that_are_computed_again_counts():
+    """Each token takes a second, so that a right draft costs as much as two tokens."""
+    now_s, num_drawn, num_drafts, num_own, num_known = 0.0, 0, 0, 3, 3
+    pacer = DraftPacer(clock=lambda: now_s)
+    drafts = Drafts(CountingDrafter(), max_drafts=1, pacer=pacer)
+    decide(drafts, new=["a"])
+    for _ in range(2000):
+        step = plan(
+            *(drafts, "a"),
+            num_computed=num_known - num_own,
+            num_scheduled=num_own + num_drafts,
+            num_tokens=num_known,
+            num_drafts=num_drafts,
+        )
+        now_s += num_own + num_drafts
+        num_own = 1 + num_drafts
+        found = finish(step, a=[*range(num_known + 1, num_known + num_own + 1)])
+        num_drafts = len(found.get("a", ()))
+        num_known += num_own
+        num_drawn += num_own
+    assert num_drawn > 0.95 * now_s
