@@ -67,8 +67,8 @@ class LayerState:
     starts_from_zero: jax.Array  # bool[num_reqs]
     is_written: jax.Array  # bool[num_reqs]
     query_start_loc: jax.Array  # i32[num_reqs + 1]
-    state_ends: jax.Array | None  # i32[num_reqs]
     has_one_token_each: bool
+    state_ends: jax.Array | None = None  # i32[num_reqs]
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def test_tokens_before_each_token_end_at_the_last_end_token():
     def step(token_ids, digits, starts):
         context = plain_context(token_ids.shape[0])
         batch = dataclasses.replace(context.batch, token_ids=token_ids, query_start_loc=starts)
-        state = types.SimpleNamespace(query_start_loc=starts)
+        state = types.SimpleNamespace(query_start_loc=starts, state_ends=None)
         return embedding._last_tokens(digits, state, dataclasses.replace(context, batch=batch))
 
     digits = jnp.zeros((2, CONFIG.ngram_size - 1, NUM_DIGITS), jnp.float32)
