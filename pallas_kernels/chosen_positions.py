@@ -22,8 +22,8 @@ _KEY_TILE = 256
 class ChosenKeys(NamedTuple):
     """Places in the cache of some of the positions that each row of a tile has chosen.
 
-    A place that is not seen is 0. The memory there may hold NaN, and a weight of 0 times NaN is
-    NaN, so what is read there must be replaced.
+    Where `is_seen` is false, the place is 0. The memory there may hold NaN, and a weight of 0 times
+    NaN is NaN. So `add_keys` must replace the numbers that it reads there.
     """
 
     is_seen: jax.Array  # bool[tile, key_tile]
@@ -43,7 +43,7 @@ def attend_to_positions(
     value_dim: int,
     batch_invariant: bool,
 ) -> jax.Array:  # f32[num_tokens, *heads, value_dim]
-    """Attends each token to its positions that are in its sequence. The others are ignored.
+    """Computes attention of each token to its chosen positions, except those past its sequence.
 
     Args:
         add_keys: Adds keys to the softmax f32[tile, *heads] of queries f[tile, *heads, query_dim].

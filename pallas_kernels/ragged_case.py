@@ -1,4 +1,4 @@
-"""`RaggedCase`: what the example inputs of ops over the tokens of requests have in common."""
+"""`RaggedCase`: fields of example inputs that all ops over the tokens of requests share."""
 
 from dataclasses import dataclass
 

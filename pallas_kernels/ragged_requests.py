@@ -24,10 +24,10 @@ def request_of_token(
 
 
 class _StateRows(NamedTuple):
-    """Where each token finds the state before it, and where it leaves its own.
+    """The row from which each token reads the state before it, and the row that it writes.
 
-    That is the row of its request. The tokens after `state_ends` leave their states in a last row,
-    which the request does not keep.
+    Both are the row of its request, except for tokens from `state_ends` on. These tokens write a
+    last row, which no request keeps.
     """
 
     read: jax.Array  # i32[num_tokens]

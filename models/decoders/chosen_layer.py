@@ -34,9 +34,8 @@ def choose_layer(
     """Returns a layer that computes with the parameters of `layers[layer_idx]`.
 
     Attributes that are not parameters come from `layers[0]`, so the layers must be of one kind
-    (`kind_of`). Parameters that their module lists in `chosen_in_place` become a `ChosenKernel`,
-    or stay an `InStack`. The other parameters are vectors. One switch selects them, and copies
-    them.
+    (`kind_of`). Parameters that their module lists in `chosen_in_place` become a `ChosenKernel`, or
+    stay an `InStack`. The other parameters are vectors. One switch chooses and copies them.
 
     Raises:
         ModelError: The layers do not have the same parameters, or a parameter that would be copied

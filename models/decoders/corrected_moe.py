@@ -1,4 +1,4 @@
-"""Parts of families with a router with corrections, and shared experts, as in DeepSeek-V3."""
+"""Parts of families with shared experts and a router that has corrections, as DeepSeek-V3."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

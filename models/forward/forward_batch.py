@@ -72,8 +72,9 @@ class StateInputs:
     query_start_loc: jax.Array  # i32[num_reqs + 1], not decreasing, first entry 0
     # Static. True: row r has token r, or no token.
     has_one_token_each: bool = field(metadata={"static": True})
-    # Row r writes the state before token `state_ends[r]` of the step. The row's later tokens are
-    # drafts, which the model may reject. None: every row writes the state after its last token.
+    # Row r writes the state before token `state_ends[r]` of the step. This token and later ones of
+    # the row are drafts, which the model may reject. None: row r writes the state after its last
+    # token.
     state_ends: jax.Array | None = None  # i32[num_reqs]
 
     @property

@@ -28,11 +28,11 @@ Result = TypeVar("Result")
 # What is split over the devices in a product of tiles of rows with the matrices of experts:
 # - out: the output features of each matrix; the features of the result are split too
 # - in: the input features of each matrix, and the features of x; the results are added
-# - parts: as "in", but the results are not added; the result has the results of all devices, one
-#   after the other
+# - parts: as "in", but the results are not added: the results of all devices are joined, one after
+#   the other
 # - experts: each device has its own experts, and tiles with their rows
 ExpertSplit = Literal["in", "out", "parts", "experts"]
-# What is split over the devices in a product with a matrix, as in `ExpertSplit`; None: nothing.
+# As `ExpertSplit`, for a product with one matrix. Where None is allowed, it splits nothing.
 MatrixSplit = Literal["in", "out"]
 
 

@@ -1,7 +1,7 @@
 """Parameters of experts of several layers in one array, so that a loop over layers needs no switch.
 
-A switch has a branch per layer, and a product with experts is a loop: the branches would be most of
-a program. In a stack, matrix `expert * num_layers + layer_idx` is that of an expert of a layer.
+A switch would have a branch per layer. A product with experts is a loop, so these branches would be
+most of a program. The matrix of expert e of layer l is matrix `e * num_layers + l` of the stack.
 """
 
 import functools
@@ -55,7 +55,7 @@ def find_places(shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, StackPlace
 
     Args:
         shapes: Of parameters of experts, by names like "layers.3.mlp.experts.up_proj.kernel".
-            Parameters share a stack if only this number differs.
+            Parameters of one shape and dtype share a stack if only numbers in their names differ.
     """
     stacks: dict[str, list[str]] = {}
     for name, shape in shapes.items():

@@ -37,8 +37,8 @@ _PROBES = (
 def find_mistral_tokenizer(folder: Path) -> Path | None:
     """tekken.json, otherwise the SentencePiece model of the newest version; None if there is none.
 
-    A file tokenizer.model without a version counts only beside params.json, because other models
-    have files with this name too.
+    tokenizer.model has no version. It counts only in a folder with params.json, because other
+    models also have files of this name.
     """
     if (folder / _TEKKEN_FILE).is_file():
         return folder / _TEKKEN_FILE
@@ -52,7 +52,7 @@ def find_mistral_tokenizer(folder: Path) -> Path | None:
 
 
 def write_mistral_tokenizer(path: Path, cache: Path | None) -> Path:
-    """Writes the tokenizer of such a file and its chat template into a folder of the cache.
+    """Writes a tokenizer of Mistral's own and its chat template into a folder of the cache.
 
     Args:
         cache: As in `write_tokenizer_folder`.
@@ -135,8 +135,8 @@ def _make_sentencepiece(
     for text in _PROBES:
         if backend.encode(text, add_special_tokens=False).ids != model.encode(text):
             raise UnsupportedModelError(
-                f"{path} is a SentencePiece model of another kind than Mistral's: it gives other "
-                f"tokens for the text {text!r}. Name another tokenizer with --tokenizer."
+                f"{path} is a SentencePiece model of another kind than Mistral's: its tokens of "
+                f"{text!r} differ from paxkv's. Name another tokenizer with --tokenizer."
             )
     return backend, template
 

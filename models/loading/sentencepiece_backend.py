@@ -7,8 +7,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 _SPACE = "\u2581"
-# Which texts get a space in front: the text between two special tokens, the text at the very start,
-# or none.
+# Which texts get a space in front: "parts" is each text between special tokens, "start" is only the
+# start of the whole text.
 Prefix = Literal["parts", "start", "none"]
 
 
@@ -18,7 +18,7 @@ def make_sentencepiece_backend(
     """A tokenizer that merges the pair of pieces with the highest score first.
 
     Args:
-        unknown_id: Of the piece for text that no piece stands for; None if there is none.
+        unknown_id: Id of the piece that replaces unknown text; None if there is no such piece.
     """
     ids = {piece: idx for idx, piece in enumerate(pieces)}
     backend = tokenizers.Tokenizer(
@@ -33,8 +33,9 @@ def make_sentencepiece_backend(
     prepend = [normalizers.Prepend(_SPACE)] if prefix == "parts" else []
     backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", _SPACE)])
     if prefix == "start":
-        # A `Metaspace` adds its character only to a text that does not start with it. No space is
-        # left here, so the first one adds a space to every text, and the second one replaces it.
+        # A `Metaspace` puts its character in front of a text unless the text starts with it. The
+        # normalizer has replaced all spaces, so the first `Metaspace` always adds a space. The
+        # second one replaces this space.
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Metaspace(" ", prepend_scheme="first", split=False),

@@ -54,7 +54,7 @@ class Platform:
     samples_in_chunks: ClassVar[bool] = False
     # Columns of a kernel of 4 or 8 bits that a product widens at a time; None widens all at once.
     scaled_panel_width: ClassVar[int | None] = None
-    # Whether layers share arrays with the kernels of their experts, for loops over layers.
+    # Whether the experts of several layers are in one array, for loops over layers.
     stacks_experts: ClassVar[bool] = False
     # Host memory that compiling one program may take: several times what was measured
     # (`docs/design/runner-and-programs.md`).
@@ -120,7 +120,7 @@ class Platform:
 
     @property
     def panels_per_turn(self) -> int:
-        """Panels of a kernel of 4 or 8 bits that one turn of a product of few rows adds."""
+        """Most panels of a quantized kernel that one turn of `multiply_few_rows` adds."""
         return 32
 
     def column_panel_width(self, *, batch_invariant: bool = False) -> int | None:

@@ -27,7 +27,7 @@ def multiply_few_rows(
     Args:
         panels: Of the first kernel, for the sizes.
         use: As in `StoredKernel.multiply`. The kernel has the attribute `panels`.
-        panels_per_turn: Panels of one iteration.
+        panels_per_turn: Most panels of one turn of the loop.
     """
     num_panels, num_groups, num_rows, width = panels.numbers.shape
     num_together = min(num_panels, panels_per_turn)

@@ -52,7 +52,7 @@ class ScaledKernel(StoredKernel):
     zeros: jax.Array | None
     number_format: NumberFormat = field(metadata={"static": True})
     out_features: int = field(metadata={"static": True})
-    # What a mesh splits of one matrix (`on_mesh`).
+    # How a mesh splits a matrix (`on_mesh`); None for stacks of experts.
     split: MatrixSplit | None = field(default=None, metadata={"static": True})
 
     @classmethod

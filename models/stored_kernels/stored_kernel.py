@@ -45,7 +45,7 @@ class StoredKernel(ABC):
         """
 
     def on_mesh(self, axes: Sequence[SplitAxis | None]) -> "StoredKernel":
-        """The same kernel for products over a mesh, which splits its arrays as `specs` tells.
+        """The same kernel for products over a mesh, which splits its arrays as `specs` describes.
 
         Args:
             axes: As in `specs`.

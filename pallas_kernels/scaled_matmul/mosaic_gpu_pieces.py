@@ -8,8 +8,8 @@ wgmma cannot read the numbers from registers, because a byte's neighbors belong 
 
 All numbers of these formats are exact in bfloat16. The scales multiply the float32 sums of a turn.
 
-wgmma multiplies 64 rows at a time, so the columns of the matrix are its rows, and the rows of x are
-its columns.
+The kernel computes the transposed product, because wgmma multiplies 64 rows at a time, and x often
+has fewer. So the columns of the matrix are the rows of wgmma, and the rows of x are its columns.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from jax import lax
 from pallas_kernels.number_format import MIDDLE, NumberFormat, has_pairs, scales_as_float32
 from pallas_kernels.tma_boxes import MAX_GRID_YZ
 
-# A CTA pads the rows of x to the first of these numbers.
+# A CTA pads the rows of x to the first of these numbers that is large enough.
 ROWS_OF_CTA = (8, 16, 32, 64)
 # Stored rows of a piece: the first of these numbers that divides the stored rows of a group.
 _PIECE_ROWS = (64, 32, 16)
@@ -34,7 +34,7 @@ _COLUMNS = (128, 64)
 _MAX_ROWS_OF_WIDE = 32
 # With more rows, two CTAs of four stages would not fit an SM.
 _NUM_STAGES, _NUM_STAGES_OF_MANY_ROWS = 4, 3
-_BYTES_PER_THREAD = 8  # numbers that a thread widens together
+_BYTES_PER_THREAD = 8  # neighbors that a thread widens together
 COMPUTE, COPY = 0, 1  # the warpgroups
 _STORED_DTYPES = {
     "int4": jnp.int8,
@@ -244,7 +244,7 @@ def _copy_piece(
     piece: jax.Array,
     stage: jax.Array,
 ) -> None:
-    """Starts the copies of a piece, and of what is multiplied with it, to a stage."""
+    """Starts the copies of a piece, its scales and zero points, and its inputs, to a stage."""
     landed = stages.landed.at[stage]
     group = lax.div(piece, jnp.int32(plan.pieces_per_group))
     piece_of_group = lax.rem(piece, jnp.int32(plan.pieces_per_group))
@@ -274,13 +274,13 @@ def _widen(stages: Stages, plan: Plan, stage: jax.Array) -> None:
     layout = _layout_of_bytes(plan)
     numbers = plgpu.layout_cast(stages.numbers.at[stage][...], layout)
     if plan.number_format == "e4m3":
-        # Not every JAX widens it to bfloat16 at once. Float16 has all of its numbers.
+        # Some versions of JAX cannot widen e4m3 to bfloat16. Float16 has all numbers of e4m3.
         stages.widened[0] = numbers.astype(jnp.float16).astype(jnp.bfloat16)
         return
     if plan.number_format == "int8":
         stages.widened[0] = numbers.astype(jnp.bfloat16)
         return
-    # Registers of bytes have no shifts.
+    # Bytes in registers cannot be shifted, so the high bits are divided.
     if plan.number_format == "e2m1":
         low = _from_e2m1(numbers & jnp.int8(7), numbers & jnp.int8(8), 1)
         high = _from_e2m1(numbers & jnp.int8(0x70), numbers & jnp.int8(-128), -16)
