@@ -345,8 +345,8 @@ def _find_num_lookahead_tokens(config: RunnerConfig, runner: ModelRunner) -> int
     """Most drafts that the scheduler schedules for a request in a step.
 
     Raises:
-        ConfigError: The model or its draft model has recurrent states, and the settings need
-            drafts that cannot go back to the last accepted one.
+        ConfigError: The model or its draft model has recurrent states, with which drafts do not
+            work under these settings.
         InvariantError: The runner verifies another number of drafts.
     """
     speculative = config.speculative_config
@@ -371,9 +371,9 @@ def _check_drafts_of_states(config: RunnerConfig) -> None:
         )
     if speculative.drafts_in_bursts or config.batch_invariant:
         raise ConfigError(
-            "models with recurrent layers verify drafts only in single steps, which go back to the "
-            "state before the drafts. Leave drafts_in_bursts and batch_invariant out, or "
-            "speculative_config."
+            "models with recurrent layers verify drafts only in single steps, and not with "
+            "batch_invariant. Leave drafts_in_bursts and batch_invariant out, or leave "
+            "speculative_config out."
         )
 
 

@@ -60,7 +60,7 @@ def _load_of_method(config: EngineConfig, model: LoadedModel, folder: Path) -> L
             model, folder, load_format=load_format, seed=seed, encoder=encoder, mesh=mesh
         )
     if method == "eagle3":
-        # Its weights show whether it has an embedding, so they are read with "dummy" too.
+        # The weights show whether the head has an embedding, so "dummy" reads them too.
         head_folder = _drafter_folder(config, with_weights=True)
         return load_eagle3_head(model, head_folder, encoder=encoder, mesh=mesh)
     max_model_len = config.model.max_model_len
@@ -113,7 +113,7 @@ def _drafter_folder(config: EngineConfig, *, with_weights: bool) -> Path:
 
 @contextlib.contextmanager
 def _named_errors() -> Iterator[None]:
-    """Adds the setting to errors about the drafter, which would read as errors about the model."""
+    """Names the setting in errors about the drafter. They would seem to be about the model."""
     try:
         yield
     except ModelError as error:

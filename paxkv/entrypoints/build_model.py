@@ -71,7 +71,7 @@ def find_text_folder(config: ModelConfig, model_folder: Path) -> Path:
     programs = user_cache_folder()
     cache = programs and programs.parent / "tokenizers"
     if found.is_file():
-        # Without a tokenizer, the file itself stands for a folder that has none.
+        # A file without a tokenizer is like a folder without one.
         return write_tokenizer_of(found, cache) or found
     own = None if (found / "tokenizer.json").is_file() else find_mistral_tokenizer(found)
     return found if own is None else write_mistral_tokenizer(own, cache)

@@ -110,8 +110,9 @@ def _log_shorter_length(
         logger.log(
             level,
             "max_model_len is %d, the length for which the programs were compiled; the model's own "
-            "limit is %d. Set --max-model-len to the first, or compile programs for the second.",
-            *(length, limit),
+            "limit is %d. To confirm this length, set --max-model-len %d. For longer requests, "
+            "compile programs for a larger length.",
+            *(length, limit, length),
         )
         return
     logger.log(

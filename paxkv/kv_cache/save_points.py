@@ -59,11 +59,11 @@ class SavePoints:
         """Number of new tokens that a step may compute: up to the first save point among them.
 
         Args:
-            has_drafts: The last tokens are drafts. Only the state before them is written, so the
-                step verifies no drafts with which the request could pass the next multiple.
+            has_drafts: The last tokens are drafts. Only the state before them is written, so drafts
+                may take the request to the next multiple, but not past it.
         """
         if has_drafts and self.block_size is not None:
-            # Block size 16, 13 tokens: with two drafts, the request has at most 16 tokens next.
+            # Block size 16, 13 tokens: with two right drafts and a new token, there are 16 tokens.
             most = request.num_tokens // self.block_size * self.block_size + self.block_size - 1
             num_new_tokens = min(num_new_tokens, most - num_computed_tokens)
         points = []
@@ -74,7 +74,7 @@ class SavePoints:
         if self.interval is not None:
             points.append((num_computed_tokens // self.interval + 1) * self.interval)
         end = num_computed_tokens + num_new_tokens
-        # The state before drafts is saved without a cut.
+        # A step with drafts writes the state before them, so a point there needs no cut.
         last = min(end, request.num_tokens) if has_drafts else end
         end = min((point for point in points if num_computed_tokens < point < last), default=end)
         return end - num_computed_tokens

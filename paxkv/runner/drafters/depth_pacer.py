@@ -100,7 +100,7 @@ class DepthPacer:
             num_drawn: Tokens that the requests got from the step.
             num_drafts: Drafts of each request that the head proposed after the step.
             num_verified: Most drafts of a request that the step verified; by default `num_drafts`.
-                A step that proposes another number measures the time of neither number.
+                If the two numbers differ, the step's time is not used.
             is_decode: Whether every request computed only its last token, and drafts if any.
         """
         now_s = self._clock()
@@ -128,7 +128,7 @@ class DepthPacer:
         elif all(self._choices) and num_decode_steps == 1:
             if is_measured and num_drafts > 0:
                 self._draft_times.setdefault((size, num_drafts), StepTimes()).record(took_s)
-            # At the end of a request, fewer drafts may be left to verify.
+            # This also counts steps at the end of a request, which may verify fewer drafts.
             self._drawn_share += _SHARE_WEIGHT * (
                 num_drawn / self._num_expected - self._drawn_share
             )

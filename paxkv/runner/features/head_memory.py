@@ -17,7 +17,7 @@ _NUMBERS, _HIDDEN = "head_numbers", "head_hidden"
 class HeadMemory(NamedTuple):
     """The head's last computation for each row. At position p, the head reads token p + 1."""
 
-    has_drafts: jax.Array  # bool[num_rows]; false: the other fields are not of the head's making
+    has_drafts: jax.Array  # bool[num_rows]; false: the head computed none of the others
     positions: jax.Array  # i32[num_rows]
     token_ids: jax.Array  # i32[num_rows]
     hidden: jax.Array  # f[num_rows, hidden], the input for that token
@@ -37,7 +37,7 @@ def head_memory_arrays(*, num_rows: int, hidden_size: int, dtype: str) -> dict[s
 
 
 def head_memory_of(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns those of `head_memory_arrays`; empty if there are none."""
+    """Returns the arrays of `head_memory_arrays`; empty if there are none."""
     return {name: arrays[name] for name in (_NUMBERS, _HIDDEN) if name in arrays}
 
 
@@ -48,8 +48,8 @@ def read_memory(
 ) -> HeadMemory:
     """Reads the rows of some requests.
 
-    A request has drafts if its last known token is the one after those that the head has computed
-    for it. Otherwise, its `positions` are those of the last known token. The head may write its
+    A request has drafts if the head's last computation for it is at the position before its last
+    known token. Otherwise, its field `positions` has the position of this token. The head may write
     keys and values there, because the next step overwrites them.
     """
     rows, tenancy = tenancies

@@ -14,7 +14,7 @@ def find_mesh(num_devices: int) -> Mesh | None:
     If there are several processes, each has an equal part of the devices.
 
     Raises:
-        ConfigError: A process has fewer devices than its part.
+        ConfigError: A process has fewer devices than its part of the mesh.
     """
     if num_devices == 1:
         return None

@@ -355,7 +355,7 @@ def make_kv_cache_groups(
 
 
 def _groups_of_kind(spec: KVCacheSpec, layers: Sequence[tuple[str, ...]]) -> list[KVCacheGroupSpec]:
-    """Makes the groups of one kind. States get one group, whose slots have a part per tuple.
+    """Makes the groups of one kind. States get one group, whose slots have `len(layers)` parts.
 
     Args:
         layers: Results of `group_layers`: group i has every n-th layer, from layer i on.

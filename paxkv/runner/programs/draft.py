@@ -66,10 +66,10 @@ def make_draft(model: LoadedModel, head: LoadedDrafter, shape: DraftShape) -> Dr
     token after the other. A draft model drafts every token in this loop. Tokens of rejected drafts
     are computed too. The next step of the request writes over their keys and values.
 
-    The drafts' keys and values go to slots after the step's tokens. A request gets no more drafts
-    where its block table ends. The program returns `drafts` i32[num_reqs, shape.num_drafts], with
-    `NO_TOKEN` after the last draft of each request. Last comes the memory for bursts, with new rows
-    of the requests that drew a token.
+    The drafts' keys and values go to slots after the step's tokens. A request gets drafts only up
+    to the end of its block table. The program returns `drafts` i32[num_reqs, shape.num_drafts],
+    with `NO_TOKEN` after the last draft of each request. It also returns the memory for bursts, in
+    which it has replaced the rows of requests that drew a token.
     """
     step = shape.step
     layout = PackedLayout(step)

@@ -134,7 +134,7 @@ class CheckedScaledProduct:
 def scaled_products_of(module: LoadedModule) -> frozenset[CheckedScaledProduct]:
     """Returns the different products of one device with quantized matrices and experts.
 
-    On a mesh, these are its parts. Large matrices are cut.
+    On a mesh, they are products with the device's parts of the matrices. Large matrices are cut.
     """
     values = module.parameters.values()
     dtypes = {

@@ -91,7 +91,7 @@ def _step_fields(s: StepShape) -> dict[str, tuple[int, ...]]:
     if s.max_draws == 1:
         return fields
     if any(table.is_state for table in s.tables):
-        # The first token of each request whose state is not written.
+        # See `StateInputs`.
         fields["state_ends"] = (s.num_reqs,)
     # For each row of logits: its index among the rows of its request, and the request's index.
     return fields | {"draw_idx": (s.num_logits,), "draw_req": (s.num_logits,)}

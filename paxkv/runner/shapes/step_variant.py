@@ -101,7 +101,7 @@ class StepVariant(Protocol):
     def reads_tenancies(self) -> bool:
         """Whether the buffer of a program with the variant has the field `tenancies`.
 
-        It is in `PackedLayout`, because a variant in every program has no fields of its own.
+        `PackedLayout` adds the field, because a variant in every program has no `fields`.
         """
         return False
 

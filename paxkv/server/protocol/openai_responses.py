@@ -1,4 +1,4 @@
-"""Response bodies of /v1/completions; usage and log-probabilities of chats too."""
+"""Response bodies of /v1/completions; usage and log-probabilities, which chats have too."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -153,7 +153,7 @@ def choice_index(prompt_idx: int, completion: CompletionOutput, num_choices: int
 
 
 def has_new_content(completion: CompletionOutput, *, shows_token_ids: bool) -> bool:
-    """Whether an output has anything to send; not while a character or stop string is incomplete.
+    """Whether an output has anything to send. Incomplete characters and stop strings are not sent.
 
     Args:
         shows_token_ids: Whether the client wants all token ids, also of tokens without text.

@@ -22,7 +22,8 @@ class HeadLoopDrafter(LoopDrafter):
     """Runs the head over the tokens of each step, and then over its own drafts.
 
     Args:
-        first: The memory before the first step. Rows without drafts there have none in that step.
+        first: The memory before the first step. If it has no draft for a row, the row has no drafts
+            in this step.
         model: The target. `params` are its arrays, and `head_params` those of `head`.
         widths: Numbers of rows that the head's layers can compute, as `StepShape.widths`.
     """
