@@ -47,7 +47,7 @@ CONFIGS = {
     },
 }
 NUM_STATE_LAYERS = NUM_LAYERS - 1
-# States of a layer that a program holds besides the cache, and bytes of other arrays.
+# Most arrays of a layer's states outside of the cache, and bytes of all other temporary arrays.
 MOST_STATES_HELD, OTHER_BYTES = 2, 64 * 2**20
 # Bytes of the state of a layer and request in float32, without the window of its convolution.
 STATE_BYTES = {"qwen3_5": 32 * 128 * 128 * 4, "bamba": 128 * 64 * 128 * 4}
@@ -100,7 +100,7 @@ def state_bytes(name):
 
 @each(ALL)
 def test_the_cache_is_in_place_and_temporary_memory_has_a_bound(compiled, step):
-    """A layer's states are read from the pages and computed: two arrays, which layers share."""
+    """Two temporary arrays have a layer's old and new states. All layers share their memory."""
     program, result = compiled(step)
     assert result.aliased_bytes >= program.cache_bytes
     assert result.temp_bytes < MOST_STATES_HELD * state_bytes(step[0]) + OTHER_BYTES
@@ -108,7 +108,7 @@ def test_the_cache_is_in_place_and_temporary_memory_has_a_bound(compiled, step):
 
 @each(DECODES)
 def test_a_decode_moves_at_most_five_times_the_bytes_of_the_states(compiled, step):
-    """A step must read and write the states once. It also writes and reads arrays of them.
+    """A step must read and write the states once. It also writes and reads temporary arrays.
 
     With 1 device, it moves 4.5 times these bytes for Gated DeltaNet, and 4 times for Mamba2.
     """
@@ -121,7 +121,7 @@ def test_a_decode_moves_at_most_five_times_the_bytes_of_the_states(compiled, ste
 
 
 def num_uses(result, buffer):
-    """Instructions that read the result of one, also by another name."""
+    """Number of instructions that read the result of an instruction, also under another name."""
     names, num = {buffer.name}, 0
     for instruction in result.instructions:
         is_user = instruction.computation == buffer.computation

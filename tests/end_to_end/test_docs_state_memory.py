@@ -91,7 +91,7 @@ MODELS: Mapping[str, Mapping[str, object]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What a running request needs in one of the engines."""
+    """Memory of a running request in one of the engines."""
 
     attention_tokens: int  # in a block of attention
     num_groups: int  # of states

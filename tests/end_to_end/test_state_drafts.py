@@ -74,7 +74,7 @@ def test_drafts_change_no_answer(
     specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
     num_slot_blocks = sum(spec.num_slot_blocks for spec in specs if isinstance(spec, MambaSpec))
     num_attention = sum(not isinstance(spec, MambaSpec) for spec in specs)
-    # The slots of two requests, and the other blocks of the longest one and a third more.
+    # The null block, slots of two requests, and 4/3 of the other blocks of the longest request.
     num_tiny = 1 + 2 * num_slot_blocks + num_attention * MAX_MODEL_LEN // 8 * 4 // 3
     num_preempted = num_accepted = 0
     for seed in range(NUM_RUNS):

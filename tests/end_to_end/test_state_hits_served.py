@@ -31,7 +31,7 @@ FLAGS = (
     *("--block-size", str(BLOCK_SIZE), "--max-num-seqs", "8"),
     *("--max-num-batched-tokens", "512", "--served-model-name", "model", "--enable-admin"),
 )
-# Tokens that are a space and a word. Any text of them has these tokens again.
+# Tokens that are a space and a word. The tokenizer cuts a text of them into the same tokens again.
 _VOCAB = json.loads((CHECKPOINT / "tokenizer.json").read_text())["model"]["vocab"]
 WORDS = {f" {name[1:]}": i for name, i in _VOCAB.items() if name[0] == "Ġ" and name[1:].isalpha()}
 
@@ -155,7 +155,7 @@ def test_chats_sent_at_once_hit_from_the_third_step_on(chats: Chats) -> None:
     missed = misses(answers)
     print(f"{len(missed)} of {NUM_CHATS} missed; hits of admitted requests by step: {steps}")
     assert 1 <= len(missed) <= len(steps[0]) + len(steps[1])
-    # A request that came one step too early found keys and values of the first, but no state.
+    # A request that started one step too early found the first one's keys and values, but no state.
     reasons = {chats.why_missed(answer) for answer in missed}
     assert reasons <= {("first_block_differs", chats.attention_kind), ("state_not_saved", "state")}
 

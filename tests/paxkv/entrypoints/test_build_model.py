@@ -14,22 +14,14 @@ from paxkv.config.engine_config import (
     RunnerConfig,
 )
 from paxkv.entrypoints import build_model
-from paxkv.entrypoints.build import (
-    build_core,
-    build_engine,
-    compile_programs,
-)
-from paxkv.errors import (
-    ConfigError,
-)
+from paxkv.entrypoints.build import build_core, build_engine, compile_programs
+from paxkv.errors import ConfigError
 from tests.paxkv.fake_build import (
     VOCAB_SIZE,
     FakeRunner,
     config_for,
     save_tokenizer,
 )
-
-BOS_ID, EOS_ID = 256, 257
 
 
 def test_chat_template_comes_from_the_folder_of_the_tokenizer(

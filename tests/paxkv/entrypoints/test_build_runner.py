@@ -18,15 +18,8 @@ from paxkv.config.engine_config import (
 )
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.entrypoints import build_runner
-from paxkv.entrypoints.build import (
-    build_core,
-    build_engine,
-)
-from paxkv.errors import (
-    ConfigError,
-    InvalidRequestError,
-    KVCacheTooSmallError,
-)
+from paxkv.entrypoints.build import build_core, build_engine
+from paxkv.errors import ConfigError, InvalidRequestError, KVCacheTooSmallError
 from paxkv.runner.memory.memory_plan import HostMemory
 from paxkv.runner.programs.program_store import CompiledPrograms, NewCompiledPrograms
 from paxkv.runner.shapes.program_shapes import RowShape
@@ -36,8 +29,6 @@ from tests.paxkv.fake_build import (
     FakeRunner,
     config_for,
 )
-
-BOS_ID, EOS_ID = 256, 257
 
 
 def test_max_model_len_is_the_models_unless_a_smaller_one_is_set(
