@@ -25,8 +25,8 @@ Figures, as wall time and as CPU time of all threads:
     1, 8 streams   milliseconds of a decode step, from the times of answers of 4 and 20 tokens
     peak           the process's highest resident memory, with mapped pages of files
 
-Below the table: how many of 8 first tokens are those of the first subject. Rounding of weights can
-change a token, but a program with another model would have none in common.
+Below the table: how many of 8 first tokens equal the tokens of the first subject. Rounding of
+weights can change a token, but a program with another model would have none in common.
 """
 
 import argparse

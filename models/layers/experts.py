@@ -89,9 +89,9 @@ class ExpertLinear(nnx.Module):
         """The outputs at all places.
 
         Args:
-            in_parts: With input features that a mesh splits, the result has the parts of one device
-                after those of another, f[num_devices * num_tiles * tile_rows, out_features]. Their
-                sum is the output.
+            in_parts: With input features that a mesh splits, the result has the parts of each
+                device, one after the other, f[num_devices * num_tiles * tile_rows, out_features].
+                Their sum is the output.
         """
         kernels = context.kernels
         split = self.split

@@ -1,4 +1,4 @@
-"""Shared experts whose factors come from the router, together with those of chosen experts."""
+"""Shared experts whose factors come from the router, as the factors of chosen experts do."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -38,7 +38,7 @@ class Worker:
 
     Attributes:
         kv_cache: The next call overwrites it.
-        params: The model's parameters. `head_params` are those of the draft head.
+        params: The model's parameters. `head_params` are the parameters of the draft head.
     """
 
     def __init__(

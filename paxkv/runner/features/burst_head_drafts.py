@@ -47,7 +47,7 @@ class BurstHeadDrafts(HeadDrafts):
     Between bursts, the head runs after single steps, so that it has keys and values of their
     tokens. It proposes drafts for single steps only while a request cannot be in a burst.
     Otherwise, single steps verify no drafts, so the head pauses if there are many without a burst.
-    During a pause, or after a burst without drafts, the head computes few prompts: those of one in
+    During a pause, or after a burst without drafts, the head computes the prompts of only one in
     `STEPS_PER_TRIAL` steps that start requests. Bursts of these requests then show whether drafts
     pay.
 

@@ -24,7 +24,7 @@ class HeadLoopDrafter(LoopDrafter):
     Args:
         first: The memory before the first step. If it has no draft for a row, the row has no drafts
             in this step.
-        model: The target. `params` are its arrays, and `head_params` those of `head`.
+        model: The target. `params` are its arrays, and `head_params` the arrays of `head`.
         widths: Numbers of rows that the head's layers can compute, as `StepShape.widths`.
     """
 

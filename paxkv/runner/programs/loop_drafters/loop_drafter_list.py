@@ -24,7 +24,7 @@ def make_loop_drafter(
 
     Args:
         head: The drafter with weights of a `DrafterShape`.
-        params: The arrays of `model`. `head_params` are those of `head`.
+        params: The arrays of `model`. `head_params` are the arrays of `head`.
         memory: Of a draft head before the first step; None for other drafters.
     """
     if isinstance(shape, NgramShape):
