@@ -3,9 +3,9 @@
     python -m benchmarks.engine.drafts
     python -m benchmarks.engine.drafts --requests 1 --repetitions 3 --out FILE
 
-Two engines of this process, which differ only in `speculative_config`, answer the same requests in
-turns. The benchmark fails if an answer differs. It prints these figures, and writes them as rows
-with --out. The first two are ratios: the engine with drafts to the other engine, per repetition.
+Two engines of this process, which differ only in `speculative_config`, take turns to answer the
+same requests. The benchmark fails if an answer differs. It prints these figures, and writes them as
+rows with --out. The first two are ratios of the engine with drafts to the other, per repetition.
 
     times_tokens_per_s       output tokens per second
     times_tokens_per_cpu_s   output tokens per second of processor time

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from paxkv.runner.drafters.step_times import StepTimes, round_up
 from paxkv.runner.shapes.bucket_sizes import MIN_VERIFIED_TOKENS
 
-# An expected time falls with every decision until it is measured again, so that its way is tried
-# again. The first factor applies to verifying steps while the engine runs ahead. The second applies
-# to steps without drafts while the engine waits for tokens.
+# The expected time of steps that are not chosen falls with every decision until it is measured, so
+# that they are tried again. The first factor applies to verifying steps while the engine runs
+# ahead. The second applies to steps without drafts while the engine waits for tokens.
 _VERIFY_AGING, _PLAIN_AGING = 0.998, 0.9995
 # Weight of a step in the throughput with drafts.
 _STEP_WEIGHT = 1 / 16
@@ -49,7 +49,8 @@ class DraftPacer:
         self._last_fetch_s: float | None = None
         # By rounded number of requests: seconds of a decode step.
         self._plain_times: dict[int, StepTimes] = {}
-        # By rounded number of requests, and of requests and drafts together; or 0 without drafts.
+        # (rounded number of requests, rounded sum of requests and drafts, or 0 without drafts) ->
+        # seconds of a step while the engine waits.
         self._waiting_times: dict[tuple[int, int], StepTimes] = {}
         # Tokens and seconds of the average step while the engine waits.
         self._waiting_tokens, self._waiting_s = 0.0, 0.0
@@ -71,8 +72,8 @@ class DraftPacer:
         Args:
             num_drawn: Tokens that its requests got.
             is_decode: Whether every request computed only its last token, and drafts if any.
-                Models with states also compute the drafts again that the step before accepted. They
-                do not count as tokens of the step, because they are the cost of those drafts.
+                Models with states also compute again the drafts that the step before accepted.
+                These tokens do not change the step's size, so their time is a cost of the drafts.
         """
         now_s = self._clock()
         last_s, self._last_fetch_s = self._last_fetch_s, now_s
@@ -107,7 +108,7 @@ class DraftPacer:
         if plain is None:
             return self._run_ahead()
         plain_rate = num_reqs / plain.expected_s
-        # The most promising drafts first. A request's second draft promises less than its first.
+        # The drafts that are most likely right come first. Of a request, this is its first draft.
         ranked = sorted(
             (
                 (rates[req_id] ** (1 + place), req_id)

@@ -120,7 +120,7 @@ class BurstHeadDrafts(HeadDrafts):
             is_run = (self._was_drafting and not pauses) or self._tries_prompts()
             if is_run:
                 self._complete_ids |= self._started_ids
-            # The head must go on where it has computed all tokens so far.
+            # The head also runs for requests of which it has computed all tokens so far.
             going_on = step.prompt_req_ids
             if step.is_decode and not pauses:
                 going_on = step.req_ids

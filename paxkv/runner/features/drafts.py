@@ -21,7 +21,7 @@ from paxkv.runner.shapes.step_variant import StepVariant
 class _DraftedRequest:
     drafter: RequestDrafter
     acceptance: Acceptance
-    # Of the request's last step; 0 if it had none.
+    # Tokens that the request got from its last step; 0 if it had none.
     num_drawn: int = 0
 
 

@@ -63,7 +63,7 @@ class ScheduledRows:
         return self.num_decode_steps > 1 or bool(self._is_decoding_np.all())
 
     def is_decode_after(self, num_drawn: Sequence[int]) -> bool:
-        """Whether it `is_decode`, or also computes the accepted drafts of the last step again.
+        """As `is_decode`, but requests may also compute the accepted drafts of the last step again.
 
         Models with states compute them again, because a state cannot go back.
 
