@@ -46,7 +46,7 @@ CARD_QUESTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
-    """What a run depends on, besides the code."""
+    """Everything except the code that a run depends on."""
 
     seed: int = 0
     num_steps: int = DEFAULT_NUM_STEPS
@@ -56,7 +56,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a run has done so far; survives an interruption beside the parameters."""
+    """The work that a run has done. It is saved with the parameters, so that the run can resume."""
 
     num_steps: int = 0
     num_tokens: int = 0

@@ -1,1 +1,1 @@
-"""Drafters with weights: small modules that run beside a model, over the same pages."""
+"""Drafters with weights: small modules that run with a model, over the same pages."""

@@ -66,7 +66,7 @@ class ExaoneMoeForCausalLM(MoEDecoder):
         )
 
     def weight_rules(self) -> dict[str, WeightRule]:
-        """Checkpoints store the corrections beside the router."""
+        """Checkpoints store the corrections next to the router, not in it."""
 
         def rename(name: str) -> str:
             return name.replace(".mlp.gate.e_score", ".mlp.e_score")

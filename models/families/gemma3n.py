@@ -175,7 +175,7 @@ class Laurel(nnx.Module):
 
 
 class Gemma3nLayer(SandwichNormLayer):
-    """Gemma 2's layer on one of several streams, with a product of low rank beside attention."""
+    """Gemma 2's layer on one of several streams, with a low-rank product parallel to attention."""
 
     def __init__(self, config: Gemma3nConfig, layer_idx: int, *, dtype: jnp.dtype) -> None:
         norm = functools.partial(

@@ -1,6 +1,6 @@
 """Granite 3 with experts, PowerMoE: Granite's factors, and experts in every layer.
 
-Releases with a shared MLP beside the experts have an architecture of their own.
+Releases with experts and a shared MLP have an architecture of their own.
 """
 
 import dataclasses
@@ -101,7 +101,7 @@ class GraniteMoeForCausalLM(MoEDecoder):
 
 
 class GraniteMoeSharedForCausalLM(GraniteMoeForCausalLM):
-    """Granite with a shared MLP beside the experts."""
+    """Granite with experts and a shared MLP."""
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, object]) -> GraniteMoeConfig:

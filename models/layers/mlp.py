@@ -13,7 +13,7 @@ from models.layers.linear import Linear
 
 
 class MLP(Protocol):
-    """What a layer has after attention, or beside it."""
+    """The part of a layer that follows attention, or is parallel to it."""
 
     def __call__(
         self,
