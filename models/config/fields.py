@@ -97,7 +97,9 @@ def read_object(fields: Mapping[str, object], name: str) -> Mapping[str, object]
     Raises:
         ModelConfigError: The field is not an object.
     """
-    value = fields.get(name) or {}
+    value = fields.get(name)
+    if value is None:
+        return {}
     if not isinstance(value, Mapping):
         raise _bad_field(name, value, "an object")
     return value

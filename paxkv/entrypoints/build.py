@@ -212,6 +212,7 @@ def compile_programs(config: EngineConfig, path: Path, *, show_progress: bool = 
     model = load_target(config, folder, tokenizer)
     head = load_drafter(config, model, folder)
     runner = make_runner(config, model, store, head=head, show_progress=show_progress)
+    _find_num_lookahead_tokens(config.runner, runner)  # raises, as an engine would
     return runner.warm_up()
 
 

@@ -24,6 +24,7 @@ from paxkv.entrypoints.build import (
     build_core,
     build_engine,
     build_llm_client,
+    compile_programs,
 )
 from paxkv.entrypoints.build_scheduler import make_scheduler
 from paxkv.errors import (
@@ -255,6 +256,9 @@ def test_scheduler_has_the_drafts_that_the_runner_verifies(
     )
     with pytest.raises(InvariantError, match="3 drafts, but the runner's step features propose up"):
         build_core(config)
+    with pytest.raises(InvariantError, match="3 drafts, but the runner's step features propose up"):
+        compile_programs(config, tmp_path / "compiled")
+    assert not any(runner.is_warm for runner in runner_class.instances)
     monkeypatch.setattr(runner_class, "max_drafts", 3)
     core = build_core(config).core
     assert core._scheduler.num_lookahead_tokens == 3
