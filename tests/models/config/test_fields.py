@@ -6,6 +6,7 @@ from models.config.fields import (
     read_count,
     read_layer_numbers,
     read_number,
+    read_object,
     read_token_ids,
     with_defaults,
 )
@@ -92,3 +93,10 @@ def test_other_values_are_no_token_ids(value):
 def test_other_values_are_no_layer_numbers(value):
     with pytest.raises(ModelConfigError, match="layers is .*; expected a list of layer numbers"):
         read_layer_numbers({"layers": value}, "layers")
+
+
+@pytest.mark.parametrize("value", [[], "", 0, False, "linear"])
+def test_other_values_are_no_object(value):
+    assert read_object({"rope_scaling": None}, "rope_scaling") == {}
+    with pytest.raises(ModelConfigError, match="config.json: rope_scaling is .*; expected an obj"):
+        read_object({"rope_scaling": value}, "rope_scaling")
