@@ -65,7 +65,7 @@ def scan_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """Calls `step(state, *token)` for the tokens of requests, one after the other.
 
-    The loop runs once per such token, so padding costs nothing.
+    The loops run once per such token, so padding costs nothing.
 
     Args:
         step: Returns the request's new state, and the result of the token.
@@ -76,18 +76,28 @@ def scan_tokens(
     Returns:
         The results f32[num_tokens, ...], and the states of each request.
     """
-    num_reqs = states.shape[0]
-    req_of_token = request_of_token(query_start_loc, out.shape[0])
-    rows = _StateRows.of_tokens(req_of_token, num_reqs, state_ends)
+    num_used = (query_start_loc[:-1] < query_start_loc[-1]).sum(dtype=jnp.int32)
+    ends = query_start_loc[1:] if state_ends is None else state_ends
 
     def turn(idx: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        states, out = carry
-        state, result = step(states[rows.read[idx]], *(array[idx] for array in tokens))
-        return states.at[rows.write[idx]].set(state), out.at[idx].set(result)
+        state, out = carry
+        state, result = step(state, *(array[idx] for array in tokens))
+        return state, out.at[idx].set(result)
 
-    carry = (_with_last_row(states, state_ends), out)
-    found, out = jax.lax.fori_loop(0, query_start_loc[-1], turn, carry)
-    return out, found[:num_reqs]
+    # The inner loops carry the state of one request. On the CPU, a loop that reads and writes
+    # `states` for each token copies the states of all requests for each token.
+    def run_request(
+        req: jax.Array, carry: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        states, out = carry
+        carry = (states[req], out)
+        state, out = jax.lax.fori_loop(query_start_loc[req], ends[req], turn, carry)
+        if state_ends is not None:
+            _, out = jax.lax.fori_loop(ends[req], query_start_loc[req + 1], turn, (state, out))
+        return states.at[req].set(state), out
+
+    found, out = jax.lax.fori_loop(0, num_used, run_request, (states, out))
+    return out, found
 
 
 def scan_chunks(
