@@ -5,6 +5,8 @@ step. A format without ops of its own reads and writes through these functions. 
 `pallas_kernels` keep the rules themselves.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -40,25 +42,25 @@ def two_indices(indices: jax.Array, unused: jax.Array | int) -> jax.Array:
 
 
 def read_prefix(
-    pages: Pages,  # [num_rows, num_blocks, num_words]
+    pages: Pages,  # [num_rows, num_blocks, width, ...]
     row: jax.Array | int,
     block_ids: jax.Array,  # i32[n], in [0, num_blocks)
-    num_words: int,
-) -> jax.Array:  # [n, num_words], of the pages' dtype
-    """The first words of whole pages."""
+    width: int,
+) -> jax.Array:  # [n, width, ...], of the pages' dtype
+    """The first words of whole pages, or the first lines of pages that are lines of words."""
     ids = two_indices(block_ids, 0)
-    place = pages.at[row, ids, :num_words]
+    place = pages.at[row, ids, :width]
     read = place.get(mode="promise_in_bounds", wrap_negative_indices=False)
     return read[: block_ids.shape[0]]
 
 
 def write_prefix(
-    pages: Pages,  # [num_rows, num_blocks, num_words]
+    pages: Pages,  # [num_rows, num_blocks, width, ...]
     row: jax.Array | int,
     block_ids: jax.Array,  # i32[n], no two alike; from num_blocks on nothing is written
-    words: jax.Array,  # [n, k], of the pages' dtype
+    words: jax.Array,  # [n, k, ...], of the pages' dtype
 ) -> Pages:
-    """The pages with the first `k` words of some replaced."""
+    """The pages with the first `k` words or lines of some replaced."""
     ids = two_indices(block_ids, pages.shape[1])
     if ids.shape != block_ids.shape:
         words = jnp.concatenate([words, words])
@@ -66,23 +68,30 @@ def write_prefix(
     return place.set(words, mode="drop", wrap_negative_indices=False)
 
 
-def as_words(
-    values: jax.Array,  # [n, k]; if its dtype is narrower, k numbers fill whole words
-    pages: Pages,
-) -> jax.Array:  # [n, num_words], of the pages' dtype
-    """The bits of values as words of a page. Values are bitcast, never the pages."""
-    num_values = pages.dtype.itemsize // values.dtype.itemsize
-    if num_values > 1:
-        values = values.reshape(values.shape[0], -1, num_values)
-    return jax.lax.bitcast_convert_type(values, pages.dtype).reshape(values.shape[0], -1)
-
-
-def from_words(
-    words: jax.Array,  # [n, num_words], of the pages' dtype
+def recast(
+    numbers: jax.Array,  # [n, k], or [n, k, lanes] of pages that are lines
     dtype: jnp.dtype,
-) -> jax.Array:  # [n, k]
-    """The inverse of `as_words`."""
-    num_words = jnp.dtype(dtype).itemsize // words.dtype.itemsize
-    if num_words > 1:
-        words = words.reshape(words.shape[0], -1, num_words)
-    return jax.lax.bitcast_convert_type(words, dtype).reshape(words.shape[0], -1)
+) -> jax.Array:  # [n, bytes of the k numbers / bytes of one of `dtype`, ...]
+    """The bits of values as words of a page, or of words as values. Pages are never bitcast.
+
+    Without lanes, the parts of a wide number are neighbors. With lanes, the wide number i of k has
+    its lowest bits in the narrow number i and its next bits in the number i + k, because a TPU
+    would store an axis of 2 neighbors as 128 numbers.
+    """
+    dtype = jnp.dtype(dtype)
+    old_bits, new_bits = 8 * numbers.dtype.itemsize, 8 * dtype.itemsize
+    if numbers.ndim == 2:
+        if old_bits < new_bits:
+            numbers = numbers.reshape(numbers.shape[0], -1, new_bits // old_bits)
+        return jax.lax.bitcast_convert_type(numbers, dtype).reshape(numbers.shape[0], -1)
+    unsigned = f"uint{new_bits}"
+    bits = jax.lax.bitcast_convert_type(numbers, f"uint{old_bits}")
+    if old_bits > new_bits:
+        parts = [(bits >> shift).astype(unsigned) for shift in range(0, old_bits, new_bits)]
+        bits = jnp.concatenate(parts, axis=1)
+    elif old_bits < new_bits:
+        parts = jnp.split(bits, new_bits // old_bits, axis=1)
+        # Each part is widened by itself. If all were widened at once, a TPU would store the result.
+        shifted = (part.astype(unsigned) << idx * old_bits for idx, part in enumerate(parts))
+        bits = functools.reduce(jnp.bitwise_or, shifted)
+    return jax.lax.bitcast_convert_type(bits, dtype)

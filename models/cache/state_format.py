@@ -1,6 +1,5 @@
 """`StateFormat`: arrays of fixed size per request, in a slot of one or more pages."""
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -96,22 +95,27 @@ class StateFormat:
         self, pages: Pages, state: LayerState
     ) -> tuple[jax.Array, ...]:  # f32[num_reqs, *shape] of each array
         """The states before the step. They are zero for requests that start from zero."""
-        pages = pages.reshape(*pages.shape[:2], -1)
+        num_reqs = state.read_slots.shape[0]
         word_bytes = pages.dtype.itemsize
+        num_lanes = math.prod(pages.shape[3:])
         found = []
-        for run in self._runs(pages.shape[2] * word_bytes):
+        for run in self._runs(math.prod(pages.shape[2:]) * word_bytes):
             slots = state.read_slots[:, run.first_page : run.first_page + run.num_pages]
-            num_words = sum(array.num_bytes for array in run.arrays) // word_bytes
-            width = num_words if run.num_pages == 1 else pages.shape[2]
+            num_words = [array.num_bytes // word_bytes for array in run.arrays]
+            width = -(-sum(num_words) // num_lanes) if run.num_pages == 1 else pages.shape[2]
             words = rules.read_prefix(pages, state.row, slots.reshape(-1), width)
-            words = words.reshape(slots.shape[0], -1)[:, :num_words]
-            ends = itertools.accumulate(array.num_bytes // word_bytes for array in run.arrays)
-            parts = jnp.split(words, list(ends)[:-1], axis=1)
-            for part, array in zip(parts, run.arrays, strict=True):
-                numbers = rules.from_words(part, jnp.dtype(array.dtype))[:, : array.num_numbers]
+            lanes = _common_lanes(run, pages)
+            words = words.reshape(num_reqs, -1, *lanes)
+            start = 0
+            for array, num in zip(run.arrays, num_words, strict=True):
+                end = start + num // math.prod(lanes)
+                numbers = rules.recast(words[:, start:end], array.dtype)
+                numbers = numbers[:, : -(-array.num_numbers // math.prod(lanes))]
+                numbers = numbers.reshape(num_reqs, *array.shape)
                 # Selected, because memory that was never written may hold NaN.
-                numbers = jnp.where(state.starts_from_zero[:, None], 0, numbers)
-                found.append(numbers.astype(jnp.float32).reshape(-1, *array.shape))
+                is_zero = jnp.expand_dims(state.starts_from_zero, range(1, numbers.ndim))
+                found.append(jnp.where(is_zero, 0, numbers).astype(jnp.float32))
+                start = end
         return tuple(found)
 
     def write(
@@ -124,28 +128,31 @@ class StateFormat:
 
         Every array must depend on what `read` returned for it (`models/cache/rules.py`).
         """
-        stored = pages.reshape(*pages.shape[:2], -1)
-        num_blocks, num_words = stored.shape[1:]
+        num_blocks, *page = pages.shape[1:]
         is_written = state.is_written[:, None]
         rest = iter(arrays)
-        for run in self._runs(num_words * stored.dtype.itemsize):
+        for run in self._runs(math.prod(page) * pages.dtype.itemsize):
+            lanes = _common_lanes(run, pages)
             parts = []
             for array in run.arrays:
                 numbers = next(rest)
-                numbers = numbers.reshape(numbers.shape[0], -1).astype(array.dtype)
+                numbers = numbers.reshape(numbers.shape[0], -1, *lanes).astype(array.dtype)
                 for other in arrays:
                     numbers = rules.after(numbers, other)
-                num_stored = array.num_bytes // numbers.dtype.itemsize
-                numbers = jnp.pad(numbers, ((0, 0), (0, num_stored - numbers.shape[1])))
-                parts.append(rules.as_words(numbers, stored))
+                num_stored = array.num_bytes // (math.prod(lanes) * numbers.dtype.itemsize)
+                numbers = _padded(numbers, num_stored)
+                parts.append(rules.recast(numbers, pages.dtype))
             words = jnp.concatenate(parts, axis=1)
-            slots = state.write_slots[:, run.first_page : run.first_page + run.num_pages]
             if run.num_pages > 1:
-                words = jnp.pad(words, ((0, 0), (0, run.num_pages * num_words - words.shape[1])))
-                words = words.reshape(-1, num_words)
+                words = _padded(words, run.num_pages * math.prod(page) // math.prod(lanes))
+                words = words.reshape(-1, *page)
+            elif words.ndim < pages.ndim - 1:
+                words = _padded(words, -(-words.shape[1] // page[1]) * page[1])
+                words = words.reshape(words.shape[0], -1, page[1])
+            slots = state.write_slots[:, run.first_page : run.first_page + run.num_pages]
             block_ids = jnp.where(is_written, slots, num_blocks).reshape(-1)
-            stored = rules.write_prefix(stored, state.row, block_ids, words)
-        return stored.reshape(pages.shape)
+            pages = rules.write_prefix(pages, state.row, block_ids, words)
+        return pages
 
     def _runs(self, page_bytes: int) -> Iterator[_Run]:
         if self.content_bytes(1) <= page_bytes:
@@ -156,3 +163,22 @@ class StateFormat:
             num_pages = -(-array.num_bytes // page_bytes)
             yield _Run((array,), first_page, num_pages)
             first_page += num_pages
+
+
+def _common_lanes(run: _Run, pages: Pages) -> tuple[int, ...]:
+    """The shape of a page's lines if each array of the run fills whole lines; otherwise ().
+
+    A TPU copies an array whose lines are joined: the whole cache, if it were the pages.
+    """
+    lanes = pages.shape[3:]
+    num_lanes = math.prod(lanes)
+    counts = [array.num_numbers for array in run.arrays]
+    counts += [array.num_bytes // pages.dtype.itemsize for array in run.arrays]
+    return lanes if all(count % num_lanes == 0 for count in counts) else ()
+
+
+def _padded(array: jax.Array, width: int) -> jax.Array:
+    """Zeros after the numbers of axis 1, up to a width."""
+    widths = [(0, 0)] * array.ndim
+    widths[1] = (0, width - array.shape[1])
+    return jnp.pad(array, widths)

@@ -1,13 +1,18 @@
-"""Whole steps of models with states, compiled for H200s."""
+"""Whole steps of models with states, compiled for H200s and for a TPU."""
 
 import functools
 import json
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from models import load_model
-from models.platforms import GPU
+from models.platforms import GPU, TPU
+from models.weight_rule import MODEL_AXIS
 from tests.aot.step_programs import MAX_MODEL_LEN, NUM_REQS, burst, mixed_step
+from tests.aot.tpu_topology import describe_tpu, missing_for_tpu
 
 NUM_LAYERS = 3
 NUM_MIXED_TOKENS = 256
@@ -48,7 +53,7 @@ CONFIGS = {
 }
 NUM_STATE_LAYERS = NUM_LAYERS - 1
 # Most arrays of a layer's states outside of the cache, and bytes of all other temporary arrays.
-MOST_STATES_HELD, OTHER_BYTES = 2, 64 * 2**20
+MOST_STATES_HELD, MOST_STATES_HELD_ON_TPU, OTHER_BYTES = 2, 5, 64 * 2**20
 # Bytes of the state of a layer and request in float32, without the window of its convolution.
 STATE_BYTES = {"qwen3_5": 32 * 128 * 128 * 4, "bamba": 128 * 64 * 128 * 4}
 KINDS = {
@@ -104,6 +109,20 @@ def test_the_cache_is_in_place_and_temporary_memory_has_a_bound(compiled, step):
     program, result = compiled(step)
     assert result.aliased_bytes >= program.cache_bytes
     assert result.temp_bytes < MOST_STATES_HELD * state_bytes(step[0]) + OTHER_BYTES
+
+
+@pytest.mark.skipif(missing_for_tpu() is not None, reason=str(missing_for_tpu()))
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_decode_on_a_v6e_keeps_the_cache_in_place(tmp_path, name):
+    tpu = describe_tpu("v6e:2x2")
+    mesh = Mesh(np.array([tpu.device]), (MODEL_AXIS,))
+    step = KINDS["decode"](model_for(name, TPU(), tmp_path), mesh)
+    args = jax.tree.map(lambda array: tpu.array(array.shape, array.dtype), step.args)
+    program = tpu.compile(step.function, *args, donate_argnums=step.donate_argnums)
+    assert program.memory.alias_size_in_bytes >= step.cache_bytes
+    # For Gated DeltaNet 5 arrays of a layer's states, one of them of its decays.
+    most = MOST_STATES_HELD_ON_TPU * state_bytes(name) + OTHER_BYTES
+    assert program.memory.temp_size_in_bytes < most
 
 
 @each(DECODES)

@@ -80,7 +80,7 @@ class IndexFormat:
         num_reqs = cache.block_tables.shape[0]
         words = pages.shape[2]
         read = rules.read_prefix(pages, cache.row, cache.block_tables.reshape(-1), words)
-        return rules.from_words(read, self.dtype).reshape(num_reqs, -1, self.width)
+        return rules.recast(read, self.dtype).reshape(num_reqs, -1, self.width)
 
 
 def _requests_of_tokens(batch: ForwardBatch) -> jax.Array:  # i32[num_tokens]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.cache.rules import as_words, from_words
+from models.cache.rules import recast
 from models.decoders.layer_loop import run_in_loop, run_in_turn
 from models.platforms.cpu import CPU
 from tests.compiler_flags import AS_FOR_USERS
@@ -181,15 +181,16 @@ def test_a_decode_step_copies_no_pages(name, run, kv_dtype, num_reqs):
     assert memory.temp_size_in_bytes < 6 * MIB
 
 
+@pytest.mark.parametrize("lanes", [(), (1,)])
 @pytest.mark.parametrize("stored", ["uint16", "float32"])
-def test_bits_survive_pages_of_another_dtype(stored):
+def test_bits_survive_pages_of_another_dtype(stored, lanes):
     # NaN payloads, infinities, zeros with a sign and subnormals among them.
     bits = np.array([0, 1 << 31, 0x7F800001, 0x7FC12345, 0xFF800000, 1, 0x3F800000], np.uint32)
-    values = jnp.asarray(bits.view(np.float32)).reshape(1, -1)
-    words = jax.jit(as_words)(values, jnp.zeros((1, 1, 1), stored))
-    assert words.shape == (1, len(bits) * 4 // jnp.dtype(stored).itemsize)
-    again = jax.jit(from_words, static_argnums=1)(words, "float32")
-    np.testing.assert_array_equal(np.asarray(again).view(np.uint32)[0], bits)
+    values = jnp.asarray(bits.view(np.float32)).reshape(1, -1, *lanes)
+    words = jax.jit(recast, static_argnums=1)(values, stored)
+    assert words.shape == (1, len(bits) * 4 // jnp.dtype(stored).itemsize, *lanes)
+    again = jax.jit(recast, static_argnums=1)(words, "float32")
+    np.testing.assert_array_equal(np.asarray(again).view(np.uint32).reshape(-1), bits)
 
 
 def test_pages_agree_in_bytes():

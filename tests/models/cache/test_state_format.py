@@ -1,5 +1,7 @@
 """Each array of a state has a dtype of its own in memory, whatever the dtype of the pages."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,13 +34,14 @@ def test_bytes_of_a_slot_follow_from_both_dtypes(window_dtype, state_dtype, num_
     assert (cache.num_pages(64), cache.num_pages(num_bytes)) == (num_pages, 1)
 
 
-@pytest.mark.parametrize("stored", ["uint16", "float32"])
+@pytest.mark.parametrize(("stored", "lanes"), [("uint16", ()), ("float32", ()), ("uint16", (8,))])
 @pytest.mark.parametrize("page_bytes", [64, 512])
 @pytest.mark.parametrize(
     ("window_dtype", "state_dtype"),
     [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16")],
 )
-def test_arrays_are_read_as_they_were_rounded(window_dtype, state_dtype, page_bytes, stored):
+def test_arrays_are_read_as_they_were_rounded(window_dtype, state_dtype, page_bytes, stored, lanes):
+    """With `lanes`, pages are lines of 8 words, and the window fills no whole lines."""
     cache = make_format(window_dtype, state_dtype)
     num_pages = cache.num_pages(page_bytes)
     slots = 1 + np.random.default_rng(0).permutation(3 * num_pages).reshape(3, num_pages)
@@ -52,7 +55,8 @@ def test_arrays_are_read_as_they_were_rounded(window_dtype, state_dtype, page_by
         query_start_loc=jnp.arange(4, dtype=jnp.int32),
         has_one_token_each=True,
     )
-    pages_np = np.full((2, 10, page_bytes // jnp.dtype(stored).itemsize), 7, stored)
+    num_words = page_bytes // jnp.dtype(stored).itemsize
+    pages_np = np.full((2, 10, num_words // math.prod(lanes), *lanes), 7, stored)
     rng = np.random.default_rng(1)
     arrays = [rng.normal(size=(3, *shape)).astype(np.float32) for shape in SHAPES]
     pages = cache.write(jnp.asarray(pages_np), state, list(map(jnp.asarray, arrays)))
