@@ -12,8 +12,13 @@ import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.compiler_flags import QUICK_FLAGS, compiles_quickly
-from tests.time_limit import limit_of, time_limit
+# pytest rewrites the asserts of test files only. The asserts of other modules would explain no
+# failure, and `python -O` would drop them.
+_names = {f"tests.{path.stem}" for path in Path(__file__).parent.iterdir()}
+pytest.register_assert_rewrite(*_names.difference(sys.modules))
+
+from tests.compiler_flags import QUICK_FLAGS, compiles_quickly  # noqa: E402
+from tests.time_limit import limit_of, time_limit  # noqa: E402
 
 # Tests and the servers they start compile many of the same programs. The folder lives as long as
 # this run and is set before anything imports JAX, which reads it then. Workers of pytest-xdist
