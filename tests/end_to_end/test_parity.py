@@ -2,9 +2,9 @@
 
 The normal suite compares the families of `EVERY_SETTING` under all settings of `parity`, with few
 layers and few programs: one of steps and one of bursts, since compiling takes most of the time.
-Together these families have every kind of context. Those of `EVERY_KIND` also run batch-invariant
-programs and `CompiledGenerator`. Every other family has the cheap check of `forward_check`, except
-for those whose decoder is that of a family that has it.
+Together these families have every kind of context. The families of `EVERY_KIND` also run
+batch-invariant programs and `CompiledGenerator`. Every other family has the cheap check of
+`forward_check`, unless it uses the decoder of a family that has this check.
 
 `pytest -m slow` runs three seeds of every family with all its layers, every size of program, and
 programs of every kind. It does the same for the language models of `wholes`.

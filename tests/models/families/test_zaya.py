@@ -53,7 +53,7 @@ def test_options_that_are_not_computed_are_refused(fields):
 
 
 def test_the_kind_of_the_rotary_embedding_beside_those_of_layer_types_is_ignored():
-    """The hub's config.json has `rope_type` beside the parameters of each type of layer."""
+    """The hub's `rope_parameters` has an object per layer type, and also a `rope_type`."""
     ropes = {"hybrid": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}, "rope_type": "default"}
     (layer,) = set(read_config(HF_CONFIG | {"rope_parameters": ropes}).attention)
     assert (layer.rope.theta, layer.rotary_dim) == (1e4, 4)

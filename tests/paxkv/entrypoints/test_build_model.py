@@ -1,4 +1,4 @@
-"""The model, its tokenizer and its folder are those that the settings name."""
+"""The settings choose the model, its tokenizer and its folder."""
 
 from pathlib import Path
 from types import SimpleNamespace

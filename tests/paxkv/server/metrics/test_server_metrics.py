@@ -50,7 +50,7 @@ GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 def scrape(metrics, stats=None, totals=None):
-    """(name, labels except those that all metrics have) -> value."""
+    """(name, labels) -> value, without the labels that all metrics have."""
     text = metrics.render(stats or SchedulerStats(), totals or TokenTotals()).decode()
     samples = {}
     for family in text_string_to_metric_families(text):
