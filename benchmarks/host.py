@@ -26,8 +26,9 @@ from benchmarks.command_line import output_file, positive_int, run_benchmark, wh
 from benchmarks.host_batch import HostBatch
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
 from benchmarks.tables import markdown_table
-from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.cache_config import CacheConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import (
     FullAttentionSpec,

@@ -15,13 +15,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import paxkv.serve
-from paxkv.config.engine_config import (
-    CacheConfig,
-    ParallelConfig,
-    RunnerConfig,
-    SchedulerConfig,
-    ServerConfig,
-)
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.parallel_config import ParallelConfig
+from paxkv.config.runner_config import RunnerConfig
+from paxkv.config.scheduler_config import SchedulerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.config.vllm_flags import VLLM_FLAGS, VllmFlag, accepted_values
 from paxkv.entrypoints.llm_arguments import llm_flag
 from paxkv.llm import LLM

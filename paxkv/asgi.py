@@ -7,7 +7,8 @@ from typing import Self
 from starlette.applications import Starlette
 
 from paxkv.client.async_client import AsyncEngineClient
-from paxkv.config.engine_config import EngineConfig, ServerConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.entrypoints.build_client import build_async_client
 from paxkv.package_origin import check_package_origin
 from paxkv.server.app import create_app

@@ -15,24 +15,23 @@ from tqdm import tqdm
 
 from paxkv.client.beam_search import BeamSearch, prompt_params
 from paxkv.client.input_processor import Prompt, text_of_prompt
-from paxkv.config.engine_config import (
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.generation_config import FROM_MODEL
+from paxkv.config.model_config import (
     AUTO_MODEL_IMPL,
-    CacheConfig,
     ChatTemplateContentFormat,
     Dtype,
-    EngineConfig,
     LoadFormat,
     ModelConfig,
-    ParallelConfig,
     ProductDtype,
     Quantization,
-    RunnerConfig,
-    SchedulerConfig,
-    SchedulerPolicy,
 )
-from paxkv.config.generation_config import FROM_MODEL
+from paxkv.config.parallel_config import ParallelConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.config.sampling_defaults import GenerationConfig
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
+from paxkv.config.scheduler_config import SchedulerConfig, SchedulerPolicy
 from paxkv.config.setting import unspelled
 from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.config.structured_outputs_params import StructuredOutputsParams

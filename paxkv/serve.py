@@ -24,7 +24,8 @@ import paxkv
 from paxkv.asgi import EngineApp
 from paxkv.client.async_client import AsyncEngineClient
 from paxkv.config.command_line import add_config_flags, config_from_arguments
-from paxkv.config.engine_config import EngineConfig, ServerConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.entrypoints.build_client import build_async_client
 from paxkv.entrypoints.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.entrypoints.cli.command_parser import CommandParser

@@ -15,8 +15,10 @@ from benchmarks.engine.settings import engine_config, settings_by_part
 from benchmarks.workloads import Workload
 from models import read_model_config
 from models.platforms import CPU
-from paxkv.config.engine_config import EngineConfig, ParallelConfig, SchedulerConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.parallel_config import ParallelConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.contracts.engine_output import EngineOutput as EngineMessage
 from paxkv.contracts.engine_output import SchedulerStats, StepOutputs
 from paxkv.contracts.engine_request import EngineInput

@@ -22,7 +22,7 @@ def settings_by_part(settings: Mapping[str, Setting]) -> dict[str, dict[str, Set
     unknown = sorted(set(settings) - set().union(*names.values()))
     if unknown:
         raise ConfigError(
-            f"paxkv has no setting {', '.join(unknown)}; see paxkv/config/engine_config.py."
+            f"paxkv has no setting {', '.join(unknown)}; see paxkv/config/*_config.py."
         )
     return {
         part: {name: value for name, value in settings.items() if name in known}

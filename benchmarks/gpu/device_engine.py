@@ -13,8 +13,9 @@ from unittest import mock
 from benchmarks.gpu.subject import EngineStep, Sizes
 from benchmarks.workloads import Workload
 from models import LoadedModel
-from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.cache_config import CacheConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.contracts.engine_request import AddRequest, EngineRequest
 from paxkv.engine.engine_core import EngineCore
 from paxkv.runner import model_runner

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from paxkv.config.engine_config import FIT_MEMORY, EngineConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.model_config import FIT_MEMORY
 from paxkv.contracts.engine_start import FeatureUse
 from paxkv.contracts.kv_cache_spec import CrossAttentionSpec, KVCacheConfig
 from paxkv.engine.burst_length import MAX_BURST_S, MAX_STREAMED_BURST_S

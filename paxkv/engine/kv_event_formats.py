@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from paxkv.config.engine_config import KVBlockHashType, KVEventsConfig
+from paxkv.config.kv_events_config import KVBlockHashType, KVEventsConfig
 from paxkv.contracts.observation import (
     AllBlocksCleared,
     BlockRemoved,

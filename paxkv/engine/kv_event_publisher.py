@@ -8,7 +8,7 @@ from collections import deque
 import msgspec
 import zmq
 
-from paxkv.config.engine_config import KVEventsConfig
+from paxkv.config.kv_events_config import KVEventsConfig
 from paxkv.contracts.observation import KVEventBatch
 from paxkv.engine.kv_event_formats import WireBatch, WireFormat
 from paxkv.errors import ConfigError, InvariantError

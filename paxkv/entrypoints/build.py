@@ -13,13 +13,11 @@ from pathlib import Path
 from paxkv.client.inproc_client import InprocClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
-from paxkv.config.engine_config import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    RunnerConfig,
-)
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.engine_config import EngineConfig
 from paxkv.config.generation_config import find_sampling_defaults
+from paxkv.config.model_config import ModelConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.config.sampling_defaults import SamplingDefaults
 from paxkv.contracts.engine_start import EngineReady, ModelInfo
 from paxkv.contracts.kv_cache_spec import KVCacheConfig, MambaSpec

@@ -8,7 +8,9 @@ from pathlib import Path
 from paxkv.client.async_client import AsyncEngineClient
 from paxkv.client.input_processor import InputProcessor, all_eos_token_ids
 from paxkv.client.output_processor import OutputProcessor
-from paxkv.config.engine_config import EngineConfig, ModelConfig, ServerConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.model_config import ModelConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.contracts.engine_start import EngineReady, ModelInfo
 from paxkv.contracts.wire import LoopTransport
 from paxkv.errors import ConfigError

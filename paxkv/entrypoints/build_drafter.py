@@ -19,7 +19,8 @@ from models.loading.loaded_draft_model import (
 )
 from models.loading.source import read_config_file, resolve_model_folder
 from models.platforms import default_platform
-from paxkv.config.engine_config import FIT_MEMORY, EngineConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.model_config import FIT_MEMORY
 from paxkv.runner.memory.device_mesh import find_mesh
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,9 @@ from models.loading.mistral_tokenizer import find_mistral_tokenizer, write_mistr
 from models.loading.source import resolve_model_folder
 from models.platforms import default_platform
 from models.platforms.gpu import SHARE_VARIABLE
-from paxkv.config.engine_config import AUTO_MODEL_IMPL, FIT_MEMORY, EngineConfig, ModelConfig
+from paxkv.config.engine_config import EngineConfig
 from paxkv.config.generation_config import generation_config_folder
+from paxkv.config.model_config import AUTO_MODEL_IMPL, FIT_MEMORY, ModelConfig
 from paxkv.entrypoints.build_drafter import check_drafter
 from paxkv.runner.memory.device_mesh import find_mesh
 from paxkv.runner.programs.program_store import user_cache_folder

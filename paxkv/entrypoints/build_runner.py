@@ -6,12 +6,10 @@ import logging
 from models import LoadedModel
 from models.loading.loaded_draft_model import LoadedDrafter
 from models.platforms import default_platform
-from paxkv.config.engine_config import (
-    FIT_MEMORY,
-    CacheConfig,
-    EngineConfig,
-    ParallelConfig,
-)
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.model_config import FIT_MEMORY
+from paxkv.config.parallel_config import ParallelConfig
 from paxkv.runner.memory.max_model_len import find_max_model_len
 from paxkv.runner.memory.memory_plan import HostMemory, MemoryPlan
 from paxkv.runner.model_runner import ModelRunner

@@ -2,15 +2,13 @@
 
 import argparse
 
+from paxkv.config.cache_config import CacheConfig
 from paxkv.config.command_line import config_from_arguments
-from paxkv.config.engine_config import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    ParallelConfig,
-    RunnerConfig,
-    SchedulerConfig,
-)
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.model_config import ModelConfig
+from paxkv.config.parallel_config import ParallelConfig
+from paxkv.config.runner_config import RunnerConfig
+from paxkv.config.scheduler_config import SchedulerConfig
 
 ENGINE_CONFIG_CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, RunnerConfig, ParallelConfig)
 

@@ -4,7 +4,7 @@ import ipaddress
 
 from starlette.requests import Request
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.errors import InvalidRequestError
 
 

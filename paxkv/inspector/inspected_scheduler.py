@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from paxkv.config.engine_config import SchedulerConfig
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.kv_cache.manager import KVCacheManager
 from paxkv.scheduler.draft_counts import DraftCounts
 from paxkv.scheduler.request import Request

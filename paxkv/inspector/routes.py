@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 import paxkv
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.contracts.engine_start import ModelInfo
 from paxkv.contracts.observation import BlockDetails
 from paxkv.errors import EngineDeadError, InvalidRequestError, PaxkvError

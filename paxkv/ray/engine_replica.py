@@ -7,7 +7,8 @@ from ray import serve
 from starlette.types import Message
 
 from paxkv.asgi import EngineApp
-from paxkv.config.engine_config import EngineConfig, ServerConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.entrypoints.process_logging import set_up_logging
 from paxkv.errors import EngineDeadError
 from paxkv.ray.asgi_call import call_app

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from paxkv.config.command_line import add_config_flags, config_from_arguments
-from paxkv.config.engine_config import EngineConfig, ServerConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.config.setting import at_least, is_number, setting
 from paxkv.entrypoints.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.entrypoints.engine_flags import ENGINE_CONFIG_CLASSES, engine_config_from_arguments

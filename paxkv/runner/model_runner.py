@@ -13,7 +13,9 @@ from models import KernelSettings, LoadedModel
 from models.loading.loaded_draft_model import LoadedDrafter
 from models.loading.loaded_module import LoadedModule
 from models.platforms.resident_memory import resident_bytes, return_freed_memory
-from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.runner_config import RunnerConfig
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.contracts.executor import StepHandle
 from paxkv.contracts.kv_cache_spec import KVCacheConfig
 from paxkv.contracts.scheduler_output import SchedulerOutput

@@ -5,7 +5,9 @@ import functools
 
 from models import DecoderSpec, LayerPlaces, ModelConfig, Platform
 from models.decoder_spec import with_drafter
-from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.runner_config import RunnerConfig
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.errors import KVCacheTooSmallError
 from paxkv.runner.memory.kv_cache_arrays import kv_cache_dtype
 from paxkv.runner.memory.kv_cache_groups import KVCacheGroups, groups_of_spec

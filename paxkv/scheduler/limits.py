@@ -3,7 +3,7 @@
 import bisect
 import dataclasses
 
-from paxkv.config.engine_config import SchedulerConfig
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import CrossAttentionSpec, KVCacheConfig, KVCacheSpec
 from paxkv.errors import (

@@ -4,7 +4,7 @@ import enum
 import sys
 from typing import Literal
 
-from paxkv.config.engine_config import CacheConfig
+from paxkv.config.cache_config import CacheConfig
 from paxkv.config.sampling_params import is_wide
 from paxkv.contracts.engine_output import FinishReason
 from paxkv.contracts.engine_request import EngineRequest

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Container, Iterable, Iterator
 
-from paxkv.config.engine_config import SchedulerPolicy
+from paxkv.config.scheduler_config import SchedulerPolicy
 from paxkv.scheduler.request import Request
 
 

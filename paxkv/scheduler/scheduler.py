@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.contracts.engine_output import EngineCoreOutput, SchedulerStats
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import KVCacheConfig

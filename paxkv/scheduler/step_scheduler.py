@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Collection
 
-from paxkv.config.engine_config import SchedulerConfig
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.kv_cache.manager import KVCacheManager
 from paxkv.scheduler.admission import AdmissionGate, ComputedPrefix
 from paxkv.scheduler.participants.encoder_inputs import EncoderDemand, EncoderInputs

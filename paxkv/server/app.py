@@ -6,7 +6,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from paxkv.config.engine_config import EngineConfig, ServerConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.errors import PaxkvError
 from paxkv.inspector.routes import INSPECTED_PATHS, InspectorRoutes
 from paxkv.server.engine_protocol import EngineClient

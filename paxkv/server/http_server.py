@@ -14,7 +14,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.errors import ConfigError
 from paxkv.server.engine_protocol import EngineClient
 from paxkv.server.middleware.deadline_protocol import deadline_protocol

@@ -8,7 +8,8 @@ from typing import TypeVar
 import msgspec
 
 import paxkv
-from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.contracts.kv_cache_spec import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,

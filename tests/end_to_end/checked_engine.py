@@ -12,8 +12,9 @@ from models import load_model
 from paxkv.client.async_client import AsyncEngineClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
-from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.cache_config import CacheConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.contracts import wire
 from paxkv.contracts.engine_output import EngineDead, EngineOutput, StepOutputs
 from paxkv.contracts.engine_request import AddRequest, EngineInput

@@ -16,8 +16,10 @@ import pytest
 from jax.sharding import Mesh
 
 from models import load_model
-from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import MambaSpec
 from paxkv.contracts.scheduler_output import SchedulerOutput

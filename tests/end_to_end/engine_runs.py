@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.contracts.engine_request import AddRequest
 from paxkv.engine.engine_core import EngineCore
 from paxkv.scheduler.async_scheduler import AsyncScheduler

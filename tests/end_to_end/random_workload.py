@@ -9,8 +9,9 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from paxkv.config.engine_config import CacheConfig, SchedulerConfig, SchedulerPolicy
+from paxkv.config.cache_config import CacheConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.scheduler_config import SchedulerConfig, SchedulerPolicy
 from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature
 from paxkv.contracts.kv_cache_spec import (
     FullAttentionSpec,

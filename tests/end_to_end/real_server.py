@@ -15,13 +15,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO
 
-from paxkv.config.engine_config import (
-    CacheConfig,
-    ModelConfig,
-    ParallelConfig,
-    RunnerConfig,
-    SchedulerConfig,
-)
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.model_config import ModelConfig
+from paxkv.config.parallel_config import ParallelConfig
+from paxkv.config.runner_config import RunnerConfig
+from paxkv.config.scheduler_config import SchedulerConfig
 from tests.demo_programs import FLAGS, demo_programs
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from paxkv.config.engine_config import RunnerConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.runner import model_runner
 from paxkv.runner.drafters.burst_draft_pacer import BurstDraftPacer

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from paxkv.config.engine_config import RunnerConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.runner.batch.device_step import DeviceStep
 from paxkv.runner.features import feature_list

@@ -6,7 +6,7 @@ import tomllib
 import yaml
 
 from paxkv.config.command_line import config_from_arguments
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.entrypoints.cli.arguments import parse_arguments
 from paxkv.entrypoints.engine_flags import engine_config_from_arguments
 from paxkv.ray.settings import read_settings

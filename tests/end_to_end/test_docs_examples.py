@@ -11,16 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from paxkv.config.cache_config import CacheConfig
 from paxkv.config.command_line import config_from_arguments
-from paxkv.config.engine_config import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    ParallelConfig,
-    RunnerConfig,
-    SchedulerConfig,
-    ServerConfig,
-)
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.model_config import ModelConfig
+from paxkv.config.parallel_config import ParallelConfig
+from paxkv.config.runner_config import RunnerConfig
+from paxkv.config.scheduler_config import SchedulerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.entrypoints.cli.arguments import parse_arguments
 from paxkv.serve import make_parser
 from tests.end_to_end.doc_examples import (

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import paxkv.compile
 import paxkv.replay
 import paxkv.serve
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.config.vllm_flags import VLLM_FLAGS
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.contracts.request_output import TokenTotals

@@ -14,7 +14,7 @@ import pytest
 
 from models.decoder_spec import DecoderSpec
 from models.registry import read_config
-from paxkv.config.engine_config import CacheConfig
+from paxkv.config.cache_config import CacheConfig
 from paxkv.contracts.kv_cache_spec import AttentionSpec, MambaSpec, cdiv
 from paxkv.runner.memory.kv_cache_groups import groups_of_spec
 from paxkv.runner.memory.memory_plan import MemoryPlan, plan_memory

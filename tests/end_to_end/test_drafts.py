@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from paxkv.config.engine_config import RunnerConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.contracts.engine_request import EngineRequest

@@ -7,7 +7,8 @@ from collections.abc import Callable, Coroutine
 
 import pytest
 
-from paxkv.config.engine_config import EngineConfig, SchedulerConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.contracts.engine_output import EngineDead, UtilityReply
 from paxkv.contracts.engine_request import AbortRequests, Shutdown
 from paxkv.contracts.engine_start import EngineReady

@@ -11,7 +11,7 @@ from models import load_model
 from models.loading.kernel_encoder import KernelEncoder
 from models.loading.load_head import load_eagle3_head, load_mtp_head
 from models.loading.loaded_draft_model import LoadedDraftModel
-from paxkv.config.engine_config import RunnerConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.runner import ModelRunner
 from paxkv.runner.batch.device_step import DeviceStep

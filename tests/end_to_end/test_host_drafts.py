@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from paxkv.config.engine_config import RunnerConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.config.speculative_config import SuffixLimits
 from paxkv.runner import model_runner
 from paxkv.runner.drafters.base import Drafter

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from tests.paxkv.inspector.inspected_server import Traffic, make_client, run_server
 from tests.paxkv.inspector.recorded_trace import record
 

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from paxkv.config.engine_config import EngineConfig, ModelConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.model_config import ModelConfig
 from paxkv.config.sampling_defaults import GenerationConfig, SamplingDefaults
 from paxkv.contracts.engine_start import EngineReady, ModelInfo
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec

@@ -6,7 +6,8 @@ import pytest
 
 from paxkv import asgi
 from paxkv.asgi import EngineApp, EngineLoad
-from paxkv.config.engine_config import EngineConfig, ServerConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.errors import EngineDeadError
 from paxkv.server.batch.in_process_client import post_json

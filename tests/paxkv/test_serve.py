@@ -10,14 +10,12 @@ import socket
 import pytest
 
 from paxkv import asgi, serve
-from paxkv.config.engine_config import (
-    CacheConfig,
-    ModelConfig,
-    RunnerConfig,
-    SchedulerConfig,
-    ServerConfig,
-)
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.model_config import ModelConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.config.sampling_defaults import GenerationConfig
+from paxkv.config.scheduler_config import SchedulerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.contracts.engine_output import SchedulerStats
 from paxkv.errors import ConfigError, EngineDeadError
 from tests.paxkv.server.fake_engine import FakeEngine

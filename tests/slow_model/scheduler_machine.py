@@ -10,8 +10,9 @@ import random
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.cache_config import CacheConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.errors import InvalidRequestError, NeverFitsError
 from paxkv.scheduler.scheduler import Scheduler

@@ -11,8 +11,10 @@ from collections import Counter, deque
 import msgspec
 import pytest
 
-from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from paxkv.contracts.observation import BlockResidency

@@ -13,9 +13,12 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from paxkv.config.cache_config import CacheConfig
 from paxkv.config.command_line import add_config_flags, config_from_arguments
-from paxkv.config.engine_config import CacheConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from paxkv.config.model_config import ModelConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.contracts.request_output import RequestOutput
 from paxkv.entrypoints.cli.arguments import add_serve_arguments, parse_arguments
 from paxkv.entrypoints.cli.command_parser import CommandParser

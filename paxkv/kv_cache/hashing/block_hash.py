@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NewType, overload
 
-from paxkv.config.engine_config import PrefixCachingHashAlgo
+from paxkv.config.cache_config import PrefixCachingHashAlgo
 from paxkv.errors import InvariantError
 from paxkv.kv_cache.hashing.extra_keys import ExtraKeySources
 from paxkv.kv_cache.hashing.hash_algorithms import get_hash_algorithm

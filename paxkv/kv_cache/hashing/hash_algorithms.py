@@ -10,7 +10,7 @@ from typing import Protocol
 import cbor2
 import xxhash
 
-from paxkv.config.engine_config import PrefixCachingHashAlgo
+from paxkv.config.cache_config import PrefixCachingHashAlgo
 from paxkv.kv_cache.hashing.extra_keys import ExtraKey
 
 _SEED_PREFIX = b"paxkv block hashes"

@@ -2,7 +2,7 @@
 
 from models import LoadedModel
 from models.loading.loaded_draft_model import LoadedDrafter
-from paxkv.config.engine_config import RunnerConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.runner.drafters.burst_draft_pacer import BurstDraftPacer
 from paxkv.runner.drafters.depth_pacer import DepthPacer
 from paxkv.runner.drafters.draft_pacer import DraftPacer

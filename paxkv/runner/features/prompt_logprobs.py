@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import Outputs, Wants
-from paxkv.config.engine_config import RunnerConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from paxkv.runner.features.base import FeatureStep, StepFeature
 from paxkv.runner.features.feature_device import FeatureDevice

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from models import LoadedModel, Outputs, Wants
 from models.loading.loaded_draft_model import LoadedDrafter
-from paxkv.config.engine_config import RunnerConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.runner.features.head_memory import head_memory_arrays
 from paxkv.runner.shapes.bucket_sizes import INVARIANT_TILE_TOKENS
 from paxkv.runner.shapes.step_variant import DeviceArray, StepPart, StepVariant

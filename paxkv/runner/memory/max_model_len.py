@@ -1,7 +1,7 @@
 """The largest number of tokens of a sequence, by the setting and the model."""
 
 from models import ModelConfig
-from paxkv.config.engine_config import FIT_MEMORY
+from paxkv.config.model_config import FIT_MEMORY
 from paxkv.errors import ConfigError
 
 

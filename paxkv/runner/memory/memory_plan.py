@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 
 from models import Platform
-from paxkv.config.engine_config import CacheConfig
+from paxkv.config.cache_config import CacheConfig
 from paxkv.contracts.kv_cache_spec import (
     AttentionSpec,
     KVCacheConfig,

@@ -1,7 +1,7 @@
 """The dtypes in which states of recurrent layers are stored."""
 
 from models import DecoderSpec
-from paxkv.config.engine_config import CacheConfig
+from paxkv.config.cache_config import CacheConfig
 from paxkv.errors import ConfigError
 
 

@@ -25,7 +25,7 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.stages import Compiled
 
-from paxkv.config.engine_config import RunnerConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.errors import ConfigError
 from paxkv.runner.programs.program_identity import identity_differences, identity_digest
 from paxkv.runner.shapes.program_shapes import ProgramShape, RowShape, TableShape

@@ -7,7 +7,7 @@ such rows.
 
 import numpy as np
 
-from paxkv.config.engine_config import RunnerConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.config.sampling_params import is_wide
 from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH
 

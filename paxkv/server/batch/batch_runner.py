@@ -8,7 +8,7 @@ from http import HTTPStatus
 
 import msgspec
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.server.app import create_app
 from paxkv.server.batch.batch_lines import (
     BatchLineError,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.config.structured_outputs_params import (
     TOOL_ID_PREFIX,
     FormField,

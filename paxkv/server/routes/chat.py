@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from paxkv.config.engine_config import ServerConfig
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams, check_num_logprobs
+from paxkv.config.server_config import ServerConfig
 from paxkv.server.engine_protocol import EngineClient, Tokenizer
 from paxkv.server.generation import Generator, IndexedOutputs
 from paxkv.server.loop_turn import LoopTurn

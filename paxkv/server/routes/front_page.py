@@ -7,7 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import paxkv
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.inspector.access import InspectorOffError, check_access
 
 _HEADERS = {"Content-Security-Policy": "default-src 'none'", "X-Content-Type-Options": "nosniff"}

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.contracts.request_output import CompletionOutput, RequestOutput
 from paxkv.errors import InvalidRequestError
 from paxkv.server.engine_protocol import EngineClient

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from paxkv.config.engine_config import ServerConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.server_config import ServerConfig
 from paxkv.contracts.request_output import RequestOutput
 from paxkv.errors import EngineDeadError, InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.engine_protocol import EngineClient

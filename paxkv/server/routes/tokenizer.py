@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.errors import InvalidRequestError
 from paxkv.server.engine_protocol import EngineClient, Tokenizer
 from paxkv.server.protocol.chat.chat_prompt import check_template_allowed, render_chat

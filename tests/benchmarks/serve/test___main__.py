@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from benchmarks.serve.__main__ import main
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from tests.paxkv.server.conftest import run_server
 from tests.paxkv.server.fake_engine import MODEL_NAME, FakeEngine
 

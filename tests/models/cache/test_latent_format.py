@@ -9,7 +9,7 @@ from models.cache.attention_format import AttentionFormat
 from models.cache.latent_format import LatentFormat
 from models.decoder_spec import CacheRef, DecoderSpec, LayerSpec
 from models.registry import read_config
-from paxkv.config.engine_config import CacheConfig
+from paxkv.config.cache_config import CacheConfig
 from paxkv.errors import ConfigError
 from paxkv.runner.memory.kv_cache_groups import groups_of_spec
 from paxkv.runner.memory.memory_plan import DeviceMemory, plan_memory

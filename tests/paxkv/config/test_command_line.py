@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from paxkv.config.command_line import add_config_flags, config_from_arguments
-from paxkv.config.engine_config import setting
+from paxkv.config.setting import setting
 from paxkv.config.structured_outputs_config import StructuredOutputsConfig
 
 

@@ -2,13 +2,8 @@
 
 import pytest
 
-from paxkv.config.engine_config import ServerConfig as SameServerConfig
 from paxkv.config.server_config import ServerConfig
 from paxkv.errors import ConfigError
-
-
-def test_engine_config_exports_server_config():
-    assert SameServerConfig is ServerConfig
 
 
 def test_repr_and_errors_do_not_show_keys():
@@ -43,6 +38,10 @@ def test_repr_and_errors_do_not_show_keys():
         ({"allowed_origins": "*"}, "allowed_origins must be a list"),
         ({"disable_access_log_for_endpoints": "/a,b"}, "got 'b'"),
         ({"profile_dir": "p"}, "enable_admin"),
+        ({"port": 70000}, "65535"),
+        ({"port": "http"}, "65535"),
+        ({"shutdown_timeout_s": -1}, "shutdown_timeout_s"),
+        ({"shutdown_timeout_s": float("inf")}, "shutdown_timeout_s"),
         ({"log_stats_interval_s": 0}, "log_stats_interval_s must be a positive number .* got 0"),
         ({"disable_log_stats": "no"}, "disable_log_stats must be true or false, got 'no'"),
         ({"enable_admin": 1}, "true or false"),

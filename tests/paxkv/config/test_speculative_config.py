@@ -5,7 +5,10 @@ import argparse
 import pytest
 
 from paxkv.config.command_line import add_config_flags, config_from_arguments
-from paxkv.config.engine_config import EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.model_config import ModelConfig
+from paxkv.config.runner_config import RunnerConfig
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.errors import ConfigError
 

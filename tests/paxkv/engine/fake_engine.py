@@ -5,8 +5,9 @@ import sys
 import time
 from pathlib import Path
 
-from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.cache_config import CacheConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.contracts.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from paxkv.config.engine_config import EngineConfig, ModelConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.model_config import ModelConfig
 from paxkv.contracts.engine_start import EngineReady, ModelInfo
 from paxkv.contracts.rank_place import RankPlace
 from paxkv.engine.core_process import leave_signals_to_parent, run_engine_process

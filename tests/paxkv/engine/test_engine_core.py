@@ -7,7 +7,7 @@ import random
 import msgspec
 import pytest
 
-from paxkv.config.engine_config import CacheConfig
+from paxkv.config.cache_config import CacheConfig
 from paxkv.contracts.engine_output import (
     EngineCoreOutput,
     SchedulerStats,

@@ -2,14 +2,11 @@
 
 import pytest
 
-from paxkv.config.engine_config import (
-    FIT_MEMORY,
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    RunnerConfig,
-    SchedulerConfig,
-)
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.model_config import FIT_MEMORY, ModelConfig
+from paxkv.config.runner_config import RunnerConfig
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.engine.feature_use import find_feature_uses
 from tests.paxkv.kv_cache.cache_fakes import cross, full, make_config, states, window
 

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.contracts.engine_request import AbortRequests, AddRequest
 from paxkv.contracts.executor import GrammarBitmask

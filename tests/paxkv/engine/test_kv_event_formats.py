@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paxkv.config.engine_config import KVEventsConfig
+from paxkv.config.kv_events_config import KVEventsConfig
 from paxkv.contracts.observation import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from paxkv.engine.kv_event_formats import WireFormat
 from paxkv.kv_cache.hashing.block_hash import BlockHasher, get_block_hash, get_group_id

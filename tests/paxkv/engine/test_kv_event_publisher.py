@@ -12,7 +12,9 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paxkv.config.engine_config import CacheConfig, KVEventsConfig, SchedulerConfig
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.kv_events_config import KVEventsConfig
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.contracts.engine_request import AddRequest, UtilityCall
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from paxkv.contracts.observation import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch

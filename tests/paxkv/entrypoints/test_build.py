@@ -7,16 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from paxkv.config.engine_config import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    ParallelConfig,
-    RunnerConfig,
-    SchedulerConfig,
-)
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.model_config import ModelConfig
+from paxkv.config.parallel_config import ParallelConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.config.sampling_defaults import GenerationConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.entrypoints import build
 from paxkv.entrypoints.build import (

@@ -12,14 +12,12 @@ import httpx
 import msgspec
 import pytest
 
-from paxkv.config.engine_config import (
-    EngineConfig,
-    ModelConfig,
-    ParallelConfig,
-    ServerConfig,
-)
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.model_config import ModelConfig
+from paxkv.config.parallel_config import ParallelConfig
 from paxkv.config.sampling_defaults import GenerationConfig, SamplingDefaults
 from paxkv.config.sampling_params import BeamSearchParams, SamplingParams
+from paxkv.config.server_config import ServerConfig
 from paxkv.entrypoints import build_client
 from paxkv.entrypoints.build_client import (
     load_text_parts,

@@ -7,12 +7,9 @@ import pytest
 
 from models.errors import UnsupportedModelError
 from models.platforms import CPU
-from paxkv.config.engine_config import (
-    FIT_MEMORY,
-    EngineConfig,
-    ModelConfig,
-    RunnerConfig,
-)
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.model_config import FIT_MEMORY, ModelConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.entrypoints import build_model
 from paxkv.entrypoints.build import build_core, build_engine, compile_programs
 from paxkv.errors import ConfigError

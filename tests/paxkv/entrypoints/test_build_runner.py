@@ -7,16 +7,13 @@ import jax
 import pytest
 
 from models.platforms import CPU, GPU, Platform
-from paxkv.config.engine_config import (
-    FIT_MEMORY,
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    ParallelConfig,
-    RunnerConfig,
-    SchedulerConfig,
-)
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.model_config import FIT_MEMORY, ModelConfig
+from paxkv.config.parallel_config import ParallelConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.entrypoints import build_runner
 from paxkv.entrypoints.build import build_core, build_engine
 from paxkv.errors import ConfigError, InvalidRequestError, KVCacheTooSmallError

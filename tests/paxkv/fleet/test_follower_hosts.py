@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from paxkv.client.async_client import AsyncEngineClient
-from paxkv.config.engine_config import EngineConfig, ParallelConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.parallel_config import ParallelConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.errors import ConfigError, EngineDeadError
 from paxkv.fleet.follower_host import FollowerHost

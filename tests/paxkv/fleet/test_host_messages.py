@@ -5,7 +5,8 @@ import socket
 import msgspec
 import pytest
 
-from paxkv.config.engine_config import EngineConfig, ParallelConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.parallel_config import ParallelConfig
 from paxkv.errors import EngineDeadError
 from paxkv.fleet.host_messages import HostLink, hello_of, why_refused
 

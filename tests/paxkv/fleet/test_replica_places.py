@@ -4,7 +4,9 @@ import os
 
 import pytest
 
-from paxkv.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.errors import ConfigError
 from paxkv.fleet import replica_places
 from paxkv.fleet.replica_places import replica_config, replica_environments

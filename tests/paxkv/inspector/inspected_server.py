@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from paxkv.client.async_client import AsyncEngineClient
 from paxkv.client.input_processor import InputProcessor
 from paxkv.client.output_processor import OutputProcessor
-from paxkv.config.engine_config import CacheConfig, SchedulerConfig, ServerConfig
+from paxkv.config.cache_config import CacheConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.scheduler_config import SchedulerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.contracts.engine_start import ModelInfo
 from paxkv.contracts.executor import StepHandle
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec

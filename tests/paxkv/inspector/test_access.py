@@ -3,7 +3,7 @@
 import pytest
 from starlette.requests import Request
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.errors import ConfigError
 from paxkv.inspector.access import InspectorOffError, check_access, is_loopback
 

@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.inspector.routes import HEADERS
 from tests.paxkv.inspector.inspected_server import Traffic, make_client, run_server
 from tests.paxkv.inspector.recorded_trace import record

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Collection
 
 import pytest
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.errors import EngineDeadError
 from paxkv.ray.asgi_call import call_app, portable_scope
 from paxkv.ray.relay import Accepted, AvoidedReplicas, RelayedAnswer, ReplicaLostError

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paxkv.config.engine_config import RunnerConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.runner import runner_plan
 from paxkv.runner.features import prompt_logprobs
 from paxkv.runner.model_runner import ModelRunner

@@ -17,7 +17,9 @@ import jax
 
 from models import LoadedModel
 from models.loading.loaded_draft_model import LoadedDrafter
-from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.runner_config import RunnerConfig
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.runner.memory.memory_plan import HostMemory
 from paxkv.runner.model_runner import ModelRunner
 from paxkv.runner.programs.program_identity import identity_digest

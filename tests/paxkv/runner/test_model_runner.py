@@ -10,7 +10,7 @@ import jax.monitoring
 import numpy as np
 import pytest
 
-from paxkv.config.engine_config import CacheConfig
+from paxkv.config.cache_config import CacheConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.scheduler_output import BlockCopy
 from paxkv.errors import ConfigError, InvariantError

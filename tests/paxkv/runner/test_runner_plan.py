@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 
 from models.platforms import GPU, default_platform
-from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.runner_config import RunnerConfig
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.errors import KVCacheTooSmallError
 from paxkv.runner.memory.memory_plan import DeviceMemory, HostMemory
 from paxkv.runner.runner_plan import RunnerPlan

@@ -1,7 +1,8 @@
 """A scheduler with small blocks, and a runner whose next token depends on all tokens before it."""
 
-from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.cache_config import CacheConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import (
     FullAttentionSpec,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from paxkv.config.engine_config import SchedulerConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.contracts.engine_request import EngineRequest, MultiModalFeature
 from paxkv.contracts.kv_cache_spec import (
     CrossAttentionSpec,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paxkv.config.engine_config import CacheConfig
+from paxkv.config.cache_config import CacheConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec

@@ -7,7 +7,7 @@ import sys
 import openai
 import pytest
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.errors import ConfigError
 from paxkv.server.app import create_app
 from tests.paxkv.server.conftest import wait_until
@@ -424,7 +424,7 @@ def test_one_bad_prompt_of_several_aborts_the_others(start_server):
 def test_http_layer_needs_no_jax():
     code = (
         "import sys\n"
-        "from paxkv.config.engine_config import ServerConfig\n"
+        "from paxkv.config.server_config import ServerConfig\n"
         "from paxkv.server.app import create_app\n"
         "import paxkv.server.http_server\n"
         "from tests.paxkv.server.fake_engine import FakeEngine\n"

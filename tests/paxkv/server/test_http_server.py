@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.errors import ConfigError
 from paxkv.server.app import create_app
 from paxkv.server.http_server import HttpServer, bind_socket, socket_url
@@ -29,7 +29,7 @@ PEM = Path(__file__).with_name("self_signed.pem")
 # Streams of this server's engine take 0.05 s a token, or as many as a line on standard input says.
 SERVER_PROGRAM = """
 import asyncio, sys, threading
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.server.app import create_app
 from paxkv.server.http_server import HttpServer, bind_socket, socket_url
 from tests.paxkv.server.fake_engine import FakeEngine

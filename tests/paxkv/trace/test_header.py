@@ -6,7 +6,8 @@ import inspect
 import msgspec
 import pytest
 
-from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.contracts import kv_cache_spec
 from paxkv.contracts.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from paxkv.errors import TraceFileError

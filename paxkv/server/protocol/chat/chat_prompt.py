@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.engine_protocol import ChatTemplate, EngineClient
 from paxkv.server.protocol.chat.chat_messages import chat_messages

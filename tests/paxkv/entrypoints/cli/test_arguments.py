@@ -4,8 +4,10 @@ import argparse
 
 import pytest
 
+from paxkv.config.cache_config import CacheConfig
 from paxkv.config.command_line import add_config_flags, config_from_arguments
-from paxkv.config.engine_config import FIT_MEMORY, CacheConfig, ModelConfig, SchedulerConfig
+from paxkv.config.model_config import FIT_MEMORY, ModelConfig
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.config.server_config import ServerConfig
 from paxkv.entrypoints.cli.arguments import add_serve_arguments, parse_arguments
 

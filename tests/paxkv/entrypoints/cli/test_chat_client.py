@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.entrypoints.cli.chat_client import ChatClient, ChatError
 from tests.paxkv.server.conftest import run_server
 from tests.paxkv.server.fake_engine import (

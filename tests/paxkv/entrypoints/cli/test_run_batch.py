@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.entrypoints.cli import run_batch
 from paxkv.errors import ConfigError
 from tests.paxkv.entrypoints.cli.batch_program import BatchEngine

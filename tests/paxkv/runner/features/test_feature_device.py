@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from paxkv.config.engine_config import CacheConfig, SchedulerConfig
+from paxkv.config.cache_config import CacheConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.contracts.engine_request import AddRequest, EngineRequest
 from paxkv.contracts.scheduler_output import KVConnectorMetadata, KVTransfer
 from paxkv.engine.engine_core import EngineCore

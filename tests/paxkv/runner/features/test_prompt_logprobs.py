@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from paxkv.config.engine_config import RunnerConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.scheduler_output import NewRequestData, SchedulerOutput
 from paxkv.runner.features.prompt_logprobs import PromptLogprobs

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from paxkv.config.engine_config import RunnerConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.errors import InvariantError
 from paxkv.runner import model_runner

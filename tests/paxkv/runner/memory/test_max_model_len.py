@@ -3,7 +3,7 @@
 import pytest
 
 from models import read_config
-from paxkv.config.engine_config import FIT_MEMORY
+from paxkv.config.model_config import FIT_MEMORY
 from paxkv.errors import ConfigError
 from paxkv.runner.memory.max_model_len import find_max_model_len
 

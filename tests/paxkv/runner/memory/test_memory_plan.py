@@ -7,7 +7,7 @@ import pytest
 from models import AttentionFormat, CacheRef, DecoderSpec, LayerSpec
 from models.platforms import GPU, TPU
 from models.platforms.gpu import SHARE_VARIABLE
-from paxkv.config.engine_config import CacheConfig
+from paxkv.config.cache_config import CacheConfig
 from paxkv.errors import ConfigError, KVCacheTooSmallError
 from paxkv.runner.memory.kv_cache_groups import groups_of_spec
 from paxkv.runner.memory.memory_plan import (

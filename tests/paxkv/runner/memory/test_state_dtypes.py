@@ -5,7 +5,9 @@ import pytest
 from models.cache.state_format import StateFormat
 from models.decoder_spec import CacheRef, DecoderSpec, LayerSpec
 from models.platforms import default_platform
-from paxkv.config.engine_config import CacheConfig, RunnerConfig, SchedulerConfig
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.runner_config import RunnerConfig
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.errors import ConfigError
 from paxkv.runner.memory.state_dtypes import with_state_dtypes
 from paxkv.runner.runner_plan import RunnerPlan

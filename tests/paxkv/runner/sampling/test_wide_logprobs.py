@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from paxkv.config.engine_config import RunnerConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.runner.sampling.sampled_tokens import RESULT_WIDTH, read_logprobs
 from paxkv.runner.sampling.wide_logprobs import append_logits, num_returned_logits

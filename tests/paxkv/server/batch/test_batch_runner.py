@@ -7,7 +7,7 @@ import logging
 import msgspec
 import pytest
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.server.batch.batch_runner import BatchRunner
 from tests.paxkv.server.fake_engine import FAIL_AFTER_3, MODEL_NAME, NO_TOKENS, FakeEngine
 

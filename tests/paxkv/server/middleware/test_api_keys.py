@@ -6,7 +6,7 @@ import re
 import openai
 import pytest
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.server.middleware import api_keys
 from tests.paxkv.server.conftest import run_server
 from tests.paxkv.server.fake_engine import MODEL_NAME, FakeEngine

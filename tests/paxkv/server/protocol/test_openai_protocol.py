@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.errors import InvalidRequestError, UnsupportedFeatureError
 from paxkv.server.protocol.openai_protocol import (
     completion_prompts,

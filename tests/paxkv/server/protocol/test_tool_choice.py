@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.config.structured_outputs_params import StructuredOutputsParams
 from paxkv.errors import InvalidRequestError
 from paxkv.server.protocol.ignored_parts import IgnoredParts, ignored_parts

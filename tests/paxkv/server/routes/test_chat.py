@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from paxkv.config.chat_template_kwargs import ChatTemplateKwargs
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.server.routes.chat import ChatRoutes
 from paxkv.text.chat_template import ChatTemplate
 from tests.paxkv.server.conftest import run_server

@@ -7,7 +7,7 @@ import json
 import openai
 import pytest
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.server.routes.completions import CompletionRoutes
 from tests.paxkv.server.conftest import HELD_S
 from tests.paxkv.server.fake_engine import BOS, MODEL_NAME, answer_token_ids

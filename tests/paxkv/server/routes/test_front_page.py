@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.server.routes.front_page import FrontPageRoutes
 
 

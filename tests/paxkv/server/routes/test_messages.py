@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.server.routes.messages import MessagesRoutes
 from tests.paxkv.server.conftest import HELD_S, run_server, wait_until
 from tests.paxkv.server.fake_engine import (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.server.app import create_app
 from paxkv.server.routes.openapi import openapi_document
 from tests.paxkv.server.fake_engine import FakeEngine

@@ -8,7 +8,7 @@ import time
 import openai
 import pytest
 
-from paxkv.config.engine_config import ServerConfig
+from paxkv.config.server_config import ServerConfig
 from paxkv.errors import UnsupportedFeatureError
 from paxkv.server.protocol.responses.request import chat_of_responses, parse_responses
 from paxkv.server.routes.responses import ResponsesRoutes

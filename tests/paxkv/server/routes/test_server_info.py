@@ -6,8 +6,11 @@ import json
 
 import pytest
 
-from paxkv.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from paxkv.config.cache_config import CacheConfig
+from paxkv.config.engine_config import EngineConfig
+from paxkv.config.model_config import ModelConfig
 from paxkv.config.sampling_defaults import GenerationConfig
+from paxkv.config.scheduler_config import SchedulerConfig
 from paxkv.server.routes.server_info import engine_settings
 from tests.paxkv.server.fake_engine import FakeEngine
 
