@@ -137,8 +137,6 @@ class StateFormat:
             for array in run.arrays:
                 numbers = next(rest)
                 numbers = numbers.reshape(numbers.shape[0], -1, *lanes).astype(array.dtype)
-                for other in arrays:
-                    numbers = rules.after(numbers, other)
                 num_stored = array.num_bytes // (math.prod(lanes) * numbers.dtype.itemsize)
                 numbers = _padded(numbers, num_stored)
                 parts.append(rules.recast(numbers, pages.dtype))
@@ -151,6 +149,9 @@ class StateFormat:
                 words = words.reshape(words.shape[0], -1, page[1])
             slots = state.write_slots[:, run.first_page : run.first_page + run.num_pages]
             block_ids = jnp.where(is_written, slots, num_blocks).reshape(-1)
+            # The ids, because on the CPU a change of the numbers would be one more pass over them.
+            for array in arrays:
+                block_ids = rules.after(block_ids, array)
             pages = rules.write_prefix(pages, state.row, block_ids, words)
         return pages
 

@@ -73,7 +73,9 @@ class ShortConvolution(nnx.Module):
         )
         if self.bias is not None:
             y += self.bias[...].astype(jnp.float32)
-        return jax.nn.silu(y) if self.has_silu else y, window
+        # SiLU as a division: on the CPU, XLA would compute the factors of a product again for each
+        # number of a state that the result is added to.
+        return y / (1 + jnp.exp(-y)) if self.has_silu else y, window
 
 
 def _by_place(weights_np: Sequence[np.ndarray]) -> np.ndarray:
