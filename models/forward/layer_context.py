@@ -399,9 +399,9 @@ class LayerContext:
         return replace(self, reported=dict(reported))
 
     @property
-    def scan_positions(self) -> jax.Array | None:  # i32[num_tokens]
+    def scan_positions(self) -> jax.Array | None:  # i32[num_rows]
         """The argument `positions` of recurrent ops: None if each token must have fixed bits."""
-        return None if self.kernels.batch_invariant else self.batch.positions
+        return None if self.kernels.batch_invariant else self.of_rows(self.batch.positions)
 
     @property
     def num_queries(self) -> int:

@@ -10,7 +10,8 @@ from flax import nnx
 import pallas_kernels
 from models.cache.format import Pages
 from models.cache.state_format import StateFormat
-from models.forward.layer_context import LayerContext
+from models.forward.layer_context import LayerContext, LayerState
+from models.layers.advance_states import advance_states
 from models.layers.linear import Linear
 from models.layers.self_attention import Norm
 from models.layers.short_convolution import ShortConvolution
@@ -107,7 +108,6 @@ class GatedDeltaNet(nnx.Module):
         norm: Norm,
     ) -> tuple[jax.Array, Pages]:
         """Returns the input of `project_out`, f[num_queries, v_width], and the pages."""
-        config = self.config
 
         def project(hidden: jax.Array, context: LayerContext) -> tuple[jax.Array, ...]:
             normed = norm(hidden)
@@ -116,26 +116,9 @@ class GatedDeltaNet(nnx.Module):
             return tuple(context.kernels.split_last(y, None) for y in projected)
 
         qkvz, ba = context.by_token(project, hidden)
-        qkv, z = jnp.split(qkvz, [config.num_channels], axis=1)
-        b, a = jnp.split(ba.astype(jnp.float32), 2, axis=1)
-        state = context.state(LINEAR_ATTENTION)
-        window, states = context.read_state(state, pages)
-        qkv, window = self.conv1d(qkv, window, state, context)
-        q, k, v = self._heads(qkv)
-        step_size = jax.nn.softplus(a + self.dt_bias[...].astype(jnp.float32))
-        out, states = pallas_kernels.gated_delta_rule(
-            *(q, k, v),
-            -jnp.exp(self.A_log[...]) * step_size,
-            config.max_beta * jax.nn.sigmoid(b),
-            states,
-            state.query_start_loc,
-            positions=context.scan_positions,
-            state_ends=state.state_ends,
-            has_one_token_each=state.has_one_token_each,
-            target=context.kernels.target,
-        )
-        pages = context.write_state(state, pages, (window, states))
-        kept = map(context.kept, (out.reshape(out.shape[0], -1), z))
+        qkv, z = jnp.split(qkvz, [self.config.num_channels], axis=1)
+        out, pages = advance_states(self._advance, LINEAR_ATTENTION, (qkv, ba), pages, context)
+        kept = map(context.kept, (out, z))
         return context.of_kept().by_token(self._gate, *kept), pages
 
     def project_out(
@@ -145,6 +128,31 @@ class GatedDeltaNet(nnx.Module):
     ) -> jax.Array:  # f[num_queries, hidden]
         attended = context.kernels.split_last(attended, None)
         return self.out_proj(attended, context)
+
+    def _advance(
+        self,
+        arrays: tuple[jax.Array, jax.Array],
+        states: tuple[jax.Array, jax.Array],
+        state: LayerState,
+        context: LayerContext,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:  # f32[num_tokens, v_width], and the states
+        """The convolution and the scan of its outputs, as `Advance`."""
+        qkv, ba = arrays
+        b, a = jnp.split(ba.astype(jnp.float32), 2, axis=1)
+        qkv, window = self.conv1d(qkv, states[0], state, context)
+        step_size = jax.nn.softplus(a + self.dt_bias[...].astype(jnp.float32))
+        out, scanned = pallas_kernels.gated_delta_rule(
+            *self._heads(qkv),
+            -jnp.exp(self.A_log[...]) * step_size,
+            self.config.max_beta * jax.nn.sigmoid(b),
+            states[1],
+            state.query_start_loc,
+            positions=context.scan_positions,
+            state_ends=state.state_ends,
+            has_one_token_each=state.has_one_token_each,
+            target=context.kernels.target,
+        )
+        return out.reshape(out.shape[0], -1), (window, scanned)
 
     def _heads(
         self,

@@ -11,7 +11,8 @@ from flax import nnx
 import pallas_kernels
 from models.cache.format import Pages
 from models.cache.state_format import StateFormat
-from models.forward.layer_context import LayerContext
+from models.forward.layer_context import LayerContext, LayerState
+from models.layers.advance_states import advance_states
 from models.layers.gated_delta_net import with_length_one
 from models.layers.linear import Linear
 from models.layers.self_attention import Norm
@@ -144,24 +145,8 @@ class KimiDeltaAttention(nnx.Module):
             return qkv, f, g, b
 
         qkv, f, gate, b = context.by_token(project, hidden)
-        state = context.state(DELTA_ATTENTION)
-        window, states = context.read_state(state, pages)
-        qkv, window = self.conv1d(qkv, window, state, context)
-        q, k, v = map(self._heads, jnp.split(qkv, 3, axis=1))
-        out, states = pallas_kernels.gated_delta_rule(
-            with_length_one(q) * self.config.head_dim**-0.5,
-            *(with_length_one(k), v),
-            self._log_decay(f),
-            jax.nn.sigmoid(b.astype(jnp.float32)),
-            states,
-            state.query_start_loc,
-            positions=context.scan_positions,
-            state_ends=state.state_ends,
-            has_one_token_each=state.has_one_token_each,
-            target=context.kernels.target,
-        )
-        pages = context.write_state(state, pages, (window, states))
-        kept = map(context.kept, (out.reshape(out.shape[0], -1), gate))
+        out, pages = advance_states(self._advance, DELTA_ATTENTION, (qkv, f, b), pages, context)
+        kept = map(context.kept, (out, gate))
         return context.of_kept().by_token(self._gate, *kept), pages
 
     def project_out(
@@ -171,6 +156,31 @@ class KimiDeltaAttention(nnx.Module):
     ) -> jax.Array:  # f[num_queries, hidden]
         attended = context.kernels.split_last(attended, None)
         return self.o_proj(attended, context)
+
+    def _advance(
+        self,
+        arrays: tuple[jax.Array, jax.Array, jax.Array],
+        states: tuple[jax.Array, jax.Array],
+        state: LayerState,
+        context: LayerContext,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:  # f32[num_tokens, width], and the states
+        """The convolution and the scan of its outputs, as `Advance`."""
+        qkv, f, b = arrays
+        qkv, window = self.conv1d(qkv, states[0], state, context)
+        q, k, v = map(self._heads, jnp.split(qkv, 3, axis=1))
+        out, scanned = pallas_kernels.gated_delta_rule(
+            with_length_one(q) * self.config.head_dim**-0.5,
+            *(with_length_one(k), v),
+            self._log_decay(f),
+            jax.nn.sigmoid(b.astype(jnp.float32)),
+            states[1],
+            state.query_start_loc,
+            positions=context.scan_positions,
+            state_ends=state.state_ends,
+            has_one_token_each=state.has_one_token_each,
+            target=context.kernels.target,
+        )
+        return out.reshape(out.shape[0], -1), (window, scanned)
 
     def _parts(self, projected: jax.Array) -> tuple[jax.Array, ...]:
         """Queries, keys and values; decays and gates or their inner vectors; and `b`."""

@@ -12,7 +12,8 @@ import pallas_kernels
 from models.cache.format import Pages
 from models.cache.state_format import StateFormat
 from models.config.dense_config import Activation
-from models.forward.layer_context import LayerContext
+from models.forward.layer_context import LayerContext, LayerState
+from models.layers.advance_states import advance_states
 from models.layers.linear import Linear
 from models.layers.mlp import activate
 from models.layers.rms_norm import RMSNorm
@@ -70,7 +71,6 @@ class LightningAttention(nnx.Module):
         norm: Norm,
     ) -> tuple[jax.Array, Pages]:
         """Returns the input of `project_out`, f[num_queries, width], and the pages."""
-        config = self.config
 
         def project(hidden: jax.Array, context: LayerContext) -> tuple[jax.Array, ...]:
             normed = norm(hidden)
@@ -79,23 +79,8 @@ class LightningAttention(nnx.Module):
             return tuple(context.kernels.split_last(y, None) for y in projected)
 
         qkv, gate = context.by_token(project, hidden)
-        # A row has query, key and value of the first head, then of the second head, and so on.
-        heads = activate(qkv, config.activation).reshape(qkv.shape[0], config.num_heads, -1)
-        q, k, v = jnp.split(heads, 3, axis=2)
-        state = context.state(LIGHTNING)
-        (states,) = context.read_state(state, pages)
-        out, states = pallas_kernels.ssd_scan(
-            *(v, k, q),
-            jnp.broadcast_to(-jnp.exp(self.log_slopes[...]), heads.shape[:2]),
-            states,
-            state.query_start_loc,
-            positions=context.scan_positions,
-            state_ends=state.state_ends,
-            has_one_token_each=state.has_one_token_each,
-            target=context.kernels.target,
-        )
-        pages = context.write_state(state, pages, (states,))
-        kept = map(context.kept, (out.reshape(out.shape[0], -1), gate))
+        out, pages = advance_states(self._advance, LIGHTNING, (qkv,), pages, context)
+        kept = map(context.kept, (out, gate))
         return context.of_kept().by_token(self._gate, *kept), pages
 
     def project_out(
@@ -105,6 +90,30 @@ class LightningAttention(nnx.Module):
     ) -> jax.Array:  # f[num_queries, hidden]
         attended = context.kernels.split_last(attended, None)
         return self.out_proj(attended, context)
+
+    def _advance(
+        self,
+        arrays: tuple[jax.Array],
+        states: tuple[jax.Array],
+        state: LayerState,
+        context: LayerContext,
+    ) -> tuple[jax.Array, tuple[jax.Array]]:  # f32[num_tokens, width], and the states
+        """The scan, as `Advance`."""
+        qkv = activate(arrays[0], self.config.activation)
+        # A row has query, key and value of the first head, then of the second head, and so on.
+        heads = qkv.reshape(qkv.shape[0], self.config.num_heads, -1)
+        q, k, v = jnp.split(heads, 3, axis=2)
+        out, scanned = pallas_kernels.ssd_scan(
+            *(v, k, q),
+            jnp.broadcast_to(-jnp.exp(self.log_slopes[...]), heads.shape[:2]),
+            *states,
+            state.query_start_loc,
+            positions=context.scan_positions,
+            state_ends=state.state_ends,
+            has_one_token_each=state.has_one_token_each,
+            target=context.kernels.target,
+        )
+        return out.reshape(out.shape[0], -1), (scanned,)
 
     def _gate(
         self,

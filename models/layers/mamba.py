@@ -12,7 +12,8 @@ import pallas_kernels
 from models.cache.format import Pages
 from models.cache.state_format import StateFormat
 from models.config.fields import read_count
-from models.forward.layer_context import LayerContext
+from models.forward.layer_context import LayerContext, LayerState
+from models.layers.advance_states import advance_states
 from models.layers.linear import Linear
 from models.layers.mamba2 import MAMBA
 from models.layers.self_attention import Norm
@@ -123,32 +124,13 @@ class Mamba(nnx.Module):
         norm: Norm,
     ) -> tuple[jax.Array, Pages]:
         """Returns the input of `project_out`, f[num_queries, inner], and the pages."""
-        config = self.config
 
         def project(hidden: jax.Array, context: LayerContext) -> jax.Array:
             # The state is whole on each device of a mesh.
             return context.kernels.split_last(self.in_proj(norm(hidden), context), None)
 
         x, gate = jnp.split(context.by_token(project, hidden), 2, axis=1)
-        state = context.state(MAMBA)
-        window, states = context.read_state(state, pages)
-        x, window = self.conv1d(x, window, state, context)
-        dt, b, c = context.by_token(self._project_state, x.astype(gate.dtype))
-        groups = (x.shape[0], config.num_groups, -1)
-        out, states = pallas_kernels.selective_scan(
-            x.reshape(groups),
-            dt.reshape(groups),
-            -jnp.exp(self.A_log[...]).reshape(config.state_shape),
-            b.reshape(groups),
-            c.reshape(groups),
-            states,
-            state.query_start_loc,
-            state_ends=state.state_ends,
-            has_one_token_each=state.has_one_token_each,
-            target=context.kernels.target,
-        )
-        pages = context.write_state(state, pages, (window, states))
-        out = out.reshape(x.shape) + self.D[...].astype(jnp.float32) * x
+        out, pages = advance_states(self._advance, MAMBA, (x,), pages, context)
         kept = map(context.kept, (out, gate))
         return context.of_kept().by_token(_gate, *kept), pages
 
@@ -159,6 +141,33 @@ class Mamba(nnx.Module):
     ) -> jax.Array:  # f[num_queries, hidden]
         attended = context.kernels.split_last(attended, None)
         return self.out_proj(attended, context)
+
+    def _advance(
+        self,
+        arrays: tuple[jax.Array],
+        states: tuple[jax.Array, jax.Array],
+        state: LayerState,
+        context: LayerContext,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:  # f32[num_tokens, inner], and the states
+        """The convolution and the scan of its outputs, as `Advance`."""
+        (projected,) = arrays
+        x, window = self.conv1d(projected, states[0], state, context)
+        dt, b, c = context.by_token(self._project_state, x.astype(projected.dtype))
+        groups = (x.shape[0], self.config.num_groups, -1)
+        out, scanned = pallas_kernels.selective_scan(
+            x.reshape(groups),
+            dt.reshape(groups),
+            -jnp.exp(self.A_log[...]).reshape(self.config.state_shape),
+            b.reshape(groups),
+            c.reshape(groups),
+            states[1],
+            state.query_start_loc,
+            state_ends=state.state_ends,
+            has_one_token_each=state.has_one_token_each,
+            target=context.kernels.target,
+        )
+        out = out.reshape(x.shape) + self.D[...].astype(jnp.float32) * x
+        return out, (window, scanned)
 
     def _project_state(
         self,

@@ -12,7 +12,8 @@ from models.cache.format import Pages
 from models.cache.state_format import StateFormat
 from models.config.fields import read_count
 from models.errors import ModelConfigError
-from models.forward.layer_context import LayerContext
+from models.forward.layer_context import LayerContext, LayerState
+from models.layers.advance_states import advance_states
 from models.layers.linear import Linear
 from models.layers.self_attention import Norm
 from models.layers.short_convolution import ShortConvolution
@@ -167,25 +168,8 @@ class Mamba2(nnx.Module):
         projected = context.by_token(project, hidden)
         ends = [config.inner, config.inner + config.num_channels]
         gate, xbc, dt = jnp.split(projected, ends, axis=1)
-        state = context.state(MAMBA)
-        window, states = context.read_state(state, pages)
-        xbc, window = self.conv1d(xbc, window, state, context)
-        x, b, c = self._heads(xbc)
-        dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32))
-        dt = jnp.clip(dt, *config.time_step_limit)
-        out, states = pallas_kernels.ssd_scan(
-            *(x * dt[..., None], b, c),
-            -jnp.exp(self.A_log[...]) * dt,
-            states,
-            state.query_start_loc,
-            positions=context.scan_positions,
-            state_ends=state.state_ends,
-            has_one_token_each=state.has_one_token_each,
-            target=context.kernels.target,
-        )
-        pages = context.write_state(state, pages, (window, states))
-        out += self.D[...].astype(jnp.float32)[:, None] * x
-        kept = map(context.kept, (out.reshape(out.shape[0], -1), gate))
+        out, pages = advance_states(self._advance, MAMBA, (xbc, dt), pages, context)
+        kept = map(context.kept, (out, gate))
         return context.of_kept().by_token(self._gate, *kept), pages
 
     def project_out(
@@ -199,6 +183,32 @@ class Mamba2(nnx.Module):
     def _project(self, normed: jax.Array, context: LayerContext) -> jax.Array:
         """Gates, the inputs of the convolution, and time steps."""
         return self.in_proj(normed, context)
+
+    def _advance(
+        self,
+        arrays: tuple[jax.Array, jax.Array],
+        states: tuple[jax.Array, jax.Array],
+        state: LayerState,
+        context: LayerContext,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:  # f32[num_tokens, inner], and the states
+        """The convolution and the scan of its outputs, as `Advance`."""
+        xbc, dt = arrays
+        xbc, window = self.conv1d(xbc, states[0], state, context)
+        x, b, c = self._heads(xbc)
+        dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32))
+        dt = jnp.clip(dt, *self.config.time_step_limit)
+        out, scanned = pallas_kernels.ssd_scan(
+            *(x * dt[..., None], b, c),
+            -jnp.exp(self.A_log[...]) * dt,
+            states[1],
+            state.query_start_loc,
+            positions=context.scan_positions,
+            state_ends=state.state_ends,
+            has_one_token_each=state.has_one_token_each,
+            target=context.kernels.target,
+        )
+        out += self.D[...].astype(jnp.float32)[:, None] * x
+        return out.reshape(out.shape[0], -1), (window, scanned)
 
     def _heads(
         self,

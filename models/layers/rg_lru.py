@@ -13,7 +13,8 @@ import pallas_kernels
 from models.cache.format import Pages
 from models.cache.state_format import StateFormat
 from models.config.dense_config import Activation
-from models.forward.layer_context import LayerContext
+from models.forward.layer_context import LayerContext, LayerState
+from models.layers.advance_states import advance_states
 from models.layers.head_linear import HeadLinear
 from models.layers.linear import Linear
 from models.layers.mlp import activate
@@ -115,21 +116,9 @@ class RecurrentBlock(nnx.Module):
             )
 
         x, y = context.by_token(project, hidden)
-        state = context.state(RECURRENT)
-        window, states = context.read_state(state, pages)
-        x, window = self.conv_1d(x, window, state, context)
-        x, log_decay = context.by_token(self._gate, x.astype(y.dtype), context.batch.positions)
-        out, states = pallas_kernels.rg_lru_scan(
-            x,
-            log_decay,
-            states,
-            state.query_start_loc,
-            state_ends=state.state_ends,
-            has_one_token_each=state.has_one_token_each,
-            target=context.kernels.target,
-        )
-        pages = context.write_state(state, pages, (window, states))
-        return context.kept(out.astype(y.dtype) * y), pages
+        arrays = (x, context.batch.positions)
+        out, pages = advance_states(self._advance, RECURRENT, arrays, pages, context)
+        return context.kept(out * y), pages
 
     def project_out(
         self,
@@ -138,6 +127,28 @@ class RecurrentBlock(nnx.Module):
     ) -> jax.Array:  # f[num_queries, hidden]
         attended = context.kernels.split_last(attended, None)
         return self.linear_out(attended, context)
+
+    def _advance(
+        self,
+        arrays: tuple[jax.Array, jax.Array],
+        states: tuple[jax.Array, jax.Array],
+        state: LayerState,
+        context: LayerContext,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:  # f[num_tokens, width], and the states
+        """The convolution, the gates, and the scan of their outputs, as `Advance`."""
+        projected, positions = arrays
+        x, window = self.conv_1d(projected, states[0], state, context)
+        x, log_decay = context.by_token(self._gate, x.astype(projected.dtype), positions)
+        out, scanned = pallas_kernels.rg_lru_scan(
+            x,
+            log_decay,
+            states[1],
+            state.query_start_loc,
+            state_ends=state.state_ends,
+            has_one_token_each=state.has_one_token_each,
+            target=context.kernels.target,
+        )
+        return out.astype(projected.dtype), (window, scanned)
 
     def _gate(
         self,

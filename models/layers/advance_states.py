@@ -1,0 +1,84 @@
+"""`advance_states`: reads the states of a layer, computes the step, and writes the new states."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from models.cache.format import Pages
+from models.forward.layer_context import LayerContext, LayerState, Rows
+from models.forward.row_widths import Chunk
+
+Arrays = TypeVar("Arrays")
+
+# (arrays of tokens, states before the step, their `LayerState`, context) -> (arrays of tokens,
+# states after the step). The first axis of all arrays is the tokens, or the requests of states.
+Advance = Callable[
+    [tuple[jax.Array, ...], tuple[jax.Array, ...], LayerState, LayerContext],
+    tuple[Arrays, tuple[jax.Array, ...]],
+]
+
+# Requests whose states are computed together. Measured in docs/design/cpu.md.
+CHUNK_REQS = 8
+
+
+def advance_states(
+    advance: Advance[Arrays],
+    name: str,
+    arrays: tuple[jax.Array, ...],  # [num_tokens, ...] each
+    pages: Pages,
+    context: LayerContext,
+) -> tuple[Arrays, Pages]:
+    """Returns the result of `advance` for all tokens, and the pages with the new states.
+
+    If the program serves several widths and each request has one token, a loop runs over chunks of
+    the rows that have tokens. The time of a step then follows from its requests, not from the rows
+    of the program. A chunk's states also stay in the processor's cache from one op to the next.
+
+    Args:
+        advance: Must compute each request from its own rows alone. It may be called with fewer rows
+            than there are, and with a state and a context for these rows. It must not report.
+        name: The local name of the layer's cache of states.
+    """
+    state = context.state(name)
+
+    def run(
+        arrays: tuple[jax.Array, ...], pages: Pages, state: LayerState, context: LayerContext
+    ) -> tuple[Arrays, Pages]:
+        out, after = advance(arrays, context.read_state(state, pages), state, context)
+        return out, context.write_state(state, pages, after)
+
+    num_rows = context.num_rows
+    is_small = num_rows <= CHUNK_REQS or len(context.batch.widths) < 2
+    if is_small or not state.has_one_token_each or context.rows != Rows():
+        return run(arrays, pages, state, context)
+    silent = context.with_reported({})
+    shapes, _ = jax.eval_shape(lambda *inputs: run(*inputs, state, silent), arrays, pages)
+    missing = -num_rows % CHUNK_REQS
+    room = jax.tree.map(lambda x: jnp.zeros((num_rows + missing, *x.shape[1:]), x.dtype), shapes)
+
+    def run_chunk(chunk_idx: jax.Array, carry: tuple[Arrays, Pages]) -> tuple[Arrays, Pages]:
+        room, pages = carry
+        chunk = Chunk(start=chunk_idx * CHUNK_REQS, size=CHUNK_REQS)
+        own = tuple(map(chunk.read, arrays))
+        out, pages = run(own, pages, _of_chunk(state, chunk), silent.of(chunk))
+        return jax.tree.map(chunk.write, room, out), pages
+
+    num_chunks = (state.query_start_loc[-1] + CHUNK_REQS - 1) // CHUNK_REQS
+    room, pages = jax.lax.fori_loop(0, num_chunks, run_chunk, (room, pages))
+    return jax.tree.map(lambda x: x[:num_rows], room), pages
+
+
+def _of_chunk(state: LayerState, chunk: Chunk) -> LayerState:
+    """The state of a chunk of requests of one token each. Rows past the last one write nothing."""
+    row_idx = jnp.arange(chunk.size + 1, dtype=jnp.int32)
+    return replace(
+        state,
+        read_slots=chunk.read(state.read_slots),
+        write_slots=chunk.read(state.write_slots),
+        starts_from_zero=chunk.read(state.starts_from_zero),
+        is_written=chunk.read(state.is_written),
+        query_start_loc=jnp.minimum(row_idx, state.query_start_loc[-1] - chunk.start),
+    )
