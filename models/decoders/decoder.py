@@ -155,5 +155,5 @@ class Decoder(nnx.Module):
         kernels: KernelSettings,
     ) -> jax.Array:  # f32[num_logits, vocab]
         if self.lm_head is None:
-            return self.embed_tokens.attend(hidden)
+            return self.embed_tokens.attend(hidden, kernels)
         return self.lm_head.product(hidden, kernels)

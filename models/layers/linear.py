@@ -10,6 +10,7 @@ from models.forward.kernel_settings import PLAIN_XLA, KernelSettings
 from models.forward.layer_context import LayerContext
 from models.layers.head_linear import HeadLinear
 from models.layers.product import dot_float32
+from models.stored_kernels.stored_kernel import StoredKernel
 from models.stored_kernels.use_kernel import multiply
 from models.weight_rule import Source, SplitAxis, WeightRule
 
@@ -92,7 +93,8 @@ class Embedding(nnx.Module):
     bfloat16.
 
     Attributes:
-        is_turned: The table is stored as its transpose, f[hidden, vocab] (`turn`).
+        is_turned: The table is stored as its transpose, f[hidden, vocab] (`turn`). The loader may
+            replace this array by a `StoredKernel`.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Embedding(nnx.Module):
     ) -> None:
         self.embedding = nnx.Param(jnp.zeros((vocab_size, hidden_size), dtype))
         self.scale = scale
+        self.dtype = jnp.dtype(dtype)
         self.is_turned = False
 
     def turn(self) -> None:
@@ -123,16 +126,22 @@ class Embedding(nnx.Module):
         self,
         token_ids: jax.Array,  # i32[num_tokens], in [0, vocab)
     ) -> jax.Array:  # f[num_tokens, hidden]
-        table = self.embedding[...]
+        rows = self._rows(token_ids)
+        return rows if self.scale == 1.0 else rows * jnp.asarray(self.scale, rows.dtype)
+
+    def _rows(self, token_ids: jax.Array) -> jax.Array:
+        table = self.embedding.get_value()
+        if isinstance(table, StoredKernel):
+            return table.columns(token_ids, self.dtype).T
         places = table.at[:, token_ids] if self.is_turned else table.at[token_ids]
         rows = places.get(mode="promise_in_bounds", wrap_negative_indices=False)
-        rows = rows.T if self.is_turned else rows
-        return rows if self.scale == 1.0 else rows * jnp.asarray(self.scale, rows.dtype)
+        return rows.T if self.is_turned else rows
 
     def attend(
         self,
         hidden: jax.Array,  # f[num_logits, hidden]
+        kernels: KernelSettings = PLAIN_XLA,
     ) -> jax.Array:  # f32[num_logits, vocab]
         """Scores every token with its own embedding, not scaled: the head where it is tied."""
-        table = self.embedding[...]
-        return dot_float32(hidden, table if self.is_turned else table.T)
+        table = self.embedding.get_value()
+        return multiply(hidden, table, kernels) if self.is_turned else dot_float32(hidden, table.T)

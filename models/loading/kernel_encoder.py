@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from models.errors import ModelError
 from models.platforms import Platform
+from models.platforms.base import TiedHead
 from models.stored_kernels.bits16 import Bits16Kernel
 from models.stored_kernels.column_panels import PanelKernel
 from models.stored_kernels.rounded_int8 import RoundedInt8Kernel
@@ -33,7 +34,8 @@ _ROUNDED_FORMATS: dict[Quantization, RoundedFormat] = {
 class KernelEncoder:
     """Replaces arrays of kernels by the form in which the platform multiplies them.
 
-    Embeddings keep their form, and so does a head that reads the embedding.
+    Embeddings keep their form, except a `turned_table` that is quantized: an embedding that is also
+    the vocabulary head.
 
     Args:
         product_dtype: The dtype of matrices of `Linear` layers. Activations are rounded to it when
@@ -66,17 +68,34 @@ class KernelEncoder:
                 f"{', '.join(map(str, GROUP_SIZES))}."
             )
 
-    @property
-    def changes_matrices(self) -> bool:
-        """Whether matrices of `Linear` layers may have another form than in the checkpoint."""
-        is_rounded = self.product_dtype != "auto" or self.quantization in _ROUNDED_FORMATS
-        return self.panel_width is not None or is_rounded
+    def tied_head(self, dtype: str) -> TiedHead:
+        """How an embedding of `dtype` that is also the vocabulary head is stored."""
+        return self.platform.tied_head(
+            dtype,
+            quantizes=self.quantization in _ROUNDED_FORMATS,
+            changes_kernels=self.panel_width is not None or self.product_dtype != "auto",
+        )
 
     @property
     def scaled_panel_width(self) -> int | None:
         """Columns of the panels of quantized kernels; None keeps all columns together."""
         # Panels could not be split over devices.
         return self.platform.scaled_panel_width if self.num_devices == 1 else None
+
+    def group_size_of(
+        self, num_inputs: int, layout: Layout, *, is_router: bool, splits_inputs: bool = False
+    ) -> int | None:
+        """Inputs that share a scale in a parameter; None if `encode` does not quantize it.
+
+        Args:
+            num_inputs: Of a matrix or an expert.
+            is_router: As in `encode`; so is `splits_inputs`.
+        """
+        has_products = layout in ("matrix", "experts", "turned_table")
+        if not has_products or self.quantization not in _ROUNDED_FORMATS or is_router:
+            return None
+        own_inputs = num_inputs // (self.num_devices if splits_inputs else 1)
+        return fitting_group_size(own_inputs, self.group_size)
 
     def encode(
         self,
@@ -93,20 +112,17 @@ class KernelEncoder:
             splits_inputs: Whether each device has some of the inputs of a matrix or an expert. All
                 inputs of a group are on one device.
         """
-        if (
-            layout in ("matrix", "experts")
-            and self.quantization in _ROUNDED_FORMATS
-            and not is_router
-        ):
-            num_inputs = values.shape[-2] // (self.num_devices if splits_inputs else 1)
-            group_size = fitting_group_size(num_inputs, self.group_size)
-            if group_size is not None:
-                return ScaledKernel.quantize(
-                    values,
-                    number_format=_ROUNDED_FORMATS[self.quantization],
-                    group_size=group_size,
-                    panel_width=self.scaled_panel_width,
-                )
+        group_size = None
+        if values.ndim > 1:
+            sizes = {"is_router": is_router, "splits_inputs": splits_inputs}
+            group_size = self.group_size_of(values.shape[-2], layout, **sizes)
+        if group_size is not None:
+            return ScaledKernel.quantize(
+                values,
+                number_format=_ROUNDED_FORMATS[self.quantization],
+                group_size=group_size,
+                panel_width=self.scaled_panel_width,
+            )
         if layout == "experts":
             return self._encode_experts(values)
         if layout != "matrix":

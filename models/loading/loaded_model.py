@@ -22,14 +22,6 @@ class LoadedModel(LoadedModule):
     # Rows of the vocabulary without a token, in ascending order (`without_tokens`).
     unused_token_ids: tuple[int, ...] = ()
 
-    @property
-    def dtype(self) -> str:
-        """The dtype that the model computes in: that of its embedding, which is never rounded.
-
-        Kernels may have fewer bits.
-        """
-        return self.params[self.param_names.index("embed_tokens.embedding")].dtype.name
-
     def without_tokens(self, token_ids: Iterable[int]) -> "LoadedModel":
         """The same model that never generates these tokens: their logits are -inf.
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from models.cache.format import Pages
-from models.config.model_config import ModelConfig
+from models.config.model_config import ModelConfig, ModelDtype
 from models.config.split_over_devices import (
     check_context_ranks,
     check_split,
@@ -59,6 +59,8 @@ class LoadedModule:
     """
 
     config: ModelConfig
+    # The dtype that it computes in. Kernels and a quantized embedding may have fewer bits.
+    dtype: ModelDtype
     graphdef: nnx.GraphDef
     # Of the nnx.State that `params` are the leaves of (`with_stacks`).
     params_treedef: jax.tree_util.PyTreeDef
@@ -133,6 +135,7 @@ class LoadedModule:
             value
             for name, value in self.parameters.items()
             if self.weight_rules[name].layout in ("matrix", "experts")
+            or isinstance(value, ScaledKernel)
         ]
         num_scaled = sum(isinstance(kernel, ScaledKernel) for kernel in kernels)
         if num_scaled:

@@ -23,6 +23,7 @@ from models.loading.checkpoint import Checkpoint
 from models.loading.kept_integers import keep_integers
 from models.loading.kernel_encoder import KernelEncoder
 from models.loading.loaded_module import flatten_state
+from models.loading.quantize_in_parts import needs_parts, quantize_in_parts
 from models.loading.read_ahead import read_ahead
 from models.loading.split_weight import put_split
 from models.loading.zero_biases import find_zero_biases
@@ -59,9 +60,8 @@ class ModuleStructure:
         """
         self.config = config
         self.dtype = dtype
-        platform, tied_head = encoder.platform, None
-        if config.tie_word_embeddings:
-            tied_head = platform.tied_head(dtype, changes_kernels=encoder.changes_matrices)
+        platform = encoder.platform
+        tied_head = encoder.tied_head(dtype) if config.tie_word_embeddings else None
         has_head_kernel = tied_head in (None, "copy")
         abstract_model = nnx.eval_shape(lambda: make(has_head_kernel=has_head_kernel))
         class_name = type(abstract_model).__name__
@@ -158,6 +158,7 @@ class ModuleStructure:
         names, arrays, treedef = flatten_state(state)
         return {
             "config": self.config,
+            "dtype": self.dtype,
             "graphdef": self.graphdef,
             "params_treedef": treedef,
             "param_names": names,
@@ -270,22 +271,42 @@ def _read_params(
         # should exist.
         if is_kept:
             value = keep_integers(rule, sources, panel_width=encoder.scaled_panel_width)
-            _check_shape(name, value.shape, wanted.shape)
         else:
-            weight_np, sharding = rule.combined(sources), structure.sharding_of(rule)
-            value = encoder.encode(
-                _put(name, rule, wanted, weight_np, encoder.platform, sharding),
-                rule.layout,
-                is_router=name in structure.routers,
-                splits_inputs=splits_inputs(rule),
-            )
+            value = _encode(structure, encoder, name, rule, wanted.dtype, rule.combined(sources))
+        _check_shape(name, value.shape, wanted.shape)
         yield structure.split(name, value)
 
 
-def _put(
+def _encode(
+    structure: ModuleStructure,
+    encoder: KernelEncoder,
     name: str,
     rule: WeightRule,
-    wanted: jax.ShapeDtypeStruct,
+    dtype: jnp.dtype,
+    weight_np: np.ndarray,
+) -> KernelValue:
+    sharding, panel_width = structure.sharding_of(rule), encoder.scaled_panel_width
+    is_router = name in structure.routers
+
+    def encode(weight_np: np.ndarray) -> KernelValue:
+        return encoder.encode(
+            _put(rule, dtype, weight_np, encoder.platform, sharding),
+            rule.layout,
+            is_router=is_router,
+            splits_inputs=splits_inputs(rule),
+        )
+
+    # Only a platform without a mesh has panels, so no inputs are split.
+    if needs_parts(weight_np, panel_width) and encoder.group_size_of(
+        weight_np.shape[1], rule.layout, is_router=is_router
+    ):
+        return quantize_in_parts(weight_np, encode, panel_width=panel_width)
+    return encode(weight_np)
+
+
+def _put(
+    rule: WeightRule,
+    dtype: jnp.dtype,
     weight_np: np.ndarray,
     platform: Platform,
     sharding: NamedSharding | None,
@@ -294,12 +315,8 @@ def _put(
     if weight_np.dtype == np.float64:  # no float64 on the device
         weight_np = weight_np.astype(np.float32)
     if sharding is None:
-        param = platform.put_weight(weight_np, wanted.dtype, is_transposed=is_transposed)
-    else:
-        turned = {"is_transposed": is_transposed, "sharding": sharding}
-        param = put_split(weight_np, wanted.dtype, platform, **turned)
-    _check_shape(name, param.shape, wanted.shape)
-    return param
+        return platform.put_weight(weight_np, dtype, is_transposed=is_transposed)
+    return put_split(weight_np, dtype, platform, is_transposed=is_transposed, sharding=sharding)
 
 
 def splits_inputs(rule: WeightRule) -> bool:

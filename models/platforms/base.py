@@ -28,7 +28,7 @@ _MAX_HOST_CAST = 2**20
 
 # How a model stores an embedding that is also its vocabulary head:
 # - rows: one array [vocab, hidden], as in the checkpoint
-# - columns: one array [hidden, vocab], whose columns the embedding reads
+# - columns: one array or `StoredKernel` [hidden, vocab], whose columns the embedding reads
 # - copy: both arrays; the second one is the kernel of a `Linear`
 TiedHead = Literal["rows", "columns", "copy"]
 
@@ -88,13 +88,15 @@ class Platform:
         """The trailing axes of the array of pages, for `num_elements` of `page_dtype` per page."""
         return (num_elements,)
 
-    def tied_head(self, dtype: str, *, changes_kernels: bool) -> TiedHead:
+    def tied_head(self, dtype: str, *, quantizes: bool, changes_kernels: bool) -> TiedHead:
         """How an embedding that is also the vocabulary head is stored.
 
         Args:
             dtype: The dtype of the embedding.
-            changes_kernels: Whether kernels of `Linear` have fewer bits than the embedding, or are
-                stored in panels.
+            quantizes: Whether kernels of `Linear` are quantized to `ScaledKernel`. An embedding
+                that is stored in columns is then quantized too.
+            changes_kernels: Whether kernels of `Linear` have another dtype than the embedding, or
+                are stored in panels.
         """
         return "rows"
 

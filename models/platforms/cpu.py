@@ -94,12 +94,17 @@ class CPU(Platform):
             options |= _float32_products(self.num_threads, self.instruction_sets)
         return options
 
-    def tied_head(self, dtype: str, *, changes_kernels: bool) -> TiedHead:
+    def tied_head(self, dtype: str, *, quantizes: bool, changes_kernels: bool) -> TiedHead:
         """As `Platform.tied_head`.
+
+        A quantized head is the embedding too: a second array of floats would need more memory than
+        all layers of a small model.
 
         YNNPACK multiplies with rows faster than with columns. XLA's own products take many times
         as long with rows. `docs/design/cpu.md` has the figures.
         """
+        if quantizes:
+            return "columns"
         if changes_kernels:
             return "copy"
         uses_ynnpack = _YNNPACK_DOES not in self.compiler_options({dtype})

@@ -103,6 +103,18 @@ class ScaledKernel(StoredKernel):
         """Of float32 activations; XLA chooses products by it."""
         return jnp.dtype(jnp.float32)
 
+    @staticmethod
+    def width_of_panels(out_features: int, panel_width: int | None) -> int:
+        """The width of as few panels of equal width as possible, the narrowest for all columns.
+
+        Args:
+            panel_width: As in `pack`.
+        """
+        if panel_width is None or out_features <= panel_width:
+            return out_features
+        num_panels = -(-out_features // panel_width)
+        return -(-out_features // (num_panels * _WIDTH_STEP)) * _WIDTH_STEP
+
     @property
     def num_panels(self) -> int:
         return self.numbers.shape[-4]
@@ -154,6 +166,20 @@ class ScaledKernel(StoredKernel):
 
         out = jnp.zeros((x.shape[0], self.num_panels * width), jnp.float32)
         return lax.fori_loop(0, self.num_panels, add, out)[:, : self.out_features]
+
+    def columns(
+        self,
+        column_ids: jax.Array,  # i32[num_columns]
+        dtype: jnp.dtype,
+    ) -> jax.Array:  # dtype[in_features, num_columns]
+        panel_ids, places = jnp.divmod(column_ids, self.numbers.shape[-1])
+
+        def of_array(array: jax.Array) -> jax.Array:
+            chosen = array.at[panel_ids, ..., places]
+            chosen = chosen.get(mode="promise_in_bounds", wrap_negative_indices=False)
+            return jnp.moveaxis(chosen, 0, -1)
+
+        return jax.tree.map(of_array, self.panels).widen(dtype)
 
     def multiply_groups(
         self,
@@ -267,7 +293,7 @@ def _pack(
     if has_pairs(number_format):
         low, high = jnp.split(numbers, 2, axis=-2)
         numbers = low | high << 4
-    width = _panel_width(numbers.shape[-1], panel_width)
+    width = ScaledKernel.width_of_panels(numbers.shape[-1], panel_width)
 
     def cut(array: jax.Array, num_axes: int) -> jax.Array:
         num_panels = -(-array.shape[-1] // width)
@@ -277,11 +303,3 @@ def _pack(
         return jnp.moveaxis(array, -2, -1 - num_axes)
 
     return cut(numbers, 3), cut(scales, 2), None if zeros is None else cut(zeros, 2)
-
-
-def _panel_width(out_features: int, panel_width: int | None) -> int:
-    """Of panels of equal width, as few as possible, and the narrowest that hold all columns."""
-    if panel_width is None or out_features <= panel_width:
-        return out_features
-    num_panels = -(-out_features // panel_width)
-    return -(-out_features // (num_panels * _WIDTH_STEP)) * _WIDTH_STEP

@@ -61,6 +61,17 @@ class StoredKernel(ABC):
         """The product of x with one matrix."""
         raise ModelError(f"a {type(self).__name__} holds a stack of matrices; expected one matrix.")
 
+    def columns(
+        self,
+        column_ids: jax.Array,  # i32[num_columns], in [0, out_features)
+        dtype: jnp.dtype,
+    ) -> jax.Array:  # dtype[in_features, num_columns]
+        """Some columns of one matrix, as an embedding that is also the vocabulary head reads them.
+
+        Only encodings that `KernelEncoder` may choose for such an embedding define it.
+        """
+        raise ModelError(f"a {type(self).__name__} cannot be an embedding; expected floats.")
+
     def multiply_groups(
         self,
         x: jax.Array,  # f[num_tiles * tile_rows, in_features]

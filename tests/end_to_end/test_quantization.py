@@ -43,7 +43,7 @@ def write_dequantized(model: LoadedModel, folder: Path) -> int:
 
 # The first layer of the model with experts has an MLP.
 @pytest.mark.parametrize(
-    ("quantization", "family"), [("int4", "qwen3-moe"), ("int8", "llama"), ("fp8", "llama")]
+    ("quantization", "family"), [("int4", "qwen3-moe"), ("int8", "llama"), ("fp8", "granite")]
 )
 def test_tokens_are_those_of_transformers_on_the_dequantized_weights(
     tmp_path: Path, quantization: str, family: str

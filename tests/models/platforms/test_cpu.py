@@ -54,8 +54,9 @@ def test_with_avx2_alone_ynnpack_does_reductions_and_no_products(num_cores):
 )
 def test_tied_head_lies_as_the_library_that_multiplies_reads_it_best(dtype, num_cores, has, wanted):
     platform = CPU(num_threads=num_cores, instruction_sets=frozenset(has))
-    assert platform.tied_head(dtype, changes_kernels=False) == wanted
-    assert platform.tied_head(dtype, changes_kernels=True) == "copy"
+    assert platform.tied_head(dtype, quantizes=False, changes_kernels=False) == wanted
+    assert platform.tied_head(dtype, quantizes=False, changes_kernels=True) == "copy"
+    assert platform.tied_head(dtype, quantizes=True, changes_kernels=False) == "columns"
 
 
 def test_left_out_products_are_xlas_own_and_reductions_may_stay():
