@@ -38,7 +38,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.command_line import BenchmarkError, output_file, positive_int, run_benchmark
+from benchmarks.command_line import (
+    BenchmarkError,
+    output_file,
+    positive_float,
+    positive_int,
+    run_benchmark,
+)
 from benchmarks.compare_cpu.gguf_file import write_gguf
 from benchmarks.engine.draws import write_tokenizer
 from benchmarks.result_rows import RESULTS_FOLDER, ResultRow, append_rows, processor_name
@@ -91,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         weights,
                         num_repetitions=arguments.num_repetitions,
                         cache_home=Path(name, "cache"),
+                        timeout_s=arguments.timeout_s,
                     )
                 )
     append_rows(result_rows(answers, arguments.device), arguments.out)
@@ -133,21 +140,29 @@ def run_worker(
     *,
     num_repetitions: int,
     cache_home: Path,
+    timeout_s: float,
 ) -> dict[str, object]:
     """The answer of `worker.py` for one subject.
 
     Raises:
-        BenchmarkError: The program failed.
+        BenchmarkError: The program failed, or took too long and was stopped.
     """
     vocab_size, name = str(SHAPES[SHAPE]["vocab_size"]), f"{BENCHMARK}.worker"
-    done = subprocess.run(
-        [python, "-m", name, program, str(model), weights, vocab_size, str(num_repetitions)],
-        cwd=_ROOT,
-        env=os.environ | {"XDG_CACHE_HOME": str(cache_home)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [python, "-m", name, program, str(model), weights, vocab_size, str(num_repetitions)],
+            cwd=_ROOT,
+            env=os.environ | {"XDG_CACHE_HOME": str(cache_home)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BenchmarkError(
+            f"{program}-{weights} was stopped after {timeout_s:g} s (--timeout-s), before its "
+            "measurement ended. Set a longer time, or use a less busy machine."
+        ) from error
     if done.returncode != 0 or not done.stdout:
         raise BenchmarkError(f"{program}-{weights} failed: {done.stderr[-_NUM_LOG_CHARACTERS:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -234,6 +249,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-rounds", type=positive_int, default=2, metavar="N")
     parser.add_argument(
         "--num-repetitions", type=positive_int, default=3, metavar="N", help="in each round"
+    )
+    parser.add_argument(
+        "--timeout-s",
+        type=positive_float,
+        default=1800.0,
+        metavar="S",
+        help="limit of the process of one subject in one round",
     )
     parser.add_argument("--device", default=processor_name(), help="the chip, for the rows")
     parser.add_argument(

@@ -112,6 +112,15 @@ def test_subjects_have_rows_and_first_tokens_are_counted(tmp_path, monkeypatch, 
     assert "first tokens like paxkv-float32, of 3: llama_cpp-Q4_0 2" in capsys.readouterr().out
 
 
+def test_a_worker_that_takes_too_long_is_stopped(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o755)
+    arguments = {"num_repetitions": 1, "cache_home": tmp_path, "timeout_s": 0.2}
+    with pytest.raises(BenchmarkError, match=r"vllm-float32 was stopped after 0.2 s"):
+        compare_cpu.run_worker("vllm", str(python), tmp_path, "float32", **arguments)
+
+
 def test_unknown_weights_are_refused(capsys):
     with pytest.raises(SystemExit):
         compare_cpu.main(["--subjects", "paxkv-Q4_0"])
