@@ -340,25 +340,41 @@ MAY_WAIT_LONG = ("tests/mutants/", "tests/test_time_limit.py")
 
 # Without an argument. A process that was killed on the line before ends.
 WAITS_FOR_EVER = re.compile(r"process\.(wait|communicate)\(\)")
+# Outside of `killed_after`. The output of a process that ended on the line before ends.
+READS_FOR_EVER = re.compile(r"\.std(out|err)\.read(line)?\(\)|\bin \w*process\.std(out|err)\b")
 
 
 def unlimited_waits(path: Path) -> list[str]:
-    """Calls in a file that wait for a process without a `timeout`."""
+    """Calls in a file that wait for a process, or read its output, without a limit."""
     text = path.read_text()
     lines = text.splitlines()
+    pairs = list(enumerate(itertools.pairwise(["", *lines]), start=1))
     found = [
         number
-        for number, (before, line) in enumerate(itertools.pairwise(["", *lines]), start=1)
+        for number, (before, line) in pairs
         if WAITS_FOR_EVER.search(line) and "kill" not in before
     ]
-    if any(name in text for name in WAITS_FOR_PROCESS):
-        found += [
-            node.lineno
-            for node in ast.walk(ast.parse(text))
-            if isinstance(node, ast.Call)
-            and ast.unparse(node.func) in WAITS_FOR_PROCESS
-            and "timeout" not in {keyword.arg for keyword in node.keywords}
-        ]
+    reads = [
+        number
+        for number, (before, line) in pairs
+        if READS_FOR_EVER.search(line) and ".wait(" not in before
+    ]
+    calls = reads or any(name in text for name in WAITS_FOR_PROCESS)
+    nodes = list(ast.walk(ast.parse(text))) if calls else []
+    limited = {
+        number
+        for node in nodes
+        if isinstance(node, ast.With) and "killed_after" in ast.unparse(node.items[0])
+        for number in range(node.lineno, node.end_lineno + 1)
+    }
+    found += [number for number in reads if number not in limited]
+    found += [
+        node.lineno
+        for node in nodes
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in WAITS_FOR_PROCESS
+        and "timeout" not in {keyword.arg for keyword in node.keywords}
+    ]
     return [f"{path.name}:{number} waits for a process without a timeout" for number in found]
 
 
@@ -368,10 +384,13 @@ def test_tests_wait_for_processes_with_a_timeout(tmp_path: Path) -> None:
     planted = tmp_path / "planted.py"
     planted.write_text(
         "subprocess.run(['a'], timeout=1)\nsubprocess.run(['b'])\n"
-        "{0}.wait(1)\n{0}.kill()\n{0}.wait()\n{0}.communicate()\n".format("process")
+        "{0}.wait(1)\n{0}.kill()\n{0}.wait()\n{0}.communicate()\n"
+        "with killed_after(1, {0}):\n    {0}.{1}()\n{0}.{1}()\n".format(
+            "process", "stdout.readline"
+        )
     )
     assert unlimited_waits(planted) == [
-        f"planted.py:{number} waits for a process without a timeout" for number in (6, 2)
+        f"planted.py:{number} waits for a process without a timeout" for number in (6, 9, 2)
     ]
 
 

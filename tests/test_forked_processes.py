@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.killed_after import killed_after
 from tests.paxkv.fleet.test_engine_process import wait_for_end
 from tests.paxkv.forked_processes import ROOT
 
@@ -35,7 +36,10 @@ def test_killed_test_process_leaves_no_stopped_process(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         text=True,
     ) as test_process:
-        pids = test_process.stdout.readline().split()
-        test_process.kill()
+        try:
+            with killed_after(60, test_process):
+                pids = test_process.stdout.readline().split()
+        finally:
+            test_process.kill()
     for pid in pids:
         wait_for_end(int(pid))

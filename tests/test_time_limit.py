@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from tests.killed_after import killed_after
 from tests.time_limit import LIMIT_S, SLOW_LIMIT_S, limit_of, time_limit
 
 LIMIT = "longer than its limit of 0.05 s"
@@ -61,3 +62,10 @@ def test_mark_sets_the_limit_of_fixtures_too(request, remaining_s_of_setup):
 def test_slow_tests_have_a_longer_limit(request):
     request.node.add_marker(pytest.mark.slow)
     assert limit_of(request.node) == SLOW_LIMIT_S
+
+
+def test_output_of_a_silent_process_ends():
+    with subprocess.Popen(["sleep", "1000"], stdout=subprocess.PIPE) as process:
+        with killed_after(0.05, process):
+            assert process.stdout.read() == b""
+    assert process.returncode == -signal.SIGKILL

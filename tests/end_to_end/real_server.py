@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -21,6 +20,7 @@ from paxkv.config.parallel_config import ParallelConfig
 from paxkv.config.runner_config import RunnerConfig
 from paxkv.config.scheduler_config import SchedulerConfig
 from tests.demo_programs import FLAGS, demo_programs
+from tests.killed_after import killed_after
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 420
@@ -82,21 +82,14 @@ def running_server(
         text=True,
         env=os.environ | {"PYTHONWARNINGS": ""} | variables,
     )
-    # A server that never gets ready is ended, so that reading its output ends too.
-    watchdog = threading.Timer(READY_TIMEOUT_S, process.kill)
-    watchdog.start()
     try:
-        for line in process.stdout:
-            if " is ready at " in line:
-                url = line.split(" is ready at ")[1].strip().removesuffix("/v1")
-                break
-        else:
+        with killed_after(READY_TIMEOUT_S, process):
+            line = next((line for line in process.stdout if " is ready at " in line), None)
+        if line is None:
             code = process.wait(STOP_TIMEOUT_S)
             raise RuntimeError(f"{command} ended with code {code} before it was ready")
-        watchdog.cancel()
-        yield RealServer(process, url)
+        yield RealServer(process, line.split(" is ready at ")[1].strip().removesuffix("/v1"))
     finally:
-        watchdog.cancel()
         if process.poll() is None:
             process.terminate()
             try:

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from tests.end_to_end.doc_examples import (
     text_examples,
 )
 from tests.end_to_end.real_server import ROOT, running_server
+from tests.killed_after import killed_after
 
 EXAMPLES = [example for page in PAGES for example in page_examples(page)]
 # Of the pages of the guide, which users type from.
@@ -168,14 +168,12 @@ def test_servers_that_pages_start_get_ready_and_end(page, tmp_path) -> None:
         process = subprocess.Popen(
             script, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
         )
-        watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
-        watchdog.start()
         try:
-            assert any(" is ready at " in line for line in process.stdout), example.name
+            with killed_after(START_TIMEOUT_S, process):
+                assert any(" is ready at " in line for line in process.stdout), example.name
             process.send_signal(signal.SIGTERM)
             assert process.wait(STOP_TIMEOUT_S) == 0, example.name
         finally:
-            watchdog.cancel()
             process.kill()
             process.wait()
             process.stdout.close()

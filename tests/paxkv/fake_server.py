@@ -14,6 +14,7 @@ import httpx
 from paxkv import serve
 from paxkv.entrypoints import build_client
 from paxkv.fleet.engine_supervisor import EngineSupervisor
+from tests.killed_after import killed_after
 from tests.paxkv.engine.fake_engine_process import COMMAND
 from tests.paxkv.forked_processes import (
     ForkedProcess,
@@ -22,6 +23,7 @@ from tests.paxkv.forked_processes import (
     serve_forks,
 )
 
+START_TIMEOUT_S = 120
 END_TIMEOUT_S = 120
 _servers: list[ForkedProcesses] = []
 
@@ -82,7 +84,8 @@ def running_fake_server(*flags: str, **settings: object) -> Iterator[FakeServer]
     """A server that is ready; what is left of it is killed when the block is left."""
     process = start_process(*flags, **settings)
     try:
-        line = process.stdout.readline()
+        with killed_after(START_TIMEOUT_S, process):
+            line = process.stdout.readline()
         if " is ready at " not in line:
             _, said = process.communicate(timeout=END_TIMEOUT_S)
             raise RuntimeError(f"the server did not start: {said}")

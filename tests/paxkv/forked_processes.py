@@ -85,7 +85,9 @@ class ForkedProcess:
     def __enter__(self) -> "ForkedProcess":
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:
+            self.kill()
         self.wait()
         self.stdout.close()
         self.stderr.close()

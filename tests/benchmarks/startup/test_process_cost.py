@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from benchmarks.startup.process_cost import process_cost
+from tests.killed_after import killed_after
 
 
 def _write_process(proc, pid, parent, *, num_ticks, peak_kib) -> None:
@@ -42,7 +43,8 @@ def test_peak_of_a_real_process_counts_memory_that_it_gave_back() -> None:
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
-        assert process.stdout.readline() == "freed\n"
+        with killed_after(60, process):
+            assert process.stdout.readline() == "freed\n"
         cost = process_cost(process.pid)
         assert cost["peak_rss_mib"] > 200 > cost["rss_mib"] > 0
     finally:

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from paxkv.entrypoints import command_end
+from tests.killed_after import killed_after
 
 LINE = "paxkv: interrupted.\n"
 
@@ -55,7 +56,8 @@ def test_closed_stdout_ends_the_command_without_a_traceback(num_lines):
     process.stdout.close()
     process.stdin.write("go\n")
     process.stdin.close()
-    assert process.stderr.read() == ""
+    with killed_after(60, process):
+        assert process.stderr.read() == ""
     process.stderr.close()
     assert process.wait(60) == 1
 

@@ -23,6 +23,7 @@ from paxkv.errors import ConfigError, EngineDeadError
 from paxkv.fleet import engine_process
 from paxkv.fleet.engine_process import EngineProcess, describe_end
 from paxkv.fleet.step_watch import StepWatch
+from tests.killed_after import killed_after
 from tests.paxkv.engine.fake_engine import make_request
 from tests.paxkv.engine.fake_engine_process import COMMAND, fake_config
 
@@ -233,10 +234,13 @@ def test_engine_ends_when_its_parent_is_killed(is_ready: bool) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as parent:
-        pid, folder = parent.stdout.readline().split()
-        if is_ready:
-            assert parent.stdout.readline() == "ready\n"
-        parent.kill()
+        try:
+            with killed_after(TIMEOUT_S, parent):
+                pid, folder = parent.stdout.readline().split()
+                if is_ready:
+                    assert parent.stdout.readline() == "ready\n"
+        finally:
+            parent.kill()
         wait_for_end(int(pid))
     # Also if the engine's interpreter was still starting.
     assert not Path(folder).exists()

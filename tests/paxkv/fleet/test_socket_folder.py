@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from paxkv.fleet.socket_folder import SocketFolder, remove_stale_folders
+from tests.killed_after import killed_after
 
 _OWNER = """
 import sys
@@ -33,7 +34,8 @@ def start_owner(what: str) -> tuple[subprocess.Popen, Path]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    return process, Path(process.stdout.readline().strip())
+    with killed_after(60, process):
+        return process, Path(process.stdout.readline().strip())
 
 
 def make_old(path: Path) -> None:

@@ -21,6 +21,7 @@ from paxkv.config.server_config import ServerConfig
 from paxkv.errors import ConfigError
 from paxkv.server.app import create_app
 from paxkv.server.http_server import HttpServer, bind_socket, socket_url
+from tests.killed_after import killed_after
 from tests.paxkv.server.conftest import PATIENCE_S
 from tests.paxkv.server.fake_engine import FakeEngine
 
@@ -65,7 +66,8 @@ def start_process():
             text=True,
         )
         processes.append(process)
-        return process, process.stdout.readline().strip()
+        with killed_after(PATIENCE_S, process):
+            return process, process.stdout.readline().strip()
 
     yield start
     for process in processes:
