@@ -9,7 +9,7 @@ import jax
 
 from models.cache.format import Pages
 from models.config.model_config import ModelConfig
-from models.errors import ModelConfigError
+from models.errors import ModelConfigError, UnsupportedModelError
 from models.forward.forward_batch import ForwardBatch
 from models.forward.wants import Wants
 from models.loading.loaded_head import LoadedHead
@@ -28,9 +28,9 @@ class LoadedDraftModel(LoadedModel):
         """Makes a drafter for `target` from a loaded model.
 
         Raises:
-            ModelConfigError: The vocabularies have different sizes.
+            ModelError: As `check_draft_model`.
         """
-        check_vocabulary(model.config, target.config)
+        check_draft_model(model.config, target.config)
         fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
         return cls(**fields | {"unused_token_ids": target.unused_token_ids})
 
@@ -56,12 +56,18 @@ class LoadedDraftModel(LoadedModel):
         return argmax(self.compute_logits(params, hidden))
 
 
-def check_vocabulary(config: ModelConfig, target: ModelConfig) -> None:
-    """Checks that a draft model can have the tokenizer of its target.
+def check_draft_model(config: ModelConfig, target: ModelConfig) -> None:
+    """Checks that a model can draft for its target.
 
     Raises:
         ModelConfigError: The vocabularies have different sizes.
+        UnsupportedModelError: The draft model has recurrent layers.
     """
+    if any(cache.kind == "state" for cache in config.spec("float32").own_formats.values()):
+        raise UnsupportedModelError(
+            f"the draft model, {config.architecture}, has recurrent layers, whose states cannot "
+            "forget rejected drafts. Use a draft model without them."
+        )
     if config.vocab_size != target.vocab_size:
         raise ModelConfigError(
             f"the draft model has vocab_size {config.vocab_size}; the model has "

@@ -247,7 +247,8 @@ def _build_core(
         max_model_len=max_model_len,
         is_async=config.scheduler.async_scheduling,
         num_lookahead_tokens=num_lookahead_tokens,
-        use_eagle=head is not None and head.reads_hidden,
+        # No state is saved before the last block of a prefix hit, so models with states keep it.
+        use_eagle=head is not None and head.reads_hidden and not runner.kv_cache_config.has_states,
     )
     scheduler = _make_scheduler(header, config.scheduler.trace_file, grammars)
     core = _make_core(config, scheduler, runner, kv_event_publisher, grammars)
@@ -344,8 +345,8 @@ def _find_num_lookahead_tokens(config: RunnerConfig, runner: ModelRunner) -> int
     """Most drafts that the scheduler schedules for a request in a step.
 
     Raises:
-        ConfigError: The model or its draft model has recurrent states, with which drafts do not
-            work under these settings.
+        ConfigError: The model has recurrent layers, with which drafts do not work under these
+            settings.
         InvariantError: The runner verifies another number of drafts.
     """
     speculative = config.speculative_config
@@ -361,14 +362,7 @@ def _find_num_lookahead_tokens(config: RunnerConfig, runner: ModelRunner) -> int
 
 
 def _check_drafts_of_states(config: RunnerConfig) -> None:
-    speculative = config.speculative_config
-    if speculative.is_on_device:
-        raise ConfigError(
-            f"method {speculative.method!r} does not work with recurrent layers yet; the model or "
-            "its draft model has some. Use method 'ngram' or 'suffix', or leave "
-            "speculative_config out."
-        )
-    if speculative.drafts_in_bursts or config.batch_invariant:
+    if config.speculative_config.drafts_in_bursts or config.batch_invariant:
         raise ConfigError(
             "models with recurrent layers verify drafts only in single steps, and not with "
             "batch_invariant. Leave drafts_in_bursts and batch_invariant out, or leave "

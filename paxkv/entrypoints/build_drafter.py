@@ -15,7 +15,7 @@ from models.loading.load_head import load_eagle3_head, load_mtp_head
 from models.loading.loaded_draft_model import (
     LoadedDrafter,
     LoadedDraftModel,
-    check_vocabulary,
+    check_draft_model,
 )
 from models.loading.source import read_config_file, resolve_model_folder
 from models.platforms import default_platform
@@ -39,7 +39,7 @@ def check_drafter(config: EngineConfig, target: TargetConfig) -> None:
         if method == "eagle3":
             read_eagle3_config(read_config_file(folder), target)
         else:
-            check_vocabulary(read_model_config(folder), target)
+            check_draft_model(read_model_config(folder), target)
 
 
 def load_drafter(config: EngineConfig, model: LoadedModel, folder: Path) -> LoadedDrafter | None:

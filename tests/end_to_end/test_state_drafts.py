@@ -13,7 +13,7 @@ from models import load_model
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import MambaSpec
-from paxkv.runner import model_runner
+from paxkv.runner import ModelRunner, model_runner
 from paxkv.runner.features.feature_list import make_features
 from paxkv.runner.shapes import step_buckets
 from tests.end_to_end.engine_runs import run
@@ -59,13 +59,21 @@ def test_drafts_change_no_answer(
 ) -> None:
     make_checkpoint(family, tmp_path, 1, is_shallow=True, is_sharp=True)
     drafter = OracleDrafter()
+    propose_by(drafter, monkeypatch)
+    check_drafts(make_runner(load_model(tmp_path, dtype="float32")), drafter)
+
+
+def propose_by(drafter: OracleDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets runners call the drafter, and have one program of steps and one of bursts."""
     monkeypatch.setattr(
         model_runner, "make_features", lambda *args: (*make_features(*args), drafter)
     )
-    # One program of steps, and one of bursts.
     monkeypatch.setattr(step_buckets, "token_buckets", lambda most, verifies_drafts=False: (most,))
     monkeypatch.setattr(step_buckets, "decode_buckets", lambda max_num_seqs: (max_num_seqs,))
-    runner = make_runner(load_model(tmp_path, dtype="float32"))
+
+
+def check_drafts(runner: ModelRunner, drafter: OracleDrafter) -> None:
+    """Compares answers of busy engines with those of each request alone, without drafts."""
     requests = make_requests()
     truth = {
         request.request_id: run(runner, [request])[0][request.request_id] for request in requests

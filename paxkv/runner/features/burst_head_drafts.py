@@ -121,7 +121,7 @@ class BurstHeadDrafts(HeadDrafts):
             if is_run:
                 self._complete_ids |= self._started_ids
             # The head also runs for requests of which it has computed all tokens so far.
-            going_on = step.prompt_req_ids
+            going_on = step.prompt_req_ids_after(self._num_drawn_of(step))
             if step.is_decode and not pauses:
                 going_on = step.req_ids
             return int(is_run or not self._complete_ids.isdisjoint(going_on))

@@ -26,7 +26,7 @@ class HeadStep(FeatureStep):
         num_proposed: Drafts that the head proposes for each request after the step. 0: it does
             not run.
         complete_ids: Requests whose tokens the head has all computed after the step.
-        is_decode: See `ScheduledRows`.
+        is_decode: See `ScheduledRows.is_decode_after`.
     """
 
     feature: "HeadDrafts"
@@ -80,6 +80,8 @@ class HeadDrafts(StepFeature):
         self._total, self._incomplete_total = TotalAcceptance(), TotalAcceptance()
         # The running requests, except pooled ones.
         self._requests: dict[str, Acceptance] = {}
+        # Tokens that they got from their last step, if a pacer needs them.
+        self._num_drawn: dict[str, int] = {}
         # Requests that start in the step that is planned next.
         # Complete requests: the head has computed all of their tokens so far.
         self._started_ids: set[str] = set()
@@ -95,6 +97,7 @@ class HeadDrafts(StepFeature):
     def before_step(self, scheduler_output: SchedulerOutput, device: FeatureDevice) -> None:
         for req_id in (*scheduler_output.finished_req_ids, *scheduler_output.preempted_req_ids):
             self._requests.pop(req_id, None)
+            self._num_drawn.pop(req_id, None)
             self._complete_ids.discard(req_id)
         started = [new.req_id for new in scheduler_output.scheduled_new_reqs if not new.is_pooled]
         for req_id in (*scheduler_output.scheduled_cached_reqs.all_token_ids, *started):
@@ -114,7 +117,7 @@ class HeadDrafts(StepFeature):
             num_proposed=num_proposed,
             complete_ids=frozenset(self._complete_ids.intersection(step.req_ids)),
             num_decode_steps=step.num_decode_steps,
-            is_decode=step.is_decode,
+            is_decode=step.is_decode_after(self._num_drawn_of(step)),
         )
 
     def record_tokens(self) -> None:
@@ -133,6 +136,7 @@ class HeadDrafts(StepFeature):
             # The request may have ended, or lost its row, since the step was planned.
             if acceptance is None or not token_ids or self._requests.get(req_id) is not acceptance:
                 continue
+            self._num_drawn[req_id] = len(token_ids)
             acceptance.record_drawn(token_ids)
             acceptance.record_proposal(output.draft_token_ids.get(req_id, ()))
             if req_id not in step.complete_ids:
@@ -163,10 +167,14 @@ class HeadDrafts(StepFeature):
             return self._max_drafts
         num_drafts = self._pacer.num_drafts
         are_tried = num_drafts > 0
-        if self._started_ids and not step.is_decode and not are_tried:
+        prompt_ids = step.prompt_req_ids_after(self._num_drawn_of(step))
+        if self._started_ids and prompt_ids and not are_tried:
             are_tried = self._pacer.tries_prompts(len(step.req_ids), self._total.rate)
         if are_tried:
             self._complete_ids |= self._started_ids
         # The head must compute the rest of a prompt if it has computed the beginning.
-        needs_rest = not self._complete_ids.isdisjoint(step.prompt_req_ids)
+        needs_rest = not self._complete_ids.isdisjoint(prompt_ids)
         return num_drafts or int(needs_rest)
+
+    def _num_drawn_of(self, step: ScheduledRows) -> list[int]:
+        return [self._num_drawn.get(req_id, 0) for req_id in step.req_ids]

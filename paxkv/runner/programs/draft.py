@@ -87,7 +87,8 @@ def make_draft(model: LoadedModel, head: LoadedDrafter, shape: DraftShape) -> Dr
         memory: Mapping[str, jax.Array],  # of `head_memory_arrays`; may be empty
     ) -> tuple[Pages, jax.Array, Mapping[str, jax.Array]]:
         fields = unpack_fields(layout, packed, prev_tokens)
-        tables = tables_of(fields, step)
+        # A drafter has no states.
+        tables = tables_of(fields, step, slot_blocks=None)
         starts, positions = fields["query_start_loc"], fields["positions"]
         following = _find_next_tokens(fields, result[:, :, 0], following_ids)
         target_embed = functools.partial(model.embed, params)

@@ -122,9 +122,8 @@ def make_generate(
     tables = groups.tables(shape.max_tokens_per_row - 1)
     if drafts is not None and any(table.is_state for table in tables):
         raise ConfigError(
-            "drafts do not work with recurrent layers, because their states cannot forget rejected "
-            "drafts; the model or its draft model has such layers. Generate without drafts, or use "
-            "a draft model without recurrent layers."
+            "CompiledGenerator verifies no drafts of models with recurrent layers, because their "
+            "states cannot forget rejected drafts. Generate without drafts, or use LLM."
         )
     table_dims = [(t.num_groups, shape.batch_size, t.max_blocks_per_req) for t in tables]
     # Each row of each group owns a range of blocks. Block 0 is the null block.

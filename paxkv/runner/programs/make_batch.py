@@ -17,15 +17,23 @@ SlotBlocks = tuple[jax.Array, ...]
 def tables_of(
     fields: Mapping[str, jax.Array],
     shape: StepShape | BurstShape,
-    slot_blocks: SlotBlocks = (),
+    slot_blocks: SlotBlocks | None = (),
 ) -> tuple[jax.Array, ...]:  # i32[`TableShape.dims`] each
-    """Returns the block tables of a step, one array for each of `shape.tables`."""
-    blocks = iter(slot_blocks)
+    """Returns the block tables of a step, one array for each of `shape.tables`.
+
+    Args:
+        slot_blocks: None: the program reads no states, so their tables have only null blocks.
+    """
+    blocks = None if slot_blocks is None else iter(slot_blocks)
     tables = []
     for inputs_idx, table in enumerate(shape.tables):
         field = fields[table_field(inputs_idx)]
-        # i32[2, num_reqs, num_groups, blocks_per_state] for states
-        tables.append(next(blocks)[field].swapaxes(1, 2) if table.is_state else field)
+        if table.is_state and blocks is None:
+            field = jnp.zeros(table.dims(shape.num_reqs), jnp.int32)
+        elif table.is_state:
+            # i32[2, num_reqs, num_groups, blocks_per_state]
+            field = next(blocks)[field].swapaxes(1, 2)
+        tables.append(field)
     return tuple(tables)
 
 

@@ -70,17 +70,14 @@ class ScheduledRows:
         Args:
             num_drawn: Tokens that each request got from its last step; 0 if it had none.
         """
-        if self.is_decode:
-            return True
+        return self.is_decode or not self.prompt_req_ids_after(num_drawn)
+
+    def prompt_req_ids_after(self, num_drawn: Sequence[int]) -> list[str]:
+        """Requests that compute other tokens than those of `is_decode_after`, in a single step."""
         num_own_np = self.num_scheduled_np - self.num_drafts_np
         has_all_np = self.num_computed_np + num_own_np >= self.num_tokens_np
         are_drawn_np = has_all_np & (num_own_np == np.array(num_drawn, np.int32))
-        return bool((self._is_decoding_np | are_drawn_np).all())
-
-    @property
-    def prompt_req_ids(self) -> list[str]:
-        """Requests that compute other tokens than their last one and drafts, in a single step."""
-        places = zip(self.req_ids, self._is_decoding_np.tolist(), strict=True)
+        places = zip(self.req_ids, (self._is_decoding_np | are_drawn_np).tolist(), strict=True)
         return [req_id for req_id, is_decoding in places if not is_decoding]
 
     @property

@@ -46,9 +46,11 @@ class HeadStepper:
         positions[: len(token_ids)] = np.arange(start, start + len(token_ids))
         tables, first = [], 1
         for table in self.tables:
-            shape = (table.num_groups, 1, table.max_blocks_per_req)
             size = table.num_groups * table.max_blocks_per_req
-            tables.append(np.arange(first, first + size, dtype=np.int32).reshape(shape))
+            blocks = np.arange(first, first + size, dtype=np.int32)
+            # A state is read from the slot to which it is written.
+            num_slots = 2 if table.is_state else 1
+            tables.append(np.tile(blocks, num_slots).reshape(table.dims(1)))
             first += size
         batch = make_batch(
             token_ids=padded,

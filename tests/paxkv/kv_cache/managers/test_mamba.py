@@ -406,10 +406,8 @@ def test_ended_request_with_one_token_is_continued_from_its_last_state():
 
 
 @pytest.mark.parametrize("settings", [{"use_eagle": True}, {"connector": InMemoryConnector()}])
-def test_draft_heads_and_connectors_are_rejected(settings):
-    with pytest.raises(
-        ConfigError, match="a model with states cannot use a KV connector or a draft head"
-    ):
+def test_dropped_blocks_and_connectors_are_rejected(settings):
+    with pytest.raises(ConfigError, match="a model with states cannot use a KV connector, or drop"):
         make_scheduler(specs=(full(), SLOTS), **settings)
 
 
