@@ -5,14 +5,16 @@ Source: DeepSeek-V3, arXiv:2412.19437, section 2.2.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from models.cache.format import Pages
 from models.config.model_config import ModelConfig
 from models.config.moe_config import MoEConfig
-from models.decoders.layer_loop import Layer, PlacedLayer
+from models.decoders.layer_loop import PlacedLayer
 from models.drafters.draft_head import DraftHead
 from models.errors import UnsupportedModelError
 from models.forward.carry import Carry
@@ -21,9 +23,6 @@ from models.layers.linear import Linear
 from models.layers.rms_norm import RMSNorm
 from models.registry import family_class
 from models.weight_rule import WeightRule, rules_of_layers, with_renamed_sources
-
-# Architectures whose layers for multi-token prediction have the form of this file.
-_ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
 
 
 class MTPHead(DraftHead):
@@ -34,21 +33,44 @@ class MTPHead(DraftHead):
     target: checkpoints have equal copies of them, which are not loaded.
     """
 
-    def __init__(
-        self, *, layer: Layer, layer_idx: int, hidden_size: int, eps: float, dtype: jnp.dtype
-    ) -> None:
+    norm_class: ClassVar[type[nnx.Module]] = RMSNorm
+
+    def __init__(self, config: ModelConfig, *, prefix: str, dtype: jnp.dtype) -> None:
         """Makes the head with weights to be filled in.
 
         Args:
-            layer_idx: The number of the layer in the checkpoint.
-            eps: Of the norms.
+            config: From `config_of`.
+            prefix: The result of `prefix_of`.
         """
-        self.layer_idx = layer_idx
-        self.enorm = RMSNorm(hidden_size, eps=eps, dtype=dtype)
-        self.hnorm = RMSNorm(hidden_size, eps=eps, dtype=dtype)
-        self.eh_proj = Linear(2 * hidden_size, hidden_size, dtype=dtype)
-        self.layer = layer
-        self.norm = RMSNorm(hidden_size, eps=eps, dtype=dtype)
+
+        def norm() -> nnx.Module:
+            return self.norm_class(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+
+        model = family_class(config.architecture)(config, has_head_kernel=True, dtype=dtype)
+        self.prefix = prefix
+        self.enorm, self.hnorm = norm(), norm()
+        self.eh_proj = Linear(2 * config.hidden_size, config.hidden_size, dtype=dtype)
+        self.layer = model.layers[0]
+        self.norm = norm()
+
+    @classmethod
+    def prefix_of(cls, target: ModelConfig) -> str:
+        """The start of the names of the head's tensors in the checkpoint of its target."""
+        return f"model.layers.{target.num_layers}."
+
+    @classmethod
+    def config_of(cls, target: ModelConfig) -> ModelConfig:
+        """The config of the head of a model, as of a model with one layer.
+
+        Raises:
+            UnsupportedModelError: The model has no such layer.
+        """
+        if not target.num_mtp_layers:
+            raise UnsupportedModelError(
+                "method 'mtp' needs a checkpoint with layers for multi-token prediction; "
+                "config.json has none (num_nextn_predict_layers). Use another method."
+            )
+        return one_layer(target)
 
     def run(
         self,
@@ -75,58 +97,27 @@ class MTPHead(DraftHead):
     def weight_rules(self) -> Mapping[str, WeightRule]:
         def rename(name: str) -> str:
             in_head = name.startswith("norm.")
-            return f"{self._prefix}{'shared_head.' * in_head}{name.removeprefix('layer.')}"
+            return f"{self.prefix}{'shared_head.' * in_head}{name.removeprefix('layer.')}"
 
         return with_renamed_sources(rules_of_layers(self, prefix=""), rename)
 
     def ignores_weight(self, name: str) -> bool:
         """All tensors of the target, and the copies of its embedding and of its head."""
         shared = ("embed_tokens.weight", "shared_head.head.weight")
-        return not name.startswith(self._prefix) or name.removeprefix(self._prefix) in shared
-
-    @property
-    def _prefix(self) -> str:
-        return f"model.layers.{self.layer_idx}."
+        return not name.startswith(self.prefix) or name.removeprefix(self.prefix) in shared
 
 
-def mtp_config(config: ModelConfig) -> ModelConfig:
-    """The config of the head of a model, as of a model with one layer.
+def one_layer(target: ModelConfig) -> ModelConfig:
+    """The config of a model whose only layer is the last layer with attention of the target.
 
-    Raises:
-        UnsupportedModelError: The model has no such layer, or of a form that is not supported.
+    The layer has experts if layers of the target may have some.
     """
-    if config.architecture not in _ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"method 'mtp' does not support {config.architecture}; it supports "
-            f"{', '.join(_ARCHITECTURES)}. Use another method."
-        )
-    if not config.num_mtp_layers:
-        raise UnsupportedModelError(
-            "method 'mtp' needs a checkpoint with layers for multi-token prediction; config.json "
-            "has none (num_nextn_predict_layers). Use another method."
-        )
-    assert isinstance(config, MoEConfig)
+    attention = [layer for layer in target.attention if layer is not None][-1:]
+    experts = {"has_experts": (True,)} if isinstance(target, MoEConfig) else {}
     return replace(
-        config,
+        target,
         num_layers=1,
-        attention=config.attention[-1:],
-        has_experts=(True,),
+        attention=tuple(attention),
         tie_word_embeddings=False,
-    )
-
-
-def make_mtp_head(config: ModelConfig, *, layer_idx: int, dtype: jnp.dtype) -> MTPHead:
-    """Makes the head with weights to be filled in.
-
-    Args:
-        config: From `mtp_config`.
-        layer_idx: The number of the layer in the checkpoint.
-    """
-    model = family_class(config.architecture)(config, has_head_kernel=True, dtype=dtype)
-    return MTPHead(
-        layer=model.layers[0],
-        layer_idx=layer_idx,
-        hidden_size=config.hidden_size,
-        eps=config.rms_norm_eps,
-        dtype=dtype,
+        **experts,
     )

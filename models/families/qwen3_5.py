@@ -1,4 +1,6 @@
-"""Qwen3.5, dense: Gated DeltaNet in place of attention in three layers of four."""
+"""Qwen3.5, dense: Gated DeltaNet in place of attention in three layers of four. The layer for
+multi-token prediction makes drafts with the method `mtp`.
+"""
 
 import functools
 from collections.abc import Mapping
@@ -50,7 +52,7 @@ class Qwen3_5ForCausalLM(DenseDecoder):
         return mixer_rules(super().weight_rules(), self.config, join_separate_projections)
 
     def ignores_weight(self, name: str) -> bool:
-        """Layers for multi-token prediction are not loaded."""
+        """The layer for multi-token prediction, which is a drafter."""
         return name.startswith("mtp.")
 
 

@@ -1,4 +1,6 @@
-"""Qwen3.5 with experts: Qwen3-Next's layers, with experts that are stored together."""
+"""Qwen3.5 with experts: Qwen3-Next's layers, with experts that are stored together. The layer for
+multi-token prediction makes drafts with the method `mtp`.
+"""
 
 from collections.abc import Mapping
 

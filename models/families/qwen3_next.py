@@ -1,4 +1,6 @@
-"""Qwen3-Next: experts, and Gated DeltaNet in place of attention in three layers of four."""
+"""Qwen3-Next: experts, and Gated DeltaNet in place of attention in three layers of four. The layer
+for multi-token prediction makes drafts with the method `mtp`.
+"""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +82,7 @@ class Qwen3NextForCausalLM(MoEDecoder):
         return mixer_rules(super().weight_rules(), self.config, _join_by_head)
 
     def ignores_weight(self, name: str) -> bool:
-        """Layers for multi-token prediction are not loaded."""
+        """The layer for multi-token prediction, which is a drafter."""
         return name.startswith("mtp.")
 
 
@@ -153,7 +155,7 @@ def mixer_rules(
     for layer_idx, attention in enumerate(config.attention):
         prefix = f"layers.{layer_idx}.self_attn."
         if attention is not None:
-            rules |= _rules_of_gated_attention(rules, prefix, attention.head_dim)
+            rules |= rules_of_gated_attention(rules, prefix, attention.head_dim)
             continue
         own = with_renamed_sources(
             {name: rule for name, rule in rules.items() if name.startswith(prefix)},
@@ -164,15 +166,21 @@ def mixer_rules(
     return rules
 
 
-def _rules_of_gated_attention(
+def rules_of_gated_attention(
     rules: Mapping[str, WeightRule], prefix: str, head_dim: int
 ) -> dict[str, WeightRule]:
-    """Each head's queries, and then its gates, are rows of one matrix."""
+    """Returns the rules of queries and gates: each head's queries and then its gates are rows of
+    one matrix, `q_proj`.
+
+    Args:
+        prefix: The start of their names, such as "layers.3.self_attn.".
+    """
     found = {}
     for part, name in enumerate(("q_proj", "gate_proj")):
         rule = rules[f"{prefix}{name}.kernel"]
-        num_rows, num_columns = rule.sources[0].shape
-        packed = Source(name=f"model.{prefix}q_proj.weight", shape=(2 * num_rows, num_columns))
+        (source,) = rule.sources
+        num_rows, num_columns = source.shape
+        packed = Source(name=source.name.replace(name, "q_proj"), shape=(2 * num_rows, num_columns))
         take = functools.partial(_take_part, part=part, head_dim=head_dim)
         found[f"{prefix}{name}.kernel"] = replace(rule, sources=(packed,), combine=take)
     return found

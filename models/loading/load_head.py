@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from models.config.eagle3_config import read_eagle3_config
 from models.config.split_over_devices import check_split
 from models.drafters.eagle3_head import Eagle3Head
-from models.drafters.mtp_head import make_mtp_head, mtp_config
+from models.drafters.mtp_heads import find_mtp_head
 from models.errors import ModelConfigError, UnsupportedModelError
 from models.loading.kernel_encoder import KernelEncoder
 from models.loading.load_model import LoadFormat, open_weights
@@ -42,11 +42,11 @@ def load_mtp_head(
     Raises:
         ModelError: The model has no such head, or its weights do not fit.
     """
-    config, dtype = mtp_config(model.config), jnp.dtype(model.dtype)
-    layer_idx = model.config.num_layers
+    head_class = find_mtp_head(model.config)
+    config, prefix = head_class.config_of(model.config), head_class.prefix_of(model.config)
 
     def make(*, has_head_kernel: bool) -> nnx.Module:
-        return make_mtp_head(config, layer_idx=layer_idx, dtype=dtype)
+        return head_class(config, prefix=prefix, dtype=jnp.dtype(model.dtype))
 
     structure = ModuleStructure(
         config,
@@ -57,12 +57,10 @@ def load_mtp_head(
         splits_experts=model.splits_experts,
     )
     files = None if load_format == "dummy" else SafetensorsCheckpoint(folder)
-    prefix = f"model.layers.{layer_idx}."
     if files is not None and not any(name.startswith(prefix) for name in files.weights):
         raise UnsupportedModelError(
             f"method 'mtp' needs the tensors {prefix}* of the layer for multi-token prediction; "
-            f"{folder} has none, although config.json has num_nextn_predict_layers="
-            f"{model.config.num_mtp_layers}. Use a checkpoint that has them, or another method."
+            f"{folder} has none. Use a checkpoint that has them, or another method."
         )
     return LoadedHead(**_fill(structure, encoder, files, seed=seed))
 

@@ -51,10 +51,10 @@ class RunnerConfig:
         'JSON object: speculative decoding, as in {"method": "ngram", "num_speculative_tokens": 4, '
         '"prompt_lookup_min": 2, "prompt_lookup_max": 4}. A drafter proposes the next tokens of a '
         "request, and one step verifies them all. This does not change answers. The method suffix "
-        "proposes tokens from finished answers too. The method mtp "
-        "runs the layer for multi-token prediction of DeepSeek V3 and GLM-4.5. The methods eagle3 "
-        "and draft_model run the EAGLE-3 head or the smaller model in the field model. No drafts "
-        "if left out",
+        "proposes tokens from finished answers too. The method mtp runs the layer for multi-token "
+        "prediction of DeepSeek V3, GLM-4.5, Qwen3-Next and Qwen3.5. The methods eagle3 and "
+        "draft_model run the EAGLE-3 head or the smaller model in the field model. No drafts if "
+        "left out",
         None,
         aliases=("-sc",),
     )

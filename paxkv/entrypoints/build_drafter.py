@@ -9,7 +9,7 @@ from models import LoadedModel, ModelError, load_model, read_model_config
 from models import ModelConfig as TargetConfig
 from models.config.eagle3_config import read_eagle3_config
 from models.demo import DRAFT_HEAD
-from models.drafters.mtp_head import mtp_config
+from models.drafters.mtp_heads import find_mtp_head
 from models.loading.kernel_encoder import KernelEncoder
 from models.loading.load_head import load_eagle3_head, load_mtp_head
 from models.loading.loaded_draft_model import (
@@ -33,7 +33,7 @@ def check_drafter(config: EngineConfig, target: TargetConfig) -> None:
     with _named_errors():
         method = config.runner.speculative_config.method
         if method == "mtp":
-            mtp_config(target)
+            find_mtp_head(target).config_of(target)
             return
         folder = _drafter_folder(config, with_weights=False)
         if method == "eagle3":

@@ -8,25 +8,36 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from models import UnsupportedModelError, load_model
+from models.drafters.mtp_head import MTPHead
+from models.drafters.mtp_heads import find_mtp_head
 from models.loading.kernel_encoder import KernelEncoder
 from models.loading.load_head import load_mtp_head
 from tests.end_to_end.parity import largest_difference
 from tests.models.drafters.head_stepper import HeadStepper
 
+SEED = 3
 MAX_TOKENS = 24
 # Tokens of the longer chunk.
 WIDTH = 13
 
 
-# `test_parity.py` compares the layers of both families; the head around them is the same.
+# `test_parity.py` compares the layers of these families; the heads of two forms are around them.
 @pytest.fixture(
-    scope="module", params=["deepseek-v3", pytest.param("glm4-moe", marks=pytest.mark.slow)]
+    scope="module",
+    params=[
+        "deepseek-v3",
+        "qwen3.5",
+        *(
+            pytest.param(family, marks=pytest.mark.slow)
+            for family in ("glm4-moe", "qwen3-next", "qwen3.5-moe")
+        ),
+    ],
 )
 def checkpoint(request, tmp_path_factory):
     from tests.oracles import families
 
     folder = tmp_path_factory.mktemp("mtp")
-    model, _ = families.make_mtp(request.param, folder, seed=3)
+    model, _ = families.make_mtp(request.param, folder, seed=SEED)
     return type(model), folder
 
 
@@ -36,12 +47,16 @@ def test_logits_are_those_of_transformers(checkpoint):
     from transformers.cache_utils import MtpCache
     from transformers.modeling_layers import MtpModel
 
+    from tests.oracles import families
+
     model_class, folder = checkpoint
     model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    token_ids = np.random.RandomState(0).randint(2, 700, 21).tolist()
-    theirs = MtpModel.from_pretrained(model)
-    cache = MtpCache(config=model.config.get_mtp_config())
     loaded = load_model(folder, dtype="float32", max_model_len=MAX_TOKENS)
+    token_ids = np.random.RandomState(0).randint(2, 700, 21).tolist()
+    # transformers does not load the tensors of Qwen's head.
+    is_qwen = find_mtp_head(loaded.config) is not MTPHead
+    theirs = families.mtp_of(model, SEED) if is_qwen else MtpModel.from_pretrained(model)
+    cache = MtpCache(config=model.config.get_mtp_config())
     head = load_mtp_head(loaded, folder, encoder=KernelEncoder(platform=loaded.platform))
     stepper = HeadStepper(loaded, head, max_tokens=MAX_TOKENS, width=WIDTH)
     with torch.no_grad():
@@ -74,12 +89,11 @@ def test_logits_are_those_of_transformers(checkpoint):
 
 def test_another_model_is_refused():
     from models.config.model_config import ModelConfig
-    from models.drafters.mtp_head import mtp_config
 
     fields = {field.name: None for field in dataclasses.fields(ModelConfig)}
     config = ModelConfig(**fields | {"architecture": "LlamaForCausalLM"})
     with pytest.raises(UnsupportedModelError, match="does not support LlamaForCausalLM"):
-        mtp_config(config)
+        find_mtp_head(config)
 
 
 def test_checkpoint_without_the_layer_is_refused(checkpoint, tmp_path):
@@ -87,7 +101,7 @@ def test_checkpoint_without_the_layer_is_refused(checkpoint, tmp_path):
     _, folder = checkpoint
     shutil.copy(folder / "config.json", tmp_path)
     model = load_model(folder, dtype="float32")
-    prefix = f"model.layers.{model.config.num_layers}."
+    prefix = find_mtp_head(model.config).prefix_of(model.config)
     weights = {
         name: weight
         for name, weight in load_file(folder / "model.safetensors").items()
