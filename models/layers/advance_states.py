@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from models.cache.format import Pages
 from models.forward.layer_context import LayerContext, LayerState, Rows
-from models.forward.row_widths import Chunk
+from models.forward.row_widths import Chunk, Width, run_at_width
 
 Arrays = TypeVar("Arrays")
 
@@ -20,8 +20,10 @@ Advance = Callable[
     tuple[Arrays, tuple[jax.Array, ...]],
 ]
 
-# Requests whose states are computed together. Measured in docs/design/cpu.md.
+# Requests whose states are computed together if each has one token. Measured in docs/design/cpu.md.
 CHUNK_REQS = 8
+# Other steps with at most so many requests do not read the states of all rows.
+FEW_REQS = 16
 
 
 def advance_states(
@@ -33,9 +35,8 @@ def advance_states(
 ) -> tuple[Arrays, Pages]:
     """Returns the result of `advance` for all tokens, and the pages with the new states.
 
-    If the program serves several widths and each request has one token, a loop runs over chunks of
-    the rows that have tokens. The time of a step then follows from its requests, not from the rows
-    of the program. A chunk's states also stay in the processor's cache from one op to the next.
+    If the program serves several widths, the time of a step follows from its requests, not from the
+    rows of the program. Results of tokens of no request are then zero or meaningless.
 
     Args:
         advance: Must compute each request from its own rows alone. It may be called with fewer rows
@@ -50,13 +51,14 @@ def advance_states(
         out, after = advance(arrays, context.read_state(state, pages), state, context)
         return out, context.write_state(state, pages, after)
 
-    num_rows = context.num_rows
-    is_small = num_rows <= CHUNK_REQS or len(context.batch.widths) < 2
-    if is_small or not state.has_one_token_each or context.rows != Rows():
+    num_reqs = state.is_written.shape[0]
+    fewest = CHUNK_REQS if state.has_one_token_each else FEW_REQS
+    if num_reqs <= fewest or len(context.batch.widths) < 2 or context.rows != Rows():
         return run(arrays, pages, state, context)
     silent = context.with_reported({})
     shapes, _ = jax.eval_shape(lambda *inputs: run(*inputs, state, silent), arrays, pages)
-    missing = -num_rows % CHUNK_REQS
+    missing = -num_reqs % CHUNK_REQS if state.has_one_token_each else 0
+    num_rows = context.num_rows
     room = jax.tree.map(lambda x: jnp.zeros((num_rows + missing, *x.shape[1:]), x.dtype), shapes)
 
     def run_chunk(chunk_idx: jax.Array, carry: tuple[Arrays, Pages]) -> tuple[Arrays, Pages]:
@@ -66,6 +68,16 @@ def advance_states(
         out, pages = run(own, pages, _of_chunk(state, chunk), silent.of(chunk))
         return jax.tree.map(chunk.write, room, out), pages
 
+    def run_leading(width: Width, carry: tuple[Arrays, Pages]) -> tuple[Arrays, Pages]:
+        _, pages = carry
+        own = tuple(map(replace(width, size=num_rows).read, arrays))
+        return run(own, pages, _of_leading(state, width), silent)
+
+    if not state.has_one_token_each:
+        starts = state.query_start_loc
+        num_used = (starts[:-1] < starts[-1]).sum(dtype=jnp.int32)
+        return run_at_width((FEW_REQS, num_reqs), num_used, run_leading, (room, pages))
+    # The states of a chunk stay in the processor's cache from one op to the next.
     num_chunks = (state.query_start_loc[-1] + CHUNK_REQS - 1) // CHUNK_REQS
     room, pages = jax.lax.fori_loop(0, num_chunks, run_chunk, (room, pages))
     return jax.tree.map(lambda x: x[:num_rows], room), pages
@@ -75,10 +87,26 @@ def _of_chunk(state: LayerState, chunk: Chunk) -> LayerState:
     """The state of a chunk of requests of one token each. Rows past the last one write nothing."""
     row_idx = jnp.arange(chunk.size + 1, dtype=jnp.int32)
     return replace(
-        state,
-        read_slots=chunk.read(state.read_slots),
-        write_slots=chunk.read(state.write_slots),
-        starts_from_zero=chunk.read(state.starts_from_zero),
-        is_written=chunk.read(state.is_written),
+        _read_rows(state, chunk),
         query_start_loc=jnp.minimum(row_idx, state.query_start_loc[-1] - chunk.start),
+    )
+
+
+def _of_leading(state: LayerState, width: Width) -> LayerState:
+    """The state of the first requests, which are all that have tokens."""
+    ends = state.state_ends
+    return replace(
+        _read_rows(state, width),
+        query_start_loc=replace(width, size=width.size + 1).read(state.query_start_loc),
+        state_ends=None if ends is None else width.read(ends),
+    )
+
+
+def _read_rows(state: LayerState, rows: Chunk | Width) -> LayerState:
+    return replace(
+        state,
+        read_slots=rows.read(state.read_slots),
+        write_slots=rows.read(state.write_slots),
+        starts_from_zero=rows.read(state.starts_from_zero),
+        is_written=rows.read(state.is_written),
     )
