@@ -69,6 +69,7 @@ from paxkv.runner.programs.program_store import (  # noqa: E402
 )
 from paxkv.runner.ranks.join_group import join_group  # noqa: E402
 from paxkv.runner.ranks.rank_group import RankGroup  # noqa: E402
+from paxkv.runner.shapes.bucket_sizes import INVARIANT_TILE_TOKENS  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -357,16 +358,21 @@ def _find_num_lookahead_tokens(config: RunnerConfig, runner: ModelRunner) -> int
             f"{runner.max_drafts}."
         )
     if num_drafts > 0 and runner.kv_cache_config.has_states:
-        _check_drafts_of_states(config)
+        _check_drafts_of_states(config, num_drafts)
     return num_drafts
 
 
-def _check_drafts_of_states(config: RunnerConfig) -> None:
-    if config.speculative_config.drafts_in_bursts or config.batch_invariant:
+def _check_drafts_of_states(config: RunnerConfig, num_drafts: int) -> None:
+    if config.speculative_config.drafts_in_bursts:
         raise ConfigError(
-            "models with recurrent layers verify drafts only in single steps, and not with "
-            "batch_invariant. Leave drafts_in_bursts and batch_invariant out, or leave "
-            "speculative_config out."
+            "models with recurrent layers verify drafts only in single steps. Leave "
+            "drafts_in_bursts out, or leave speculative_config out."
+        )
+    if config.batch_invariant and num_drafts > INVARIANT_TILE_TOKENS:
+        raise ConfigError(
+            f"num_speculative_tokens is {num_drafts}; with batch_invariant, models with recurrent "
+            f"layers verify at most {INVARIANT_TILE_TOKENS} drafts of a request in a step. Set a "
+            "smaller number."
         )
 
 

@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from models import load_model
+from paxkv.config.engine_config import RunnerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import MambaSpec
@@ -42,7 +43,9 @@ def make_requests() -> list[EngineRequest]:
             EngineRequest(
                 request_id=str(idx),
                 prompt_token_ids=beginning[:num_shared] + own,
-                sampling_params=SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **sampled),
+                sampling_params=SamplingParams(
+                    max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=1, **sampled
+                ),
             )
         )
     source = dataclasses.replace(requests[0], request_id="source", keep_blocks=True)
@@ -63,6 +66,21 @@ def test_drafts_change_no_answer(
     check_drafts(make_runner(load_model(tmp_path, dtype="float32")), drafter)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3.5", "bamba"])
+def test_drafts_change_no_bits_of_batch_invariant_steps(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tiles so small that drafts of most steps do not fit into the rest of a tile."""
+    make_checkpoint(family, tmp_path, 1, is_shallow=True, is_sharp=True)
+    drafter = OracleDrafter()
+    propose_by(drafter, monkeypatch)
+    monkeypatch.setattr(step_buckets, "INVARIANT_TILE_TOKENS", 5)
+    model = load_model(tmp_path, dtype="float32")
+    runner = make_runner(model, runner_config=RunnerConfig(batch_invariant=True))
+    check_drafts(runner, drafter, same_bits=True)
+
+
 def propose_by(drafter: OracleDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets runners call the drafter, and have one program of steps and one of bursts."""
     monkeypatch.setattr(
@@ -72,8 +90,12 @@ def propose_by(drafter: OracleDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_buckets, "decode_buckets", lambda max_num_seqs: (max_num_seqs,))
 
 
-def check_drafts(runner: ModelRunner, drafter: OracleDrafter) -> None:
-    """Compares answers of busy engines with those of each request alone, without drafts."""
+def check_drafts(runner: ModelRunner, drafter: OracleDrafter, *, same_bits: bool = False) -> None:
+    """Compares answers of busy engines with those of each request alone, without drafts.
+
+    Args:
+        same_bits: Log-probabilities must be equal too.
+    """
     requests = make_requests()
     truth = {
         request.request_id: run(runner, [request])[0][request.request_id] for request in requests
@@ -101,10 +123,10 @@ def check_drafts(runner: ModelRunner, drafter: OracleDrafter) -> None:
             aborts=[(rng.randrange(30), aborted)],
         )
         for req_id, answer in answers.items():
-            wanted = truth[req_id].token_ids
-            if req_id == aborted:
-                wanted = wanted[: len(answer.token_ids)]
-            assert answer.token_ids == wanted, (seed, req_id)
+            num_wanted = len(answer.token_ids) if req_id == aborted else None
+            assert answer.token_ids == truth[req_id].token_ids[:num_wanted], (seed, req_id)
+            if same_bits:
+                assert answer.logprobs == truth[req_id].logprobs[:num_wanted], (seed, req_id)
         num_preempted += num_preemptions
         num_accepted += sum(answer.num_accepted_tokens for answer in answers.values())
     assert num_accepted > NUM_RUNS * MAX_TOKENS

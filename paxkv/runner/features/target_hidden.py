@@ -83,9 +83,10 @@ def make_target_hidden(
     """Makes the variant for a drafter; None if the drafter reads no hidden states."""
     if not head.reads_hidden:
         return None
-    tile_tokens = INVARIANT_TILE_TOKENS if config.batch_invariant else 1
+    # A step has at most one tile more than its tokens need.
+    num_padded = 2 * INVARIANT_TILE_TOKENS if config.batch_invariant else 0
     return TargetHiddenVariant(
-        num_tokens=-(-max_num_batched_tokens // tile_tokens) * tile_tokens,
+        num_tokens=max_num_batched_tokens + num_padded,
         hidden_size=model.config.hidden_size,
         dtype=model.dtype,
         taps=head.taps,

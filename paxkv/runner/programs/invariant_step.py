@@ -20,8 +20,9 @@ from paxkv.runner.shapes.packed_layout import PackedLayout
 from paxkv.runner.shapes.program_shapes import StepShape
 from paxkv.runner.shapes.step_variant import StepPart
 
-# The cache, logits f32[num_rows, vocab], and what parts of the step change for features.
-_TileState = tuple[Pages, jax.Array, FeatureValues]
+# The first token i32[] of the next tile, the cache, logits f32[num_rows, vocab], and what parts of
+# the step change for features.
+_TileState = tuple[jax.Array, Pages, jax.Array, FeatureValues]
 
 
 def make_invariant_step(model: LoadedModel, shape: StepShape) -> StepFunction:
@@ -32,6 +33,9 @@ def make_invariant_step(model: LoadedModel, shape: StepShape) -> StepFunction:
     numbers of a token depend only on the keys and values before it. A tile writes the keys and
     values of all its tokens before any of them attends. States have a row for each request, because
     a token needs the state after the token before it.
+
+    No state after a draft is kept, so a tile ends before the drafts of a request if it has no room
+    for all of them.
     """
     layout = PackedLayout(shape)
     tile_tokens = shape.tile_tokens
@@ -54,10 +58,10 @@ def make_invariant_step(model: LoadedModel, shape: StepShape) -> StepFunction:
         tables = tables_of(fields, shape, slot_blocks)
         logits_row = _logits_rows(fields, num_logits=logits.shape[0])
 
-        def run_tile(tile_idx: jax.Array, state: _TileState) -> _TileState:
-            kv_cache, logits, values = state
-            start = tile_idx * tile_tokens
-            batch = features.add_wants(_batch_of_tile(fields, tables, start, shape))
+        def run_tile(state: _TileState) -> _TileState:
+            start, kv_cache, logits, values = state
+            end = _end_of_tile(fields, start, shape)
+            batch = features.add_wants(_batch_of_tile(fields, tables, start, end, shape))
             part = StepPart(start=start, batch=batch, fields=fields)
             apply = functools.partial(features.apply, part=part, values=values)
             outputs, kv_cache = model.forward(params, kv_cache, batch, apply)
@@ -71,12 +75,14 @@ def make_invariant_step(model: LoadedModel, shape: StepShape) -> StepFunction:
                 return model.compute_logits(params, hidden)
 
             values = features.update(values, outputs, part, logits_of)
-            return kv_cache, logits.at[tile_rows].set(tile_logits, mode="drop"), values
+            # A later tile writes rows of tokens from `end` on again.
+            return end, kv_cache, logits.at[tile_rows].set(tile_logits, mode="drop"), values
 
         num_tokens = fields["query_start_loc"][-1]
-        num_tiles = (num_tokens + tile_tokens - 1) // tile_tokens
-        kv_cache, logits, values = jax.lax.fori_loop(
-            0, num_tiles, run_tile, (kv_cache, logits, features.first_values(donated))
+        _, kv_cache, logits, values = jax.lax.while_loop(
+            lambda state: state[0] < num_tokens,
+            run_tile,
+            (jnp.int32(0), kv_cache, logits, features.first_values(donated)),
         )
         sampling = join_step_rows(fields, num_rows=logits.shape[0])
         return kv_cache, logits, sampling, *features.split(values)
@@ -93,10 +99,26 @@ def _logits_rows(fields: dict[str, jax.Array], *, num_logits: int) -> jax.Array:
     return rows.at[token_idx].set(jnp.arange(num_wanted, dtype=jnp.int32), mode="drop")
 
 
+def _end_of_tile(
+    fields: dict[str, jax.Array],
+    start: jax.Array,  # i32[], the tile's first token
+    shape: StepShape,
+) -> jax.Array:  # i32[], one past its last token
+    starts = fields["query_start_loc"]
+    end = jnp.minimum(start + shape.tile_tokens, starts[-1])
+    if "state_ends" not in fields:
+        return end
+    # Empty rows start at the last token.
+    first_drafts = jnp.maximum(fields["state_ends"], starts[:-1])
+    are_split = (first_drafts < end) & (end < starts[1:])
+    return jnp.min(jnp.where(are_split, first_drafts, end))
+
+
 def _batch_of_tile(
     fields: dict[str, jax.Array],
     tables: Sequence[jax.Array],  # of `tables_of`
     start: jax.Array,  # i32[], the tile's first token
+    end: jax.Array,  # i32[], one past its last token
     shape: StepShape,
 ) -> ForwardBatch:
     starts = fields["query_start_loc"]
@@ -110,30 +132,36 @@ def _batch_of_tile(
     return make_decode_batch(
         token_ids=of_tile("token_ids"),
         positions=of_tile("positions"),
-        num_used=jnp.clip(starts[-1] - start, 0, shape.tile_tokens),
+        num_used=end - start,
         block_tables=[
             table if table_shape.is_state else table[:, req_idx]
             for table, table_shape in zip(tables, shape.tables, strict=True)
         ],
         table_shapes=shape.tables,
-        state_rows=_state_rows_of_tile(fields, start, shape),
+        state_rows=_state_rows_of_tile(fields, start, end, shape),
     )
 
 
 def _state_rows_of_tile(
     fields: dict[str, jax.Array],
     start: jax.Array,  # i32[], the tile's first token
+    end: jax.Array,  # i32[], one past its last token
     shape: StepShape,
 ) -> StateRows:
     """A row for each request of the step, with its tokens in the tile."""
     starts = fields["query_start_loc"]
     num_before_step = fields["seq_lens"] - (starts[1:] - starts[:-1])
     num_before_tile = jnp.maximum(start - starts[:-1], 0)
+
+    def in_tile(token_idx: jax.Array) -> jax.Array:
+        return jnp.clip(token_idx - start, 0, end - start)
+
     return StateRows(
         num_computed=num_before_step + num_before_tile,
-        query_start_loc=jnp.clip(starts - start, 0, shape.tile_tokens),
+        query_start_loc=in_tile(starts),
         is_alive=jnp.ones(shape.num_reqs, bool),
         has_one_token_each=False,
         # An earlier tile has written it there.
         reads_second=num_before_tile > 0,
+        state_ends=in_tile(fields["state_ends"]) if "state_ends" in fields else None,
     )

@@ -6,8 +6,8 @@ import bisect
 # prompt draw tokens for few rows. Measured in docs/design/cpu.md.
 SAMPLED_CHUNK_ROWS = 8
 
-# Tokens that batch-invariant steps compute at a time. With fewer, a single request is faster; with
-# more, prompts and large batches are.
+# Most tokens that batch-invariant steps compute at a time. With fewer, a single request is faster;
+# with more, prompts and large batches are.
 INVARIANT_TILE_TOKENS = 32
 
 # Every bucket is a program that is compiled before the first request, or a part of one

@@ -93,7 +93,10 @@ class StepBuckets:
             buckets = token_buckets(max_num_batched_tokens, verifies_drafts=max_draws > 1)
             token_widths = divide(buckets)
         else:
-            token_widths = ((-(-max_num_batched_tokens // tile_tokens) * tile_tokens,),)
+            # Before drafts of models with states, a tile may begin at any token.
+            has_room = max_draws > 1 and any(table.is_state for table in tables)
+            num_tiles = -(-max_num_batched_tokens // tile_tokens) + has_room
+            token_widths = ((num_tiles * tile_tokens,),)
         self._num_tokens = tuple(widths[-1] for widths in token_widths)
         everywhere = _find_everywhere(feature_variants)
         _check_bursts(feature_variants)

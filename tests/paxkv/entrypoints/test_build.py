@@ -267,7 +267,8 @@ def test_scheduler_has_the_drafts_that_the_runner_verifies(
     ("fields", "batch_invariant", "message"),
     [
         ({"method": "ngram", "drafts_in_bursts": True}, False, "only in single steps"),
-        ({"method": "ngram"}, True, "only in single steps"),
+        ({"method": "ngram", "num_speculative_tokens": 33}, True, "at most 32 drafts"),
+        ({"method": "ngram"}, True, None),
         ({"method": "suffix"}, False, None),
         ({"method": "draft_model", "model": "smaller"}, False, None),
     ],
@@ -275,11 +276,14 @@ def test_scheduler_has_the_drafts_that_the_runner_verifies(
 def test_models_with_states_verify_drafts_in_single_steps(
     fields: dict[str, object], batch_invariant: bool, message: str | None
 ) -> None:
-    speculative = SpeculativeConfig(num_speculative_tokens=3, **fields)
+    speculative = SpeculativeConfig(**{"num_speculative_tokens": 3} | fields)
     config = RunnerConfig(speculative_config=speculative, batch_invariant=batch_invariant)
-    runner = SimpleNamespace(max_drafts=3, kv_cache_config=SimpleNamespace(has_states=True))
+    num_drafts = speculative.num_speculative_tokens
+    runner = SimpleNamespace(
+        max_drafts=num_drafts, kv_cache_config=SimpleNamespace(has_states=True)
+    )
     if message is None:
-        assert build._find_num_lookahead_tokens(config, runner) == 3
+        assert build._find_num_lookahead_tokens(config, runner) == num_drafts
         return
     with pytest.raises(ConfigError, match=message):
         build._find_num_lookahead_tokens(config, runner)
