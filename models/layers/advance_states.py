@@ -65,8 +65,20 @@ def advance_states(
         room, pages = carry
         chunk = Chunk(start=chunk_idx * CHUNK_REQS, size=CHUNK_REQS)
         own = tuple(map(chunk.read, arrays))
-        out, pages = run(own, pages, _of_chunk(state, chunk), silent.of(chunk))
-        return jax.tree.map(chunk.write, room, out), pages
+        own_state = _of_chunk(state, chunk)
+        states = context.read_state(own_state, pages)
+        zeros = jax.tree.map(lambda x: jnp.zeros((chunk.size, *x.shape[1:]), x.dtype), shapes)
+
+        def turn(
+            turn: jax.Array, carry: tuple[Arrays, tuple[jax.Array, ...]]
+        ) -> tuple[Arrays, tuple[jax.Array, ...]]:
+            return advance(own, carry[1], own_state, silent.of(chunk))
+
+        # XLA would fuse the read, the scan and the write, and compute parts of them several times.
+        # It fuses nothing with what a loop carries. XLA does not know that this one has one turn.
+        num_turns = jnp.minimum(own_state.query_start_loc[-1], 1)
+        out, states = jax.lax.fori_loop(0, num_turns, turn, (zeros, states))
+        return jax.tree.map(chunk.write, room, out), context.write_state(own_state, pages, states)
 
     def run_leading(width: Width, carry: tuple[Arrays, Pages]) -> tuple[Arrays, Pages]:
         _, pages = carry
