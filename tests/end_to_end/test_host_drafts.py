@@ -42,7 +42,7 @@ class RandomPacer(DraftPacer):
         self.rng = random.Random(0)
         self.draft_share, self.ahead_share, self.num_chosen = 1.0, 0.0, 0
 
-    def choose(self, num_reqs, proposals, rates):
+    def choose(self, num_reqs, proposals, chances):
         kind = self.rng.random()
         if kind >= self.draft_share:
             return DraftChoice(drafts={}, is_ahead=kind < self.draft_share + self.ahead_share)

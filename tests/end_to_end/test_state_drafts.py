@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from models import load_model
-from paxkv.config.engine_config import RunnerConfig
+from paxkv.config.runner_config import RunnerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import MambaSpec

@@ -1,29 +1,61 @@
 """`Acceptance`: how often a drafter's proposals for a request turn out right."""
 
-from collections.abc import Sequence
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
 
 # Weight of an older comparison, for each newer one.
 _DECAY = 0.9
 _TOTAL_DECAY = 0.99
-# A request counts as if it had this many comparisons with the result of all requests.
+# A request counts as if it had this many comparisons with the result of all requests. For all
+# requests together, a place counts as if it had as many with the result of the place before it.
 _PRIOR_TRIALS = 2.0
+# Unknown drafters are tried, so half of their first drafts are expected to be right.
+_FIRST_RATE = 0.5
+
+
+class _Comparisons:
+    """Counts right drafts by their place in the proposal, if the drafts before them are right."""
+
+    def __init__(self, decay: float) -> None:
+        self._decay = decay
+        self._num_right: list[float] = []
+        self._num_trials: list[float] = []
+
+    def record(self, place: int, is_right: bool) -> None:
+        while place >= len(self._num_trials):
+            self._num_right.append(0.0)
+            self._num_trials.append(0.0)
+        self._num_right[place] = self._decay * self._num_right[place] + is_right
+        self._num_trials[place] = self._decay * self._num_trials[place] + 1
+
+    def rate(self, place: int, prior_rate: float) -> float:
+        if place >= len(self._num_trials):
+            return prior_rate
+        num_right = self._num_right[place] + _PRIOR_TRIALS * prior_rate
+        return num_right / (self._num_trials[place] + _PRIOR_TRIALS)
 
 
 class TotalAcceptance:
     """The acceptance of several requests together, which another request is expected to have."""
 
     def __init__(self) -> None:
-        # Unknown drafters are tried, so they start with one right draft of two.
-        self._num_right, self._num_trials = 1.0, 2.0
+        self._comparisons = _Comparisons(_TOTAL_DECAY)
 
-    @property
-    def rate(self) -> float:
-        """Estimated probability that a draft is right if the drafts before it are."""
-        return self._num_right / self._num_trials
+    def rates(self, num_drafts: int) -> list[float]:
+        """By place in a proposal, the probability of a right draft if those before it are right."""
+        rate, found = _FIRST_RATE, []
+        for place in range(num_drafts):
+            rate = self._comparisons.rate(place, rate)
+            found.append(rate)
+        return found
 
-    def record(self, num_right: int, num_trials: int) -> None:
-        self._num_right = _TOTAL_DECAY * self._num_right + num_right
-        self._num_trials = _TOTAL_DECAY * self._num_trials + num_trials
+    def chances(self, num_drafts: int) -> list[float]:
+        """By place in a proposal, the probability that the draft and all before it are right."""
+        return _products(self.rates(num_drafts))
+
+    def record(self, place: int, is_right: bool) -> None:
+        self._comparisons.record(place, is_right)
 
 
 class Acceptance:
@@ -36,40 +68,51 @@ class Acceptance:
     """
 
     def __init__(self, total: TotalAcceptance) -> None:
+        self._start(total)
+
+    def _start(self, total: TotalAcceptance) -> None:
         self._total = total
-        self._num_right = self._num_trials = 0.0
+        self._comparisons = _Comparisons(_DECAY)
+        # The rest of a proposal, and the place of its first token.
         self._proposal: Sequence[int] = ()
+        self._place = 0
 
     def start_over(self, total: TotalAcceptance) -> None:
         """Forgets the comparisons so far, and belongs to other requests from here on."""
         if self._total is not total:
-            self._total = total
-            self._num_right = self._num_trials = 0.0
+            self._start(total)
 
-    @property
-    def rate(self) -> float:
-        """See `TotalAcceptance.rate`."""
-        num_right = self._num_right + _PRIOR_TRIALS * self._total.rate
-        return num_right / (self._num_trials + _PRIOR_TRIALS)
+    def chances(self, num_drafts: int) -> list[float]:
+        """See `TotalAcceptance.chances`."""
+        rates = enumerate(self._total.rates(num_drafts))
+        return _products(self._comparisons.rate(place, rate) for place, rate in rates)
 
     def record_proposal(self, token_ids: Sequence[int]) -> None:
-        """Records what was proposed after the last tokens."""
-        self._proposal = token_ids
+        """Records what was proposed after the last tokens.
+
+        It is ignored until the tokens after the proposal before it are known. So later drafts are
+        compared too, even if each step draws one token.
+        """
+        if not self._proposal:
+            self._proposal, self._place = token_ids, 0
 
     def record_drawn(self, token_ids: Sequence[int]) -> None:
-        """Records the tokens after the last proposal.
+        """Records the tokens that were drawn after the tokens before.
 
         A draft counts up to and including the first wrong one. Example: proposal [7, 8, 9] and
-        tokens [7, 5] -> 1 right of 2. Tokens [7] -> 1 right of 1.
+        tokens [7, 5] -> 1 right of 2. After the token [7], drafts 8 and 9 wait for more tokens.
         """
-        num_right = num_trials = 0
-        for draft_id, token_id in zip(self._proposal, token_ids, strict=False):
-            num_trials += 1
-            if draft_id != token_id:
-                break
-            num_right += 1
-        self._proposal = ()
-        if num_trials:
-            self._num_right = _DECAY * self._num_right + num_right
-            self._num_trials = _DECAY * self._num_trials + num_trials
-            self._total.record(num_right, num_trials)
+        proposal, self._proposal = self._proposal, ()
+        num_compared = min(len(proposal), len(token_ids))
+        for draft_id, token_id in zip(proposal, token_ids, strict=False):
+            is_right = draft_id == token_id
+            self._comparisons.record(self._place, is_right)
+            self._total.record(self._place, is_right)
+            self._place += 1
+            if not is_right:
+                return
+        self._proposal = proposal[num_compared:]
+
+
+def _products(rates: Iterable[float]) -> list[float]:
+    return [*itertools.accumulate(rates, operator.mul)]

@@ -1,9 +1,11 @@
 """`DepthPacer`: decides how many drafts a head proposes for each request, from measured times."""
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from paxkv.runner.drafters.draft_budget import DraftBudget
 from paxkv.runner.drafters.step_times import StepTimes, round_up
 
 # The pacer decides between drafts and no drafts. Each decision lowers the expected time of the
@@ -12,9 +14,11 @@ from paxkv.runner.drafters.step_times import StepTimes, round_up
 # to 1: steps without drafts cost more than their time, because the head has no keys and values of
 # their tokens, so later drafts are worse.
 _DRAFT_AGING, _PLAIN_AGING = 0.999, 0.9998
-# Drafts are chosen only if the expected gain is at least this factor. Measured times vary, and a
-# smaller gain may be chance.
-_MIN_GAIN = 1.05
+# Drafts are chosen only if their expected gain is at least the first factor, and another number of
+# drafts only if it gains the second. Measured times vary, and a smaller gain may be chance.
+_MIN_GAIN, _MIN_DEPTH_GAIN = 1.05, 1.03
+# After steps with drafts, at least this many steps have none, because one may take unusually long.
+_MIN_AHEAD = 8
 # Drafts are not tried before this many steps without drafts were measured.
 _MIN_PLAIN_STEPS = 3
 # While drafts do not pay, the head computes the prompts of one in this many steps that start
@@ -32,7 +36,8 @@ class DepthPacer:
     With drafts, the engine waits for the tokens of each step. Without drafts, it runs ahead: it
     decides the next step before it has the tokens of the last one, and runs bursts of steps. While
     it runs ahead, the head runs only after some steps with prompts (`tries_prompts`), where it
-    proposes one draft to measure the acceptance.
+    proposes one draft to measure the acceptance. While drafts have cost too much in all, the engine
+    runs ahead.
 
     For each number of requests, the engine runs the first steps without drafts to measure their
     time. A number of drafts whose time is unknown is expected to take as long as the slowest
@@ -68,9 +73,14 @@ class DepthPacer:
         self._last_head_times: StepTimes | None = None
         # Sums over all steps.
         self._num_prompt_tokens = self._num_drawn = 0.0
-        # Tokens that steps of the last choice should draw, and the average share of them that steps
-        # with drafts have drawn. A request that ends does not get the right drafts after its end.
-        self._num_expected, self._drawn_share = 1.0, 1.0
+        # By number of drafts, the tokens that the next step should draw. The average share of them
+        # that steps with drafts have drawn: a request that ends does not get the right drafts after
+        # its end.
+        self._num_expected: list[float] = [1.0]
+        self._drawn_share = 1.0
+        self._budget = DraftBudget()
+        # Steps that the engine should still run ahead.
+        self._num_ahead = 0
         # Steps that started requests since the head last computed their prompts.
         self._num_untried = 0
 
@@ -125,35 +135,43 @@ class DepthPacer:
             )
             num_known = self._num_plain_steps.get(size, 0)
             self._num_plain_steps[size] = num_known + num_decode_steps
-        elif all(self._choices) and num_decode_steps == 1:
+            self._budget.record_plain(num_reqs, took_s, num_decode_steps)
+            self._num_ahead -= num_decode_steps
+            return
+        if self._choices[0] and (num_drafts or num_verified):
+            self._budget.record_drafting(num_reqs, took_s, num_drawn)
+        if all(self._choices) and num_decode_steps == 1:
             if is_measured and num_drafts > 0:
                 self._draft_times.setdefault((size, num_drafts), StepTimes()).record(took_s)
-            # This also counts steps at the end of a request, which may verify fewer drafts.
-            self._drawn_share += _SHARE_WEIGHT * (
-                num_drawn / self._num_expected - self._drawn_share
-            )
+            # This also counts steps at the end of a request, which may verify fewer drafts. After
+            # the choice of more drafts, a step still verifies as many as the choice before.
+            num_expected = self._num_expected[min(self._choices)]
+            self._drawn_share += _SHARE_WEIGHT * (num_drawn / num_expected - self._drawn_share)
 
-    def choose(self, rates: Sequence[float]) -> int:
+    def choose(self, chances: Sequence[Sequence[float]]) -> int:
         """Chooses the number of drafts of each request after the step that was recorded last.
 
         Args:
-            rates: For each decoding request, the probability that a draft is right if the drafts
-                before it are.
+            chances: For each decoding request, `Acceptance.chances` of the most drafts.
         """
-        size = round_up(len(rates))
+        size = round_up(len(chances))
         num_drafts = 0
-        if self._num_plain_steps.get(size, 0) >= _MIN_PLAIN_STEPS:
-            num_drafts, self._num_expected = self._find_best(rates, size)
+        is_tried = self._num_ahead <= 0 and not self._budget.is_spent
+        if is_tried and self._num_plain_steps.get(size, 0) >= _MIN_PLAIN_STEPS:
+            self._num_expected = self._count_expected(chances)
+            num_drafts = self._find_best(self._num_expected, size)
             if num_drafts:
                 self._plain_times[size].age(_PLAIN_AGING)
             else:
                 for (known_size, _), times in self._draft_times.items():
                     if known_size == size:
                         times.age(_DRAFT_AGING)
+        if self.num_drafts and not num_drafts:
+            self._num_ahead = _MIN_AHEAD
         self._choices.append(num_drafts)
         return num_drafts
 
-    def tries_prompts(self, num_reqs: int, rate: float) -> bool:
+    def tries_prompts(self, num_reqs: int, chances: Sequence[float]) -> bool:
         """Returns whether the head should compute the prompts of requests that start in a step.
 
         Without it, the head has no keys and values of the prompts, so later drafts are worse. It
@@ -161,35 +179,44 @@ class DepthPacer:
 
         Args:
             num_reqs: Requests of the step.
-            rate: Probability that a draft is right.
+            chances: `TotalAcceptance.chances` of the most drafts.
         """
         # More requests may start before these decode, so the next larger measured size is used.
         sizes = sorted(self._plain_times)
         size = next((size for size in sizes if size >= num_reqs), sizes[-1] if sizes else None)
-        may_pay = size is None or self._find_best([rate] * size, size)[0] > 0
+        may_pay = size is None or (
+            not self._budget.is_spent
+            and self._find_best(self._count_expected([chances] * size), size) > 0
+        )
         self._num_untried += 1
         if not may_pay and self._num_untried < STEPS_PER_TRIAL:
             return False
         self._num_untried = 0
         return True
 
-    def _find_best(self, rates: Sequence[float], size: int) -> tuple[int, float]:
-        """Returns the best number of drafts, and the tokens that right drafts would give."""
+    def _count_expected(self, chances: Sequence[Sequence[float]]) -> list[float]:
+        """Returns the tokens that a step should draw, by its number of drafts."""
+        gains = (sum(chance[place] for chance in chances) for place in range(self._max_drafts))
+        return [*itertools.accumulate(gains, initial=float(len(chances)))]
+
+    def _find_best(self, num_expected: Sequence[float], size: int) -> int:
+        """Returns the best number of drafts."""
         plain_s = slowest_s = self._plain_times[size].expected_s
-        num_tokens = float(len(rates))
-        best, best_rate = (0, num_tokens), _MIN_GAIN * num_tokens / plain_s
+        num_reqs = num_expected[0]
+        rates = [num_reqs / plain_s]
         share, prompt_s = min(1.0, self._drawn_share), self._prompt_s
         for num_drafts in range(1, self._max_drafts + 1):
-            # A draft counts only if the drafts before it are right too.
-            num_tokens += sum(rate**num_drafts for rate in rates)
             times = self._draft_times.setdefault((size, num_drafts), StepTimes())
             took_s = times.expected_at_least(plain_s if times.is_known else slowest_s)
             slowest_s = max(slowest_s, took_s)
-            num_drawn = max(share * num_tokens, float(len(rates)))
-            rate = num_drawn / (took_s + num_drawn * prompt_s)
-            if rate > best_rate:
-                best, best_rate = (num_drafts, num_tokens), rate
-        return best
+            num_drawn = max(share * num_expected[num_drafts], num_reqs)
+            rates.append(num_drawn / (took_s + num_drawn * prompt_s))
+        before = self.num_drafts
+        best = max(
+            range(1, len(rates)),
+            key=lambda depth: rates[depth] * (_MIN_DEPTH_GAIN if depth == before else 1.0),
+        )
+        return best if rates[best] > _MIN_GAIN * rates[0] else 0
 
     @property
     def _prompt_s(self) -> float:

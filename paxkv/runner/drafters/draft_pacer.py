@@ -1,17 +1,26 @@
 """`DraftPacer`: decides how many drafts the next step verifies, from measured times."""
 
+import bisect
 import dataclasses
+import itertools
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from paxkv.runner.drafters.draft_budget import DraftBudget
 from paxkv.runner.drafters.step_times import StepTimes, round_up
 from paxkv.runner.shapes.bucket_sizes import MIN_VERIFIED_TOKENS
 
 # The expected time of steps that are not chosen falls with every decision until it is measured, so
 # that they are tried again. The first factor applies to verifying steps while the engine runs
 # ahead. The second applies to steps without drafts while the engine waits for tokens.
-_VERIFY_AGING, _PLAIN_AGING = 0.998, 0.9995
+_VERIFY_AGING, _PLAIN_AGING = 0.998, 0.999
+# While the engine runs ahead, drafts are chosen only if the expected gain is at least this factor.
+# Measured times vary, and a smaller gain may be chance.
+_MIN_GAIN = 1.05
+# The engine then runs ahead for at least this many steps, because one may take unusually long.
+_MIN_AHEAD = 8
 # Weight of a step in the throughput with drafts.
 _STEP_WEIGHT = 1 / 16
 
@@ -38,7 +47,11 @@ class DraftPacer:
 
     The engine's first steps with a number of requests run ahead, so that their time is known. A
     verifying step of unknown size is expected to take as long as the slowest known step of a
-    smaller size, or else as a step without drafts. So each size is tried once.
+    smaller size, or else as a step without drafts. So each size is tried once. While drafts have
+    cost too much in all, the engine runs ahead.
+
+    Models with states compute accepted drafts again in the next step. The expected time is
+    therefore that of a step with the drafts and as many more tokens as are expected to be right.
 
     Args:
         clock: Returns seconds; it never goes back.
@@ -47,22 +60,28 @@ class DraftPacer:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._last_fetch_s: float | None = None
+        self._budget = DraftBudget()
         # By rounded number of requests: seconds of a decode step.
         self._plain_times: dict[int, StepTimes] = {}
-        # (rounded number of requests, rounded sum of requests and drafts, or 0 without drafts) ->
-        # seconds of a step while the engine waits.
+        # (rounded number of requests, rounded number of tokens, or 0 without drafts) -> seconds of
+        # a step while the engine waits.
         self._waiting_times: dict[tuple[int, int], StepTimes] = {}
         # Tokens and seconds of the average step while the engine waits.
         self._waiting_tokens, self._waiting_s = 0.0, 0.0
         # The last decisions: whether the engine runs ahead. The steps in flight after a change were
         # decided before it, so their times belong to neither way.
         self._is_ahead: deque[bool] = deque([True], maxlen=2)
+        # Steps that the engine should still run ahead, so that several are measured.
+        self._num_ahead = 0
+        # Whether the model computes accepted drafts again.
+        self._recomputes = False
 
     def record_step(
         self,
         *,
         num_reqs: int,
         num_drafts: int,
+        num_recomputed: int = 0,
         num_drawn: int,
         num_decode_steps: int,
         is_decode: bool,
@@ -70,10 +89,10 @@ class DraftPacer:
         """Records that the tokens of a step were fetched just now.
 
         Args:
+            num_recomputed: Drafts that the step before accepted and this step computed again.
             num_drawn: Tokens that its requests got.
-            is_decode: Whether every request computed only its last token, and drafts if any.
-                Models with states also compute again the drafts that the step before accepted.
-                These tokens do not change the step's size, so their time is a cost of the drafts.
+            is_decode: Whether every request computed only its last token, drafts, and tokens of
+                `num_recomputed`.
         """
         now_s = self._clock()
         last_s, self._last_fetch_s = self._last_fetch_s, now_s
@@ -81,11 +100,17 @@ class DraftPacer:
         if last_s is None or not is_decode:
             return
         took_s = now_s - last_s
-        if all(self._is_ahead):
+        self._recomputes |= num_recomputed > 0
+        if all(self._is_ahead) and num_recomputed == 0:
             times = self._plain_times.setdefault(round_up(num_reqs), StepTimes())
             times.record(took_s / num_decode_steps, num_decode_steps)
-        elif not any(self._is_ahead):
-            size = _round_tokens(num_reqs + num_drafts) if num_drafts else 0
+            self._budget.record_plain(num_reqs, took_s, num_decode_steps)
+            self._num_ahead -= num_decode_steps
+            return
+        if not self._is_ahead[0]:
+            self._budget.record_drafting(num_reqs, took_s, num_drawn)
+        if not any(self._is_ahead):
+            size = _round_tokens(num_reqs + num_drafts + num_recomputed) if num_drafts else 0
             times = self._waiting_times.setdefault((round_up(num_reqs), size), StepTimes())
             times.record(took_s)
             self._waiting_tokens += _STEP_WEIGHT * (num_drawn - self._waiting_tokens)
@@ -95,48 +120,51 @@ class DraftPacer:
         self,
         num_reqs: int,
         proposals: Mapping[str, Sequence[int]],
-        rates: Mapping[str, float],
+        chances: Mapping[str, Sequence[float]],
     ) -> DraftChoice:
         """Chooses how to go on after the step that was recorded last.
 
         Args:
             num_reqs: Requests that decode in the next step.
             proposals: The drafter's tokens for some of them.
-            rates: For the same requests, the probability that a draft is right.
+            chances: For each of these tokens, the probability that it and those before it are
+                right.
         """
         plain = self._plain_times.get(round_up(num_reqs))
-        if plain is None:
+        if plain is None or self._num_ahead > 0 or self._budget.is_spent:
             return self._run_ahead()
         plain_rate = num_reqs / plain.expected_s
         # The drafts that are most likely right come first. Of a request, this is its first draft.
         ranked = sorted(
             (
-                (rates[req_id] ** (1 + place), req_id)
+                (chance, -place, req_id)
                 for req_id, token_ids in proposals.items()
-                for place in range(len(token_ids))
+                for place, chance in enumerate(chances[req_id][: len(token_ids)])
             ),
             reverse=True,
         )
-        best_rate, num_best = plain_rate, 0
-        for num_drafts, gain in _gains_by_size(num_reqs, [gain for gain, _ in ranked]):
-            took_s = self._expected_s(num_reqs, num_drafts, plain)
-            if (num_reqs + gain) / took_s > best_rate:
-                best_rate, num_best = (num_reqs + gain) / took_s, num_drafts
+        is_waiting = not self._is_ahead[-1]
+        best_rate, num_best = plain_rate * (1.0 if is_waiting else _MIN_GAIN), 0
+        gains = [chance for chance, _, _ in ranked]
+        for num_drafts, gain, size in self._gains_by_size(num_reqs, gains):
+            rate = (num_reqs + gain) / self._expected_s(num_reqs, size, plain)
+            if rate > best_rate:
+                best_rate, num_best = rate, num_drafts
         if num_best:
             if all(self._is_ahead):
                 # Start from the expectation, because nothing was measured while running ahead.
-                self._waiting_s = self._expected_s(num_reqs, num_best, plain)
-                self._waiting_tokens = best_rate * self._waiting_s
+                self._waiting_tokens, self._waiting_s = best_rate, 1.0
             self._is_ahead.append(False)
             plain.age(_PLAIN_AGING)
-            counts = Counter(req_id for _, req_id in ranked[:num_best])
+            counts = Counter(req_id for _, _, req_id in ranked[:num_best])
             drafts = {r: list(proposals[r][:num_drafts]) for r, num_drafts in counts.items()}
             return DraftChoice(drafts=drafts, is_ahead=False)
-        is_waiting = not self._is_ahead[-1]
         if is_waiting and self._waiting_tokens > plain_rate * self._waiting_s:
             self._is_ahead.append(False)
             plain.age(_PLAIN_AGING)
             return DraftChoice(drafts={}, is_ahead=False)
+        if is_waiting:
+            self._num_ahead = _MIN_AHEAD
         if ranked:
             for (size, _), times in self._waiting_times.items():
                 if size == round_up(num_reqs):
@@ -147,8 +175,8 @@ class DraftPacer:
         self._is_ahead.append(True)
         return DraftChoice(drafts={}, is_ahead=True)
 
-    def _expected_s(self, num_reqs: int, num_drafts: int, plain: StepTimes) -> float:
-        size, size_reqs = _round_tokens(num_reqs + num_drafts), round_up(num_reqs)
+    def _expected_s(self, num_reqs: int, size: int, plain: StepTimes) -> float:
+        size_reqs = round_up(num_reqs)
         times = self._waiting_times.get((size_reqs, size))
         if times is not None:
             return times.expected_s
@@ -159,18 +187,24 @@ class DraftPacer:
         )
         return max(smaller, default=plain.expected_s)
 
+    def _gains_by_size(
+        self, num_reqs: int, gains: Sequence[float]
+    ) -> Iterator[tuple[int, float, int]]:
+        """Yields the most drafts that fit each size of a step, their gain in tokens, and the size.
 
-def _gains_by_size(num_reqs: int, gains: Sequence[float]) -> Iterator[tuple[int, float]]:
-    """Yields the most drafts that fit each size of a step, and the tokens that they should gain.
-
-    Example: 14 requests with gains [.9, .5, .1] -> 2 drafts with 1.4, in a step of 16 tokens; and
-    3 drafts with 1.5, in one of 32.
-    """
-    num_drafts = 0
-    while num_drafts < len(gains):
-        size = _round_tokens(num_reqs + num_drafts + 1)
-        num_drafts = min(size - num_reqs, len(gains))
-        yield num_drafts, sum(gains[:num_drafts])
+        Example: 14 requests with gains [.9, .5, .1] -> 2 drafts with 1.4, in a step of 16 tokens;
+        and 3 drafts with 1.5, in one of 32.
+        """
+        sums = [0.0, *itertools.accumulate(gains)]
+        tokens = [
+            num_reqs + num_drafts + math.ceil(gain * self._recomputes)
+            for num_drafts, gain in enumerate(sums)
+        ]
+        num_drafts = 0
+        while num_drafts < len(gains):
+            size = _round_tokens(tokens[num_drafts + 1])
+            num_drafts = bisect.bisect_right(tokens, size) - 1
+            yield num_drafts, sums[num_drafts], size
 
 
 def _round_tokens(num_tokens: int) -> int:

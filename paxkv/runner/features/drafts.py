@@ -31,6 +31,7 @@ class _DraftedStep(FeatureStep):
 
     Args:
         requests: The requests of the step; None for pooled ones.
+        num_recomputed: Accepted drafts that the step computes again, if `is_decode`.
         is_decode: See `ScheduledRows.is_decode_after`.
         is_drafting: The step is a burst that verifies drafts.
     """
@@ -38,6 +39,7 @@ class _DraftedStep(FeatureStep):
     drafts: "Drafts"
     requests: Sequence[_DraftedRequest | None]
     num_drafts: int
+    num_recomputed: int
     num_decode_steps: int
     is_decode: bool
     is_drafting: bool
@@ -125,10 +127,13 @@ class Drafts(StepFeature):
 
     def plan(self, step: ScheduledRows) -> FeatureStep | None:
         requests = [*map(self._requests.get, step.req_ids)]
+        num_drafts = int(step.num_drafts_np.sum())
+        num_recomputed = len(step.positions_np) - len(step.req_ids) - num_drafts
         return _DraftedStep(
             drafts=self,
             requests=requests,
-            num_drafts=int(step.num_drafts_np.sum()),
+            num_drafts=num_drafts,
+            num_recomputed=num_recomputed if step.num_decode_steps == 1 else 0,
             num_decode_steps=step.num_decode_steps,
             is_decode=step.is_decode_after([0 if r is None else r.num_drawn for r in requests]),
             is_drafting=self._is_drafting(step),
@@ -142,7 +147,7 @@ class Drafts(StepFeature):
     def propose(self, step: _DraftedStep, output: ModelRunnerOutput) -> dict[str, list[int]]:
         """Adds the tokens of a step, and returns drafts as `ModelRunnerOutput` has them."""
         proposals: dict[str, list[int]] = {}
-        rates: dict[str, float] = {}
+        chances: dict[str, list[float]] = {}
         if self._burst_pacer is not None:
             self._burst_pacer.record_step(
                 num_reqs=len(output.req_ids),
@@ -165,7 +170,7 @@ class Drafts(StepFeature):
             request.drafter.extend(token_ids)
             if proposes and (found := request.drafter.propose(self._max_drafts)):
                 proposals[req_id] = found
-                rates[req_id] = request.acceptance.rate
+                chances[req_id] = request.acceptance.chances(len(found))
                 request.acceptance.record_proposal(found)
         if self._pacer is None or not proposes:
             return proposals
@@ -173,13 +178,14 @@ class Drafts(StepFeature):
         self._pacer.record_step(
             num_reqs=len(output.req_ids),
             num_drafts=step.num_drafts,
+            num_recomputed=step.num_recomputed,
             num_drawn=num_drawn,
             num_decode_steps=step.num_decode_steps,
             is_decode=step.is_decode,
         )
         if not drawn:
             return {}
-        choice = self._pacer.choose(len(drawn), proposals, rates)
+        choice = self._pacer.choose(len(drawn), proposals, chances)
         # An entry without drafts keeps the engine from running ahead.
         return choice.drafts if choice.is_ahead or choice.drafts else {drawn[0]: []}
 

@@ -153,7 +153,8 @@ class HeadDrafts(StepFeature):
         )
         if not drawn:
             return {}
-        num_drafts = self._pacer.choose([acceptance.rate for acceptance in drawn.values()])
+        chances = [acceptance.chances(self._max_drafts) for acceptance in drawn.values()]
+        num_drafts = self._pacer.choose(chances)
         # An entry without drafts keeps the engine from running ahead.
         return {
             req_id: output.draft_token_ids.get(req_id, [])[:num_drafts]
@@ -169,7 +170,9 @@ class HeadDrafts(StepFeature):
         are_tried = num_drafts > 0
         prompt_ids = step.prompt_req_ids_after(self._num_drawn_of(step))
         if self._started_ids and prompt_ids and not are_tried:
-            are_tried = self._pacer.tries_prompts(len(step.req_ids), self._total.rate)
+            are_tried = self._pacer.tries_prompts(
+                len(step.req_ids), self._total.chances(self._max_drafts)
+            )
         if are_tried:
             self._complete_ids |= self._started_ids
         # The head must compute the rest of a prompt if it has computed the beginning.

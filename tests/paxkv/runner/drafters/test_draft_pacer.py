@@ -5,6 +5,10 @@ import pytest
 from paxkv.runner.drafters.draft_pacer import DraftPacer
 
 
+def chances_of(rate, num_drafts):
+    return [rate ** (1 + place) for place in range(num_drafts)]
+
+
 class Machine:
     """Computes steps in fixed times, and reports them to a pacer.
 
@@ -47,9 +51,8 @@ class Machine:
             )
             proposing = range(self.num_reqs if num_proposing is None else num_proposing)
             proposals = {f"r{i}": [*range(num_proposed)] for i in proposing if num_proposed}
-            self.choice = self.pacer.choose(
-                self.num_reqs, proposals, dict.fromkeys(proposals, rate)
-            )
+            chances = {req_id: chances_of(rate, num_proposed) for req_id in proposals}
+            self.choice = self.pacer.choose(self.num_reqs, proposals, chances)
             choices.append(self.choice)
         return choices
 
@@ -73,16 +76,21 @@ def test_drafts_that_cost_more_than_they_gain_are_not_verified():
     assert machine.num_tokens > 0.95 * 16 * machine.now_s
 
 
-@pytest.mark.parametrize(("rate", "num_drafts"), [(0.9, 4), (0.5, 1)])
+@pytest.mark.parametrize(("rate", "num_drafts"), [(0.9, 4), (0.6, 1)])
 def test_likely_drafts_come_first_and_fill_a_step(rate, num_drafts):
     # 12 requests leave room for 4 drafts in a step of 16 tokens. Larger steps are not worth it.
     machine = Machine(
         num_reqs=12, decode_s=1.0, verify_s={16: 1.05, 32: 10.0, 64: 20.0}, accepted=1
     )
-    machine.run(10, num_proposing=2, rate=0.9)
-    rates = {"likely": rate, "unlikely": 0.4}
+    # The first larger step costs as much as drafts may in several hundred steps.
+    machine.run(600, num_proposing=2, rate=0.9)
+    # Go on to where the time of a step without drafts was just measured again.
+    for is_before in (True, False):
+        while is_verifying(machine.run(1, num_proposing=2, rate=0.9)[-1]) == is_before:
+            pass
+    chances = {"likely": chances_of(rate, 4), "unlikely": chances_of(0.5, 4)}
     proposals = {"likely": [1, 2, 3, 4], "unlikely": [5, 6, 7, 8]}
-    drafts = machine.pacer.choose(12, proposals, rates).drafts
+    drafts = machine.pacer.choose(12, proposals, chances).drafts
     assert sum(map(len, drafts.values())) == 4
     assert len(drafts["likely"]) >= num_drafts
     assert drafts["likely"] == proposals["likely"][: len(drafts["likely"])]
@@ -94,8 +102,8 @@ def test_engine_waits_for_more_drafts_only_while_they_pay():
     choices = machine.run(60, num_proposed=0)
     assert not choices[0].is_ahead
     assert choices[-1].is_ahead
-    # Once there are drafts again, they are verified.
-    assert is_verifying(machine.run(3, rate=0.9)[-1])
+    # Once there are drafts again, they are verified, when the time of the wait is made up for.
+    assert is_verifying(machine.run(300, rate=0.9)[-1])
 
 
 def test_times_that_have_changed_are_measured_again():

@@ -47,7 +47,7 @@ class FixedPacer(DraftPacer):
     def record_step(self, **step):
         self.recorded.append(step)
 
-    def choose(self, num_reqs, proposals, rates):
+    def choose(self, num_reqs, proposals, chances):
         return self.choice
 
 

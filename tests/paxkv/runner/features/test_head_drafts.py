@@ -12,15 +12,15 @@ from tests.paxkv.no_cached import NO_CACHED
 
 
 class RecordingPacer(DepthPacer):
-    """Keeps the rates that it is asked about."""
+    """Keeps the chances that it is asked about."""
 
     def __init__(self):
         super().__init__(max_drafts=2)
-        self.rates = []
+        self.chances = []
 
-    def choose(self, rates):
-        self.rates = list(rates)
-        return super().choose(rates)
+    def choose(self, chances):
+        self.chances = list(chances)
+        return super().choose(chances)
 
 
 class Run:
@@ -52,7 +52,7 @@ class Run:
             draft_token_ids={"r": draft_ids},
         )
         self.feature.keep_drafts(planned, output)
-        return self.pacer.rates[0]
+        return self.pacer.chances[0][0]
 
 
 def test_wrong_drafts_after_a_gap_do_not_count_for_new_requests():
@@ -85,7 +85,7 @@ class PromptPacer(DepthPacer):
         super().__init__(max_drafts=2)
         self.tries = True
 
-    def tries_prompts(self, num_reqs, rate):
+    def tries_prompts(self, num_reqs, chances):
         return self.tries
 
 

@@ -1,0 +1,135 @@
+"""`DraftBudget`: drafts cost at most 5 % of the tokens per second, whatever share is right."""
+
+import dataclasses
+import random
+
+import pytest
+
+from paxkv.runner.drafters.base import Drafter, RequestDrafter
+from paxkv.runner.drafters.draft_budget import DraftBudget
+from paxkv.runner.drafters.draft_pacer import DraftPacer
+from paxkv.runner.features.drafts import Drafts
+from tests.paxkv.runner.drafters.simulated_engine import Machine, SimulatedEngine
+
+MAX_DRAFTS = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    machine: Machine
+    burst_len: int
+
+
+SETTINGS = {
+    # Reading the weights takes most of the time.
+    "gpu": Setting(machine=Machine(step_s=1.0, row_s=0.005, host_s=0.15), burst_len=8),
+    "cpu": Setting(machine=Machine(step_s=1.0, row_s=0.08, host_s=0.15), burst_len=1),
+    # Each token costs the same, so no draft pays.
+    "full": Setting(machine=Machine(step_s=0.1, row_s=1.0, host_s=0.1), burst_len=1),
+}
+# Tokens of each request, by number of requests.
+NUM_TOKENS = {1: 2000, 8: 800, 64: 400}
+
+
+def count_until_wrong(rng):
+    return next(n for n in range(MAX_DRAFTS + 1) if n == MAX_DRAFTS or rng.random() < 0.5)
+
+
+# Right drafts of a proposal, by the number of tokens that the request has.
+NUM_RIGHT = {
+    "none": lambda num_tokens, rng: 0,
+    "first": lambda num_tokens, rng: 1,
+    "first two": lambda num_tokens, rng: 2,
+    "phases": lambda num_tokens, rng: MAX_DRAFTS * (num_tokens // 200 % 2),
+    "half": lambda num_tokens, rng: count_until_wrong(rng),
+    "all": lambda num_tokens, rng: MAX_DRAFTS,
+}
+
+
+class TextRequest(RequestDrafter):
+    def __init__(self, num_right, rng):
+        self.num_tokens, self.num_right, self.rng = 1, num_right, rng
+
+    def extend(self, token_ids):
+        self.num_tokens += len(token_ids)
+
+    def propose(self, max_drafts):
+        num_right = self.num_right(self.num_tokens, self.rng)
+        right = [*range(self.num_tokens, self.num_tokens + num_right)]
+        return right + [-1] * (max_drafts - num_right)
+
+
+class TextDrafter(Drafter):
+    def __init__(self, num_right):
+        self.num_right, self.rng = num_right, random.Random(1)
+
+    def start(self, token_ids):
+        return TextRequest(self.num_right, self.rng)
+
+    def end(self, request):
+        pass
+
+
+def measure_gain(setting, num_right, *, num_reqs, has_states=False):
+    """Returns tokens per second, compared with an engine without drafts."""
+
+    def make_feature(clock):
+        drafter = TextDrafter(num_right)
+        return Drafts(drafter, max_drafts=MAX_DRAFTS, pacer=DraftPacer(clock=clock))
+
+    engine = SimulatedEngine(
+        setting.machine,
+        make_feature,
+        num_reqs=num_reqs,
+        has_states=has_states,
+        burst_len=setting.burst_len,
+    )
+    plain_rate = num_reqs / setting.machine.mean_s(num_reqs)
+    return engine.run(NUM_TOKENS[num_reqs]) / plain_rate
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+@pytest.mark.parametrize(
+    ("setting", "num_reqs"),
+    [("gpu", 1), ("gpu", 8), ("cpu", 1), ("cpu", 8), ("cpu", 64), ("full", 1), ("full", 8)],
+)
+def test_drafts_cost_at_most_5_percent(setting, num_reqs, has_states):
+    gains = {
+        name: measure_gain(SETTINGS[setting], num_right, num_reqs=num_reqs, has_states=has_states)
+        for name, num_right in NUM_RIGHT.items()
+    }
+    assert min(gains.values()) > 0.95, gains
+
+
+@pytest.mark.parametrize(
+    ("setting", "num_reqs", "wanted"), [("gpu", 1, 3.0), ("gpu", 8, 2.0), ("cpu", 1, 2.0)]
+)
+def test_right_drafts_gain(setting, num_reqs, wanted):
+    for has_states in (False, True):
+        gain = measure_gain(
+            SETTINGS[setting], NUM_RIGHT["all"], num_reqs=num_reqs, has_states=has_states
+        )
+        assert gain > wanted
+
+
+def test_budget_is_spent_by_a_dear_step_and_comes_back():
+    budget = DraftBudget()
+    for _ in range(100):
+        budget.record_plain(4, 1.0, 1)
+    # The tokens of three steps, in the time of eight.
+    budget.record_drafting(4, 8.0, num_drawn=12)
+    assert budget.is_spent
+    budget.record_plain(4, 400.0, 400)
+    assert not budget.is_spent
+
+
+def test_earlier_gain_pays_for_little():
+    budget = DraftBudget()
+    budget.record_plain(1, 10.0, 10)
+    for _ in range(1000):
+        budget.record_drafting(1, 1.0, num_drawn=5)
+    num_wrong = 0
+    while not budget.is_spent:
+        budget.record_drafting(1, 2.0, num_drawn=1)
+        num_wrong += 1
+    assert num_wrong < 0.05 * 1000
