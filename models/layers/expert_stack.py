@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import NamedSharding
 
 from models.stored_kernels.use_kernel import KernelValue
 from pallas_kernels import GroupTiles
@@ -73,13 +74,15 @@ def find_places(shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, StackPlace
 
 
 def write_layer(stack: KernelValue | None, value: KernelValue, place: StackPlace) -> KernelValue:
-    """Writes a layer into its stack, in place. None makes the stack."""
+    """Writes a layer into its stack, in place. None makes the stack, split over a mesh as `value`.
+
+    Every value of a stack must be stored in the same form.
+    """
     if stack is None:
-        stack = jax.tree.map(
-            lambda array: jnp.zeros((len(array) * place.num_layers, *array.shape[1:]), array.dtype),
-            value,
-        )
-    return jax.tree.map(lambda array, own: _write(array, own, place.layer_idx), stack, value)
+        stack = jax.tree.map(functools.partial(_empty_stack, num_layers=place.num_layers), value)
+    return jax.tree.map(
+        lambda array, own: _write(array, own, place.layer_idx, _mesh_sharding(own)), stack, value
+    )
 
 
 def with_stacks(state: nnx.State) -> nnx.State:
@@ -107,8 +110,21 @@ def choose_in_stack(of_layers: Sequence[InStack], layer_idx: jax.Array) -> InSta
     return replace(of_layers[0], layer_idx=places[layer_idx])
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _write(stack: jax.Array, value: jax.Array, layer_idx: int) -> jax.Array:
+def _mesh_sharding(value: jax.Array) -> NamedSharding | None:
+    """How a mesh splits a value and its stack; None without a mesh."""
+    return value.sharding if isinstance(value.sharding, NamedSharding) else None
+
+
+def _empty_stack(value: jax.Array, *, num_layers: int) -> jax.Array:
+    shape = (len(value) * num_layers, *value.shape[1:])
+    return jnp.zeros(shape, value.dtype, device=_mesh_sharding(value))
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="sharding")
+def _write(
+    stack: jax.Array, value: jax.Array, layer_idx: int, sharding: NamedSharding | None
+) -> jax.Array:
     by_expert = stack.reshape(len(value), -1, *value.shape[1:])
     written = lax.dynamic_update_index_in_dim(by_expert, value, layer_idx, axis=1)
-    return written.reshape(stack.shape)
+    written = written.reshape(stack.shape)
+    return written if sharding is None else lax.with_sharding_constraint(written, sharding)

@@ -86,8 +86,9 @@ class ModuleStructure:
         self.name_weight = abstract_model.name_weight
         self.shapes: tuple[jax.ShapeDtypeStruct, ...]
         self.names, self.shapes, self.treedef = flatten_state(state)
-        # Quantized kernels stay apart: layers may have different formats.
-        stacks_experts = platform.stacks_experts and encoder.quantization == "none" and mesh is None
+        # Kernels that keep the numbers of a checkpoint stay apart: whether layers have the same
+        # groups and zero points is known only when all numbers have been read.
+        stacks_experts = platform.stacks_experts and encoder.quantization != "checkpoint"
         shapes = zip(self.names, self.shapes, strict=True) if stacks_experts else ()
         self._stack_places = find_places({name: s for name, s in shapes if name in experts})
         rules = abstract_model.weight_rules()

@@ -21,6 +21,7 @@ import numpy as np
 
 import pallas_kernels
 from models import load_model
+from models.decoders.chosen_layer import choose_layer
 from models.forward.kernel_settings import TOKENS_BY_HEAD, WHOLE, KernelSettings
 from models.layers.routing import Routing
 from models.stored_kernels.scaled import ScaledKernel
@@ -43,6 +44,7 @@ from tests.end_to_end.golden_runs import GREEDY, check_against
 from tests.end_to_end.split_drafters import make_drafting_runner, run_with_drafts
 from tests.end_to_end.test_quantized_checkpoints import write_pair
 from tests.engine_compilations import quick_engine_compilations
+from tests.models.layers.test_expert_stack import put_in_stacks
 from tests.models.layers.test_experts import make_experts
 from tests.models.layers.test_experts import run as run_experts
 from tests.models.plain_context import plain_context
@@ -79,7 +81,12 @@ MOE_CONFIG = {
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": MOE_CONFIG
-    | {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0], "norm_topk_prob": True},
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+    },
     # No number of devices divides the vocabulary; embedding and head are tied.
     "odd_vocabulary": MOE_CONFIG
     | {"architectures": ["LlamaForCausalLM"], "vocab_size": 163, "tie_word_embeddings": True},
@@ -444,9 +451,29 @@ def check_kept_integers(quant_method: str, num_devices: int) -> None:
     assert num_scaled > 0
 
 
+def check_expert_stacks(num_devices: int, **options: Any) -> None:
+    """Devices share the experts of two layers, which are in one array for each projection."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(CONFIGS["qwen3_moe"]))
+    alone, split = (
+        load_model(folder, load_format="dummy", mesh=mesh, **options)
+        for mesh in (None, find_mesh(num_devices))
+    )
+    names = [name for name in split.param_names if name.startswith("expert_stacks.")]
+    assert {place.num_layers for place in split.stack_places.values()} == {2}
+    assert len(split.stack_places) == 2 * len(names) == 6
+    for name in names:
+        one, many = (model.parameters[name] for model in (alone, split))
+        np.testing.assert_array_equal(one, many, err_msg=name)
+        sizes = {shard.data.size * num_devices for shard in many.addressable_shards}
+        assert sizes == {one.size}, name
+
+
 def check_own_experts(num_devices: int) -> None:
     """A layer whose devices have whole experts computes what one device computes."""
     experts, rng = make_experts(use_bias=True), np.random.default_rng(0)
+    in_stacks = [make_experts(use_bias=True, seed=seed) for seed in (1, 0)]
+    put_in_stacks(in_stacks)
     x = jnp.asarray(rng.standard_normal((7, experts.gate_proj.kernel.shape[1])), jnp.float32)
     weights = jnp.asarray(rng.uniform(0.1, 1, (7, 2)), jnp.float32)
     context = plain_context(7)
@@ -457,8 +484,10 @@ def check_own_experts(num_devices: int) -> None:
     # Experts 2 and 3 are on the last two of four devices. In the second case, all choose them.
     for expert_ids in (rng.integers(0, 4, (7, 2)), [[2, 3]] * 7):
         routing = Routing(jnp.asarray(expert_ids, jnp.int32), weights)
-        alone, many = (run_experts(experts, x, routing, c) for c in (context, split))
-        np.testing.assert_allclose(many, alone, rtol=1e-5, atol=1e-5)
+        alone = run_experts(experts, x, routing, context)
+        for same in (experts, choose_layer(in_stacks, jnp.int32(1))):
+            many = run_experts(same, x, routing, split)
+            np.testing.assert_allclose(many, alone, rtol=1e-5, atol=1e-5)
 
 
 def check_generator(num_devices: int) -> None:
@@ -543,6 +572,8 @@ CASES = {
     "quick": lambda: (
         check_weights(4),
         check_kept_integers("awq", 2),
+        check_expert_stacks(2),
+        check_expert_stacks(4, **OWN_EXPERTS),
         check_own_experts(4),
         check_merged_attention(4, 2, "float32", 1e-5),
         check_merged_attention(4, 2, "bfloat16", 2e-2),

@@ -31,10 +31,12 @@ def params_of(layer) -> dict:
         f"{name}.{leaf}": getattr(getattr(layer, name), leaf)
         for name in LINEARS
         for leaf in ("kernel", "bias")
+        if getattr(getattr(layer, name), leaf) is not None
     }
 
 
 def put_in_stacks(layers: list) -> None:
+    """Moves the parameters of the layers, which are `Experts`, into stacks."""
     params = {
         f"layers.{idx}.{name}": param
         for idx, layer in enumerate(layers)
@@ -42,7 +44,7 @@ def put_in_stacks(layers: list) -> None:
     }
     values = {name: param.get_value() for name, param in params.items()}
     places = find_places(
-        {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in values.items()}
+        {name: jax.ShapeDtypeStruct(v.shape, jnp.float32) for name, v in values.items()}
     )
     assert places.keys() == values.keys()
     stacks = {}

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import re
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ from models.errors import CheckpointError, CheckpointNotFoundError, ModelError, 
 from models.loading.load_model import load_model
 from models.loading.module_structure import ModuleStructure
 from models.platforms import CPU, TPU
+from models.stored_kernels.scaled import ScaledKernel
+from tests.end_to_end.split_engine import CONFIGS
 from tests.oracles.dense_model import dense_logits
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.paged_stepper import PagedStepper
@@ -292,3 +295,36 @@ def test_weights_are_described_as_in_files_and_on_the_device(tmp_path):
     assert match[2] == "8 of 8 kernels in 4 or 8 bits"
     dummy = load_model(folder, load_format="dummy", dtype="float32").describe_weights()
     assert dummy == f"weights: {size:,.1f} MiB on the device"
+
+
+class WithoutStacks(CPU):
+    stacks_experts: ClassVar[bool] = False
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
+def test_stacks_have_the_numbers_of_their_layers(tmp_path, quantization):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3_moe"]))
+    loaded, apart = (
+        load_model(
+            tmp_path,
+            load_format="dummy",
+            quantization=quantization,
+            quantization_group_size=32,
+            platform=platform.of_this_machine(),
+        )
+        for platform in (CPU, WithoutStacks)
+    )
+    assert not apart.stack_places
+    # Layers 1 and 2 have experts.
+    assert sorted(loaded.stack_places) == [
+        f"layers.{layer_idx}.mlp.experts.{name}.kernel"
+        for layer_idx in (1, 2)
+        for name in ("down_proj", "gate_proj", "up_proj")
+    ]
+    for name, place in loaded.stack_places.items():
+        stack = loaded.parameters[f"expert_stacks.{place.stack}"]
+        own = jax.tree.map(lambda array, p=place: array[p.layer_idx :: p.num_layers], stack)
+        assert isinstance(own, ScaledKernel) == (quantization != "none")
+        assert jax.tree.structure(own) == jax.tree.structure(apart.parameters[name])
+        jax.tree.map(np.testing.assert_array_equal, own, apart.parameters[name])
+    assert loaded.device_bytes == apart.device_bytes

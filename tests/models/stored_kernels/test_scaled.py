@@ -15,6 +15,7 @@ from models.stored_kernels.scaled import ScaledKernel, fitting_group_size
 from models.stored_kernels.use_kernel import multiply
 from pallas_kernels.number_format import NumberFormat, as_float32, factor_of
 from tests.compiler_flags import AS_FOR_USERS
+from tests.models.layers.test_expert_stack import put_in_stacks
 from tests.models.plain_context import plain_context
 from tests.models.steppers import checkpoint_folder
 from tests.models.stored_kernels.dequantized import FLOATS, dequantized
@@ -159,6 +160,8 @@ def experts_in_numpy(kernels: list[np.ndarray], x: np.ndarray, ids: np.ndarray) 
 )
 def test_experts_compute_as_the_widened_ones(number_format, panel_width):
     pairs = [make_experts(number_format, panel_width, seed) for seed in (1, 2)]
+    in_stacks = [make_experts(number_format, panel_width, seed)[0] for seed in (1, 2)]
+    put_in_stacks(in_stacks)
     x = random_array(9, 64, seed=3)
     ids = np.random.default_rng(0).permuted(np.tile(np.arange(4), (9, 1)), axis=1)[:, :2]
     routing = Routing(ids.astype(np.int32), np.full((9, 2), 0.5, np.float32))
@@ -166,14 +169,16 @@ def test_experts_compute_as_the_widened_ones(number_format, panel_width):
 
     @jax.jit
     def run(layer_idx, x):
-        kept = [pair[0] for pair in pairs]
-        return choose_layer(kept, layer_idx)(x, routing, context), kept[0](x, routing, context)
+        apart = [pair[0] for pair in pairs]
+        layers = (choose_layer(apart, layer_idx), apart[0], choose_layer(in_stacks, layer_idx))
+        return [layer(x, routing, context) for layer in layers]
 
     wanted = [experts_in_numpy(kernels, np.asarray(x, np.float64), ids) for _, kernels in pairs]
     for layer_idx, of_layer in enumerate(wanted):
-        chosen, first = run(layer_idx, x)
+        chosen, first, chosen_in_stack = run(layer_idx, x)
         assert_near(chosen, of_layer)
         assert_near(first, wanted[0])
+        assert_near(chosen_in_stack, of_layer)
 
 
 @pytest.mark.parametrize(("name", "worst"), [("int4", 0.15), ("int8", 0.01), ("fp8", 0.04)])
