@@ -8,9 +8,11 @@ import numpy as np
 
 from models.config.attention_config import AttentionConfig
 from models.config.rope_config import RopeConfig
+from models.decoders.chosen_layer import choose_layer
 from models.forward.layer_context import LayerContext
 from models.layers.expert_attention import ExpertAttention, RoutedHeads
 from models.layers.routing import SoftmaxTopK
+from tests.models.layers.test_expert_stack import put_in_stacks
 from tests.models.plain_context import plain_context
 
 NUM_ROWS, HIDDEN, NUM_EXPERTS, TOP_K, NUM_KV_HEADS, HEAD_DIM = 5, 6, 4, 2, 3, 2
@@ -83,3 +85,22 @@ def test_the_output_is_the_weighted_sum_of_the_experts_and_one_bias():
             out_np = own_np @ kernels_np[expert_ids_np[row, choice]]
             expected_np = expected_np + weights_np[row, choice] * out_np
         np.testing.assert_allclose(got[row], expected_np, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_whose_experts_are_in_a_stack_compute_as_layers_apart():
+    apart, in_stacks = (
+        [make_attention(np.random.default_rng(seed)) for seed in (0, 1, 2)] for _ in range(2)
+    )
+    put_in_stacks(in_stacks)
+    x = jnp.asarray(np.random.default_rng(3).standard_normal((NUM_ROWS, HIDDEN)), jnp.float32)
+
+    def run(attention: ExpertAttention) -> tuple[jax.Array, jax.Array]:
+        context = make_context()
+        (q, routing), _, _ = attention.project_in(x, context, norm=lambda x: x)
+        return q, attention.project_out(RoutedHeads(q, *routing), context)
+
+    wanted = jax.jit(lambda: [run(attention) for attention in apart])()
+    chosen = jax.jit(lambda idx: run(choose_layer(in_stacks, idx)))
+    for layer_idx, of_layer in enumerate(wanted):
+        for got, expected in zip(chosen(layer_idx), of_layer, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)

@@ -4,16 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from models.decoders.chosen_layer import choose_layer
 from models.layers.expert_stack import InStack, find_places, write_layer
+from models.layers.experts import ExpertLinear
 from models.layers.routing import Routing
 from tests.models.layers.test_experts import make_experts
 from tests.models.layers.test_experts import run as run_experts
 from tests.models.plain_context import plain_context
 
 NUM_LAYERS = 3
-LINEARS = ("gate_proj", "up_proj", "down_proj")
+NUM_LINEARS = 3  # gate, up and down
 
 
 def layers_apart() -> list:
@@ -26,17 +28,19 @@ def layers_apart() -> list:
     return layers
 
 
-def params_of(layer) -> dict:
+def params_of(layer: nnx.Module) -> dict[str, nnx.Param]:
+    """The parameters of all experts in a layer."""
     return {
-        f"{name}.{leaf}": getattr(getattr(layer, name), leaf)
-        for name in LINEARS
-        for leaf in ("kernel", "bias")
-        if getattr(getattr(layer, name), leaf) is not None
+        ".".join(map(str, (*path, leaf))): getattr(module, leaf)
+        for path, module in nnx.iter_modules(layer)
+        if isinstance(module, ExpertLinear)
+        for leaf in module.chosen_in_place
+        if getattr(module, leaf) is not None
     }
 
 
 def put_in_stacks(layers: list) -> None:
-    """Moves the parameters of the layers, which are `Experts`, into stacks."""
+    """Moves the parameters of all experts in the layers into stacks."""
     params = {
         f"layers.{idx}.{name}": param
         for idx, layer in enumerate(layers)
@@ -89,4 +93,4 @@ def test_program_has_each_product_once():
 
         return jax.jit(run).lower(jnp.int32(0), x).as_text().count("call @grouped_matmul_xla")
 
-    assert products(NUM_LAYERS) == products(2) == len(LINEARS)
+    assert products(NUM_LAYERS) == products(2) == NUM_LINEARS
