@@ -11,6 +11,8 @@ from collections.abc import Callable
 import numpy as np
 
 from paxkv.contracts.scheduler_output import ModelRunnerOutput
+from paxkv.runner.drafters.acceptance import Acceptance
+from paxkv.runner.features.head_drafts import HeadStep
 from paxkv.runner.shapes.scheduled_rows import ScheduledRows
 
 
@@ -91,8 +93,19 @@ class SimulatedEngine:
         self._in_flight: list[_StepInFlight] = []
         self._drafts: dict[str, list[int]] = {}
         self._feature = make_feature(lambda: self.now_s)
+        self._start_requests()
+
+    def _start_requests(self) -> None:
         for req_id in self._requests:
             self._feature._start(req_id, [0])
+
+    def _propose(self, planned: object) -> dict[str, list[int]]:
+        """Drafts that the device proposes after a step."""
+        return {}
+
+    def _proposing_s(self, planned: object) -> float:
+        """Seconds for these drafts."""
+        return 0.0
 
     def run(self, num_tokens: int) -> float:
         """Returns tokens per second, without noise, until each request has so many more."""
@@ -134,6 +147,7 @@ class SimulatedEngine:
                 num_decode_steps=num_steps,
             )
         )
+        took_s += self._proposing_s(planned)
         for row in rows:
             row.num_pending += num_steps
             row.num_own = 1
@@ -159,5 +173,39 @@ class SimulatedEngine:
             req_ids=[*self._requests],
             sampled_token_ids=sampled,
             logprobs=[None] * len(sampled),
+            draft_token_ids=self._propose(step.planned),
         )
         self._drafts = step.planned.finish(output, {}).draft_token_ids
+
+
+class SimulatedHeadEngine(SimulatedEngine):
+    """Runs `HeadDrafts`. The head takes `HEAD_SHARE` of a step with a row for each request.
+
+    Each further draft takes half as long.
+
+    Attributes:
+        num_right: Returns the right drafts of a proposal, by the number of tokens of the request.
+    """
+
+    HEAD_SHARE = 0.15
+
+    num_right: Callable[[int, random.Random], int]
+
+    def _start_requests(self) -> None:
+        for req_id in self._requests:
+            self._feature._requests[req_id] = Acceptance(self._feature._total)
+
+    def _propose(self, planned: HeadStep) -> dict[str, list[int]]:
+        found = {}
+        if planned.num_proposed:
+            for req_id, row in self._requests.items():
+                num_right = min(planned.num_proposed, self.num_right(row.num_known, self._rng))
+                right = [*range(row.num_known, row.num_known + num_right)]
+                found[req_id] = right + [-1] * (planned.num_proposed - num_right)
+        return found
+
+    def _proposing_s(self, planned: HeadStep) -> float:
+        if not planned.num_proposed:
+            return 0.0
+        head_s = self.HEAD_SHARE * self._machine.mean_s(len(self._requests))
+        return head_s * (1 + planned.num_proposed) / 2

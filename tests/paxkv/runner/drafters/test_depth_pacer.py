@@ -239,3 +239,23 @@ def test_drafts_that_requests_do_not_get_because_they_end_lower_the_gain():
             num_reqs=4, num_drawn=4, num_drafts=num_drafts, num_decode_steps=1, is_decode=True
         )
     assert chosen[5] > 0 and sum(map(bool, chosen[200:])) < 100
+
+
+def test_first_step_after_a_choice_of_more_drafts_counts_for_what_it_verifies():
+    """One draft pays, then three, and so on. Each step verifies one draft, which is right."""
+    now_s, chosen = 0.0, [0, 0]
+    pacer = DepthPacer(3, clock=lambda: now_s)
+    for idx in range(300):
+        num_verified = min(chosen[-2:])
+        now_s += (1.0, 1.5, 2.0, 2.4)[num_verified]
+        pacer.record_step(
+            num_reqs=1,
+            num_drawn=1 + num_verified,
+            num_drafts=chosen[-1],
+            num_verified=num_verified,
+            num_decode_steps=1,
+            is_decode=True,
+        )
+        is_long = idx < 40 or (idx > 60 and idx % 2)
+        chosen.append(pacer.choose([[1.0, 1.0, 1.0] if is_long else [1.0, 0.0, 0.0]]))
+    assert chosen[-100:].count(1) > 40 and chosen[-100:].count(3) > 40

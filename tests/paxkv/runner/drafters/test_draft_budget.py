@@ -6,10 +6,16 @@ import random
 import pytest
 
 from paxkv.runner.drafters.base import Drafter, RequestDrafter
+from paxkv.runner.drafters.depth_pacer import DepthPacer
 from paxkv.runner.drafters.draft_budget import DraftBudget
 from paxkv.runner.drafters.draft_pacer import DraftPacer
 from paxkv.runner.features.drafts import Drafts
-from tests.paxkv.runner.drafters.simulated_engine import Machine, SimulatedEngine
+from paxkv.runner.features.head_drafts import HeadDrafts
+from tests.paxkv.runner.drafters.simulated_engine import (
+    Machine,
+    SimulatedEngine,
+    SimulatedHeadEngine,
+)
 
 MAX_DRAFTS = 4
 
@@ -86,6 +92,32 @@ def measure_gain(setting, num_right, *, num_reqs, has_states=False):
     )
     plain_rate = num_reqs / setting.machine.mean_s(num_reqs)
     return engine.run(NUM_TOKENS[num_reqs]) / plain_rate
+
+
+def measure_head_gain(setting, num_right, *, num_reqs):
+    """As `measure_gain`, with a head."""
+
+    def make_feature(clock):
+        pacer = DepthPacer(MAX_DRAFTS, clock=clock)
+        return HeadDrafts(None, max_drafts=MAX_DRAFTS, pacer=pacer)
+
+    engine = SimulatedHeadEngine(
+        setting.machine, make_feature, num_reqs=num_reqs, burst_len=setting.burst_len
+    )
+    engine.num_right = num_right
+    plain_rate = num_reqs / setting.machine.mean_s(num_reqs)
+    return engine.run(NUM_TOKENS[num_reqs]) / plain_rate
+
+
+@pytest.mark.parametrize(
+    ("setting", "num_reqs"), [("gpu", 1), ("gpu", 8), ("cpu", 1), ("cpu", 64), ("full", 8)]
+)
+def test_drafts_of_a_head_cost_at_most_5_percent(setting, num_reqs):
+    gains = {
+        name: measure_head_gain(SETTINGS[setting], num_right, num_reqs=num_reqs)
+        for name, num_right in NUM_RIGHT.items()
+    }
+    assert min(gains.values()) > 0.95, gains
 
 
 @pytest.mark.parametrize("has_states", [False, True])
