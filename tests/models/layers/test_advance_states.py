@@ -1,27 +1,50 @@
 """The states of rows without tokens are not computed if a program serves several widths."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from models import CachePlace, ForwardBatch, KernelSettings, StateInputs, Wants
 from models.cache.state_format import StateFormat
 from models.forward.layer_context import LayerContext
 from models.layers.advance_states import CHUNK_REQS, FEW_REQS, advance_states
+from models.layers.gated_delta_net import LINEAR_ATTENTION, GatedDeltaNet, GatedDeltaNetConfig
+from models.layers.kimi_delta_attention import (
+    DELTA_ATTENTION,
+    KimiDeltaAttention,
+    KimiDeltaConfig,
+)
+from models.layers.lightning_attention import LIGHTNING, LightningAttention, LightningConfig
+from models.layers.mamba import Mamba, MambaConfig
+from models.layers.mamba2 import MAMBA, Mamba2, Mamba2Config
+from models.layers.rg_lru import RECURRENT, RecurrentBlock, RecurrentBlockConfig
 from pallas_kernels.ragged_requests import request_of_token
+from tests.quick_compile import QUICK_COMPILE, marked_sizes
 
 NUM_ROWS = 2 * CHUNK_REQS + 4  # so that the last chunk has rows past the last one
 FORMAT = StateFormat(shapes=((3, 2), (5,)), num_windows=1)
 PAGE_WORDS = 8  # the window takes a page, and the state another
 
 
-def make_context(num_used, widths: tuple[int, ...], tokens_each: int = 1) -> LayerContext:
+def make_context(
+    num_used,
+    widths: tuple[int, ...],
+    tokens_each: int = 1,
+    *,
+    name: str = "own",
+    state_format: StateFormat = FORMAT,
+) -> LayerContext:
     """One layer. Each row reads a slot of its own and writes another."""
+    num_pages = state_format.num_pages(4 * PAGE_WORDS)
     row_idx = jnp.arange(NUM_ROWS + 1, dtype=jnp.int32)
     starts = tokens_each * jnp.minimum(row_idx, num_used)
     token_idx = jnp.arange(tokens_each * NUM_ROWS, dtype=jnp.int32)
-    slots = 1 + np.random.default_rng(0).permutation(4 * NUM_ROWS).reshape(2, 1, NUM_ROWS, 2)
+    slots = 1 + np.random.default_rng(0).permutation(2 * num_pages * NUM_ROWS)
+    slots = slots.reshape(2, 1, NUM_ROWS, num_pages)
     states = StateInputs(
         read_slots=jnp.asarray(slots[0], jnp.int32),
         write_slots=jnp.asarray(slots[1], jnp.int32),
@@ -41,9 +64,9 @@ def make_context(num_used, widths: tuple[int, ...], tokens_each: int = 1) -> Lay
         wants=Wants(logits="last"),
         widths=widths,
     )
-    place = CachePlace(format=FORMAT, inputs_idx=0, group_idx=0, row=1)
+    place = CachePlace(format=state_format, inputs_idx=0, group_idx=0, row=1)
     context = LayerContext(batch=batch, kernels=KernelSettings(), slots=(None,), cos_sin={})
-    return context.at(0, (("own", place),))
+    return context.at(0, ((name, place),))
 
 
 def advance(arrays, states, state, context):
@@ -69,7 +92,7 @@ def advance_all():
         context = make_context(num_used, widths, tokens_each)
         return advance_states(advance, "own", (x,), jnp.asarray(pages, jnp.float32), context)
 
-    return jax.jit(run, static_argnums=(1, 2))
+    return jax.jit(run, static_argnums=(1, 2), compiler_options=QUICK_COMPILE)
 
 
 @pytest.mark.parametrize("num_used", [0, 1, CHUNK_REQS, 2 * CHUNK_REQS - 3, NUM_ROWS])
@@ -95,3 +118,51 @@ def test_rows_without_tokens_are_not_computed(advance_all):
     assert np.all(out[CHUNK_REQS:] == 0)
     at_once, _ = advance_all(CHUNK_REQS - 1, ())
     assert np.all(at_once[CHUNK_REQS:] != 0)
+
+
+SIZES = {"hidden_size": 12, "kernel_size": 3}
+HEADS = {"num_heads": 4, "head_dim": 4}
+LAYERS = {
+    MAMBA + "2": (Mamba2, Mamba2Config(**SIZES, **HEADS, state_size=6, num_groups=2, eps=1e-6)),
+    MAMBA: (Mamba, MambaConfig(**SIZES, inner=16, state_size=4, time_step_rank=3)),
+    LINEAR_ATTENTION: (
+        GatedDeltaNet,
+        GatedDeltaNetConfig(**SIZES, num_k_heads=2, num_v_heads=4, k_dim=4, v_dim=6, eps=1e-6),
+    ),
+    DELTA_ATTENTION: (KimiDeltaAttention, KimiDeltaConfig(**SIZES, **HEADS, eps=1e-6)),
+    LIGHTNING: (LightningAttention, LightningConfig(hidden_size=12, **HEADS, activation="silu")),
+    RECURRENT: (
+        RecurrentBlock,
+        RecurrentBlockConfig(**SIZES, width=16, num_blocks=2, activation="gelu_tanh"),
+    ),
+}
+
+
+QUICK_LAYERS = (MAMBA + "2", LINEAR_ATTENTION)
+
+
+@pytest.mark.parametrize(
+    "name", marked_sizes(QUICK_LAYERS, slow=sorted(LAYERS.keys() - QUICK_LAYERS))
+)
+def test_recurrent_layers_compute_in_chunks_what_they_compute_at_once(name):
+    make_layer, config = LAYERS[name]
+    graph, weights = nnx.split(make_layer(config, dtype=jnp.float32))
+    rng = np.random.default_rng(2)
+    weights = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(np.float32), weights)
+    num_pages = config.format().num_pages(4 * PAGE_WORDS)
+    pages = rng.standard_normal((2, 2 * num_pages * NUM_ROWS + 1, PAGE_WORDS)).astype(np.float32)
+    hidden = rng.standard_normal((NUM_ROWS, config.hidden_size)).astype(np.float32)
+
+    @functools.partial(jax.jit, static_argnums=1, compiler_options=QUICK_COMPILE)
+    def run(num_used, widths):
+        own = {"name": name.rstrip("2"), "state_format": config.format()}
+        context = make_context(num_used, widths, **own)
+        layer = nnx.merge(graph, weights)
+        return layer(jnp.asarray(hidden), jnp.asarray(pages), context, norm=lambda x: x)
+
+    num_used = 2 * CHUNK_REQS - 3
+    wanted, wanted_pages = run(num_used, ())
+    out, new_pages = run(num_used, (CHUNK_REQS, NUM_ROWS))
+    np.testing.assert_allclose(out[:num_used], wanted[:num_used], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(new_pages, wanted_pages, rtol=1e-4, atol=1e-5)
+    assert np.any(new_pages != pages)
