@@ -66,8 +66,9 @@ class StateInputs:
     write_slots: jax.Array  # i32[num_groups, num_reqs, blocks_per_state]
     # The state before the step is zero, and the blocks of `read_slots` hold anything.
     starts_from_zero: jax.Array  # bool[num_reqs]
-    # Rows that are not alive write nothing. A burst computes the last token of an ended request
-    # again, and a state would advance once more.
+    # Rows that are not alive write nothing, and their tokens write no keys and values. A burst
+    # computes the last token of an ended request again: a state would advance once more, and keys
+    # and values would follow from another state.
     is_alive: jax.Array  # bool[num_reqs]
     query_start_loc: jax.Array  # i32[num_reqs + 1], not decreasing, first entry 0
     # Static. True: row r has token r, or no token.
@@ -85,6 +86,14 @@ class StateInputs:
     def is_written(self) -> jax.Array:  # bool[num_reqs]
         """Whether the row's state changes in this step."""
         return self.is_alive & (self.query_start_loc[1:] > self.query_start_loc[:-1])
+
+    def is_alive_of_tokens(self, num_tokens: int) -> jax.Array:  # bool[num_tokens]
+        """Whether the row of each token is alive. Padding has the value of some row."""
+        if self.has_one_token_each:
+            return self.is_alive[:num_tokens]
+        token_idx = jnp.arange(num_tokens, dtype=jnp.int32)
+        row = jnp.searchsorted(self.query_start_loc[1:], token_idx, side="right")
+        return self.is_alive.at[row].get(mode="clip")
 
 
 @jax.tree_util.register_dataclass

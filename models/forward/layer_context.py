@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import pallas_kernels
 from models.cache.format import CacheFormat, Pages
 from models.config.rope_config import RopeConfig
 from models.errors import ModelError
-from models.forward.forward_batch import ForwardBatch, StateInputs
+from models.forward.forward_batch import ForwardBatch, GroupInputs, StateInputs
 from models.forward.kernel_settings import PAGES_BY_DEVICE, WHOLE, KernelSettings
 from models.forward.row_widths import Chunk, Width
 from models.layers.rotary import rotary_cos_sin
@@ -437,20 +438,8 @@ def make_context(
     Args:
         rotaries: The different values of `AttentionConfig.rotary` in the model.
     """
-    num_rows, num_blocks = pages.shape[:2]
     slots = tuple(
-        None
-        if isinstance(inputs, StateInputs)
-        else kernels.slot_mapping(
-            jnp.broadcast_to(
-                batch.positions, (inputs.block_tables.shape[0], *batch.positions.shape)
-            ),
-            inputs.block_tables,
-            batch.query_start_loc,
-            block_size=inputs.block_size // kernels.num_context_ranks,
-            num_rows=num_rows,
-            num_blocks=num_blocks,
-        )
+        None if isinstance(inputs, StateInputs) else _slots_of(inputs, batch, pages, kernels)
         for inputs in batch.groups
     )
     cos_sin = {
@@ -458,3 +447,23 @@ def make_context(
         for rope, rotary_dim in rotaries
     }
     return LayerContext(batch=batch, kernels=kernels, slots=slots, cos_sin=cos_sin)
+
+
+def _slots_of(
+    inputs: GroupInputs, batch: ForwardBatch, pages: Pages, kernels: KernelSettings
+) -> jax.Array:  # i32[num_groups, num_tokens]
+    num_rows, num_blocks = pages.shape[:2]
+    block_size = inputs.block_size // kernels.num_context_ranks
+    slots = kernels.slot_mapping(
+        jnp.broadcast_to(batch.positions, (inputs.block_tables.shape[0], *batch.positions.shape)),
+        inputs.block_tables,
+        batch.query_start_loc,
+        block_size=block_size,
+        num_rows=num_rows,
+        num_blocks=num_blocks,
+    )
+    states = next((other for other in batch.groups if isinstance(other, StateInputs)), None)
+    if states is None:
+        return slots
+    pad_slot = pallas_kernels.pad_slot(num_rows, num_blocks, block_size)
+    return jnp.where(states.is_alive_of_tokens(slots.shape[1]), slots, pad_slot)

@@ -42,7 +42,7 @@ class DecodeState:
     """The state between two decode steps.
 
     A row that has ended computes its last token again, at the same position, so it writes the keys
-    and values that are there already. It writes no state.
+    and values that are there already. In a model with states, it writes nothing.
     """
 
     step_idx: jax.Array  # i32[]

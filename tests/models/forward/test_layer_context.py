@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_kernels
 from models import (
     AttentionFormat,
     CachePlace,
@@ -14,6 +15,7 @@ from models import (
     GroupInputs,
     KernelSettings,
     ModelError,
+    StateInputs,
     Wants,
 )
 from models.config.rope_config import RopeConfig
@@ -23,6 +25,7 @@ from tests.models.plain_context import plain_context
 MAIN = AttentionFormat(num_kv_heads=2, head_dim=8, dtype="float32")
 INDEX = AttentionFormat(num_kv_heads=1, head_dim=8, dtype="float32")
 NUM_ROWS, NUM_BLOCKS = 2, 20
+PAD = pallas_kernels.pad_slot(NUM_ROWS, NUM_BLOCKS, 4)
 
 
 @pytest.fixture
@@ -47,6 +50,33 @@ def context() -> LayerContext:
     )
     pages = jnp.zeros((NUM_ROWS, NUM_BLOCKS, 2 * 2 * 8 * 4))
     return make_context(batch, pages, KernelSettings(), [])
+
+
+@pytest.mark.parametrize("has_one_token_each", [False, True])
+def test_rows_that_are_not_alive_write_no_keys_and_values(has_one_token_each):
+    """Their state is another one than when the token was first computed."""
+    slot_blocks = jnp.zeros((1, 3, 1), jnp.int32)
+    states = StateInputs(
+        read_slots=slot_blocks,
+        write_slots=slot_blocks,
+        starts_from_zero=jnp.zeros(3, bool),
+        is_alive=jnp.asarray([True, False, True]),
+        query_start_loc=jnp.asarray([0, 1, 2, 3] if has_one_token_each else [0, 2, 3, 4]),
+        has_one_token_each=has_one_token_each,
+    )
+    num_tokens = 3 if has_one_token_each else 5
+    tables = jnp.asarray([[[1, 0], [2, 0], [3, 0]]], jnp.int32)
+    batch = ForwardBatch(
+        token_ids=jnp.zeros(num_tokens, jnp.int32),
+        positions=jnp.zeros(num_tokens, jnp.int32),
+        query_start_loc=states.query_start_loc.astype(jnp.int32),
+        groups=(GroupInputs(block_tables=tables, seq_lens=jnp.ones(3), block_size=4), states),
+        logits_indices=jnp.zeros(3, jnp.int32),
+    )
+    pages = jnp.zeros((NUM_ROWS, NUM_BLOCKS, 2 * 2 * 8 * 4))
+    slots = make_context(batch, pages, KernelSettings(), []).slots[0][0]
+    expected = [4, PAD, 12] if has_one_token_each else [4, 4, PAD, 12, PAD]
+    np.testing.assert_array_equal(slots, expected)
 
 
 def test_a_layer_finds_each_of_its_caches(context):
