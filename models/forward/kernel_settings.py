@@ -50,7 +50,6 @@ class KernelSettings:
         num_context_ranks: Devices that share the positions of a request (`ContextRanks`).
         splits_experts: Whether each device has its own experts (`models.layers.expert_parallel`).
             `LoadedModel.with_kernels` sets it.
-        panels_per_turn: As `Platform.panels_per_turn`. `LoadedModel.with_kernels` sets it.
     """
 
     implementation: str | None = None
@@ -60,7 +59,6 @@ class KernelSettings:
     splits_kv_heads: bool = True
     splits_experts: bool = False
     num_context_ranks: int = 1
-    panels_per_turn: int = 32
 
     @classmethod
     def for_mesh(

@@ -165,10 +165,7 @@ class LoadedModule:
         check_context_ranks(self.config, kernels.num_shards, kernels.num_context_ranks)
         splits = splits_kv_heads(self.config, kernels.num_shards)
         kernels = dataclasses.replace(
-            kernels,
-            splits_kv_heads=splits,
-            splits_experts=self.splits_experts,
-            panels_per_turn=self.platform.panels_per_turn,
+            kernels, splits_kv_heads=splits, splits_experts=self.splits_experts
         )
         return dataclasses.replace(self, kernels=kernels)
 

@@ -120,11 +120,6 @@ class Platform:
         num_fitting = available_memory_bytes() // self.compile_bytes
         return max(1, min(num_cores(), num_fitting, _MAX_COMPILE_THREADS))
 
-    @property
-    def panels_per_turn(self) -> int:
-        """Most panels of a quantized kernel that one turn of `multiply_few_rows` adds."""
-        return 32
-
     def column_panel_width(self, *, batch_invariant: bool = False) -> int | None:
         """Columns of panels in which float32 matrices are stored; None stores whole matrices."""
         return None

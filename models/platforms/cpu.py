@@ -110,15 +110,6 @@ class CPU(Platform):
         uses_ynnpack = _YNNPACK_DOES not in self.compiler_options({dtype})
         return "rows" if uses_ynnpack and "avx512f" in self.instruction_sets else "columns"
 
-    @property
-    def panels_per_turn(self) -> int:
-        """As `Platform.panels_per_turn`. With 32, a turn stays in the processor's first cache.
-
-        With several threads, XLA would cut such a turn into tasks, which takes longer than the turn
-        itself. It does not cut turns of 4 panels.
-        """
-        return 32 if self.num_threads == 1 else 4
-
     def column_panel_width(self, *, batch_invariant: bool = False) -> int | None:
         """Columns of the panels in which float32 kernels are stored (`PanelKernel`).
 

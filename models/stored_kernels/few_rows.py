@@ -11,26 +11,25 @@ from models.stored_kernels.stored_kernel import StoredKernel, UseKernel
 
 # Every number is widened once per row of x. With more rows, widening a whole panel takes less time.
 MAX_FEW_ROWS = 2
-# Rows of stored numbers that one iteration of the loop adds.
-_ROWS_PER_TURN = 8
+# Panels, and rows of stored numbers in each, that one turn of the loop adds (docs/design/cpu.md).
+# XLA cuts longer turns into tasks for its threads, which takes longer than such a turn itself.
+_PANELS_PER_TURN = 4
+_ROWS_PER_TURN = 4
 
 
 def multiply_few_rows(
     x: jax.Array,  # f32[num_x_rows, in_features]
     panels: Panels,
     use: UseKernel,
-    *,
-    panels_per_turn: int,
 ) -> jax.Array:  # f32[num_x_rows, num_panels * width]
     """Adds products of numbers with activations, a few rows of numbers at a time.
 
     Args:
         panels: Of the first kernel, for the sizes.
         use: As in `StoredKernel.multiply`. The kernel has the attribute `panels`.
-        panels_per_turn: Most panels of one turn of the loop.
     """
     num_panels, num_groups, num_rows, width = panels.numbers.shape
-    num_together = min(num_panels, panels_per_turn)
+    num_together = min(num_panels, _PANELS_PER_TURN)
     turn_rows = math.gcd(num_rows, _ROWS_PER_TURN)
     turns_per_group = num_rows // turn_rows
     num_turns = num_groups * turns_per_group

@@ -156,9 +156,7 @@ class ScaledKernel(StoredKernel):
                 split=self.split,
             )
         if len(x) <= MAX_FEW_ROWS and x.dtype == jnp.float32:
-            return multiply_few_rows(
-                *(x, self.panels, use), panels_per_turn=settings.panels_per_turn
-            )[:, : self.out_features]
+            return multiply_few_rows(x, self.panels, use)[:, : self.out_features]
         width = self.numbers.shape[-1]
 
         def add(idx: jax.Array, out: jax.Array) -> jax.Array:

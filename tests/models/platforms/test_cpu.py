@@ -133,8 +133,3 @@ def test_halves_are_kept_as_integers():
         assert platform.kv_cache_dtypes(model_dtype) == ("float32", "float16", "bfloat16")
     stored = {dtype: platform.page_dtype(dtype) for dtype in platform.kv_cache_dtypes("float32")}
     assert stored == {"float32": "float32", "float16": "uint16", "bfloat16": "uint16"}
-
-
-@pytest.mark.parametrize(("num_cores", "wanted"), [(1, 32), (2, 4)])
-def test_turns_are_short_if_xla_would_cut_them_for_threads(num_cores, wanted):
-    assert CPU(num_threads=num_cores, instruction_sets=frozenset()).panels_per_turn == wanted

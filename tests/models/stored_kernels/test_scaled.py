@@ -232,6 +232,16 @@ def test_one_row_is_multiplied_without_panels_of_floats(number_format):
     assert program.memory_analysis().temp_size_in_bytes < 2**17
 
 
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_xla_does_not_cut_turns_of_few_rows_into_tasks_for_threads(num_rows):
+    """The tasks would take longer than the turn. On one processor, XLA cuts nothing."""
+    kernel = quantized(512, 2048, number_format="int8", panel_width=128)
+    x = random_array(num_rows, 512)
+    program = jax.jit(multiply_plainly).lower(x, kernel).compile(AS_FOR_USERS)
+    assert "while(" in program.as_text()
+    assert "outer_dimension_partitions" not in program.as_text()
+
+
 @pytest.mark.parametrize("has_zeros", [False, True])
 def test_one_row_is_multiplied_with_every_panel(has_zeros):
     """More panels than a turn of the loop has, and not a multiple of them."""
