@@ -18,6 +18,7 @@ from paxkv.errors import (
 from paxkv.text.bounded_template import BoundedEnvironment, check_numbers
 from paxkv.text.call_arguments import dump_json, template_arguments
 from paxkv.text.short_call_ids import needs_short_ids, with_short_ids
+from paxkv.text.text_parts import TextParts
 from paxkv.text.tokenizer import read_json_object
 
 Message = Mapping[str, object]
@@ -39,7 +40,8 @@ class ChatTemplate:
         special_tokens: Variables for the template, such as `{"bos_token": "<s>"}`.
         content_format: "openai" passes contents as lists of `{"type": "text", "text": ...}`,
             "string" as strings. "auto" passes lists if the template has a loop over contents. If
-            the template also tests whether values are strings, results of tools are strings.
+            the template also tests whether values are strings, a result of a tool that came as a
+            string stays one, and one that came in parts becomes `TextParts`.
         origins: Template name -> the place where it was found. A template without an origin came
             with a request, so its errors are errors of the request.
     """
@@ -181,8 +183,8 @@ class ChatTemplate:
             checked = [with_short_ids(message) for message in checked]
         if self._expects_parts[name]:
             checked = [
-                # Such templates write the result of a tool without a loop.
-                both[0]
+                # Such templates may write the result of a tool without a loop.
+                _with_text_parts(*both)
                 if self._accepts_text[name] and both[0]["role"] == "tool"
                 else _with_parts(*both)
                 for both in zip(checked, messages, strict=True)
@@ -388,6 +390,14 @@ def _with_parts(checked: dict[str, object], message: Message) -> dict[str, objec
     content = message.get("content")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     return {**checked, "content": parts or []}
+
+
+def _with_text_parts(checked: dict[str, object], message: Message) -> dict[str, object]:
+    """A message with its text as content, or with `TextParts` if it came in parts."""
+    content = message["content"]
+    if isinstance(content, str):
+        return checked
+    return {**checked, "content": TextParts(content, str(checked["content"]))}
 
 
 def _make_environment() -> BoundedEnvironment:

@@ -60,6 +60,31 @@ def test_a_result_of_a_tool_stays_text_if_the_template_accepts_text() -> None:
     assert ChatTemplate(only_parts).render(messages) == "<a><b>"
 
 
+@pytest.mark.parametrize(
+    ("write", "wanted"),
+    [
+        # As in transformers, which passes the parts.
+        ("{% for p in c %}<{{ p.text }}>{% endfor %}", "<a><b>"),
+        ("{{ c[1].text }}{{ c | length }}", "b2"),
+        # transformers would write Python's text of a list, or fail.
+        ("{{ c }}", "a\nb"),
+        ("{{ '(' + c + ')' }}", "(a\nb)"),
+        ("{{ '(' ~ c ~ ')' }}", "(a\nb)"),
+        ("{{ c.split('\n')[1] }}{{ c | trim }}", "ba\nb"),
+    ],
+)
+def test_parts_of_a_result_are_parts_in_a_loop_and_otherwise_text(write: str, wanted: str) -> None:
+    others = "{% for p in m.content %}{{ p.text }}{% endfor %}"
+    source = (
+        "{% for m in messages %}{% set c = m.content %}{% if m.role == 'tool' and c is string %}"
+        "{{ c }}{% elif m.role == 'tool' %}" + write + "{% else %}" + others + "{% endif %}"
+        "{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert ChatTemplate(source).render([{"role": "tool", "content": parts}]) == wanted
+    assert ChatTemplate(source).render([{"role": "tool", "content": "a"}]) == "a"
+
+
 def test_error_names_a_part_that_is_not_text() -> None:
     content = [{"type": "image_url", "image_url": {"url": "x"}}]
     with pytest.raises(UnsupportedFeatureError, match="image_url") as caught:
