@@ -68,11 +68,21 @@ def write_prefix(
     return place.set(words, mode="drop", wrap_negative_indices=False)
 
 
+def view_as(
+    pages: Pages,  # [num_rows, num_blocks, width]
+    dtype: jnp.dtype,
+) -> jax.Array:  # [num_rows, num_blocks, bytes of a page / bytes of one of `dtype`]
+    """The bits of the pages as other numbers: no copy where `Platform.fuses_state_writes`."""
+    if pages.dtype == dtype:
+        return pages
+    return recast(pages.reshape(-1, pages.shape[2]), dtype).reshape(*pages.shape[:2], -1)
+
+
 def recast(
     numbers: jax.Array,  # [n, k], or [n, k, lanes] of pages that are lines
     dtype: jnp.dtype,
 ) -> jax.Array:  # [n, bytes of the k numbers / bytes of one of `dtype`, ...]
-    """The bits of values as words of a page, or of words as values. Pages are never bitcast.
+    """The bits of values as words of a page, or of words as values.
 
     Without lanes, the parts of a wide number are neighbors. With lanes, the wide number i of k has
     its lowest bits in the narrow number i and its next bits in the number i + k, because a TPU

@@ -104,6 +104,9 @@ class StateFormat:
             num_words = [array.num_bytes // word_bytes for array in run.arrays]
             width = -(-sum(num_words) // num_lanes) if run.num_pages == 1 else pages.shape[2]
             words = rules.read_prefix(pages, state.row, slots.reshape(-1), width)
+            if state.fuses_writes:
+                # A kernel that reads some pages and writes others would need a copy of all pages.
+                words = jax.lax.optimization_barrier(words)
             lanes = _common_lanes(run, pages)
             words = words.reshape(num_reqs, -1, *lanes)
             start = 0
@@ -128,10 +131,13 @@ class StateFormat:
 
         Every array must depend on what `read` returned for it (`models/cache/rules.py`).
         """
-        num_blocks, *page = pages.shape[1:]
+        stored_dtype, num_blocks = pages.dtype, pages.shape[1]
+        page_bytes = math.prod(pages.shape[2:]) * stored_dtype.itemsize
         is_written = state.is_written[:, None]
         rest = iter(arrays)
-        for run in self._runs(math.prod(page) * pages.dtype.itemsize):
+        for run in self._runs(page_bytes):
+            pages = rules.view_as(pages, _written_dtype(run, stored_dtype, state))
+            page = pages.shape[2:]
             lanes = _common_lanes(run, pages)
             parts = []
             for array in run.arrays:
@@ -153,7 +159,7 @@ class StateFormat:
             for array in arrays:
                 block_ids = rules.after(block_ids, array)
             pages = rules.write_prefix(pages, state.row, block_ids, words)
-        return pages
+        return rules.view_as(pages, stored_dtype)
 
     def _runs(self, page_bytes: int) -> Iterator[_Run]:
         if self.content_bytes(1) <= page_bytes:
@@ -164,6 +170,18 @@ class StateFormat:
             num_pages = -(-array.num_bytes // page_bytes)
             yield _Run((array,), first_page, num_pages)
             first_page += num_pages
+
+
+def _written_dtype(run: _Run, stored_dtype: jnp.dtype, state: LayerState) -> jnp.dtype:
+    """The dtype of the pages in which a run is written.
+
+    A change of dtype into narrower words would end a fused kernel: the new state would be stored
+    once more, before it is written to the pages.
+    """
+    dtypes = {jnp.dtype(array.dtype) for array in run.arrays}
+    if not state.fuses_writes or len(dtypes) > 1:
+        return stored_dtype
+    return max(stored_dtype, *dtypes, key=lambda dtype: dtype.itemsize)
 
 
 def _common_lanes(run: _Run, pages: Pages) -> tuple[int, ...]:

@@ -50,6 +50,7 @@ class KernelSettings:
         num_context_ranks: Devices that share the positions of a request (`ContextRanks`).
         splits_experts: Whether each device has its own experts (`models.layers.expert_parallel`).
             `LoadedModel.with_kernels` sets it.
+        fuses_state_writes: As `Platform.fuses_state_writes`. `LoadedModel.with_kernels` sets it.
     """
 
     implementation: str | None = None
@@ -59,6 +60,7 @@ class KernelSettings:
     splits_kv_heads: bool = True
     splits_experts: bool = False
     num_context_ranks: int = 1
+    fuses_state_writes: bool = False
 
     @classmethod
     def for_mesh(

@@ -70,6 +70,7 @@ class LayerState:
     query_start_loc: jax.Array  # i32[num_reqs + 1]
     has_one_token_each: bool
     state_ends: jax.Array | None = None  # i32[num_reqs]
+    fuses_writes: bool = False  # as `Platform.fuses_state_writes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +173,7 @@ class LayerContext:
             query_start_loc=inputs.query_start_loc,
             state_ends=inputs.state_ends,
             has_one_token_each=inputs.has_one_token_each,
+            fuses_writes=self.kernels.fuses_state_writes,
         )
 
     def read_state(

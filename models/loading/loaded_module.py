@@ -165,7 +165,10 @@ class LoadedModule:
         check_context_ranks(self.config, kernels.num_shards, kernels.num_context_ranks)
         splits = splits_kv_heads(self.config, kernels.num_shards)
         kernels = dataclasses.replace(
-            kernels, splits_kv_heads=splits, splits_experts=self.splits_experts
+            kernels,
+            splits_kv_heads=splits,
+            splits_experts=self.splits_experts,
+            fuses_state_writes=self.platform.fuses_state_writes,
         )
         return dataclasses.replace(self, kernels=kernels)
 

@@ -120,6 +120,15 @@ class Platform:
         num_fitting = available_memory_bytes() // self.compile_bytes
         return max(1, min(num_cores(), num_fitting, _MAX_COMPILE_THREADS))
 
+    @property
+    def fuses_state_writes(self) -> bool:
+        """Whether XLA can compute a new state in the same kernel that writes it to the pages.
+
+        Formats of states then view the pages as numbers of the state's dtype. XLA must do this
+        without a copy of the pages.
+        """
+        return False
+
     def column_panel_width(self, *, batch_invariant: bool = False) -> int | None:
         """Columns of panels in which float32 matrices are stored; None stores whole matrices."""
         return None

@@ -18,6 +18,10 @@ class GPU(Platform):
 
     name: ClassVar[str] = "gpu"
 
+    @property
+    def fuses_state_writes(self) -> bool:
+        return True
+
     def compiler_options(
         self, dtypes: Collection[str], *, batch_invariant: bool = False
     ) -> dict[str, str]:

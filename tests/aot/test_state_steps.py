@@ -105,7 +105,7 @@ def state_bytes(name):
 
 @each(ALL)
 def test_the_cache_is_in_place_and_temporary_memory_has_a_bound(compiled, step):
-    """Two temporary arrays have a layer's old and new states. All layers share their memory."""
+    """At most two temporary arrays have a layer's states. All layers share their memory."""
     program, result = compiled(step)
     assert result.aliased_bytes >= program.cache_bytes
     assert result.temp_bytes < MOST_STATES_HELD * state_bytes(step[0]) + OTHER_BYTES
@@ -126,27 +126,41 @@ def test_a_decode_on_a_v6e_keeps_the_cache_in_place(tmp_path, name):
 
 
 @each(DECODES)
-def test_a_decode_moves_at_most_five_times_the_bytes_of_the_states(compiled, step):
-    """A step must read and write the states once. It also writes and reads temporary arrays.
+def test_a_decode_moves_at_most_three_times_the_bytes_of_the_states(compiled, step):
+    """A step must read and write the states once. It also writes and reads a temporary array.
 
-    With 1 device, it moves 4.5 times these bytes for Gated DeltaNet, and 4 times for Mamba2.
+    It moves 3 times these bytes for Gated DeltaNet, where two kernels read the temporary array, and
+    2.5 times for Mamba2.
     """
     _, result = compiled(step)
     num_bytes = state_bytes(step[0])
+    least = NUM_STATE_LAYERS * 2 * num_bytes
+    in_cache = moved_in_cache(result, num_bytes // 4)
+    assert in_cache >= least
     buffers = result.fresh_buffers(num_bytes // 4)
-    moved = sum(size * (1 + num_uses(result, buffer)) for buffer, size in buffers)
-    moved += NUM_STATE_LAYERS * 2 * num_bytes  # the pages
-    assert moved <= 5 * NUM_STATE_LAYERS * 2 * num_bytes
+    temporary = sum(size * (1 + num_reads(result, buffer)) for buffer, size in buffers)
+    assert in_cache + temporary <= 3 * least
 
 
-def num_uses(result, buffer):
-    """Number of instructions that read the result of an instruction, also under another name."""
+def moved_in_cache(result, min_bytes):
+    """Bytes that gathers read and scatters write, without those of fewer than `min_bytes`."""
+    num_bytes = {i.name: max(i.array_bytes, default=0) for i in result.instructions}
+    arrays = [i.name for i in result.instructions if i.opcode == "gather"]
+    arrays += [i.operands[2] for i in result.instructions if i.opcode == "scatter"]
+    return sum(num_bytes[name] for name in arrays if num_bytes[name] >= min_bytes)
+
+
+def num_reads(result, buffer):
+    """Number of instructions that read the result of an instruction, also under another name.
+
+    An instruction that makes a single number reads one number: see `rules.after`.
+    """
     names, num = {buffer.name}, 0
     for instruction in result.instructions:
         is_user = instruction.computation == buffer.computation
         if is_user and names & set(instruction.operands):
             if instruction.opcode in ("bitcast", "get-tuple-element"):
                 names.add(instruction.name)
-            else:
+            elif max(instruction.array_bytes) > 4:
                 num += 1
     return num

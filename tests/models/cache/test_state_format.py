@@ -34,13 +34,24 @@ def test_bytes_of_a_slot_follow_from_both_dtypes(window_dtype, state_dtype, num_
     assert (cache.num_pages(64), cache.num_pages(num_bytes)) == (num_pages, 1)
 
 
-@pytest.mark.parametrize(("stored", "lanes"), [("uint16", ()), ("float32", ()), ("uint16", (8,))])
+@pytest.mark.parametrize(
+    ("stored", "lanes", "fuses_writes"),
+    [
+        ("uint16", (), False),
+        ("uint16", (), True),
+        ("float32", (), False),
+        ("float32", (), True),
+        ("uint16", (8,), False),
+    ],
+)
 @pytest.mark.parametrize("page_bytes", [64, 512])
 @pytest.mark.parametrize(
     ("window_dtype", "state_dtype"),
     [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16")],
 )
-def test_arrays_are_read_as_they_were_rounded(window_dtype, state_dtype, page_bytes, stored, lanes):
+def test_arrays_are_read_as_they_were_rounded(
+    window_dtype, state_dtype, page_bytes, stored, lanes, fuses_writes
+):
     """With `lanes`, pages are lines of 8 words, and the window fills no whole lines."""
     cache = make_format(window_dtype, state_dtype)
     num_pages = cache.num_pages(page_bytes)
@@ -54,6 +65,7 @@ def test_arrays_are_read_as_they_were_rounded(window_dtype, state_dtype, page_by
         is_written=jnp.array([True, True, False]),
         query_start_loc=jnp.arange(4, dtype=jnp.int32),
         has_one_token_each=True,
+        fuses_writes=fuses_writes,
     )
     num_words = page_bytes // jnp.dtype(stored).itemsize
     pages_np = np.full((2, 10, num_words // math.prod(lanes), *lanes), 7, stored)
