@@ -1,7 +1,7 @@
-"""Tokens per second with drafts from the text, compared with an engine without them, in one run.
+"""Tokens per second with drafts, compared with an engine without them, in one run.
 
     python -m benchmarks.engine.drafts
-    python -m benchmarks.engine.drafts --requests 1 --repetitions 3 --out FILE
+    python -m benchmarks.engine.drafts --workloads copy demo_eagle3 --requests 1 --out FILE
 
 Two engines of this process, which differ only in `speculative_config`, take turns to answer the
 same requests. The benchmark fails if an answer differs. It prints these figures, and writes them as
@@ -12,33 +12,45 @@ rows with --out. The first two are ratios of the engine with drafts to the other
     acceptance_percent       drafts that were accepted
     tokens_per_step          output tokens of a request, for each step that verified drafts for it
 
-Workloads, with weights in the shape of the model `small`:
+Workloads, with random weights in the shape of the model `small` with 4 layers and 8192 tokens:
 
     copy      the answer copies pieces of the prompt, about ten tokens long, as a summary does. The
               weights of attention and MLPs are set so that the next token depends on the last one
-              alone; sampling makes one token of ten jump.
+              alone; sampling makes about one token of ten jump.
     random    the next token depends on all tokens, and tokens hardly ever repeat.
     useless   tokens repeat, and what follows them does not: they are drawn from 16 tokens.
 
-The drafter is `ngram`, or `suffix` in the workloads `copy_suffix` and `random_suffix`.
+The drafter is `ngram`, or in other workloads of the same requests:
+
+    copy_suffix        `suffix`
+    copy_draft_model   a model of two layers, which is set in the same way
+
+Workloads with the demo model, which answers 32 questions or one for each request:
+
+    demo_eagle3        the demo model's head
+    demo_draft_model   the first two layers of the demo model
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.command_line import BenchmarkError, output_file, positive_int, run_benchmark
-from benchmarks.random_checkpoint import MODEL_SHAPES, write_checkpoint
+from benchmarks.random_checkpoint import MODEL_SHAPES, ModelShape, write_checkpoint
 from benchmarks.result_rows import ResultRow, append_rows, processor_name
 from benchmarks.tables import markdown_table, spread
+from models.demo import CHECKPOINT, DRAFT_HEAD
+from models.demo.generation import render_question
 from paxkv import LLM, SamplingParams
 
 BENCHMARK = "benchmarks.engine.drafts"
@@ -54,15 +66,25 @@ SUFFIX = {
     "num_speculative_tokens": 4,
     "suffix_decoding_max_cached_requests": 0,
 }
-NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 256, 192
+# The config's `model` is the name of a checkpoint that `write_checkpoints` writes.
+DRAFT_MODEL = {"method": "draft_model", "num_speculative_tokens": 4}
+EAGLE3 = {"method": "eagle3", "num_speculative_tokens": 3}
+SHAPE = dataclasses.replace(MODEL_SHAPES["small"], num_layers=4, vocab_size=8192)
+DRAFT_SHAPE = dataclasses.replace(MODEL_SHAPES["tiny"], hidden_size=128, vocab_size=8192)
+NUM_PROMPT_TOKENS = 64
+MAX_OUTPUT_TOKENS = 192
 # Tokens after which a copying model is back at the first one.
-CYCLE_LEN = 192
-# With it, a copying model takes the next token of its cycle nine times of ten.
-COPY_TEMPERATURE = 3.0
+CYCLE_LEN = 48
+# With it, a copying model takes the next token of its cycle about nine times of ten.
+COPY_TEMPERATURE = 3.7
+NUM_QUESTIONS = 32
 METRICS = (
     *("times_tokens_per_s", "times_tokens_per_cpu_s"),
     *("acceptance_percent", "tokens_per_step"),
 )
+
+
+Request = tuple[list[int] | str, SamplingParams]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,40 +92,42 @@ class Traffic:
     """The requests of one workload.
 
     Args:
-        is_copying: Whether the model is that of `write_copying_checkpoint`.
+        checkpoint: Name of a checkpoint that `write_checkpoints` writes.
     """
 
-    is_copying: bool
+    checkpoint: str
     speculative: Mapping[str, object]
 
-    def requests(
-        self, num_requests: int, vocab_size: int
-    ) -> list[tuple[list[int], SamplingParams]]:
-        """Prompts with their sampling parameters; the same at every call."""
+    def requests(self, num_requests: int, vocab_size: int) -> list[Request]:
+        """Prompts with their sampling parameters; the same at every call.
+
+        Args:
+            num_requests: How many are answered together.
+        """
         rng = np.random.RandomState(num_requests)
         found = []
         for seed in range(num_requests):
             prompt = rng.randint(0, vocab_size, NUM_PROMPT_TOKENS).tolist()
             params = SamplingParams(
-                max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True, temperature=1.0, seed=seed
+                # Many requests take longer.
+                max_tokens=max(32, min(MAX_OUTPUT_TOKENS, 1024 // num_requests)),
+                ignore_eos=True,
+                temperature=1.0,
+                seed=seed,
             )
             found.append(self._request(prompt, params))
         return found
 
-    def _request(
-        self, prompt: list[int], params: SamplingParams
-    ) -> tuple[list[int], SamplingParams]:
+    def _request(self, prompt: list[int], params: SamplingParams) -> Request:
         return prompt, params
 
 
 class CopyTraffic(Traffic):
     """Prompts that walk around a cycle of the copying model."""
 
-    def _request(
-        self, prompt: list[int], params: SamplingParams
-    ) -> tuple[list[int], SamplingParams]:
+    def _request(self, prompt: list[int], params: SamplingParams) -> Request:
         start, place = prompt[0] // CYCLE_LEN * CYCLE_LEN, prompt[0] % CYCLE_LEN
-        start = min(start, MODEL_SHAPES["small"].vocab_size // CYCLE_LEN * CYCLE_LEN - CYCLE_LEN)
+        start = min(start, SHAPE.vocab_size // CYCLE_LEN * CYCLE_LEN - CYCLE_LEN)
         cycle = [start + (place + idx) % CYCLE_LEN for idx in range(len(prompt))]
         return cycle, dataclasses.replace(
             params,
@@ -115,30 +139,50 @@ class CopyTraffic(Traffic):
 class UselessTraffic(Traffic):
     """Prompts and answers of few tokens in any order."""
 
-    def _request(
-        self, prompt: list[int], params: SamplingParams
-    ) -> tuple[list[int], SamplingParams]:
+    def _request(self, prompt: list[int], params: SamplingParams) -> Request:
         few = [*range(16)]
         return [token_id % 16 for token_id in prompt], dataclasses.replace(
             params, temperature=2.0, allowed_token_ids=few
         )
 
 
+class DemoTraffic(Traffic):
+    """Questions to the demo model, with greedy answers."""
+
+    def requests(self, num_requests: int, vocab_size: int) -> list[Request]:
+        params = SamplingParams(temperature=0.0, max_tokens=64)
+        kinds = itertools.cycle(
+            ("What is {0} + {1}?", "Count from {0} to {2}.", "What is a block table?")
+        )
+        questions = (
+            kind.format(13 + 7 * idx % 80, 29 + 3 * idx % 60, 21 + 7 * idx % 80)
+            for idx, kind in zip(range(max(num_requests, NUM_QUESTIONS)), kinds, strict=False)
+        )
+        return [(render_question(question), params) for question in questions]
+
+
 TRAFFIC: Mapping[str, Traffic] = {
-    "copy": CopyTraffic(is_copying=True, speculative=SPECULATIVE),
-    "copy_suffix": CopyTraffic(is_copying=True, speculative=SUFFIX),
-    "random": Traffic(is_copying=False, speculative=SPECULATIVE),
-    "random_suffix": Traffic(is_copying=False, speculative=SUFFIX),
-    "useless": UselessTraffic(is_copying=False, speculative=SPECULATIVE | {"prompt_lookup_min": 1}),
+    "copy": CopyTraffic(checkpoint="copying", speculative=SPECULATIVE),
+    "copy_suffix": CopyTraffic(checkpoint="copying", speculative=SUFFIX),
+    "copy_draft_model": CopyTraffic(
+        checkpoint="copying", speculative=DRAFT_MODEL | {"model": "copying_draft"}
+    ),
+    "random": Traffic(checkpoint="random", speculative=SPECULATIVE),
+    "useless": UselessTraffic(
+        checkpoint="random", speculative=SPECULATIVE | {"prompt_lookup_min": 1}
+    ),
+    "demo_eagle3": DemoTraffic(checkpoint="demo", speculative=EAGLE3 | {"model": "demo_head"}),
+    "demo_draft_model": DemoTraffic(
+        checkpoint="demo", speculative=DRAFT_MODEL | {"model": "demo_draft"}
+    ),
 }
 
 
-def write_copying_checkpoint(folder: Path, model: str) -> Path:
+def write_copying_checkpoint(folder: Path, shape: ModelShape) -> Path:
     """Writes a model whose next token depends on the last one: tokens form cycles.
 
     All products are computed as in other models, with zeros in the last product of each part.
     """
-    shape = MODEL_SHAPES[model]
     write_checkpoint(folder, shape)
     weights = load_file(folder / "model.safetensors")
     for name, weight_np in weights.items():
@@ -152,6 +196,29 @@ def write_copying_checkpoint(folder: Path, model: str) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     return folder
+
+
+def write_demo_draft(folder: Path) -> None:
+    """Writes the first two layers of the demo model, with its embeddings and its tokenizer."""
+    shutil.copytree(CHECKPOINT, folder)
+    weights = {
+        name: weight_np
+        for name, weight_np in load_file(CHECKPOINT / "model.safetensors").items()
+        if not name.startswith("model.layers.") or int(name.split(".")[2]) < 2
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+
+
+def write_checkpoints(folder: Path) -> None:
+    """Writes the models of all workloads, and the draft models, into folders of their names."""
+    write_copying_checkpoint(folder / "copying", SHAPE)
+    write_copying_checkpoint(folder / "copying_draft", DRAFT_SHAPE)
+    write_checkpoint(folder / "random", SHAPE)
+    shutil.copytree(CHECKPOINT, folder / "demo")
+    shutil.copytree(DRAFT_HEAD, folder / "demo_head")
+    write_demo_draft(folder / "demo_draft")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,13 +241,15 @@ class Run:
         return sum(map(len, self.token_ids))
 
 
-def run(llm: LLM, requests: Sequence[tuple[list[int], SamplingParams]]) -> Run:
-    """Answers all requests, which arrive at the same time."""
+def run(llm: LLM, requests: Sequence[Request], num_requests: int) -> Run:
+    """Answers all requests, of which so many arrive at the same time."""
     before = llm.get_stats()
     wall_s, cpu_s = time.perf_counter(), time.process_time()
-    outputs = llm.generate(
-        [prompt for prompt, _ in requests], [params for _, params in requests], use_tqdm=False
-    )
+    outputs = []
+    for start in range(0, len(requests), num_requests):
+        group = requests[start : start + num_requests]
+        prompts, params = [prompt for prompt, _ in group], [params for _, params in group]
+        outputs += llm.generate(prompts, params, use_tqdm=False)
     wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
     after = llm.get_stats()
     return Run(
@@ -211,29 +280,53 @@ def compare(plain: Run, drafting: Run) -> dict[str, float]:
 
 
 def measure(
-    folder: Path, traffic: Traffic, num_requests: Sequence[int], num_repetitions: int
-) -> dict[int, dict[str, list[float]]]:
-    """The figures of each repetition, by number of requests and by metric."""
+    plain: LLM,
+    drafting: LLM,
+    requests: Sequence[Request],
+    *,
+    num_requests: int,
+    num_repetitions: int,
+) -> dict[str, list[float]]:
+    """The figures of each repetition, by metric. The first repetition warms up."""
+    run(plain, requests, num_requests), run(drafting, requests, num_requests)
+    figures = [
+        compare(run(plain, requests, num_requests), run(drafting, requests, num_requests))
+        for _ in range(num_repetitions)
+    ]
+    return {metric: [each[metric] for each in figures] for metric in METRICS}
+
+
+def measure_workloads(
+    folder: Path, names: Sequence[str], num_requests: Sequence[int], num_repetitions: int
+) -> Iterator[tuple[str, dict[str, list[float]]]]:
+    """Yields the case and the figures of each workload and number of requests.
+
+    Workloads with the same checkpoint share the engine without drafts.
+    """
     settings = {
-        "max_model_len": NUM_PROMPT_TOKENS + NUM_OUTPUT_TOKENS,
+        "max_model_len": NUM_PROMPT_TOKENS + MAX_OUTPUT_TOKENS,
         "max_num_seqs": max(num_requests),
+        "max_num_batched_tokens": 256,
         "enable_prefix_caching": False,
     }
-    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
-    found: dict[int, dict[str, list[float]]] = {}
-    with (
-        LLM(folder, **settings) as plain,
-        LLM(folder, **settings, speculative_config=traffic.speculative) as drafting,
-    ):
-        for num in num_requests:
-            requests = traffic.requests(num, vocab_size)
-            found[num] = {metric: [] for metric in METRICS}
-            # The first repetition warms up.
-            for repetition in range(num_repetitions + 1):
-                figures = compare(run(plain, requests), run(drafting, requests))
-                for metric, value in figures.items():
-                    found[num][metric] += [value] if repetition else []
-    return found
+    by_checkpoint = itertools.groupby(names, lambda name: TRAFFIC[name].checkpoint)
+    for checkpoint, same in by_checkpoint:
+        vocab_size = json.loads((folder / checkpoint / "config.json").read_text())["vocab_size"]
+        with LLM(folder / checkpoint, **settings) as plain:
+            for name in same:
+                speculative = dict(TRAFFIC[name].speculative)
+                if "model" in speculative:
+                    speculative["model"] = str(folder / speculative["model"])
+                with LLM(
+                    folder / checkpoint, **settings, speculative_config=speculative
+                ) as drafting:
+                    for num in num_requests:
+                        figures = measure(
+                            *(plain, drafting, TRAFFIC[name].requests(num, vocab_size)),
+                            num_requests=num,
+                            num_repetitions=num_repetitions,
+                        )
+                        yield f"{name} requests={num}", figures
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -245,32 +338,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--workloads", choices=sorted(TRAFFIC), nargs="+", default=[*TRAFFIC])
     parser.add_argument("--requests", type=positive_int, nargs="+", default=[1, 8, 64], metavar="N")
-    parser.add_argument("--repetitions", type=positive_int, default=3, metavar="N")
+    parser.add_argument("--repetitions", type=positive_int, default=2, metavar="N")
     parser.add_argument("--out", type=output_file)
     arguments = parser.parse_args(argv)
-    rows = []
-    with tempfile.TemporaryDirectory() as name:
-        copying = write_copying_checkpoint(Path(name, "copying"), "small")
-        plain = write_checkpoint(Path(name, "random"), MODEL_SHAPES["small"])
-        for workload in arguments.workloads:
-            traffic = TRAFFIC[workload]
-            folder = copying if traffic.is_copying else plain
-            found = measure(folder, traffic, arguments.requests, arguments.repetitions)
-            rows += [
+    lines = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoints(Path(folder))
+        for case, figures in measure_workloads(
+            *(Path(folder), arguments.workloads, arguments.requests),
+            num_repetitions=arguments.repetitions,
+        ):
+            rows = [
                 ResultRow(
                     benchmark=BENCHMARK,
-                    case=f"{workload} requests={num}",
+                    case=case,
                     metric=metric,
                     values=values,
                     device=processor_name(),
                 )
-                for num, figures in found.items()
                 for metric, values in figures.items()
             ]
-    if arguments.out is not None:
-        append_rows(rows, arguments.out)
-    per_case = [rows[i : i + len(METRICS)] for i in range(0, len(rows), len(METRICS))]
-    lines = [[case[0].case, *(spread(row.values) for row in case)] for case in per_case]
+            if arguments.out is not None:
+                append_rows(rows, arguments.out)
+            lines.append([case, *(spread(row.values) for row in rows)])
     print(markdown_table(["case", *METRICS], lines))
     return 0
 

@@ -66,18 +66,38 @@ def test_other_answers_are_an_error():
 @pytest.mark.parametrize("workload", drafts.TRAFFIC)
 def test_requests_are_the_same_at_every_call(workload):
     traffic = drafts.TRAFFIC[workload]
-    vocab_size = MODEL_SHAPES["small"].vocab_size
+    vocab_size = drafts.SHAPE.vocab_size
     requests = traffic.requests(5, vocab_size)
     assert requests == traffic.requests(5, vocab_size)
     for prompt, params in requests:
-        assert len(prompt) == drafts.NUM_PROMPT_TOKENS
-        assert params.max_tokens == drafts.NUM_OUTPUT_TOKENS
-        assert 0 <= min(prompt) and max(prompt) < vocab_size
-        assert set(prompt) <= set(params.allowed_token_ids or prompt)
+        assert params.max_tokens <= drafts.MAX_OUTPUT_TOKENS
+        if traffic.checkpoint != "demo":
+            assert len(prompt) == drafts.NUM_PROMPT_TOKENS
+            assert 0 <= min(prompt) and max(prompt) < vocab_size
+            assert set(prompt) <= set(params.allowed_token_ids or prompt)
+
+
+def test_questions_are_answered_in_groups():
+    requests = drafts.TRAFFIC["demo_eagle3"].requests(8, 768)
+    llm = FakeLLM(speculative_config={})
+    found = drafts.run(llm, requests, 8)
+    assert len(requests) == llm.num_requests == len(found.token_ids) == drafts.NUM_QUESTIONS
+    assert found.num_steps == drafts.NUM_QUESTIONS
+
+
+def test_demo_draft_has_two_layers(tmp_path):
+    drafts.write_demo_draft(tmp_path / "draft")
+    names = load_file(tmp_path / "draft" / "model.safetensors").keys()
+    layers = {int(name.split(".")[2]) for name in names if ".layers." in name}
+    assert layers == {0, 1}
+    assert json.loads((tmp_path / "draft" / "config.json").read_text())["num_hidden_layers"] == 2
+    assert (tmp_path / "draft" / "tokenizer.json").exists()
 
 
 def test_copying_model_has_cycles(tmp_path):
-    weights = load_file(drafts.write_copying_checkpoint(tmp_path, "tiny") / "model.safetensors")
+    weights = load_file(
+        drafts.write_copying_checkpoint(tmp_path, MODEL_SHAPES["tiny"]) / "model.safetensors"
+    )
     embeddings, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
     # Without attention and MLPs, the hidden state of a token is its embedding.
     assert all(not weights[name].any() for name in weights if name.endswith("down_proj.weight"))
@@ -88,14 +108,13 @@ def test_copying_model_has_cycles(tmp_path):
 
 
 def test_rows_are_written(tmp_path, monkeypatch, capsys):
-    def write(folder, *args):
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({"vocab_size": 16_384}))
-        return folder
+    def write(folder):
+        for traffic in drafts.TRAFFIC.values():
+            (folder / traffic.checkpoint).mkdir(exist_ok=True)
+            (folder / traffic.checkpoint / "config.json").write_text('{"vocab_size": 8192}')
 
     monkeypatch.setattr(drafts, "LLM", FakeLLM)
-    monkeypatch.setattr(drafts, "write_copying_checkpoint", write)
-    monkeypatch.setattr(drafts, "write_checkpoint", write)
+    monkeypatch.setattr(drafts, "write_checkpoints", write)
     out = tmp_path / "rows.jsonl"
     arguments = ["--requests", "1", "8", "--repetitions", "2", "--out", str(out)]
     assert drafts.main(arguments) == 0
