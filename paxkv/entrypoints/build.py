@@ -363,11 +363,6 @@ def _find_num_lookahead_tokens(config: RunnerConfig, runner: ModelRunner) -> int
 
 
 def _check_drafts_of_states(config: RunnerConfig, num_drafts: int) -> None:
-    if config.speculative_config.drafts_in_bursts:
-        raise ConfigError(
-            "models with recurrent layers verify drafts only in single steps. Leave "
-            "drafts_in_bursts out, or leave speculative_config out."
-        )
     if config.batch_invariant and num_drafts > INVARIANT_TILE_TOKENS:
         raise ConfigError(
             f"num_speculative_tokens is {num_drafts}; with batch_invariant, models with recurrent "

@@ -4,18 +4,25 @@ import dataclasses
 import random
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from models import load_model
+from models import Pages, load_model
 from paxkv.config.runner_config import RunnerConfig
 from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.speculative_config import SpeculativeConfig
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.contracts.kv_cache_spec import MambaSpec
 from paxkv.runner import ModelRunner, model_runner
 from paxkv.runner.features.feature_list import make_features
+from paxkv.runner.programs import drafting_burst
+from paxkv.runner.programs.loop_drafters.base import DraftedRows, LoopDrafter
+from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.shapes import step_buckets
 from tests.end_to_end.engine_runs import run
 from tests.end_to_end.parity import make_checkpoint
@@ -81,16 +88,75 @@ def test_drafts_change_no_bits_of_batch_invariant_steps(
     check_drafts(runner, drafter, same_bits=True)
 
 
-def propose_by(drafter: OracleDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets runners call the drafter, and have one program of steps and one of bursts."""
-    monkeypatch.setattr(
-        model_runner, "make_features", lambda *args: (*make_features(*args), drafter)
+@dataclasses.dataclass(frozen=True)
+class OracleLoopDrafter(LoopDrafter):
+    """Proposes the tokens after those of a row, inside bursts. Some are wrong.
+
+    Args:
+        texts: Prompts and answers, with -1 after their ends.
+    """
+
+    texts: jax.Array  # i32[num_texts, num_tokens]
+    num_drafts: int = OracleDrafter.max_drafts
+
+    def propose(
+        self, drafted: DraftedRows, pages: Pages, memory: object
+    ) -> tuple[jax.Array, Pages]:
+        def propose_for(token_ids: jax.Array, last: jax.Array) -> jax.Array:
+            places = jnp.arange(self.texts.shape[1])
+            is_same = (token_ids[: len(places)] == self.texts) | (places > last)
+            text = self.texts[jnp.argmax(is_same.all(axis=1))]
+            after = last + 1 + jnp.arange(self.num_drafts)
+            return text.at[after].get(mode="fill", fill_value=-1) + (after % 4 == 0)
+
+        drafts = jax.vmap(propose_for)(drafted.token_ids, drafted.positions)
+        return jnp.where(drafts > 0, drafts, NO_TOKEN), pages
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3.5", *(pytest.param(f, marks=pytest.mark.slow) for f in ("bamba", "jamba"))]
+)
+def test_drafts_in_bursts_change_no_answer(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(family, tmp_path, 1, is_shallow=True, is_sharp=True)
+    drafter = OracleDrafter()
+    propose_by(None, monkeypatch)
+
+    def make_drafter(*args: object) -> OracleLoopDrafter:
+        texts_np = np.full((len(drafter.truth), MAX_MODEL_LEN), -1, np.int32)
+        for text_np, request in zip(texts_np, make_requests(), strict=True):
+            text = [*request.prompt_token_ids, *drafter.truth[request.request_id]]
+            text_np[: len(text)] = text
+        return OracleLoopDrafter(jnp.asarray(texts_np))
+
+    monkeypatch.setattr(drafting_burst, "make_loop_drafter", make_drafter)
+    speculative = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=OracleDrafter.max_drafts,
+        drafts_in_bursts=True,
+        adapts_drafts=False,
     )
+    config = RunnerConfig(speculative_config=speculative)
+    runner = make_runner(load_model(tmp_path, dtype="float32"), runner_config=config)
+    check_drafts(runner, drafter, max_decode_burst=8)
+
+
+def propose_by(drafter: OracleDrafter | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets runners call the drafter, if any, and have one program of steps and one of bursts."""
+    added = () if drafter is None else (drafter,)
+    monkeypatch.setattr(model_runner, "make_features", lambda *args: make_features(*args) + added)
     monkeypatch.setattr(step_buckets, "token_buckets", lambda most, verifies_drafts=False: (most,))
     monkeypatch.setattr(step_buckets, "decode_buckets", lambda max_num_seqs: (max_num_seqs,))
 
 
-def check_drafts(runner: ModelRunner, drafter: OracleDrafter, *, same_bits: bool = False) -> None:
+def check_drafts(
+    runner: ModelRunner,
+    drafter: OracleDrafter,
+    *,
+    same_bits: bool = False,
+    max_decode_burst: int = 1,
+) -> None:
     """Compares answers of busy engines with those of each request alone, without drafts.
 
     Args:
@@ -121,6 +187,7 @@ def check_drafts(runner: ModelRunner, drafter: OracleDrafter, *, same_bits: bool
             caching=rng.random() < 0.7,
             arrivals=sorted(rng.choices(range(20), k=len(requests) - 2)),
             aborts=[(rng.randrange(30), aborted)],
+            max_decode_burst=max_decode_burst,
         )
         for req_id, answer in answers.items():
             num_wanted = len(answer.token_ids) if req_id == aborted else None

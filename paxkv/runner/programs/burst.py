@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from models import ForwardBatch, LoadedModel, Pages, Width
+from models import ForwardBatch, LoadedModel, Pages, Width, run_at_width
 from paxkv.runner.features.traced_features import FeatureValues, TracedFeatures
 from paxkv.runner.programs.decode_loop import (
     DecodeRows,
@@ -154,9 +154,9 @@ def find_logits(
     model: LoadedModel,
     params: Params,
     batch: ForwardBatch,
-    hidden: jax.Array,  # f[num_tokens, hidden]
+    hidden: jax.Array,  # f[num_draws, hidden]; there are no more draws than tokens
     room: jax.Array,  # f32[num_rows, vocab]
-) -> tuple[jax.Array, jax.Array]:  # f32[num_rows, vocab], i32[num_tokens]
+) -> tuple[jax.Array, jax.Array]:  # f32[num_rows, vocab], i32[num_draws]
     """Logits and most likely tokens of the rows of the step's width; later rows are undefined."""
 
     def find(width: Width, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -164,4 +164,7 @@ def find_logits(
         parts = (logits, argmax_grouped(logits, model.kernels.mesh))
         return tuple(map(width.write, carry, parts))
 
-    return batch.at_width(find, (room, jnp.zeros(hidden.shape[0], jnp.int32)))
+    num_draws = hidden.shape[0]
+    widths = tuple(sorted({min(width, num_draws) for width in batch.widths or (num_draws,)}))
+    num_used = jnp.minimum(batch.query_start_loc[-1], num_draws)
+    return run_at_width(widths, num_used, find, (room, jnp.zeros(num_draws, jnp.int32)))

@@ -70,6 +70,7 @@ def make_drafting_burst(
             first_end=fields["first_end"],
             num_used=has_request.sum(dtype=jnp.int32),
             block_tables=tables_of(fields, shape, slot_blocks),
+            slot_switches=fields.get("slot_switch"),
             table_shapes=shape.tables,
             widths=shape.widths,
         )
@@ -90,6 +91,8 @@ def make_drafting_burst(
             num_steps=jnp.int32(0),
             memory=drafter.first_memory(num_reqs),
             feature_values=features.first_values(donated),
+            # Empty rows have nothing to compute.
+            num_in_state=positions + ~has_request if shape.has_states else None,
         )
         state = run_drafting_loop(
             *(model, params, rows, state, fields["sampling_rows"], drafter),

@@ -16,25 +16,25 @@ from models import ForwardBatch, LoadedModel, Pages, Wants
 from paxkv.runner.features.traced_features import NO_FEATURES, FeatureValues, TracedFeatures
 from paxkv.runner.programs.decode_loop import DecodeRows
 from paxkv.runner.programs.loop_drafters.base import DraftedRows, LoopDrafter, VerifiedStep
-from paxkv.runner.programs.make_batch import make_batch
+from paxkv.runner.programs.make_batch import StateRows, make_batch
 from paxkv.runner.programs.step import Params
 from paxkv.runner.sampling.accept_drafts import accept_drafts
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling.sampling_columns import join_step_rows
 from paxkv.runner.shapes.program_shapes import SamplerShape
-from paxkv.runner.shapes.sampling_row import DRAW_REQ
 from paxkv.runner.shapes.step_variant import StepPart
 
 
 class DraftingState(NamedTuple):
     """The state between two steps.
 
-    A row that has ended computes the first token of its last step again, so it writes the keys and
-    values that are there already.
+    A row that has ended computes a token again. It writes the keys and values that are there
+    already, or in a model with states nothing.
     """
 
     token_ids: jax.Array  # i32[num_rows, max_tokens], of prompt and output
-    positions: jax.Array  # i32[num_rows], of the token that the row computes first in the next step
+    # i32[num_rows], of the last known token. A row that has ended: of a token that it has computed.
+    positions: jax.Array
     num_drawn: jax.Array  # i32[num_rows]
     is_alive: jax.Array  # bool[num_rows]
     pages: Pages
@@ -46,6 +46,9 @@ class DraftingState(NamedTuple):
     num_steps: jax.Array  # i32[]
     memory: Any  # of the `LoopDrafter`, a pytree
     feature_values: FeatureValues = ()  # of `TracedFeatures`, from step to step
+    # i32[num_rows], tokens of each row's state: those before the drafts of its last step. None
+    # without states.
+    num_in_state: jax.Array | None = None
 
 
 # (params, batch, hidden, sampling, drawing) -> (result i32[num_tokens, result_width], drawing).
@@ -74,6 +77,9 @@ def run_drafting_loop(
     Each step draws 1 to `1 + num_drafts` tokens of a row. It verifies no draft after the last token
     that the row may draw, so the row writes only the positions that it would write without drafts.
 
+    A step writes the states before its drafts. The next step of the row computes accepted drafts
+    again, also if the row has drawn its tokens: then it computes nothing else.
+
     Args:
         rows: `widths` are numbers of tokens that a step can compute.
         fields: See `StepPart`.
@@ -81,6 +87,10 @@ def run_drafting_loop(
 
     def run_step(state: DraftingState) -> DraftingState:
         num_left = jnp.where(state.is_alive, rows.num_tokens - state.num_drawn - 1, 0)
+        if rows.slot_switches is not None:
+            # The state before the switch is saved, so a step must write it.
+            num_before = rows.slot_switches - 1 - state.positions
+            num_left = jnp.where(num_before > 0, jnp.minimum(num_left, num_before - 1), num_left)
         drafted = DraftedRows(
             rows=rows,
             token_ids=state.token_ids,
@@ -90,7 +100,9 @@ def run_drafting_loop(
         drafts, pages = drafter.propose(drafted, state.pages, state.memory)
         num_found = (drafts != NO_TOKEN).sum(axis=1, dtype=jnp.int32)
         num_drafts = jnp.minimum(num_found, drafted.num_useful)
-        batch, sampling = _verifying_batch(rows, state, sampling_rows, drafts, num_drafts)
+        batch, sampling, row_of_token = _verifying_batch(
+            rows, state, sampling_rows, drafts, num_drafts
+        )
         batch = features.add_wants(batch)
         part = StepPart(start=jnp.int32(0), batch=batch, fields=fields)
         apply = functools.partial(features.apply, part=part, values=state.feature_values)
@@ -101,7 +113,8 @@ def run_drafting_loop(
         after = _append_drawn(rows, state, drawn, sampling, num_drafts, drafter.num_drafts)
         step = VerifiedStep(
             batch=batch,
-            row_of_token=sampling[:, DRAW_REQ],
+            row_of_token=row_of_token,
+            first_draws=batch.query_start_loc[:-1] + _num_known(state) - 1,
             outputs=outputs,
             token_ids=after.token_ids,
             num_kept=after.num_drawn - state.num_drawn,
@@ -112,7 +125,20 @@ def run_drafting_loop(
             pages=pages, drawing=drawing, memory=memory, feature_values=feature_values
         )
 
-    return jax.lax.while_loop(lambda state: jnp.any(state.is_alive), run_step, state)
+    def is_running(state: DraftingState) -> jax.Array:
+        is_running = jnp.any(state.is_alive)
+        if state.num_in_state is None:
+            return is_running
+        return is_running | jnp.any(state.num_in_state <= state.positions)
+
+    return jax.lax.while_loop(is_running, run_step, state)
+
+
+def _num_known(state: DraftingState) -> jax.Array:  # i32[num_rows]
+    """Tokens without drafts that each row computes in the next step, the last one included."""
+    if state.num_in_state is None:
+        return jnp.ones_like(state.positions)
+    return state.positions - jnp.minimum(state.num_in_state, state.positions) + 1
 
 
 def _verifying_batch(
@@ -121,45 +147,103 @@ def _verifying_batch(
     sampling_rows: jax.Array,  # i32[num_rows, NUM_COLUMNS]
     drafts: jax.Array,  # i32[num_rows, max_drafts]
     num_drafts: jax.Array,  # i32[num_rows]
-) -> tuple[ForwardBatch, jax.Array]:  # and i32[num_rows * (1 + max_drafts), step_row_width]
-    """The batch of each row's last token and its drafts, and the columns that draw after them.
+) -> tuple[ForwardBatch, jax.Array, jax.Array]:
+    """The batch of each row's known tokens and its drafts, and what is drawn from it.
 
-    num_drafts [1, 0, 2] -> query_start_loc [0, 2, 3, 6] -> row of each token [0, 0, 1, 2, 2, 2].
+    num_drafts [1, 0, 2], one known token each -> query_start_loc [0, 2, 3, 6] -> row of each token
+    [0, 0, 1, 2, 2, 2].
+
+    Returns:
+        The batch; the columns i32[num_rows * (1 + max_drafts), step_row_width] that draw after the
+        last known token and after each draft; and the row of each token i32[num_tokens].
     """
     num_rows, max_drafts = drafts.shape
-    row_idx = jnp.arange(num_rows, dtype=jnp.int32)
-    num_queries = jnp.where(row_idx < rows.num_used, 1 + num_drafts, 0)
-    ends = jnp.cumsum(num_queries, dtype=jnp.int32)
-    query_start_loc = jnp.pad(ends, (1, 0))
-    places = jnp.arange(num_rows * (1 + max_drafts), dtype=jnp.int32)
-    row = jnp.searchsorted(ends, places, side="right").astype(jnp.int32)
-    row = jnp.minimum(row, num_rows - 1)
-    draw_idx = jnp.minimum(places - query_start_loc[row], max_drafts)
-    is_token = places < ends[-1]
-    last = jnp.take_along_axis(state.token_ids, state.positions[:, None], axis=1)
-    given_ids = jnp.concatenate([last, drafts], axis=1)
-    token_ids = jnp.where(is_token, given_ids[row, draw_idx], 0)
-    positions = jnp.where(is_token, state.positions[row] + draw_idx, 0)
+    is_used = jnp.arange(num_rows, dtype=jnp.int32) < rows.num_used
+    num_known = _num_known(state)
+    first_positions = state.positions - num_known + 1
+    num_queries = jnp.where(is_used, num_known + num_drafts, 0)
+    # Without states, a row has one known token. With states, it may have each accepted draft too.
+    most_known = 1 if state.num_in_state is None else 1 + max_drafts
+    query_start_loc, row, place = _spread(num_queries, num_rows * (most_known + max_drafts))
+    is_token = place >= 0
+    positions = jnp.where(is_token, first_positions[row] + place, 0)
+    draft_idx = place - num_known[row]
+    token_ids = jnp.where(
+        draft_idx < 0,
+        state.token_ids[row, positions],
+        drafts[row, jnp.clip(draft_idx, 0, max_drafts - 1)],
+    )
+    token_ids = jnp.where(is_token, token_ids, 0)
+    state_rows = None
+    if state.num_in_state is not None:
+        state_rows = _state_rows(rows, state, query_start_loc)
+    _, draw_req, draw_idx = _spread(
+        jnp.where(is_used, 1 + num_drafts, 0), num_rows * (1 + max_drafts)
+    )
+    is_draw, draw_idx = draw_idx >= 0, jnp.maximum(draw_idx, 0)
+    first_draws = query_start_loc[:-1] + num_known - 1
+    logits_indices = jnp.where(is_draw, first_draws[draw_req] + draw_idx, 0)
     batch = make_batch(
         token_ids=token_ids,
         positions=positions,
         query_start_loc=query_start_loc,
-        seq_lens=jnp.where(num_queries > 0, state.positions + num_queries, 0),
+        seq_lens=jnp.where(num_queries > 0, first_positions + num_queries, 0),
         block_tables=rows.block_tables,
         table_shapes=rows.table_shapes,
-        logits_indices=places,
+        logits_indices=logits_indices,
         wants=Wants(logits="indices"),
         widths=rows.widths,
+        state_rows=state_rows,
     )
     fields = {
-        "sampling_rows": sampling_rows[row],
-        "draw_position": jnp.where(is_token & state.is_alive[row], positions + 1, 0),
+        "sampling_rows": sampling_rows[draw_req],
+        "draw_position": jnp.where(
+            is_draw & state.is_alive[draw_req], positions[logits_indices] + 1, 0
+        ),
         "token_ids": token_ids,
-        "logits_indices": places,
+        "logits_indices": logits_indices,
         "draw_idx": draw_idx,
-        "draw_req": row,
+        "draw_req": draw_req,
     }
-    return batch, join_step_rows(fields, num_rows=places.shape[0])
+    return batch, join_step_rows(fields, num_rows=logits_indices.shape[0]), row
+
+
+def _spread(
+    counts: jax.Array,  # i32[num_rows]
+    num_places: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gives each row `counts` consecutive places.
+
+    Returns:
+        The first place of each row and the end, i32[num_rows + 1]. For each place, its row, and its
+        index among the places of the row; -1 for places of no row, which have any row.
+    """
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    starts = jnp.pad(ends, (1, 0))
+    places = jnp.arange(num_places, dtype=jnp.int32)
+    row = jnp.searchsorted(ends, places, side="right").astype(jnp.int32)
+    row = jnp.minimum(row, counts.shape[0] - 1)
+    return starts, row, jnp.where(places < ends[-1], places - starts[row], -1)
+
+
+def _state_rows(
+    rows: DecodeRows,
+    state: DraftingState,
+    query_start_loc: jax.Array,  # i32[num_rows + 1]
+) -> StateRows:
+    """The rows of states, which are written before the drafts. See `make_decode_batch`."""
+    is_alive = state.is_alive | (state.num_in_state <= state.positions)
+    num_known = _num_known(state)
+    num_computed = state.positions - num_known + 1
+    return StateRows(
+        num_computed=num_computed,
+        query_start_loc=query_start_loc,
+        is_alive=is_alive,
+        has_one_token_each=False,
+        reads_second=num_computed > rows.slot_switches,
+        writes_first=num_computed + num_known <= rows.slot_switches,
+        state_ends=jnp.minimum(query_start_loc[:-1] + num_known, query_start_loc[1:]),
+    )
 
 
 def _append_drawn(
@@ -191,6 +275,9 @@ def _append_drawn(
     num_drawn = state.num_drawn + num_kept
     has_ended = jnp.any(is_kept & is_ending, axis=1)
     is_alive = state.is_alive & ~has_ended & (num_drawn < rows.num_tokens)
+    # A row that has all its tokens goes on to the last one that it has computed.
+    num_computed = jnp.where(has_ended, 0, jnp.maximum(num_kept - 1, 0))
+    num_passed = jnp.where(is_alive, num_kept, num_computed)
     row_idx = jnp.arange(num_rows, dtype=jnp.int32)
     # A place past the end is not written.
     token_places = jnp.where(is_kept, drawn_positions, max_tokens)
@@ -199,9 +286,10 @@ def _append_drawn(
     results = jnp.concatenate([drawn, steps[:, :, None]], axis=2)
     return state._replace(
         token_ids=state.token_ids.at[row_idx[:, None], token_places].set(drawn_ids, mode="drop"),
-        positions=jnp.where(is_alive, state.positions + num_kept, state.positions),
+        positions=state.positions + num_passed,
         num_drawn=num_drawn,
         is_alive=is_alive,
         results=state.results.at[result_places.T, row_idx].set(results, mode="drop"),
         num_steps=state.num_steps + 1,
+        num_in_state=None if state.num_in_state is None else state.positions + 1,
     )

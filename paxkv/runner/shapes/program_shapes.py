@@ -159,8 +159,20 @@ class BurstShape:
 
     @property
     def num_tokens(self) -> int:
-        """Most tokens that a step computes."""
+        """Most tokens that a step computes.
+
+        With states, these are also the drafts that the step before accepted.
+        """
+        return self.num_draws + self.has_states * (self.num_draws - self.num_reqs)
+
+    @property
+    def num_draws(self) -> int:
+        """Most tokens that a step draws."""
         return self.num_reqs * (1 if self.drafts is None else 1 + self.drafts.num_drafts)
+
+    @property
+    def has_states(self) -> bool:
+        return any(table.is_state for table in self.tables)
 
     def num_computed(self, num_tokens: int) -> int:
         """Number of tokens that a step of `num_tokens` computes, with padding."""

@@ -192,7 +192,13 @@ class StepBuckets:
                 )
                 for shape in self.burst_shapes
             )
-            self.drafting_burst_shapes = tuple(s for s in shapes if s.num_tokens <= num_rows)
+            # Arrays of features have a row for each token of the largest step.
+            most = self.step_shapes[-1].num_tokens
+            self.drafting_burst_shapes = tuple(
+                s
+                for s in shapes
+                if s.num_draws <= num_rows and (not everywhere or s.num_tokens <= most)
+            )
 
     @property
     def largest_first(self) -> tuple[ProgramShape, ...]:
@@ -319,20 +325,19 @@ def _choose_logits(num_tokens: int, max_num_seqs: int) -> Literal["last", "indic
 def _drafting_burst(
     shape: BurstShape, drafts: NgramShape | DrafterShape, sampled_chunk_rows: int | None
 ) -> BurstShape:
-    num_tokens = shape.num_reqs * (1 + drafts.num_drafts)
     if isinstance(drafts, DrafterShape):
         drafts = dataclasses.replace(drafts, req_widths=shape.widths)
+    drafting = dataclasses.replace(shape, drafts=drafts)
     # A step has at least one token of each request.
     widths = tuple(
         width
-        for width in token_buckets(num_tokens, verifies_drafts=True)
+        for width in token_buckets(drafting.num_tokens, verifies_drafts=True)
         if shape.widths and width >= shape.widths[0]
     )
     return dataclasses.replace(
-        shape,
-        drafts=drafts,
+        drafting,
         widths=widths if len(widths) > 1 else (),
-        chunk_rows=min(sampled_chunk_rows or num_tokens, num_tokens),
+        chunk_rows=min(sampled_chunk_rows or drafting.num_draws, drafting.num_draws),
     )
 
 

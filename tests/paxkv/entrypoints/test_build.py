@@ -266,14 +266,14 @@ def test_scheduler_has_the_drafts_that_the_runner_verifies(
 @pytest.mark.parametrize(
     ("fields", "batch_invariant", "message"),
     [
-        ({"method": "ngram", "drafts_in_bursts": True}, False, "only in single steps"),
+        ({"method": "ngram", "drafts_in_bursts": True}, False, None),
         ({"method": "ngram", "num_speculative_tokens": 33}, True, "at most 32 drafts"),
         ({"method": "ngram"}, True, None),
         ({"method": "suffix"}, False, None),
         ({"method": "draft_model", "model": "smaller"}, False, None),
     ],
 )
-def test_models_with_states_verify_drafts_in_single_steps(
+def test_models_with_states_verify_drafts(
     fields: dict[str, object], batch_invariant: bool, message: str | None
 ) -> None:
     speculative = SpeculativeConfig(**{"num_speculative_tokens": 3} | fields)

@@ -17,18 +17,20 @@ class DraftedRows(NamedTuple):
 
     rows: DecodeRows
     token_ids: jax.Array  # i32[num_rows, max_tokens], of prompt and output
-    positions: jax.Array  # i32[num_rows], of the token that the row computes first in the step
+    positions: jax.Array  # i32[num_rows], as in `DraftingState`
     num_useful: jax.Array  # i32[num_rows], most drafts that the step verifies for the row
 
 
 class VerifiedStep(NamedTuple):
     """A step after its draws were accepted or rejected.
 
-    A row that had ended before the step computed one token again, and drew nothing.
+    A row that had ended before the step computed known tokens again, and drew nothing.
     """
 
     batch: ForwardBatch
     row_of_token: jax.Array  # i32[num_tokens], any row for padding
+    # i32[num_rows], index of the row's last known token, after which it draws first
+    first_draws: jax.Array
     outputs: Outputs
     token_ids: jax.Array  # i32[num_rows, max_tokens], with the tokens that the step drew
     num_kept: jax.Array  # i32[num_rows], tokens that the row drew; they are in `token_ids`

@@ -93,7 +93,7 @@ class HeadLoopDrafter(LoopDrafter):
         )
         hidden = self.head.combine(self.head_params, self._read_target(step.outputs))
         next_hidden, pages = self._run(pages, batch, hidden)
-        last_idx = batch.query_start_loc[:-1] + jnp.maximum(step.num_kept - 1, 0)
+        last_idx = step.first_draws + jnp.maximum(step.num_kept - 1, 0)
         # Rows without a request come last.
         last_idx = jnp.minimum(last_idx, token_ids.shape[0] - 1)
         next_hidden = next_hidden[last_idx]
