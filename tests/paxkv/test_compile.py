@@ -27,8 +27,11 @@ PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True),
 ]
 
+# It logs the number of programs that an engine loaded and compiled.
+WARMUP = "paxkv.runner.programs.warmup"
 
-@pytest.fixture(scope="module", autouse=True)
+
+@pytest.fixture(scope="module")
 def compiled() -> Iterator[Path]:
     """Programs that `python -m paxkv.compile` compiled without weights, as for servers of tests."""
     with process_engine_compilations():
@@ -75,23 +78,27 @@ def test_compiled_ahead_gives_the_tokens_of_a_model_without_a_cache(expected):
 
 
 def test_compiled_ahead_gives_the_same_tokens_and_compiles_nothing(
-    compiled, expected, compiled_names
+    compiled, expected, compiled_names, caplog
 ):
-    with LLM(compiled_dir=str(compiled), **SETTINGS) as llm:
+    with caplog.at_level("INFO", WARMUP), LLM(compiled_dir=str(compiled), **SETTINGS) as llm:
         assert answers(llm) == expected
     assert compiled_names == []
+    # JAX would find what `expected` had compiled without compiling it again.
+    assert ", 0 compiled, in " in caplog.text
 
 
 def test_a_start_with_the_cache_gives_the_same_tokens_and_compiles_nothing(
-    compiled, expected, tmp_path, compiled_names
+    compiled, expected, tmp_path, compiled_names, caplog
 ):
     # As an earlier start would have left it.
     identity = json.loads((compiled / "programs.json").read_text())["identity"]
     shutil.copytree(compiled, tmp_path / identity_digest(identity))
-    with LLM(compilation_cache_dir=str(tmp_path), **SETTINGS) as llm:
+    settings = {"compilation_cache_dir": str(tmp_path)} | SETTINGS
+    with caplog.at_level("INFO", WARMUP), LLM(**settings) as llm:
         assert answers(llm) == expected
         assert llm.get_stats().num_compiles_after_ready == 0
     assert compiled_names == []
+    assert ", 0 compiled, in " in caplog.text
 
 
 @pytest.mark.parametrize(
