@@ -167,8 +167,7 @@ def test_settings_that_may_leave_no_token_are_refused(prompts, generator) -> Non
         generator.generate(prompts, params)
 
 
-def test_two_programs_are_all_that_is_compiled(llm: LLM, prompts) -> None:
-    generator = CompiledGenerator(load_model(CHECKPOINT), SHAPE, tokenizer=llm.get_tokenizer())
+def test_two_programs_are_all_that_is_compiled(prompts, generator) -> None:
     events: list[str] = []
 
     def note(event: str, *_: object, **__: object) -> None:
@@ -177,16 +176,13 @@ def test_two_programs_are_all_that_is_compiled(llm: LLM, prompts) -> None:
 
     monitoring.register_event_duration_secs_listener(note)
     try:
-        counts = []
-        for _ in range(2):
-            for without, with_field in FELT.values():
-                for fields in (without, with_field):
-                    generator.generate(prompts, SamplingParams(**fields))
-                counts.append(len(events))
+        for without, with_field in FELT.values():
+            for fields in (without, with_field):
+                generator.generate(prompts, SamplingParams(**fields))
     finally:
         monitoring.unregister_event_duration_listener(note)
-    assert counts[0] == 1
-    assert counts[-1] == 2
+    # Earlier tests may have compiled one of them, or both.
+    assert len(events) <= generator._generate._cache_size() == 2
 
 
 def test_bad_words_need_a_tokenizer(prompts) -> None:
