@@ -81,17 +81,18 @@ def drafting(request, heads, plain_runners):
     )
     config = RunnerConfig(max_logprobs=-1)
 
-    def make(config, head=None):
-        return make_warm_runner(model, config, head=head).runner
-
     if model.config.architecture not in plain_runners:
-        plain_runners[model.config.architecture] = make(config)
+        plain = make_warm_runner(model, config, has_few_sizes=True).runner
+        plain_runners[model.config.architecture] = plain
     pacer = RandomPacer(MAX_DRAFTS) if adapts else None
     burst_pacer = RandomBurstPacer() if adapts else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feature_list, "DepthPacer", lambda max_drafts: pacer)
         patch.setattr(feature_list, "BurstDraftPacer", lambda: burst_pacer)
-        runner = make(dataclasses.replace(config, speculative_config=speculative), head)
+        config = dataclasses.replace(config, speculative_config=speculative)
+        # Slow tests, and `test_burst_drafts`, have bursts for a single request too.
+        has_few_sizes = (method, adapts) == ("eagle3", True)
+        runner = make_warm_runner(model, config, head=head, has_few_sizes=has_few_sizes).runner
     if method == "draft_model":
         stepper = ModelStepper(head)
     else:

@@ -165,16 +165,16 @@ def drafting(request, heads, plain_runners):
     )
     config = RunnerConfig(batch_invariant=batch_invariant, max_logprobs=-1)
 
-    def make(config, head=None):
-        return make_warm_runner(model, config, head=head).runner
-
     plain = (model.config.architecture, batch_invariant)
     if plain not in plain_runners:
-        plain_runners[plain] = make(config)
+        plain_runners[plain] = make_warm_runner(model, config, has_few_sizes=True).runner
     pacer = RandomPacer(MAX_DRAFTS) if adapts else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feature_list, "DepthPacer", lambda max_drafts: pacer)
-        runner = make(dataclasses.replace(config, speculative_config=speculative), head)
+        config = dataclasses.replace(config, speculative_config=speculative)
+        # Slow tests, and `test_host_drafts`, have bursts for a single request too.
+        has_few_sizes = (method, adapts) == ("eagle3", True)
+        runner = make_warm_runner(model, config, head=head, has_few_sizes=has_few_sizes).runner
     if method == "draft_model":
         stepper = ModelStepper(head)
     else:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
+import pytest
 
 from models import LoadedModel
 from models.loading.loaded_draft_model import LoadedDrafter
@@ -25,6 +26,7 @@ from paxkv.runner.model_runner import ModelRunner
 from paxkv.runner.programs.program_identity import identity_digest
 from paxkv.runner.programs.program_store import ProgramCache, ProgramFolder, ProgramStore
 from paxkv.runner.ranks.rank_group import RankGroup
+from paxkv.runner.shapes import step_buckets
 from paxkv.runner.shapes.program_shapes import ProgramShape
 from tests.paxkv.runner import tiny_model
 from tests.paxkv.runner.tiny_model import TinyModel
@@ -76,14 +78,21 @@ def make_warm_runner(
     runner_config: RunnerConfig | None = None,
     *,
     head: LoadedDrafter | None = None,
+    has_few_sizes: bool = False,
 ) -> WarmRunner:
-    """A warm runner whose programs are loaded from the test run's folder, or compiled and kept."""
+    """A warm runner whose programs are loaded from the test run's folder, or compiled and kept.
+
+    Args:
+        has_few_sizes: A burst of a single request runs the program for `MAX_NUM_SEQS` of them.
+    """
     # `tests/conftest.py` sets the variable, and workers of pytest-xdist inherit it. Runs of mutants
     # share the folder too. The identity of programs covers the code of features, not `TinyModel`.
     cache, code = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]), Path(tiny_model.__file__)
     folder = cache / f"runner-programs-{hashlib.sha256(code.read_bytes()).hexdigest()[:16]}"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with contextlib.ExitStack() as locks:
+    with contextlib.ExitStack() as locks, pytest.MonkeyPatch.context() as patch:
+        if has_few_sizes:
+            patch.setattr(step_buckets, "decode_buckets", lambda max_num_seqs: (max_num_seqs,))
         store = SharedPrograms(folder, locks)
         runner = make_runner(model, runner_config=runner_config, store=store, head=head)
         runner.warm_up()
