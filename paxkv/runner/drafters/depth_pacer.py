@@ -76,7 +76,7 @@ class DepthPacer:
         # By number of drafts, the tokens that the next step should draw. The average share of them
         # that steps with drafts have drawn: a request that ends does not get the right drafts after
         # its end.
-        self._num_expected: list[float] = [1.0]
+        self._num_expected: list[float] = [1.0] * (max_drafts + 1)
         self._drawn_share = 1.0
         self._budget = DraftBudget()
         # Steps that the engine should still run ahead.

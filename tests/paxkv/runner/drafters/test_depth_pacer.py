@@ -259,3 +259,19 @@ def test_first_step_after_a_choice_of_more_drafts_counts_for_what_it_verifies():
         is_long = idx < 40 or (idx > 60 and idx % 2)
         chosen.append(pacer.choose([[1.0, 1.0, 1.0] if is_long else [1.0, 0.0, 0.0]]))
     assert chosen[-100:].count(1) > 40 and chosen[-100:].count(3) > 40
+
+
+class DeepPacer(DepthPacer):
+    """As pacers of end-to-end tests, it chooses without any expectation."""
+
+    def choose(self, chances):
+        self._choices.append(3)
+        return 3
+
+
+def test_steps_are_recorded_before_any_expectation():
+    pacer = DeepPacer(3, clock=iter(range(10)).__next__)
+    for _ in range(4):
+        pacer.choose([])
+        pacer.record_step(num_reqs=1, num_drawn=4, num_drafts=3, num_decode_steps=1, is_decode=True)
+    assert pacer.num_drafts == 3
