@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import json
 import re
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -125,18 +126,24 @@ def flag_tables() -> str:
     missing = [name for name in of_vllm if name not in own and name not in listed]
     parts = [
         "### Same",
-        "These flags mean the same as in vLLM. paxkv may accept fewer values, and not every value "
-        "works on every device: [Tuning](tuning.md#precision). The default is paxkv's. If the "
-        "default column is empty, paxkv derives the value from the model or device, or the flag is "
-        "not set.",
+        _paragraph(
+            "These flags mean the same as in vLLM. paxkv may accept fewer values, and not every "
+            "value works on every device: [Tuning](tuning.md#precision). The default is paxkv's. "
+            "If the default column is empty, paxkv derives the value from the model or device, or "
+            "the flag is not set."
+        ),
         _table("flag | values | default", (_own_row(own[n], n) for n in of_vllm if n in own)),
         "### Accepted with a warning",
-        "These flags have no effect. paxkv prints a warning with the reason, except for the values "
-        "in the second column, which ask for what paxkv does anyway.",
+        _paragraph(
+            "These flags have no effect. paxkv prints a warning with the reason, except for the "
+            "values in the second column, which ask for what paxkv does anyway."
+        ),
         _flag_table(lambda flag: not flag.is_refused),
         "### Refused",
-        "The command ends with exit code 2 and the reason, except for the values in the second "
-        "column, which paxkv accepts. Some reasons name an alternative.",
+        _paragraph(
+            "The command ends with exit code 2 and the reason, except for the values in the second "
+            "column, which paxkv accepts. Some reasons name an alternative."
+        ),
         _flag_table(lambda flag: flag.is_refused),
     ]
     if missing:
@@ -144,7 +151,7 @@ def flag_tables() -> str:
             "### Missing",
             "paxkv does not know these flags. The command ends with exit code 2 and `unknown "
             "flag`.",
-            ", ".join(f"`{name}`" for name in missing) + ".",
+            _paragraph(", ".join(f"`{name}`" for name in missing) + "."),
         ]
     return "\n\n".join(parts)
 
@@ -305,6 +312,10 @@ def _reason(flag: VllmFlag) -> str:
 
 def _codes(values: Iterable[str]) -> str:
     return ", ".join(f"`{value}`" for value in values)
+
+
+def _paragraph(text: str) -> str:
+    return textwrap.fill(text, width=120, break_long_words=False, break_on_hyphens=False)
 
 
 def _table(head: str, rows: Iterable[list[str]]) -> str:
