@@ -18,17 +18,17 @@ Workloads, with random weights in the shape of the model `small` with 4 layers a
               weights of attention and MLPs are set so that the next token depends on the last one
               alone; sampling makes about one token of ten jump.
     random    the next token depends on all tokens, and tokens hardly ever repeat.
-    useless   tokens repeat, and what follows them does not: they are drawn from 16 tokens.
+    useless   tokens are drawn from 16 tokens: they repeat, but the tokens after them do not.
 
-The drafter is `ngram`, or in other workloads of the same requests:
+The drafter is `ngram`. Two workloads have the requests of `copy` and another drafter:
 
     copy_suffix        `suffix`
-    copy_draft_model   a model of two layers, which is set in the same way
+    copy_draft_model   a model of two layers, with weights that are set in the same way
 
-Workloads with the demo model, which answers 32 questions or one for each request:
+Workloads with the demo model. It answers 32 questions, or more if --requests is larger:
 
-    demo_eagle3        the demo model's head
-    demo_draft_model   the first two layers of the demo model
+    demo_eagle3        the drafter is the demo model's head
+    demo_draft_model   the drafter is the first two layers of the demo model
 """
 
 import argparse
@@ -102,7 +102,7 @@ class Traffic:
         """Prompts with their sampling parameters; the same at every call.
 
         Args:
-            num_requests: How many are answered together.
+            num_requests: Number of requests that are answered together.
         """
         rng = np.random.RandomState(num_requests)
         found = []
@@ -242,7 +242,7 @@ class Run:
 
 
 def run(llm: LLM, requests: Sequence[Request], num_requests: int) -> Run:
-    """Answers all requests, of which so many arrive at the same time."""
+    """Answers all requests, in groups of `num_requests` that arrive at the same time."""
     before = llm.get_stats()
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     outputs = []
@@ -301,7 +301,7 @@ def measure_workloads(
 ) -> Iterator[tuple[str, dict[str, list[float]]]]:
     """Yields the case and the figures of each workload and number of requests.
 
-    Workloads with the same checkpoint share the engine without drafts.
+    Consecutive workloads with the same checkpoint share the engine without drafts.
     """
     settings = {
         "max_model_len": NUM_PROMPT_TOKENS + MAX_OUTPUT_TOKENS,

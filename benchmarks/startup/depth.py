@@ -3,11 +3,11 @@
     python -m benchmarks.startup.depth
     python -m benchmarks.startup.depth --kinds small-gdn mamba2 --layers 8 32
 
-Each measurement runs `python -m paxkv.compile` in a new process, for a random model. Its CPU
-seconds, of user and system, are those of a first start: they include the imports and drawing the
-weights. "small" and so on have the kinds of layers of `benchmarks.random_checkpoint`, but narrow
-MLPs and a small vocabulary, so that drawing takes little time. `python -m benchmarks.report` plots
-the rows.
+Each measurement runs `python -m paxkv.compile` in a new process, for a random model. The CPU
+seconds are the user and system time of this process. As in a first start, they include the imports
+and the drawing of random weights. The kinds whose names begin with "small" have the layers of these
+models in `benchmarks.random_checkpoint`, but narrow MLPs and a small vocabulary, so that drawing
+takes little time. `python -m benchmarks.report` plots the rows.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from benchmarks.tables import markdown_table, number, spread
 ROOT = Path(__file__).resolve().parents[2]
 _SHAPES = ("small", "small-moe", "small-latent", "small-gdn", "small-mamba2")
 _NARROW = {"intermediate_size": 128, "vocab_size": 1024}
-# Every layer has a state, and no other part.
+# Its layers have states, and neither attention nor MLPs.
 _MAMBA2 = {
     "architectures": ["Mamba2ForCausalLM"],
     "model_type": "mamba2",
@@ -42,12 +42,12 @@ _MAMBA2 = {
 }
 KINDS = (*_SHAPES, "mamba2")
 COMPILE_COMMAND = (sys.executable, "-m", "paxkv.compile")
-# Few sizes of programs, of all sorts.
+# With them, there are few sizes of programs, but every kind of program.
 _FLAGS = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64")
 
 
 def config_of(kind: str, num_layers: int) -> dict[str, object]:
-    """The config.json of a key of `KINDS` with so many layers."""
+    """The config.json of a model of one of `KINDS` with this many layers."""
     if kind == "mamba2":
         return _MAMBA2 | {"num_hidden_layers": num_layers}
     shape = dataclasses.replace(MODEL_SHAPES[kind], num_layers=num_layers, **_NARROW)

@@ -72,7 +72,7 @@ def view_as(
     pages: Pages,  # [num_rows, num_blocks, width]
     dtype: jnp.dtype,
 ) -> jax.Array:  # [num_rows, num_blocks, bytes of a page / bytes of one of `dtype`]
-    """The bits of the pages as other numbers: no copy where `Platform.fuses_state_writes`."""
+    """The bits of the pages as numbers of `dtype`. No copy if `Platform.fuses_state_writes`."""
     if pages.dtype == dtype:
         return pages
     return recast(pages.reshape(-1, pages.shape[2]), dtype).reshape(*pages.shape[:2], -1)

@@ -127,7 +127,7 @@ class StateFormat:
         state: LayerState,
         arrays: Sequence[jax.Array],  # [num_reqs, *shape] each
     ) -> Pages:
-        """The pages with the states after the step. Rows that have none keep theirs.
+        """The pages with the states after the step. Rows that are not `is_written` write nothing.
 
         Every array must depend on what `read` returned for it (`models/cache/rules.py`).
         """
@@ -155,7 +155,7 @@ class StateFormat:
                 words = words.reshape(words.shape[0], -1, page[1])
             slots = state.write_slots[:, run.first_page : run.first_page + run.num_pages]
             block_ids = jnp.where(is_written, slots, num_blocks).reshape(-1)
-            # The ids, because on the CPU a change of the numbers would be one more pass over them.
+            # `after` gets the ids: on the CPU, it would be one more pass over the numbers.
             for array in arrays:
                 block_ids = rules.after(block_ids, array)
             pages = rules.write_prefix(pages, state.row, block_ids, words)
@@ -175,8 +175,8 @@ class StateFormat:
 def _written_dtype(run: _Run, stored_dtype: jnp.dtype, state: LayerState) -> jnp.dtype:
     """The dtype of the pages in which a run is written.
 
-    A change of dtype into narrower words would end a fused kernel: the new state would be stored
-    once more, before it is written to the pages.
+    XLA fuses nothing past a change to narrower words. It would then store the new state once more
+    before it writes the state to the pages.
     """
     dtypes = {jnp.dtype(array.dtype) for array in run.arrays}
     if not state.fuses_writes or len(dtypes) > 1:

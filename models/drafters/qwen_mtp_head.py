@@ -17,7 +17,7 @@ from models.layers.experts import packed_or_single_rules
 from models.layers.rms_norm import OffsetRMSNorm
 from models.weight_rule import WeightRule, rules_of_layers, with_renamed_sources
 
-# Part of a name here -> the part in checkpoints.
+# Start of a parameter's name in the head -> the start after `mtp.` in checkpoints.
 _STORED_NAMES = {
     "enorm.": "pre_fc_norm_embedding.",
     "hnorm.": "pre_fc_norm_hidden.",
@@ -27,7 +27,7 @@ _STORED_NAMES = {
 
 
 class QwenMTPHead(MTPHead):
-    """An `MTPHead` with full attention, whatever layers the target has, and with other names.
+    """An `MTPHead` with other names of tensors. Its layer has attention, and never a state.
 
     The config.json of Qwen3-Next does not mention the layer, so only the tensors show whether a
     checkpoint has it.
@@ -63,5 +63,5 @@ class QwenMTPHead(MTPHead):
         return not name.startswith(self.prefix)
 
     def name_weight(self, name: str) -> str:
-        """Keeps tensors of the target apart: without their module, they have names of the head."""
+        """Renames tensors of the target: `model.norm.weight` would be read as `mtp.norm.weight`."""
         return name if name.startswith(self.prefix) else f"target.{name}"

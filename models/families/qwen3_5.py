@@ -52,7 +52,7 @@ class Qwen3_5ForCausalLM(DenseDecoder):
         return mixer_rules(super().weight_rules(), self.config, join_separate_projections)
 
     def ignores_weight(self, name: str) -> bool:
-        """The layer for multi-token prediction, which is a drafter."""
+        """The layer for multi-token prediction, which `load_mtp_head` loads."""
         return name.startswith("mtp.")
 
 

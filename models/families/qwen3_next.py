@@ -82,7 +82,7 @@ class Qwen3NextForCausalLM(MoEDecoder):
         return mixer_rules(super().weight_rules(), self.config, _join_by_head)
 
     def ignores_weight(self, name: str) -> bool:
-        """The layer for multi-token prediction, which is a drafter."""
+        """The layer for multi-token prediction, which `load_mtp_head` loads."""
         return name.startswith("mtp.")
 
 

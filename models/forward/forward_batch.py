@@ -67,8 +67,8 @@ class StateInputs:
     # The state before the step is zero, and the blocks of `read_slots` hold anything.
     starts_from_zero: jax.Array  # bool[num_reqs]
     # Rows that are not alive write nothing, and their tokens write no keys and values. A burst
-    # computes the last token of an ended request again: a state would advance once more, and keys
-    # and values would follow from another state.
+    # computes the last token of an ended request again. Its state would advance once more, and
+    # its keys and values would depend on this other state.
     is_alive: jax.Array  # bool[num_reqs]
     query_start_loc: jax.Array  # i32[num_reqs + 1], not decreasing, first entry 0
     # Static. True: row r has token r, or no token.

@@ -22,7 +22,7 @@ Advance = Callable[
 
 # Requests whose states are computed together if each has one token. Measured in docs/design/cpu.md.
 CHUNK_REQS = 8
-# Other steps with at most so many requests do not read the states of all rows.
+# Other steps with at most this many requests read the states of this many rows, not of all rows.
 FEW_REQS = 16
 
 
@@ -35,12 +35,13 @@ def advance_states(
 ) -> tuple[Arrays, Pages]:
     """Returns the result of `advance` for all tokens, and the pages with the new states.
 
-    If the program serves several widths, the time of a step follows from its requests, not from the
-    rows of the program. Results of tokens of no request are then zero or meaningless.
+    If the program serves several widths, the time of a step depends on the number of its requests,
+    not on the number of rows of the program. Results of padding are then zero or meaningless.
 
     Args:
         advance: Must compute each request from its own rows alone. It may be called with fewer rows
-            than there are, and with a state and a context for these rows. It must not report.
+            than there are, and with a state and a context for these rows. It must not call
+            `LayerContext.report`.
         name: The local name of the layer's cache of states.
     """
     state = context.state(name)
@@ -75,7 +76,8 @@ def advance_states(
             return advance(own, carry[1], own_state, silent.of(chunk))
 
         # XLA would fuse the read, the scan and the write, and compute parts of them several times.
-        # It fuses nothing with what a loop carries. XLA does not know that this one has one turn.
+        # It fuses nothing with values that a loop carries. So the scan is in a loop, of which XLA
+        # does not know that it has only one turn.
         num_turns = jnp.minimum(own_state.query_start_loc[-1], 1)
         out, states = jax.lax.fori_loop(0, num_turns, turn, (zeros, states))
         return jax.tree.map(chunk.write, room, out), context.write_state(own_state, pages, states)
@@ -105,7 +107,7 @@ def _of_chunk(state: LayerState, chunk: Chunk) -> LayerState:
 
 
 def _of_leading(state: LayerState, width: Width) -> LayerState:
-    """The state of the first requests, which are all that have tokens."""
+    """The state of the first rows. No later row has tokens."""
     ends = state.state_ends
     return replace(
         _read_rows(state, width),

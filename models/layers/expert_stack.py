@@ -74,9 +74,11 @@ def find_places(shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, StackPlace
 
 
 def write_layer(stack: KernelValue | None, value: KernelValue, place: StackPlace) -> KernelValue:
-    """Writes a layer into its stack, in place. None makes the stack, split over a mesh as `value`.
+    """Writes a layer into its stack, in place.
 
-    Every value of a stack must be stored in the same form.
+    Args:
+        stack: None: it is made, and split over a mesh as `value` is.
+        value: All values of a stack must be stored in the same form.
     """
     if stack is None:
         stack = jax.tree.map(functools.partial(_empty_stack, num_layers=place.num_layers), value)

@@ -142,6 +142,6 @@ class Embedding(nnx.Module):
         hidden: jax.Array,  # f[num_logits, hidden]
         kernels: KernelSettings = PLAIN_XLA,
     ) -> jax.Array:  # f32[num_logits, vocab]
-        """Scores every token with its own embedding, not scaled: the head where it is tied."""
+        """Scores every token with its embedding, without `scale`, as a tied vocabulary head."""
         table = self.embedding.get_value()
         return multiply(hidden, table, kernels) if self.is_turned else dot_float32(hidden, table.T)

@@ -34,8 +34,8 @@ _ROUNDED_FORMATS: dict[Quantization, RoundedFormat] = {
 class KernelEncoder:
     """Replaces arrays of kernels by the form in which the platform multiplies them.
 
-    Embeddings keep their form, except a `turned_table` that is quantized: an embedding that is also
-    the vocabulary head.
+    Embeddings keep their form, with one exception: an embedding with the layout `turned_table`,
+    which is also the vocabulary head, may be quantized.
 
     Args:
         product_dtype: The dtype of matrices of `Linear` layers. Activations are rounded to it when
@@ -88,8 +88,9 @@ class KernelEncoder:
         """Inputs that share a scale in a parameter; None if `encode` does not quantize it.
 
         Args:
-            num_inputs: Of a matrix or an expert.
-            is_router: As in `encode`; so is `splits_inputs`.
+            num_inputs: Of a matrix or an expert, on all devices.
+            is_router: As in `encode`.
+            splits_inputs: As in `encode`.
         """
         has_products = layout in ("matrix", "experts", "turned_table")
         if not has_products or self.quantization not in _ROUNDED_FORMATS or is_router:

@@ -297,7 +297,7 @@ def _encode(
             splits_inputs=splits_inputs(rule),
         )
 
-    # Only a platform without a mesh has panels, so no inputs are split.
+    # Kernels that are split over a mesh have no panels, so no inputs are split here.
     if needs_parts(weight_np, panel_width) and encoder.group_size_of(
         weight_np.shape[1], rule.layout, is_router=is_router
     ):

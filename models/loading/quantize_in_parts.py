@@ -9,12 +9,12 @@ import numpy as np
 from models.platforms.huge_pages import empty_in_huge_pages
 from models.stored_kernels.scaled import ScaledKernel
 
-# Numbers of a matrix that is quantized at once, which takes several times the memory of its floats.
+# Most numbers of a matrix that is quantized whole, which takes several times its memory as floats.
 _MAX_WHOLE_SIZE = 2**22
 
 
 def needs_parts(weight_np: np.ndarray, panel_width: int | None) -> bool:
-    """Whether a matrix, as a checkpoint stores it, has several panels and is large."""
+    """Whether a weight, stored as in a checkpoint, is a large matrix with several panels."""
     return (
         panel_width is not None
         and weight_np.ndim == 2
@@ -31,11 +31,11 @@ def quantize_in_parts(
 ) -> ScaledKernel:
     """Returns the same kernel as `quantize(weight_np)`.
 
-    On a CPU, the one device that has panels, the panels are copied into the memory of the result.
+    Only CPUs have panels. There, each panel is copied into the memory of the result.
 
     Args:
-        quantize: Quantizes rows of the weight, which are outputs. No number depends on other
-            outputs.
+        quantize: Quantizes some rows of the weight, which are outputs. The numbers of an output
+            must not depend on other outputs.
         panel_width: As in `ScaledKernel.pack`.
     """
     num_outputs = len(weight_np)

@@ -97,8 +97,8 @@ class CPU(Platform):
     def tied_head(self, dtype: str, *, quantizes: bool, changes_kernels: bool) -> TiedHead:
         """As `Platform.tied_head`.
 
-        A quantized head is the embedding too: a second array of floats would need more memory than
-        all layers of a small model.
+        A quantized head is also the embedding, because a second array of floats would need more
+        memory than all layers of a small model.
 
         YNNPACK multiplies with rows faster than with columns. XLA's own products take many times
         as long with rows. `docs/design/cpu.md` has the figures.

@@ -105,7 +105,7 @@ class ScaledKernel(StoredKernel):
 
     @staticmethod
     def width_of_panels(out_features: int, panel_width: int | None) -> int:
-        """The width of as few panels of equal width as possible, the narrowest for all columns.
+        """The width of the panels: the narrowest with which as few panels as possible suffice.
 
         Args:
             panel_width: As in `pack`.
