@@ -33,7 +33,8 @@ class KVEventsConfig:
             cannot name KV cache groups.
         block_hash_type: "int" sends the last 8 bytes of a hash as an integer, which is vLLM's
             default; "bytes" sends the whole hash.
-        data_parallel_rank: Number sent with each batch; the replica's, with `data_parallel_size`.
+        data_parallel_rank: Number sent with each batch. With `data_parallel_size`, replicas send
+            their own numbers.
     """
 
     enable_kv_cache_events: bool = True

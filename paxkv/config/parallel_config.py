@@ -23,8 +23,8 @@ class ParallelConfig:
         aliases=("-ep",),
     )
     decode_context_parallel_size: int = setting(
-        "number of neighboring devices that share the positions of each request, where each would "
-        "otherwise have a copy of all: latents, or KV heads if there are fewer than devices. It "
+        "number of neighboring devices that share the positions of each request. Otherwise each "
+        "would have a copy of all positions, with latents or with fewer KV heads than devices. It "
         "must divide --tensor-parallel-size: docs/guide/several-devices.md",
         1,
         aliases=("-dcp",),
@@ -66,7 +66,8 @@ class ParallelConfig:
         if self.tensor_parallel_size % self.decode_context_parallel_size:
             raise ConfigError(
                 f"decode_context_parallel_size={self.decode_context_parallel_size} must divide "
-                f"tensor_parallel_size={self.tensor_parallel_size}. Its devices are some of these."
+                f"tensor_parallel_size={self.tensor_parallel_size}: the devices form groups of "
+                "this size."
             )
         if self.nnodes > 1 and self.decode_context_parallel_size > 1:
             raise ConfigError(

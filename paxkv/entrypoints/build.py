@@ -248,7 +248,8 @@ def _build_core(
         max_model_len=max_model_len,
         is_async=config.scheduler.async_scheduling,
         num_lookahead_tokens=num_lookahead_tokens,
-        # No state is saved before the last block of a prefix hit, so models with states keep it.
+        # A hit of a model with states can end only where a state is saved, and often none is saved
+        # one block earlier. So these models keep the last block.
         use_eagle=head is not None and head.reads_hidden and not runner.kv_cache_config.has_states,
     )
     scheduler = _make_scheduler(header, config.scheduler.trace_file, grammars)
@@ -346,8 +347,8 @@ def _find_num_lookahead_tokens(config: RunnerConfig, runner: ModelRunner) -> int
     """Most drafts that the scheduler schedules for a request in a step.
 
     Raises:
-        ConfigError: The model has recurrent layers, with which drafts do not work under these
-            settings.
+        ConfigError: The model has recurrent layers, and the settings allow too many drafts for
+            batch-invariant steps.
         InvariantError: The runner verifies another number of drafts.
     """
     speculative = config.speculative_config

@@ -119,8 +119,8 @@ class Scheduler:
         if kv_cache_config.has_states and (connector is not None or use_eagle):
             raise ConfigError(
                 "a model with states cannot use a KV connector, or drop the last block of prefix "
-                "hits (use_eagle): nothing loads the state after loaded tokens, and no state is "
-                "saved before the last block. Start the engine without them."
+                "hits (use_eagle). A connector loads no states, and a hit without its last block "
+                "often ends where no state is saved. Start the engine without them."
             )
         # A step writes the state before its drafts, so accepted drafts are computed again.
         self._recomputes_drafts = kv_cache_config.has_states

@@ -1,10 +1,10 @@
-"""`TextParts`: the parts of a message for templates that may also write them as a text."""
+"""`TextParts`: the parts of a message, in a list that templates can also use as a text."""
 
 from collections.abc import Mapping, Sequence
 
 
 class TextParts(list[Mapping[str, object]]):
-    """Parts `{"type": "text", "text": ...}` that are a text wherever a template needs one.
+    """A list of parts `{"type": "text", "text": ...}` that acts as a text where one is needed.
 
     A template that loops over the result of a tool gets the parts, as in transformers. A template
     that writes the result without a loop, adds it to a text or calls a method of strings gets

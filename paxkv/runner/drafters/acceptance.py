@@ -4,11 +4,13 @@ import itertools
 import operator
 from collections.abc import Iterable, Sequence
 
-# Weight of an older comparison, for each newer one.
+# Each newer comparison multiplies the weight of older ones by this factor: of one request, and of
+# all requests.
 _DECAY = 0.9
 _TOTAL_DECAY = 0.99
-# A request counts as if it had this many comparisons with the result of all requests. For all
-# requests together, a place counts as if it had as many with the result of the place before it.
+# A rate counts as if there were this many more comparisons, whose result is the expected rate. For
+# a place of one request, this is the rate of all requests. For a place of all requests, it is the
+# rate of the place before.
 _PRIOR_TRIALS = 2.0
 # Unknown drafters are tried, so half of their first drafts are expected to be right.
 _FIRST_RATE = 0.5
@@ -64,7 +66,7 @@ class Acceptance:
     It needs no verification: proposals that were not sent to the device count too.
 
     Args:
-        total: Of the requests that this one is like.
+        total: The acceptance of requests like this one.
     """
 
     def __init__(self, total: TotalAcceptance) -> None:
@@ -78,7 +80,7 @@ class Acceptance:
         self._place = 0
 
     def start_over(self, total: TotalAcceptance) -> None:
-        """Forgets the comparisons so far, and belongs to other requests from here on."""
+        """Counts for `total` from now on. If it counted for another, forgets its comparisons."""
         if self._total is not total:
             self._start(total)
 
@@ -90,8 +92,8 @@ class Acceptance:
     def record_proposal(self, token_ids: Sequence[int]) -> None:
         """Records what was proposed after the last tokens.
 
-        It is ignored until the tokens after the proposal before it are known. So later drafts are
-        compared too, even if each step draws one token.
+        The proposal is ignored while tokens of an older one wait for their comparison. So later
+        drafts are compared too, even if each step draws one token.
         """
         if not self._proposal:
             self._proposal, self._place = token_ids, 0

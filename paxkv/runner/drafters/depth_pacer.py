@@ -24,7 +24,7 @@ _MIN_PLAIN_STEPS = 3
 # While drafts do not pay, the head computes the prompts of one in this many steps that start
 # requests.
 STEPS_PER_TRIAL = 32
-# Weight of an older step, for each newer one, in sums over all steps.
+# In sums over all steps, each newer step multiplies the weight of older ones by this factor.
 _DECAY = 0.98
 # Weight of the newest step in the share of expected tokens.
 _SHARE_WEIGHT = 0.05
@@ -36,8 +36,8 @@ class DepthPacer:
     With drafts, the engine waits for the tokens of each step. Without drafts, it runs ahead: it
     decides the next step before it has the tokens of the last one, and runs bursts of steps. While
     it runs ahead, the head runs only after some steps with prompts (`tries_prompts`), where it
-    proposes one draft to measure the acceptance. While drafts have cost too much in all, the engine
-    runs ahead.
+    proposes one draft to measure the acceptance. While the `DraftBudget` is spent, the engine runs
+    ahead.
 
     For each number of requests, the engine runs the first steps without drafts to measure their
     time. A number of drafts whose time is unknown is expected to take as long as the slowest
@@ -73,9 +73,9 @@ class DepthPacer:
         self._last_head_times: StepTimes | None = None
         # Sums over all steps.
         self._num_prompt_tokens = self._num_drawn = 0.0
-        # By number of drafts, the tokens that the next step should draw. The average share of them
-        # that steps with drafts have drawn: a request that ends does not get the right drafts after
-        # its end.
+        # By number of drafts, the tokens that the next step should draw; and the average share of
+        # these tokens that steps with drafts have drawn. A request that ends does not get the right
+        # drafts after its end.
         self._num_expected: list[float] = [1.0] * (max_drafts + 1)
         self._drawn_share = 1.0
         self._budget = DraftBudget()

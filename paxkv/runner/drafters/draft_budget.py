@@ -6,21 +6,20 @@ from paxkv.runner.drafters.step_times import round_up
 
 # Drafts stop when they have cost this share of the time, and go on at half of it.
 _MAX_SHARE = 0.03
-# Weight of an older step, for each newer one, in sums over all steps.
+# In sums over all steps, each newer step multiplies the weight of older ones by this factor.
 _DECAY = 0.999
-# Steps without drafts whose average time is compared with that of steps with drafts.
+# Number of the latest steps without drafts, whose average time is compared with steps with drafts.
 _NUM_TIMES = 64
-# Of these steps, how many still count when steps without drafts are measured again.
+# How many of these steps are kept when steps without drafts are measured again after drafts.
 _NUM_OLD_TIMES = 24
-# Drafts that gained time may cost at most this share more, later.
+# Time that drafts gained makes up for later losses, up to this share of the time.
 _MAX_CREDIT_SHARE = 0.01
 
 
 class DraftBudget:
-    """Compares steps with drafts with what the same tokens would take without drafts.
+    """Compares the time of steps with drafts with that of the same tokens without drafts.
 
-    It needs no expectation of what drafts gain, so drafts cost little even if such an expectation
-    is wrong.
+    It uses only measured times, so drafts cost little even if a pacer expects too much of them.
 
     Attributes:
         is_spent: Drafts have cost too much, so none should be verified now.
@@ -45,7 +44,10 @@ class DraftBudget:
         self._add(took_s, 0.0, num_steps)
 
     def record_drafting(self, num_reqs: int, took_s: float, num_drawn: int) -> None:
-        """Records a step while the engine waits for the tokens of each, or the first one after."""
+        """Records a step of an engine that waits for the tokens of each step.
+
+        The first step after the engine stopped waiting is recorded here too.
+        """
         self._is_drafting = True
         times = self._plain_times.get(round_up(num_reqs))
         if times is None:

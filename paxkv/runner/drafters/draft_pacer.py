@@ -47,11 +47,11 @@ class DraftPacer:
 
     The engine's first steps with a number of requests run ahead, so that their time is known. A
     verifying step of unknown size is expected to take as long as the slowest known step of a
-    smaller size, or else as a step without drafts. So each size is tried once. While drafts have
-    cost too much in all, the engine runs ahead.
+    smaller size, or else as a step without drafts. So each size is tried once. While the
+    `DraftBudget` is spent, the engine runs ahead.
 
     Models with states compute accepted drafts again in the next step. The expected time is
-    therefore that of a step with the drafts and as many more tokens as are expected to be right.
+    therefore that of a larger step: it has one more token for each draft that should be right.
 
     Args:
         clock: Returns seconds; it never goes back.
@@ -127,14 +127,14 @@ class DraftPacer:
         Args:
             num_reqs: Requests that decode in the next step.
             proposals: The drafter's tokens for some of them.
-            chances: For each of these tokens, the probability that it and those before it are
-                right.
+            chances: For each of these tokens, the probability that this token and the tokens of
+                the proposal before it are right.
         """
         plain = self._plain_times.get(round_up(num_reqs))
         if plain is None or self._num_ahead > 0 or self._budget.is_spent:
             return self._run_ahead()
         plain_rate = num_reqs / plain.expected_s
-        # The drafts that are most likely right come first. Of a request, this is its first draft.
+        # The drafts that are most likely right come first. Drafts of one request stay in order.
         ranked = sorted(
             (
                 (chance, -place, req_id)

@@ -83,8 +83,8 @@ class HeadDrafts(StepFeature):
         # Tokens that they got from their last step, if a pacer needs them.
         self._num_drawn: dict[str, int] = {}
         # Requests that start in the step that is planned next.
-        # Complete requests: the head has computed all of their tokens so far.
         self._started_ids: set[str] = set()
+        # Requests of which the head has computed all tokens so far.
         self._complete_ids: set[str] = set()
 
     @property

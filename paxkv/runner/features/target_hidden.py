@@ -83,7 +83,7 @@ def make_target_hidden(
     """Makes the variant for a drafter; None if the drafter reads no hidden states."""
     if not head.reads_hidden:
         return None
-    # A step has at most one tile more than its tokens need.
+    # A step has whole tiles, and at most one tile more than its tokens need (`StepBuckets`).
     num_padded = 2 * INVARIANT_TILE_TOKENS if config.batch_invariant else 0
     return TargetHiddenVariant(
         num_tokens=max_num_batched_tokens + num_padded,

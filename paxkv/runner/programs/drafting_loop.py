@@ -28,12 +28,12 @@ from paxkv.runner.shapes.step_variant import StepPart
 class DraftingState(NamedTuple):
     """The state between two steps.
 
-    A row that has ended computes a token again. It writes the keys and values that are there
-    already, or in a model with states nothing.
+    A row that has ended computes a token again. This writes the keys and values that are there
+    already. In a model with states, it writes nothing.
     """
 
     token_ids: jax.Array  # i32[num_rows, max_tokens], of prompt and output
-    # i32[num_rows], of the last known token. A row that has ended: of a token that it has computed.
+    # i32[num_rows], of the last known token, or in a row that has ended of a computed token.
     positions: jax.Array
     num_drawn: jax.Array  # i32[num_rows]
     is_alive: jax.Array  # bool[num_rows]
@@ -46,8 +46,8 @@ class DraftingState(NamedTuple):
     num_steps: jax.Array  # i32[]
     memory: Any  # of the `LoopDrafter`, a pytree
     feature_values: FeatureValues = ()  # of `TracedFeatures`, from step to step
-    # i32[num_rows], tokens of each row's state: those before the drafts of its last step. None
-    # without states.
+    # i32[num_rows], number of tokens in each row's state: all before the drafts of its last step.
+    # None without states.
     num_in_state: jax.Array | None = None
 
 
@@ -78,7 +78,7 @@ def run_drafting_loop(
     that the row may draw, so the row writes only the positions that it would write without drafts.
 
     A step writes the states before its drafts. The next step of the row computes accepted drafts
-    again, also if the row has drawn its tokens: then it computes nothing else.
+    again. If the row has drawn all its tokens, this step computes nothing else.
 
     Args:
         rows: `widths` are numbers of tokens that a step can compute.
@@ -88,7 +88,7 @@ def run_drafting_loop(
     def run_step(state: DraftingState) -> DraftingState:
         num_left = jnp.where(state.is_alive, rows.num_tokens - state.num_drawn - 1, 0)
         if rows.slot_switches is not None:
-            # The state before the switch is saved, so a step must write it.
+            # The state at the switch is saved, so a step must write exactly this state.
             num_before = rows.slot_switches - 1 - state.positions
             num_left = jnp.where(num_before > 0, jnp.minimum(num_left, num_before - 1), num_left)
         drafted = DraftedRows(
@@ -162,7 +162,7 @@ def _verifying_batch(
     num_known = _num_known(state)
     first_positions = state.positions - num_known + 1
     num_queries = jnp.where(is_used, num_known + num_drafts, 0)
-    # Without states, a row has one known token. With states, it may have each accepted draft too.
+    # With states, the accepted drafts of the last step are known tokens too.
     most_known = 1 if state.num_in_state is None else 1 + max_drafts
     query_start_loc, row, place = _spread(num_queries, num_rows * (most_known + max_drafts))
     is_token = place >= 0
@@ -215,8 +215,8 @@ def _spread(
     """Gives each row `counts` consecutive places.
 
     Returns:
-        The first place of each row and the end, i32[num_rows + 1]. For each place, its row, and its
-        index among the places of the row; -1 for places of no row, which have any row.
+        The first place of each row and the end, i32[num_rows + 1]; for each place, its row; and its
+        index among the places of the row. Places after the end have any row, and index -1.
     """
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     starts = jnp.pad(ends, (1, 0))
@@ -275,7 +275,7 @@ def _append_drawn(
     num_drawn = state.num_drawn + num_kept
     has_ended = jnp.any(is_kept & is_ending, axis=1)
     is_alive = state.is_alive & ~has_ended & (num_drawn < rows.num_tokens)
-    # A row that has all its tokens goes on to the last one that it has computed.
+    # A row that has drawn all its tokens moves to the last one that it has computed.
     num_computed = jnp.where(has_ended, 0, jnp.maximum(num_kept - 1, 0))
     num_passed = jnp.where(is_alive, num_kept, num_computed)
     row_idx = jnp.arange(num_rows, dtype=jnp.int32)

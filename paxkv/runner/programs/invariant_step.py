@@ -108,7 +108,7 @@ def _end_of_tile(
     end = jnp.minimum(start + shape.tile_tokens, starts[-1])
     if "state_ends" not in fields:
         return end
-    # Empty rows start at the last token.
+    # Empty rows have 0 in `state_ends`, and start after the last token.
     first_drafts = jnp.maximum(fields["state_ends"], starts[:-1])
     are_split = (first_drafts < end) & (end < starts[1:])
     return jnp.min(jnp.where(are_split, first_drafts, end))
@@ -161,7 +161,7 @@ def _state_rows_of_tile(
         query_start_loc=in_tile(starts),
         is_alive=jnp.ones(shape.num_reqs, bool),
         has_one_token_each=False,
-        # An earlier tile has written it there.
+        # An earlier tile has written the state to the second slot.
         reads_second=num_before_tile > 0,
         state_ends=in_tile(fields["state_ends"]) if "state_ends" in fields else None,
     )

@@ -22,7 +22,8 @@ def tables_of(
     """Returns the block tables of a step, one array for each of `shape.tables`.
 
     Args:
-        slot_blocks: None: the program reads no states, so their tables have only null blocks.
+        slot_blocks: The blocks of slots, for each table of states. None: the program reads no
+            states, so their tables have only null blocks.
     """
     blocks = None if slot_blocks is None else iter(slot_blocks)
     tables = []

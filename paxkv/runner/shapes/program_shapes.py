@@ -161,7 +161,7 @@ class BurstShape:
     def num_tokens(self) -> int:
         """Most tokens that a step computes.
 
-        With states, these are also the drafts that the step before accepted.
+        With states, a step also computes the drafts that the step before it accepted.
         """
         return self.num_draws + self.has_states * (self.num_draws - self.num_reqs)
 

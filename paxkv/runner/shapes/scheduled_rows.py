@@ -73,7 +73,11 @@ class ScheduledRows:
         return self.is_decode or not self.prompt_req_ids_after(num_drawn)
 
     def prompt_req_ids_after(self, num_drawn: Sequence[int]) -> list[str]:
-        """Requests that compute other tokens than those of `is_decode_after`, in a single step."""
+        """Requests for which `is_decode_after` is false: a single step computes their prompts.
+
+        Args:
+            num_drawn: As in `is_decode_after`.
+        """
         num_own_np = self.num_scheduled_np - self.num_drafts_np
         has_all_np = self.num_computed_np + num_own_np >= self.num_tokens_np
         are_drawn_np = has_all_np & (num_own_np == np.array(num_drawn, np.int32))

@@ -93,7 +93,8 @@ class StepBuckets:
             buckets = token_buckets(max_num_batched_tokens, verifies_drafts=max_draws > 1)
             token_widths = divide(buckets)
         else:
-            # Before drafts of models with states, a tile may begin at any token.
+            # A tile may end before the drafts of a model with states. So the last tile may begin at
+            # any token, and needs room for all its tokens.
             has_room = max_draws > 1 and any(table.is_state for table in tables)
             num_tiles = -(-max_num_batched_tokens // tile_tokens) + has_room
             token_widths = ((num_tiles * tile_tokens,),)

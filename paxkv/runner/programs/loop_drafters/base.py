@@ -29,7 +29,7 @@ class VerifiedStep(NamedTuple):
 
     batch: ForwardBatch
     row_of_token: jax.Array  # i32[num_tokens], any row for padding
-    # i32[num_rows], index of the row's last known token, after which it draws first
+    # i32[num_rows], index of each row's last known token; its first draw is for the token after it
     first_draws: jax.Array
     outputs: Outputs
     token_ids: jax.Array  # i32[num_rows, max_tokens], with the tokens that the step drew
