@@ -338,9 +338,10 @@ WAITS_FOR_PROCESS = {"subprocess.run", "subprocess.check_output", "subprocess.ch
 MAY_WAIT_LONG = ("tests/mutants/", "tests/test_time_limit.py")
 
 
-# Without an argument. A process that was killed on the line before ends.
+# Calls without a time limit. They are allowed if the line before kills the process.
 WAITS_FOR_EVER = re.compile(r"process\.(wait|communicate)\(\)")
-# Outside of `killed_after`. The output of a process that ended on the line before ends.
+# Reads without a time limit. They are allowed in a block of `killed_after`, and if the line before
+# waits for the end of the process.
 READS_FOR_EVER = re.compile(r"\.std(out|err)\.read(line)?\(\)|\bin \w*process\.std(out|err)\b")
 
 

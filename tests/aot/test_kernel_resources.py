@@ -1,4 +1,4 @@
-"""How many CTAs of a kernel an H200's multiprocessor holds at once."""
+"""The number of CTAs of a kernel that an H200's multiprocessor holds at once."""
 
 import pytest
 
@@ -35,6 +35,6 @@ def resources(*, registers, num_threads, shared_bytes):
         (16, 128, 0, 16),  # 2,048 threads
     ],
 )
-def test_ctas_are_limited_by_the_scarcest(registers, num_threads, shared_bytes, wanted):
+def test_ctas_are_limited_by_the_scarcest_resource(registers, num_threads, shared_bytes, wanted):
     kernel = resources(registers=registers, num_threads=num_threads, shared_bytes=shared_bytes)
     assert kernel.ctas_per_sm == wanted

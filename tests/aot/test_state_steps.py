@@ -105,7 +105,7 @@ def state_bytes(name):
 
 @each(ALL)
 def test_the_cache_is_in_place_and_temporary_memory_has_a_bound(compiled, step):
-    """At most two temporary arrays have a layer's states. All layers share their memory."""
+    """Temporary memory has room for a layer's states twice. All layers share it."""
     program, result = compiled(step)
     assert result.aliased_bytes >= program.cache_bytes
     assert result.temp_bytes < MOST_STATES_HELD * state_bytes(step[0]) + OTHER_BYTES
@@ -153,7 +153,7 @@ def moved_in_cache(result, min_bytes):
 def num_reads(result, buffer):
     """Number of instructions that read the result of an instruction, also under another name.
 
-    An instruction that makes a single number reads one number: see `rules.after`.
+    Those whose result is a single number do not count: they read one number (`rules.after`).
     """
     names, num = {buffer.name}, 0
     for instruction in result.instructions:

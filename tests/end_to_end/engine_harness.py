@@ -48,7 +48,7 @@ MAX_NUM_BLOCKS = 1024
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """One point of the product of settings under which the answer must stay the same."""
+    """One combination of settings. The answers must be the same with all of them."""
 
     enable_prefix_caching: bool = True
     max_num_batched_tokens: int = 64
@@ -59,7 +59,7 @@ class EngineSettings:
     # With 2 the scheduler is an AsyncScheduler.
     max_steps_in_flight: int = 1
     max_decode_burst: int = 1
-    # Off, unlike in the engine: a tiny pool is there to preempt.
+    # Off, unlike in the engine, so that requests in a tiny pool are preempted.
     full_sequence_must_fit: bool = False
     # Every second request forks from the one before it.
     has_forks: bool = False
@@ -91,8 +91,8 @@ class RecordingRunner:
     Args:
         max_num_batched_tokens: Tokens of the largest step; its runs may not allow more. With 64 or
             fewer there is one program of steps.
-        has_few_sizes: That program has two widths, 16 tokens and all. A burst of a single request
-            runs the program for `MAX_NUM_SEQS` of them instead of its own.
+        has_few_sizes: Steps have two widths, 16 tokens and the largest. There is one program of
+            bursts, for `MAX_NUM_SEQS` requests.
         group: The processes that compute together.
         num_context_ranks: As in `ModelRunner`.
         load_options: Other arguments of `load_model`.
@@ -163,9 +163,10 @@ def _few_token_buckets(max_num_batched_tokens: int, *, verifies_drafts: bool) ->
 
 @contextlib.contextmanager
 def returned_logits(vocab_size: int) -> Iterator[None]:
-    """Inside, a step that is traced appends its logits to its packed result.
+    """In this context, a step that is traced appends its logits to its packed result.
 
-    One trace at a time: `warm_up`, which traces in several threads, must not run inside.
+    Only one step may be traced at a time. `warm_up` must not run here, because it traces in several
+    threads.
     """
     last_logits: list[jax.Array] = []
 
@@ -218,7 +219,7 @@ def run_engine(
     scarce_token_ids: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
     watch: Callable[[Scheduler], None] = lambda scheduler: None,
 ) -> RunResult:
-    """Generates for all prompts under the given settings; the pool must end whole.
+    """Generates for all prompts under the given settings. All blocks must be free at the end.
 
     Args:
         bad_words_token_ids: Of some of the prompts, by index; `scarce_token_ids` likewise.
@@ -278,7 +279,7 @@ def run_engine(
             in_flight.append((scheduler_output, recording.runner.execute_model(scheduler_output)))
             scheduler.check_invariants()
             watch(scheduler)
-            # Nothing is scheduled where all that is left is on its way.
+            # Nothing is scheduled if all remaining tokens are in flight.
             while len(in_flight) == settings.max_steps_in_flight or (
                 in_flight and not scheduler_output.num_scheduled_tokens
             ):

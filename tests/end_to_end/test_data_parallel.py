@@ -52,7 +52,7 @@ NEEDS_TWO_CORES = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def server():
-    """With two engines of one request at a time."""
+    """A server with two engines, each of which runs one request at a time."""
     with running_server(*FLAGS, "--data-parallel-size", "2") as server:
         yield server
 
@@ -70,7 +70,7 @@ def complete(server, prompts, **fields):
 
 @pytest.mark.slow
 @NEEDS_TWO_CORES
-def test_metrics_tell_what_each_engine_did(server) -> None:
+def test_metrics_count_the_tokens_of_each_engine(server) -> None:
     def read() -> dict[str, dict[str, float]]:
         with urllib.request.urlopen(f"{server.url}/metrics") as response:
             families = list(text_string_to_metric_families(response.read().decode()))

@@ -172,7 +172,7 @@ def drafting(request, heads, plain_runners):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feature_list, "DepthPacer", lambda max_drafts: pacer)
         config = dataclasses.replace(config, speculative_config=speculative)
-        # Slow tests, and `test_host_drafts`, have bursts for a single request too.
+        # Slow tests and `test_host_drafts` have a program of bursts for a single request too.
         has_few_sizes = (method, adapts) == ("eagle3", True)
         runner = make_warm_runner(model, config, head=head, has_few_sizes=has_few_sizes).runner
     if method == "draft_model":

@@ -1,4 +1,4 @@
-"""Bursts of models with states leave the keys and values of rows that end before the others."""
+"""In bursts of models with states, a row that ends early keeps its keys and values."""
 
 import random
 from pathlib import Path
@@ -26,10 +26,10 @@ def make_request(req_id: str, token_ids: list[int], max_tokens: int) -> EngineRe
 
 
 @pytest.mark.slow
-def test_a_row_that_ends_first_leaves_its_last_block(
+def test_a_row_that_ends_first_keeps_its_last_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The block is full, so other requests find it."""
+    """The block is full, so later requests find it in the prefix cache."""
     make_checkpoint("qwen3.5", tmp_path, 1, is_shallow=True, is_sharp=True)
     monkeypatch.setattr(step_buckets, "token_buckets", lambda most, verifies_drafts=False: (most,))
     monkeypatch.setattr(step_buckets, "decode_buckets", lambda max_num_seqs: (max_num_seqs,))
@@ -41,7 +41,8 @@ def test_a_row_that_ends_first_leaves_its_last_block(
     answer = run(runner, [ends_first])[0]["first"]
     text = [*first, *answer.token_ids, *ending]
     truth = run(runner, [make_request("later", text, 6)])[0]["later"]
-    # The first of these has a state after one block only, and saves the state after two.
+    # The first of these requests finds a state after one block only. It saves the state after two,
+    # which the second finds.
     later = [make_request(f"later{idx}", text, 6) for idx in range(2)]
     requests = [ends_first, make_request("other", other, 30), *later]
     answers, _ = run(runner, requests, caching=True, max_decode_burst=8, arrivals=[40, 60])

@@ -90,7 +90,7 @@ def test_drafts_change_no_bits_of_batch_invariant_steps(
 
 @dataclasses.dataclass(frozen=True)
 class OracleLoopDrafter(LoopDrafter):
-    """Proposes the tokens after those of a row, inside bursts. Some are wrong.
+    """Proposes inside bursts the tokens that follow in the text of a row. Some are changed.
 
     Args:
         texts: Prompts and answers, with -1 after their ends.
@@ -143,7 +143,7 @@ def test_drafts_in_bursts_change_no_answer(
 
 
 def propose_by(drafter: OracleDrafter | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets runners call the drafter, if any, and have one program of steps and one of bursts."""
+    """Adds the drafter, if any, to runners, which get one program of steps and one of bursts."""
     added = () if drafter is None else (drafter,)
     monkeypatch.setattr(model_runner, "make_features", lambda *args: make_features(*args) + added)
     monkeypatch.setattr(step_buckets, "token_buckets", lambda most, verifies_drafts=False: (most,))

@@ -29,7 +29,10 @@ from tests.paxkv.runner.shared_runners import make_runner
 
 @dataclasses.dataclass(frozen=True)
 class MixedStep(OracleStep):
-    """Keeps some drafts of the head. Most others are right, unlike those of a random head."""
+    """Keeps some drafts of the random head, and replaces the others by drafts of the oracle.
+
+    Most drafts of the oracle are right.
+    """
 
     def finish(self, output: ModelRunnerOutput, results: Mapping[str, object]) -> ModelRunnerOutput:
         own, rng = output.draft_token_ids, self.drafter.rng
@@ -46,9 +49,11 @@ class MixedStep(OracleStep):
 
 
 class MixedDrafter(OracleDrafter):
-    """
+    """Mixes the drafts of a head and of the oracle (`MixedStep`).
+
     Attributes:
-        found: Request id, its number of output tokens, and the head's own drafts after them.
+        found: A request id, its number of output tokens, and the head's own drafts after them, for
+            each request of each step.
     """
 
     def __init__(self) -> None:
@@ -116,9 +121,10 @@ def test_drafts_change_no_answer(family, make_drafter, tmp_path, monkeypatch):
 
 
 def check_own_drafts(runner: ModelRunner, drafter: MixedDrafter, stepper: HeadStepper) -> None:
-    """Compares drafts with those of a head without a paged cache, after accepted and other drafts.
+    """Compares drafts with those of a head without a paged cache.
 
-    There are no prefix hits, after which one position of the head may be of another next token.
+    Some drafts before them were accepted, and others rejected. There are no prefix hits: after one,
+    a position of the head may have keys and values for another next token.
     """
     requests = {request.request_id: request for request in make_requests()[:3]}
     drafter.found.clear()

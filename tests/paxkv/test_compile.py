@@ -27,7 +27,7 @@ PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True),
 ]
 
-# It logs the number of programs that an engine loaded and compiled.
+# The logger of the number of programs that an engine loaded and compiled.
 WARMUP = "paxkv.runner.programs.warmup"
 
 
@@ -54,7 +54,7 @@ def expected(compiled) -> list[list[int]]:
 
 @pytest.fixture
 def compiled_names(expected) -> Iterator[list[str]]:
-    """What XLA compiles from here on; `expected` compiled what loading weights needs.
+    """Names of what XLA compiles from here on. `expected` has compiled what loading weights needs.
 
     `lazy_zeros` allocates each large KV cache with a function of its own, which is left out.
     """
@@ -83,7 +83,7 @@ def test_compiled_ahead_gives_the_same_tokens_and_compiles_nothing(
     with caplog.at_level("INFO", WARMUP), LLM(compiled_dir=str(compiled), **SETTINGS) as llm:
         assert answers(llm) == expected
     assert compiled_names == []
-    # JAX would find what `expected` had compiled without compiling it again.
+    # JAX would not compile again what `expected` has compiled, so the engine's log counts too.
     assert ", 0 compiled, in " in caplog.text
 
 

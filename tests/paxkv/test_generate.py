@@ -1,4 +1,4 @@
-"""The compiled generation function draws the engine's tokens, and transformers'."""
+"""`CompiledGenerator` draws the same tokens as the engine and as transformers."""
 
 import os
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_greedy_tokens_of_several_groups_are_transformers(recipe, tmp_path) -> N
 
 
 def test_groups_of_two_block_sizes_have_blocks_of_their_own() -> None:
-    """Layers of one KV head keep twice the tokens in a block; the rows of no two groups meet."""
+    """A layer with one KV head has twice as many tokens in a block, so it has another group."""
     model = TinyModel(windows=(5, None, None), num_kv_heads=(2, 2, 1))
     shape = GenerateShape(batch_size=2, max_prompt_len=11, max_new_tokens=15, block_size=4)
     prompts = [[7, 3, 9, 20, 4, 4, 31, 8, 15, 2, 6], [5, 1, 40]]
@@ -137,7 +137,7 @@ def test_rows_end_where_the_models_positions_do(tmp_path) -> None:
 
 @pytest.fixture(scope="module")
 def scaled_folder(tmp_path_factory) -> Path:
-    """16 positions, scaled to 64."""
+    """A model with 16 positions, which YaRN scales to 64."""
     return write_random_checkpoint(
         tmp_path_factory.mktemp("scaled"),
         num_layers=1,
@@ -148,7 +148,7 @@ def scaled_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def scaled_tokens(scaled_folder) -> list[list[int]]:
-    """After prompts of 40 and 57 tokens."""
+    """Tokens that are generated after prompts of 40 and 57 tokens."""
     shape = GenerateShape(batch_size=2, max_prompt_len=60, max_new_tokens=12)
     generator = CompiledGenerator(load_model(scaled_folder, dtype="float32"), shape)
     return generator.generate(scaled_prompts(), SamplingParams(temperature=0.0, max_tokens=12))
@@ -189,7 +189,7 @@ def test_max_model_len_must_fit_the_model(tmp_path, max_model_len, word) -> None
         CompiledGenerator(model, SHAPE, max_model_len=max_model_len)
 
 
-# Below, a row that is empty stands beside others.
+# The normal run has an empty row and two others in a test below.
 @pytest.mark.slow
 def test_empty_rows_generate_nothing(checkpoint) -> None:
     model = load_model(checkpoint, dtype="float32")
@@ -226,7 +226,7 @@ def test_what_does_not_fit_is_refused(generator, prompts, settings, error, word)
 
 
 def packed_inputs(shape: GenerateShape, vocab_size: int, *, max_model_len: int) -> GenerateInputs:
-    """Made by hand: three rows, with one token allowed in each, the last without a prompt."""
+    """Inputs of three rows. Each row allows one token, and the last row has no prompt."""
     tokens = (20, 30, 40)
     params = [SamplingParams(temperature=0.0, allowed_token_ids=[token]) for token in tokens]
     sampling_rows = [

@@ -16,7 +16,7 @@ def test_config_is_one_that_the_engine_reads(kind) -> None:
 
 
 def test_rows_and_ratio_are_those_of_the_measured_processes(tmp_path, monkeypatch, capsys) -> None:
-    """A process burns the more CPU time, the more layers its config.json has."""
+    """A measured process uses CPU time in proportion to the layers of its config.json."""
     program = (
         "import json, sys, time\n"
         "folder = sys.argv[sys.argv.index('--model') + 1]\n"

@@ -21,7 +21,8 @@ MAX_TOKENS = 24
 WIDTH = 13
 
 
-# `test_parity.py` compares the layers of these families; the heads of two forms are around them.
+# `test_parity.py` compares the layers of all these families, so one family for each class of heads
+# is in the normal run.
 @pytest.fixture(
     scope="module",
     params=[

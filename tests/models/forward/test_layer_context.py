@@ -54,7 +54,7 @@ def context() -> LayerContext:
 
 @pytest.mark.parametrize("has_one_token_each", [False, True])
 def test_rows_that_are_not_alive_write_no_keys_and_values(has_one_token_each):
-    """Their state is another one than when the token was first computed."""
+    """Their states have changed since their tokens were first computed."""
     slot_blocks = jnp.zeros((1, 3, 1), jnp.int32)
     states = StateInputs(
         read_slots=slot_blocks,

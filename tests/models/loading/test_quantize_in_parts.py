@@ -1,4 +1,4 @@
-"""A kernel that is quantized in parts is the one that is quantized whole."""
+"""A kernel that is quantized in parts equals one that is quantized whole."""
 
 import functools
 
@@ -14,7 +14,8 @@ from tests.models.stored_kernels.dequantized import dequantized
 IN, PANEL_WIDTH = 64, 48
 
 
-# The last panel has fewer outputs. Panels of 60 outputs are narrower than the widest.
+# In the first case, the last panel has fewer outputs. In the second, panels are narrower than
+# `PANEL_WIDTH`.
 @pytest.mark.parametrize(("num_outputs", "num_parts"), [(5 * 48 - 7, 5), (60, 2)])
 @pytest.mark.parametrize("number_format", ["int4", "int8"])
 def test_parts_are_joined_to_the_whole_kernel(num_outputs, num_parts, number_format):
@@ -40,7 +41,7 @@ def test_parts_are_joined_to_the_whole_kernel(num_outputs, num_parts, number_for
     ("shape", "panel_width", "wanted"),
     [
         ((2**13, 2**10), 128, True),
-        # The rows of one panel, on accelerators without panels, and experts.
+        # One panel, an accelerator without panels, experts, and a small matrix.
         ((2**7, 2**16), 128, False),
         ((2**13, 2**10), None, False),
         ((2, 2**12, 2**10), 128, False),

@@ -22,11 +22,11 @@ pytestmark = pytest.mark.thorough
 
 CAUSAL = SeenKeys(is_causal=True, sliding_window=None, chunk_size=None)
 MAX_REQUESTS, MAX_QUERY_TOKENS = 5, 40  # of the random batches
-SMALL = RaggedConfig(heads_per_tile=8, kv_tile=64, num_stages=2)  # 16 tokens a tile
+SMALL = RaggedConfig(heads_per_tile=8, kv_tile=64, num_stages=2)  # 16 tokens per tile
 
 
 def plan_with_limits(query_start_loc, seq_lens, limits, *, is_causal, **static):
-    """`plan_tiles` whose window or chunk is an array, so that one program serves any."""
+    """`plan_tiles`, with the window or chunk as an array, so that one program serves all sizes."""
     no_limits = {"sliding_window": None, "chunk_size": None}
     seen = SeenKeys(is_causal=is_causal, **(no_limits | limits))
     return plan_tiles(query_start_loc, seq_lens, seen=seen, **static)
@@ -149,7 +149,7 @@ SEEN = st.one_of(
 def test_tiles_cover_every_token_once_and_read_what_it_sees(requests, seen, sizes):
     heads_per_tile, kv_tile, skip_single = sizes
     config = RaggedConfig(heads_per_tile=heads_per_tile, kv_tile=kv_tile, num_stages=2)
-    # Always of the same shapes: each that is new has all its operations compiled.
+    # All examples have the same shapes, because operations are compiled for each new shape.
     requests = [*requests, *[(0, 0)] * (MAX_REQUESTS - len(requests))]
     num_padding = MAX_REQUESTS * MAX_QUERY_TOKENS + 5 - sum(num for num, _ in requests)
     check_plan(requests, seen, config, skip_single, num_padding)
@@ -176,7 +176,7 @@ def test_a_plan_without_a_tile_to_spare_holds_every_token(requests, skip_single,
     [
         (10, 2, False, 2),  # 9 and 1: 1 + 1 tiles of 16
         (18, 2, False, 3),  # 17 and 1
-        (18, 2, True, 3),  # 16 and 2 would be 2, but the bound does not go into that
+        (18, 2, True, 3),  # 16 and 2 need 2 tiles; the bound is not that exact
         (3, 64, False, 3),  # at most 3 requests have a token
         (3, 64, True, 1),  # and at most 1 has two
         (8192, 1, False, 512),

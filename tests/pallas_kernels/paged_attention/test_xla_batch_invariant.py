@@ -53,7 +53,7 @@ def compiled(rules):
 
 
 class Sequences:
-    """Sequences of random keys and values; a call lays out some of them as it likes."""
+    """Sequences of random keys and values. Each call of `attend` puts some into random blocks."""
 
     def __init__(self, lengths):
         rng = np.random.default_rng(0)

@@ -5,7 +5,7 @@ import types
 from paxkv.contracts.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
 
 _FIELDS = {"block_size": 2, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
-# Of the groups of these blocks.
+# The specs of the groups to which these blocks can belong.
 SPECS = (FullAttentionSpec(**_FIELDS), SlidingWindowSpec(**_FIELDS, sliding_window=6))
 
 

@@ -83,7 +83,7 @@ def make_warm_runner(
     """A warm runner whose programs are loaded from the test run's folder, or compiled and kept.
 
     Args:
-        has_few_sizes: A burst of a single request runs the program for `MAX_NUM_SEQS` of them.
+        has_few_sizes: There is one program of bursts, for `MAX_NUM_SEQS` requests.
     """
     # `tests/conftest.py` sets the variable, and workers of pytest-xdist inherit it. Runs of mutants
     # share the folder too. The identity of programs covers the code of features, not `TinyModel`.

@@ -18,7 +18,7 @@ from paxkv.runner.shapes.scheduled_rows import ScheduledRows
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Seconds of a step: `step_s` + `row_s` for each row, and `host_s` if the device had no step.
+    """Seconds of a step: `step_s`, `row_s` for each row, and `host_s` if the device was idle.
 
     Args:
         noise: Standard deviation of the logarithm of a step's time.
@@ -108,7 +108,10 @@ class SimulatedEngine:
         return 0.0
 
     def run(self, num_tokens: int) -> float:
-        """Returns tokens per second, without noise, until each request has so many more."""
+        """Runs until requests have `num_tokens` more tokens on average.
+
+        Returns tokens per second, from times without noise.
+        """
         start_s, start = self._mean_s, self.num_tokens
         while self.num_tokens - start < num_tokens * len(self._requests):
             is_waiting = bool(self._drafts)
@@ -179,12 +182,14 @@ class SimulatedEngine:
 
 
 class SimulatedHeadEngine(SimulatedEngine):
-    """Runs `HeadDrafts`. The head takes `HEAD_SHARE` of a step with a row for each request.
+    """Runs `HeadDrafts`.
 
-    Each further draft takes half as long.
+    The first draft takes `HEAD_SHARE` of the time of a step with a row for each request, and each
+    further draft takes half as long.
 
     Attributes:
-        num_right: Returns the right drafts of a proposal, by the number of tokens of the request.
+        num_right: Returns how many drafts of a proposal are right, from the number of tokens of the
+            request.
     """
 
     HEAD_SHARE = 0.15

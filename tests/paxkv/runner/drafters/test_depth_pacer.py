@@ -242,7 +242,7 @@ def test_drafts_that_requests_do_not_get_because_they_end_lower_the_gain():
 
 
 def test_first_step_after_a_choice_of_more_drafts_counts_for_what_it_verifies():
-    """One draft pays, then three, and so on. Each step verifies one draft, which is right."""
+    """One draft and three drafts pay in turn, so each step verifies one, which is right."""
     now_s, chosen = 0.0, [0, 0]
     pacer = DepthPacer(3, clock=lambda: now_s)
     for idx in range(300):

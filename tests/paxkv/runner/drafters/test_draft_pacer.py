@@ -82,9 +82,9 @@ def test_likely_drafts_come_first_and_fill_a_step(rate, num_drafts):
     machine = Machine(
         num_reqs=12, decode_s=1.0, verify_s={16: 1.05, 32: 10.0, 64: 20.0}, accepted=1
     )
-    # The first larger step costs as much as drafts may in several hundred steps.
+    # The first larger step costs as much time as drafts may cost in several hundred steps.
     machine.run(600, num_proposing=2, rate=0.9)
-    # Go on to where the time of a step without drafts was just measured again.
+    # Go on until the time of a step without drafts has just been measured again.
     for is_before in (True, False):
         while is_verifying(machine.run(1, num_proposing=2, rate=0.9)[-1]) == is_before:
             pass
@@ -102,7 +102,7 @@ def test_engine_waits_for_more_drafts_only_while_they_pay():
     choices = machine.run(60, num_proposed=0)
     assert not choices[0].is_ahead
     assert choices[-1].is_ahead
-    # Once there are drafts again, they are verified, when the time of the wait is made up for.
+    # Drafts are verified again after the engine has made up for the time of the wait.
     assert is_verifying(machine.run(300, rate=0.9)[-1])
 
 

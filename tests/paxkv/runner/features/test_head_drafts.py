@@ -12,7 +12,7 @@ from tests.paxkv.no_cached import NO_CACHED
 
 
 class RecordingPacer(DepthPacer):
-    """Keeps the chances that it is asked about."""
+    """Keeps the last argument of `choose`."""
 
     def __init__(self):
         super().__init__(max_drafts=2)
@@ -153,14 +153,14 @@ def test_head_computes_all_prompts_while_drafts_are_verified(monkeypatch):
 
 
 def test_drafts_that_are_computed_again_are_no_prompt(monkeypatch):
-    """As in models with states. The head need not run for them, and the step's time counts."""
+    """Models with states do so. The head need not run for them, and the step's time counts."""
     feature = HeadDrafts(None, max_drafts=2, pacer=PromptPacer())
     first = plan(feature, new=["a"], a=(0, 8, 8))
     output = ModelRunnerOutput(req_ids=("a",), sampled_token_ids=[[7, 7, 7]], logprobs=[None])
     feature.keep_drafts(first, output)
     again = plan(feature, a=(8, 3, 11))
     assert (again.is_decode, again.num_proposed) == (True, 0)
-    # Without that step, the three tokens are the rest of a prompt, which the head must compute.
+    # A step of two of the three known tokens computes a part of a prompt. The head must compute it.
     feature.keep_drafts(plan(feature, new=["a"], a=(0, 8, 11)), output)
     rest = plan(feature, a=(8, 2, 11))
     assert (rest.is_decode, rest.num_proposed) == (False, 1)
