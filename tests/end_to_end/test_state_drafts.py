@@ -178,7 +178,7 @@ def check_drafts(
         drafter.wrong_rate = (0.0, 0.3, 0.6)[seed % 3]
         aborted = str(rng.randrange(5))
         is_tiny = seed % 2 == 1
-        # There are no bursts while requests wait.
+        # Bursts run only while no request waits, so bursts are tested with few requests.
         sampled = rng.sample(requests[:5], 3) if max_decode_burst > 1 else requests
         sampled = rng.sample(sampled, len(sampled))
         answers, num_preemptions = run(

@@ -262,7 +262,7 @@ def test_first_step_after_a_choice_of_more_drafts_counts_for_what_it_verifies():
 
 
 class DeepPacer(DepthPacer):
-    """As pacers of end-to-end tests, it chooses without any expectation."""
+    """Chooses without any expectation, as pacers of end-to-end tests do."""
 
     def choose(self, chances):
         self._choices.append(3)
