@@ -12,16 +12,16 @@ import jax.numpy as jnp
 
 from models.cache.format import Pages
 
-# A signalling NaN: arithmetic makes quiet ones alone, and the compiler does not know that.
+# A signaling NaN. Arithmetic makes only quiet NaNs, but the compiler does not know that.
 _NEVER_COMPUTED = 0x7FA5A5A5
 
 
 def after(values: jax.Array, read: jax.Array) -> jax.Array:
     """Returns `values` unchanged, but dependent on `read`: they cannot be computed before it.
 
-    Every write must depend by value on every earlier read of the pages: two parts of one layer, of
-    which the first reads and the second writes, have no order otherwise. On JAX 0.10 a barrier
-    does not give them one.
+    Every write must depend by value on every earlier read of the pages. Otherwise a part of a layer
+    that reads and a later part that writes have no order. On JAX 0.10, a barrier does not order
+    them.
 
     Args:
         read: At least one number that was computed from what was read of the pages.

@@ -187,7 +187,7 @@ def _written_dtype(run: _Run, stored_dtype: jnp.dtype, state: LayerState) -> jnp
 def _common_lanes(run: _Run, pages: Pages) -> tuple[int, ...]:
     """The shape of a page's lines if each array of the run fills whole lines; otherwise ().
 
-    A TPU copies an array whose lines are joined: the whole cache, if it were the pages.
+    If lines of an array are joined, a TPU copies the array. For pages, this is the whole cache.
     """
     lanes = pages.shape[3:]
     num_lanes = math.prod(lanes)

@@ -1,4 +1,4 @@
-"""`MTPHead`: a layer for multi-token prediction, which checkpoints have after the model's layers.
+"""`MTPHead`: a layer for multi-token prediction in the checkpoint of the model.
 
 Source: DeepSeek-V3, arXiv:2412.19437, section 2.2.
 """
@@ -30,7 +30,7 @@ class MTPHead(DraftHead):
 
     A checkpoint may have several of these layers, one for each further token. The head is the first
     of them, and predicts all further tokens. The embedding and the vocabulary head belong to the
-    target: checkpoints have equal copies of them, which are not loaded.
+    target. Equal copies of them in checkpoints are not loaded.
     """
 
     norm_class: ClassVar[type[nnx.Module]] = RMSNorm

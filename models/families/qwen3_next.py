@@ -193,7 +193,7 @@ def _take_part(weights_np: Sequence[np.ndarray], *, part: int, head_dim: int) ->
 
 
 def _join_by_head(rules: dict[str, WeightRule], prefix: str, config: GatedDeltaNetConfig) -> None:
-    """For each key head, checkpoints have its query, its key, and what its value heads need."""
+    """Sorts rows by part. Checkpoints have all parts of a key head together."""
     heads_per_key = config.num_v_heads // config.num_k_heads
     width = heads_per_key * config.v_dim
     orders = {

@@ -224,7 +224,7 @@ class LayerContext:
         return self.batch.num_reqs if self.rows.only_last else self.batch.token_ids.shape[0]
 
     def is_used(self) -> jax.Array:  # bool[num_rows]
-        """For each row of the arrays of this context, whether it has a token or is padding."""
+        """For each row of the arrays of this context, whether it has a token and is not padding."""
         starts = self.query_start_loc if self.rows.only_last else self.batch.query_start_loc
         return self.rows.first + jnp.arange(self.num_rows, dtype=jnp.int32) < starts[-1]
 

@@ -55,7 +55,7 @@ class Linear(nnx.Module):
         rules = {"kernel": WeightRule(sources=(weight,), layout="matrix", axes=self.axes)}
         if self.bias is not None:
             bias = Source(name=f"{name}.bias", shape=(out_features,))
-            # A bias after a sum over devices is added once, by everyone.
+            # If the product is a sum over devices, each device adds the whole bias after the sum.
             rules["bias"] = WeightRule(sources=(bias,), layout="vector", axes=self.axes[1:])
         return rules
 

@@ -35,7 +35,8 @@ def load_mtp_head(
     Args:
         model: The target.
         folder: The target's checkpoint.
-        load_format: As in `load_model`; so is `seed`.
+        load_format: As in `load_model`.
+        seed: As in `load_model`.
         encoder: Of the target's kernels.
         mesh: Of the target, as in `load_model`.
 

@@ -50,7 +50,7 @@ class CPU(Platform):
     block_size: ClassVar[int] = 64
     shares_programs: ClassVar[bool] = True
     samples_in_chunks: ClassVar[bool] = True
-    # What is widened then stays in the second cache: 1,024 inputs are 512 KiB.
+    # A widened panel then stays in the level 2 cache: 1,024 inputs are 512 KiB.
     scaled_panel_width: ClassVar[int | None] = 128
     stacks_experts: ClassVar[bool] = True
     # Twice what the largest step of 28 layers took.
@@ -76,7 +76,7 @@ class CPU(Platform):
         return "uint16" if kv_dtype in ("float16", "bfloat16") else kv_dtype
 
     def expert_dtype(self, dtype: str) -> str:
-        """Integers for 16-bit floats, of which XLA:CPU would convert all experts to use one."""
+        """Integers for 16-bit floats. XLA:CPU would convert floats of all experts to use one."""
         return self.page_dtype(dtype)
 
     def compiler_options(
