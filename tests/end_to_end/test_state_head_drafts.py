@@ -120,6 +120,32 @@ def test_drafts_change_no_answer(family, make_drafter, tmp_path, monkeypatch):
         check_own_drafts(runner, drafter, HeadStepper(model, head, max_tokens=40, width=40))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("make_drafter", [make_mtp, make_eagle3])
+def test_heads_propose_drafts_in_bursts(make_drafter, tmp_path, monkeypatch):
+    """A step of the largest burst computes more tokens than a step with prompts may."""
+    families.make_mtp("qwen3.5", tmp_path, seed=1)
+    model = load_model(tmp_path, dtype="float32")
+    propose_by(None, monkeypatch)
+    speculative = SpeculativeConfig(
+        method=make_drafter.__name__.removeprefix("make_"),
+        num_speculative_tokens=MixedDrafter.max_drafts,
+        model=None if make_drafter is make_mtp else "not read",
+        drafts_in_bursts=True,
+        adapts_drafts=False,
+    )
+    config = RunnerConfig(speculative_config=speculative)
+    runner = make_runner(model, runner_config=config, head=make_drafter(tmp_path, model))
+    plain, requests = make_runner(model), make_requests()[:3]
+    answers, _ = run(
+        runner, requests, max_drafts=MixedDrafter.max_drafts, max_decode_burst=8, is_async=True
+    )
+    for request in requests:
+        wanted = run(plain, [request])[0][request.request_id]
+        assert answers[request.request_id].token_ids == wanted.token_ids
+    assert sum(answer.num_draft_tokens for answer in answers.values()) > len(requests)
+
+
 def check_own_drafts(runner: ModelRunner, drafter: MixedDrafter, stepper: HeadStepper) -> None:
     """Compares drafts with those of a head without a paged cache.
 

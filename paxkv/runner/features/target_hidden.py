@@ -21,7 +21,7 @@ class TargetHiddenVariant(StepVariant):
     """Writes hidden states of all tokens, one row for each token.
 
     Args:
-        num_tokens: The largest number of tokens of a step.
+        num_tokens: The largest number of tokens of a step, or of one step of a burst.
         taps: Layers whose hidden states are written, side by side. Empty: only the
             hidden states after the last norm.
         num_kept_rows: Rows for which a `HeadMemory` is kept from program to program; 0 without
@@ -83,14 +83,20 @@ def make_target_hidden(
     """Makes the variant for a drafter; None if the drafter reads no hidden states."""
     if not head.reads_hidden:
         return None
+    speculative = config.speculative_config
     # A step has whole tiles, and at most one tile more than its tokens need (`StepBuckets`).
     num_padded = 2 * INVARIANT_TILE_TOKENS if config.batch_invariant else 0
+    num_tokens = max_num_batched_tokens + num_padded
+    if speculative.drafts_in_bursts:
+        # A step of a burst draws no more tokens than a step with prompts computes. With states, it
+        # also computes the drafts that the step before accepted.
+        num_tokens *= 2
     return TargetHiddenVariant(
-        num_tokens=max_num_batched_tokens + num_padded,
+        num_tokens=num_tokens,
         hidden_size=model.config.hidden_size,
         dtype=model.dtype,
         taps=head.taps,
-        num_kept_rows=max_num_seqs if config.speculative_config.drafts_in_bursts else 0,
+        num_kept_rows=max_num_seqs if speculative.drafts_in_bursts else 0,
         head_size=head.config.hidden_size,
     )
 

@@ -193,13 +193,7 @@ class StepBuckets:
                 )
                 for shape in self.burst_shapes
             )
-            # Arrays of features have a row for each token of the largest step.
-            most = self.step_shapes[-1].num_tokens
-            self.drafting_burst_shapes = tuple(
-                s
-                for s in shapes
-                if s.num_draws <= num_rows and (not everywhere or s.num_tokens <= most)
-            )
+            self.drafting_burst_shapes = tuple(s for s in shapes if s.num_draws <= num_rows)
 
     @property
     def largest_first(self) -> tuple[ProgramShape, ...]:

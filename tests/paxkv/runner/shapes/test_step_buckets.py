@@ -332,3 +332,14 @@ def test_bursts_have_no_drafts_without_enough_rows_of_logits():
     buckets = make_buckets(48, 32, burst_drafts=ngram, max_draws=4)
     found = [buckets.burst_shape_for(n, verifies_drafts=True) for n in (1, 8, 9, 32)]
     assert [shape.drafts is not None for shape in found] == [True, True, False, False]
+
+
+def test_bursts_with_states_have_drafts_where_they_have_rows_of_logits():
+    """Also with features in every program, whose arrays have room for two steps of tokens."""
+    states = TableShape(num_groups=1, max_blocks_per_req=5, block_size=8, is_state=True)
+    ngram = NgramShape(num_drafts=3, shortest=1, longest=2)
+    settings = {"burst_drafts": ngram, "max_draws": 4, "feature_variants": [[HeadVariant()]]}
+    buckets = make_buckets(48, 12, tables=(TABLE, states), **settings)
+    found = buckets.burst_shape_for(12, verifies_drafts=True)
+    assert (found.drafts, found.num_draws) == (ngram, 48)
+    assert 48 < found.num_tokens <= 2 * 48
