@@ -72,6 +72,17 @@ class HeadStepper:
         hidden, self.pages = self._forward(self.model.params, self.head.params, self.pages, batch)
         return np.asarray(hidden)[: len(token_ids)]
 
+    def states(self):
+        """The blocks of the model's states, [num_rows, num_groups, blocks_per_state, ...]."""
+        first = 1
+        for table in self.tables:
+            end = first + table.num_groups * table.max_blocks_per_req
+            if table.is_state:
+                blocks = np.arange(first, end).reshape(table.num_groups, -1)
+                return np.asarray(self.pages)[:, blocks]
+            first = end
+        raise ValueError("the model has no states")
+
     def predict(self, next_ids, hidden, start):
         """Hidden states of the head."""
         batch = self.batch(next_ids, start)

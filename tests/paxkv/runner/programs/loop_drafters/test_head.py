@@ -1,6 +1,10 @@
-"""A head inside the loop proposes the drafts that it proposes over a whole text at once."""
+"""A head inside the loop proposes the drafts that it proposes over a whole text at once.
+
+If the model has states, the loop leaves the states that it would leave without drafts.
+"""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +26,7 @@ from paxkv.runner.programs.loop_drafters.base import LoopDrafter
 from paxkv.runner.programs.loop_drafters.head import HeadLoopDrafter
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.shapes.sampling_row import DRAW_REQ, NUM_COLUMNS
+from tests.end_to_end.split_engine import CONFIGS
 from tests.models.drafters.eagle3_checkpoints import write_eagle3_head
 from tests.models.drafters.head_stepper import HeadStepper
 from tests.oracles.make_checkpoint import write_random_checkpoint
@@ -31,10 +36,12 @@ VOCAB, HIDDEN, BLOCK_SIZE, MAX_TOKENS = 48, 96, 8, 24
 NUM_DRAFTS, MAX_STEPS = 3, 24
 # The second row ends long before the first one. The third row has no request.
 FIRST_IDS, NUM_TOKENS = [5, 9, 0], [18, 8, 0]
+# With states: the position of the first token whose state is written to the second slot.
+SLOT_SWITCHES = [7, 5, 0]
 
 
 class RecordingDrafter(LoopDrafter):
-    """Records the first position of each row and its drafts, in each step."""
+    """Records the position of each row's last known token and its drafts, in each step."""
 
     num_drafts = NUM_DRAFTS
 
@@ -50,7 +57,7 @@ class RecordingDrafter(LoopDrafter):
 
     def read_step(self, rows, step, pages, memory):
         own, record, step_idx = memory
-        starts, ends = step.batch.query_start_loc[:-1, None], step.batch.query_start_loc[1:, None]
+        starts, ends = step.first_draws[:, None], step.batch.query_start_loc[1:, None]
         places = starts + jnp.arange(1, 1 + NUM_DRAFTS)
         drafts = jnp.take(step.batch.token_ids, places, mode="clip")
         drafts = jnp.where(places < ends, drafts, NO_TOKEN)
@@ -61,14 +68,15 @@ class RecordingDrafter(LoopDrafter):
 
 def draw(params, batch, hidden, sampling, drawing):
     """Accepts some drafts, and draws other tokens in place of the others."""
-    accepts = batch.positions * (2 + sampling[:, DRAW_REQ]) % 5 != 0
-    following = jnp.roll(batch.token_ids, -1)
-    drawn = jnp.where(accepts, following, (batch.token_ids + 7) % VOCAB)
-    return drawn[:, None], drawing
+    token_idx = batch.logits_indices
+    accepts = batch.positions[token_idx] * (2 + sampling[:, DRAW_REQ]) % 5 != 0
+    token_ids, following = batch.token_ids[token_idx], jnp.roll(batch.token_ids, -1)[token_idx]
+    return jnp.where(accepts, following, (token_ids + 7) % VOCAB)[:, None], drawing
 
 
 def run_loop(model, head, tables, widths, params, head_params, pages, block_tables):
     num_rows = len(FIRST_IDS)
+    has_states = any(table.is_state for table in tables)
     arrays = head_memory_arrays(num_rows=num_rows, hidden_size=HIDDEN, dtype="float32")
     kept = {name: jnp.zeros(array.dims, array.dtype) for name, array in arrays.items()}
     tenancies = jnp.array([[0, 1, 0], [1, 2, 0]])
@@ -88,40 +96,51 @@ def run_loop(model, head, tables, widths, params, head_params, pages, block_tabl
         first_end=jnp.zeros(num_rows, jnp.int32),
         num_used=jnp.int32(2),
         block_tables=block_tables,
+        slot_switches=jnp.array(SLOT_SWITCHES) if has_states else None,
         table_shapes=tables,
     )
+    num_tokens = num_rows * (1 + NUM_DRAFTS * (2 if has_states else 1))
     variant = TargetHiddenVariant(
-        num_tokens=12, hidden_size=HIDDEN, dtype="float32", taps=head.taps
+        num_tokens=num_tokens, hidden_size=HIDDEN, dtype="float32", taps=head.taps
     )
-    features = TracedFeatures((variant,), ({},), num_tokens=12, num_reqs=num_rows)
-    hidden = {"target_hidden": jnp.zeros((12, HIDDEN * len(head.taps)))}
+    features = TracedFeatures((variant,), ({},), num_tokens=num_tokens, num_reqs=num_rows)
+    hidden = {"target_hidden": jnp.zeros((num_tokens, HIDDEN * len(head.taps)))}
+    has_request = jnp.array(NUM_TOKENS) > 0
     state = DraftingState(
         token_ids=jnp.zeros((num_rows, MAX_TOKENS), jnp.int32).at[:, 0].set(jnp.array(FIRST_IDS)),
         positions=jnp.zeros(num_rows, jnp.int32),
         num_drawn=jnp.zeros(num_rows, jnp.int32),
-        is_alive=jnp.array(NUM_TOKENS) > 0,
+        is_alive=has_request,
         pages=pages,
         drawing=(),
         results=jnp.full((max(NUM_TOKENS), num_rows, 2), NO_TOKEN, jnp.int32),
         num_steps=jnp.int32(0),
         memory=recording.first_memory(num_rows),
         feature_values=features.first_values((hidden,)),
+        num_in_state=(~has_request).astype(jnp.int32) if has_states else None,
     )
     sampling_rows = jnp.zeros((num_rows, NUM_COLUMNS), jnp.int32)
     state = run_drafting_loop(
         *(model, params, rows, state, sampling_rows, recording, draw), features=features
     )
     _, record, num_steps = state.memory
-    return state.token_ids, record, num_steps
+    return state.token_ids, record, num_steps, state.pages
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
+@pytest.fixture(
+    scope="module", params=["llama", pytest.param("qwen3_next", marks=pytest.mark.slow)]
+)
+def loaded(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
-    target = write_random_checkpoint(
-        folder / "target", num_layers=2, vocab_size=VOCAB, hidden_size=HIDDEN
-    )
-    model = load_model(target, dtype="float32")
+    if request.param == "llama":
+        target = write_random_checkpoint(
+            folder / "target", num_layers=2, vocab_size=VOCAB, hidden_size=HIDDEN
+        )
+        model = load_model(target, dtype="float32")
+    else:
+        sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN}
+        (folder / "config.json").write_text(json.dumps(CONFIGS[request.param] | sizes))
+        model = load_model(folder, dtype="float32", load_format="dummy")
     write_eagle3_head(
         folder / "head",
         vocab_size=VOCAB,
@@ -150,7 +169,7 @@ def test_drafts_are_those_of_the_head_alone(loaded, widths):
         first += ends.size
     pages = empty_kv_cache(groups.config(first), model.platform, "float32")
     run = functools.partial(run_loop, placed, placed_head, tables, widths)
-    token_ids, record, num_steps = jax.device_get(
+    token_ids, record, num_steps, pages = jax.device_get(
         quick_jit(run)(model.params, head.params, pages, tuple(block_tables))
     )
     stepper = HeadStepper(model, head, max_tokens=MAX_TOKENS, width=MAX_TOKENS)
@@ -158,12 +177,21 @@ def test_drafts_are_those_of_the_head_alone(loaded, widths):
     counts = []
     for row in (0, 1):
         last = NUM_TOKENS[row]
-        for first_position, *drafts in record[1:num_steps, row].tolist():
+        for position, *drafts in record[1:num_steps, row].tolist():
             found = [draft for draft in drafts if draft != NO_TOKEN]
             if found:
-                known = token_ids[row, : first_position + 1].tolist()
+                known = token_ids[row, : position + 1].tolist()
                 assert found == stepper.drafts(known, len(found))
                 counts.append(len(found))
-                assert first_position + len(found) < last
-    assert counts.count(NUM_DRAFTS) > 5 and min(counts) < NUM_DRAFTS
+                assert position + len(found) < last
+    assert counts.count(NUM_DRAFTS) > 4 and min(counts) < NUM_DRAFTS
     assert num_steps < 12
+    states = [places for places, table in zip(block_tables, tables, strict=True) if table.is_state]
+    for row, (switch, last) in enumerate(zip(SLOT_SWITCHES, NUM_TOKENS, strict=True)):
+        # The first slot keeps the state before the switch, and the second one has the newest state.
+        for slot, num_known in ((0, switch), (1, last)):
+            if states and num_known:
+                stepper.compute_hidden(token_ids[row, :num_known].tolist(), 0)
+                found, wanted = pages[:, states[0][slot, :, row]], stepper.states()
+                np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4)
+                assert np.abs(wanted).max() > 0.01
