@@ -28,6 +28,8 @@ from paxkv.runner.memory.kv_cache_arrays import kv_cache_dtype
 
 # A request may hold slots for a burst of tokens not yet made, and for part of a block.
 SPARE_TOKENS_PER_REQUEST = 64
+# A request may read one slot of its states, write another, and hold saved ones.
+SLOTS_PER_REQUEST = 4
 # For the null block and rounding.
 SPARE_TOKENS = 512
 
@@ -67,7 +69,10 @@ def kv_cache_bytes(spec: EngineSpec, workload: Workload, settings: Mapping[str, 
     # The size is ignored on accelerators, which measure their memory.
     wanted = parts["cache"].get("kv_cache_dtype", "auto")
     dtype = kv_cache_dtype(spec.dtype, CPU.of_this_machine(), wanted)
-    return num_tokens * sum(cache.page_bytes(1) for cache in model.spec(dtype).own_formats.values())
+    caches = model.spec(dtype).own_formats.values()
+    of_tokens = sum(cache.page_bytes(1) for cache in caches if cache.kind != "state")
+    of_states = sum(cache.page_bytes(1) for cache in caches if cache.kind == "state")
+    return num_tokens * of_tokens + SLOTS_PER_REQUEST * (1 + len(longest)) * of_states
 
 
 class PaxkvEngine:

@@ -1,7 +1,11 @@
 """paxkv makes the tokens of the workload, and its figures describe the run."""
 
+import json
+from pathlib import Path
+
 from benchmarks.engine.offline_engine import EngineSpec
-from benchmarks.engine.paxkv_engine import load_engine
+from benchmarks.engine.paxkv_engine import kv_cache_bytes, load_engine
+from benchmarks.random_checkpoint import MODEL_SHAPES
 from benchmarks.workloads import make_workload
 from tests.small_engine import CHECKPOINT, SETTINGS
 
@@ -29,3 +33,20 @@ def test_every_run_begins_with_an_empty_prefix_cache() -> None:
         assert figures["preemptions"] == figures["compiles_after_ready"] == 0
         # The first prompt alone takes 17 steps of 32 tokens; the four together took 68.
         assert 17 < figures["steps"] < 68
+
+
+def test_states_have_room_for_each_request_and_not_for_each_token(tmp_path: Path) -> None:
+    shape = MODEL_SHAPES["small-mamba2"]
+    (tmp_path / "config.json").write_text(json.dumps(shape.config_fields()))
+    common = {"module": "x", "dtype": "float32", "num_threads": 1, "settings": {}}
+    spec = EngineSpec(checkpoint=str(tmp_path), **common)
+    num_bytes = [
+        kv_cache_bytes(spec, WORKLOAD.first(num_requests, max_output_tokens=3), {})
+        for num_requests in (1, 4)
+    ]
+    state_bytes = shape.num_state_heads * shape.state_head_dim * shape.state_key_dim * 4
+    of_three_requests = num_bytes[1] - num_bytes[0]
+    # A request of this workload has more than 500 tokens.
+    assert (
+        3 * shape.num_layers * state_bytes < of_three_requests < 30 * shape.num_layers * state_bytes
+    )
