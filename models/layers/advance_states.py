@@ -45,56 +45,103 @@ def advance_states(
         name: The local name of the layer's cache of states.
     """
     state = context.state(name)
-
-    def run(
-        arrays: tuple[jax.Array, ...], pages: Pages, state: LayerState, context: LayerContext
-    ) -> tuple[Arrays, Pages]:
-        out, after = advance(arrays, context.read_state(state, pages), state, context)
-        return out, context.write_state(state, pages, after)
-
     num_reqs = state.is_written.shape[0]
     fewest = CHUNK_REQS if state.has_one_token_each else FEW_REQS
     if num_reqs <= fewest or len(context.batch.widths) < 2 or context.rows != Rows():
-        return run(arrays, pages, state, context)
-    silent = context.with_reported({})
-    shapes, _ = jax.eval_shape(lambda *inputs: run(*inputs, state, silent), arrays, pages)
-    missing = -num_reqs % CHUNK_REQS if state.has_one_token_each else 0
-    num_rows = context.num_rows
-    room = jax.tree.map(lambda x: jnp.zeros((num_rows + missing, *x.shape[1:]), x.dtype), shapes)
+        return _advance_rows(advance, arrays, pages, state, context)
+    advance_used = _advance_chunks if state.has_one_token_each else _advance_leading
+    return advance_used(advance, arrays, pages, state, context.with_reported({}))
+
+
+def _advance_rows(
+    advance: Advance[Arrays],
+    arrays: tuple[jax.Array, ...],
+    pages: Pages,
+    state: LayerState,
+    context: LayerContext,
+) -> tuple[Arrays, Pages]:
+    """Advances the states of all rows of `state`."""
+    out, after = advance(arrays, context.read_state(state, pages), state, context)
+    return out, context.write_state(state, pages, after)
+
+
+def _advance_chunks(
+    advance: Advance[Arrays],
+    arrays: tuple[jax.Array, ...],
+    pages: Pages,
+    state: LayerState,
+    context: LayerContext,
+) -> tuple[Arrays, Pages]:
+    """Advances the states of requests of one token each, in chunks of `CHUNK_REQS`.
+
+    The states of a chunk stay in the processor's cache from one op to the next.
+    """
 
     def run_chunk(chunk_idx: jax.Array, carry: tuple[Arrays, Pages]) -> tuple[Arrays, Pages]:
         room, pages = carry
         chunk = Chunk(start=chunk_idx * CHUNK_REQS, size=CHUNK_REQS)
         own = tuple(map(chunk.read, arrays))
         own_state = _of_chunk(state, chunk)
-        states = context.read_state(own_state, pages)
-        zeros = jax.tree.map(lambda x: jnp.zeros((chunk.size, *x.shape[1:]), x.dtype), shapes)
 
-        def turn(
-            turn: jax.Array, carry: tuple[Arrays, tuple[jax.Array, ...]]
+        def run_turn(
+            _: jax.Array, carry: tuple[Arrays, tuple[jax.Array, ...]]
         ) -> tuple[Arrays, tuple[jax.Array, ...]]:
-            return advance(own, carry[1], own_state, silent.of(chunk))
+            return advance(own, carry[1], own_state, context.of(chunk))
 
         # XLA would fuse the read, the scan and the write, and compute parts of them several times.
         # It fuses nothing with values that a loop carries. So the scan is in a loop, of which XLA
         # does not know that it has only one turn.
+        first = jax.tree.map(lambda x: jnp.zeros((chunk.size, *x.shape[1:]), x.dtype), room)
         num_turns = jnp.minimum(own_state.query_start_loc[-1], 1)
-        out, states = jax.lax.fori_loop(0, num_turns, turn, (zeros, states))
+        out, states = jax.lax.fori_loop(
+            0, num_turns, run_turn, (first, context.read_state(own_state, pages))
+        )
         return jax.tree.map(chunk.write, room, out), context.write_state(own_state, pages, states)
 
-    def run_leading(width: Width, carry: tuple[Arrays, Pages]) -> tuple[Arrays, Pages]:
-        _, pages = carry
-        own = tuple(map(replace(width, size=num_rows).read, arrays))
-        return run(own, pages, _of_leading(state, width), silent)
-
-    if not state.has_one_token_each:
-        starts = state.query_start_loc
-        num_used = (starts[:-1] < starts[-1]).sum(dtype=jnp.int32)
-        return run_at_width((FEW_REQS, num_reqs), num_used, run_leading, (room, pages))
-    # The states of a chunk stay in the processor's cache from one op to the next.
+    num_rows = context.num_rows
+    room = _zeros_of_result(
+        advance, arrays, pages, state, context, num_rows + -num_rows % CHUNK_REQS
+    )
     num_chunks = (state.query_start_loc[-1] + CHUNK_REQS - 1) // CHUNK_REQS
     room, pages = jax.lax.fori_loop(0, num_chunks, run_chunk, (room, pages))
     return jax.tree.map(lambda x: x[:num_rows], room), pages
+
+
+def _advance_leading(
+    advance: Advance[Arrays],
+    arrays: tuple[jax.Array, ...],
+    pages: Pages,
+    state: LayerState,
+    context: LayerContext,
+) -> tuple[Arrays, Pages]:
+    """Advances the states of the first `FEW_REQS` rows if no later row has tokens, or of all."""
+    num_tokens = context.num_rows
+
+    def run_leading(width: Width, carry: tuple[Arrays, Pages]) -> tuple[Arrays, Pages]:
+        _, pages = carry
+        own = tuple(map(replace(width, size=num_tokens).read, arrays))
+        return _advance_rows(advance, own, pages, _of_leading(state, width), context)
+
+    starts = state.query_start_loc
+    num_used = (starts[:-1] < starts[-1]).sum(dtype=jnp.int32)
+    room = _zeros_of_result(advance, arrays, pages, state, context, num_tokens)
+    widths = (FEW_REQS, state.is_written.shape[0])
+    return run_at_width(widths, num_used, run_leading, (room, pages))
+
+
+def _zeros_of_result(
+    advance: Advance[Arrays],
+    arrays: tuple[jax.Array, ...],
+    pages: Pages,
+    state: LayerState,
+    context: LayerContext,
+    num_rows: int,
+) -> Arrays:
+    """Zeros of the shapes and dtypes of the result of `advance`, with `num_rows` rows."""
+    shapes, _ = jax.eval_shape(
+        lambda *inputs: _advance_rows(advance, *inputs, state, context), arrays, pages
+    )
+    return jax.tree.map(lambda x: jnp.zeros((num_rows, *x.shape[1:]), x.dtype), shapes)
 
 
 def _of_chunk(state: LayerState, chunk: Chunk) -> LayerState:

@@ -1,6 +1,7 @@
 """Many requests of a model with states have the answers of each alone.
 
-With so many, steps compute states in chunks of requests, or of the first rows (`advance_states`).
+With more than 8 requests, `advance_states` computes the states of a decode step in chunks of 8
+requests. In other steps with at most 16 requests, it reads the states of 16 rows only.
 """
 
 import random
