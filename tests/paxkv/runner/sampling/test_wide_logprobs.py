@@ -113,6 +113,17 @@ def test_of_equally_likely_tokens_the_lowest_id_comes_first():
     assert found.top_token_ids == [7, *range(7), *range(8, 25)]
 
 
+def test_logits_are_those_of_each_requests_own_draws():
+    """The last request has one draw of two, so that the rows end before its second one."""
+    logits_np = np.arange(3, dtype=np.float32)[:, None].repeat(5, axis=1)
+    result_np = np.zeros((2, 2, RESULT_WIDTH), np.int32)
+    rows_np = append_logits(result_np, logits_np, np.array([0, 2], np.int32))
+    found_np = rows_np[..., RESULT_WIDTH:].view(np.float32)
+    assert found_np.shape == (2, 2, 5)
+    assert (found_np[:, 0, 0] == [0, 1]).all()
+    assert (found_np[0, 1] == 2).all()
+
+
 def test_programs_return_logits_only_if_the_setting_needs_them():
     counts = {n: num_returned_logits(RunnerConfig(max_logprobs=n), 50) for n in (0, 20, 21, -1)}
     assert counts == {0: 0, 20: 0, 21: 50, -1: 50}
