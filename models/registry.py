@@ -142,6 +142,7 @@ FAMILIES: dict[str, str] = {
     "Gemma4ForCausalLM": "models.families.gemma4:Gemma4ForCausalLM",
     "Gemma4UnifiedForCausalLM": "models.families.gemma4_unified:Gemma4UnifiedForCausalLM",
     "StableLmForCausalLM": "models.families.stablelm:StableLmForCausalLM",
+    "MiMoForCausalLM": "models.families.mimo:MiMoForCausalLM",
     "MiMoV2FlashForCausalLM": "models.families.mimo_v2:MiMoV2FlashForCausalLM",
     "Step3p5ForCausalLM": "models.families.step3p5:Step3p5ForCausalLM",
     "GptOssForCausalLM": "models.families.gpt_oss:GptOssForCausalLM",

@@ -59,6 +59,11 @@ class MTPHead(DraftHead):
         return f"model.layers.{target.num_layers}."
 
     @classmethod
+    def taps_of(cls, target: ModelConfig) -> tuple[int, ...]:
+        """The layers of the target whose hidden states the head reads, as in `LoadedHead`."""
+        return ()
+
+    @classmethod
     def config_of(cls, target: ModelConfig) -> ModelConfig:
         """The config of the head of a model, as of a model with one layer.
 
@@ -80,11 +85,18 @@ class MTPHead(DraftHead):
         context: LayerContext,
         places: Sequence[LayerPlaces],
     ) -> tuple[jax.Array, Pages]:
-        joined = jnp.concatenate([self.enorm(embedded), self.hnorm(hidden)], axis=-1)
-        carry = Carry(hidden=context.by_token(self.eh_proj, joined))
+        carry = Carry(hidden=context.by_token(self.eh_proj, self.join(embedded, hidden)))
         (own_places,) = places
         carry, pages = PlacedLayer(self.layer, 0, own_places).run(carry, pages, context)
         return self.norm(carry.hidden), pages
+
+    def join(
+        self,
+        embedded: jax.Array,  # f[num_tokens, hidden]
+        hidden: jax.Array,  # f[num_tokens, hidden]
+    ) -> jax.Array:  # f[num_tokens, 2 * hidden]
+        """Returns the input of `eh_proj`."""
+        return jnp.concatenate([self.enorm(embedded), self.hnorm(hidden)], axis=-1)
 
     def choose(
         self,

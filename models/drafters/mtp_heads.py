@@ -1,6 +1,7 @@
 """Finds the class of a model's head for multi-token prediction."""
 
 from models.config.model_config import ModelConfig
+from models.drafters.mimo_mtp_head import MiMoMTPHead
 from models.drafters.mtp_head import MTPHead
 from models.drafters.qwen_mtp_head import QwenMTPHead
 from models.errors import UnsupportedModelError
@@ -8,6 +9,7 @@ from models.errors import UnsupportedModelError
 _HEADS: dict[str, type[MTPHead]] = {
     "DeepseekV3ForCausalLM": MTPHead,
     "Glm4MoeForCausalLM": MTPHead,
+    "MiMoForCausalLM": MiMoMTPHead,
     "Qwen3NextForCausalLM": QwenMTPHead,
     "Qwen3_5ForCausalLM": QwenMTPHead,
     "Qwen3_5MoeForCausalLM": QwenMTPHead,

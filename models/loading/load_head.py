@@ -63,7 +63,8 @@ def load_mtp_head(
             f"method 'mtp' needs the tensors {prefix}* of the layer for multi-token prediction; "
             f"{folder} has none. Use a checkpoint that has them, or another method."
         )
-    return LoadedHead(**_fill(structure, encoder, files, seed=seed))
+    taps = head_class.taps_of(model.config)
+    return LoadedHead(**_fill(structure, encoder, files, seed=seed), taps=taps)
 
 
 def load_eagle3_head(

@@ -7,6 +7,8 @@ from tests.engine_compilations import process_engine_compilations
 from tests.small_engine import SETTINGS
 
 NUM_TOKENS = 24
+OWN_SETTINGS = SETTINGS | {"max_num_seqs": 4, "max_model_len": 80, "dtype": "float32"}
+SPECULATIVE = {"method": "mtp", "num_speculative_tokens": 2}
 
 
 @pytest.fixture(scope="module", params=["deepseek-v3", "glm4-moe"])
@@ -27,11 +29,9 @@ def test_answers_are_those_of_transformers_and_of_an_engine_without_drafts(check
     model_class, folder = checkpoint
     theirs = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     prompts = families.prompts(7, families.VOCAB, [5, 23, 40])
-    settings = SETTINGS | {"max_num_seqs": 4, "max_model_len": 80, "dtype": "float32"}
-    speculative = {"method": "mtp", "num_speculative_tokens": 2}
     with process_engine_compilations():
-        plain = LLM(str(folder), **settings)
-        drafting = LLM(str(folder), **settings, speculative_config=speculative)
+        plain = LLM(str(folder), **OWN_SETTINGS)
+        drafting = LLM(str(folder), **OWN_SETTINGS, speculative_config=SPECULATIVE)
     with plain, drafting:
         greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -51,4 +51,28 @@ def test_answers_are_those_of_transformers_and_of_an_engine_without_drafts(check
         )
         assert found == expected
         stats = drafting.get_stats()
+        assert stats.num_draft_tokens > 0 and stats.num_compiles_after_ready == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_bursts", [False, True])
+def test_answers_of_mimo_are_those_of_qwen2(in_bursts, tmp_path):
+    """transformers has no class for MiMo."""
+    from tests.models.drafters.mimo_checkpoint import make_mimo
+    from tests.oracles import families
+
+    theirs, _ = make_mimo(tmp_path, seed=5)
+    prompts = families.prompts(7, families.VOCAB, [5, 23, 40])
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    settings = OWN_SETTINGS | ({"max_decode_burst": 4} if in_bursts else {})
+    speculative = SPECULATIVE | {"drafts_in_bursts": in_bursts, "adapts_drafts": False}
+    with process_engine_compilations():
+        llm = LLM(str(tmp_path), **settings, speculative_config=speculative)
+    with llm:
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        answers = llm.generate(given, greedy, use_tqdm=False)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            wanted, _, _ = families.greedy(theirs, prompt, NUM_TOKENS)
+            assert list(answer.outputs[0].token_ids) == wanted
+        stats = llm.get_stats()
         assert stats.num_draft_tokens > 0 and stats.num_compiles_after_ready == 0
