@@ -101,8 +101,6 @@ def create_app(
             Exception: handle_bug,
         },
     )
-    # `PlainPathMiddleware` handles surplus slashes. A redirect would lose the body.
-    app.router.redirect_slashes = False
     # When the server drains, it first ends the inspector's streams, which would never end, and
     # background responses, which no client waits for.
     app.state.on_drain = (inspector.close, responses.close)

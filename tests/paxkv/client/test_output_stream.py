@@ -137,6 +137,17 @@ def test_reader_with_many_waiting_pieces_yields_to_the_loop(monkeypatch) -> None
     assert num_turns >= num_pieces > 10
 
 
+def test_single_waiting_output_may_have_any_size(monkeypatch) -> None:
+    monkeypatch.setattr(output_stream, "MAX_WAITING_BYTES", 2000)
+    monkeypatch.setattr(output_stream, "_MAX_PIECE_BYTES", 500)
+    stream = OutputStream("r", engine_request_id="r-0")
+    stream.put(delta((0, "a")))
+    stream.put(delta(*((index, "b") for index in range(200))))
+    assert stream.num_waiting_bytes > 2000 and not stream.is_over_limit
+    stream.put(delta((0, "c")))
+    assert stream.is_over_limit
+
+
 def test_stream_over_its_limit_drops_waiting_outputs(monkeypatch) -> None:
     monkeypatch.setattr(output_stream, "MAX_WAITING_BYTES", 2000)
     monkeypatch.setattr(output_stream, "_MAX_PIECE_BYTES", 500)

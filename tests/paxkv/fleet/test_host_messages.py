@@ -8,6 +8,7 @@ import pytest
 from paxkv.config.engine_config import EngineConfig
 from paxkv.config.parallel_config import ParallelConfig
 from paxkv.errors import EngineDeadError
+from paxkv.fleet import host_messages
 from paxkv.fleet.host_messages import HostLink, hello_of, why_refused
 
 CONFIG = EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2, nnodes=2))
@@ -52,5 +53,17 @@ def test_settings_in_another_form_are_an_unknown_message() -> None:
     with theirs:
         theirs.sendall(b'{"type":"Hello","rank":1,"version":"0","config":"[]"}\n')
         with pytest.raises(EngineDeadError, match="unknown message .* Install the same paxkv"):
+            link.receive()
+        link.release()
+
+
+@pytest.mark.time_limit(20)
+def test_a_silent_host_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_messages, "LOST_AFTER_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname(), timeout=20)
+        link = HostLink(server.accept()[0])
+    with theirs:
+        with pytest.raises(EngineDeadError, match="sent nothing for 0.05 seconds"):
             link.receive()
         link.release()

@@ -109,6 +109,11 @@ def test_logit_bias_with_a_key_that_is_no_token_is_refused(key):
     assert len(str(raised.value)) < 200
 
 
+def test_1024_logit_biases_are_accepted():
+    biases = dict.fromkeys(map(str, range(1024)), 1)
+    assert len(_keywords(logit_bias=biases)["logit_bias"]) == 1024
+
+
 def test_too_many_logit_biases_are_counted_before_they_are_read():
     request = parse_completion(
         {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(-9, 2000)), 1)}
