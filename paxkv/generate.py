@@ -63,7 +63,7 @@ class CompiledGenerator:
 
     Raises:
         ConfigError: `max_model_len` is below 2, or larger than the model's limit;
-            `speculative_config` has another method, or the model cannot verify drafts.
+            `speculative_config` has another method.
         ModelError: The draft model cannot be loaded, or has another vocabulary.
     """
 

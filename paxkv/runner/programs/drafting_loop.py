@@ -69,6 +69,7 @@ def run_drafting_loop(
     drafter: LoopDrafter,
     draw: DrawDraftsFunction,
     *,
+    completes_states: bool = True,
     features: TracedFeatures = NO_FEATURES,
     fields: Mapping[str, jax.Array] = MappingProxyType({}),
 ) -> DraftingState:
@@ -82,6 +83,8 @@ def run_drafting_loop(
 
     Args:
         rows: `widths` are numbers of tokens that a step can compute.
+        completes_states: Whether the last step also computes accepted drafts again, so that the
+            states after the loop have all tokens.
         fields: See `StepPart`.
     """
 
@@ -127,7 +130,7 @@ def run_drafting_loop(
 
     def is_running(state: DraftingState) -> jax.Array:
         is_running = jnp.any(state.is_alive)
-        if state.num_in_state is None:
+        if state.num_in_state is None or not completes_states:
             return is_running
         return is_running | jnp.any(state.num_in_state <= state.positions)
 
@@ -235,13 +238,14 @@ def _state_rows(
     is_alive = state.is_alive | (state.num_in_state <= state.positions)
     num_known = _num_known(state)
     num_computed = state.positions - num_known + 1
+    switches = rows.slot_switches
     return StateRows(
         num_computed=num_computed,
         query_start_loc=query_start_loc,
         is_alive=is_alive,
         has_one_token_each=False,
-        reads_second=num_computed > rows.slot_switches,
-        writes_first=num_computed + num_known <= rows.slot_switches,
+        reads_second=False if switches is None else num_computed > switches,
+        writes_first=False if switches is None else num_computed + num_known <= switches,
         state_ends=jnp.minimum(query_start_loc[:-1] + num_known, query_start_loc[1:]),
     )
 

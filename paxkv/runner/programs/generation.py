@@ -100,9 +100,6 @@ def make_generate(
     Args:
         drafts: Verify these drafts. This changes the number of steps, but no token. `draft_params`
             are the parameters of the draft model.
-
-    Raises:
-        ConfigError: There are drafts, and the model or its draft model has recurrent layers.
     """
     draft_model = drafts.model if isinstance(drafts, ModelDrafts) else None
     kv_dtype = kv_cache_dtype(model.dtype, model.platform)
@@ -120,11 +117,7 @@ def make_generate(
         draft_model = draft_model.with_places(places[num_layers:]).with_kernels(model.kernels)
     # The last token is returned, but its key and value are never computed.
     tables = groups.tables(shape.max_tokens_per_row - 1)
-    if drafts is not None and any(table.is_state for table in tables):
-        raise ConfigError(
-            "CompiledGenerator verifies no drafts of models with recurrent layers, because their "
-            "states cannot forget rejected drafts. Generate without drafts, or use LLM."
-        )
+    has_states = any(table.is_state for table in tables)
     table_dims = [(t.num_groups, shape.batch_size, t.max_blocks_per_req) for t in tables]
     # Each row of each group owns a range of blocks. Block 0 is the null block.
     block_ends = list(itertools.accumulate(map(math.prod, table_dims), initial=1))
@@ -163,7 +156,7 @@ def make_generate(
         )
         if drafts is None:
             return _outputs_of(state.results, state.step_idx - 1)
-        first = _first_drafting_state(inputs, shape, state)
+        first = _first_drafting_state(inputs, shape, state, has_states=has_states)
         if draft_model is None:
             drafter = NgramLoopDrafter(drafts)
         else:
@@ -173,14 +166,16 @@ def make_generate(
                 model=draft_model, params=draft_params, num_drafts=drafts.num_drafts
             )
         verify = functools.partial(_draw_drafts, model)
-        last = run_drafting_loop(model, params, rows, first, sampling_rows, drafter, verify)
+        last = run_drafting_loop(
+            *(model, params, rows, first, sampling_rows, drafter, verify), completes_states=False
+        )
         return _outputs_of(last.results, last.num_steps)
 
     return generate
 
 
 def _first_drafting_state(
-    inputs: GenerateInputs, shape: GenerateShape, state: DecodeState
+    inputs: GenerateInputs, shape: GenerateShape, state: DecodeState, *, has_states: bool
 ) -> DraftingState:
     """The state after the step of the prompts, which has drawn a token of each row."""
     token_ids = jnp.pad(inputs.prompt_token_ids, ((0, 0), (0, shape.max_new_tokens)))
@@ -197,6 +192,8 @@ def _first_drafting_state(
         results=results.at[0].set(first),
         num_steps=jnp.int32(0),
         memory=(),
+        # Rows that have ended have nothing to compute.
+        num_in_state=state.positions + ~state.is_alive if has_states else None,
     )
 
 
