@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import sys
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paxkv.config.sampling_params import SamplingParams
+from paxkv.config.sampling_params import MAX_LOGIT_BIASES, SamplingParams
 from paxkv.contracts.engine_request import EngineRequest
 from paxkv.runner.sampling.logits_processors import needs_processing, process_logits
 from paxkv.runner.sampling.row_state import (
@@ -152,6 +153,13 @@ FIELDS = {
         params=SamplingParams(), prompt=[8, 7], bad_words=((7, 1), (8, 7, 2))
     ),
 }
+
+
+def test_as_many_biases_as_are_allowed(monkeypatch):
+    """After them, the row of biases has no padding that an iteration too many would read."""
+    monkeypatch.setattr(sys.modules[__name__], "VOCAB", MAX_LOGIT_BIASES)
+    biases = {token_id: token_id / 11 - 40 for token_id in range(MAX_LOGIT_BIASES)}
+    check([Case(params=SamplingParams(logit_bias=biases), prompt=[4])])
 
 
 @pytest.mark.parametrize("name", FIELDS)
