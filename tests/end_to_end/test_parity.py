@@ -2,7 +2,7 @@
 
 The normal suite compares the families of `EVERY_SETTING` under all settings of `parity`, with few
 layers and few programs: one of steps and one of bursts, since compiling takes most of the time.
-Together these families have every kind of context. The families of `EVERY_KIND` also run
+Together these families have every kind of KV cache. The families of `EVERY_KIND` also run
 batch-invariant programs and `CompiledGenerator`. Every other family has the cheap check of
 `forward_check`, unless it uses the decoder of a family that has this check.
 
@@ -36,15 +36,14 @@ from tests.oracles.test_families import DECODERS, LOADED, architecture_of
 EVERY_SETTING = (
     "gemma4-ple",  # windows and full attention, layers that share keys and values
     "llama4",  # chunks, layers without positions, experts
-    "mimo-v2-flash-dense",  # windows, sinks, values narrower than keys
     "deepseek-v3",  # latents, experts in groups, and a layer without experts
     "glm5-dsa",  # an index, and a layer that uses the choice of another
-    "bloom",  # ALiBi
     "qwen3-next",  # states of Gated DeltaNet, and gated attention
 )
 EVERY_KIND = ("qwen3-next",)
-# No family above has their ops, so their check runs the XLA bodies: the scans of Mamba and Mamba2.
-XLA_BODIES = ("mamba", "bamba")
+# No family above has their ops or options of ops, so their check runs the XLA bodies: the scans of
+# Mamba and Mamba2, attention with sinks and values narrower than keys, and ALiBi.
+XLA_BODIES = ("mamba", "bamba", "mimo-v2-flash-dense", "bloom")
 # Their classes only read config.json and name weights otherwise than the family that they derive
 # from. `test_dense_config.py` and its neighbours compare what they read with transformers.
 SAME_DECODER = (
