@@ -9,7 +9,7 @@ from flax import nnx
 
 from models.errors import ModelError
 from models.layers.chosen_kernel import ChosenKernel
-from models.layers.expert_stack import InStack, choose_in_stack
+from models.layers.layer_stack import InStack, choose_in_stack
 
 Layer = TypeVar("Layer", bound=nnx.Module)
 Path = tuple[str | int, ...]

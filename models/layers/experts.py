@@ -16,7 +16,7 @@ from models.forward.kernel_settings import BY_DEVICE, WHOLE, ExpertSplit, Kernel
 from models.forward.layer_context import LayerContext
 from models.layers.chosen_kernel import ChosenKernel, with_kernel
 from models.layers.expert_parallel import rows_of_tiles, tiles_of_own_experts
-from models.layers.expert_stack import InStack
+from models.layers.layer_stack import InStack
 from models.layers.mlp import activate
 from models.layers.routing import Routing
 from models.stored_kernels.use_kernel import KernelValue, multiply_groups

@@ -9,6 +9,7 @@ from flax import nnx
 from models.forward.kernel_settings import PLAIN_XLA, KernelSettings
 from models.forward.layer_context import LayerContext
 from models.layers.head_linear import HeadLinear
+from models.layers.layer_stack import InStack
 from models.layers.product import dot_float32
 from models.stored_kernels.stored_kernel import StoredKernel
 from models.stored_kernels.use_kernel import multiply
@@ -20,7 +21,8 @@ class Linear(nnx.Module):
 
     The kernel is the transpose of the checkpoint's weight: the loader turns it once, because a
     product with the transpose of a float kernel takes several times as long on a CPU. The loader
-    may replace the array by a `StoredKernel`. In a loop over layers it is a `ChosenKernel`.
+    may replace the array by a `StoredKernel`, or by an `InStack` with the kernels of other layers.
+    In a loop over layers it is a `ChosenKernel`, or an `InStack`.
 
     Attributes:
         name: The path of the layer within its decoder layer, such as "self_attn.q_proj", or within
@@ -75,7 +77,10 @@ class Linear(nnx.Module):
         kernels: KernelSettings = PLAIN_XLA,
     ) -> jax.Array:  # f32[num_rows, out_features]
         """`x @ kernel` alone."""
-        return multiply(x, self.kernel.get_value(), kernels)
+        value = self.kernel.get_value()
+        if isinstance(value, InStack):
+            return value.stack.multiply_one(x, value.layer_idx, kernels)
+        return multiply(x, value, kernels)
 
 
 def name_linears(model: nnx.Module) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -22,7 +23,7 @@ from models.errors import ModelError
 from models.forward.forward_batch import ForwardBatch
 from models.forward.kernel_settings import KernelSettings
 from models.forward.layer_context import LayerPlaces
-from models.layers.expert_stack import StackPlace, with_stacks
+from models.layers.layer_stack import STACKS, StackPlace, with_stacks
 from models.platforms import Platform
 from models.stored_kernels.scaled import ScaledKernel
 from models.stored_kernels.stored_kernel import StoredKernel
@@ -65,7 +66,7 @@ class LoadedModule:
     # Of the nnx.State that `params` are the leaves of (`with_stacks`).
     params_treedef: jax.tree_util.PyTreeDef
     # "layers.0.self_attn.q_proj.kernel", one for each of `params`. An array of a `StoredKernel` is
-    # "....kernel.scales" or "....kernel.panels.0", and a stack "expert_stacks...." (`StackPlace`).
+    # "....kernel.scales" or "....kernel.panels.0", and a stack "stacks...." (`StackPlace`).
     param_names: tuple[str, ...]
     params: tuple[jax.Array, ...]
     weight_rules: Mapping[str, WeightRule]  # by the name of the parameter or the `StoredKernel`
@@ -88,7 +89,7 @@ class LoadedModule:
 
     @property
     def stack_places(self) -> dict[str, StackPlace]:
-        """The places of the parameters of experts that are in stacks, by their names."""
+        """The places of the parameters that are in stacks, by their names."""
         state = jax.tree.unflatten(self.params_treedef, self.params)
         leaves, _ = jax.tree.flatten_with_path(
             state, is_leaf=lambda node: isinstance(node, StackPlace)
@@ -131,15 +132,17 @@ class LoadedModule:
         where = "the device" if num_devices == 1 else f"each of {num_devices} devices"
         parts = [] if self.file_bytes is None else [f"{self.file_bytes / 2**20:,.1f} MiB in files"]
         parts.append(f"{on_device / 2**20:,.1f} MiB on {where}")
+        stacked = Counter(f"{STACKS}.{place.stack}" for place in self.stack_places.values())
         kernels = [
-            value
+            (value, stacked.get(name, 1))
             for name, value in self.parameters.items()
             if self.weight_rules[name].layout in ("matrix", "experts")
             or isinstance(value, ScaledKernel)
         ]
-        num_scaled = sum(isinstance(kernel, ScaledKernel) for kernel in kernels)
+        num_scaled = sum(n for kernel, n in kernels if isinstance(kernel, ScaledKernel))
         if num_scaled:
-            parts.append(f"{num_scaled} of {len(kernels)} kernels in 4 or 8 bits")
+            num_kernels = sum(n for _, n in kernels)
+            parts.append(f"{num_scaled} of {num_kernels} kernels in 4 or 8 bits")
         return f"weights: {', '.join(parts)}"
 
     @property

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,14 @@ from jax.sharding import Mesh, NamedSharding
 from models.config.model_config import ModelConfig, ModelDtype
 from models.config.split_over_devices import splits_kv_heads
 from models.errors import ModelError
-from models.layers.expert_stack import STACKS, find_places, write_layer
 from models.layers.experts import ExpertLinear
+from models.layers.layer_stack import (
+    STACKS,
+    StackPlace,
+    find_places,
+    rule_of_stack,
+    write_layer,
+)
 from models.layers.linear import Linear, name_linears
 from models.layers.routing import Router
 from models.loading.check_weights import HEAD_WEIGHT, check_weights
@@ -60,7 +66,6 @@ class ModuleStructure:
         """
         self.config = config
         self.dtype = dtype
-        platform = encoder.platform
         tied_head = encoder.tied_head(dtype) if config.tie_word_embeddings else None
         has_head_kernel = tied_head in (None, "copy")
         abstract_model = nnx.eval_shape(lambda: make(has_head_kernel=has_head_kernel))
@@ -86,11 +91,6 @@ class ModuleStructure:
         self.name_weight = abstract_model.name_weight
         self.shapes: tuple[jax.ShapeDtypeStruct, ...]
         self.names, self.shapes, self.treedef = flatten_state(state)
-        # Kernels that keep the numbers of a checkpoint stay apart: whether layers have the same
-        # groups and zero points is known only when all numbers have been read.
-        stacks_experts = platform.stacks_experts and encoder.quantization != "checkpoint"
-        shapes = zip(self.names, self.shapes, strict=True) if stacks_experts else ()
-        self._stack_places = find_places({name: s for name, s in shapes if name in experts})
         rules = abstract_model.weight_rules()
         if missing := [name for name in self.names if name not in rules]:
             raise ModelError(
@@ -122,6 +122,7 @@ class ModuleStructure:
                 "Leave it out."
             )
         self._mesh, self._splits_experts = mesh, splits_experts
+        self._stack_places = self._find_stack_places(encoder, experts)
         if mesh is not None:
             splits = splits_kv_heads(config, mesh.size)
             self.rules = tuple(
@@ -132,6 +133,27 @@ class ModuleStructure:
                 )
                 for rule, shape in zip(self.rules, self.shapes, strict=True)
             )
+
+    def _find_stack_places(
+        self, encoder: KernelEncoder, experts: Collection[str]
+    ) -> dict[str, StackPlace]:
+        """The places of experts, and of matrices of `Linear` layers that `encoder` quantizes.
+
+        Kernels that keep the numbers of a checkpoint stay apart: whether layers have the same
+        groups and zero points is known only when all numbers have been read. XLA:CPU would copy a
+        matrix of floats out of its stack in each product. Quantized matrices stay apart on a mesh.
+        """
+        if not encoder.platform.stacks_layers or encoder.quantization == "checkpoint":
+            return {}
+        stacked = {}
+        for name, rule, shape in zip(self.names, self.rules, self.shapes, strict=True):
+            if name in experts:
+                stacked[name] = shape
+            elif rule.layout == "matrix" and self._mesh is None:
+                is_router = name in self.routers
+                if encoder.group_size_of(shape.shape[0], rule.layout, is_router=is_router):
+                    stacked[name] = jax.ShapeDtypeStruct((1, *shape.shape), shape.dtype)
+        return find_places(stacked)
 
     def fill(
         self, encoder: KernelEncoder, checkpoint: Checkpoint | None, *, seed: int
@@ -152,7 +174,7 @@ class ModuleStructure:
             values.append(value if place is None else place)
             if place is not None:
                 stacks[place.stack] = write_layer(stacks.get(place.stack), value, place)
-                rules[f"{STACKS}.{place.stack}"] = rules[name]
+                rules[f"{STACKS}.{place.stack}"] = rule_of_stack(rules[name])
         state = jax.tree.unflatten(self.treedef, values)
         if stacks:
             state[STACKS] = stacks

@@ -54,8 +54,8 @@ class Platform:
     samples_in_chunks: ClassVar[bool] = False
     # Columns of a kernel of 4 or 8 bits that a product widens at a time; None widens all at once.
     scaled_panel_width: ClassVar[int | None] = None
-    # Whether the experts of several layers are in one array, for loops over layers.
-    stacks_experts: ClassVar[bool] = False
+    # Whether experts, and quantized matrices, of several layers are in one array, for loops.
+    stacks_layers: ClassVar[bool] = False
     # Host memory that compiling one program may take: several times what was measured
     # (`docs/design/runner-and-programs.md`).
     compile_bytes: ClassVar[int] = 2**30

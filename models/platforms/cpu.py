@@ -52,7 +52,7 @@ class CPU(Platform):
     samples_in_chunks: ClassVar[bool] = True
     # A widened panel then stays in the level 2 cache: 1,024 inputs are 512 KiB.
     scaled_panel_width: ClassVar[int | None] = 128
-    stacks_experts: ClassVar[bool] = True
+    stacks_layers: ClassVar[bool] = True
     # Twice what the largest step of 28 layers took.
     compile_bytes: ClassVar[int] = 2**29
 

@@ -21,14 +21,18 @@ def multiply_few_rows(
     x: jax.Array,  # f32[num_x_rows, in_features]
     panels: Panels,
     use: UseKernel,
+    *,
+    first_panel: jax.Array | int,
+    num_panels: int,
 ) -> jax.Array:  # f32[num_x_rows, num_panels * width]
     """Adds products of numbers with activations, a few rows of numbers at a time.
 
     Args:
         panels: Of the first kernel, for the sizes.
         use: As in `StoredKernel.multiply`. The kernel has the attribute `panels`.
+        first_panel: The first of the `num_panels` panels that are multiplied.
     """
-    num_panels, num_groups, num_rows, width = panels.numbers.shape
+    _, num_groups, num_rows, width = panels.numbers.shape
     num_together = min(num_panels, _PANELS_PER_TURN)
     turn_rows = math.gcd(num_rows, _ROWS_PER_TURN)
     turns_per_group = num_rows // turn_rows
@@ -41,7 +45,7 @@ def multiply_few_rows(
         return jnp.minimum(part * num_together, num_panels - num_together)
 
     def cut(place: jax.Array, kernel: StoredKernel) -> Panels:
-        first, turn = first_of(place // num_turns), place % num_turns
+        first, turn = first_panel + first_of(place // num_turns), place % num_turns
         group, row = turn // turns_per_group, turn % turns_per_group * turn_rows
 
         def of_array(array: jax.Array) -> jax.Array:

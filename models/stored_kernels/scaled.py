@@ -145,8 +145,37 @@ class ScaledKernel(StoredKernel):
         settings: KernelSettings,
         use: UseKernel,
     ) -> jax.Array:  # f32[num_rows, out_features]
+        return self._multiply_panels(x, settings, use, first_panel=0)
+
+    def multiply_one(
+        self,
+        x: jax.Array,  # f[num_rows, in_features]
+        matrix_idx: jax.Array | int,
+        settings: KernelSettings,
+    ) -> jax.Array:  # f32[num_rows, out_features]
+        flat = self._flat()
+        return self._multiply_panels(
+            *(x, settings, lambda function, operand: function(operand, flat)),
+            first_panel=matrix_idx * self.num_panels,
+        )
+
+    def _multiply_panels(
+        self,
+        x: jax.Array,  # f[num_rows, in_features]
+        settings: KernelSettings,
+        use: UseKernel,
+        *,
+        first_panel: jax.Array | int,
+    ) -> jax.Array:  # f32[num_rows, out_features]
+        """The product with the panels of one matrix.
+
+        Args:
+            use: As in `multiply`. The kernel is flat (`_flat`).
+            first_panel: Of the matrix, among the panels of the kernel.
+        """
+
         def panel(idx: jax.Array | int) -> Panels:
-            return use(lambda idx, kernel: kernel._panel(idx), idx)
+            return use(lambda idx, kernel: kernel._panel(idx), first_panel + idx)
 
         if self.num_panels == 1:
             own = panel(0)
@@ -156,7 +185,8 @@ class ScaledKernel(StoredKernel):
                 split=self.split,
             )
         if len(x) <= MAX_FEW_ROWS and x.dtype == jnp.float32:
-            return multiply_few_rows(x, self.panels, use)[:, : self.out_features]
+            sizes = {"first_panel": first_panel, "num_panels": self.num_panels}
+            return multiply_few_rows(x, self._flat().panels, use, **sizes)[:, : self.out_features]
         width = self.numbers.shape[-1]
 
         def add(idx: jax.Array, out: jax.Array) -> jax.Array:
@@ -236,8 +266,12 @@ class ScaledKernel(StoredKernel):
 
     def _panel_of(self, idx: jax.Array) -> Panels:
         """A panel of a stack: `idx` counts the panels of all experts."""
-        flat = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), self)
-        return flat._panel(idx)
+        return self._flat()._panel(idx)
+
+    def _flat(self) -> "ScaledKernel":
+        """The panels of all matrices of a stack as those of one matrix. A matrix stays as it is."""
+        num_axes = self.numbers.ndim - 4
+        return jax.tree.map(lambda array: array.reshape(-1, *array.shape[num_axes + 1 :]), self)
 
 
 def fitting_group_size(in_features: int, group_size: int) -> int | None:

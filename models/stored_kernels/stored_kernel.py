@@ -61,6 +61,21 @@ class StoredKernel(ABC):
         """The product of x with one matrix."""
         raise ModelError(f"a {type(self).__name__} holds a stack of matrices; expected one matrix.")
 
+    def multiply_one(
+        self,
+        x: jax.Array,  # f[num_rows, in_features]
+        matrix_idx: jax.Array | int,
+        settings: KernelSettings,
+    ) -> jax.Array:  # f32[num_rows, out_features]
+        """The product of x with one matrix of a stack.
+
+        Only encodings whose matrices the loader puts into stacks define it (`layer_stack.py`).
+        """
+        raise ModelError(
+            f"a {type(self).__name__} cannot multiply with one matrix of a stack; expected a "
+            "quantized kernel."
+        )
+
     def columns(
         self,
         column_ids: jax.Array,  # i32[num_columns], in [0, out_features)

@@ -44,9 +44,9 @@ from tests.end_to_end.golden_runs import GREEDY, check_against
 from tests.end_to_end.split_drafters import make_drafting_runner, run_with_drafts
 from tests.end_to_end.test_quantized_checkpoints import write_pair
 from tests.engine_compilations import quick_engine_compilations
-from tests.models.layers.test_expert_stack import put_in_stacks
 from tests.models.layers.test_experts import make_experts
 from tests.models.layers.test_experts import run as run_experts
+from tests.models.layers.test_layer_stack import put_in_stacks
 from tests.models.plain_context import plain_context
 from tests.models.stored_kernels.dequantized import dequantized
 from tests.oracles.serving_golden import load_serving_golden, write_serving_recipe
@@ -459,7 +459,7 @@ def check_expert_stacks(num_devices: int, **options: Any) -> None:
         load_model(folder, load_format="dummy", mesh=mesh, **options)
         for mesh in (None, find_mesh(num_devices))
     )
-    names = [name for name in split.param_names if name.startswith("expert_stacks.")]
+    names = [name for name in split.param_names if name.startswith("stacks.")]
     assert {place.num_layers for place in split.stack_places.values()} == {2}
     assert len(split.stack_places) == 2 * len(names) == 6
     for name in names:

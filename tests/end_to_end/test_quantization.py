@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from models import LoadedModel, load_model
 from models.stored_kernels.scaled import ScaledKernel
 from tests.end_to_end.parity import SURE_GAP, largest_difference, make_checkpoint
+from tests.models.loading.parameters_apart import parameters_apart
 from tests.models.loading.quantized.quantizers import MXFP4, as_mxfp4
 from tests.models.loading.quantized.stored import save_tensors
 from tests.models.stored_kernels.dequantized import dequantized
@@ -30,7 +31,8 @@ def write_dequantized(model: LoadedModel, folder: Path) -> int:
         The number of kernels.
     """
     tensors = load_file(folder / "model.safetensors")
-    kernels = {n: k for n, k in model.parameters.items() if isinstance(k, ScaledKernel)}
+    values = parameters_apart(model)
+    kernels = {name: k for name, k in values.items() if isinstance(k, ScaledKernel)}
     for name, kernel in kernels.items():
         sources = model.weight_rules[name].sources
         matrices_np = dequantized(kernel).reshape(-1, *kernel.shape[-2:])

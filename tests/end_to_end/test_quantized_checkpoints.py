@@ -20,6 +20,7 @@ from models.errors import (
 from models.loading.load_model import load_model
 from models.loading.safetensors_reader import SafetensorsCheckpoint
 from models.stored_kernels.scaled import ScaledKernel
+from tests.models.loading.parameters_apart import parameters_apart
 from tests.models.loading.quantized.quantizers import MXFP4, QUANTIZERS, as_mxfp4
 from tests.models.loading.quantized.stored import save_tensors
 from tests.models.stored_kernels.dequantized import dequantized
@@ -169,11 +170,7 @@ def test_stack_of_experts_is_read_in_the_order_of_plain_checkpoints(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     loaded = load_model(tmp_path)
     assert loaded.param_names == plain.param_names
-    params = dict(zip(loaded.param_names, loaded.params, strict=True))
-    for name, place in loaded.stack_places.items():
-        stack = params[f"expert_stacks.{place.stack}"]
-        params[name] = stack[place.layer_idx :: place.num_layers]
-    params = {name: p for name, p in params.items() if not name.startswith("expert_stacks.")}
+    params = parameters_apart(loaded)
     experts = "layers.0.mlp.experts"
     np.testing.assert_array_equal(
         params[f"{experts}.gate_proj.kernel"], exact["gate_up_proj"][:, :, 0::2]

@@ -12,7 +12,7 @@ from models.decoders.chosen_layer import choose_layer
 from models.forward.layer_context import LayerContext
 from models.layers.expert_attention import ExpertAttention, RoutedHeads
 from models.layers.routing import SoftmaxTopK
-from tests.models.layers.test_expert_stack import put_in_stacks
+from tests.models.layers.test_layer_stack import put_in_stacks
 from tests.models.plain_context import plain_context
 
 NUM_ROWS, HIDDEN, NUM_EXPERTS, TOP_K, NUM_KV_HEADS, HEAD_DIM = 5, 6, 4, 2, 3, 2

@@ -19,6 +19,7 @@ from models.loading.module_structure import ModuleStructure
 from models.platforms import CPU, TPU
 from models.stored_kernels.scaled import ScaledKernel
 from tests.end_to_end.split_engine import CONFIGS
+from tests.models.loading.parameters_apart import parameters_apart
 from tests.oracles.dense_model import dense_logits
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.paged_stepper import PagedStepper
@@ -298,7 +299,7 @@ def test_weights_are_described_as_in_files_and_on_the_device(tmp_path):
 
 
 class WithoutStacks(CPU):
-    stacks_experts: ClassVar[bool] = False
+    stacks_layers: ClassVar[bool] = False
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
@@ -315,16 +316,25 @@ def test_stacks_have_the_numbers_of_their_layers(tmp_path, quantization):
         for platform in (CPU, WithoutStacks)
     )
     assert not apart.stack_places
-    # Layers 1 and 2 have experts.
-    assert sorted(loaded.stack_places) == [
+    # Layers 1 and 2 have experts. Matrices of floats are never in stacks.
+    wanted = [
         f"layers.{layer_idx}.mlp.experts.{name}.kernel"
         for layer_idx in (1, 2)
         for name in ("down_proj", "gate_proj", "up_proj")
     ]
-    for name, place in loaded.stack_places.items():
-        stack = loaded.parameters[f"expert_stacks.{place.stack}"]
-        own = jax.tree.map(lambda array, p=place: array[p.layer_idx :: p.num_layers], stack)
-        assert isinstance(own, ScaledKernel) == (quantization != "none")
-        assert jax.tree.structure(own) == jax.tree.structure(apart.parameters[name])
-        jax.tree.map(np.testing.assert_array_equal, own, apart.parameters[name])
+    if quantization != "none":
+        wanted += [
+            f"layers.{layer_idx}.self_attn.{name}.kernel"
+            for layer_idx in range(3)
+            for name in ("k_proj", "o_proj", "q_proj", "v_proj")
+        ]
+    assert sorted(loaded.stack_places) == sorted(wanted)
+    values = parameters_apart(loaded)
+    assert values.keys() == apart.parameters.keys()
+    for name in wanted:
+        assert isinstance(values[name], ScaledKernel) == (quantization != "none")
+    for name, value in apart.parameters.items():
+        assert jax.tree.structure(values[name]) == jax.tree.structure(value)
+        jax.tree.map(np.testing.assert_array_equal, values[name], value)
     assert loaded.device_bytes == apart.device_bytes
+    assert loaded.describe_weights() == apart.describe_weights()

@@ -9,13 +9,14 @@ from jax.sharding import PartitionSpec
 from models import KernelSettings, load_model
 from models.decoders.chosen_layer import choose_layer
 from models.layers.experts import Experts
+from models.layers.layer_stack import InStack, find_places, write_layer
 from models.layers.linear import Linear
 from models.layers.routing import Routing
 from models.stored_kernels.scaled import ScaledKernel, fitting_group_size
 from models.stored_kernels.use_kernel import multiply
 from pallas_kernels.number_format import NumberFormat, as_float32, factor_of
 from tests.compiler_flags import AS_FOR_USERS
-from tests.models.layers.test_expert_stack import put_in_stacks
+from tests.models.layers.test_layer_stack import put_in_stacks
 from tests.models.plain_context import plain_context
 from tests.models.steppers import checkpoint_folder
 from tests.models.stored_kernels.dequantized import FLOATS, dequantized
@@ -221,6 +222,28 @@ def test_a_layer_of_a_loop_uses_its_own_kernel(num_rows, operation):
         for some in (linears, linears[:2])
     ]
     assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize(("number_format", "panel_width"), [("int8", 32), ("int4", None)])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_layer_of_a_stack_uses_its_own_kernel(num_rows, number_format, panel_width):
+    linears = [Linear(IN, OUT, dtype=jnp.float32) for _ in range(3)]
+    names = [f"layers.{idx}.up_proj.kernel" for idx in range(3)]
+    shape = jax.ShapeDtypeStruct((1, IN, OUT), jnp.float32)
+    places, stack, x = find_places(dict.fromkeys(names, shape)), None, random_array(num_rows, IN)
+    wanted = []
+    for seed, name in enumerate(names):
+        options = {"number_format": number_format, "panel_width": panel_width}
+        kernel = quantized(IN, OUT, seed=seed, **options)
+        wanted.append(np.asarray(x, np.float64) @ dequantized(kernel))
+        stack = write_layer(stack, kernel, places[name])
+    for idx, linear in enumerate(linears):
+        linear.kernel.set_value(InStack(stack=stack, layer_idx=np.int32(idx), num_layers=3))
+    run = jax.jit(lambda idx, x: (choose_layer(linears, idx).product(x), linears[1].product(x)))
+    for idx, product in enumerate(wanted):
+        chosen, second = run(idx, x)
+        assert_near(chosen, product)
+        assert_near(second, wanted[1])
 
 
 @pytest.mark.parametrize("number_format", FORMATS)

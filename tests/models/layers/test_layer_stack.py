@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 from models.decoders.chosen_layer import choose_layer
-from models.layers.expert_stack import InStack, find_places, write_layer
 from models.layers.experts import ExpertLinear
+from models.layers.layer_stack import InStack, find_places, write_layer
 from models.layers.routing import Routing
 from tests.models.layers.test_experts import make_experts
 from tests.models.layers.test_experts import run as run_experts

@@ -1,7 +1,8 @@
-"""Parameters of experts of several layers in one array, so that a loop over layers needs no switch.
+"""Parameters of several layers in one array, so that a loop over layers needs no switch.
 
-A switch would have a branch per layer. A product with experts is a loop, so these branches would be
-most of a program. The matrix of expert e of layer l is matrix `e * num_layers + l` of the stack.
+A switch would have a branch per layer. Products with experts and with quantized matrices are loops,
+so these branches would be most of a program. The matrix of expert e of layer l is matrix
+`e * num_layers + l` of the stack. The matrix of a `Linear` is the only expert of its layer.
 """
 
 import functools
@@ -16,10 +17,11 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from models.stored_kernels.use_kernel import KernelValue
+from models.weight_rule import WeightRule
 from pallas_kernels import GroupTiles
 
 # The key of the stacks in an `nnx.State`, and the start of their names.
-STACKS = "expert_stacks"
+STACKS = "stacks"
 
 
 @jax.tree_util.register_static
@@ -30,7 +32,7 @@ class StackPlace:
     stack: str
     layer_idx: int  # among the layers of the stack
     num_layers: int
-    shape: tuple[int, ...]  # of the parameter: [num_experts, ...]
+    shape: tuple[int, ...]  # of the parameter: [num_experts, ...], or [1, in, out] of a `Linear`
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +57,7 @@ def find_places(shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, StackPlace
     """Name of each parameter that shares a stack with another one -> its place.
 
     Args:
-        shapes: Of parameters of experts, by names like "layers.3.mlp.experts.up_proj.kernel".
+        shapes: Of parameters as in `StackPlace`, by names like "layers.3.mlp.up_proj.kernel".
             Parameters of one shape and dtype share a stack if only numbers in their names differ.
     """
     stacks: dict[str, list[str]] = {}
@@ -78,13 +80,22 @@ def write_layer(stack: KernelValue | None, value: KernelValue, place: StackPlace
 
     Args:
         stack: None: it is made, and split over a mesh as `value` is.
-        value: All values of a stack must be stored in the same form.
+        value: Of one layer. All values of a stack must be stored in the same form.
     """
+    if len(value.shape) < len(place.shape):
+        value = jax.tree.map(lambda array: array[None], value)
     if stack is None:
         stack = jax.tree.map(functools.partial(_empty_stack, num_layers=place.num_layers), value)
     return jax.tree.map(
         lambda array, own: _write(array, own, place.layer_idx, _mesh_sharding(own)), stack, value
     )
+
+
+def rule_of_stack(rule: WeightRule) -> WeightRule:
+    """The rule of a stack, from that of a parameter in it."""
+    if rule.layout != "matrix":
+        return rule
+    return replace(rule, layout="experts", axes=(None, *rule.axes))
 
 
 def with_stacks(state: nnx.State) -> nnx.State:
