@@ -1,12 +1,13 @@
 """`DepthPacer`: decides how many drafts a head proposes for each request, from measured times."""
 
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from paxkv.runner.drafters.draft_budget import DraftBudget
-from paxkv.runner.drafters.step_times import StepTimes, round_up
+from paxkv.runner.drafters.step_times import MIN_TIMES, StepTimes, round_up
 
 # The pacer decides between drafts and no drafts. Each decision lowers the expected time of the
 # other choice, so that the pacer tries this choice again later and measures it. The first factor is
@@ -19,8 +20,6 @@ _DRAFT_AGING, _PLAIN_AGING = 0.999, 0.9998
 _MIN_GAIN, _MIN_DEPTH_GAIN = 1.05, 1.03
 # After steps with drafts, at least this many steps have none, because one may take unusually long.
 _MIN_AHEAD = 8
-# Drafts are not tried before this many steps without drafts were measured.
-_MIN_PLAIN_STEPS = 3
 # While drafts do not pay, the head computes the prompts of one in this many steps that start
 # requests.
 STEPS_PER_TRIAL = 32
@@ -41,10 +40,10 @@ class DepthPacer:
 
     For each number of requests, the engine runs the first steps without drafts to measure their
     time. A number of drafts whose time is unknown is expected to take as long as the slowest
-    smaller number, or else as a step without drafts. So each number is tried, sooner if more drafts
-    are right. A step with drafts is never expected to be faster than one without them. The head's
-    run over prompts counts too, in proportion to the prompt tokens per drawn token: short answers
-    to long prompts need more right drafts.
+    smaller number, or else as a step without drafts. So each number is tried when the budget
+    affords wrong drafts, sooner if more drafts are right. A step with drafts is never expected to
+    be faster than one without them. The head's run over prompts counts too, in proportion to the
+    prompt tokens per drawn token: short answers to long prompts need more right drafts.
 
     Args:
         max_drafts: Most drafts of a request.
@@ -58,9 +57,8 @@ class DepthPacer:
         self._max_drafts = max_drafts
         self._clock = clock
         self._last_fetch_s: float | None = None
-        # By rounded number of requests: seconds of a decode step, and how many were measured.
+        # By rounded number of requests: seconds of a decode step.
         self._plain_times: dict[int, StepTimes] = {}
-        self._num_plain_steps: dict[int, int] = {}
         # By rounded number of requests, and of drafts for each.
         self._draft_times: dict[tuple[int, int], StepTimes] = {}
         # The last choices. The steps in flight after a change were decided before it, so their
@@ -119,6 +117,7 @@ class DepthPacer:
         if num_prompt_tokens:
             self._num_prompt_tokens += num_prompt_tokens
             if num_drafts and self._tokens_s is not None:
+                self._budget.record_prompts(now_s - self._tokens_s)
                 times = self._head_times.setdefault(round_up(num_prompt_tokens), StepTimes())
                 times.record((now_s - self._tokens_s) / num_prompt_tokens)
                 self._last_head_times = times
@@ -133,16 +132,16 @@ class DepthPacer:
             self._plain_times.setdefault(size, StepTimes()).record(
                 took_s / num_decode_steps, num_decode_steps
             )
-            num_known = self._num_plain_steps.get(size, 0)
-            self._num_plain_steps[size] = num_known + num_decode_steps
             self._budget.record_plain(num_reqs, took_s, num_decode_steps)
             self._num_ahead -= num_decode_steps
             return
-        if self._choices[0] and (num_drafts or num_verified):
-            self._budget.record_drafting(num_reqs, took_s, num_drawn)
+        num_rows = num_reqs * (1 + max(num_drafts, num_verified or 0))
+        if self._choices[0] and num_rows > num_reqs:
+            self._budget.record_drafting(num_reqs, took_s, num_drawn, num_rows=num_rows)
         if all(self._choices) and num_decode_steps == 1:
             if is_measured and num_drafts > 0:
-                self._draft_times.setdefault((size, num_drafts), StepTimes()).record(took_s)
+                times = self._draft_times.setdefault((size, num_drafts), StepTimes())
+                times.record(took_s)
             # This also counts steps at the end of a request, which may verify fewer drafts. After
             # the choice of more drafts, a step still verifies as many as the choice before.
             num_expected = self._num_expected[min(self._choices)]
@@ -157,7 +156,7 @@ class DepthPacer:
         size = round_up(len(chances))
         num_drafts = 0
         is_tried = self._num_ahead <= 0 and not self._budget.is_spent
-        if is_tried and self._num_plain_steps.get(size, 0) >= _MIN_PLAIN_STEPS:
+        if is_tried and self._is_known(size):
             self._num_expected = self._count_expected(chances)
             num_drafts = self._find_best(self._num_expected, size)
             if num_drafts:
@@ -182,17 +181,27 @@ class DepthPacer:
             chances: `TotalAcceptance.chances` of the most drafts.
         """
         # More requests may start before these decode, so the next larger measured size is used.
-        sizes = sorted(self._plain_times)
+        sizes = sorted(filter(self._is_known, self._plain_times))
         size = next((size for size in sizes if size >= num_reqs), sizes[-1] if sizes else None)
-        may_pay = size is None or (
-            not self._budget.is_spent
-            and self._find_best(self._count_expected([chances] * size), size) > 0
-        )
+        # The first prompts are tried, to measure the head's time.
+        may_pay = self._last_head_times is None
+        if size is not None:
+            expected = self._count_expected([chances] * size)
+            may_pay = self._affords_prompts and self._find_best(expected, size) > 0
         self._num_untried += 1
         if not may_pay and self._num_untried < STEPS_PER_TRIAL:
             return False
         self._num_untried = 0
         return True
+
+    @property
+    def _affords_prompts(self) -> bool:
+        return self._budget.affords_prompts and not self._budget.is_spent
+
+    def _is_known(self, size: int) -> bool:
+        """Whether the time of steps without drafts is known."""
+        times = self._plain_times.get(size)
+        return times is not None and times.num_measured >= MIN_TIMES
 
     def _count_expected(self, chances: Sequence[Sequence[float]]) -> list[float]:
         """Returns the tokens that a step should draw, by its number of drafts."""
@@ -205,8 +214,15 @@ class DepthPacer:
         num_reqs = num_expected[0]
         rates = [num_reqs / plain_s]
         share, prompt_s = min(1.0, self._drawn_share), self._prompt_s
+        # An unknown number of drafts takes at most one step longer than the number before.
+        most_s = math.inf
         for num_drafts in range(1, self._max_drafts + 1):
             times = self._draft_times.setdefault((size, num_drafts), StepTimes())
+            most_s = min(most_s + plain_s, self._budget.most_s(size, size * (1 + num_drafts)))
+            if times.is_known:
+                most_s = times.expected_s
+            elif most_s > self._budget.affordable_s(size, share * num_expected[num_drafts]):
+                break
             took_s = times.expected_at_least(plain_s if times.is_known else slowest_s)
             slowest_s = max(slowest_s, took_s)
             num_drawn = max(share * num_expected[num_drafts], num_reqs)
@@ -215,6 +231,7 @@ class DepthPacer:
         best = max(
             range(1, len(rates)),
             key=lambda depth: rates[depth] * (_MIN_DEPTH_GAIN if depth == before else 1.0),
+            default=0,
         )
         return best if rates[best] > _MIN_GAIN * rates[0] else 0
 

@@ -1,11 +1,15 @@
 """`DraftBudget`: limits what drafts cost, by the measured time and tokens of all steps."""
 
+import statistics
 from collections import deque
+from collections.abc import Sequence
 
 from paxkv.runner.drafters.step_times import round_up
 
 # Drafts stop when they have cost this share of the time, and go on at half of it.
 _MAX_SHARE = 0.03
+# The time is at least that of this many steps without drafts, so that drafts are tried early.
+_MIN_STEPS = 60
 # In sums over all steps, each newer step multiplies the weight of older ones by this factor.
 _DECAY = 0.999
 # Number of the latest steps without drafts, whose average time is compared with steps with drafts.
@@ -14,23 +18,36 @@ _NUM_TIMES = 64
 _NUM_OLD_TIMES = 24
 # Time that drafts gained makes up for later losses, up to this share of the time.
 _MAX_CREDIT_SHARE = 0.01
+# A step that takes longer than this many times the median counts as this many medians. Another
+# process may have had the processor.
+_MAX_MEDIANS = 4.0
+# Number of the latest steps with drafts of one size, whose median is known.
+_NUM_DRAFT_TIMES = 9
 
 
 class DraftBudget:
     """Compares the time of steps with drafts with that of the same tokens without drafts.
 
-    It uses only measured times, so drafts cost little even if a pacer expects too much of them.
+    It uses only measured times, so drafts cost little even if a pacer expects too much of them. A
+    step that takes unusually long counts only in part, so it does not stop drafts alone.
 
     Attributes:
         is_spent: Drafts have cost too much, so none should be verified now.
     """
 
     def __init__(self) -> None:
-        # By rounded number of requests: seconds of a step without drafts, and number of steps.
+        # By rounded number of requests: seconds of a step without drafts, and number of steps; and
+        # the average of these times.
         self._plain_times: dict[int, deque[tuple[float, int]]] = {}
+        self._plain_s: dict[int, float] = {}
+        # By rounded numbers of requests and of rows of a step with drafts: its seconds.
+        self._draft_times: dict[tuple[int, int], deque[float]] = {}
         self._is_drafting = False
-        # Sums over all steps.
-        self._total_s = self._lost_s = 0.0
+        # Sums over all steps. `_prompts_s` is the time of a head's runs over prompts, less the time
+        # that drafts gained since then.
+        self._total_s = self._lost_s = self._prompts_s = 0.0
+        # Time of the first steps without drafts, for the size of the last step.
+        self._min_total_s = 0.0
         self.is_spent = False
 
     def record_plain(self, num_reqs: int, took_s: float, num_steps: int) -> None:
@@ -41,28 +58,89 @@ class DraftBudget:
             _drop_old(times, _NUM_OLD_TIMES)
         times.append((took_s / num_steps, num_steps))
         _drop_old(times, _NUM_TIMES)
-        self._add(took_s, 0.0, num_steps)
+        most_s = _MAX_MEDIANS * _median_s(times)
+        num_known = sum(num for _, num in times)
+        self._plain_s[round_up(num_reqs)] = sum(min(s, most_s) * n for s, n in times) / num_known
+        took_s = min(took_s, num_steps * most_s)
+        self._add(num_reqs, took_s, 0.0, num_steps)
 
-    def record_drafting(self, num_reqs: int, took_s: float, num_drawn: int) -> None:
-        """Records a step of an engine that waits for the tokens of each step.
+    def record_drafting(
+        self, num_reqs: int, took_s: float, num_drawn: int, *, num_rows: int, num_steps: int = 1
+    ) -> None:
+        """Records a step of an engine that waits for the tokens of each step, or a burst.
 
         The first step after the engine stopped waiting is recorded here too.
+
+        Args:
+            num_rows: Tokens that a step computes, including drafts.
         """
         self._is_drafting = True
-        times = self._plain_times.get(round_up(num_reqs))
-        if times is None:
+        plain_s = self.plain_s(num_reqs)
+        if plain_s is None:
             return
-        plain_s = sum(s * num for s, num in times) / sum(num for _, num in times)
-        expected_s = plain_s * num_drawn / num_reqs
-        self._add(took_s, took_s - expected_s, 1)
+        size = round_up(num_reqs), round_up(num_rows)
+        times = self._draft_times.setdefault(size, deque(maxlen=_NUM_DRAFT_TIMES))
+        most_s = self.most_s(num_reqs, num_rows)
+        if len(times) > 1:
+            most_s = _MAX_MEDIANS * statistics.median_low(times)
+        times.append(took_s / num_steps)
+        took_s = min(took_s, num_steps * most_s)
+        self._add(num_reqs, took_s, took_s - plain_s * num_drawn / num_reqs, num_steps)
 
-    def _add(self, took_s: float, lost_s: float, num_steps: int) -> None:
+    def record_prompts(self, head_s: float) -> None:
+        """Records that a head computed prompts."""
+        self._prompts_s += head_s
+
+    def plain_s(self, num_reqs: int) -> float | None:
+        """The average time of a step without drafts; None if it was not measured."""
+        return self._plain_s.get(round_up(num_reqs))
+
+    def most_s(self, num_reqs: int, num_rows: int) -> float:
+        """The time that a step should not exceed: each row as one without drafts, and a step more.
+
+        It is infinite if no step without drafts was measured.
+        """
+        plain_s = self.plain_s(num_reqs)
+        return float("inf") if plain_s is None else plain_s * (1 + num_rows / num_reqs)
+
+    def affordable_s(self, num_reqs: int, num_expected: float) -> float:
+        """The time that a step may take if it draws `num_expected` tokens."""
+        plain_s = self.plain_s(num_reqs)
+        if plain_s is None:
+            return 0.0
+        most_s = _MAX_SHARE * max(self._total_s, _MIN_STEPS * plain_s)
+        return plain_s * num_expected / num_reqs + most_s - self._lost_s
+
+    def affords_rows(self, num_reqs: int, num_rows: int, num_expected: float) -> bool:
+        """Whether a step of unknown time may be tried that computes `num_rows` tokens."""
+        affordable_s = self.affordable_s(num_reqs, num_expected)
+        return self.most_s(num_reqs, num_rows) <= affordable_s
+
+    @property
+    def affords_prompts(self) -> bool:
+        """Whether a head may compute prompts."""
+        most_s = _MAX_SHARE * max(self._total_s, self._min_total_s)
+        return self._prompts_s + max(self._lost_s, 0.0) <= most_s
+
+    def _add(self, num_reqs: int, took_s: float, lost_s: float, num_steps: int) -> None:
         decay = _DECAY**num_steps
         self._total_s = decay * self._total_s + took_s
+        self._min_total_s = _MIN_STEPS * self.plain_s(num_reqs)
+        self._prompts_s = max(0.0, decay * self._prompts_s + min(lost_s, 0.0))
         lost_s += decay * self._lost_s
         self._lost_s = max(lost_s, -_MAX_CREDIT_SHARE * self._total_s)
         share = _MAX_SHARE * (0.5 if self.is_spent else 1.0)
-        self.is_spent = self._lost_s > share * self._total_s
+        self.is_spent = self._lost_s > share * max(self._total_s, self._min_total_s)
+
+
+def _median_s(times: Sequence[tuple[float, int]]) -> float:
+    """The median of all steps."""
+    half = sum(num for _, num in times) / 2
+    for took_s, num_steps in sorted(times):
+        half -= num_steps
+        if half <= 0:
+            return took_s
+    return 0.0
 
 
 def _drop_old(times: deque[tuple[float, int]], num_steps: int) -> None:

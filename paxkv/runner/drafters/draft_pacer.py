@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from paxkv.runner.drafters.draft_budget import DraftBudget
-from paxkv.runner.drafters.step_times import StepTimes, round_up
+from paxkv.runner.drafters.step_times import MIN_TIMES, StepTimes, round_up
 from paxkv.runner.shapes.bucket_sizes import MIN_VERIFIED_TOKENS
 
 # The expected time of steps that are not chosen falls with every decision until it is measured, so
@@ -47,8 +47,8 @@ class DraftPacer:
 
     The engine's first steps with a number of requests run ahead, so that their time is known. A
     verifying step of unknown size is expected to take as long as the slowest known step of a
-    smaller size, or else as a step without drafts. So each size is tried once. While the
-    `DraftBudget` is spent, the engine runs ahead.
+    smaller size, or else as a step without drafts. So each size is tried, with as many drafts as
+    the `DraftBudget` affords to lose. While the budget is spent, the engine runs ahead.
 
     Models with states compute accepted drafts again in the next step. The expected time is
     therefore that of a larger step: it has one more token for each draft that should be right.
@@ -107,10 +107,11 @@ class DraftPacer:
             self._budget.record_plain(num_reqs, took_s, num_decode_steps)
             self._num_ahead -= num_decode_steps
             return
+        num_rows = num_reqs + num_drafts + num_recomputed
         if not self._is_ahead[0]:
-            self._budget.record_drafting(num_reqs, took_s, num_drawn)
+            self._budget.record_drafting(num_reqs, took_s, num_drawn, num_rows=num_rows)
         if not any(self._is_ahead):
-            size = _round_tokens(num_reqs + num_drafts + num_recomputed) if num_drafts else 0
+            size = _round_tokens(num_rows) if num_drafts else 0
             times = self._waiting_times.setdefault((round_up(num_reqs), size), StepTimes())
             times.record(took_s)
             self._waiting_tokens += _STEP_WEIGHT * (num_drawn - self._waiting_tokens)
@@ -131,7 +132,8 @@ class DraftPacer:
                 the proposal before it are right.
         """
         plain = self._plain_times.get(round_up(num_reqs))
-        if plain is None or self._num_ahead > 0 or self._budget.is_spent:
+        is_known = plain is not None and plain.num_measured >= MIN_TIMES
+        if not is_known or self._num_ahead > 0 or self._budget.is_spent:
             return self._run_ahead()
         plain_rate = num_reqs / plain.expected_s
         # The drafts that are most likely right come first. Drafts of one request stay in order.
@@ -178,12 +180,12 @@ class DraftPacer:
     def _expected_s(self, num_reqs: int, size: int, plain: StepTimes) -> float:
         size_reqs = round_up(num_reqs)
         times = self._waiting_times.get((size_reqs, size))
-        if times is not None:
+        if times is not None and times.is_known:
             return times.expected_s
         smaller = (
             times.expected_s
             for (known_reqs, known_size), times in self._waiting_times.items()
-            if known_reqs == size_reqs and known_size < size
+            if known_reqs == size_reqs and known_size < size and times.is_known
         )
         return max(smaller, default=plain.expected_s)
 
@@ -193,7 +195,8 @@ class DraftPacer:
         """Yields the most drafts that fit each size of a step, their gain in tokens, and the size.
 
         Example: 14 requests with gains [.9, .5, .1] -> 2 drafts with 1.4, in a step of 16 tokens;
-        and 3 drafts with 1.5, in one of 32.
+        and 3 drafts with 1.5, in one of 32. A size that was not measured has no more drafts than
+        the budget affords.
         """
         sums = [0.0, *itertools.accumulate(gains)]
         tokens = [
@@ -202,9 +205,16 @@ class DraftPacer:
         ]
         num_drafts = 0
         while num_drafts < len(gains):
-            size = _round_tokens(tokens[num_drafts + 1])
-            num_drafts = bisect.bisect_right(tokens, size) - 1
-            yield num_drafts, sums[num_drafts], size
+            num_smaller, size = num_drafts, _round_tokens(tokens[num_drafts + 1])
+            num_drafts = num_tried = bisect.bisect_right(tokens, size) - 1
+            times = self._waiting_times.get((round_up(num_reqs), size))
+            if times is None or not times.is_known:
+                while num_tried > num_smaller and not self._budget.affords_rows(
+                    num_reqs, tokens[num_tried], num_reqs + sums[num_tried]
+                ):
+                    num_tried -= 1
+            if num_tried > num_smaller:
+                yield num_tried, sums[num_tried], size
 
 
 def _round_tokens(num_tokens: int) -> int:

@@ -8,6 +8,8 @@ from collections import deque
 _NUM_TIMES = 5
 # If the times have aged to less than this factor, a new time replaces all of them.
 _OLD_FACTOR = 0.8
+# Drafts are not tried before this many measurements without drafts, because one may be unusual.
+MIN_TIMES = 3
 
 
 class StepTimes:
@@ -20,19 +22,25 @@ class StepTimes:
 
     @property
     def expected_s(self) -> float:
-        """The expected time, if a step was measured."""
+        """The expected time, if it is known."""
         return self.expected_at_least(0.0)
 
     def expected_at_least(self, low_s: float) -> float:
         """The expected time, if steps of this size cannot be faster than `low_s`.
 
-        Without a measurement, they are expected to take `low_s`.
+        Unless their time is known, they are expected to take `low_s`.
         """
-        return self._factor * max(self._median_s() if self._recent else 0.0, low_s)
+        return self._factor * max(self._median_s() if self.is_known else 0.0, low_s)
 
     @property
     def is_known(self) -> bool:
-        return bool(self._recent)
+        """Whether several steps were measured; of two, the faster one is expected."""
+        return len(self._recent) > 1
+
+    @property
+    def num_measured(self) -> int:
+        """How many measurements the expected time is from; 5 at most."""
+        return len(self._recent)
 
     def record(self, took_s: float, num_steps: int = 1) -> None:
         """Records a step, or the average of several steps that were measured together."""

