@@ -49,7 +49,7 @@ class RandomBurstPacer(BurstDraftPacer):
         self.rng = random.Random(0)
         self.share, self.num_chosen = 1.0, 0
 
-    def choose(self, num_reqs):
+    def choose(self, num_reqs, num_decode_steps):
         is_chosen = self.rng.random() < self.share
         self.num_chosen += is_chosen
         return is_chosen

@@ -4,18 +4,22 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 
-from paxkv.runner.drafters.step_times import StepTimes, round_up
+from paxkv.runner.drafters.draft_budget import DraftBudget
+from paxkv.runner.drafters.step_times import MIN_TIMES, StepTimes, round_up
 
 # With every burst, the expected time of the choice that was not made falls by this factor, so that
 # it is tried again.
 _AGING = 0.995
+# A first burst with drafts is tried if the budget pays for this many times the time without drafts.
+_FIRST_FACTOR = 1.5
 
 
 class BurstDraftPacer:
     """Compares bursts with drafts and bursts without them by their seconds per token of a request.
 
     The time of a burst with drafts depends on how many of them are accepted, because all bursts
-    draw the same number of tokens in fewer or more steps.
+    draw the same number of tokens in fewer or more steps. While the `DraftBudget` is spent, no
+    burst verifies drafts.
 
     Args:
         clock: Returns seconds; it never goes back.
@@ -26,6 +30,9 @@ class BurstDraftPacer:
         self._last_fetch_s: float | None = None
         # By rounded number of requests, and by whether the bursts verify drafts.
         self._times: defaultdict[tuple[int, bool], StepTimes] = defaultdict(StepTimes)
+        self._budget = DraftBudget()
+        # Bursts to fetch before the time of the last tried burst is known; two are in flight.
+        self._num_untimed = 0
 
     def record_step(self, *, num_reqs: int, num_decode_steps: int, verifies_drafts: bool) -> None:
         """Records that the tokens of a step were fetched just now.
@@ -36,16 +43,36 @@ class BurstDraftPacer:
         now_s = self._clock()
         last_s, self._last_fetch_s = self._last_fetch_s, now_s
         # The engine was busy since the last fetch, because all requests had a step before a burst.
-        if last_s is not None and num_decode_steps > 1:
-            times = self._times[round_up(num_reqs), verifies_drafts]
-            times.record((now_s - last_s) / num_decode_steps)
+        if last_s is None or num_decode_steps == 1:
+            return
+        took_s = now_s - last_s
+        self._num_untimed = max(0, self._num_untimed - 1)
+        self._times[round_up(num_reqs), verifies_drafts].record(took_s / num_decode_steps)
+        if verifies_drafts:
+            self._budget.record_drafting(
+                num_reqs,
+                took_s,
+                num_drawn=num_reqs * num_decode_steps,
+                num_rows=2 * num_reqs,
+                num_steps=num_decode_steps,
+            )
+        else:
+            self._budget.record_plain(num_reqs, took_s, num_decode_steps)
 
-    def choose(self, num_reqs: int) -> bool:
+    def choose(self, num_reqs: int, num_decode_steps: int) -> bool:
         """Returns whether a burst of `num_reqs` requests should verify drafts."""
         size = round_up(num_reqs)
         drafting, plain = self._times[size, True], self._times[size, False]
-        if not (drafting.is_known and plain.is_known):
-            return plain.is_known
+        if plain.num_measured < MIN_TIMES or self._budget.is_spent:
+            return False
+        if not drafting.is_known:
+            num_drawn = num_reqs * num_decode_steps
+            longest_s = _FIRST_FACTOR * num_decode_steps * self._budget.plain_s(num_reqs)
+            affordable_s = self._budget.affordable_s(num_reqs, num_drawn)
+            if self._num_untimed or longest_s > affordable_s:
+                return False
+            self._num_untimed = 2
+            return True
         is_faster = drafting.expected_s < plain.expected_s
         (plain if is_faster else drafting).age(_AGING)
         return is_faster

@@ -104,7 +104,7 @@ class DraftBudget:
         return float("inf") if plain_s is None else plain_s * (1 + num_rows / num_reqs)
 
     def affordable_s(self, num_reqs: int, num_expected: float) -> float:
-        """The time that a step may take if it draws `num_expected` tokens."""
+        """The time that a step or burst may take if it draws `num_expected` tokens."""
         plain_s = self.plain_s(num_reqs)
         if plain_s is None:
             return 0.0

@@ -87,8 +87,9 @@ class BurstHeadDrafts(HeadDrafts):
     def plan(self, step: ScheduledRows) -> BurstHeadStep:
         complete_ids = self._complete_ids.intersection(step.req_ids)
         planned = super().plan(step)
-        is_drafting = step.num_decode_steps > 1 and (
-            self._burst_pacer is None or self._burst_pacer.choose(len(step.req_ids))
+        pacer, num_steps = self._burst_pacer, step.num_decode_steps
+        is_drafting = num_steps > 1 and (
+            pacer is None or pacer.choose(len(step.req_ids), num_steps)
         )
         if step.num_decode_steps > 1:
             if self._burst_pacer is not None and not self._was_drafting:

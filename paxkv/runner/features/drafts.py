@@ -142,7 +142,8 @@ class Drafts(StepFeature):
     def _is_drafting(self, step: ScheduledRows) -> bool:
         if not self._are_in_bursts or step.num_decode_steps == 1:
             return False
-        return self._burst_pacer is None or self._burst_pacer.choose(len(step.req_ids))
+        pacer = self._burst_pacer
+        return pacer is None or pacer.choose(len(step.req_ids), step.num_decode_steps)
 
     def propose(self, step: _DraftedStep, output: ModelRunnerOutput) -> dict[str, list[int]]:
         """Adds the tokens of a step, and returns drafts as `ModelRunnerOutput` has them."""

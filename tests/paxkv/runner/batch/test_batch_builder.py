@@ -420,7 +420,7 @@ def test_burst_without_room_for_drafts_is_measured_as_a_plain_burst(
 ):
     """A step has 16 rows of logits. A burst of 2 to 4 requests needs 20 for 4 drafts each."""
     pacer, recorded = BurstDraftPacer(), []
-    monkeypatch.setattr(pacer, "choose", lambda num_reqs: True)
+    monkeypatch.setattr(pacer, "choose", lambda num_reqs, num_decode_steps: True)
     monkeypatch.setattr(pacer, "record_step", lambda **step: recorded.append(step))
     drafts = Drafts(None, max_drafts=4, pacer=None, are_in_bursts=True, burst_pacer=pacer)
     ngram = NgramShape(num_drafts=num_drafts, shortest=1, longest=2)

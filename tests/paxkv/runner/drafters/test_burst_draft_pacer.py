@@ -1,15 +1,23 @@
 """`BurstDraftPacer`: the bursts with less time per token, and the others now and then."""
 
+import random
+
 import pytest
 
 from paxkv.runner.drafters.burst_draft_pacer import BurstDraftPacer
 
 
 class Machine:
-    """Computes bursts of 8 steps, two in flight, in fixed times per token."""
+    """Computes bursts of 2, 4 and then 8 steps, two in flight, in fixed times per token.
 
-    def __init__(self):
-        self.now_s = 0.0
+    Args:
+        stall_share: Share of the bursts that seem to take a hundred times as long.
+    """
+
+    def __init__(self, stall_share=0.0):
+        self.now_s = self.true_s = 0.0
+        self.num_steps = 0
+        self.stall_share, self.rng = stall_share, random.Random(1)
         self.pacer = BurstDraftPacer(clock=lambda: self.now_s)
         self.in_flight = []
 
@@ -17,14 +25,18 @@ class Machine:
         """The share of bursts that verify drafts."""
         num_drafting = 0
         for _ in range(num_bursts):
-            is_drafting = self.pacer.choose(num_reqs)
+            length = min(8, 2 + self.num_steps)
+            is_drafting = self.pacer.choose(num_reqs, length)
             num_drafting += is_drafting
-            self.in_flight.append(is_drafting)
+            self.num_steps += length
+            self.in_flight.append((is_drafting, length))
             if len(self.in_flight) == 2:
-                verifies = self.in_flight.pop(0)
-                self.now_s += 8 * (drafting_s if verifies else plain_s)
+                verifies, length = self.in_flight.pop(0)
+                took_s = length * (drafting_s if verifies else plain_s)
+                self.true_s += took_s
+                self.now_s += took_s * (100 if self.rng.random() < self.stall_share else 1)
                 self.pacer.record_step(
-                    num_reqs=num_reqs, num_decode_steps=8, verifies_drafts=verifies
+                    num_reqs=num_reqs, num_decode_steps=length, verifies_drafts=verifies
                 )
         return num_drafting / num_bursts
 
@@ -45,6 +57,24 @@ def test_useless_drafts_cost_less_than_5_percent(drafting_s):
     assert machine.now_s - start_s < 1.05 * 400 * 8
 
 
+@pytest.mark.parametrize("drafting_s", [1.1, 1.7, 2.5])
+@pytest.mark.parametrize("num_reqs", [1, 8, 64])
+def test_first_bursts_lose_at_most_5_percent(drafting_s, num_reqs):
+    machine = Machine()
+    while machine.num_steps < 100:
+        machine.run(1, drafting_s=drafting_s, plain_s=1.0, num_reqs=num_reqs)
+    num_fetched = machine.num_steps - sum(length for _, length in machine.in_flight)
+    assert machine.true_s < 1.05 * num_fetched
+
+
+@pytest.mark.parametrize(("drafting_s", "is_useful"), [(0.4, True), (2.0, False)])
+def test_slow_bursts_do_not_decide(drafting_s, is_useful):
+    machine = Machine(stall_share=0.01)
+    machine.run(100, drafting_s=drafting_s, plain_s=1.0)
+    share = machine.run(1000, drafting_s=drafting_s, plain_s=1.0)
+    assert share > 0.8 if is_useful else share < 0.05
+
+
 def test_a_change_is_noticed():
     machine = Machine()
     assert machine.run(300, drafting_s=2.0, plain_s=1.0) < 0.1
@@ -58,5 +88,5 @@ def test_steps_of_one_token_are_not_measured():
     machine.pacer.record_step(num_reqs=4, num_decode_steps=1, verifies_drafts=False)
     machine.now_s = 1000.0
     machine.pacer.record_step(num_reqs=4, num_decode_steps=1, verifies_drafts=False)
-    assert not machine.pacer.choose(4)
+    assert not machine.pacer.choose(4, 8)
     assert machine.run(300, drafting_s=0.5, plain_s=1.0) > 0.9

@@ -10,7 +10,7 @@ from tests.paxkv.runner.features.test_head_drafts import plan
 
 
 class DraftingPacer(BurstDraftPacer):
-    def choose(self, num_reqs):
+    def choose(self, num_reqs, num_decode_steps):
         return True
 
 
@@ -48,7 +48,7 @@ class PlainPacer(BurstDraftPacer):
 
     tries = False
 
-    def choose(self, num_reqs):
+    def choose(self, num_reqs, num_decode_steps):
         return self.tries
 
 
