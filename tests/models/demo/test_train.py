@@ -40,6 +40,7 @@ def compile_once(monkeypatch, shared_optimizer):
     monkeypatch.setattr(train, "evaluate", lambda *args, **kwargs: [])
 
 
+@pytest.mark.slow
 def test_loss_falls_within_a_few_steps(tokenizer):
     batch = training_batch(tokenizer, seed=0, step=0)
     arrays = (batch.token_ids, batch.positions, batch.segment_ids, batch.is_answer)

@@ -37,6 +37,7 @@ def tokenizer():
     return train_tokenizer(seed=0, vocab_size=TINY.vocab_size, num_conversations=300)
 
 
+@pytest.mark.slow
 def test_loss_falls_within_a_few_steps(tokenizer):
     target = DemoModel(TINY, rngs=nnx.Rngs(0))
     draft_ids_np = train_head.find_draft_ids(tokenizer, TINY_HEAD.draft_vocab_size, seed=0)
