@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from models.errors import ModelError
+from models.head_split import HeadSplit, num_parts
 
 # The mesh axis of tensor parallelism; the KV cache splits its heads over the same one.
 MODEL_AXIS = "model"
@@ -63,12 +64,17 @@ class WeightRule:
         axes: For each axis of the parameter, its name if it has one, or None.
         combine: Makes the parameter from the arrays of the sources, in the form in which a
             checkpoint would store it. None: the only source has this form.
+        heads: Of outputs of a matrix or entries of a vector that belong to heads of a recurrent
+            layer. A mesh splits them if `HeadSplit.is_split`, whatever `axes` has for this axis.
+        num_devices: Devices whose heads the parameter has (`on_mesh`).
     """
 
     sources: tuple[Source, ...]
     layout: Layout
     axes: tuple[SplitAxis | None, ...]
     combine: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None
+    heads: HeadSplit | None = None
+    num_devices: int = 1
 
     def __post_init__(self) -> None:
         num_axes = _NUM_AXES[self.layout]
@@ -109,6 +115,8 @@ class WeightRule:
                 None if is_whole(axis, size, num_devices, splits_kv_heads=splits_kv_heads) else axis
                 for axis, size in zip(self.axes, shape, strict=True)
             )
+        if self.parts_on(num_devices) > 1:
+            return replace(self, axes=(*axes[:-1], "heads"), num_devices=num_devices)
         for axis, size in zip(axes, shape, strict=True):
             if axis is not None and size % num_devices:
                 raise ModelError(
@@ -118,12 +126,32 @@ class WeightRule:
                 )
         return replace(self, axes=axes)
 
+    def parts_on(self, num_devices: int) -> int:
+        """Parts into which a mesh splits the heads: one for each device, or 1 if none are."""
+        if self.heads is None:
+            return 1
+        return num_parts(self.heads.heads_of_layer, num_devices)
+
+    @property
+    def order(self) -> np.ndarray | None:
+        """The outputs or entries of the heads of all devices, in order; None: all, as stored."""
+        return None if self.num_devices == 1 else self.heads.order(self.num_devices)
+
+    def shape_on_mesh(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the parameter, which is `shape` on one device."""
+        return shape if self.order is None else (*shape[:-1], len(self.order))
+
+    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape on one device of the parameter, which is `shape` on the mesh."""
+        return shape if self.order is None else (*shape[:-1], self.heads.size)
+
     def combined(self, weights_np: Sequence[np.ndarray]) -> np.ndarray:
-        """The parameter as a checkpoint would store it."""
+        """The parameter as a checkpoint would store it, with the heads in the order of devices."""
         if self.combine is not None:
-            return self.combine(weights_np)
-        (weight_np,) = weights_np
-        return weight_np
+            weight_np = self.combine(weights_np)
+        else:
+            (weight_np,) = weights_np
+        return weight_np if self.order is None else weight_np[self.order]
 
 
 class HasWeights(Protocol):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ from models.cache import rules
 from models.cache.format import Pages
 from models.cache.self_test import AttentionRules, SelfTest
 from models.forward.layer_context import LayerState
+from models.head_split import HeadSplit
 
 # Every platform can store pages of this many bytes: a TPU stores lines of 128 numbers.
 _PAGE_STEP_BYTES = 512
@@ -54,12 +55,15 @@ class StateFormat:
         num_windows: The first arrays are windows of convolutions; the others are states.
         window_dtype: The dtype of windows in memory.
         state_dtype: The dtype of states in memory.
+        heads: For each array, an axis and the heads that its entries belong to, which the devices
+            of a mesh share. Empty: each device has the whole arrays.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     num_windows: int = 0
     window_dtype: str = "float32"
     state_dtype: str = "float32"
+    heads: tuple[tuple[int, HeadSplit], ...] = ()
     kind: Literal["state"] = "state"
 
     @property
@@ -70,7 +74,12 @@ class StateFormat:
         )
 
     def on_each_of(self, num_devices: int) -> "StateFormat":
-        return self
+        shapes = list(self.shapes)
+        for idx, (axis, heads) in enumerate(self.heads):
+            own = list(shapes[idx])
+            own[axis] = heads.size_on_each_of(num_devices)
+            shapes[idx] = tuple(own)
+        return replace(self, shapes=tuple(shapes), heads=())
 
     def page_bytes(self, block_size: int) -> int:
         return -(-self.content_bytes(block_size) // _PAGE_STEP_BYTES) * _PAGE_STEP_BYTES

@@ -1,12 +1,13 @@
 """`KernelSettings`: how a model calls ops, on one device or over a mesh."""
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_kernels
@@ -17,6 +18,7 @@ from models.weight_rule import MODEL_AXIS, SplitAxis, is_whole
 # f[num_tokens, heads, head_dim], each device with some of the heads; and the pages, each with its
 # own part of every page.
 TOKENS_BY_HEAD = PartitionSpec(None, MODEL_AXIS, None)
+TOKENS_BY_FEATURE = PartitionSpec(None, MODEL_AXIS)  # f[num_tokens, features]
 PAGES_BY_DEVICE = PartitionSpec(None, None, MODEL_AXIS)
 BY_HEAD = PartitionSpec(MODEL_AXIS)  # f[heads]
 BY_DEVICE = PartitionSpec(MODEL_AXIS)  # the first axis
@@ -106,7 +108,7 @@ class KernelSettings:
     def by_device(
         self,
         function: Callable[..., Result],
-        *args: jax.Array | tuple[jax.Array, ...] | None,
+        *args: jax.Array | tuple[jax.Array | None, ...] | None,
         in_specs: tuple[PartitionSpec, ...],
         out_specs: PartitionSpec | tuple[PartitionSpec, ...],
     ) -> Result:
@@ -123,6 +125,30 @@ class KernelSettings:
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
         return mapped(*args)
+
+    def cut_features(
+        self,
+        x: jax.Array,  # f[num_tokens, features]
+        widths: Sequence[int],
+        specs: Sequence[PartitionSpec] | None = None,
+    ) -> tuple[jax.Array, ...]:
+        """Cuts the last axis of x. With `specs`, each device has all parts of its own heads.
+
+        Args:
+            widths: On each device, of all parts.
+            specs: Of the parts. None: every device has x, and the same parts.
+        """
+
+        def cut(x: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(jnp.split(x, np.cumsum(widths)[:-1], axis=-1))
+
+        if specs is None:
+            return cut(x)
+        return self.by_device(cut, x, in_specs=(TOKENS_BY_FEATURE,), out_specs=tuple(specs))
+
+    def on_one_device(self) -> "KernelSettings":
+        """The settings of ops inside of `by_device`, which see the arrays of one device."""
+        return replace(self, mesh=None)
 
     def slot_mapping(
         self,

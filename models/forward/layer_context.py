@@ -179,7 +179,10 @@ class LayerContext:
     def read_state(
         self, state: LayerState, pages: Pages
     ) -> tuple[jax.Array, ...]:  # [num_reqs, *shape] of each array
-        """The layer's states before the step. Every device of a mesh has and reads all of them."""
+        """The layer's states before the step.
+
+        Outside of `by_device`, every device of a mesh must have all of them.
+        """
         read = functools.partial(state.format.read, state=state)
         return self.kernels.by_device(read, pages, in_specs=(PAGES_BY_DEVICE,), out_specs=WHOLE)
 
@@ -189,7 +192,7 @@ class LayerContext:
         pages: Pages,
         arrays: tuple[jax.Array, ...],  # [num_reqs, *shape] each
     ) -> Pages:
-        """The pages with the layer's states after the step, on every device."""
+        """The pages with the layer's states after the step; see `read_state`."""
         return self.kernels.by_device(
             *(lambda pages, arrays: state.format.write(pages, state, arrays), pages, arrays),
             in_specs=(PAGES_BY_DEVICE, WHOLE),

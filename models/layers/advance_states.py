@@ -1,5 +1,6 @@
 """`advance_states`: reads the states of a layer, computes the step, and writes the new states."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -8,10 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from models.cache.format import Pages
+from models.forward.kernel_settings import BY_DEVICE, PAGES_BY_DEVICE, TOKENS_BY_FEATURE
 from models.forward.layer_context import LayerContext, LayerState, Rows
 from models.forward.row_widths import Chunk, Width, run_at_width
 
 Arrays = TypeVar("Arrays")
+Weights = TypeVar("Weights", bound=tuple[jax.Array | None, ...])
 
 # (arrays of tokens, states before the step, their `LayerState`, context) -> (arrays of tokens,
 # states after the step). The first axis of all arrays is the tokens, or the requests of states.
@@ -20,10 +23,51 @@ Advance = Callable[
     tuple[Arrays, tuple[jax.Array, ...]],
 ]
 
+# The same for a layer whose heads may be split: it also gets its vectors of weights, first.
+AdvanceHeads = Callable[
+    [Weights, tuple[jax.Array, ...], tuple[jax.Array, ...], LayerState, LayerContext],
+    tuple[jax.Array, tuple[jax.Array, ...]],
+]
+
 # Requests whose states are computed together if each has one token. Measured in docs/design/cpu.md.
 CHUNK_REQS = 8
 # Other steps with at most this many requests read the states of this many rows, not of all rows.
 FEW_REQS = 16
+
+
+def advance_heads(
+    advance: AdvanceHeads[Weights],
+    name: str,
+    weights: Weights,
+    arrays: tuple[jax.Array, ...],  # f[num_tokens, features] each
+    pages: Pages,
+    context: LayerContext,
+    *,
+    is_split: bool,
+) -> tuple[jax.Array, Pages]:
+    """As `advance_states`. If `is_split`, each device of a mesh advances the states of its heads.
+
+    Args:
+        advance: As in `advance_states`. If `is_split`, all its arguments are those of one device,
+            and so is its result, f[num_tokens, features].
+        weights: Vectors of the layer, with the heads of one device after those of another
+            (`WeightRule.heads`).
+        arrays: With features in the same order.
+    """
+
+    def run(
+        weights: Weights, arrays: tuple[jax.Array, ...], pages: Pages, context: LayerContext
+    ) -> tuple[jax.Array, Pages]:
+        return advance_states(functools.partial(advance, weights), name, arrays, pages, context)
+
+    if not is_split:
+        return run(weights, arrays, pages, context)
+    own = replace(context.with_reported({}), kernels=context.kernels.on_one_device())
+    return context.kernels.by_device(
+        *(functools.partial(run, context=own), weights, arrays, pages),
+        in_specs=(BY_DEVICE, TOKENS_BY_FEATURE, PAGES_BY_DEVICE),
+        out_specs=(TOKENS_BY_FEATURE, PAGES_BY_DEVICE),
+    )
 
 
 def advance_states(

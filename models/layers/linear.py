@@ -8,6 +8,7 @@ from flax import nnx
 
 from models.forward.kernel_settings import PLAIN_XLA, KernelSettings
 from models.forward.layer_context import LayerContext
+from models.head_split import HeadSplit
 from models.layers.head_linear import HeadLinear
 from models.layers.layer_stack import InStack
 from models.layers.product import dot_float32
@@ -37,6 +38,7 @@ class Linear(nnx.Module):
         out_features: int,
         *,
         axes: tuple[SplitAxis | None, SplitAxis | None] = (None, None),
+        heads: HeadSplit | None = None,
         use_bias: bool = False,
         dtype: jnp.dtype,
     ) -> None:
@@ -44,9 +46,11 @@ class Linear(nnx.Module):
 
         Args:
             axes: What a mesh splits, of inputs and of outputs; as `WeightRule.axes`.
+            heads: Of the outputs; as `WeightRule.heads`.
         """
         self.name = ""
         self.axes = axes
+        self.heads = heads
         self.kernel = nnx.Param(jnp.zeros((in_features, out_features), dtype))
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if use_bias else None
 
@@ -54,11 +58,17 @@ class Linear(nnx.Module):
         """See `HasWeights.weight_rules`."""
         in_features, out_features = self.kernel.get_value().shape
         weight = Source(name=f"{name}.weight", shape=(out_features, in_features))
-        rules = {"kernel": WeightRule(sources=(weight,), layout="matrix", axes=self.axes)}
+        rules = {
+            "kernel": WeightRule(
+                sources=(weight,), layout="matrix", axes=self.axes, heads=self.heads
+            )
+        }
         if self.bias is not None:
             bias = Source(name=f"{name}.bias", shape=(out_features,))
             # If the product is a sum over devices, each device adds the whole bias after the sum.
-            rules["bias"] = WeightRule(sources=(bias,), layout="vector", axes=self.axes[1:])
+            rules["bias"] = WeightRule(
+                sources=(bias,), layout="vector", axes=self.axes[1:], heads=self.heads
+            )
         return rules
 
     def __call__(

@@ -162,10 +162,17 @@ class LoadedModule:
         """The same model calling the ops on the KV cache in another way.
 
         Raises:
-            ModelError: It cannot be split over the mesh.
+            ModelError: It cannot be split over the mesh, or its heads are split over another one.
         """
         check_split(self.config, kernels.num_shards)
         check_context_ranks(self.config, kernels.num_shards, kernels.num_context_ranks)
+        for name, rule in self.weight_rules.items():
+            if rule.num_devices != rule.parts_on(kernels.num_shards):
+                raise ModelError(
+                    f"parameter {name!r} was loaded for {rule.num_devices} devices, and cannot be "
+                    f"used on {kernels.num_shards}: each device has its own heads of it. Load the "
+                    "model with the mesh that runs it."
+                )
         splits = splits_kv_heads(self.config, kernels.num_shards)
         kernels = dataclasses.replace(
             kernels,

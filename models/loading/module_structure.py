@@ -133,6 +133,10 @@ class ModuleStructure:
                 )
                 for rule, shape in zip(self.rules, self.shapes, strict=True)
             )
+            self.shapes = tuple(
+                jax.ShapeDtypeStruct(rule.shape_on_mesh(shape.shape), shape.dtype)
+                for rule, shape in zip(self.rules, self.shapes, strict=True)
+            )
 
     def _find_stack_places(
         self, encoder: KernelEncoder, experts: Collection[str]
@@ -392,7 +396,10 @@ def _random_params(
                 yield jnp.zeros(wanted.shape, wanted.dtype, device=sharding)
             case _:
                 value = encoder.encode(
-                    _random_normal(key, param_idx, std, wanted.shape, wanted.dtype, sharding),
+                    _random_normal(
+                        *(key, param_idx, std, rule.whole_shape(wanted.shape)),
+                        *(wanted.dtype, sharding, rule.order),
+                    ),
                     rule.layout,
                     is_router=name in structure.routers,
                     splits_inputs=splits_inputs(rule),
@@ -408,7 +415,9 @@ def _random_normal(
     shape: tuple[int, ...],
     dtype: jnp.dtype,
     sharding: NamedSharding | None,
+    order: np.ndarray | None,
 ) -> jax.Array:
     values = jax.random.normal(jax.random.fold_in(key, param_idx), shape, jnp.float32)
     values = (std * values).astype(dtype)
+    values = values if order is None else values[..., order]
     return values if sharding is None else jax.lax.with_sharding_constraint(values, sharding)

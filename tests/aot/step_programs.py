@@ -242,6 +242,7 @@ def _step_program(
     shape = dataclasses.replace(shape, tables=groups.tables(MAX_MODEL_LEN))
     kernels = KernelSettings.for_mesh(mesh, num_context_ranks=num_context_ranks)
     places, num_layers = groups.places(spec), model.config.num_layers
+    model = _with_own_heads(model, mesh.size)
     model = model.with_kernels(kernels).with_places(places[:num_layers])
     params = _abstract_params(model, mesh)
     cache = abstract_kv_cache(groups.config(num_blocks), mesh, model.platform, kv_dtype)
@@ -289,6 +290,20 @@ def _step_program(
         cache=cache,
         model=model,
     )
+
+
+def _with_own_heads(model: LoadedModel, num_devices: int) -> LoadedModel:
+    """The model as it is loaded for a mesh: each device has its own heads of recurrent layers."""
+    rules, params = dict(model.weight_rules), []
+    for name, value in model.parameters.items():
+        rule = rules.get(name)
+        if rule is None or rule.num_devices == rule.parts_on(num_devices):
+            params += jax.tree.leaves(value)
+            continue
+        rules[name] = rule.on_mesh(value.shape, num_devices, splits_kv_heads=True)
+        shape = rules[name].shape_on_mesh(value.shape)
+        params.append(jax.ShapeDtypeStruct(shape, value.dtype))
+    return dataclasses.replace(model, weight_rules=rules, params=tuple(params))
 
 
 def _abstract_params(module: LoadedModule, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -42,6 +42,7 @@ from tests.end_to_end.engine_harness import (
 )
 from tests.end_to_end.golden_runs import GREEDY, check_against
 from tests.end_to_end.split_drafters import make_drafting_runner, run_with_drafts
+from tests.end_to_end.split_states import check_own_heads
 from tests.end_to_end.test_quantized_checkpoints import write_pair
 from tests.engine_compilations import quick_engine_compilations
 from tests.models.layers.test_experts import make_experts
@@ -56,6 +57,8 @@ from tests.quick_compile import QUICK_COMPILE
 SETTINGS = EngineSettings(num_blocks=30, arrival_gap=2, max_decode_burst=4)
 LIMITS: dict[str, Any] = {"max_num_batched_tokens": 64, "has_few_sizes": True}
 PROMPTS = [[7, 8, 9, 7], list(range(5, 40)), list(range(5, 30)), [3] * 18]
+# States of the first prompt are saved after 32 tokens.
+STATE_PROMPTS = [list(range(5, 40)), list(range(5, 42)), [*range(5, 37), 9, 9], [3] * 18]
 DRAWS = {"temperature": 0.9, "top_p": 0.95, "max_tokens": 9, "ignore_eos": True}
 PARAMS = [
     SamplingParams(seed=1, presence_penalty=0.7, frequency_penalty=0.3, **DRAWS),
@@ -119,7 +122,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 16,
         "v_head_dim": 16,
     },
-    # States, which all devices have, beside attention and experts.
+    # States, of whose heads each device has its own, beside attention and experts.
     "qwen3_next": MOE_CONFIG
     | {
         "architectures": ["Qwen3NextForCausalLM"],
@@ -285,10 +288,15 @@ def check_same_as_alone(name: str, num_devices: int, **options: Any) -> None:
     def run(mesh: jax.sharding.Mesh | None) -> RunResult:
         runner = RecordingRunner(folder, 16, mesh=mesh, **limits)
         weight_bytes.append(runner.runner._weight_bytes)
-        return run_engine(runner, PROMPTS, SETTINGS, sampling_params=PARAMS)
+        check_cache_in_place(runner)
+        prompts = STATE_PROMPTS if runner.has_states else PROMPTS
+        result = run_engine(runner, prompts, SETTINGS, sampling_params=PARAMS)
+        assert sum(result.num_cached_tokens) > 0 or not runner.has_states
+        return result
 
     alone, split = run(None), run(find_mesh(num_devices))
     assert split.token_ids == alone.token_ids
+    assert split.num_cached_tokens == alone.num_cached_tokens
     assert weight_bytes[1] < 1.4 / num_devices * weight_bytes[0]
     for one, many in zip(alone.logits, split.logits, strict=True):
         np.testing.assert_allclose(one, many, atol=1e-3)
@@ -575,6 +583,7 @@ CASES = {
         check_expert_stacks(2),
         check_expert_stacks(4, **OWN_EXPERTS),
         check_own_experts(4),
+        check_own_heads(4),
         check_merged_attention(4, 2, "float32", 1e-5),
         check_merged_attention(4, 2, "bfloat16", 2e-2),
         check_golden("gemma3_shallow", 4),
@@ -616,6 +625,7 @@ CASES = {
         check_context_ranks("few_kv_heads", 4, 2, 4),
     ),
     "states": lambda: (
+        check_same_as_alone("qwen3_next", 2),
         check_same_as_alone("qwen3_next", 4),
         check_same_as_alone("qwen4_exp", 4),
         check_same_as_alone("inkling", 2),

@@ -17,7 +17,7 @@ def load_random_model(folder: Path) -> LoadedModel:
         return load_model(folder, dtype="float32", load_format="dummy")
 
 
-def _draw(_, param_idx, std, shape, dtype, sharding):
-    assert sharding is None
+def _draw(_, param_idx, std, shape, dtype, sharding, order):
+    assert sharding is None and order is None
     values = std * np.random.default_rng(param_idx).standard_normal(shape)
     return jax.device_put(values.astype(dtype))

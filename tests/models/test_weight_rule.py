@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from models import LoadedModel, load_model
 from models.errors import ModelError
 from models.families.llama import LlamaForCausalLM
+from models.head_split import HeadRange, HeadSplit
 from models.platforms import CPU
 from models.registry import FAMILIES
 from models.weight_rule import Source, SplitAxis, WeightRule, split_spec, with_stored_names
@@ -110,6 +111,25 @@ def test_a_mesh_leaves_axes_whole_that_it_cannot_split() -> None:
     assert axes_on(4, None, "kv_heads", splits_kv_heads=False) == (None, None)
     with pytest.raises(ModelError, match="w has 6 entries along the axis 'inner'.* 4 devices"):
         axes_on(4, "inner", None)
+
+
+def test_a_mesh_orders_heads_by_device() -> None:
+    heads = HeadSplit(
+        ranges=(HeadRange(num_heads=4, head_dim=1), HeadRange(num_heads=1, head_dim=2)),
+        heads_of_layer=(4, 1),
+    )
+    rule = WeightRule(
+        sources=(Source(name="w", shape=(6, 3)),), layout="matrix", axes=(None, None), heads=heads
+    )
+    weight_np = np.arange(18).reshape(6, 3)
+    own = rule.on_mesh((3, 6), 2, splits_kv_heads=True)
+    assert split_spec(own.axes) == PartitionSpec(None, "model")
+    # All devices have the last two outputs.
+    np.testing.assert_array_equal(own.combined([weight_np]), weight_np[[0, 1, 4, 5, 2, 3, 4, 5]])
+    assert (own.shape_on_mesh((3, 6)), own.whole_shape((3, 8))) == ((3, 8), (3, 6))
+    whole = rule.on_mesh((3, 6), 3, splits_kv_heads=True)
+    assert whole == rule
+    np.testing.assert_array_equal(whole.combined([weight_np]), weight_np)
 
 
 def test_with_expert_parallelism_a_device_has_whole_experts() -> None:

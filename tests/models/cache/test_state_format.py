@@ -8,6 +8,7 @@ import pytest
 
 from models.cache.state_format import StateFormat
 from models.forward.layer_context import LayerState
+from models.head_split import HeadRange, HeadSplit
 
 # Three of a window, whose 15 numbers fill no whole words of 32 bits if they have 16; and a state.
 SHAPES = ((3, 5), (2, 4, 4))
@@ -82,3 +83,17 @@ def test_arrays_are_read_as_they_were_rounded(
     unwritten = np.asarray(pages)[1, slots[2]]
     np.testing.assert_array_equal(unwritten, pages_np[1, slots[2]])
     np.testing.assert_array_equal(np.asarray(pages)[0], pages_np[0])
+
+
+def test_each_device_has_the_heads_of_a_window_and_of_a_state():
+    heads = HeadRange(num_heads=4, head_dim=4)
+    shared = HeadRange(num_heads=1, head_dim=2)
+    channels = HeadSplit(ranges=(heads, shared), heads_of_layer=(4, 1))
+    by_head = HeadSplit(ranges=(HeadRange(num_heads=4, head_dim=1),), heads_of_layer=(4, 1))
+    cache = StateFormat(
+        shapes=((3, 18), (4, 4, 8)), num_windows=1, heads=((1, channels), (0, by_head))
+    )
+    own = cache.on_each_of(4)
+    assert own.shapes == ((3, 4 + 2), (1, 4, 8))
+    assert own.on_each_of(4) == own
+    assert cache.on_each_of(3).shapes == cache.shapes
