@@ -5,7 +5,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from models import LoadedModel, Pages
 from models.loading.loaded_draft_model import LoadedDrafter
+from models.platforms.resident_memory import return_freed_memory
 from paxkv.runner.features.head_memory import head_memory_of
 from paxkv.runner.features.target_hidden import target_hidden_of
 from paxkv.runner.features.traced_features import split_arrays
@@ -292,7 +293,7 @@ class StepPrograms:
                     self.num_loaded += len(programs)
                 missing = [shape for shape in shapes if shape not in programs]
                 programs |= self._compile_all(
-                    missing, kv_cache, folder, threads, show_progress=show_progress
+                    *(missing, kv_cache, folder, threads, num_threads), show_progress=show_progress
                 )
             except BaseException:
                 # After an interrupt or an error, the threads start no more programs.
@@ -306,6 +307,7 @@ class StepPrograms:
         kv_cache: Pages,
         folder: ProgramFolder | None,
         threads: concurrent.futures.Executor,
+        num_threads: int,
         *,
         show_progress: bool,
     ) -> dict[ProgramShape, Compiled]:
@@ -329,10 +331,11 @@ class StepPrograms:
             # whether a cache has a program.
             compiling: dict[concurrent.futures.Future[Compiled], ProgramShape] = {}
             for shape in shapes:
-                lowered = self._lower(shape, kv_cache)
-                for done in [future for future in compiling if future.done()]:
-                    done.result()  # raises an error now, not after the last lowering
-                future = threads.submit(finish, shape, lowered)
+                # Lowered programs need memory, so one is lowered when a thread can compile it.
+                _wait_until_fewer(compiling, num_threads)
+                # The C library would keep the memory that the programs before this one have freed.
+                return_freed_memory()
+                future = threads.submit(finish, shape, self._lower(shape, kv_cache))
                 future.add_done_callback(lambda _: progress.update())
                 compiling[future] = shape
             for done in concurrent.futures.as_completed(compiling):
@@ -357,3 +360,18 @@ class StepPrograms:
 
     def _abstract(self, *dims: int, dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=self._sharding)
+
+
+def _wait_until_fewer(
+    compiling: Iterable[concurrent.futures.Future[Compiled]], num_threads: int
+) -> None:
+    """Waits until fewer than `num_threads` programs are compiling. Raises their errors at once."""
+    running = set(compiling)
+    while True:
+        done = {future for future in running if future.done()}
+        for future in done:
+            future.result()
+        running -= done
+        if len(running) < num_threads:
+            return
+        concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
