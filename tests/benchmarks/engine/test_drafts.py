@@ -63,6 +63,21 @@ def test_other_answers_are_an_error():
         drafts.compare(run(), run(token_ids=((1, 3),)))
 
 
+def test_engines_begin_in_turn_and_the_first_repetition_does_not_count(monkeypatch):
+    cpu_s = {"plain": [100.0, 2.0, 4.0], "drafting": [1.0, 1.0, 1.0]}
+    order = []
+
+    def run_engine(llm, requests, num_requests):
+        order.append(llm)
+        return run(cpu_s=cpu_s[llm].pop(0))
+
+    monkeypatch.setattr(drafts, "run", run_engine)
+    found = drafts.measure("plain", "drafting", [], num_requests=1, num_repetitions=2)
+    assert order == ["drafting", "plain", "plain", "drafting", "drafting", "plain"]
+    assert found["times_tokens_per_cpu_s"] == [2.0, 4.0]
+    assert found["total_times_tokens_per_cpu_s"] == [3.0]
+
+
 @pytest.mark.parametrize("workload", drafts.TRAFFIC)
 def test_requests_are_the_same_at_every_call(workload):
     traffic = drafts.TRAFFIC[workload]
@@ -120,6 +135,6 @@ def test_rows_are_written(tmp_path, monkeypatch, capsys):
     assert drafts.main(arguments) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == len(drafts.TRAFFIC) * 2 * len(drafts.METRICS)
-    assert rows[2]["case"] == "copy requests=1" and rows[2]["metric"] == "acceptance_percent"
-    assert rows[2]["median"] == 75.0
+    assert rows[3]["case"] == "copy requests=1" and rows[3]["metric"] == "acceptance_percent"
+    assert rows[3]["median"] == 75.0
     assert "| copy requests=1 " in capsys.readouterr().out
