@@ -22,7 +22,7 @@ def pooling():
     pooler = Pooler(HIDDEN)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "make_features", lambda *args: (*make_features(*args), pooler))
-        warm = make_warm_runner(TinyModel(seed=3))
+        warm = make_warm_runner(TinyModel(seed=3), has_few_sizes=True)
     return warm.runner, warm.model
 
 

@@ -31,7 +31,7 @@ def three_groups() -> WarmRunner:
     """
     model = TinyModel(seed=4, windows=(5, None, None), num_kv_heads=(2, 2, 1))
     config = RunnerConfig(max_logprobs=-1)
-    warm = make_warm_runner(model, config)
+    warm = make_warm_runner(model, config, has_few_sizes=True)
     assert warm.runner._buckets.block_sizes == (8, 8, 16)
     return warm
 

@@ -34,7 +34,7 @@ def keeping():
     keeper = BlockKeeper(num_blocks=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "make_features", lambda *args: (*make_features(*args), keeper))
-        warm = make_warm_runner(TinyModel())
+        warm = make_warm_runner(TinyModel(), has_few_sizes=True)
     return warm.runner, keeper
 
 

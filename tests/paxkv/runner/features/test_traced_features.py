@@ -111,11 +111,9 @@ def test_changed_context_is_what_the_model_computes_with(counting):
     assert tokens["b"] == tokens["a"]
 
 
-@pytest.mark.parametrize(
-    "batch_invariant",
-    [False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["plain", "invariant"],
-)
+# In the normal run, the tests of `counting` change the context, and the next ones the parameters.
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_invariant", [False, True], ids=["plain", "invariant"])
 def test_encoded_rows_replace_embeddings(monkeypatch, batch_invariant):
     """An image that shows the tokens of a text in reverse order is answered as this text."""
     model = model_of("llama")

@@ -79,7 +79,9 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("name", ["target", "similar", "other"])
+@pytest.mark.parametrize(
+    "name", ["target", "similar", pytest.param("other", marks=pytest.mark.slow)]
+)
 def test_tokens_are_those_without_drafts(generators, name, seed):
     rng = random.Random(seed)
     params = [SamplingParams(**settings) for settings in rng.sample(SETTINGS, rng.randint(2, 6))]

@@ -3,7 +3,6 @@
 import random
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from models import load_model
@@ -64,6 +63,8 @@ SETTINGS = [
 ]
 
 
+# `test_burst_drafts.py` compares the loop's tokens in the normal run.
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_tokens_are_those_without_drafts(generators, seed):
     rng = random.Random(seed)
@@ -76,12 +77,12 @@ def test_tokens_are_those_without_drafts(generators, seed):
     assert any(len(token_ids) > 1 for token_ids in plain)
 
 
-def test_repeated_tokens_need_fewer_steps(generators):
+def test_repeated_tokens_need_fewer_steps(model):
+    generator = CompiledGenerator(model, SHAPE, speculative_config=NGRAM)
     params = SamplingParams(temperature=0.0, max_tokens=20, allowed_token_ids=[7])
-    inputs = [g._make_inputs(g._process([[7, 7, 7]], [params], ())) for g in generators]
-    plain, drafting = (
-        g._generate(g._model.params, of_g) for g, of_g in zip(generators, inputs, strict=True)
-    )
-    assert np.asarray(drafting.token_ids).tolist() == np.asarray(plain.token_ids).tolist()
+    inputs = generator._make_inputs(generator._process([[7, 7, 7]], [params], ()))
+    outputs = generator._generate(model.params, inputs)
+    assert outputs.token_ids[0].tolist() == [7] * 20
     # The step of the prompt draws a token. The others draw up to 4, if there are 3 drafts.
-    assert int(plain.num_steps) == 19 and int(drafting.num_steps) <= 7
+    # Without drafts there would be 19.
+    assert int(outputs.num_steps) <= 7
