@@ -37,14 +37,12 @@ def checkpoint(tmp_path_factory):
 
 # Of the layer q, o, gate, up and down, and the head; with panels of 512 only those of 1,024,
 # and none with AVX-512 but not avx512_fp16.
+# `test_build_model.py` has the width of each platform, and `stored_kernels/test_column_panels.py`
+# compares the logits.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("has", "num_panelled"),
-    [
-        # The engine of each row compiles all of its programs: the normal run has one row.
-        pytest.param(["avx2"], 6, marks=pytest.mark.slow),
-        pytest.param(["avx2", "avx512f"], 0, marks=pytest.mark.slow),
-        (["avx2", "avx512f", "avx512_fp16"], 3),
-    ],
+    [(["avx2"], 6), (["avx2", "avx512f"], 0), (["avx2", "avx512f", "avx512_fp16"], 3)],
 )
 def test_tokens_are_the_same_as_with_whole_kernels(checkpoint, monkeypatch, has, num_panelled):
     rng = np.random.default_rng(0)

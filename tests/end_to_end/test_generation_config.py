@@ -94,6 +94,8 @@ def test_a_server_samples_as_the_file_says_unless_a_request_or_a_flag_says_other
     assert log.count("are top_k=1, max_new_tokens=12, from the model's") == is_filtered
 
 
+# `test_compile.py` has such a file for the other command.
+@pytest.mark.slow
 def test_a_bad_value_ends_the_start_with_one_line(checkpoint, tmp_path) -> None:
     (tmp_path / "generation_config.json").write_text('{"top_p": 7}')
     command = [sys.executable, "-m", "paxkv.serve", "--model", str(checkpoint), "--port", "0"]

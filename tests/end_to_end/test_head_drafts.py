@@ -142,7 +142,8 @@ def plain_runners():
         # A program with experts takes several times as long to compile.
         pytest.param(("mtp", False, False), marks=pytest.mark.slow),
         pytest.param(("mtp", False, True), marks=pytest.mark.slow),
-        ("eagle3", False, True),
+        # `test_burst_head_drafts.py` runs such an engine, whose bursts verify drafts too.
+        pytest.param(("eagle3", False, True), marks=pytest.mark.slow),
         ("draft_model", False, False),
         pytest.param(("eagle3", False, False), marks=pytest.mark.slow),
         pytest.param(("draft_model", False, True), marks=pytest.mark.slow),
@@ -172,9 +173,7 @@ def drafting(request, heads, plain_runners):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feature_list, "DepthPacer", lambda max_drafts: pacer)
         config = dataclasses.replace(config, speculative_config=speculative)
-        # Slow tests and `test_host_drafts` have a program of bursts for a single request too.
-        has_few_sizes = (method, adapts) == ("eagle3", True)
-        runner = make_warm_runner(model, config, head=head, has_few_sizes=has_few_sizes).runner
+        runner = make_warm_runner(model, config, head=head).runner
     if method == "draft_model":
         stepper = ModelStepper(head)
     else:

@@ -45,7 +45,13 @@ def write_dequantized(model: LoadedModel, folder: Path) -> int:
 
 # The first layer of the model with experts has an MLP.
 @pytest.mark.parametrize(
-    ("quantization", "family"), [("int4", "qwen3-moe"), ("int8", "llama"), ("fp8", "granite")]
+    ("quantization", "family"),
+    [
+        ("int4", "qwen3-moe"),
+        ("int8", "llama"),
+        # `test_scaled.py` has the products of each format.
+        pytest.param("fp8", "granite", marks=pytest.mark.slow),
+    ],
 )
 def test_tokens_are_those_of_transformers_on_the_dequantized_weights(
     tmp_path: Path, quantization: str, family: str
