@@ -1,5 +1,6 @@
 """Llama 4: its config.json, pairs of dimensions, factors of queries, and its packed expert."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -164,5 +165,5 @@ def test_the_score_scales_the_input_of_the_expert_and_not_its_output():
         experts_np = [kernel_np(getattr(block.experts, name))[expert_id] for name in linears]
         shared_np = [kernel_np(getattr(block.shared_expert, name)) for name in linears]
         expected.append(gated_np(own_np, *experts_np) + gated_np(row_np, *shared_np))
-    got = block(jnp.asarray(x_np), plain_context(6))
+    got = jax.jit(lambda x: block(x, plain_context(6)))(x_np)
     np.testing.assert_allclose(got, np.array(expected), rtol=1e-4, atol=1e-4)

@@ -85,7 +85,8 @@ def test_output_is_the_normed_difference_of_the_halves(layer_idx):
     def project_out(attended, layer_idx):
         return attention.project_out(attended, dataclasses.replace(context, layer_idx=layer_idx))
 
-    qkv = attention.project_in(jnp.asarray(x, jnp.float32), context, norm=lambda x: x)
+    project_in = jax.jit(lambda x: attention.project_in(x, context, norm=lambda x: x))
+    qkv = project_in(jnp.asarray(x, jnp.float32))
     assert [one.shape[1:] for one in qkv] == [(8, 12), (2, 12), (2, 12)]
     attended = attend_np(*(np.asarray(one, np.float64) for one in qkv))
     got = project_out(jnp.asarray(attended, jnp.float32), layer_idx)
@@ -95,8 +96,9 @@ def test_output_is_the_normed_difference_of_the_halves(layer_idx):
 def test_output_has_the_dtype_of_the_heads():
     attention = make_attention("bfloat16")
     context = dataclasses.replace(plain_context(NUM_TOKENS), layer_idx=1)
-    heads = jnp.ones((NUM_TOKENS, NUM_Q_HEADS, 2 * HEAD_DIM), jnp.bfloat16)
-    assert attention.project_out(heads, context).dtype == jnp.bfloat16
+    heads = jax.ShapeDtypeStruct((NUM_TOKENS, NUM_Q_HEADS, 2 * HEAD_DIM), jnp.bfloat16)
+    out = jax.eval_shape(lambda heads: attention.project_out(heads, context), heads)
+    assert out.dtype == jnp.bfloat16
 
 
 def test_cache_has_wide_heads_and_stores_no_value_twice():

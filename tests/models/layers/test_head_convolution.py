@@ -1,5 +1,6 @@
 """A convolution within each head, over requests whose tokens come in several steps."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -49,11 +50,15 @@ def test_steps_of_any_size_convolve_as_a_grouped_convolution_of_whole_requests()
     done = [0, 0]
     for counts in ([1, 4], [0, 1], [6, 0]):
         parts = [text[at : at + n] for text, at, n in zip(texts, done, counts, strict=True)]
-        context = plain_context(sum(counts))
-        inputs, window = last_inputs(
-            jnp.asarray(np.concatenate(parts)), window, make_state(counts), context
-        )
-        out = np.asarray(convolution(inputs, context)).reshape(-1, NUM_CHANNELS)
+        context, state = plain_context(sum(counts)), make_state(counts)
+
+        @jax.jit
+        def step(tokens, window, context=context, state=state):
+            inputs, window = last_inputs(tokens, window, state, context)
+            return convolution(inputs, context), window
+
+        out, window = step(np.concatenate(parts), window)
+        out = np.asarray(out).reshape(-1, NUM_CHANNELS)
         for req, part in enumerate(np.split(out, [counts[0]])):
             got[req].append(part)
             done[req] += counts[req]
