@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -191,6 +192,6 @@ def test_router_scales_features_before_the_choice_and_experts_after_it():
     expected_ids = np.argsort(-scores_np, axis=1)[:, :2]
     chosen_np = np.exp(np.take_along_axis(scores_np, expected_ids, axis=1))
     expected = chosen_np / chosen_np.sum(axis=1, keepdims=True) * expert_scale_np[expected_ids]
-    expert_ids, weights = router(jnp.asarray(x_np, jnp.float32))
+    expert_ids, weights = jax.jit(lambda x: router(x))(jnp.asarray(x_np, jnp.float32))
     np.testing.assert_array_equal(expert_ids, expected_ids)
     np.testing.assert_allclose(weights, expected, rtol=1e-5)

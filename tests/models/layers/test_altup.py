@@ -1,5 +1,8 @@
 """AltUp equals that of transformers, and streams are scaled to the magnitude of the first."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,9 +33,12 @@ def test_prediction_and_correction_equal_transformers():
         predictions = theirs.predict(streams)
         corrected = theirs.correct(predictions, computed)
     context = plain_context(5)
-    got = ours.predict(jnp.asarray(streams[:, 0].numpy().swapaxes(0, 1)), context)
+    predict, correct = (
+        jax.jit(functools.partial(each, context=context)) for each in (ours.predict, ours.correct)
+    )
+    got = predict(streams[:, 0].numpy().swapaxes(0, 1))
     np.testing.assert_allclose(got, predictions[:, 0].numpy().swapaxes(0, 1), atol=1e-5)
-    got = ours.correct(got, jnp.asarray(computed[0].numpy()), context)
+    got = correct(got, computed[0].numpy())
     np.testing.assert_allclose(got, corrected[:, 0].numpy().swapaxes(0, 1), atol=1e-5)
 
 

@@ -1,5 +1,6 @@
 """Attention that norms last, scales queries, or clips what it projects."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def project(attention):
     angles = jnp.asarray(POSITIONS, jnp.float32)[:, None]
     context = plain_context(3)
     context.cos_sin[CONFIG.rotary] = (jnp.cos(angles), jnp.sin(angles))
-    return attention.project_in(jnp.asarray(X), context, norm=lambda x: x)
+    return jax.jit(lambda x: attention.project_in(x, context, norm=lambda x: x))(X)
 
 
 def turned(x: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -23,11 +24,9 @@ def test_state_is_the_scaled_state_of_the_layer_before_and_a_projection():
     by_name = {".".join(map(str, path)): value for path, value in weights.items()}
     x, previous = rng.normal(size=(5, HIDDEN)), rng.normal(size=(5, WIDTH))
 
-    routing, got = router.route(
-        jnp.asarray(x, jnp.float32),
-        jnp.asarray(previous, jnp.float32),
-        ScaledCorrectedSoftmaxTopK(top_k=1, factor=1.0),
-    )
+    rule = ScaledCorrectedSoftmaxTopK(top_k=1, factor=1.0)
+    route = jax.jit(lambda x, previous: router.route(x, previous, rule))
+    routing, got = route(x.astype(np.float32), previous.astype(np.float32))
 
     own = x @ by_name["down_proj.kernel"] + by_name["down_proj.bias"]
     wanted = own + previous * by_name["router_states_scale.scale"]
