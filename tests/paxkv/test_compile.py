@@ -104,8 +104,8 @@ def test_a_start_with_the_cache_gives_the_same_tokens_and_compiles_nothing(
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"max_num_seqs": 3}, "max_num_seqs: compiled with '16', now '3'"),
-        ({"max_num_batched_tokens": 16}, "num_tokens: compiled with 64, now also 16"),
+        ({"max_num_seqs": 3}, "max_num_seqs: compiled with '8', now '3'"),
+        ({"max_num_batched_tokens": 16}, "num_tokens: compiled with 32, now also 16"),
         ({"max_decode_burst": 3}, "max_steps: compiled with 8, now also 3"),
         ({"max_model_len": 512}, "max_blocks_per_req: compiled with [16], now also [8]"),
         ({"block_size": 8}, "block_size: compiled with [64], now also [8]"),
