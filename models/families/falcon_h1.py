@@ -264,10 +264,10 @@ class ScaledMamba2(Mamba2):
         return found
 
     def _project(self, normed: jax.Array, context: LayerContext) -> jax.Array:
-        config = self.config
-        width = config.num_groups * config.state_size
-        widths = (config.inner, config.inner, width, width, config.num_heads)
+        heads = self.config.projected
+        widths = [part.num_heads * part.head_dim for part in heads.ranges]
         factors_np = np.repeat(np.array(self.factors.projected, np.float32), widths)
+        factors_np = factors_np[heads.order(context.kernels.num_shards)]
         projected = super()._project(normed * self.factors.mamba_in, context)
         return projected * jnp.asarray(factors_np, projected.dtype)
 

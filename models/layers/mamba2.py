@@ -1,7 +1,9 @@
 """`Mamba2`: a state space with one decay per head, in place of attention."""
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +14,10 @@ from models.cache.format import Pages
 from models.cache.state_format import StateFormat
 from models.config.fields import read_count
 from models.errors import ModelConfigError
+from models.forward.kernel_settings import TOKENS_BY_FEATURE
 from models.forward.layer_context import LayerContext, LayerState
-from models.layers.advance_states import advance_states
+from models.head_split import HeadRange, HeadSplit, heads_on_each, num_parts
+from models.layers.advance_states import advance_heads
 from models.layers.linear import Linear
 from models.layers.self_attention import Norm
 from models.layers.short_convolution import ShortConvolution
@@ -62,6 +66,42 @@ class Mamba2Config:
         """Channels of the convolution: the inputs of the heads, and `b` and `c` of the groups."""
         return self.inner + 2 * self.num_groups * self.state_size
 
+    @property
+    def heads_of_layer(self) -> tuple[int, int]:
+        return self.num_heads, self.num_groups
+
+    @property
+    def inputs(self) -> HeadRange:
+        """The entries of all inputs, gates or outputs."""
+        return HeadRange(num_heads=self.num_heads, head_dim=self.head_dim)
+
+    @property
+    def numbers(self) -> HeadRange:
+        """One number for each head."""
+        return HeadRange(num_heads=self.num_heads, head_dim=1)
+
+    def split(self, *ranges: HeadRange) -> HeadSplit:
+        return HeadSplit(ranges=ranges, heads_of_layer=self.heads_of_layer)
+
+    @property
+    def channels(self) -> HeadSplit:
+        groups = HeadRange(num_heads=self.num_groups, head_dim=self.state_size)
+        return self.split(self.inputs, groups, groups)
+
+    @property
+    def projected(self) -> HeadSplit:
+        """Gates, the inputs of the convolution, and time steps."""
+        return self.split(self.inputs, *self.channels.ranges, self.numbers)
+
+    def on_each_of(self, num_devices: int) -> "Mamba2Config":
+        """The heads of one device."""
+        parts = num_parts(self.heads_of_layer, num_devices)
+        return replace(
+            self,
+            num_heads=heads_on_each(self.num_heads, parts),
+            num_groups=heads_on_each(self.num_groups, parts),
+        )
+
     def format(self) -> StateFormat:
         """The inputs that the next convolution needs, and the state."""
         window = (self.kernel_size - 1, self.num_channels)
@@ -69,6 +109,7 @@ class Mamba2Config:
             shapes=(window, (self.num_heads, self.head_dim, self.state_size)),
             num_windows=1,
             state_dtype=self.state_dtype,
+            heads=((1, self.channels), (0, self.split(self.numbers))),
         )
 
 
@@ -113,6 +154,15 @@ def _as_float(value: object) -> float:
     return float(value) if isinstance(value, int | float) else float("nan")
 
 
+class _Vectors(NamedTuple):
+    """Weights of all heads, or of the heads of one device."""
+
+    conv1d: tuple[jax.Array, jax.Array | None]
+    dt_bias: jax.Array  # f[num_heads]
+    A_log: jax.Array  # f32[num_heads]
+    D: jax.Array  # f[num_heads]
+
+
 class Mamba2(nnx.Module):
     """A `SelfAttention` whose cache is a state.
 
@@ -122,13 +172,21 @@ class Mamba2(nnx.Module):
     def __init__(self, config: Mamba2Config, *, dtype: jnp.dtype) -> None:
         """Makes the layer with weights to be filled in."""
         self.config = config
-        width = config.inner + config.num_channels + config.num_heads
         use_bias = config.use_bias
         self.in_proj = Linear(
-            config.hidden_size, width, axes=(None, "heads"), use_bias=use_bias, dtype=dtype
+            config.hidden_size,
+            config.projected.size,
+            axes=(None, "heads"),
+            heads=config.projected,
+            use_bias=use_bias,
+            dtype=dtype,
         )
         self.conv1d = ShortConvolution(
-            config.num_channels, config.kernel_size, use_bias=config.use_conv_bias, dtype=dtype
+            config.num_channels,
+            config.kernel_size,
+            use_bias=config.use_conv_bias,
+            heads=config.channels,
+            dtype=dtype,
         )
         self.dt_bias = nnx.Param(jnp.zeros((config.num_heads,), dtype))
         self.A_log = nnx.Param(jnp.zeros((config.num_heads,), jnp.float32))
@@ -140,14 +198,17 @@ class Mamba2(nnx.Module):
 
     def weight_rules(self, name: str) -> dict[str, WeightRule]:
         """See `HasWeights.weight_rules`."""
-        sources = {
-            leaf: Source(name=f"{name}.{leaf}", shape=(self.config.num_heads,))
-            for leaf in ("dt_bias", "A_log", "D")
-        }
-        sources["scale"] = Source(name=f"{name}.norm.weight", shape=(self.config.inner,))
+        numbers = self.config.split(self.config.numbers)
+        vectors = {leaf: (f"{name}.{leaf}", numbers) for leaf in ("dt_bias", "A_log", "D")}
+        vectors["scale"] = (f"{name}.norm.weight", self.config.split(self.config.inputs))
         return {
-            leaf: WeightRule(sources=(source,), layout="vector", axes=(None,))
-            for leaf, source in sources.items()
+            leaf: WeightRule(
+                sources=(Source(name=stored, shape=(heads.size,)),),
+                layout="vector",
+                axes=(None,),
+                heads=heads,
+            )
+            for leaf, (stored, heads) in vectors.items()
         }
 
     def __call__(
@@ -159,16 +220,24 @@ class Mamba2(nnx.Module):
         norm: Norm,
     ) -> tuple[jax.Array, Pages]:
         """Returns the input of `project_out`, f[num_queries, inner], and the pages."""
-        config = self.config
+        num_devices = context.kernels.num_shards
+        own = self.config.on_each_of(num_devices)
+        is_split = self.config.channels.is_split(num_devices)
 
         def project(hidden: jax.Array, context: LayerContext) -> jax.Array:
-            # The state is whole on each device of a mesh.
-            return context.kernels.split_last(self._project(norm(hidden), context), None)
+            projected = self._project(norm(hidden), context)
+            return context.kernels.split_last(projected, "heads" if is_split else None)
 
-        projected = context.by_token(project, hidden)
-        ends = [config.inner, config.inner + config.num_channels]
-        gate, xbc, dt = jnp.split(projected, ends, axis=1)
-        out, pages = advance_states(self._advance, MAMBA, (xbc, dt), pages, context)
+        gate, xbc, dt = context.kernels.cut_features(
+            context.by_token(project, hidden),
+            (own.inner, own.num_channels, own.num_heads),
+            [TOKENS_BY_FEATURE] * 3 if is_split else None,
+        )
+        vectors = _Vectors(self.conv1d.vectors, self.dt_bias[...], self.A_log[...], self.D[...])
+        out, pages = advance_heads(
+            *(functools.partial(self._advance, own), MAMBA, vectors, (xbc, dt), pages, context),
+            is_split=is_split,
+        )
         kept = map(context.kept, (out, gate))
         return context.of_kept().by_token(self._gate, *kept), pages
 
@@ -177,7 +246,8 @@ class Mamba2(nnx.Module):
         attended: jax.Array,  # f[num_queries, inner]
         context: LayerContext,
     ) -> jax.Array:  # f[num_queries, hidden]
-        attended = context.kernels.split_last(attended, None)
+        is_split = self.config.channels.is_split(context.kernels.num_shards)
+        attended = context.kernels.split_last(attended, "heads" if is_split else None)
         return self.out_proj(attended, context)
 
     def _project(self, normed: jax.Array, context: LayerContext) -> jax.Array:
@@ -186,20 +256,26 @@ class Mamba2(nnx.Module):
 
     def _advance(
         self,
+        config: Mamba2Config,
+        vectors: _Vectors,
         arrays: tuple[jax.Array, jax.Array],
         states: tuple[jax.Array, jax.Array],
         state: LayerState,
         context: LayerContext,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:  # f32[num_tokens, inner], and the states
-        """The convolution and the scan of its outputs, as `Advance`."""
+        """The convolution and the scan of its outputs, as `AdvanceHeads`.
+
+        Args:
+            config: With the heads that there are.
+        """
         xbc, dt = arrays
-        xbc, window = self.conv1d(xbc, states[0], state, context)
-        x, b, c = self._heads(xbc)
-        dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32))
-        dt = jnp.clip(dt, *self.config.time_step_limit)
+        xbc, window = self.conv1d.convolve(vectors.conv1d, xbc, states[0], state, context)
+        x, b, c = _heads(xbc, config)
+        dt = jax.nn.softplus(dt.astype(jnp.float32) + vectors.dt_bias.astype(jnp.float32))
+        dt = jnp.clip(dt, *config.time_step_limit)
         out, scanned = pallas_kernels.ssd_scan(
             *(x * dt[..., None], b, c),
-            -jnp.exp(self.A_log[...]) * dt,
+            -jnp.exp(vectors.A_log) * dt,
             states[1],
             state.query_start_loc,
             positions=context.scan_positions,
@@ -207,19 +283,8 @@ class Mamba2(nnx.Module):
             has_one_token_each=state.has_one_token_each,
             target=context.kernels.target,
         )
-        out += self.D[...].astype(jnp.float32)[:, None] * x
+        out += vectors.D.astype(jnp.float32)[:, None] * x
         return out.reshape(out.shape[0], -1), (window, scanned)
-
-    def _heads(
-        self,
-        xbc: jax.Array,  # f32[num_tokens, num_channels]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x f32[num_tokens, num_heads, head_dim]; b and c f32[num_tokens, groups, state_size]."""
-        config = self.config
-        width = config.num_groups * config.state_size
-        x, b, c = jnp.split(xbc, [config.inner, config.inner + width], axis=1)
-        b, c = (y.reshape(y.shape[0], config.num_groups, config.state_size) for y in (b, c))
-        return x.reshape(x.shape[0], config.num_heads, config.head_dim), b, c
 
     def _gate(
         self,
@@ -232,3 +297,14 @@ class Mamba2(nnx.Module):
         mean = (groups * groups).mean(axis=-1, keepdims=True)
         normed = (groups * jax.lax.rsqrt(mean + self.config.eps)).reshape(out.shape)
         return self.scale[...] * normed.astype(gate.dtype)
+
+
+def _heads(
+    xbc: jax.Array,  # f32[num_tokens, num_channels]
+    config: Mamba2Config,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """x f32[num_tokens, num_heads, head_dim]; b and c f32[num_tokens, groups, state_size]."""
+    width = config.num_groups * config.state_size
+    x, b, c = jnp.split(xbc, [config.inner, config.inner + width], axis=1)
+    b, c = (y.reshape(y.shape[0], config.num_groups, config.state_size) for y in (b, c))
+    return x.reshape(x.shape[0], config.num_heads, config.head_dim), b, c

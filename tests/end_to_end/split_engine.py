@@ -192,6 +192,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "conv_L_cache": 3,
         "layer_types": ["conv", "full_attention"],
     },
+    # States beside keys and values, and a norm over all heads.
+    "falcon_h1": MOE_CONFIG
+    | {
+        "architectures": ["FalconH1ForCausalLM"],
+        "mamba_d_ssm": 128,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 1,
+        "mamba_rms_norm": True,
+        "ssm_multipliers": [0.5, 0.7, 0.9, 1.1, 1.3],
+    },
     "mamba2": {
         "architectures": ["Mamba2ForCausalLM"],
         "model_type": "mamba2",
@@ -425,20 +437,18 @@ def check_weights(num_devices: int) -> None:
 
 
 def check_state_collectives(num_devices: int) -> None:
-    """A recurrent layer exchanges the outputs of its first product, and sums those of its last."""
+    """A recurrent layer sums the squares of its norm, and the outputs of its last product."""
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(CONFIGS["mamba2"]))
     options = LIMITS | {"load_format": "dummy", "mesh": find_mesh(num_devices)}
     runner = RecordingRunner(folder, 16, **options).runner
     model = runner.worker.programs._model
-    hidden_size, width = model.parameters["layers.0.mixer.in_proj.kernel"].shape
     shape = next(shape for shape in runner._buckets.largest if isinstance(shape, StepShape))
     program = runner.worker.programs.compile(shape, runner.worker.kv_cache)
     found = {(operation, *dims) for _, operation, dims in _collectives(program.as_text())}
-    gathered = {("all-gather", num_tokens, width) for num_tokens in shape.widths}
-    assert found > gathered
-    assert {(operation, dims[-1]) for operation, *dims in found - gathered} == {
-        ("all-reduce", hidden_size)
+    assert {(operation, dims[-1]) for operation, *dims in found} == {
+        ("all-reduce", model.config.hidden_size),
+        ("all-reduce", 1),
     }
 
 
@@ -582,7 +592,7 @@ CASES = {
         check_kept_integers("awq", 2),
         check_expert_stacks(4, **OWN_EXPERTS),
         check_own_experts(4),
-        check_own_heads(4),
+        check_own_heads(),
         check_merged_attention(4, 2, "float32", 1e-5),
         check_golden("gemma3_shallow", 4),
     ),
@@ -633,6 +643,8 @@ CASES = {
         check_same_as_alone("qwen4_exp", 4),
         check_same_as_alone("inkling", 2),
         check_same_as_alone("mamba2", 2),
+        check_same_as_alone("mamba2", 4),
+        check_same_as_alone("falcon_h1", 4),
         check_state_collectives(4),
         check_same_as_alone("lfm2", 2),
     ),

@@ -12,28 +12,37 @@ from jax.sharding import NamedSharding
 from models.forward.kernel_settings import PAGES_BY_DEVICE, KernelSettings
 from models.forward.layer_context import LayerContext
 from models.layers.gated_delta_net import LINEAR_ATTENTION, GatedDeltaNet, GatedDeltaNetConfig
+from models.layers.mamba2 import MAMBA, Mamba2, Mamba2Config
 from models.weight_rule import WeightRule, rules_of_layers, split_spec
 from paxkv.runner.memory.device_mesh import find_mesh
-from tests.models.layers.test_advance_states import NUM_ROWS, PAGE_WORDS, SIZES, make_context
+from tests.models.layers.test_advance_states import HEADS, NUM_ROWS, PAGE_WORDS, SIZES, make_context
 from tests.quick_compile import QUICK_COMPILE
 
-# Fewer keys than devices, so two devices have copies of a key.
-LAYERS = {
-    LINEAR_ATTENTION: (
-        GatedDeltaNet,
-        GatedDeltaNetConfig(**SIZES, num_k_heads=2, num_v_heads=4, k_dim=4, v_dim=6, eps=1e-6),
-    ),
-}
+_MAMBA2 = functools.partial(Mamba2Config, **SIZES, **HEADS, state_size=6, eps=1e-6)
+_DELTA_NET = functools.partial(
+    GatedDeltaNetConfig, **SIZES, num_k_heads=2, k_dim=4, v_dim=6, eps=1e-6
+)
+# (name of the cache, layer, config, whether four devices split it)
+LAYERS = [
+    # Two devices have copies of a key.
+    (LINEAR_ATTENTION, GatedDeltaNet, _DELTA_NET(num_v_heads=4), True),
+    (LINEAR_ATTENTION, GatedDeltaNet, _DELTA_NET(num_v_heads=6), False),
+    # The norm of a group is over several devices.
+    (MAMBA, Mamba2, _MAMBA2(num_groups=1), True),
+    (MAMBA, Mamba2, _MAMBA2(num_groups=2), True),
+]
 
 
-def check_own_heads(num_devices: int) -> None:
+def check_own_heads() -> None:
     """Two steps give what one device computes. A device with the states of another one does not."""
-    kernels = KernelSettings.for_mesh(find_mesh(num_devices))
-    for name, (make_layer, config) in LAYERS.items():
-        _check_layer(make_layer(config, dtype=jnp.float32), name, kernels)
+    kernels = KernelSettings.for_mesh(find_mesh(4))
+    for name, make_layer, config, is_split in LAYERS:
+        _check_layer(make_layer(config, dtype=jnp.float32), name, kernels, is_split)
 
 
-def _check_layer(layer: nnx.Module, name: str, kernels: KernelSettings) -> None:
+def _check_layer(layer: nnx.Module, name: str, kernels: KernelSettings, is_split: bool) -> None:
+    cache = layer.config.format()
+    assert (cache.on_each_of(4).content_bytes(16) < cache.content_bytes(16)) == is_split
     rng = np.random.default_rng(0)
     graphdef, state = nnx.split(layer)
     state = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(np.float32), state)
@@ -49,7 +58,8 @@ def _check_layer(layer: nnx.Module, name: str, kernels: KernelSettings) -> None:
 
     alone = run(state, KernelSettings())
     np.testing.assert_allclose(run(split, kernels), alone, rtol=1e-3, atol=1e-4, err_msg=name)
-    assert np.abs(run(split, kernels, roll=1) - alone).max() > 0.1, name
+    if is_split:
+        assert np.abs(run(split, kernels, roll=1) - alone).max() > 0.1, name
 
 
 def _split(value_np: np.ndarray, rule: WeightRule, kernels: KernelSettings) -> jax.Array:
