@@ -11,6 +11,7 @@ from pallas_kernels.cache_layout import pad_slot
 from pallas_kernels.causal_conv1d.api import causal_conv1d
 from pallas_kernels.dispatch import IMPLEMENTATIONS, Implementation
 from pallas_kernels.gated_delta_rule.api import gated_delta_rule
+from pallas_kernels.gated_delta_step.api import gated_delta_step
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_matmul_body
 from pallas_kernels.grouped_matmul.group_tiles import (
     GroupTiles,
@@ -24,6 +25,7 @@ from pallas_kernels.latent_attention.api import latent_attention
 from pallas_kernels.merge_attention_states.api import merge_attention_states
 from pallas_kernels.number_format import NumberFormat
 from pallas_kernels.paged_attention.api import paged_attention
+from pallas_kernels.paged_states import PagedStates
 from pallas_kernels.rg_lru_scan.api import rg_lru_scan
 from pallas_kernels.scaled_grouped_matmul.api import (
     scaled_grouped_matmul,
@@ -43,6 +45,7 @@ __all__ = [
     "Implementation",
     "NO_POSITION",
     "NumberFormat",
+    "PagedStates",
     "Target",
     "block_copy",
     "block_gather",
@@ -51,6 +54,7 @@ __all__ = [
     "choose_tile_rows",
     "default_target",
     "gated_delta_rule",
+    "gated_delta_step",
     "grouped_matmul",
     "kv_scatter",
     "index_top_k",

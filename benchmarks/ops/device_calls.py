@@ -55,7 +55,8 @@ class Problem:
         arrays: The positional arguments.
         options: Keyword arguments that are arrays.
         rules: Keyword arguments that are static.
-        updates_first: The first array is donated, and the output takes its place.
+        updates_first: The first argument is donated, and the output takes its place. If there are
+            several outputs, the first one does.
         is_exact: Computes float32 products in full float32.
     """
 
@@ -156,7 +157,8 @@ def _repeat(
 
     def call(_: jax.Array, outputs: Any) -> Any:
         if updates_first:
-            return function(outputs, *others)
+            updated = outputs[0] if isinstance(outputs, tuple) else outputs
+            return function(updated, *others)
         return function(*_depending_on(outputs, others))
 
     return lax.fori_loop(0, num_calls, call, outputs) if num_calls > 1 else call(0, outputs)

@@ -23,6 +23,7 @@ from benchmarks.ops.gpu_report import report
 from benchmarks.ops.index_attention import INDEX_OPS
 from benchmarks.ops.other_ops import OTHER_OPS
 from benchmarks.ops.recurrences import RECURRENT_OPS
+from benchmarks.ops.state_steps import STEP_OPS
 from benchmarks.units.run import UnitRun
 from benchmarks.units.unit import Measured, Unit
 
@@ -90,7 +91,7 @@ def kernel_body(*, is_rehearsal: bool) -> str:
 def _measured_ops(*, is_rehearsal: bool) -> list[MeasuredOp]:
     """All ops. The first case of each has a dtype that the Mosaic bodies support."""
     ops = []
-    for measured in (_PAGED_ATTENTION, *OTHER_OPS, *RECURRENT_OPS, *INDEX_OPS):
+    for measured in (_PAGED_ATTENTION, *OTHER_OPS, *RECURRENT_OPS, *STEP_OPS, *INDEX_OPS):
         cases = sorted(measured.cases, key=lambda case: getattr(case, "dtype", "") == "float32")
         ops.append(dataclasses.replace(measured, cases=cases))
         if is_rehearsal:

@@ -24,6 +24,7 @@ WRONG = {
     "block_scatter": lambda pages: pages.at[-1].set(0),
     "causal_conv1d": lambda result: (result[0], result[1] + 0.1),
     "gated_delta_rule": lambda result: (result[0] * 1.1, result[1]),
+    "gated_delta_step": lambda result: (result[0], result[1] * 1.1),
     "index_top_k": lambda positions: positions.at[0, 0].set(positions[0, 0] + 1),
     "rg_lru_scan": lambda result: (result[0], result[1] * 1.1),
     "scaled_grouped_matmul": lambda out: out * 1.1,

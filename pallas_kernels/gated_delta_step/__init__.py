@@ -1,0 +1,1 @@
+"""One token of the gated delta rule, on states in the pages of a cache."""

@@ -1,0 +1,117 @@
+"""The ops that advance states in pages, compiled for an H200."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import PagedStates, gated_delta_step
+
+NUM_ROWS, NUM_BLOCKS, NUM_REQS = 2, 8192, 64
+SMALLEST_GRAPH = {"xla_gpu_graph_min_graph_size": 1}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """A call for 64 requests. By default a layer of Qwen3-Next-80B, with 16 tokens per block."""
+
+    num_heads: int = 32
+    num_lines: int = 128  # of a head's state
+    line_size: int = 128
+    page_words: int = 2 * 2 * 16 * 256
+    pages_dtype: str = "bfloat16"
+    state_dtype: str = "float32"
+    has_decay_per_row: bool = False
+
+    @property
+    def state_bytes(self):
+        itemsize = jnp.dtype(self.state_dtype).itemsize
+        return NUM_REQS * self.num_heads * self.num_lines * self.line_size * itemsize
+
+    @property
+    def cache_bytes(self):
+        itemsize = jnp.dtype(self.pages_dtype).itemsize
+        return NUM_ROWS * NUM_BLOCKS * self.page_words * itemsize
+
+    def states(self, gpus):
+        page_bytes = self.page_words * jnp.dtype(self.pages_dtype).itemsize
+        slots = gpus.array((NUM_REQS, -(-self.state_bytes // NUM_REQS // page_bytes)), jnp.int32)
+        return PagedStates(
+            pages=gpus.array((NUM_ROWS, NUM_BLOCKS, self.page_words), self.pages_dtype),
+            row=gpus.array((), jnp.int32),
+            read_blocks=slots,
+            write_blocks=slots,
+            starts_from_zero=gpus.array((NUM_REQS,), jnp.bool_),
+            dtype=self.state_dtype,
+        )
+
+    def args(self, gpus):
+        keys = gpus.array((NUM_REQS, self.num_heads, self.num_lines), jnp.float32)
+        values = gpus.array((NUM_REQS, self.num_heads, self.line_size), jnp.float32)
+        numbers = gpus.array((NUM_REQS, self.num_heads), jnp.float32)
+        decays = keys if self.has_decay_per_row else numbers
+        return self.states(gpus), keys, keys, values, decays, numbers
+
+
+def step(pages, tokens, states, **options):
+    return gated_delta_step(dataclasses.replace(states, pages=pages), *tokens, **options)
+
+
+def compiled(gpus, compile_for_h200, sizes, donate_argnums=0, **options):
+    states, *tokens = sizes.args(gpus)
+    return compile_for_h200(
+        lambda *args: step(*args, target=gpus.target, **options),
+        *(states.pages, tokens, states),
+        donate_argnums=donate_argnums,
+        compiler_options=SMALLEST_GRAPH,
+    )
+
+
+def assert_in_place(program, sizes):
+    assert program.aliased_bytes >= sizes.cache_bytes
+    assert program.cache_copies(min_bytes=sizes.cache_bytes // NUM_ROWS) == []
+
+
+# Registers of a thread, which are limited so that as many CTAs share an SM as noted.
+FIVE_CTAS, FOUR_CTAS, THREE_CTAS = 96, 128, 168
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most_registers"),
+    [
+        (Sizes(), FIVE_CTAS),
+        (Sizes(has_decay_per_row=True), FIVE_CTAS),
+        (Sizes(state_dtype="bfloat16"), FIVE_CTAS),
+        (Sizes(pages_dtype="float32"), FIVE_CTAS),
+        (Sizes(page_words=2 * 4 * 16 * 96), FOUR_CTAS),  # a page has 48 lines of a head's 128
+        (Sizes(num_lines=256), THREE_CTAS),
+    ],
+    ids=str,
+)
+def test_the_kernel_is_in_place_and_spills_nothing(h200, compile_for_h200, sizes, most_registers):
+    program = compiled(h200, compile_for_h200, sizes)
+    assert_in_place(program, sizes)
+    # Only factors of decays are stored; states are not.
+    assert program.temp_bytes < sizes.state_bytes // 32
+    assert program.kernel_names == ["gated_delta_step"]
+    assert program.in_command_buffer == ["gated_delta_step"]
+    (kernel,) = program.ptxas
+    assert kernel.spill_bytes == 0 and kernel.registers <= most_registers
+
+
+@pytest.mark.parametrize("pages_dtype", ["bfloat16", "float32"])
+def test_plain_xla_is_in_place(h200, compile_for_h200, pages_dtype):
+    """XLA is the body on all other GPUs. It holds the states twice outside of the cache."""
+    sizes = Sizes(pages_dtype=pages_dtype)
+    program = compiled(h200, compile_for_h200, sizes, implementation="xla")
+    assert_in_place(program, sizes)
+    assert program.temp_bytes < 2.5 * sizes.state_bytes
+    assert program.kernel_names == []
+
+
+def test_a_cache_that_is_not_donated_is_copied(h200, compile_for_h200):
+    """Shows that the tests above can detect a copy."""
+    sizes = Sizes()
+    program = compiled(h200, compile_for_h200, sizes, donate_argnums=())
+    assert len(program.cache_copies(min_bytes=sizes.cache_bytes // NUM_ROWS)) == 1
+    assert program.aliased_bytes == 0

@@ -1,0 +1,61 @@
+"""Compares the results of ops that advance states in pages."""
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def assert_steps_are_close(case, states, got, wanted, tolerance=1e-5):
+    """The results of written rows, and all pages. Numbers of no written state have equal bits."""
+    is_written = np.asarray(states.is_written)
+    out, wanted_out = (np.asarray(result[1])[is_written] for result in (got, wanted))
+    np.testing.assert_allclose(out, wanted_out, rtol=tolerance, atol=tolerance)
+    dtype = jnp.dtype(case.state_dtype)
+    numbers, wanted_numbers, before = (
+        _without_tails(case, states, np.asarray(pages).view(dtype))
+        for pages in (got[0], wanted[0], states.pages)
+    )
+    bits, wanted_bits, bits_before = (
+        x.view(f"uint{8 * dtype.itemsize}") for x in (numbers, wanted_numbers, before)
+    )
+    is_kept = wanted_bits == bits_before
+    np.testing.assert_array_equal(bits[is_kept], wanted_bits[is_kept])
+    limit = tolerance if dtype == jnp.float32 else 1e-2
+    new, wanted_new = (x[~is_kept].astype(np.float32) for x in (numbers, wanted_numbers))
+    np.testing.assert_allclose(new, wanted_new, rtol=limit, atol=limit)
+
+
+def _without_tails(case, states, numbers_np):
+    """The pages with zeros after the end of each written state in its last page."""
+    numbers_np = numbers_np.copy()
+    size = states.first_number + np.prod(case.state_shape)
+    rest = size - (states.write_blocks.shape[1] - 1) * numbers_np.shape[2]
+    last_blocks = np.asarray(states.write_blocks)[np.asarray(states.is_written), -1]
+    numbers_np[int(states.row), last_blocks, rest:] = 0
+    return numbers_np
+
+
+def assert_is_step_of_rule(case, states, got, rule):
+    """Compares with `rule`, which takes and returns arrays of states; NumPy reads the pages.
+
+    Args:
+        rule: Takes the states before the step; returns the results and the states after it.
+    """
+    dtype = jnp.dtype(case.state_dtype)
+    before_np = np.asarray(states.pages).view(dtype)[int(states.row)]
+    first, num_numbers = states.first_number, np.prod(case.state_shape)
+
+    def slot(numbers_np, blocks):
+        return numbers_np[blocks].reshape(-1)[first : first + num_numbers]
+
+    found = [slot(before_np, blocks) for blocks in np.asarray(states.read_blocks)]
+    found = np.stack(found).reshape(-1, *case.state_shape).astype(np.float32)
+    found[np.asarray(states.starts_from_zero)] = 0
+    out, after = map(np.asarray, rule(found))
+    wanted_np = np.asarray(states.pages).view(dtype).copy()
+    for req in np.flatnonzero(states.is_written):
+        blocks = np.asarray(states.write_blocks)[req]
+        written = wanted_np[int(states.row), blocks].reshape(-1)
+        written[first : first + num_numbers] = after[req].reshape(-1)
+        wanted_np[int(states.row), blocks] = written.reshape(len(blocks), -1)
+    wanted = wanted_np.view(np.asarray(states.pages).dtype), out
+    assert_steps_are_close(case, states, got, wanted)
