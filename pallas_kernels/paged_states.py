@@ -5,6 +5,7 @@ reads each state once and writes it once.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -91,6 +92,18 @@ class PagedStates:
                 "numbers before the state, which are only allowed in a single page."
             )
 
+    def check_one_token_each(self, op_name: str, has_one_token_each: bool) -> None:
+        """Checks that a step has at most one token of each request.
+
+        Raises:
+            ValueError: It may have more.
+        """
+        if not has_one_token_each:
+            raise ValueError(
+                f"{op_name}: states in pages can only be advanced by one token of each request; "
+                "pass arrays of states, or has_one_token_each."
+            )
+
     @property
     def numbers(self) -> jax.Array:  # dtype[num_rows, num_blocks, numbers_per_page]
         """The bits of the pages as numbers of the states. On a GPU, no copy."""
@@ -131,6 +144,36 @@ class PagedStates:
             flat.reshape(self.num_reqs, num_pages, -1), mode="drop", wrap_negative_indices=False
         )
         return self.with_numbers(numbers).pages
+
+    def advance_one_by_one(
+        self,
+        step: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
+        shape: tuple[int, ...],
+        out: jax.Array,  # f32[num_reqs, ...], zeros
+    ) -> tuple[jax.Array, jax.Array]:
+        """The pages after a step and the results, for reference bodies.
+
+        Args:
+            step: Takes the index of a request and its state, f32[*shape]. Returns the new state,
+                and the result of the request.
+        """
+        first, size = self.first_number, math.prod(shape)
+
+        def run_request(
+            req: jax.Array, carry: tuple[jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array]:
+            numbers, out = carry
+            slot = numbers[self.row, self.read_blocks[req]].reshape(-1)
+            state = slot[first : first + size].reshape(shape).astype(jnp.float32)
+            state, result = step(req, jnp.where(self.starts_from_zero[req], 0, state))
+            place = numbers.at[self.row, self.write_blocks[req]]
+            old = place.get(mode="clip")
+            flat = old.reshape(-1).at[first : first + size].set(state.reshape(-1).astype(old.dtype))
+            return place.set(flat.reshape(old.shape), mode="drop"), out.at[req].set(result)
+
+        carry = (self.numbers, out)
+        numbers, out = jax.lax.fori_loop(0, self.num_reqs, run_request, carry)
+        return self.with_numbers(numbers).pages, out
 
     def _width(self, size: int) -> int:
         """The end of the numbers of a page that are read or written."""

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from models.cache import rules
 from models.cache.format import Pages
 from models.cache.self_test import AttentionRules, SelfTest
+from models.cache.state_self_test import StateSelfTest, StepOp
 from models.forward.layer_context import LayerState
 from models.head_split import HeadSplit
+from pallas_kernels import PagedStates
 
 # Every platform can store pages of this many bytes: a TPU stores lines of 128 numbers.
 _PAGE_STEP_BYTES = 512
@@ -57,6 +59,8 @@ class StateFormat:
         state_dtype: The dtype of states in memory.
         heads: For each array, an axis and the heads that its entries belong to, which the devices
             of a mesh share. Empty: each device has the whole arrays.
+        step_op: The op that can advance the last array by one token in the pages. There must be at
+            most one window beside it. None: there is no such op.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -64,6 +68,7 @@ class StateFormat:
     window_dtype: str = "float32"
     state_dtype: str = "float32"
     heads: tuple[tuple[int, HeadSplit], ...] = ()
+    step_op: StepOp | None = None
     kind: Literal["state"] = "state"
 
     @property
@@ -98,7 +103,30 @@ class StateFormat:
         return self
 
     def self_tests(self, attention: AttentionRules | None, block_size: int) -> tuple[SelfTest, ...]:
-        return ()
+        if self.step_op is None:
+            return ()
+        return StateSelfTest.all_of(self.step_op, self.shapes[-1], self.state_dtype)
+
+    def of_windows(self) -> "StateFormat":
+        """The format of the windows alone, which lie where they lie beside the other arrays."""
+        return replace(self, shapes=self.shapes[: self.num_windows], step_op=None)
+
+    def in_pages(self, pages: Pages, state: LayerState) -> PagedStates:
+        """Where the last array of each request lies, for `step_op`."""
+        page_bytes = math.prod(pages.shape[2:]) * pages.dtype.itemsize
+        *_, run = self._runs(page_bytes)
+        *others, array = run.arrays
+        end = run.first_page + run.num_pages
+        write_blocks = state.write_slots[:, run.first_page : end]
+        return PagedStates(
+            pages=pages,
+            row=state.row,
+            read_blocks=state.read_slots[:, run.first_page : end],
+            write_blocks=jnp.where(state.is_written[:, None], write_blocks, pages.shape[1]),
+            starts_from_zero=state.starts_from_zero,
+            dtype=array.dtype,
+            first_number=sum(x.num_bytes for x in others) // jnp.dtype(array.dtype).itemsize,
+        )
 
     def read(
         self, pages: Pages, state: LayerState

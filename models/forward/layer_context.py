@@ -176,6 +176,21 @@ class LayerContext:
             fuses_writes=self.kernels.fuses_state_writes,
         )
 
+    def steps_in_pages(self, state: LayerState) -> bool:
+        """Whether the op `StateFormat.step_op` advances the states, without arrays of states.
+
+        Batch-invariant steps use the op that also computes prompts, because tokens must have the
+        same bits in both.
+        """
+        kernels = self.kernels
+        return (
+            state.format.step_op is not None
+            and state.has_one_token_each
+            and state.fuses_writes
+            and kernels.implementation is None
+            and not kernels.batch_invariant
+        )
+
     def read_state(
         self, state: LayerState, pages: Pages
     ) -> tuple[jax.Array, ...]:  # [num_reqs, *shape] of each array

@@ -9,18 +9,20 @@ import jax
 import jax.numpy as jnp
 
 from models.cache.format import Pages
-from models.forward.kernel_settings import BY_DEVICE, PAGES_BY_DEVICE, TOKENS_BY_FEATURE
+from models.forward.kernel_settings import BY_DEVICE, PAGES_BY_DEVICE, TOKENS_BY_FEATURE, WHOLE
 from models.forward.layer_context import LayerContext, LayerState, Rows
 from models.forward.row_widths import Chunk, Width, run_at_width
+from pallas_kernels import PagedStates
 
 Arrays = TypeVar("Arrays")
 Weights = TypeVar("Weights", bound=tuple[jax.Array | None, ...])
 
 # (arrays of tokens, states before the step, their `LayerState`, context) -> (arrays of tokens,
-# states after the step). The first axis of all arrays is the tokens, or the requests of states.
+# states after the step). The first axis of all arrays is the tokens, or the requests of states. If
+# the format has a `step_op`, the last state may be a `PagedStates`, before and after the step.
 Advance = Callable[
-    [tuple[jax.Array, ...], tuple[jax.Array, ...], LayerState, LayerContext],
-    tuple[Arrays, tuple[jax.Array, ...]],
+    [tuple[jax.Array, ...], tuple[jax.Array | PagedStates, ...], LayerState, LayerContext],
+    tuple[Arrays, tuple[jax.Array | PagedStates, ...]],
 ]
 
 # The same for a layer whose heads may be split: it also gets its vectors of weights, first.
@@ -89,6 +91,8 @@ def advance_states(
         name: The local name of the layer's cache of states.
     """
     state = context.state(name)
+    if context.steps_in_pages(state):
+        return _step_in_pages(advance, arrays, pages, state, context)
     num_reqs = state.is_written.shape[0]
     fewest = CHUNK_REQS if state.has_one_token_each else FEW_REQS
     if num_reqs <= fewest or len(context.batch.widths) < 2 or context.rows != Rows():
@@ -107,6 +111,30 @@ def _advance_rows(
     """Advances the states of all rows of `state`."""
     out, after = advance(arrays, context.read_state(state, pages), state, context)
     return out, context.write_state(state, pages, after)
+
+
+def _step_in_pages(
+    advance: Advance[Arrays],
+    arrays: tuple[jax.Array, ...],
+    pages: Pages,
+    state: LayerState,
+    context: LayerContext,
+) -> tuple[Arrays, Pages]:
+    """Advances the states of requests of one token each, where they lie in the pages."""
+    windows = replace(state, format=state.format.of_windows())
+    own = replace(context.with_reported({}), kernels=context.kernels.on_one_device())
+
+    # All devices of a mesh have whole states, and compute the same.
+    def run(arrays: tuple[jax.Array, ...], pages: Pages) -> tuple[Arrays, Pages]:
+        before = (*own.read_state(windows, pages), state.format.in_pages(pages, state))
+        out, (*after, states) = advance(arrays, before, state, own)
+        return out, own.write_state(windows, states.pages, tuple(after))
+
+    return context.kernels.by_device(
+        *(run, arrays, pages),
+        in_specs=(WHOLE, PAGES_BY_DEVICE),
+        out_specs=(WHOLE, PAGES_BY_DEVICE),
+    )
 
 
 def _advance_chunks(

@@ -98,6 +98,7 @@ class GatedDeltaNetConfig:
             num_windows=1,
             state_dtype=self.state_dtype,
             heads=((1, self.channels), (0, self.split(self.numbers))),
+            step_op="gated_delta_step",
         )
 
 

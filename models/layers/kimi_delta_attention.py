@@ -51,7 +51,9 @@ class KimiDeltaConfig:
         """The inputs that the next convolution needs, and the state."""
         window = (self.kernel_size - 1, 3 * self.width)
         return StateFormat(
-            shapes=(window, (self.num_heads, self.head_dim, self.head_dim)), num_windows=1
+            shapes=(window, (self.num_heads, self.head_dim, self.head_dim)),
+            num_windows=1,
+            step_op="gated_delta_step",
         )
 
 

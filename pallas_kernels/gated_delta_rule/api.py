@@ -6,6 +6,8 @@ from pallas_kernels.argument_checks import require_float, require_int32, require
 from pallas_kernels.dispatch import Body, run_op
 from pallas_kernels.gated_delta_rule.reference import gated_delta_rule_reference
 from pallas_kernels.gated_delta_rule.xla import gated_delta_rule_xla
+from pallas_kernels.gated_delta_step.api import gated_delta_step
+from pallas_kernels.paged_states import PagedStates
 from pallas_kernels.target import Target
 
 _OP = "gated_delta_rule"
@@ -21,7 +23,7 @@ def gated_delta_rule(
     v: jax.Array,  # f[num_tokens, num_heads, v_dim]
     log_decay: jax.Array,  # f[num_tokens, num_heads] or f[num_tokens, num_heads, k_dim]
     beta: jax.Array,  # f[num_tokens, num_heads]
-    states: jax.Array,  # f32[num_reqs, num_heads, k_dim, v_dim]
+    states: jax.Array | PagedStates,  # f32[num_reqs, num_heads, k_dim, v_dim]
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
     positions: jax.Array | None = None,  # i32[num_tokens]
@@ -29,7 +31,7 @@ def gated_delta_rule(
     has_one_token_each: bool = False,
     implementation: str | None = None,
     target: Target | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | PagedStates]:
     """Updates the state of each head with each token, and reads it with the token's query.
 
     For each token in turn, S = exp(log_decay) S, then S = S + k (beta (v - k^T S))^T, and the
@@ -38,7 +40,8 @@ def gated_delta_rule(
     Args:
         q: Queries, scaled; `k` are keys, of length 1 in trained models.
         log_decay: At most 0. One number per head, or one per row of its state.
-        states: The states before this step; zeros for a request that starts.
+        states: The states before this step; zeros for a request that starts. If they are in pages,
+            `gated_delta_step` advances them there; `has_one_token_each` must be true.
         query_start_loc: Request r has tokens `query_start_loc[r]:query_start_loc[r + 1]`.
         positions: Of each token in its request. Consecutive tokens of a request may be computed
             together, in chunks that begin at fixed positions. None: each token is computed by
@@ -52,7 +55,7 @@ def gated_delta_rule(
         target: What the program is compiled for; `None` is JAX's default device.
 
     Returns:
-        The results, f32[num_tokens, num_heads, v_dim], and the states, f32.
+        The results, f32[num_tokens, num_heads, v_dim], and the states, f32 or in pages.
         Results of tokens of no request, and states of requests without tokens, are undefined.
 
     Raises:
@@ -61,6 +64,12 @@ def gated_delta_rule(
     Source: Gated DeltaNet, arXiv:2412.06464, equation 10; with a decay per row of the state, Kimi
     Linear, arXiv:2510.26692.
     """
+    if isinstance(states, PagedStates):
+        states.check_one_token_each(_OP, has_one_token_each)
+        states, out = gated_delta_step(
+            *(states, q, k, v, log_decay, beta), implementation=implementation, target=target
+        )
+        return out, states
     require_shape(_OP, "q", q, ("num_tokens", "num_heads", "k_dim"))
     require_shape(_OP, "k", k, q.shape)
     require_shape(_OP, "v", v, (*q.shape[:2], "v_dim"))

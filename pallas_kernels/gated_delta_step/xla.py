@@ -1,6 +1,7 @@
 """Plain-JAX body of `gated_delta_step`: a gather, one step of all requests, and a scatter."""
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.gated_delta_rule.xla import gated_delta_rule_xla
 from pallas_kernels.paged_states import PagedStates
@@ -16,7 +17,7 @@ def gated_delta_step_xla(
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.gated_delta_step`."""
     before = states.read((*k.shape[1:], v.shape[2]))
-    starts = jax.numpy.arange(states.num_reqs + 1, dtype="int32")
+    starts = jnp.arange(states.num_reqs + 1, dtype=jnp.int32)
     out, after = gated_delta_rule_xla(
         q, k, v, log_decay, beta, before, starts, has_one_token_each=True
     )

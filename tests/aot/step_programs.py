@@ -155,6 +155,7 @@ def burst(
     max_steps: int = MAX_BURST_STEPS,
     num_blocks: int = NUM_BLOCKS,
     num_context_ranks: int = 1,
+    implementation: str | None = None,
 ) -> StepProgram:
     """The burst that the runner compiles for a bucket. With one step, it contains no loop."""
     shape = BurstShape(
@@ -164,7 +165,9 @@ def burst(
         max_model_len=MAX_MODEL_LEN,
         chunk_rows=NUM_REQS,
     )
-    return _step_program(model, mesh, shape, num_blocks, num_context_ranks)
+    return _step_program(
+        *(model, mesh, shape, num_blocks, num_context_ranks), implementation=implementation
+    )
 
 
 def verifying_step(model: LoadedModel, mesh: Mesh, *, num_blocks: int = NUM_BLOCKS) -> StepProgram:
@@ -226,6 +229,7 @@ def _step_program(
     num_blocks: int,
     num_context_ranks: int = 1,
     head: LoadedHead | None = None,
+    implementation: str | None = None,
 ) -> StepProgram:
     """Makes the program of a shape. The caller leaves `tables` of the shape empty."""
     kv_dtype = kv_cache_dtype(model.dtype, model.platform)
@@ -240,7 +244,9 @@ def _step_program(
         num_context_ranks=num_context_ranks,
     )
     shape = dataclasses.replace(shape, tables=groups.tables(MAX_MODEL_LEN))
-    kernels = KernelSettings.for_mesh(mesh, num_context_ranks=num_context_ranks)
+    kernels = KernelSettings.for_mesh(
+        mesh, num_context_ranks=num_context_ranks, implementation=implementation
+    )
     places, num_layers = groups.places(spec), model.config.num_layers
     model = _with_own_heads(model, mesh.size)
     model = model.with_kernels(kernels).with_places(places[:num_layers])

@@ -60,14 +60,18 @@ STATE_BYTES = {"qwen3_5": 32 * 128 * 128 * 4, "bamba": 128 * 64 * 128 * 4}
 KINDS = {
     "decode": functools.partial(burst, max_steps=1),
     "burst": burst,
+    "xla_decode": functools.partial(burst, max_steps=1, implementation="xla"),
     "mixed": functools.partial(mixed_step, num_tokens=NUM_MIXED_TOKENS),
 }
+# The kernel that advances the states of a model's layers in the pages.
+STEP_KERNELS = {"qwen3_5": "gated_delta_step"}
 # (model, kind of step, number of devices)
 DECODES = [
-    *((name, "decode", num_devices) for name in CONFIGS for num_devices in (1, 4)),
+    *((name, "decode", num_devices) for name in STEP_KERNELS for num_devices in (1, 4)),
     ("qwen3_5", "burst", 1),
 ]
-ALL = [*DECODES, ("qwen3_5", "mixed", 1)]
+XLA_DECODES = [(name, "xla_decode", num_devices) for name in CONFIGS for num_devices in (1, 4)]
+ALL = [*DECODES, *XLA_DECODES, ("qwen3_5", "mixed", 1)]
 
 
 def each(steps):
@@ -128,7 +132,31 @@ def test_a_decode_on_a_v6e_keeps_the_cache_in_place(tmp_path, name):
 
 
 @each(DECODES)
-def test_a_decode_moves_at_most_three_times_the_bytes_of_the_states(compiled, step):
+def test_a_decode_reads_and_writes_each_state_once(compiled, step):
+    """Kernels advance the states in the pages. Nothing else moves as many bytes as a state's."""
+    _, result = compiled(step)
+    kernel = STEP_KERNELS[step[0]]
+    assert result.kernel_names.count(kernel) == NUM_STATE_LAYERS
+    assert result.in_command_buffer == result.kernel_names
+    assert moved_in_cache(result, state_bytes(step[0]) // 4) == 0
+    assert state_copies(result, step[0]) == []
+
+
+@each([step for step in XLA_DECODES if step[0] in STEP_KERNELS])
+def test_copies_of_states_by_plain_xla_are_noticed(compiled, step):
+    _, result = compiled(step)
+    assert moved_in_cache(result, state_bytes(step[0]) // 4) > 0
+    assert state_copies(result, step[0])
+
+
+def state_copies(result, name):
+    """Instructions that make arrays as large as a quarter of a layer's states, or larger."""
+    buffers = result.fresh_buffers(state_bytes(name) // 4)
+    return [instruction.line[:200] for instruction, _ in buffers]
+
+
+@each(XLA_DECODES)
+def test_plain_xla_moves_at_most_three_times_the_bytes_of_the_states(compiled, step):
     """A step must read and write the states once. It also writes and reads a temporary array.
 
     It moves 3 times these bytes for Gated DeltaNet, where two kernels read the temporary array, and

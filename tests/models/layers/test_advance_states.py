@@ -1,6 +1,8 @@
 """The states of rows without tokens are not computed if a program serves several widths."""
 
 import functools
+from dataclasses import replace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from models.layers.lightning_attention import LIGHTNING, LightningAttention, Lig
 from models.layers.mamba import Mamba, MambaConfig
 from models.layers.mamba2 import MAMBA, Mamba2, Mamba2Config
 from models.layers.rg_lru import RECURRENT, RecurrentBlock, RecurrentBlockConfig
+from pallas_kernels.gated_delta_rule import api as gated_delta_rule
 from pallas_kernels.ragged_requests import request_of_token
 from tests.quick_compile import QUICK_COMPILE, marked_sizes
 
@@ -37,6 +40,7 @@ def make_context(
     *,
     name: str = "own",
     state_format: StateFormat = FORMAT,
+    kernels: KernelSettings = KernelSettings(),  # noqa: B008
 ) -> LayerContext:
     """One layer. Each row reads a slot of its own and writes another."""
     num_pages = state_format.num_pages(4 * PAGE_WORDS)
@@ -65,7 +69,7 @@ def make_context(
         widths=widths,
     )
     place = CachePlace(format=state_format, inputs_idx=0, group_idx=0, row=1)
-    context = LayerContext(batch=batch, kernels=KernelSettings(), slots=(None,), cos_sin={})
+    context = LayerContext(batch=batch, kernels=kernels, slots=(None,), cos_sin={})
     return context.at(0, ((name, place),))
 
 
@@ -141,28 +145,71 @@ LAYERS = {
 QUICK_LAYERS = (MAMBA + "2", LINEAR_ATTENTION)
 
 
+@pytest.fixture(scope="module")
+def run_layer():
+    """A layer's results of a step and the pages after it. The first row is of a used request."""
+
+    def run(name, num_used, widths, **options):
+        make_layer, config = LAYERS[name]
+        graph, weights = nnx.split(make_layer(config, dtype=jnp.float32))
+        rng = np.random.default_rng(2)
+        weights = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(np.float32), weights)
+        num_pages = config.format().num_pages(4 * PAGE_WORDS)
+        pages = rng.standard_normal((2, 2 * num_pages * NUM_ROWS + 1, PAGE_WORDS))
+        pages = pages.astype(np.float32)
+        hidden = rng.standard_normal((NUM_ROWS, config.hidden_size)).astype(np.float32)
+
+        @functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
+        def step(num_used):
+            own = {"name": name.rstrip("2"), "state_format": config.format(), **options}
+            context = make_context(num_used, widths, **own)
+            layer = nnx.merge(graph, weights)
+            return layer(jnp.asarray(hidden), jnp.asarray(pages), context, norm=lambda x: x)
+
+        out, new_pages = step(num_used)
+        assert np.any(new_pages != pages)
+        return out[:num_used], new_pages
+
+    return run
+
+
 @pytest.mark.parametrize(
     "name", marked_sizes(QUICK_LAYERS, slow=sorted(LAYERS.keys() - QUICK_LAYERS))
 )
-def test_recurrent_layers_compute_in_chunks_what_they_compute_at_once(name):
-    make_layer, config = LAYERS[name]
-    graph, weights = nnx.split(make_layer(config, dtype=jnp.float32))
-    rng = np.random.default_rng(2)
-    weights = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(np.float32), weights)
-    num_pages = config.format().num_pages(4 * PAGE_WORDS)
-    pages = rng.standard_normal((2, 2 * num_pages * NUM_ROWS + 1, PAGE_WORDS)).astype(np.float32)
-    hidden = rng.standard_normal((NUM_ROWS, config.hidden_size)).astype(np.float32)
-
-    @functools.partial(jax.jit, static_argnums=1, compiler_options=QUICK_COMPILE)
-    def run(num_used, widths):
-        own = {"name": name.rstrip("2"), "state_format": config.format()}
-        context = make_context(num_used, widths, **own)
-        layer = nnx.merge(graph, weights)
-        return layer(jnp.asarray(hidden), jnp.asarray(pages), context, norm=lambda x: x)
-
+def test_recurrent_layers_compute_in_chunks_what_they_compute_at_once(name, run_layer):
     num_used = 2 * CHUNK_REQS - 3
-    wanted, wanted_pages = run(num_used, ())
-    out, new_pages = run(num_used, (CHUNK_REQS, NUM_ROWS))
-    np.testing.assert_allclose(out[:num_used], wanted[:num_used], rtol=1e-4, atol=1e-5)
+    wanted, wanted_pages = run_layer(name, num_used, ())
+    out, new_pages = run_layer(name, num_used, (CHUNK_REQS, NUM_ROWS))
+    np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(new_pages, wanted_pages, rtol=1e-4, atol=1e-5)
-    assert np.any(new_pages != pages)
+
+
+GPU_SETTINGS = KernelSettings(fuses_state_writes=True)
+
+
+@pytest.mark.parametrize("name", marked_sizes((LINEAR_ATTENTION,), slow=(DELTA_ATTENTION,)))
+def test_states_that_stay_in_the_pages_equal_those_that_are_read_and_written(
+    name, run_layer, monkeypatch
+):
+    num_used = NUM_ROWS - 2
+    wanted, wanted_pages = run_layer(name, num_used, ())
+    step = mock.Mock(wraps=gated_delta_rule.gated_delta_step)
+    monkeypatch.setattr(gated_delta_rule, "gated_delta_step", step)
+    out, pages = run_layer(name, num_used, (), kernels=GPU_SETTINGS)
+    assert step.called
+    is_alive = np.arange(num_used) % 5 != 3
+    np.testing.assert_allclose(out[is_alive], wanted[is_alive], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(pages, wanted_pages, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"implementation": "xla"}, {"batch_invariant": True}, {"fuses_state_writes": False}]
+)
+def test_other_settings_read_and_write_arrays_of_states(changes):
+    _, config = LAYERS[LINEAR_ATTENTION]
+    settings = replace(GPU_SETTINGS, **changes)
+    for kernels, wanted in ((GPU_SETTINGS, True), (settings, False)):
+        context = make_context(1, (), state_format=config.format(), kernels=kernels)
+        assert context.steps_in_pages(context.state("own")) is wanted
+    context = make_context(1, (), 2, state_format=config.format(), kernels=GPU_SETTINGS)
+    assert not context.steps_in_pages(context.state("own"))

@@ -1,0 +1,102 @@
+"""`StateSelfTest`: compares the kernels that advance states in pages with plain XLA."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels
+from models.cache.self_test import MAX_RELATIVE_ERROR, relative_error
+from pallas_kernels import PagedStates
+
+StepOp = Literal["gated_delta_step"]
+
+_NUM_REQS, _NUM_HEADS = 4, 2
+# A page ends within a head of most models.
+_LINES_PER_PAGE = 48
+_ROW = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StateSelfTest:
+    """One step of an op. A head's state is `num_lines` lines of `line_size` numbers."""
+
+    op: StepOp
+    num_lines: int
+    line_size: int
+    dtype: str  # of states in the pages, which are bfloat16
+    has_decay_per_row: bool = False
+
+    @classmethod
+    def all_of(cls, op: StepOp, shape: tuple[int, ...], dtype: str) -> tuple["StateSelfTest", ...]:
+        """The tests of an op for states of a shape."""
+        _, num_lines, line_size = shape
+        return tuple(
+            cls(
+                op=op,
+                num_lines=num_lines,
+                line_size=line_size,
+                dtype=dtype,
+                has_decay_per_row=has_decay_per_row,
+            )
+            for has_decay_per_row in (False, True)
+        )
+
+    def why_kernels_differ(
+        self, target: pallas_kernels.Target, *, implementation: str | None = None
+    ) -> str | None:
+        """See `SelfTest.why_kernels_differ`."""
+        expected = self._run({"implementation": "xla", "target": target})
+        got = self._run({"implementation": implementation, "target": target})
+        for what, got_np, expected_np in zip(("results", "states"), got, expected, strict=True):
+            difference = relative_error(got_np, expected_np)
+            if not difference <= MAX_RELATIVE_ERROR:  # NaN is not
+                return (
+                    f"{what} of {self.op} differ from XLA's by {difference:.3g} of their norm, "
+                    f"more than {MAX_RELATIVE_ERROR}"
+                )
+        return None
+
+    def _run(self, chosen: dict[str, object]) -> tuple[np.ndarray, np.ndarray]:
+        """The results of requests that write a state; and all states, written or not."""
+        rng = np.random.default_rng(0)
+        states = self._states(rng)
+        heads = (_NUM_REQS, _NUM_HEADS)
+
+        def normal(*dims: int) -> jax.Array:
+            return jnp.asarray(rng.standard_normal((*heads, *dims)), jnp.float32)
+
+        q, k, v = normal(self.num_lines), normal(self.num_lines), normal(self.line_size)
+        decay_dims = (self.num_lines,) if self.has_decay_per_row else ()
+        k /= jnp.linalg.norm(k, axis=-1, keepdims=True)
+        tokens = (q, k, v, -jnp.abs(normal(*decay_dims)), jax.nn.sigmoid(normal()))
+
+        def step(states: PagedStates, *tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+            states, out = pallas_kernels.gated_delta_step(states, *tokens, **chosen)
+            slots = jnp.concatenate([states.read_blocks, states.write_blocks])
+            return out, states.numbers.at[_ROW, slots].get(mode="fill", fill_value=0)
+
+        out, slots = jax.device_get(jax.jit(step)(states, *tokens))
+        numbers = slots.reshape(len(slots), -1)[:, : self.num_lines * self.line_size * _NUM_HEADS]
+        return out[:-1], np.nan_to_num(numbers.astype(np.float32))
+
+    def _states(self, rng: np.random.Generator) -> PagedStates:
+        """The second request starts from zeros and reads NaN. The last one writes nothing."""
+        num_pages = -(-self.num_lines * _NUM_HEADS // _LINES_PER_PAGE)
+        num_blocks = 2 * _NUM_REQS * num_pages
+        read, write = rng.permutation(num_blocks).reshape(2, _NUM_REQS, num_pages)
+        page_size = _LINES_PER_PAGE * self.line_size
+        numbers_np = rng.standard_normal((_ROW + 1, num_blocks, page_size)).astype(np.float32)
+        numbers_np[:, read[1]] = np.nan
+        write[0], write[-1] = read[0], num_blocks
+        pages = jax.lax.bitcast_convert_type(jnp.asarray(numbers_np, self.dtype), jnp.bfloat16)
+        return PagedStates(
+            pages=pages.reshape(_ROW + 1, num_blocks, -1),
+            row=jnp.int32(_ROW),
+            read_blocks=jnp.asarray(read, jnp.int32),
+            write_blocks=jnp.asarray(write, jnp.int32),
+            starts_from_zero=jnp.arange(_NUM_REQS) == 1,
+            dtype=self.dtype,
+        )
