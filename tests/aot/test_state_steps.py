@@ -103,9 +103,9 @@ def compiled(h200, four_h200s, compile_for_h200, tmp_path_factory):
     return compile_step
 
 
-def state_bytes(name):
-    """Bytes of a layer's states of all requests. Each of several devices has the whole states."""
-    return STATE_BYTES[name] * NUM_REQS
+def state_bytes(name, num_devices=1):
+    """Bytes of a layer's states of all requests on each device."""
+    return STATE_BYTES[name] * NUM_REQS // num_devices
 
 
 @each(ALL)
@@ -113,7 +113,7 @@ def test_the_cache_is_in_place_and_temporary_memory_has_a_bound(compiled, step):
     """Temporary memory has room for a layer's states twice. All layers share it."""
     program, result = compiled(step)
     assert result.aliased_bytes >= program.cache_bytes
-    assert result.temp_bytes < MOST_STATES_HELD * state_bytes(step[0]) + OTHER_BYTES
+    assert result.temp_bytes < MOST_STATES_HELD * state_bytes(step[0], step[2]) + OTHER_BYTES
 
 
 @pytest.mark.skipif(missing_for_tpu() is not None, reason=str(missing_for_tpu()))
@@ -138,20 +138,20 @@ def test_a_decode_reads_and_writes_each_state_once(compiled, step):
     kernel = STEP_KERNELS[step[0]]
     assert result.kernel_names.count(kernel) == NUM_STATE_LAYERS
     assert result.in_command_buffer == result.kernel_names
-    assert moved_in_cache(result, state_bytes(step[0]) // 4) == 0
-    assert state_copies(result, step[0]) == []
+    assert moved_in_cache(result, state_bytes(step[0], step[2]) // 4) == 0
+    assert state_copies(result, step[0], step[2]) == []
 
 
 @each([step for step in XLA_DECODES if step[0] in STEP_KERNELS])
 def test_copies_of_states_by_plain_xla_are_noticed(compiled, step):
     _, result = compiled(step)
-    assert moved_in_cache(result, state_bytes(step[0]) // 4) > 0
-    assert state_copies(result, step[0])
+    assert moved_in_cache(result, state_bytes(step[0], step[2]) // 4) > 0
+    assert state_copies(result, step[0], step[2])
 
 
-def state_copies(result, name):
+def state_copies(result, name, num_devices):
     """Instructions that make arrays as large as a quarter of a layer's states, or larger."""
-    buffers = result.fresh_buffers(state_bytes(name) // 4)
+    buffers = result.fresh_buffers(state_bytes(name, num_devices) // 4)
     return [instruction.line[:200] for instruction, _ in buffers]
 
 
@@ -163,7 +163,7 @@ def test_plain_xla_moves_at_most_three_times_the_bytes_of_the_states(compiled, s
     2.5 times for Mamba2.
     """
     _, result = compiled(step)
-    num_bytes = state_bytes(step[0])
+    num_bytes = state_bytes(step[0], step[2])
     least = NUM_STATE_LAYERS * 2 * num_bytes
     in_cache = moved_in_cache(result, num_bytes // 4)
     assert in_cache >= least
