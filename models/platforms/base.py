@@ -1,5 +1,6 @@
 """`Platform`: all choices that depend on the processor, here with values for any processor."""
 
+import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -59,6 +60,10 @@ class Platform:
     # Host memory that compiling one program may take: several times what was measured
     # (`docs/design/runner-and-programs.md`).
     compile_bytes: ClassVar[int] = 2**30
+
+    def step_clock(self) -> float:
+        """Seconds since any moment, to compare how long two kinds of steps take."""
+        return time.perf_counter()
 
     def weight_dtype(self, own: ModelDtype) -> ModelDtype:
         """The default dtype of loaded weights.

@@ -1,6 +1,7 @@
 """`CPU`: XLA compiles for the processor that this process runs on."""
 
 import os
+import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -59,6 +60,10 @@ class CPU(Platform):
     @classmethod
     def of_this_machine(cls) -> "CPU":
         return cls(num_threads=num_threads(), instruction_sets=instruction_sets())
+
+    def step_clock(self) -> float:
+        """Processor time of this process, which other processes of a busy machine do not change."""
+        return time.process_time()
 
     def weight_dtype(self, own: ModelDtype) -> ModelDtype:
         """float32, because XLA:CPU is slow in 16 bits."""

@@ -87,8 +87,8 @@ def drafting(request, heads, plain_runners):
     pacer = RandomPacer(MAX_DRAFTS) if adapts else None
     burst_pacer = RandomBurstPacer() if adapts else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feature_list, "DepthPacer", lambda max_drafts: pacer)
-        patch.setattr(feature_list, "BurstDraftPacer", lambda: burst_pacer)
+        patch.setattr(feature_list, "DepthPacer", lambda max_drafts, clock: pacer)
+        patch.setattr(feature_list, "BurstDraftPacer", lambda clock: burst_pacer)
         config = dataclasses.replace(config, speculative_config=speculative)
         # Slow tests and `test_burst_drafts` have a program of bursts for a single request too.
         has_few_sizes = (method, adapts) == ("eagle3", True)

@@ -171,7 +171,7 @@ def drafting(request, heads, plain_runners):
         plain_runners[plain] = make_warm_runner(model, config, has_few_sizes=True).runner
     pacer = RandomPacer(MAX_DRAFTS) if adapts else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feature_list, "DepthPacer", lambda max_drafts: pacer)
+        patch.setattr(feature_list, "DepthPacer", lambda max_drafts, clock: pacer)
         config = dataclasses.replace(config, speculative_config=speculative)
         runner = make_warm_runner(model, config, head=head).runner
     if method == "draft_model":

@@ -22,7 +22,7 @@ class BurstDraftPacer:
     burst verifies drafts.
 
     Args:
-        clock: Returns seconds; it never goes back.
+        clock: Returns seconds; it never goes back. See `Platform.step_clock`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -47,7 +47,7 @@ class DepthPacer:
 
     Args:
         max_drafts: Most drafts of a request.
-        clock: Returns seconds; it never goes back.
+        clock: Returns seconds; it never goes back. See `Platform.step_clock`.
 
     Attributes:
         num_drafts: The last choice; 0 while the engine runs ahead.

@@ -54,7 +54,7 @@ class DraftPacer:
     therefore that of a larger step: it has one more token for each draft that should be right.
 
     Args:
-        clock: Returns seconds; it never goes back.
+        clock: Returns seconds; it never goes back. See `Platform.step_clock`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

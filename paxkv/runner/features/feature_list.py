@@ -29,12 +29,13 @@ def make_features(config: RunnerConfig, model: LoadedModel) -> tuple[StepFeature
     # The feature of a drafter with weights comes from `make_head_drafts`.
     if speculative is not None and not speculative.is_on_device:
         are_in_bursts = bool(speculative.drafts_in_bursts)
+        clock = model.platform.step_clock
         drafts = Drafts(
             make_drafter(speculative),
             max_drafts=speculative.num_speculative_tokens,
-            pacer=DraftPacer() if speculative.adapts else None,
+            pacer=DraftPacer(clock) if speculative.adapts else None,
             are_in_bursts=are_in_bursts,
-            burst_pacer=BurstDraftPacer() if speculative.adapts and are_in_bursts else None,
+            burst_pacer=BurstDraftPacer(clock) if speculative.adapts and are_in_bursts else None,
         )
         features.append(drafts)
     return tuple(features)
@@ -56,12 +57,13 @@ def make_head_drafts(
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
     )
-    pacer = DepthPacer(max_drafts) if speculative.adapts else None
+    clock = model.platform.step_clock
+    pacer = DepthPacer(max_drafts, clock) if speculative.adapts else None
     if not speculative.drafts_in_bursts:
         return HeadDrafts(variant, max_drafts=max_drafts, pacer=pacer)
     return BurstHeadDrafts(
         variant,
         max_drafts=max_drafts,
         pacer=pacer,
-        burst_pacer=BurstDraftPacer() if speculative.adapts else None,
+        burst_pacer=BurstDraftPacer(clock) if speculative.adapts else None,
     )

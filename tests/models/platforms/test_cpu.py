@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -133,3 +134,10 @@ def test_halves_are_kept_as_integers():
         assert platform.kv_cache_dtypes(model_dtype) == ("float32", "float16", "bfloat16")
     stored = {dtype: platform.page_dtype(dtype) for dtype in platform.kv_cache_dtypes("float32")}
     assert stored == {"float32": "float32", "float16": "uint16", "bfloat16": "uint16"}
+
+
+def test_steps_are_compared_by_processor_time():
+    platform = CPU(num_threads=1, instruction_sets=frozenset())
+    start_s, start_wall_s = platform.step_clock(), time.perf_counter()
+    time.sleep(0.2)
+    assert platform.step_clock() - start_s < 0.1 < time.perf_counter() - start_wall_s
