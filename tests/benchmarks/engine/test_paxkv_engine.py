@@ -7,15 +7,20 @@ from benchmarks.engine.offline_engine import EngineSpec
 from benchmarks.engine.paxkv_engine import kv_cache_bytes, load_engine
 from benchmarks.random_checkpoint import MODEL_SHAPES
 from benchmarks.workloads import make_workload
-from tests.small_engine import CHECKPOINT, SETTINGS
+from tests.demo_programs import SETTINGS, demo_programs
+from tests.engine_compilations import process_engine_compilations
+from tests.small_engine import CHECKPOINT
 
 WORKLOAD = make_workload("prefix", vocab_size=256).first(4, max_output_tokens=3)
 
 
 def test_every_run_begins_with_an_empty_prefix_cache() -> None:
     common = {"module": "x", "dtype": "float32", "num_threads": 1}
-    spec = EngineSpec(checkpoint=str(CHECKPOINT), settings=SETTINGS, **common)
-    engine, runs = load_engine(spec, WORKLOAD), []
+    # The programs are for the cache that servers of tests have.
+    settings = SETTINGS | {"compiled_dir": str(demo_programs()), "cpu_kv_cache_bytes": 2**28}
+    spec = EngineSpec(checkpoint=str(CHECKPOINT), settings=settings, **common)
+    with process_engine_compilations():
+        engine, runs = load_engine(spec, WORKLOAD), []
     for _ in range(2):
         engine.prepare()
         runs.append(engine.run(WORKLOAD))
