@@ -100,38 +100,40 @@ def method(request, drafter):
         pytest.param(True, id="batch_invariant", marks=pytest.mark.slow),
     ],
 )
-def runners(request, pacer, drafter):
-    """A runner without drafts and one with the same weights and drafts; steps of a burst."""
+def drafting(request, pacer, drafter):
+    """A runner with drafts, and the steps of a burst."""
     config = RunnerConfig(batch_invariant=request.param, max_logprobs=-1)
     drafts = Drafts(drafter, max_drafts=MAX_DRAFTS, pacer=pacer)
-    found = []
-    for added in ((), (drafts,)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                model_runner, "make_features", lambda *args, a=added: (*make_features(*args), *a)
-            )
-            found.append(make_warm_runner(TinyModel(seed=2), config).runner)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_runner, "make_features", lambda *args: (*make_features(*args), drafts))
+        runner = make_warm_runner(TinyModel(seed=2), config).runner
     # There are no bursts with batch_invariant.
-    return *found, 1 if request.param else 8
+    return runner, 1 if request.param else 8
 
 
 @pytest.fixture(scope="module")
-def truth(runners, compiler):
-    """The answer of each request alone, in an engine without drafts."""
-    return {
-        request.request_id: run(runners[0], [request], compiler=compiler)[0][request.request_id]
+def truth(drafting, pacer, compiler):
+    """The answer of each request alone, without drafts.
+
+    `test_burst_head_drafts` compares with a runner that cannot verify drafts.
+    """
+    pacer.draft_share, pacer.ahead_share = 0.0, 1.0
+    answers = {
+        request.request_id: run(drafting[0], [request], compiler=compiler)[0][request.request_id]
         for request in ALL_REQUESTS
     }
+    assert all(answer.num_draft_tokens == 0 for answer in answers.values())
+    return answers
 
 
-def check_random_run(runners, pacer, compiler, truth, seed):
+def check_random_run(drafting, pacer, compiler, truth, seed):
     """Prefix hits, few blocks, chunked prompts, arrivals, async scheduling and bursts."""
     pacer.rng = rng = random.Random(seed)
     pacer.draft_share = rng.choice((1.0, 0.7, 0.3))
     pacer.ahead_share = rng.random() * (1 - pacer.draft_share)
     requests = rng.sample(ALL_REQUESTS, rng.randint(1, len(ALL_REQUESTS)))
     num_arrivals = rng.randint(0, len(requests) - 1)
-    _, runner, max_decode_burst = runners
+    runner, max_decode_burst = drafting
     answers, _ = run(
         runner,
         requests,
@@ -149,13 +151,13 @@ def check_random_run(runners, pacer, compiler, truth, seed):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_drafts_change_no_answer(runners, pacer, compiler, truth, seed):
+def test_drafts_change_no_answer(drafting, pacer, compiler, truth, seed):
     pacer.num_chosen = 0
-    check_random_run(runners, pacer, compiler, truth, seed)
+    check_random_run(drafting, pacer, compiler, truth, seed)
     assert pacer.num_chosen > 0
 
 
 @pytest.mark.slow
-def test_drafts_change_no_answer_in_300_runs(runners, pacer, compiler, truth):
+def test_drafts_change_no_answer_in_300_runs(drafting, pacer, compiler, truth):
     for seed in range(1000, 1300):
-        check_random_run(runners, pacer, compiler, truth, seed)
+        check_random_run(drafting, pacer, compiler, truth, seed)

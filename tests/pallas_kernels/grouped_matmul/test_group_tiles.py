@@ -32,9 +32,8 @@ def test_by_hand():
 @given(data=st.data())
 def test_every_routed_row_has_one_place_in_a_tile_of_its_group(data):
     # Few shapes, so that few programs are compiled.
-    num_groups = data.draw(st.sampled_from([1, 4]))
-    tile_rows = data.draw(st.sampled_from([1, 2, 4]))
-    num_rows = data.draw(st.sampled_from([1, 17]))
+    shapes = [(1, 2, 17), (4, 1, 17), (4, 4, 17), (4, 2, 1)]
+    num_groups, tile_rows, num_rows = data.draw(st.sampled_from(shapes))
     group_ids = data.draw(
         st.lists(st.integers(0, num_groups), min_size=num_rows, max_size=num_rows)
     )
