@@ -8,8 +8,9 @@ from typing import ClassVar
 import jax
 
 from models.cache.format import Pages
+from models.cache.kept_states import KeptStates, read_written_states, write_states_back
 from models.config.model_config import ModelConfig
-from models.errors import ModelConfigError, UnsupportedModelError
+from models.errors import ModelConfigError
 from models.forward.forward_batch import ForwardBatch
 from models.forward.wants import Wants
 from models.loading.loaded_head import LoadedHead
@@ -45,6 +46,19 @@ class LoadedDraftModel(LoadedModel):
         outputs, pages = self.forward(params, pages, dataclasses.replace(batch, wants=wants))
         return outputs.hidden, pages
 
+    @property
+    def has_states(self) -> bool:
+        """Whether it has recurrent layers."""
+        return _has_states(self.config)
+
+    def keep_states(self, pages: Pages, batch: ForwardBatch) -> KeptStates:
+        """Returns the states after `run`, for `restore_states`. See `read_written_states`."""
+        return read_written_states(pages, batch, self.places, self.kernels)
+
+    def restore_states(self, pages: Pages, batch: ForwardBatch, kept: KeptStates) -> Pages:
+        """Takes back all changes of states since `keep_states`, which had the same batch."""
+        return write_states_back(pages, batch, self.places, self.kernels, kept)
+
     def choose(
         self,
         params: tuple[jax.Array, ...],
@@ -61,18 +75,16 @@ def check_draft_model(config: ModelConfig, target: ModelConfig) -> None:
 
     Raises:
         ModelConfigError: The vocabularies have different sizes.
-        UnsupportedModelError: The draft model has recurrent layers.
     """
-    if any(cache.kind == "state" for cache in config.spec("float32").own_formats.values()):
-        raise UnsupportedModelError(
-            f"the draft model, {config.architecture}, has recurrent layers, whose states cannot "
-            "forget rejected drafts. Use a draft model without them."
-        )
     if config.vocab_size != target.vocab_size:
         raise ModelConfigError(
             f"the draft model has vocab_size {config.vocab_size}; the model has "
             f"{target.vocab_size}. Use a draft model with the same tokenizer."
         )
+
+
+def _has_states(config: ModelConfig) -> bool:
+    return any(cache.kind == "state" for cache in config.spec("float32").own_formats.values())
 
 
 # A module that runs after each step, and proposes tokens for the next step.

@@ -22,6 +22,7 @@ class LoadedHead(LoadedModule):
     """
 
     reads_hidden: ClassVar[bool] = True
+    has_states: ClassVar[bool] = False
 
     taps: tuple[int, ...] = ()
 

@@ -198,6 +198,7 @@ class Worker:
                 following_ids_np,
                 np.int32(num_proposed),
                 head_memory_of(arrays),
+                tuple(self._slot_blocks),
             )
         arrays.update(memory)
         return drafts

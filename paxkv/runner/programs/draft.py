@@ -8,9 +8,17 @@ import jax
 import jax.numpy as jnp
 
 from models import ForwardBatch, LoadedModel, Pages, Wants, Width, run_at_width
+from models.cache import rules
 from models.loading.loaded_draft_model import LoadedDrafter
 from paxkv.runner.features.head_memory import HeadMemory, write_memory
-from paxkv.runner.programs.make_batch import make_batch, make_decode_batch, tables_of
+from paxkv.runner.programs.make_batch import (
+    SlotBlocks,
+    StateRows,
+    make_batch,
+    make_decode_batch,
+    spread_places,
+    tables_of,
+)
 from paxkv.runner.programs.step import Params, unpack_fields
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.sampling.sampler import argmax_grouped
@@ -18,7 +26,7 @@ from paxkv.runner.shapes.packed_layout import PackedLayout
 from paxkv.runner.shapes.program_shapes import DraftShape
 
 # (params, head_params, kv_cache, packed, prev_tokens, target_hidden, result, following_ids,
-# num_proposed, memory) -> (kv_cache, drafts, memory)
+# num_proposed, memory, slot_blocks) -> (kv_cache, drafts, memory)
 DraftFunction = Callable[
     [
         Params,
@@ -31,6 +39,7 @@ DraftFunction = Callable[
         jax.Array,
         jax.Array,
         Mapping[str, jax.Array],
+        SlotBlocks,
     ],
     tuple[Pages, jax.Array, Mapping[str, jax.Array]],
 ]
@@ -67,7 +76,13 @@ def make_draft(model: LoadedModel, head: LoadedDrafter, shape: DraftShape) -> Dr
     are computed too. The next step of the request writes over their keys and values.
 
     The drafts' keys and values go to slots after the step's tokens. A request gets drafts only up
-    to the end of its block table. The program returns `drafts` i32[num_reqs, shape.num_drafts],
+    to the end of its block table.
+
+    A draft model with states writes the states of a step as its target does: before the drafts. It
+    then computes accepted drafts and the drawn token together, which gives the first draft. After
+    the last draft, it takes the states back.
+
+    The program returns `drafts` i32[num_reqs, shape.num_drafts],
     with `NO_TOKEN` after the last draft of each request. It also returns the memory for bursts, in
     which it has replaced the rows of requests that drew a token.
     """
@@ -85,10 +100,10 @@ def make_draft(model: LoadedModel, head: LoadedDrafter, shape: DraftShape) -> Dr
         following_ids: jax.Array,  # i32[num_reqs], see `BuiltStep`
         num_proposed: jax.Array,  # i32[], drafts of each request, in [1, shape.num_drafts]
         memory: Mapping[str, jax.Array],  # of `head_memory_arrays`; may be empty
+        slot_blocks: SlotBlocks = (),
     ) -> tuple[Pages, jax.Array, Mapping[str, jax.Array]]:
         fields = unpack_fields(layout, packed, prev_tokens)
-        # A drafter has no states.
-        tables = tables_of(fields, step, slot_blocks=None)
+        tables = tables_of(fields, step, slot_blocks if head.has_states else None)
         starts, positions = fields["query_start_loc"], fields["positions"]
         following = _find_next_tokens(fields, result[:, :, 0], following_ids)
         target_embed = functools.partial(model.embed, params)
@@ -113,10 +128,12 @@ def make_draft(model: LoadedModel, head: LoadedDrafter, shape: DraftShape) -> Dr
             logits_indices=fields["logits_indices"],
             wants=Wants(logits="none", hidden="all"),
             widths=shape.token_widths,
+            state_ends=fields.get("state_ends"),
         )
         if target_hidden is not None:
             target_hidden = head.combine(head_params, target_hidden[: step.num_tokens])
         hidden, pages = run(kv_cache, batch, target_hidden)
+        row_idx = jnp.arange(step.num_reqs + 1, dtype=jnp.int32)
         num_used = (starts[1:] > starts[:-1]).sum(dtype=jnp.int32)
         choose = functools.partial(_choose, model, head, shape, params, head_params, num_used)
         last_idx, has_drawn = following.last_idx, following.has_drawn
@@ -148,6 +165,22 @@ def make_draft(model: LoadedModel, head: LoadedDrafter, shape: DraftShape) -> Dr
             )
             memory = write_memory(memory, fields["tenancies"], last)
 
+        def compute_after_states(state: _DraftState) -> _DraftState:
+            is_alive = state.is_alive & _have_slots(head, shape, tables, state.positions + 1)
+            after = _batch_after_states(shape, fields, tables, following, is_alive)
+            next_hidden, pages = run(state.pages, after, None)
+            next_hidden = next_hidden[after.logits_indices]
+            draft_ids = choose(next_hidden)
+            return state._replace(
+                token_ids=state.draft_ids,
+                positions=state.positions + is_alive,
+                is_alive=is_alive,
+                next_hidden=next_hidden,
+                draft_ids=draft_ids,
+                pages=pages,
+                drafts=state.drafts.at[:, 0].set(jnp.where(is_alive, draft_ids, NO_TOKEN)),
+            )
+
         def extend(draft_idx: jax.Array, state: _DraftState) -> _DraftState:
             is_alive = state.is_alive & _have_slots(head, shape, tables, state.positions + 1)
             token_ids = jnp.where(is_alive, state.draft_ids, state.token_ids)
@@ -160,6 +193,13 @@ def make_draft(model: LoadedModel, head: LoadedDrafter, shape: DraftShape) -> Dr
                 block_tables=tables,
                 table_shapes=step.tables,
                 widths=shape.req_widths,
+                state_rows=StateRows(
+                    num_computed=positions,
+                    query_start_loc=jnp.minimum(row_idx, num_used),
+                    is_alive=is_alive,
+                    has_one_token_each=True,
+                    reads_second=True,
+                ),
             )
             next_hidden, pages = run(state.pages, batch, hidden)
             draft_ids = choose(next_hidden)
@@ -174,11 +214,54 @@ def make_draft(model: LoadedModel, head: LoadedDrafter, shape: DraftShape) -> Dr
                 drafts=state.drafts.at[:, draft_idx].set(jnp.where(is_alive, draft_ids, NO_TOKEN)),
             )
 
-        first = int(head.reads_hidden)
-        state = jax.lax.fori_loop(first, num_proposed, extend, state)
-        return state.pages, state.drafts, memory
+        if not head.has_states:
+            first = int(head.reads_hidden)
+            state = jax.lax.fori_loop(first, num_proposed, extend, state)
+            return state.pages, state.drafts, memory
+        kept = head.keep_states(pages, batch)
+        for blocks in kept:
+            state = state._replace(draft_ids=rules.after(state.draft_ids, blocks))
+        state = compute_after_states(state)
+        state = jax.lax.fori_loop(1, num_proposed, extend, state)
+        return head.restore_states(state.pages, batch, kept), state.drafts, memory
 
     return draft
+
+
+def _batch_after_states(
+    shape: DraftShape,
+    fields: dict[str, jax.Array],
+    tables: tuple[jax.Array, ...],
+    following: _NextTokens,
+    is_alive: jax.Array,  # bool[num_reqs]
+) -> ForwardBatch:
+    """The accepted drafts and the drawn token of each request that is alive."""
+    step, most = shape.step, 1 + shape.num_drafts
+    # The last token that is in the state.
+    before_idx = jnp.maximum(fields["state_ends"] - 1, 0)
+    num_computed = fields["positions"][before_idx] + 1
+    num_tokens = jnp.where(is_alive, following.last_idx - before_idx + 1, 0)
+    query_start_loc, row, place = spread_places(num_tokens, step.num_reqs * most)
+    is_token, place = place >= 0, jnp.maximum(place, 0)
+    return make_batch(
+        token_ids=jnp.where(is_token, following.next_ids[before_idx[row] + place], 0),
+        positions=jnp.where(is_token, num_computed[row] + place, 0),
+        query_start_loc=query_start_loc,
+        seq_lens=jnp.where(is_alive, num_computed + num_tokens, 0),
+        block_tables=tables,
+        table_shapes=step.tables,
+        logits_indices=jnp.maximum(query_start_loc[1:] - 1, 0),
+        wants=Wants(logits="none", hidden="all"),
+        widths=tuple(most * width for width in shape.req_widths),
+        state_rows=StateRows(
+            num_computed=num_computed,
+            query_start_loc=query_start_loc,
+            is_alive=is_alive,
+            has_one_token_each=False,
+            # A step writes the second slot.
+            reads_second=True,
+        ),
+    )
 
 
 def _find_next_tokens(
@@ -228,6 +311,8 @@ def _have_slots(
     """Whether the request has a block for the position in each of the head's groups."""
     found = jnp.ones(positions.shape, bool)
     for _, place in (cache for places in head.places for cache in places):
+        if place.format.kind == "state":
+            continue
         table = tables[place.inputs_idx][place.group_idx]
         block_idx = positions // shape.step.tables[place.inputs_idx].block_size
         # Block 0 is the null block.

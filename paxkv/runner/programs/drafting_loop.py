@@ -16,7 +16,7 @@ from models import ForwardBatch, LoadedModel, Pages, Wants
 from paxkv.runner.features.traced_features import NO_FEATURES, FeatureValues, TracedFeatures
 from paxkv.runner.programs.decode_loop import DecodeRows
 from paxkv.runner.programs.loop_drafters.base import DraftedRows, LoopDrafter, VerifiedStep
-from paxkv.runner.programs.make_batch import StateRows, make_batch
+from paxkv.runner.programs.make_batch import StateRows, make_batch, spread_places
 from paxkv.runner.programs.step import Params
 from paxkv.runner.sampling.accept_drafts import accept_drafts
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
@@ -100,6 +100,9 @@ def run_drafting_loop(
             positions=state.positions,
             num_useful=jnp.minimum(num_left, drafter.num_drafts),
         )
+        if state.num_in_state is not None:
+            known, writes_first = _known_batch(rows, state, drafter.num_drafts)
+            drafted = drafted._replace(known=known, writes_first=writes_first)
         drafts, pages = drafter.propose(drafted, state.pages, state.memory)
         num_found = (drafts != NO_TOKEN).sum(axis=1, dtype=jnp.int32)
         num_drafts = jnp.minimum(num_found, drafted.num_useful)
@@ -144,6 +147,34 @@ def _num_known(state: DraftingState) -> jax.Array:  # i32[num_rows]
     return state.positions - jnp.minimum(state.num_in_state, state.positions) + 1
 
 
+def _known_batch(
+    rows: DecodeRows, state: DraftingState, max_drafts: int
+) -> tuple[ForwardBatch, jax.Array | bool]:
+    """The batch `DraftedRows.known`, and `writes_first`."""
+    num_rows = state.positions.shape[0]
+    is_used = jnp.arange(num_rows, dtype=jnp.int32) < rows.num_used
+    num_known = jnp.where(is_used, _num_known(state), 0)
+    num_tokens = num_rows * (1 + max_drafts)
+    query_start_loc, row, place = spread_places(num_known, num_tokens)
+    is_token = place >= 0
+    positions = jnp.where(is_token, (state.positions - num_known + 1)[row] + place, 0)
+    state_rows = _state_rows(rows, state, query_start_loc)
+    narrow = tuple(width for width in rows.widths if width < num_tokens)
+    batch = make_batch(
+        token_ids=jnp.where(is_token, state.token_ids[row, positions], 0),
+        positions=positions,
+        query_start_loc=query_start_loc,
+        seq_lens=jnp.where(is_used, state.positions + 1, 0),
+        block_tables=rows.block_tables,
+        table_shapes=rows.table_shapes,
+        logits_indices=jnp.maximum(query_start_loc[1:] - 1, 0),
+        wants=Wants(logits="none", hidden="all"),
+        widths=(*narrow, num_tokens) if narrow else (),
+        state_rows=state_rows,
+    )
+    return batch, state_rows.writes_first
+
+
 def _verifying_batch(
     rows: DecodeRows,
     state: DraftingState,
@@ -167,7 +198,7 @@ def _verifying_batch(
     num_queries = jnp.where(is_used, num_known + num_drafts, 0)
     # With states, the accepted drafts of the last step are known tokens too.
     most_known = 1 if state.num_in_state is None else 1 + max_drafts
-    query_start_loc, row, place = _spread(num_queries, num_rows * (most_known + max_drafts))
+    query_start_loc, row, place = spread_places(num_queries, num_rows * (most_known + max_drafts))
     is_token = place >= 0
     positions = jnp.where(is_token, first_positions[row] + place, 0)
     draft_idx = place - num_known[row]
@@ -180,7 +211,7 @@ def _verifying_batch(
     state_rows = None
     if state.num_in_state is not None:
         state_rows = _state_rows(rows, state, query_start_loc)
-    _, draw_req, draw_idx = _spread(
+    _, draw_req, draw_idx = spread_places(
         jnp.where(is_used, 1 + num_drafts, 0), num_rows * (1 + max_drafts)
     )
     is_draw, draw_idx = draw_idx >= 0, jnp.maximum(draw_idx, 0)
@@ -209,24 +240,6 @@ def _verifying_batch(
         "draw_req": draw_req,
     }
     return batch, join_step_rows(fields, num_rows=logits_indices.shape[0]), row
-
-
-def _spread(
-    counts: jax.Array,  # i32[num_rows]
-    num_places: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gives each row `counts` consecutive places.
-
-    Returns:
-        The first place of each row and the end, i32[num_rows + 1]; for each place, its row; and its
-        index among the places of the row. Places after the end have any row, and index -1.
-    """
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    starts = jnp.pad(ends, (1, 0))
-    places = jnp.arange(num_places, dtype=jnp.int32)
-    row = jnp.searchsorted(ends, places, side="right").astype(jnp.int32)
-    row = jnp.minimum(row, counts.shape[0] - 1)
-    return starts, row, jnp.where(places < ends[-1], places - starts[row], -1)
 
 
 def _state_rows(

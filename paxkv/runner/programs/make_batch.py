@@ -171,3 +171,21 @@ def make_decode_batch(
         widths=widths,
         state_rows=state_rows,
     )
+
+
+def spread_places(
+    counts: jax.Array,  # i32[num_rows]
+    num_places: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gives each row `counts` consecutive places.
+
+    Returns:
+        The first place of each row and the end, i32[num_rows + 1]; for each place, its row; and its
+        index among the places of the row. Places after the end have any row, and index -1.
+    """
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    starts = jnp.pad(ends, (1, 0))
+    places = jnp.arange(num_places, dtype=jnp.int32)
+    row = jnp.searchsorted(ends, places, side="right").astype(jnp.int32)
+    row = jnp.minimum(row, counts.shape[0] - 1)
+    return starts, row, jnp.where(places < ends[-1], places - starts[row], -1)

@@ -145,7 +145,6 @@ class StepPrograms:
             for variant in shape.features
         ]
         kept, donated = split_arrays(shape.features, arrays)
-        slot_blocks = tuple(self._abstract(*slots.dims) for slots in self.buckets.slot_shapes)
         # Everything except the cache and the logits is whole on each device.
         logits = self._abstract_logits()
         if isinstance(shape, BurstShape):
@@ -161,7 +160,7 @@ class StepPrograms:
                 out_shardings=(kv_cache.sharding, logits.sharding, *[self._sharding] * 5),
             )
             row_state = self._abstract_row_state()
-            last = (kept, donated, slot_blocks, *head_params)
+            last = (kept, donated, self._abstract_slot_blocks(), *head_params)
             return burst.lower(*arguments, logits, row_state, *last)
         make = make_step if shape.tile_tokens is None else make_invariant_step
         step = jax.jit(
@@ -169,7 +168,7 @@ class StepPrograms:
             donate_argnums=(1, 4, 6),
             out_shardings=(kv_cache.sharding, logits.sharding, *[self._sharding] * 3),
         )
-        return step.lower(*arguments, logits, kept, donated, slot_blocks)
+        return step.lower(*arguments, logits, kept, donated, self._abstract_slot_blocks())
 
     def _lower_draft(self, shape: DraftShape, kv_cache: Pages) -> Lowered:
         sampler_shape = self.buckets.sampler_shape
@@ -197,6 +196,7 @@ class StepPrograms:
             self._abstract(shape.step.num_reqs),
             self._abstract(),
             head_memory_of(arrays),
+            self._abstract_slot_blocks(),
         )
 
     def _lower_sampling(self, shape: SamplerShape | RowShape) -> Lowered:
@@ -353,6 +353,9 @@ class StepPrograms:
         num_rows, vocab_size = self.buckets.sampler_shape.num_rows, self._model.config.vocab_size
         sharding = logits_sharding(self._mesh, vocab_size)
         return jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32, sharding=sharding)
+
+    def _abstract_slot_blocks(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(self._abstract(*slots.dims) for slots in self.buckets.slot_shapes)
 
     def _abstract_row_state(self) -> RowState:
         vocab_size = self._model.config.vocab_size

@@ -1,12 +1,12 @@
-"""A draft model must number tokens as its target does, and have no recurrent layers."""
+"""A draft model must number tokens as its target does."""
 
 import dataclasses
 import json
 
 import pytest
 
-from models import ModelConfigError, UnsupportedModelError, load_model, read_model_config
-from models.loading.loaded_draft_model import LoadedDraftModel, check_draft_model
+from models import ModelConfigError, load_model
+from models.loading.loaded_draft_model import LoadedDraftModel
 from tests.small_engine import CHECKPOINT
 
 
@@ -19,10 +19,16 @@ def test_other_vocabulary_is_refused():
         LoadedDraftModel.of_model(model, dataclasses.replace(model, config=config))
 
 
-def test_recurrent_layers_are_refused(tmp_path):
-    config = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "vocab_size": 64}
-    sizes = {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}
-    (tmp_path / "config.json").write_text(json.dumps(config | sizes))
-    config = read_model_config(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="MambaForCausalLM, has recurrent layers"):
-        check_draft_model(config, config)
+@pytest.mark.parametrize(
+    ("fields", "has_states"),
+    [
+        ({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4}, False),
+        ({"architectures": ["MambaForCausalLM"], "state_size": 8}, True),
+    ],
+)
+def test_recurrent_layers_have_states(tmp_path, fields, has_states):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    sizes["max_position_embeddings"] = 64
+    (tmp_path / "config.json").write_text(json.dumps(fields | sizes))
+    model = load_model(tmp_path, load_format="dummy")
+    assert LoadedDraftModel.of_model(model, model).has_states == has_states

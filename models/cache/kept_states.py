@@ -1,0 +1,68 @@
+"""Reads the blocks of states, and writes them back after steps that must leave no trace."""
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from models.cache import rules
+from models.cache.format import Pages
+from models.forward.forward_batch import ForwardBatch, StateInputs
+from models.forward.kernel_settings import PAGES_BY_DEVICE, WHOLE, KernelSettings
+from models.forward.layer_context import CachePlace, LayerPlaces
+
+# The blocks of each cache of states, [num_reqs * blocks_per_state, ...], of the pages' dtype.
+KeptStates = tuple[jax.Array, ...]
+
+
+def read_written_states(
+    pages: Pages, batch: ForwardBatch, places: Sequence[LayerPlaces], kernels: KernelSettings
+) -> KeptStates:
+    """Returns the states that a step has written.
+
+    Later writes must depend on the result (`rules.after`).
+
+    Args:
+        batch: Of the step.
+        places: Of the layers' caches.
+    """
+
+    def read(pages: Pages) -> KeptStates:
+        return tuple(
+            rules.read_prefix(
+                pages, place.row, inputs.write_slots[place.group_idx].reshape(-1), pages.shape[2]
+            )
+            for place, inputs in _states_of(places, batch)
+        )
+
+    return kernels.by_device(read, pages, in_specs=(PAGES_BY_DEVICE,), out_specs=WHOLE)
+
+
+def write_states_back(
+    pages: Pages,
+    batch: ForwardBatch,
+    places: Sequence[LayerPlaces],
+    kernels: KernelSettings,
+    kept: KeptStates,
+) -> Pages:
+    """Returns the pages with the states of `read_written_states`, in the same blocks."""
+
+    def write(pages: Pages, kept: KeptStates) -> Pages:
+        for (place, inputs), blocks in zip(_states_of(places, batch), kept, strict=True):
+            block_ids = inputs.write_slots[place.group_idx]
+            block_ids = jnp.where(inputs.is_written[:, None], block_ids, pages.shape[1])
+            pages = rules.write_prefix(pages, place.row, block_ids.reshape(-1), blocks)
+        return pages
+
+    return kernels.by_device(
+        write, pages, kept, in_specs=(PAGES_BY_DEVICE, WHOLE), out_specs=PAGES_BY_DEVICE
+    )
+
+
+def _states_of(
+    places: Sequence[LayerPlaces], batch: ForwardBatch
+) -> Iterator[tuple[CachePlace, StateInputs]]:
+    for of_layer in places:
+        for _, place in of_layer:
+            if place.format.kind == "state":
+                yield place, batch.groups[place.inputs_idx]
