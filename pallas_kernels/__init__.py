@@ -37,6 +37,7 @@ from pallas_kernels.slot_mapping.api import slot_mapping
 from pallas_kernels.sparse_latent_attention.api import sparse_latent_attention
 from pallas_kernels.sparse_paged_attention.api import sparse_paged_attention
 from pallas_kernels.ssd_scan.api import ssd_scan
+from pallas_kernels.ssd_step.api import ssd_step
 from pallas_kernels.target import Target, default_target, target_of
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "sparse_latent_attention",
     "sparse_paged_attention",
     "ssd_scan",
+    "ssd_step",
     "target_of",
     "tile_row_choices",
 ]

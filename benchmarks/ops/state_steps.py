@@ -16,6 +16,7 @@ from benchmarks.ops.findings import ERROR_LIMITS, close_findings, same_finding
 from benchmarks.units.unit import Finding
 from pallas_kernels import PagedStates
 from pallas_kernels.gated_delta_step import cases as delta_cases
+from pallas_kernels.ssd_step import cases as ssd_cases
 
 
 def _problem_maker(
@@ -62,13 +63,24 @@ def _problem_maker(
     return make
 
 
-# 64 decoding requests of a layer of Qwen3-Next-80B, with 16 tokens per block.
+# 64 decoding requests of layers of Qwen3-Next-80B and of Mamba-Codestral-7B. Pages have 32 KiB.
 _DELTA = delta_cases.GatedDeltaStepCase(
     name="64 decodes",
     rows="-" * 64,
     num_heads=32,
     k_dim=128,
     v_dim=128,
+    page_lines=64,
+    pages_dtype="bfloat16",
+    dtype="bfloat16",
+)
+_SSD = ssd_cases.SSDStepCase(
+    name="64 decodes",
+    rows="-" * 64,
+    num_heads=128,
+    num_groups=8,
+    head_dim=64,
+    state_size=128,
     page_lines=64,
     pages_dtype="bfloat16",
     dtype="bfloat16",
@@ -82,5 +94,11 @@ STEP_OPS = [
         problem=_problem_maker("gated_delta_step", delta_cases.build_inputs),
         cases=delta_cases.CASES[:-1],
         timed=[(_DELTA, Work(num_bytes=2 * 4 * 64 * 32 * 128 * 128))],
+    ),
+    MeasuredOp(
+        op="ssd_step",
+        problem=_problem_maker("ssd_step", ssd_cases.build_inputs),
+        cases=ssd_cases.CASES[:-1],
+        timed=[(_SSD, Work(num_bytes=2 * 4 * 64 * 128 * 64 * 128))],
     ),
 ]

@@ -200,7 +200,8 @@ class StateFormat:
 
     def _runs(self, page_bytes: int) -> Iterator[_Run]:
         if self.content_bytes(1) <= page_bytes:
-            yield _Run(self._arrays, first_page=0, num_pages=1)
+            if self._arrays:
+                yield _Run(self._arrays, first_page=0, num_pages=1)
             return
         first_page = 0
         for array in self._arrays:

@@ -11,7 +11,7 @@ import pallas_kernels
 from models.cache.self_test import MAX_RELATIVE_ERROR, relative_error
 from pallas_kernels import PagedStates
 
-StepOp = Literal["gated_delta_step"]
+StepOp = Literal["gated_delta_step", "ssd_step"]
 
 _NUM_REQS, _NUM_HEADS = 4, 2
 # A page ends within a head of most models.
@@ -33,6 +33,7 @@ class StateSelfTest:
     def all_of(cls, op: StepOp, shape: tuple[int, ...], dtype: str) -> tuple["StateSelfTest", ...]:
         """The tests of an op for states of a shape."""
         _, num_lines, line_size = shape
+        kinds_of_decay = (False, True) if op == "gated_delta_step" else (False,)
         return tuple(
             cls(
                 op=op,
@@ -41,7 +42,7 @@ class StateSelfTest:
                 dtype=dtype,
                 has_decay_per_row=has_decay_per_row,
             )
-            for has_decay_per_row in (False, True)
+            for has_decay_per_row in kinds_of_decay
         )
 
     def why_kernels_differ(
@@ -63,24 +64,31 @@ class StateSelfTest:
         """The results of requests that write a state; and all states, written or not."""
         rng = np.random.default_rng(0)
         states = self._states(rng)
-        heads = (_NUM_REQS, _NUM_HEADS)
-
-        def normal(*dims: int) -> jax.Array:
-            return jnp.asarray(rng.standard_normal((*heads, *dims)), jnp.float32)
-
-        q, k, v = normal(self.num_lines), normal(self.num_lines), normal(self.line_size)
-        decay_dims = (self.num_lines,) if self.has_decay_per_row else ()
-        k /= jnp.linalg.norm(k, axis=-1, keepdims=True)
-        tokens = (q, k, v, -jnp.abs(normal(*decay_dims)), jax.nn.sigmoid(normal()))
 
         def step(states: PagedStates, *tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-            states, out = pallas_kernels.gated_delta_step(states, *tokens, **chosen)
+            states, out = getattr(pallas_kernels, self.op)(states, *tokens, **chosen)
             slots = jnp.concatenate([states.read_blocks, states.write_blocks])
             return out, states.numbers.at[_ROW, slots].get(mode="fill", fill_value=0)
 
-        out, slots = jax.device_get(jax.jit(step)(states, *tokens))
+        out, slots = jax.device_get(jax.jit(step)(states, *self._tokens(rng)))
         numbers = slots.reshape(len(slots), -1)[:, : self.num_lines * self.line_size * _NUM_HEADS]
         return out[:-1], np.nan_to_num(numbers.astype(np.float32))
+
+    def _tokens(self, rng: np.random.Generator) -> tuple[jax.Array, ...]:
+        """The arguments of the op after the states."""
+
+        def normal(*dims: int) -> jax.Array:
+            return jnp.asarray(rng.standard_normal((_NUM_REQS, *dims)), jnp.float32)
+
+        of_lines, of_columns = (_NUM_HEADS, self.num_lines), (_NUM_HEADS, self.line_size)
+        log_decay = -jnp.abs(normal(*(of_lines if self.has_decay_per_row else of_lines[:1])))
+        if self.op == "ssd_step":  # all heads in one group
+            b, c = normal(1, self.line_size), normal(1, self.line_size)
+            return normal(*of_lines), b, c, log_decay
+        k = normal(*of_lines)
+        k /= jnp.linalg.norm(k, axis=-1, keepdims=True)
+        beta = jax.nn.sigmoid(normal(_NUM_HEADS))
+        return normal(*of_lines), k, normal(*of_columns), log_decay, beta
 
     def _states(self, rng: np.random.Generator) -> PagedStates:
         """The second request starts from zeros and reads NaN. The last one writes nothing."""

@@ -41,7 +41,8 @@ class LightningConfig:
 
     def format(self) -> StateFormat:
         """The sum of the products of values and keys, with their decays."""
-        return StateFormat(shapes=((self.num_heads, self.head_dim, self.head_dim),))
+        shape = (self.num_heads, self.head_dim, self.head_dim)
+        return StateFormat(shapes=(shape,), step_op="ssd_step")
 
 
 class LightningAttention(nnx.Module):

@@ -109,6 +109,7 @@ class Mamba2Config:
             shapes=(window, (self.num_heads, self.head_dim, self.state_size)),
             num_windows=1,
             state_dtype=self.state_dtype,
+            step_op="ssd_step",
             heads=((1, self.channels), (0, self.split(self.numbers))),
         )
 

@@ -4,8 +4,10 @@ import jax
 
 from pallas_kernels.argument_checks import require_float, require_int32, require_shape
 from pallas_kernels.dispatch import Body, run_op
+from pallas_kernels.paged_states import PagedStates
 from pallas_kernels.ssd_scan.reference import ssd_scan_reference
 from pallas_kernels.ssd_scan.xla import ssd_scan_xla
+from pallas_kernels.ssd_step.api import ssd_step
 from pallas_kernels.target import Target
 
 _OP = "ssd_scan"
@@ -17,7 +19,7 @@ def ssd_scan(
     b: jax.Array,  # f[num_tokens, num_groups, state_size]
     c: jax.Array,  # f[num_tokens, num_groups, state_size]
     log_decay: jax.Array,  # f[num_tokens, num_heads]
-    states: jax.Array,  # f32[num_reqs, num_heads, head_dim, state_size]
+    states: jax.Array | PagedStates,  # f32[num_reqs, num_heads, head_dim, state_size]
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
     positions: jax.Array | None = None,  # i32[num_tokens]
@@ -25,7 +27,7 @@ def ssd_scan(
     has_one_token_each: bool = False,
     implementation: str | None = None,
     target: Target | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | PagedStates]:
     """Updates the state of each head with each token, and reads it with the token's `c`.
 
     For each token in turn, S = exp(log_decay) S + x b^T, and the result is S c. Without decay, this
@@ -35,7 +37,8 @@ def ssd_scan(
         x: Inputs, scaled by the token's time step.
         b: Shared by the `num_heads / num_groups` consecutive heads of a group; so is `c`.
         log_decay: At most 0.
-        states: The states before this step; zeros for a request that starts.
+        states: The states before this step; zeros for a request that starts. If they are in pages,
+            `ssd_step` advances them there; `has_one_token_each` must be true.
         query_start_loc: Request r has tokens `query_start_loc[r]:query_start_loc[r + 1]`.
         positions: Of each token in its request. Consecutive tokens of a request may be computed
             together, in chunks that begin at fixed positions. None: each token is computed by
@@ -49,7 +52,7 @@ def ssd_scan(
         target: What the program is compiled for; `None` is JAX's default device.
 
     Returns:
-        The results, f32[num_tokens, num_heads, head_dim], and the states, f32.
+        The results, f32[num_tokens, num_heads, head_dim], and the states, f32 or in pages.
         Results of tokens of no request, and states of requests without tokens, are undefined.
 
     Raises:
@@ -57,6 +60,12 @@ def ssd_scan(
 
     Source: Mamba-2, arXiv:2405.21060, section 6.
     """
+    if isinstance(states, PagedStates):
+        states.check_one_token_each(_OP, has_one_token_each)
+        states, out = ssd_step(
+            states, x, b, c, log_decay, implementation=implementation, target=target
+        )
+        return out, states
     require_shape(_OP, "x", x, ("num_tokens", "num_heads", "head_dim"))
     require_shape(_OP, "b", b, (x.shape[0], "num_groups", "state_size"))
     require_shape(_OP, "c", c, b.shape)

@@ -5,15 +5,18 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import PagedStates, gated_delta_step
+import pallas_kernels
+from pallas_kernels import PagedStates
 
-NUM_ROWS, NUM_BLOCKS, NUM_REQS = 2, 8192, 64
+NUM_ROWS, NUM_BLOCKS, NUM_REQS = 2, 16_384, 64
 SMALLEST_GRAPH = {"xla_gpu_graph_min_graph_size": 1}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
     """A call for 64 requests. By default a layer of Qwen3-Next-80B, with 16 tokens per block."""
+
+    op: str = "gated_delta_step"
 
     num_heads: int = 32
     num_lines: int = 128  # of a head's state
@@ -46,22 +49,23 @@ class Sizes:
         )
 
     def args(self, gpus):
+        """The arguments of the op; `ssd_step` has one group."""
         keys = gpus.array((NUM_REQS, self.num_heads, self.num_lines), jnp.float32)
         values = gpus.array((NUM_REQS, self.num_heads, self.line_size), jnp.float32)
         numbers = gpus.array((NUM_REQS, self.num_heads), jnp.float32)
+        if self.op == "ssd_step":
+            of_group = gpus.array((NUM_REQS, 1, self.line_size), jnp.float32)
+            return self.states(gpus), keys, of_group, of_group, numbers
         decays = keys if self.has_decay_per_row else numbers
         return self.states(gpus), keys, keys, values, decays, numbers
 
 
-def step(pages, tokens, states, **options):
-    return gated_delta_step(dataclasses.replace(states, pages=pages), *tokens, **options)
-
-
 def compiled(gpus, compile_for_h200, sizes, donate_argnums=0, **options):
     states, *tokens = sizes.args(gpus)
+    op = getattr(pallas_kernels, sizes.op)
     return compile_for_h200(
-        lambda *args: step(*args, target=gpus.target, **options),
-        *(states.pages, tokens, states),
+        lambda states, *tokens: op(states, *tokens, target=gpus.target, **options),
+        *(states, *tokens),
         donate_argnums=donate_argnums,
         compiler_options=SMALLEST_GRAPH,
     )
@@ -72,6 +76,8 @@ def assert_in_place(program, sizes):
     assert program.cache_copies(min_bytes=sizes.cache_bytes // NUM_ROWS) == []
 
 
+# The heads of Bamba-9B.
+BAMBA = Sizes(op="ssd_step", num_heads=128, num_lines=64, line_size=128)
 # Registers of a thread, which are limited so that as many CTAs share an SM as noted.
 FIVE_CTAS, FOUR_CTAS, THREE_CTAS = 96, 128, 168
 
@@ -85,6 +91,9 @@ FIVE_CTAS, FOUR_CTAS, THREE_CTAS = 96, 128, 168
         (Sizes(pages_dtype="float32"), FIVE_CTAS),
         (Sizes(page_words=2 * 4 * 16 * 96), FOUR_CTAS),  # a page has 48 lines of a head's 128
         (Sizes(num_lines=256), THREE_CTAS),
+        (BAMBA, FOUR_CTAS),
+        (dataclasses.replace(BAMBA, line_size=256), FOUR_CTAS),
+        (dataclasses.replace(BAMBA, state_dtype="bfloat16"), FIVE_CTAS),
     ],
     ids=str,
 )
@@ -93,8 +102,7 @@ def test_the_kernel_is_in_place_and_spills_nothing(h200, compile_for_h200, sizes
     assert_in_place(program, sizes)
     # Only factors of decays are stored; states are not.
     assert program.temp_bytes < sizes.state_bytes // 32
-    assert program.kernel_names == ["gated_delta_step"]
-    assert program.in_command_buffer == ["gated_delta_step"]
+    assert program.kernel_names == program.in_command_buffer == [sizes.op]
     (kernel,) = program.ptxas
     assert kernel.spill_bytes == 0 and kernel.registers <= most_registers
 

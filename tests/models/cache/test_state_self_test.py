@@ -1,5 +1,7 @@
 """The self-test of states notices kernels that do not compute what XLA computes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -23,7 +25,10 @@ def test_there_is_a_test_for_each_kind_of_decay():
     assert StateFormat(shapes=((3,),)).self_tests(None, block_size=16) == ()
 
 
-@pytest.mark.parametrize("test", TESTS, ids=["decay", "decay_per_row"])
+SSD_TESTS = replace(FORMAT, step_op="ssd_step").self_tests(None, block_size=16)
+
+
+@pytest.mark.parametrize("test", [*TESTS, *SSD_TESTS], ids=["decay", "decay_per_row", "ssd"])
 def test_right_kernels_pass(test):
     assert test.why_kernels_differ(H200, implementation="reference") is None
 

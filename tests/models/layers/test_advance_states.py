@@ -26,6 +26,7 @@ from models.layers.mamba2 import MAMBA, Mamba2, Mamba2Config
 from models.layers.rg_lru import RECURRENT, RecurrentBlock, RecurrentBlockConfig
 from pallas_kernels.gated_delta_rule import api as gated_delta_rule
 from pallas_kernels.ragged_requests import request_of_token
+from pallas_kernels.ssd_scan import api as ssd_scan
 from tests.quick_compile import QUICK_COMPILE, marked_sizes
 
 NUM_ROWS = 2 * CHUNK_REQS + 4  # so that the last chunk has rows past the last one
@@ -187,14 +188,23 @@ def test_recurrent_layers_compute_in_chunks_what_they_compute_at_once(name, run_
 GPU_SETTINGS = KernelSettings(fuses_state_writes=True)
 
 
-@pytest.mark.parametrize("name", marked_sizes((LINEAR_ATTENTION,), slow=(DELTA_ATTENTION,)))
+STEPS = {
+    LINEAR_ATTENTION: (gated_delta_rule, "gated_delta_step"),
+    MAMBA + "2": (ssd_scan, "ssd_step"),
+    DELTA_ATTENTION: (gated_delta_rule, "gated_delta_step"),
+    LIGHTNING: (ssd_scan, "ssd_step"),
+}
+
+
+@pytest.mark.parametrize("name", marked_sizes(list(STEPS)[:2], slow=list(STEPS)[2:]))
 def test_states_that_stay_in_the_pages_equal_those_that_are_read_and_written(
     name, run_layer, monkeypatch
 ):
     num_used = NUM_ROWS - 2
     wanted, wanted_pages = run_layer(name, num_used, ())
-    step = mock.Mock(wraps=gated_delta_rule.gated_delta_step)
-    monkeypatch.setattr(gated_delta_rule, "gated_delta_step", step)
+    module, op = STEPS[name]
+    step = mock.Mock(wraps=getattr(module, op))
+    monkeypatch.setattr(module, op, step)
     out, pages = run_layer(name, num_used, (), kernels=GPU_SETTINGS)
     assert step.called
     is_alive = np.arange(num_used) % 5 != 3

@@ -1,0 +1,1 @@
+"""One token of state space duality, on states in the pages of a cache."""
