@@ -61,6 +61,7 @@ class StateFormat:
             of a mesh share. Empty: each device has the whole arrays.
         step_op: The op that can advance the last array by one token in the pages. There must be at
             most one window beside it. None: there is no such op.
+        is_part: Whether the arrays are those of one device's heads.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -69,6 +70,7 @@ class StateFormat:
     state_dtype: str = "float32"
     heads: tuple[tuple[int, HeadSplit], ...] = ()
     step_op: StepOp | None = None
+    is_part: bool = False
     kind: Literal["state"] = "state"
 
     @property
@@ -84,7 +86,8 @@ class StateFormat:
             own = list(shapes[idx])
             own[axis] = heads.size_on_each_of(num_devices)
             shapes[idx] = tuple(own)
-        return replace(self, shapes=tuple(shapes), heads=())
+        is_part = self.is_part or any(heads.is_split(num_devices) for _, heads in self.heads)
+        return replace(self, shapes=tuple(shapes), heads=(), is_part=is_part)
 
     def page_bytes(self, block_size: int) -> int:
         return -(-self.content_bytes(block_size) // _PAGE_STEP_BYTES) * _PAGE_STEP_BYTES

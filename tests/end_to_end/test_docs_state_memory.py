@@ -107,7 +107,7 @@ def spec_of(model: str, dtype: str) -> DecoderSpec:
     return spec.with_state_dtypes(window=dtype, state=dtype)
 
 
-def plan_of(spec: DecoderSpec) -> MemoryPlan:
+def plan_of(spec: DecoderSpec, num_devices: int = 1) -> MemoryPlan:
     return plan_memory(
         groups_of_spec(spec, block_size=BLOCK_SIZE),
         CacheConfig(num_gpu_blocks_override=10_000),
@@ -115,6 +115,7 @@ def plan_of(spec: DecoderSpec) -> MemoryPlan:
         max_num_batched_tokens=512,
         max_num_seqs=64,
         memory=None,
+        num_devices=num_devices,
     )
 
 
@@ -194,3 +195,23 @@ def test_a_state_takes_the_pages_that_it_needs() -> None:
     ours = memory_of_paxkv(spec_of("Qwen3-Next-80B", "float32"))
     assert (ours.num_groups, ours.blocks_per_group) == (3, num_pages)
     assert ours.state_bytes == 36 * num_pages * page_bytes
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_device_has_its_part_of_the_states_of_a_request(model, num_devices):
+    spec = spec_of(model, "float32")
+    own = spec.on_each_of(num_devices)
+    # Each device has the channels of the one group of Bamba, 0.1 % of its states.
+    copies = 0.001 * num_devices if model == "Bamba-9B" else 0
+    copied = content_bytes(own) * num_devices / content_bytes(spec) - 1
+    assert 0 <= copied <= copies
+    alone, split = plan_of(spec).slot_bytes, plan_of(own).slot_bytes
+    assert split == pytest.approx(alone / num_devices, rel=0.02)
+
+
+def test_the_report_names_states_that_are_not_split():
+    spec = spec_of("Qwen3-Next-80B", "float32")  # with 32 value heads
+    reports = {n: plan_of(spec.on_each_of(n), n).report() for n in (1, 4, 64)}
+    assert "of states per running request, 36 of 36 states not split," in reports[64]
+    assert "not split" not in reports[1] + reports[4]

@@ -42,6 +42,12 @@ class KVCacheGroups:
     formats: Mapping[str, CacheFormat] = dataclasses.field(default_factory=dict)
     padded_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
+    @property
+    def num_whole_states(self) -> int:
+        """Caches of states of all heads, of which every device of a mesh has a copy."""
+        states = [cache for cache in self.formats.values() if cache.kind == "state"]
+        return sum(not cache.is_part for cache in states)
+
     def tables(self, max_model_len: int) -> tuple[TableShape, ...]:
         """Returns the block tables of a step. Neighboring groups share an array if they can."""
         return tuple(_table_shape(specs, max_model_len) for specs in self._specs_by_inputs())

@@ -80,6 +80,7 @@ class MemoryPlan:
             group holds them in addition to the window.
         num_devices: Devices that keep a part of every block. All bytes are for one device.
         padded_shares: See `KVCacheGroups`.
+        num_whole_states: As `KVCacheGroups`; 0 on one device.
     """
 
     kv_cache_config: KVCacheConfig
@@ -88,6 +89,7 @@ class MemoryPlan:
     num_devices: int
     reason: str
     padded_shares: Mapping[str, float]
+    num_whole_states: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -171,6 +173,8 @@ class MemoryPlan:
             needs.append(f"{self.late_token_bytes:.0f} past the window of a long sequence")
         if self.slot_bytes:
             needs.append(f"{_mib(self.slot_bytes)} of states per running request")
+        if self.num_whole_states:
+            needs.append(f"{self.num_whole_states} of {self._num_states} states not split")
         return (
             f"KV cache: {self.kv_cache_config.num_blocks} blocks{of_tokens}{in_groups} "
             f"({', '.join([*contents, *needs])}, {_mib(self.pool_bytes)} in all{on_devices}; "
@@ -205,6 +209,13 @@ class MemoryPlan:
     @property
     def _num_slot_blocks(self) -> int:
         return sum(spec.num_slot_blocks for spec in self._specs if isinstance(spec, MambaSpec))
+
+    @property
+    def _num_states(self) -> int:
+        groups = self.kv_cache_config.kv_cache_groups
+        return sum(
+            len(group.layer_names) for group in groups if isinstance(group.kv_cache_spec, MambaSpec)
+        )
 
     @property
     def _num_usable_blocks(self) -> int:
@@ -251,6 +262,7 @@ def plan_memory(
             num_devices=num_devices,
             reason=reason,
             padded_shares=groups.padded_shares,
+            num_whole_states=groups.num_whole_states if num_devices > 1 else 0,
         )
 
     if cache_config.num_gpu_blocks_override is not None:
