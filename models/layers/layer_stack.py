@@ -5,7 +5,6 @@ so these branches would be most of a program. The matrix of expert e of layer l 
 `e * num_layers + l` of the stack. The matrix of a `Linear` is the only expert of its layer.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,11 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
-from jax.sharding import NamedSharding
 
 from models.stored_kernels.use_kernel import KernelValue
-from models.weight_rule import WeightRule
 from pallas_kernels import GroupTiles
 
 # The key of the stacks in an `nnx.State`, and the start of their names.
@@ -75,29 +71,6 @@ def find_places(shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, StackPlace
     }
 
 
-def write_layer(stack: KernelValue | None, value: KernelValue, place: StackPlace) -> KernelValue:
-    """Writes a layer into its stack, in place.
-
-    Args:
-        stack: None: it is made, and split over a mesh as `value` is.
-        value: Of one layer. All values of a stack must be stored in the same form.
-    """
-    if len(value.shape) < len(place.shape):
-        value = jax.tree.map(lambda array: array[None], value)
-    if stack is None:
-        stack = jax.tree.map(functools.partial(_empty_stack, num_layers=place.num_layers), value)
-    return jax.tree.map(
-        lambda array, own: _write(array, own, place.layer_idx, _mesh_sharding(own)), stack, value
-    )
-
-
-def rule_of_stack(rule: WeightRule) -> WeightRule:
-    """The rule of a stack, from that of a parameter in it."""
-    if rule.layout != "matrix":
-        return rule
-    return replace(rule, layout="experts", axes=(None, *rule.axes))
-
-
 def with_stacks(state: nnx.State) -> nnx.State:
     """The state of the module: each `StackPlace` becomes an `InStack`."""
     if STACKS not in state:
@@ -121,23 +94,3 @@ def choose_in_stack(of_layers: Sequence[InStack], layer_idx: jax.Array) -> InSta
     """The value of layer `layer_idx` of a loop, whose layers have values in one stack."""
     places = jnp.array([int(value.layer_idx) for value in of_layers], jnp.int32)
     return replace(of_layers[0], layer_idx=places[layer_idx])
-
-
-def _mesh_sharding(value: jax.Array) -> NamedSharding | None:
-    """How a mesh splits a value and its stack; None without a mesh."""
-    return value.sharding if isinstance(value.sharding, NamedSharding) else None
-
-
-def _empty_stack(value: jax.Array, *, num_layers: int) -> jax.Array:
-    shape = (len(value) * num_layers, *value.shape[1:])
-    return jnp.zeros(shape, value.dtype, device=_mesh_sharding(value))
-
-
-@functools.partial(jax.jit, donate_argnums=0, static_argnames="sharding")
-def _write(
-    stack: jax.Array, value: jax.Array, layer_idx: int, sharding: NamedSharding | None
-) -> jax.Array:
-    by_expert = stack.reshape(len(value), -1, *value.shape[1:])
-    written = lax.dynamic_update_index_in_dim(by_expert, value, layer_idx, axis=1)
-    written = written.reshape(stack.shape)
-    return written if sharding is None else lax.with_sharding_constraint(written, sharding)

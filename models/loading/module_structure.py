@@ -15,13 +15,7 @@ from models.config.model_config import ModelConfig, ModelDtype
 from models.config.split_over_devices import splits_kv_heads
 from models.errors import ModelError
 from models.layers.experts import ExpertLinear
-from models.layers.layer_stack import (
-    STACKS,
-    StackPlace,
-    find_places,
-    rule_of_stack,
-    write_layer,
-)
+from models.layers.layer_stack import STACKS, StackPlace, find_places
 from models.layers.linear import Linear, name_linears
 from models.layers.routing import Router
 from models.loading.check_weights import HEAD_WEIGHT, check_weights
@@ -32,6 +26,7 @@ from models.loading.loaded_module import flatten_state
 from models.loading.quantize_in_parts import needs_parts, quantize_in_parts
 from models.loading.read_ahead import read_ahead
 from models.loading.split_weight import put_split
+from models.loading.write_stack import finish_stack, rule_of_stack, write_layer
 from models.loading.zero_biases import find_zero_biases
 from models.platforms import Platform
 from models.stored_kernels.stored_kernel import StoredKernel
@@ -181,7 +176,7 @@ class ModuleStructure:
                 rules[f"{STACKS}.{place.stack}"] = rule_of_stack(rules[name])
         state = jax.tree.unflatten(self.treedef, values)
         if stacks:
-            state[STACKS] = stacks
+            state[STACKS] = {name: finish_stack(stack) for name, stack in stacks.items()}
         names, arrays, treedef = flatten_state(state)
         return {
             "config": self.config,

@@ -8,8 +8,9 @@ from flax import nnx
 
 from models.decoders.chosen_layer import choose_layer
 from models.layers.experts import ExpertLinear
-from models.layers.layer_stack import InStack, find_places, write_layer
+from models.layers.layer_stack import InStack, find_places
 from models.layers.routing import Routing
+from models.loading.write_stack import finish_stack, write_layer
 from tests.models.layers.test_experts import make_experts
 from tests.models.layers.test_experts import run as run_experts
 from tests.models.plain_context import plain_context
@@ -56,7 +57,7 @@ def put_in_stacks(layers: list) -> None:
         stacks[place.stack] = write_layer(stacks.get(place.stack), values[name], place)
     for name, place in places.items():
         in_stack = InStack(
-            stack=stacks[place.stack],
+            stack=finish_stack(stacks[place.stack]),
             layer_idx=np.int32(place.layer_idx),
             num_layers=place.num_layers,
         )

@@ -9,9 +9,10 @@ from jax.sharding import PartitionSpec
 from models import KernelSettings, load_model
 from models.decoders.chosen_layer import choose_layer
 from models.layers.experts import Experts
-from models.layers.layer_stack import InStack, find_places, write_layer
+from models.layers.layer_stack import InStack, find_places
 from models.layers.linear import Linear
 from models.layers.routing import Routing
+from models.loading.write_stack import finish_stack, write_layer
 from models.stored_kernels.scaled import ScaledKernel, fitting_group_size
 from models.stored_kernels.use_kernel import multiply
 from pallas_kernels.number_format import NumberFormat, as_float32, factor_of
@@ -237,6 +238,7 @@ def test_a_layer_of_a_stack_uses_its_own_kernel(num_rows, number_format, panel_w
         kernel = quantized(IN, OUT, seed=seed, **options)
         wanted.append(np.asarray(x, np.float64) @ dequantized(kernel))
         stack = write_layer(stack, kernel, places[name])
+    stack = finish_stack(stack)
     for idx, linear in enumerate(linears):
         linear.kernel.set_value(InStack(stack=stack, layer_idx=np.int32(idx), num_layers=3))
     run = jax.jit(lambda idx, x: (choose_layer(linears, idx).product(x), linears[1].product(x)))
