@@ -57,8 +57,9 @@ def plain(runner) -> list[list[int]]:
     return tokens
 
 
-# `test_an_engine_keeps_bfloat16_too` has the other.
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+# `test_an_engine_keeps_bfloat16_too` has the difference of the two.
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_logits_are_as_near_as_stated(dtype):
     model = load_model(CHECKPOINT)
     prompts = np.random.default_rng(0).integers(3, model.config.vocab_size, (3, 15))

@@ -97,7 +97,9 @@ def test_numbers_are_kept_as_they_are_or_refused(tmp_path, quant_method):
         np.testing.assert_array_equal(own, value, err_msg=name)
 
 
-@pytest.mark.parametrize("quant_method", ["fp8", "awq", "mxfp4"])
+@pytest.mark.parametrize(
+    "quant_method", ["mxfp4", *(pytest.param(m, marks=pytest.mark.slow) for m in ("fp8", "awq"))]
+)
 def test_memory_is_asked_for_parts_that_are_loaded(tmp_path, caplog, quant_method):
     arguments = {"hidden_size": 384, "intermediate_size": 768, "vocab_size": 64}
     folder, _ = write_pair(tmp_path, quant_method, **arguments)
