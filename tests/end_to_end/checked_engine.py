@@ -28,6 +28,7 @@ from paxkv.engine.engine_core import EngineCore
 from paxkv.entrypoints.build import BuiltEngine
 from paxkv.llm import LLM
 from paxkv.runner.model_runner import ModelRunner
+from paxkv.runner.shapes import step_buckets
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.scheduler import Scheduler
 
@@ -42,18 +43,24 @@ MAX_NUM_BLOCKS = 160
 
 
 def make_runner(checkpoint: Path, **cache_settings: str) -> ModelRunner:
-    """A runner that engines of one test file share, one after another: each step compiles once."""
-    return ModelRunner(
-        load_model(checkpoint, dtype="float32", load_format="auto", seed=0),
-        cache_config=CacheConfig(
-            block_size=BLOCK_SIZE, num_gpu_blocks_override=MAX_NUM_BLOCKS, **cache_settings
-        ),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
-        ),
-        max_model_len=MAX_MODEL_LEN,
-        seed=0,
-    )
+    """A runner that engines of one test file share, one after another: each step compiles once.
+
+    There is one program of bursts, for `MAX_NUM_SEQS` requests.
+    """
+    model = load_model(checkpoint, dtype="float32", load_format="auto", seed=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_buckets, "decode_buckets", lambda max_num_seqs: (max_num_seqs,))
+        return ModelRunner(
+            model,
+            cache_config=CacheConfig(
+                block_size=BLOCK_SIZE, num_gpu_blocks_override=MAX_NUM_BLOCKS, **cache_settings
+            ),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
+            ),
+            max_model_len=MAX_MODEL_LEN,
+            seed=0,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
