@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 
 from models import load_model
 from paxkv import LLM, BeamSearchParams, SamplingParams
+from paxkv.runner.shapes import step_buckets
 from tests.end_to_end.parity import make_checkpoint
 from tests.oracles import families
 from tests.oracles.paged_stepper import PagedStepper
@@ -25,7 +26,11 @@ def greedy(**fields: object) -> SamplingParams:
     return SamplingParams(temperature=1.0, top_k=1, max_tokens=MAX_TOKENS, **fields)
 
 
-def test_copies_beams_and_ends_within_bursts_leave_other_answers_alone(tmp_path: Path) -> None:
+def test_copies_beams_and_ends_within_bursts_leave_other_answers_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One program of bursts.
+    monkeypatch.setattr(step_buckets, "decode_buckets", lambda max_num_seqs: (max_num_seqs,))
     make_checkpoint("mamba2", tmp_path, 1, is_shallow=True, is_sharp=True)
     prompts = [
         {"prompt_token_ids": prompt}

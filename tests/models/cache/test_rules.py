@@ -55,7 +55,7 @@ TOLERANCES = {"float32": 1e-5, "bfloat16": 0.05, "float16": 0.01}
     ("name", "kv_dtype", "run"),
     [
         pytest.param("attention_and_state", "float32", run_in_loop, marks=pytest.mark.slow),
-        ("attention_and_state", "bfloat16", run_in_turn),
+        pytest.param("attention_and_state", "bfloat16", run_in_turn, marks=pytest.mark.slow),
         ("attention_and_long_state", "float32", run_in_loop),
         pytest.param("attention_and_long_state", "bfloat16", run_in_turn, marks=pytest.mark.slow),
         pytest.param("main_and_index_cache", "float32", run_in_turn, marks=pytest.mark.slow),

@@ -141,7 +141,7 @@ def test_program_copies_neither_cache_nor_weights(recipe, only_last_tokens):
     [
         # Sliding, full, sliding, full, sliding.
         ("qwen3_layer_types", False, [5, 2]),
-        ("llama", False, [3, 1]),
+        pytest.param("llama", False, [3, 1], marks=pytest.mark.slow),
         # The last layer goes on with fewer tokens, and so is a program of its own.
         ("llama", True, [3, 2]),
     ],
@@ -165,7 +165,7 @@ def test_attention_is_traced_once_for_each_kind_of_layer(
     assert counts == num_attentions
 
 
-@pytest.mark.parametrize("only_last_tokens", [False, True])
+@pytest.mark.parametrize("only_last_tokens", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_program_grows_with_layers_by_their_products_alone(tmp_path, only_last_tokens):
     counts = []
     for num_layers in (4, 9):

@@ -72,7 +72,9 @@ def test_step_writes_the_cache_in_place(llama, shape, dtype):
     check_step_is_in_place(placed, shape, pages)
 
 
-@pytest.mark.parametrize("shape", [TINY_SHAPE, SHAPE], ids=["1_token", "8_tokens"])
+@pytest.mark.parametrize(
+    "shape", [TINY_SHAPE, pytest.param(SHAPE, marks=pytest.mark.slow)], ids=["1_token", "8_tokens"]
+)
 def test_step_of_two_groups_writes_their_one_cache_in_place(shape):
     placed = place_model(TinyModel(windows=(16, None)), block_size=8)
     pages = abstract_pages(placed, NUM_BLOCKS)
