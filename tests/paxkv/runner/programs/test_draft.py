@@ -1,5 +1,6 @@
 """The tokens that a draft head reads after a step."""
 
+import jax
 import jax.numpy as jnp
 
 from paxkv.runner.programs.draft import _find_next_tokens
@@ -22,7 +23,7 @@ def test_head_reads_drawn_tokens_up_to_the_first_rejected_draft():
     drawn_ids = jnp.array(
         [[7, NO_TOKEN, 6, NO_TOKEN], [9, NO_TOKEN, NO_TOKEN, NO_TOKEN], [NO_TOKEN] * 4]
     )
-    found = _find_next_tokens(fields, drawn_ids, following_ids=jnp.array([0, 33, 0, 0]))
+    found = jax.jit(_find_next_tokens)(fields, drawn_ids, jnp.array([0, 33, 0, 0]))
     next_ids = found.next_ids.tolist()
     assert next_ids[:2] == [7, 9] and next_ids[3:7] == [2, 33, 4, 6]
     assert found.last_idx.tolist()[:3] == [1, 4, 6]

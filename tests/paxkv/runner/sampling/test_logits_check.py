@@ -10,8 +10,10 @@ from paxkv.runner.sampling.sampled_tokens import NO_TOKEN, RESULT_WIDTH, pack_re
 from paxkv.runner.sampling.sampler import sample
 from paxkv.runner.sampling.sampling_columns import SamplingInputs, encode_sampling_params
 from paxkv.runner.shapes.sampling_row import NUM_COLUMNS
+from tests.quick_compile import quick_jit
 
 VOCAB = 200
+SAMPLE = quick_jit(lambda logits, inputs: pack_result(sample(logits, inputs)))
 
 
 def look(check, logprobs, *, num_drawn=None, req_ids=("a", "b"), unfinished=("a", "b")):
@@ -68,7 +70,7 @@ def test_the_sampler_shows_bad_logits_to_rows_that_ask(bad, temperature):
     logits_np = np.zeros((2, VOCAB), np.float32)
     logits_np[1, 150] = bad
     inputs = SamplingInputs(rows=jnp.asarray(rows_np), draw_position=jnp.array([5, 5]))
-    result_np = np.asarray(pack_result(sample(jnp.asarray(logits_np), inputs)))[None]
+    result_np = np.asarray(SAMPLE(logits_np, inputs))[None]
     check.count(["a", "b"], np.array([1, 1]), result_np, unfinished=("a", "b"))
     assert check.num_corrupted_requests == (0 if bad in (-np.inf, 1e30) else 1)
 
