@@ -1,5 +1,6 @@
 """Rotary embeddings of every kind equal transformers."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -107,8 +108,8 @@ def test_dimensions_beyond_the_angles_stay():
 
 
 def test_turning_keeps_dtype():
-    x = jnp.ones((1, 2, 4), jnp.bfloat16)
-    assert apply_rotary(x, jnp.ones((1, 2)), jnp.zeros((1, 2))).dtype == jnp.bfloat16
+    x, angles = jax.ShapeDtypeStruct((1, 2, 4), jnp.bfloat16), np.ones((1, 2), np.float32)
+    assert jax.eval_shape(apply_rotary, x, angles, angles).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("name", list(GOLDEN))
@@ -135,7 +136,8 @@ def test_neighbors_turn_as_complex_numbers_do():
     x_np = rng.standard_normal((3, 2, 10)).astype(np.float32)
     angles_np = rng.uniform(-3, 3, (3, 4)).astype(np.float32)
     complex_np = (x_np[..., :8:2] + 1j * x_np[..., 1:8:2]) * np.exp(1j * angles_np)[:, None]
-    got = apply_rotary_to_neighbors(x_np, jnp.cos(angles_np), jnp.sin(angles_np))
+    turn = quick_jit(apply_rotary_to_neighbors)
+    got = np.asarray(turn(x_np, np.cos(angles_np), np.sin(angles_np)))
     np.testing.assert_allclose(got[..., :8:2], complex_np.real, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(got[..., 1:8:2], complex_np.imag, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(got[..., 8:], x_np[..., 8:])
@@ -143,10 +145,16 @@ def test_neighbors_turn_as_complex_numbers_do():
 
 def test_rotation_backwards_undoes_the_rotation():
     x_np = np.random.default_rng(1).standard_normal((2, 1, 6)).astype(np.float32)
-    cos, sin = rotary_cos_sin(jnp.array([3, 70]), RopeConfig(), 4)
-    there = apply_rotary(x_np, cos, sin)
+
+    @quick_jit
+    def there_and_back(x, positions):
+        cos, sin = rotary_cos_sin(positions, RopeConfig(), 4)
+        there = apply_rotary(x, cos, sin)
+        return there, apply_rotary_backwards(there, cos, sin)
+
+    there, back = there_and_back(x_np, np.array([3, 70]))
     assert not np.allclose(there, x_np, atol=1e-3)
-    np.testing.assert_allclose(apply_rotary_backwards(there, cos, sin), x_np, atol=1e-5)
+    np.testing.assert_allclose(back, x_np, atol=1e-5)
 
 
 def test_heads_without_positions_stay_as_they_are():
