@@ -13,6 +13,10 @@ class HeadRange:
     num_heads: int
     head_dim: int  # entries of each head
 
+    @property
+    def size(self) -> int:
+        return self.num_heads * self.head_dim
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSplit:
@@ -33,7 +37,7 @@ class HeadSplit:
     @property
     def size(self) -> int:
         """Entries of the whole axis."""
-        return sum(part.num_heads * part.head_dim for part in self.ranges)
+        return sum(part.size for part in self.ranges)
 
     def is_split(self, num_devices: int) -> bool:
         return num_parts(self.heads_of_layer, num_devices) > 1
@@ -55,7 +59,7 @@ class HeadSplit:
             first = device * part.num_heads // num_devices
             num_own = max(part.num_heads // num_devices, 1)
             yield start + np.arange(first * part.head_dim, (first + num_own) * part.head_dim)
-            start += part.num_heads * part.head_dim
+            start += part.size
 
 
 def num_parts(heads_of_layer: tuple[int, ...], num_devices: int) -> int:

@@ -265,7 +265,7 @@ class ScaledMamba2(Mamba2):
 
     def _project(self, normed: jax.Array, context: LayerContext) -> jax.Array:
         heads = self.config.projected
-        widths = [part.num_heads * part.head_dim for part in heads.ranges]
+        widths = [part.size for part in heads.ranges]
         factors_np = np.repeat(np.array(self.factors.projected, np.float32), widths)
         factors_np = factors_np[heads.order(context.kernels.num_shards)]
         projected = super()._project(normed * self.factors.mamba_in, context)

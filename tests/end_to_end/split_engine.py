@@ -42,7 +42,7 @@ from tests.end_to_end.engine_harness import (
 )
 from tests.end_to_end.golden_runs import GREEDY, check_against
 from tests.end_to_end.split_drafters import make_drafting_runner, run_with_drafts
-from tests.end_to_end.split_states import check_own_heads
+from tests.end_to_end.split_states import LAYERS, MORE_LAYERS, check_own_heads
 from tests.end_to_end.test_quantized_checkpoints import write_pair
 from tests.engine_compilations import quick_engine_compilations
 from tests.models.layers.test_experts import make_experts
@@ -191,6 +191,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "block_auto_adjust_ff_dim": False,
         "conv_L_cache": 3,
         "layer_types": ["conv", "full_attention"],
+    },
+    # States beside latents, and decays of inner vectors, which each device has whole.
+    "kimi_linear": MOE_CONFIG
+    | {
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
     },
     # States beside keys and values, and a norm over all heads.
     "falcon_h1": MOE_CONFIG
@@ -592,7 +607,7 @@ CASES = {
         check_kept_integers("awq", 2),
         check_expert_stacks(4, **OWN_EXPERTS),
         check_own_experts(4),
-        check_own_heads(),
+        check_own_heads(LAYERS),
         check_merged_attention(4, 2, "float32", 1e-5),
         check_golden("gemma3_shallow", 4),
     ),
@@ -645,6 +660,8 @@ CASES = {
         check_same_as_alone("mamba2", 2),
         check_same_as_alone("mamba2", 4),
         check_same_as_alone("falcon_h1", 4),
+        check_same_as_alone("kimi_linear", 4),
+        check_own_heads(MORE_LAYERS),
         check_state_collectives(4),
         check_same_as_alone("lfm2", 2),
     ),

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,11 @@ from jax.sharding import NamedSharding
 from models.forward.kernel_settings import PAGES_BY_DEVICE, KernelSettings
 from models.forward.layer_context import LayerContext
 from models.layers.gated_delta_net import LINEAR_ATTENTION, GatedDeltaNet, GatedDeltaNetConfig
+from models.layers.kimi_delta_attention import (
+    DELTA_ATTENTION,
+    KimiDeltaAttention,
+    KimiDeltaConfig,
+)
 from models.layers.mamba2 import MAMBA, Mamba2, Mamba2Config
 from models.weight_rule import WeightRule, rules_of_layers, split_spec
 from paxkv.runner.memory.device_mesh import find_mesh
@@ -22,44 +29,56 @@ _MAMBA2 = functools.partial(Mamba2Config, **SIZES, **HEADS, state_size=6, eps=1e
 _DELTA_NET = functools.partial(
     GatedDeltaNetConfig, **SIZES, num_k_heads=2, k_dim=4, v_dim=6, eps=1e-6
 )
+_KIMI = functools.partial(KimiDeltaConfig, **SIZES, **HEADS, eps=1e-6)
 # (name of the cache, layer, config, whether four devices split it)
 LAYERS = [
     # Two devices have copies of a key.
     (LINEAR_ATTENTION, GatedDeltaNet, _DELTA_NET(num_v_heads=4), True),
-    (LINEAR_ATTENTION, GatedDeltaNet, _DELTA_NET(num_v_heads=6), False),
     # The norm of a group is over several devices.
     (MAMBA, Mamba2, _MAMBA2(num_groups=1), True),
+    (DELTA_ATTENTION, KimiDeltaAttention, _KIMI(), True),
+]
+MORE_LAYERS = [
+    (LINEAR_ATTENTION, GatedDeltaNet, _DELTA_NET(num_v_heads=6), False),
     (MAMBA, Mamba2, _MAMBA2(num_groups=2), True),
+    (DELTA_ATTENTION, KimiDeltaAttention, _KIMI(has_inner_vectors=False), True),
 ]
 
-
-def check_own_heads() -> None:
-    """Two steps give what one device computes. A device with the states of another one does not."""
-    kernels = KernelSettings.for_mesh(find_mesh(4))
-    for name, make_layer, config, is_split in LAYERS:
-        _check_layer(make_layer(config, dtype=jnp.float32), name, kernels, is_split)
+# Computes both steps with the states of the first moved by a number of devices.
+Run = Callable[[int], np.ndarray]
 
 
-def _check_layer(layer: nnx.Module, name: str, kernels: KernelSettings, is_split: bool) -> None:
+def check_own_heads(layers: Sequence[Any]) -> None:
+    """Two steps give what one device computes. A device with the states of another one does not.
+
+    Args:
+        layers: `LAYERS` or `MORE_LAYERS`.
+    """
+    for name, make_layer, config, is_split in layers:
+        _check_layer(make_layer(config, dtype=jnp.float32), name, is_split)
+
+
+def _check_layer(layer: nnx.Module, name: str, is_split: bool) -> None:
     cache = layer.config.format()
     assert (cache.on_each_of(4).content_bytes(16) < cache.content_bytes(16)) == is_split
+    kernels = KernelSettings.for_mesh(find_mesh(4))
     rng = np.random.default_rng(0)
     graphdef, state = nnx.split(layer)
     state = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(np.float32), state)
-    rules = layer.weight_rules("") | rules_of_layers(layer, prefix="")
+    rules = rules_of_layers(layer, prefix="") | layer.weight_rules("")
     split = nnx.from_flat_state(
         (path, param.replace(_split(param[...], rules[".".join(map(str, path))], kernels)))
         for path, param in nnx.to_flat_state(state)
     )
     hidden = rng.standard_normal((2, 3 * NUM_ROWS, layer.config.hidden_size)).astype(np.float32)
 
-    def run(state: nnx.State, kernels: KernelSettings, roll: int = 0) -> np.ndarray:
-        return _run_steps(nnx.merge(graphdef, state), name, hidden, kernels, roll)
+    def make_run(state: nnx.State, kernels: KernelSettings) -> Run:
+        return _make_run(nnx.merge(graphdef, state), name, hidden, kernels)
 
-    alone = run(state, KernelSettings())
-    np.testing.assert_allclose(run(split, kernels), alone, rtol=1e-3, atol=1e-4, err_msg=name)
+    alone, run = make_run(state, KernelSettings())(0), make_run(split, kernels)
+    np.testing.assert_allclose(run(0), alone, rtol=1e-3, atol=1e-4, err_msg=name)
     if is_split:
-        assert np.abs(run(split, kernels, roll=1) - alone).max() > 0.1, name
+        assert np.abs(run(1) - alone).max() > 0.1, name
 
 
 def _split(value_np: np.ndarray, rule: WeightRule, kernels: KernelSettings) -> jax.Array:
@@ -69,35 +88,32 @@ def _split(value_np: np.ndarray, rule: WeightRule, kernels: KernelSettings) -> j
     return jax.device_put(value_np, NamedSharding(kernels.mesh, split_spec(rule.axes)))
 
 
-def _run_steps(
-    layer: nnx.Module, name: str, hidden: np.ndarray, kernels: KernelSettings, roll: int
-) -> np.ndarray:
-    """The outputs of a step of three tokens per request, and of one that reads its states.
-
-    Args:
-        roll: The second step reads the states of the device that has this distance.
-    """
+def _make_run(layer: nnx.Module, name: str, hidden: np.ndarray, kernels: KernelSettings) -> Run:
+    """Makes a step of three tokens per request, and one that reads its states."""
     cache = layer.config.format().on_each_of(kernels.num_shards)
     num_blocks = 2 * cache.num_pages(4 * PAGE_WORDS) * NUM_ROWS + 1
-    pages = jnp.zeros((2, num_blocks, kernels.num_shards * PAGE_WORDS), jnp.float32)
+    empty = jnp.zeros((2, num_blocks, kernels.num_shards * PAGE_WORDS), jnp.float32)
     if kernels.mesh is not None:
-        pages = jax.device_put(pages, NamedSharding(kernels.mesh, PAGES_BY_DEVICE))
+        empty = jax.device_put(empty, NamedSharding(kernels.mesh, PAGES_BY_DEVICE))
+    graphdef, weights = nnx.split(layer)
 
     @functools.partial(jax.jit, static_argnums=3, compiler_options=QUICK_COMPILE)
-    def run(
-        layer: nnx.State, hidden: jax.Array, pages: jax.Array, tokens_each: int
+    def step(
+        weights: nnx.State, hidden: jax.Array, pages: jax.Array, tokens_each: int
     ) -> tuple[jax.Array, jax.Array]:
-        own = nnx.merge(graphdef, layer)
+        own = nnx.merge(graphdef, weights)
         context = make_context(NUM_ROWS, (), tokens_each, name=name, state_format=cache)
         context = _all_written(dataclasses.replace(context, kernels=kernels), tokens_each)
         out, pages = own(hidden, pages, context, norm=lambda x: x)
         return own.project_out(out, context), pages
 
-    graphdef, weights = nnx.split(layer)
-    first, pages = run(weights, hidden[0], pages, 3)
-    pages = jnp.roll(pages, roll * PAGE_WORDS, axis=2)
-    second, _ = run(weights, hidden[1, :NUM_ROWS], pages, 1)
-    return np.concatenate([first, second])
+    def run(num_moved: int) -> np.ndarray:
+        first, pages = step(weights, hidden[0], empty, 3)
+        moved = jax.device_put(np.roll(pages, num_moved * PAGE_WORDS, axis=2), pages.sharding)
+        second, _ = step(weights, hidden[1, :NUM_ROWS], moved, 1)
+        return np.concatenate([first, second])
+
+    return run
 
 
 def _all_written(context: LayerContext, tokens_each: int) -> LayerContext:
