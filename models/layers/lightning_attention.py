@@ -1,7 +1,8 @@
 """`LightningAttention`: linear attention with a constant decay per head."""
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ from models.cache.format import Pages
 from models.cache.state_format import StateFormat
 from models.config.dense_config import Activation
 from models.forward.layer_context import LayerContext, LayerState
-from models.layers.advance_states import advance_states
+from models.head_split import HeadRange, HeadSplit, heads_on_each, num_parts
+from models.layers.advance_states import advance_heads
 from models.layers.linear import Linear
 from models.layers.mlp import activate
 from models.layers.rms_norm import RMSNorm
@@ -39,10 +41,19 @@ class LightningConfig:
         """Width of all heads together."""
         return self.num_heads * self.head_dim
 
+    def split(self, head_dim: int) -> HeadSplit:
+        """An axis with this many entries for each head."""
+        return _split(self.num_heads, head_dim)
+
+    def on_each_of(self, num_devices: int) -> "LightningConfig":
+        """The heads of one device."""
+        parts = num_parts((self.num_heads,), num_devices)
+        return replace(self, num_heads=heads_on_each(self.num_heads, parts))
+
     def format(self) -> StateFormat:
         """The sum of the products of values and keys, with their decays."""
         shape = (self.num_heads, self.head_dim, self.head_dim)
-        return StateFormat(shapes=(shape,), step_op="ssd_step")
+        return StateFormat(shapes=(shape,), step_op="ssd_step", heads=((0, self.split(1)),))
 
 
 class LightningAttention(nnx.Module):
@@ -55,7 +66,11 @@ class LightningAttention(nnx.Module):
         """Makes the layer with weights to be filled in."""
         self.config = config
         width = config.width
-        self.qkv_proj = Linear(config.hidden_size, 3 * width, axes=(None, "heads"), dtype=dtype)
+        # Query, key and value of the first head, then of the second head, and so on.
+        qkv = config.split(3 * config.head_dim)
+        self.qkv_proj = Linear(
+            config.hidden_size, qkv.size, axes=(None, "heads"), heads=qkv, dtype=dtype
+        )
         self.output_gate = Linear(config.hidden_size, width, axes=(None, "heads"), dtype=dtype)
         self.norm = RMSNorm(width, eps=_NORM_EPS, dtype=dtype)
         self.out_proj = Linear(width, config.hidden_size, axes=("heads", None), dtype=dtype)
@@ -72,15 +87,22 @@ class LightningAttention(nnx.Module):
         norm: Norm,
     ) -> tuple[jax.Array, Pages]:
         """Returns the input of `project_out`, f[num_queries, width], and the pages."""
+        num_devices = context.kernels.num_shards
+        own = self.config.on_each_of(num_devices)
+        is_split = self.config.split(1).is_split(num_devices)
 
         def project(hidden: jax.Array, context: LayerContext) -> tuple[jax.Array, ...]:
             normed = norm(hidden)
             projected = self.qkv_proj(normed, context), self.output_gate(normed, context)
-            # The state is whole on each device of a mesh.
-            return tuple(context.kernels.split_last(y, None) for y in projected)
+            axis = "heads" if is_split else None
+            return tuple(context.kernels.split_last(y, axis) for y in projected)
 
         qkv, gate = context.by_token(project, hidden)
-        out, pages = advance_states(self._advance, LIGHTNING, (qkv,), pages, context)
+        out, pages = advance_heads(
+            *(functools.partial(self._advance, own), LIGHTNING),
+            *((self.log_slopes[...],), (qkv,), pages, context),
+            is_split=is_split,
+        )
         kept = map(context.kept, (out, gate))
         return context.of_kept().by_token(self._gate, *kept), pages
 
@@ -89,24 +111,31 @@ class LightningAttention(nnx.Module):
         attended: jax.Array,  # f[num_queries, width]
         context: LayerContext,
     ) -> jax.Array:  # f[num_queries, hidden]
-        attended = context.kernels.split_last(attended, None)
+        is_split = self.config.split(1).is_split(context.kernels.num_shards)
+        attended = context.kernels.split_last(attended, "heads" if is_split else None)
         return self.out_proj(attended, context)
 
     def _advance(
         self,
+        config: LightningConfig,
+        vectors: tuple[jax.Array],
         arrays: tuple[jax.Array],
         states: tuple[jax.Array],
         state: LayerState,
         context: LayerContext,
     ) -> tuple[jax.Array, tuple[jax.Array]]:  # f32[num_tokens, width], and the states
-        """The scan, as `Advance`."""
-        qkv = activate(arrays[0], self.config.activation)
-        # A row has query, key and value of the first head, then of the second head, and so on.
-        heads = qkv.reshape(qkv.shape[0], self.config.num_heads, -1)
+        """The scan, as `AdvanceHeads`.
+
+        Args:
+            config: With the heads that there are.
+            vectors: `log_slopes`.
+        """
+        qkv = activate(arrays[0], config.activation)
+        heads = qkv.reshape(qkv.shape[0], config.num_heads, -1)
         q, k, v = jnp.split(heads, 3, axis=2)
         out, scanned = pallas_kernels.ssd_scan(
             *(v, k, q),
-            jnp.broadcast_to(-jnp.exp(self.log_slopes[...]), heads.shape[:2]),
+            jnp.broadcast_to(-jnp.exp(vectors[0]), heads.shape[:2]),
             *states,
             state.query_start_loc,
             positions=context.scan_positions,
@@ -140,4 +169,15 @@ def slope_rule(name: str, num_heads: int, *, layer_idx: int, num_layers: int) ->
         return np.log(weights_np[0].reshape(-1) if weights_np else slopes_np)
 
     source = Source(name=f"{name}.slope_rate", shape=(num_heads, 1, 1), is_optional=True)
-    return WeightRule(sources=(source,), layout="vector", axes=(None,), combine=combine)
+    return WeightRule(
+        sources=(source,),
+        layout="vector",
+        axes=(None,),
+        combine=combine,
+        heads=_split(num_heads, 1),
+    )
+
+
+def _split(num_heads: int, head_dim: int) -> HeadSplit:
+    heads = HeadRange(num_heads=num_heads, head_dim=head_dim)
+    return HeadSplit(ranges=(heads,), heads_of_layer=(num_heads,))

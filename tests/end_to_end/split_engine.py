@@ -207,6 +207,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 16,
         "v_head_dim": 16,
     },
+    # States with slopes that depend on the layer.
+    "minimax": MOE_CONFIG
+    | {
+        "architectures": ["MiniMaxForCausalLM"],
+        "model_type": "minimax",
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     # States beside keys and values, and a norm over all heads.
     "falcon_h1": MOE_CONFIG
     | {
@@ -661,6 +668,7 @@ CASES = {
         check_same_as_alone("mamba2", 4),
         check_same_as_alone("falcon_h1", 4),
         check_same_as_alone("kimi_linear", 4),
+        check_same_as_alone("minimax", 4),
         check_own_heads(MORE_LAYERS),
         check_state_collectives(4),
         check_same_as_alone("lfm2", 2),
