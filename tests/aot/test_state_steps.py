@@ -172,6 +172,17 @@ def test_plain_xla_moves_at_most_three_times_the_bytes_of_the_states(compiled, s
     assert in_cache + temporary <= 3 * least
 
 
+@each([step for step in DECODES if step[2] > 1])
+def test_four_devices_exchange_only_sums(compiled, step):
+    """Two sums of each layer, as with attention. Mamba2's norm needs one number per token."""
+    _, result = compiled(step)
+    sums = [c for c in result.collectives if c.op_name.endswith("/dot_general")]
+    assert [c.kind for c in sums] == ["all-reduce"] * (2 * NUM_LAYERS)
+    others = [c.num_bytes for c in result.collectives if c not in sums]
+    embedding_bytes = NUM_REQS * CONFIGS[step[0]]["hidden_size"] * 2
+    assert all(size <= embedding_bytes for size in others)
+
+
 def moved_in_cache(result, min_bytes):
     """Bytes that gathers read and scatters write, without those of fewer than `min_bytes`."""
     num_bytes = {i.name: max(i.array_bytes, default=0) for i in result.instructions}
