@@ -88,7 +88,7 @@ class RandomPacer(DepthPacer):
         super().__init__(max_drafts)
         self.rng = random.Random(0)
 
-    def choose(self, chances):
+    def choose(self, num_reqs, chances):
         choices = [*range(1, MAX_DRAFTS + 1), *[0] * MAX_DRAFTS]
         self._choices.append(self.rng.choice(choices))
         return self.num_drafts

@@ -14,12 +14,13 @@ from paxkv.runner.drafters.step_times import MIN_TIMES, StepTimes, round_up
 # for times of steps with drafts, the second for times of steps without them. The second is closer
 # to 1: steps without drafts cost more than their time, because the head has no keys and values of
 # their tokens, so later drafts are worse.
-_DRAFT_AGING, _PLAIN_AGING = 0.999, 0.9998
+_DRAFT_AGING, _PLAIN_AGING = 0.998, 0.9998
 # Drafts are chosen only if their expected gain is at least the first factor, and another number of
 # drafts only if it gains the second. Measured times vary, and a smaller gain may be chance.
 _MIN_GAIN, _MIN_DEPTH_GAIN = 1.05, 1.03
-# After steps with drafts, at least this many steps have none, because one may take unusually long.
-_MIN_AHEAD = 8
+# While the engine runs ahead, the pacer chooses again after at least this many steps, because one
+# may take unusually long, and because a choice takes time.
+_MIN_AHEAD = 16
 # While drafts do not pay, the head computes the prompts of one in this many steps that start
 # requests.
 STEPS_PER_TRIAL = 32
@@ -147,25 +148,28 @@ class DepthPacer:
             num_expected = self._num_expected[min(self._choices)]
             self._drawn_share += _SHARE_WEIGHT * (num_drawn / num_expected - self._drawn_share)
 
-    def choose(self, chances: Sequence[Sequence[float]]) -> int:
+    def choose(self, num_reqs: int, chances: Callable[[], Sequence[Sequence[float]]]) -> int:
         """Chooses the number of drafts of each request after the step that was recorded last.
 
         Args:
-            chances: For each decoding request, `Acceptance.chances` of the most drafts.
+            num_reqs: Requests that decode.
+            chances: Returns `Acceptance.chances` of the most drafts, for each of these requests.
+                Called only if the choice depends on it.
         """
-        size = round_up(len(chances))
+        size = round_up(num_reqs)
         num_drafts = 0
         is_tried = self._num_ahead <= 0 and not self._budget.is_spent
         if is_tried and self._is_known(size):
-            self._num_expected = self._count_expected(chances)
+            self._num_expected = self._count_expected(chances())
             num_drafts = self._find_best(self._num_expected, size)
             if num_drafts:
                 self._plain_times[size].age(_PLAIN_AGING)
             else:
+                self._num_ahead = _MIN_AHEAD
                 for (known_size, _), times in self._draft_times.items():
                     if known_size == size:
                         times.age(_DRAFT_AGING)
-        if self.num_drafts and not num_drafts:
+        elif self.num_drafts:
             self._num_ahead = _MIN_AHEAD
         self._choices.append(num_drafts)
         return num_drafts
@@ -218,12 +222,14 @@ class DepthPacer:
         most_s = math.inf
         for num_drafts in range(1, self._max_drafts + 1):
             times = self._draft_times.setdefault((size, num_drafts), StepTimes())
-            most_s = min(most_s + plain_s, self._budget.most_s(size, size * (1 + num_drafts)))
             if times.is_known:
-                most_s = times.expected_s
-            elif most_s > self._budget.affordable_s(size, share * num_expected[num_drafts]):
-                break
-            took_s = times.expected_at_least(plain_s if times.is_known else slowest_s)
+                took_s = times.expected_at_least(plain_s)
+                most_s = took_s
+            else:
+                took_s = times.expected_at_least(slowest_s)
+                most_s = min(most_s + plain_s, self._budget.most_s(size, size * (1 + num_drafts)))
+                if most_s > self._budget.affordable_s(size, share * num_expected[num_drafts]):
+                    break
             slowest_s = max(slowest_s, took_s)
             num_drawn = max(share * num_expected[num_drafts], num_reqs)
             rates.append(num_drawn / (took_s + num_drawn * prompt_s))

@@ -1,8 +1,8 @@
 """`DraftBudget`: limits what drafts cost, by the measured time and tokens of all steps."""
 
+import itertools
 import statistics
 from collections import deque
-from collections.abc import Sequence
 
 from paxkv.runner.drafters.step_times import round_up
 
@@ -36,10 +36,8 @@ class DraftBudget:
     """
 
     def __init__(self) -> None:
-        # By rounded number of requests: seconds of a step without drafts, and number of steps; and
-        # the average of these times.
-        self._plain_times: dict[int, deque[tuple[float, int]]] = {}
-        self._plain_s: dict[int, float] = {}
+        # By rounded number of requests.
+        self._plain_times: dict[int, _PlainTimes] = {}
         # By rounded numbers of requests and of rows of a step with drafts: its seconds.
         self._draft_times: dict[tuple[int, int], deque[float]] = {}
         self._is_drafting = False
@@ -52,17 +50,12 @@ class DraftBudget:
 
     def record_plain(self, num_reqs: int, took_s: float, num_steps: int) -> None:
         """Records a step without drafts, or a burst, while the engine runs ahead."""
-        times = self._plain_times.setdefault(round_up(num_reqs), deque())
+        times = self._plain_times.setdefault(round_up(num_reqs), _PlainTimes())
         if self._is_drafting:
             self._is_drafting = False
-            _drop_old(times, _NUM_OLD_TIMES)
-        times.append((took_s / num_steps, num_steps))
-        _drop_old(times, _NUM_TIMES)
-        most_s = _MAX_MEDIANS * _median_s(times)
-        num_known = sum(num for _, num in times)
-        self._plain_s[round_up(num_reqs)] = sum(min(s, most_s) * n for s, n in times) / num_known
-        took_s = min(took_s, num_steps * most_s)
-        self._add(num_reqs, took_s, 0.0, num_steps)
+            times.drop_old(_NUM_OLD_TIMES)
+        times.record(took_s / num_steps, num_steps)
+        self._add(times.average_s, min(took_s, num_steps * times.most_s), 0.0, num_steps)
 
     def record_drafting(
         self, num_reqs: int, took_s: float, num_drawn: int, *, num_rows: int, num_steps: int = 1
@@ -85,7 +78,7 @@ class DraftBudget:
             most_s = _MAX_MEDIANS * statistics.median_low(times)
         times.append(took_s / num_steps)
         took_s = min(took_s, num_steps * most_s)
-        self._add(num_reqs, took_s, took_s - plain_s * num_drawn / num_reqs, num_steps)
+        self._add(plain_s, took_s, took_s - plain_s * num_drawn / num_reqs, num_steps)
 
     def record_prompts(self, head_s: float) -> None:
         """Records that a head computed prompts."""
@@ -93,7 +86,8 @@ class DraftBudget:
 
     def plain_s(self, num_reqs: int) -> float | None:
         """The average time of a step without drafts; None if it was not measured."""
-        return self._plain_s.get(round_up(num_reqs))
+        times = self._plain_times.get(round_up(num_reqs))
+        return None if times is None else times.average_s
 
     def most_s(self, num_reqs: int, num_rows: int) -> float:
         """The time that a step should not exceed: each row as one without drafts, and a step more.
@@ -122,10 +116,10 @@ class DraftBudget:
         most_s = _MAX_SHARE * max(self._total_s, self._min_total_s)
         return self._prompts_s + max(self._lost_s, 0.0) <= most_s
 
-    def _add(self, num_reqs: int, took_s: float, lost_s: float, num_steps: int) -> None:
+    def _add(self, plain_s: float, took_s: float, lost_s: float, num_steps: int) -> None:
         decay = _DECAY**num_steps
         self._total_s = decay * self._total_s + took_s
-        self._min_total_s = _MIN_STEPS * self.plain_s(num_reqs)
+        self._min_total_s = _MIN_STEPS * plain_s
         self._prompts_s = max(0.0, decay * self._prompts_s + min(lost_s, 0.0))
         lost_s += decay * self._lost_s
         self._lost_s = max(lost_s, -_MAX_CREDIT_SHARE * self._total_s)
@@ -133,16 +127,38 @@ class DraftBudget:
         self.is_spent = self._lost_s > share * max(self._total_s, self._min_total_s)
 
 
-def _median_s(times: Sequence[tuple[float, int]]) -> float:
-    """The median of all steps."""
-    half = sum(num for _, num in times) / 2
-    for took_s, num_steps in sorted(times):
-        half -= num_steps
-        if half <= 0:
-            return took_s
-    return 0.0
+class _PlainTimes:
+    """The latest steps without drafts of one size.
 
+    Attributes:
+        average_s: Their average time; a longer time than `most_s` counts as `most_s`.
+    """
 
-def _drop_old(times: deque[tuple[float, int]], num_steps: int) -> None:
-    while times and sum(num for _, num in times) - times[0][1] >= num_steps:
-        times.popleft()
+    def __init__(self) -> None:
+        # Seconds of a step, and how many steps were measured together.
+        self._times: deque[tuple[float, int]] = deque()
+        self._num_steps = self._num_new = 0
+        self.average_s = self.most_s = 0.0
+
+    def record(self, took_s: float, num_steps: int) -> None:
+        self._times.append((took_s, num_steps))
+        self._num_steps += num_steps
+        self.drop_old(_NUM_TIMES)
+        self._num_new += 1
+        # Sums over many times are computed rarely, because steps may be short.
+        if 8 * self._num_new > len(self._times):
+            self._num_new = 0
+            self.most_s = _MAX_MEDIANS * self._median_s()
+            total_s = sum(min(took_s, self.most_s) * num for took_s, num in self._times)
+            self.average_s = total_s / self._num_steps
+
+    def drop_old(self, num_kept: int) -> None:
+        """Keeps about `num_kept` steps."""
+        while self._times and self._num_steps - self._times[0][1] >= num_kept:
+            self._num_steps -= self._times.popleft()[1]
+
+    def _median_s(self) -> float:
+        times = sorted(self._times)
+        ends = itertools.accumulate(num_steps for _, num_steps in times)
+        ordered = zip(times, ends, strict=True)
+        return next(took_s for (took_s, _), end in ordered if 2 * end >= self._num_steps)

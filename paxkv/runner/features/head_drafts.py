@@ -153,8 +153,9 @@ class HeadDrafts(StepFeature):
         )
         if not drawn:
             return {}
-        chances = [acceptance.chances(self._max_drafts) for acceptance in drawn.values()]
-        num_drafts = self._pacer.choose(chances)
+        num_drafts = self._pacer.choose(
+            len(drawn), lambda: [each.chances(self._max_drafts) for each in drawn.values()]
+        )
         # An entry without drafts keeps the engine from running ahead.
         return {
             req_id: output.draft_token_ids.get(req_id, [])[:num_drafts]

@@ -12,6 +12,10 @@ def chances_of(rate, num_drafts):
     return [rate ** (1 + place) for place in range(num_drafts)]
 
 
+def choose(pacer, chances):
+    return pacer.choose(len(chances), lambda: chances)
+
+
 class Machine:
     """Computes steps in fixed times, and reports them to a pacer.
 
@@ -47,7 +51,7 @@ class Machine:
                 num_decode_steps=num_steps,
                 is_decode=True,
             )
-            choices.append(self.pacer.choose([self.chances] * self.num_reqs))
+            choices.append(choose(self.pacer, [self.chances] * self.num_reqs))
         return choices
 
 
@@ -93,12 +97,12 @@ def test_time_of_bursts_is_known_before_the_first_drafts():
         pacer.record_step(
             num_reqs=num_reqs, num_drawn=num_reqs, num_drafts=0, num_decode_steps=1, is_decode=True
         )
-        assert pacer.choose([chances_of(0.9, 3)] * num_reqs) == 0
+        assert choose(pacer, [chances_of(0.9, 3)] * num_reqs) == 0
     for _ in range(2):
         pacer.record_step(num_reqs=1, num_drawn=1, num_drafts=0, num_decode_steps=1, is_decode=True)
-    assert pacer.choose([chances_of(0.9, 3)]) > 0
+    assert choose(pacer, [chances_of(0.9, 3)]) > 0
     # Another number of requests has another time.
-    assert pacer.choose([chances_of(0.9, 3)] * 4) == 0
+    assert choose(pacer, [chances_of(0.9, 3)] * 4) == 0
 
 
 def test_times_that_have_changed_are_measured_again():
@@ -118,7 +122,7 @@ def test_step_in_flight_after_a_change_is_not_measured():
         pacer.record_step(
             num_reqs=1, num_drawn=1, num_drafts=num_drafts, num_decode_steps=1, is_decode=True
         )
-        return pacer.choose([[0.9]])
+        return choose(pacer, [[0.9]])
 
     assert [fetch(0) for _ in range(5)] == [0, 0, 0, 1, 1]
     # It was decided before the change, so its 96 seconds are not those of a step with a draft.
@@ -138,7 +142,7 @@ def test_last_request_of_several_is_measured_as_one():
             is_decode=True,
         )
         # Two requests decode; one of them then ends without a new choice.
-        pacer.choose([[0.9], [0.9]])
+        choose(pacer, [[0.9], [0.9]])
     assert pacer.num_drafts == 1
 
 
@@ -183,7 +187,7 @@ def test_head_over_prompts_counts_in_proportion_to_the_answers(head_s, length, p
             is_decode=False,
         )
         for _ in range(length):
-            num_drafts = pacer.choose([[0.9]])
+            num_drafts = choose(pacer, [[0.9]])
             chosen.append(num_drafts)
             now_s += 1.2 if num_drafts else 1.0
             pacer.record_step(
@@ -212,7 +216,7 @@ def test_steps_at_the_end_of_answers_that_verify_fewer_drafts_lower_the_gain(len
     for _ in range(4000 // length):
         num_left = length
         while num_left:
-            num_drafts = pacer.choose([chances_of(0.99, 3)])
+            num_drafts = choose(pacer, [chances_of(0.99, 3)])
             chosen.append(num_drafts)
             num_verified = min(num_drafts, num_left - 1)
             now_s += 3.5 if num_drafts else 1.0
@@ -233,7 +237,7 @@ def test_drafts_that_requests_do_not_get_because_they_end_lower_the_gain():
     pacer = DepthPacer(3, clock=iter(range(10_000)).__next__)
     chosen = []
     for _ in range(400):
-        num_drafts = pacer.choose([chances_of(0.95, 3)] * 4)
+        num_drafts = choose(pacer, [chances_of(0.95, 3)] * 4)
         chosen.append(num_drafts)
         pacer.record_step(
             num_reqs=4, num_drawn=4, num_drafts=num_drafts, num_decode_steps=1, is_decode=True
@@ -257,14 +261,14 @@ def test_first_step_after_a_choice_of_more_drafts_counts_for_what_it_verifies():
             is_decode=True,
         )
         is_long = idx < 40 or (idx > 60 and idx % 2)
-        chosen.append(pacer.choose([[1.0, 1.0, 1.0] if is_long else [1.0, 0.0, 0.0]]))
+        chosen.append(choose(pacer, [[1.0, 1.0, 1.0] if is_long else [1.0, 0.0, 0.0]]))
     assert chosen[-100:].count(1) > 40 and chosen[-100:].count(3) > 40
 
 
 class DeepPacer(DepthPacer):
     """Chooses without any expectation, as pacers of end-to-end tests do."""
 
-    def choose(self, chances):
+    def choose(self, num_reqs, chances):
         self._choices.append(3)
         return 3
 
@@ -272,6 +276,6 @@ class DeepPacer(DepthPacer):
 def test_steps_are_recorded_before_any_expectation():
     pacer = DeepPacer(3, clock=iter(range(10)).__next__)
     for _ in range(4):
-        pacer.choose([])
+        choose(pacer, [])
         pacer.record_step(num_reqs=1, num_drawn=4, num_drafts=3, num_decode_steps=1, is_decode=True)
     assert pacer.num_drafts == 3

@@ -18,9 +18,9 @@ class RecordingPacer(DepthPacer):
         super().__init__(max_drafts=2)
         self.chances = []
 
-    def choose(self, chances):
-        self.chances = list(chances)
-        return super().choose(chances)
+    def choose(self, num_reqs, chances):
+        self.chances = chances()
+        return super().choose(num_reqs, chances)
 
 
 class Run:
