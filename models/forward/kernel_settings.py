@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import pallas_kernels
 from models.cache.format import Pages
 from models.forward.context_ranks import ContextRanks
+from models.forward.forward_batch import ForwardBatch
 from models.weight_rule import MODEL_AXIS, SplitAxis, is_whole
 
 # f[num_tokens, heads, head_dim], each device with some of the heads; and the pages, each with its
@@ -108,7 +109,7 @@ class KernelSettings:
     def by_device(
         self,
         function: Callable[..., Result],
-        *args: jax.Array | tuple[jax.Array | None, ...] | None,
+        *args: jax.Array | tuple[jax.Array | None, ...] | ForwardBatch | None,
         in_specs: tuple[PartitionSpec, ...],
         out_specs: PartitionSpec | tuple[PartitionSpec, ...],
     ) -> Result:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from models.cache.format import Pages
+from models.forward.forward_batch import ForwardBatch
 from models.forward.kernel_settings import BY_DEVICE, PAGES_BY_DEVICE, TOKENS_BY_FEATURE, WHOLE
 from models.forward.layer_context import LayerContext, LayerState, Rows
 from models.forward.row_widths import Chunk, Width, run_at_width
@@ -57,17 +58,22 @@ def advance_heads(
         arrays: With features in the same order.
     """
 
-    def run(
-        weights: Weights, arrays: tuple[jax.Array, ...], pages: Pages, context: LayerContext
-    ) -> tuple[jax.Array, Pages]:
-        return advance_states(functools.partial(advance, weights), name, arrays, pages, context)
-
     if not is_split:
-        return run(weights, arrays, pages, context)
+        return advance_states(functools.partial(advance, weights), name, arrays, pages, context)
     own = replace(context.with_reported({}), kernels=context.kernels.on_one_device())
+
+    # The batch is an argument, because JAX gathers from no array of the mesh inside of `by_device`.
+    def run(
+        weights: Weights, arrays: tuple[jax.Array, ...], pages: Pages, batch: ForwardBatch
+    ) -> tuple[jax.Array, Pages]:
+        return advance_states(
+            *(functools.partial(advance, weights), name, arrays, pages),
+            replace(own, batch=batch),
+        )
+
     return context.kernels.by_device(
-        *(functools.partial(run, context=own), weights, arrays, pages),
-        in_specs=(BY_DEVICE, TOKENS_BY_FEATURE, PAGES_BY_DEVICE),
+        *(run, weights, arrays, pages, context.batch),
+        in_specs=(BY_DEVICE, TOKENS_BY_FEATURE, PAGES_BY_DEVICE, WHOLE),
         out_specs=(TOKENS_BY_FEATURE, PAGES_BY_DEVICE),
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from models.forward.kernel_settings import PAGES_BY_DEVICE, KernelSettings
+from models.forward.kernel_settings import PAGES_BY_DEVICE, WHOLE, KernelSettings
 from models.forward.layer_context import LayerContext
 from models.layers.gated_delta_net import LINEAR_ATTENTION, GatedDeltaNet, GatedDeltaNetConfig
 from models.layers.kimi_delta_attention import (
@@ -89,26 +89,37 @@ def _split(value_np: np.ndarray, rule: WeightRule, kernels: KernelSettings) -> j
 
 
 def _make_run(layer: nnx.Module, name: str, hidden: np.ndarray, kernels: KernelSettings) -> Run:
-    """Makes a step of three tokens per request, and one that reads its states."""
+    """Makes a step of three tokens per request, and one that reads its states.
+
+    The last token of each request in the first step is a draft. Where it lies comes from the host,
+    as in engines.
+    """
     cache = layer.config.format().on_each_of(kernels.num_shards)
     num_blocks = 2 * cache.num_pages(4 * PAGE_WORDS) * NUM_ROWS + 1
     empty = jnp.zeros((2, num_blocks, kernels.num_shards * PAGE_WORDS), jnp.float32)
+    state_ends = jnp.arange(2, 3 * NUM_ROWS, 3, dtype=jnp.int32)
     if kernels.mesh is not None:
         empty = jax.device_put(empty, NamedSharding(kernels.mesh, PAGES_BY_DEVICE))
+        state_ends = jax.device_put(state_ends, NamedSharding(kernels.mesh, WHOLE))
     graphdef, weights = nnx.split(layer)
 
     @functools.partial(jax.jit, static_argnums=3, compiler_options=QUICK_COMPILE)
     def step(
-        weights: nnx.State, hidden: jax.Array, pages: jax.Array, tokens_each: int
+        weights: nnx.State,
+        hidden: jax.Array,
+        pages: jax.Array,
+        tokens_each: int,
+        state_ends: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         own = nnx.merge(graphdef, weights)
         context = make_context(NUM_ROWS, (), tokens_each, name=name, state_format=cache)
-        context = _all_written(dataclasses.replace(context, kernels=kernels), tokens_each)
+        context = dataclasses.replace(context, kernels=kernels)
+        context = _all_written(context, tokens_each, state_ends)
         out, pages = own(hidden, pages, context, norm=lambda x: x)
         return own.project_out(out, context), pages
 
     def run(num_moved: int) -> np.ndarray:
-        first, pages = step(weights, hidden[0], empty, 3)
+        first, pages = step(weights, hidden[0], empty, 3, state_ends)
         moved = jax.device_put(np.roll(pages, num_moved * PAGE_WORDS, axis=2), pages.sharding)
         second, _ = step(weights, hidden[1, :NUM_ROWS], moved, 1)
         return np.concatenate([first, second])
@@ -116,7 +127,9 @@ def _make_run(layer: nnx.Module, name: str, hidden: np.ndarray, kernels: KernelS
     return run
 
 
-def _all_written(context: LayerContext, tokens_each: int) -> LayerContext:
+def _all_written(
+    context: LayerContext, tokens_each: int, state_ends: jax.Array | None
+) -> LayerContext:
     """Every request starts from zero, and goes on from the slot that it wrote."""
     (states,) = context.batch.groups
     is_first = tokens_each > 1
@@ -125,7 +138,7 @@ def _all_written(context: LayerContext, tokens_each: int) -> LayerContext:
         read_slots=states.write_slots,
         starts_from_zero=jnp.full(NUM_ROWS, is_first),
         is_alive=jnp.ones(NUM_ROWS, bool),
-        state_ends=None,
+        state_ends=state_ends,
     )
     batch = dataclasses.replace(context.batch, groups=(states,))
     return dataclasses.replace(context, batch=batch)
