@@ -8,7 +8,10 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRange:
-    """Consecutive entries of an axis, head after head. A part that all heads use is one head."""
+    """Consecutive entries of an axis, head after head.
+
+    Entries that all heads use count as one head.
+    """
 
     num_heads: int
     head_dim: int  # entries of each head
@@ -22,13 +25,14 @@ class HeadRange:
 class HeadSplit:
     """An axis of ranges of heads, one range after the other.
 
-    On a mesh, device after device has its own heads of every range, in the order of the ranges. If
-    a range has fewer heads than there are devices, neighboring devices have copies of a head.
+    On a mesh, the axis has the entries of the first device, then those of the second, and so on.
+    Each device has its heads of the first range, then of the second, and so on. If a range has
+    fewer heads than there are devices, neighboring devices have copies of a head.
 
     Args:
         ranges: All entries of the axis.
-        heads_of_layer: The number of heads of the layer's state, and of heads that its heads share
-            (`num_parts`). All arrays of a layer have the same numbers, and are split together.
+        heads_of_layer: As in `num_parts`. The arrays of a layer have equal numbers here, so they
+            are split together or not at all.
     """
 
     ranges: tuple[HeadRange, ...]
@@ -47,7 +51,7 @@ class HeadSplit:
         return len(self.order(num_devices)) // num_parts(self.heads_of_layer, num_devices)
 
     def order(self, num_devices: int) -> np.ndarray:
-        """i64[entries of all devices], the entries of the first device, then of the second."""
+        """i64[entries of all devices], indices of the first device's entries, then the second's."""
         parts = num_parts(self.heads_of_layer, num_devices)
         return np.concatenate(
             [entries for device in range(parts) for entries in self._of_device(device, parts)]
@@ -65,12 +69,13 @@ class HeadSplit:
 def num_parts(heads_of_layer: tuple[int, ...], num_devices: int) -> int:
     """Parts that a layer is split into: one for each device, or one if all devices have it whole.
 
-    Each device must have the same number of heads of the state. The heads of the state share other
-    heads, such as keys or groups: each device has some of these, or has one with other devices.
+    A layer is split if the heads of its state divide evenly among the devices. The heads of the
+    state share other heads, such as keys or groups. These must divide evenly among the devices too,
+    or the devices among them.
 
     Args:
-        heads_of_layer: The number of heads of the state, then of those that they share. It is a
-            multiple of each of these.
+        heads_of_layer: The number of heads of the state, then the numbers of heads that they share.
+            The first number is a multiple of each of the others.
     """
     num_heads, *shared = heads_of_layer
     fits = num_heads % num_devices == 0 and all(
@@ -80,5 +85,5 @@ def num_parts(heads_of_layer: tuple[int, ...], num_devices: int) -> int:
 
 
 def heads_on_each(num_heads: int, parts: int) -> int:
-    """Heads that each device has of `num_heads`, if a layer is split into `parts`."""
+    """How many of `num_heads` heads each device has if a layer is split into `parts`."""
     return max(num_heads // parts, 1)

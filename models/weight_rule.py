@@ -64,9 +64,10 @@ class WeightRule:
         axes: For each axis of the parameter, its name if it has one, or None.
         combine: Makes the parameter from the arrays of the sources, in the form in which a
             checkpoint would store it. None: the only source has this form.
-        heads: Of outputs of a matrix or entries of a vector that belong to heads of a recurrent
-            layer. A mesh splits them if `HeadSplit.is_split`, whatever `axes` has for this axis.
-        num_devices: Devices whose heads the parameter has (`on_mesh`).
+        heads: The heads of a recurrent layer that the outputs of a matrix or the entries of a
+            vector belong to. If `HeadSplit.is_split`, a mesh splits them, and the last of `axes`
+            has no effect.
+        num_devices: The number of devices among which the parameter's heads are split (`on_mesh`).
     """
 
     sources: tuple[Source, ...]
@@ -127,14 +128,14 @@ class WeightRule:
         return replace(self, axes=axes)
 
     def parts_on(self, num_devices: int) -> int:
-        """Parts into which a mesh splits the heads: one for each device, or 1 if none are."""
+        """Parts into which a mesh splits the heads: one per device, or 1 if they stay whole."""
         if self.heads is None:
             return 1
         return num_parts(self.heads.heads_of_layer, num_devices)
 
     @property
     def order(self) -> np.ndarray | None:
-        """The outputs or entries of the heads of all devices, in order; None: all, as stored."""
+        """The indices of all devices, as `HeadSplit.order`. None: the order of the checkpoint."""
         return None if self.num_devices == 1 else self.heads.order(self.num_devices)
 
     def shape_on_mesh(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ class PagedStateCase:
         rows: A letter for each request: "w" reads one slot and writes another, "-" writes the slot
             that it reads, "z" starts from zeros and reads a slot of NaN, "." writes nothing.
         page_lines: Lines of states (of their last axis) in a page.
-        lines_before: Lines before a state in its only page.
+        lines_before: Lines before a state, if its slot has only one page.
     """
 
     name: str
@@ -31,7 +31,7 @@ class PagedStateCase:
     state_dtype: str = "float32"
 
     def build_states(self, rng: np.random.Generator, shape: tuple[int, ...]) -> PagedStates:
-        """Slots of any blocks. Pages of no slot hold NaN."""
+        """Slots of random blocks. Pages from which no request reads a state hold NaN."""
         num_lines = self.lines_before + math.prod(shape[:-1])
         num_pages = -(-num_lines // self.page_lines)
         num_reqs = len(self.rows)

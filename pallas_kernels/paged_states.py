@@ -1,7 +1,7 @@
 """`PagedStates`: where the states of requests lie in the pages of a cache.
 
-An op that advances the states of one token each takes them here, and not as arrays. Then its kernel
-reads each state once and writes it once.
+Ops that advance states by one token per request take a `PagedStates` instead of an array, so that
+their kernels read and write each state once.
 """
 
 import math
@@ -23,18 +23,18 @@ from pallas_kernels.cache_layout import check_pages
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PagedStates:
-    """States of one shape, one for each request, in its slot of one or more pages.
+    """One state for each request, all of one shape.
 
-    The numbers of a state lie one after the other in the pages of its slot, from the start of the
-    first page or, if there is only one page, from `first_number` on. After a step, the rest of the
-    last page is undefined.
+    A state is in the slot of its request, which has one or more pages. The numbers of the state lie
+    one after the other in these pages, from the start of the first page. If there is only one page,
+    they may start later, at `first_number`. After a step, the rest of the last page is undefined.
 
     Args:
         pages: The words of pages. A GPU reads them as numbers of another dtype without a copy.
         read_blocks: The pages of the states before the step, in `[0, num_blocks)`.
-        write_blocks: The pages of the states after the step. No page is of two requests, and a page
-            that one request writes is read by no other. A request with entries of `num_blocks` or
-            more writes nothing.
+        write_blocks: The pages of the states after the step. No two requests write the same page,
+            and no request reads a page that another one writes. A request with entries of
+            `num_blocks` or more writes nothing.
         starts_from_zero: The state before the step is zero, whatever `read_blocks` hold.
         dtype: Of the numbers in the pages. Ops compute in float32.
         first_number: How many numbers of `dtype` lie before the state in its page.
@@ -101,7 +101,7 @@ class PagedStates:
         if not has_one_token_each:
             raise ValueError(
                 f"{op_name}: states in pages can only be advanced by one token of each request; "
-                "pass arrays of states, or has_one_token_each."
+                "pass arrays of states, or has_one_token_each=True."
             )
 
     @property
@@ -122,10 +122,11 @@ class PagedStates:
         width = self._width(size)
         place = self.numbers.at[self.row, self.read_blocks, self.first_number : width]
         found = place.get(mode="promise_in_bounds", wrap_negative_indices=False)
-        # A GPU's kernel that reads some pages and writes others would need a copy of all pages.
+        # Without the barrier, XLA on a GPU may fuse this read with the write of the new states. A
+        # kernel that reads some pages and writes others would need a copy of all pages.
         found = jax.lax.optimization_barrier(found)
         found = found.reshape(self.num_reqs, -1)[:, :size].reshape(self.num_reqs, *shape)
-        # Selected, because memory that was never written may hold NaN.
+        # `where` instead of a factor, because memory that was never written may hold NaN.
         is_zero = jnp.expand_dims(self.starts_from_zero, range(1, found.ndim))
         return jnp.where(is_zero, 0, found).astype(jnp.float32)
 
@@ -182,7 +183,7 @@ class PagedStates:
 
 
 def _recast(numbers: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The bits of `[num_rows, num_blocks, n]` as numbers of another dtype, neighbors joined."""
+    """The bits of `[num_rows, num_blocks, n]` as numbers of another dtype, wider or narrower."""
     ratio = dtype.itemsize // numbers.dtype.itemsize
     if ratio > 1:
         numbers = numbers.reshape(*numbers.shape[:2], -1, ratio)

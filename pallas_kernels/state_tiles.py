@@ -1,9 +1,9 @@
 """Tiles of states in pages, for Mosaic GPU kernels that advance states by one token on Hopper.
 
-A state is a matrix per head, of lines of numbers. A CTA holds one tile of a head in its registers:
-it loads the tile from its pages, advances it, and stores it to its pages. So device memory is read
-once and written once. The loads of a tile do not wait for each other, and several CTAs share an SM,
-so that some load while others compute or store.
+Each head has a matrix as its state, whose lines lie in the pages one after the other. A CTA loads
+one tile of a head's state from the pages to registers, advances it, and stores it to the pages. So
+device memory is read once and written once. The loads of a tile do not wait for each other.
+Several CTAs share an SM, so that some load while others compute or store.
 """
 
 import functools
@@ -22,11 +22,11 @@ from pallas_kernels.paged_states import PagedStates
 from pallas_kernels.tma_boxes import MAX_GRID_YZ
 
 # Eight threads load 32 neighbors of a line, which are 128 bytes in float32. A warp loads 4 lines at
-# a time, and the four warps of a CTA 16.
+# a time, so the four warps of a CTA load 16 lines.
 TILE_COLUMNS, TILE_LINES = 32, 16
 _NEIGHBORS = 4
 _DTYPES = ("float32", "bfloat16", "float16")
-# More numbers of a tile would take more than half of a thread's registers.
+# A thread holds 64 numbers of the largest tile. It can have at most 255 registers.
 MAX_TILE_NUMBERS = 64 * 128
 
 
@@ -59,7 +59,7 @@ class StatePlan:
 
     @property
     def lines_together(self) -> int:
-        """The largest number of lines of a head, of which no run of them is cut between pages."""
+        """The most lines per run so that runs divide a head, and no page boundary cuts a run."""
         return math.gcd(self.lines_per_page, self.num_lines, self.first_line)
 
 
@@ -80,7 +80,7 @@ def state_misfit(states: PagedStates, shape: tuple[int, int, int]) -> str | None
     if not states.num_reqs or not num_heads:
         return "there is nothing to compute"
     if states.dtype not in _DTYPES:
-        return f"states are of {', '.join(_DTYPES)}, got {states.dtype}"
+        return f"states must be of {', '.join(_DTYPES)}, got {states.dtype}"
     if line_size % TILE_COLUMNS or num_lines % TILE_LINES:
         return (
             f"a head's state must be a multiple of {TILE_LINES} x {TILE_COLUMNS}, got "
@@ -94,8 +94,8 @@ def state_misfit(states: PagedStates, shape: tuple[int, int, int]) -> str | None
     plan = StatePlan.of(states, shape)
     if plan.lines_together % TILE_LINES:
         return (
-            f"a page must hold a multiple of {TILE_LINES} lines, got {plan.lines_per_page} after "
-            f"{plan.first_line}"
+            f"a page, and what lies before the state, must be multiples of {TILE_LINES} lines, got "
+            f"{plan.lines_per_page} and {plan.first_line}"
         )
     if math.prod(states.pages.shape[:2]) * plan.lines_per_page > INT32_MAX:
         return "indices are int32"
@@ -125,7 +125,8 @@ def freeze_pages(states: PagedStates, lines: jax.Ref) -> jax.Array:
 class Tile:
     """Some lines and columns of a head's state, of one request, in a kernel.
 
-    The lines lie in runs of `StatePlan.lines_together`; `load` and `store` take a list of the runs.
+    The lines lie in runs that no page boundary cuts (`StatePlan.lines_together`). `load` returns a
+    list of these runs, and `store` takes one.
     """
 
     refs: StateRefs
@@ -138,7 +139,7 @@ class Tile:
 
     @property
     def is_written(self) -> jax.Array:  # bool[]
-        """Whether the request writes its state; if it does not, none of its blocks is read."""
+        """Whether the request writes its state. If not, the kernel reads none of its blocks."""
         return self.refs.write_blocks[self.req, 0] < self.plan.num_blocks
 
     def load(self) -> list[jax.Array]:  # f32[lines_of_run, num_columns] each
@@ -146,7 +147,7 @@ class Tile:
         places = self._places(self.refs.read_blocks)
         # JAX 0.11 has no optimized read from GMEM. All loads start before the first result is used.
         runs = [plgpu.load(place, layout=tile_layout(), optimized=False) for place in places]
-        # Selected, because memory that was never written may hold NaN.
+        # `where` instead of a factor, because memory that was never written may hold NaN.
         is_zero = lax.broadcast(self.refs.starts_from_zero[self.req] > 0, runs[0].shape)
         zeros = jnp.zeros(runs[0].shape, jnp.float32)
         return [jnp.where(is_zero, zeros, run.astype(jnp.float32)) for run in runs]

@@ -4,10 +4,11 @@
     python -m benchmarks.engine.drafts --workloads copy demo_eagle3 --requests 1 --out FILE
 
 Two engines of this process, which differ only in `speculative_config`, answer the same requests.
-They take turns, and each begins every second repetition. One repetition before the others warms up.
-The benchmark fails if an answer differs. It prints these figures, and writes them as rows with
---out. The first two are ratios of the engine with drafts to the other, per repetition. The third is
-the ratio of all repetitions together, on which a single slow repetition has less effect.
+They take turns, and each runs first in every second repetition. A repetition before the measured
+ones warms up. The benchmark fails if an answer differs. It prints these figures, and writes them as
+rows with --out. The first two are ratios of the engine with drafts to the other, per repetition.
+The third is the ratio of all repetitions together, on which a single slow repetition has less
+effect.
 
     times_tokens_per_s             output tokens per second
     times_tokens_per_cpu_s         output tokens per second of processor time
@@ -58,7 +59,7 @@ from models.demo.generation import render_question
 from paxkv import LLM, SamplingParams
 
 BENCHMARK = "benchmarks.engine.drafts"
-# Eight tokens are the smallest step that verifies drafts, so fewer drafts take as long.
+# The smallest step that verifies drafts has eight tokens, so fewer drafts take as long.
 SPECULATIVE = {
     "method": "ngram",
     "num_speculative_tokens": 7,
@@ -298,7 +299,7 @@ def measure(
         order = (plain, drafting) if idx % 2 else (drafting, plain)
         runs = {llm: run(llm, requests, num_requests) for llm in order}
         pairs.append((runs[plain], runs[drafting]))
-    pairs = pairs[1:]  # the first one warmed up
+    pairs = pairs[1:]  # without the repetition that warmed up
     figures = [compare(*pair) for pair in pairs]
     found = {metric: [each[metric] for each in figures] for metric in figures[0]}
     plain_s, drafting_s = (sum(each.cpu_s for each in runs) for runs in zip(*pairs, strict=True))

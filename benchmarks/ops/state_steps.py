@@ -63,7 +63,8 @@ def _problem_maker(
     return make
 
 
-# 64 decoding requests of layers of Qwen3-Next-80B and of Mamba-Codestral-7B. Pages have 32 KiB.
+# 64 decoding requests in a layer of Qwen3-Next-80B, and in one of Mamba-Codestral-7B. A page has
+# 32 KiB.
 _DELTA = delta_cases.GatedDeltaStepCase(
     name="64 decodes",
     rows="-" * 64,

@@ -1,4 +1,4 @@
-"""Reads the blocks of states, and writes them back after steps that must leave no trace."""
+"""Copies states, and writes the copy back after steps that must not change them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,13 +18,13 @@ KeptStates = tuple[jax.Array, ...]
 def read_written_states(
     pages: Pages, batch: ForwardBatch, places: Sequence[LayerPlaces], kernels: KernelSettings
 ) -> KeptStates:
-    """Returns the states that a step has written.
+    """Returns a copy of the states that a step has written.
 
-    Later writes must depend on the result (`rules.after`).
+    Later writes to the pages must depend on the result (`rules.after`).
 
     Args:
-        batch: Of the step.
-        places: Of the layers' caches.
+        batch: The batch of the step.
+        places: The places of the layers' caches.
     """
 
     def read(pages: Pages) -> KeptStates:
@@ -45,7 +45,7 @@ def write_states_back(
     kernels: KernelSettings,
     kept: KeptStates,
 ) -> Pages:
-    """Returns the pages with the states of `read_written_states`, in the same blocks."""
+    """Returns the pages after `kept`, of `read_written_states`, is written to its old blocks."""
 
     def write(pages: Pages, kept: KeptStates) -> Pages:
         for (place, inputs), blocks in zip(_states_of(places, batch), kept, strict=True):

@@ -57,10 +57,10 @@ class StateFormat:
         num_windows: The first arrays are windows of convolutions; the others are states.
         window_dtype: The dtype of windows in memory.
         state_dtype: The dtype of states in memory.
-        heads: For each array, an axis and the heads that its entries belong to, which the devices
-            of a mesh share. Empty: each device has the whole arrays.
-        step_op: The op that can advance the last array by one token in the pages. There must be at
-            most one window beside it. None: there is no such op.
+        heads: For each array, the axis that a mesh splits, and the heads of the axis. Empty: each
+            device has the whole arrays.
+        step_op: The op that can advance the last array by one token in the pages. The only other
+            array may be a window. None: there is no such op.
         is_part: Whether the arrays are those of one device's heads.
     """
 
@@ -111,7 +111,7 @@ class StateFormat:
         return StateSelfTest.all_of(self.step_op, self.shapes[-1], self.state_dtype)
 
     def of_windows(self) -> "StateFormat":
-        """The format of the windows alone, which lie where they lie beside the other arrays."""
+        """The format of the windows alone, in the pages where this format has them."""
         return replace(self, shapes=self.shapes[: self.num_windows], step_op=None)
 
     def in_pages(self, pages: Pages, state: LayerState) -> PagedStates:
@@ -155,7 +155,7 @@ class StateFormat:
                 numbers = rules.recast(words[:, start:end], array.dtype)
                 numbers = numbers[:, : -(-array.num_numbers // math.prod(lanes))]
                 numbers = numbers.reshape(num_reqs, *array.shape)
-                # Selected, because memory that was never written may hold NaN.
+                # `where` instead of a factor, because memory that was never written may hold NaN.
                 is_zero = jnp.expand_dims(state.starts_from_zero, range(1, numbers.ndim))
                 found.append(jnp.where(is_zero, 0, numbers).astype(jnp.float32))
                 start = end

@@ -26,12 +26,12 @@ class StateSelfTest:
     op: StepOp
     num_lines: int
     line_size: int
-    dtype: str  # of states in the pages, which are bfloat16
+    dtype: str  # of the states; the pages are bfloat16
     has_decay_per_row: bool = False
 
     @classmethod
     def all_of(cls, op: StepOp, shape: tuple[int, ...], dtype: str) -> tuple["StateSelfTest", ...]:
-        """The tests of an op for states of a shape."""
+        """The tests of `op` for states of `shape`: with each kind of decay that it takes."""
         _, num_lines, line_size = shape
         kinds_of_decay = (False, True) if op == "gated_delta_step" else (False,)
         return tuple(
@@ -61,7 +61,7 @@ class StateSelfTest:
         return None
 
     def _run(self, chosen: dict[str, object]) -> tuple[np.ndarray, np.ndarray]:
-        """The results of requests that write a state; and all states, written or not."""
+        """The results of requests that write a state, and the states in all slots."""
         rng = np.random.default_rng(0)
         states = self._states(rng)
 
@@ -91,7 +91,11 @@ class StateSelfTest:
         return normal(*of_lines), k, normal(*of_columns), log_decay, beta
 
     def _states(self, rng: np.random.Generator) -> PagedStates:
-        """The second request starts from zeros and reads NaN. The last one writes nothing."""
+        """Random states in random blocks.
+
+        The first request writes the slot that it reads. The second one starts from zeros, and its
+        slot holds NaN. The last one writes nothing.
+        """
         num_pages = -(-self.num_lines * _NUM_HEADS // _LINES_PER_PAGE)
         num_blocks = 2 * _NUM_REQS * num_pages
         read, write = rng.permutation(num_blocks).reshape(2, _NUM_REQS, num_pages)

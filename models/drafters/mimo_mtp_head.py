@@ -14,7 +14,8 @@ from models.drafters.mtp_head import MTPHead
 from models.families.mimo import MTP_LAYERS
 from models.weight_rule import WeightRule, rules_of_layers, with_renamed_sources
 
-# Start of a parameter's name in the head -> the start after `model.mtp_layers.0.` in checkpoints.
+# Start of a parameter's name in the head -> what checkpoints have in its place, after
+# `model.mtp_layers.0.`.
 _STORED_NAMES = {
     "enorm.": "token_layernorm.",
     "hnorm.": "hidden_layernorm.",
@@ -50,5 +51,5 @@ class MiMoMTPHead(MTPHead):
         return with_renamed_sources(rules_of_layers(self, prefix=""), rename)
 
     def ignores_weight(self, name: str) -> bool:
-        """All tensors of the target, and of further layers for multi-token prediction."""
+        """Ignores the tensors of the target, and of further layers for multi-token prediction."""
         return not name.startswith(self.prefix)

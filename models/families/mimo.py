@@ -10,7 +10,7 @@ from models.config.mtp_layers import read_num_mtp_layers
 from models.families.llama import LlamaConfig
 from models.families.qwen2 import Qwen2ForCausalLM
 
-# The start of the names of all layers for multi-token prediction.
+# The names of tensors of layers for multi-token prediction start with this.
 MTP_LAYERS = "model.mtp_layers."
 
 

@@ -133,11 +133,12 @@ class KernelSettings:
         widths: Sequence[int],
         specs: Sequence[PartitionSpec] | None = None,
     ) -> tuple[jax.Array, ...]:
-        """Cuts the last axis of x. With `specs`, each device has all parts of its own heads.
+        """Cuts the last axis of x into parts.
 
         Args:
-            widths: On each device, of all parts.
-            specs: Of the parts. None: every device has x, and the same parts.
+            widths: The widths of the parts on each device.
+            specs: How a mesh splits the parts, if each device has the parts of its own heads. None:
+                every device has the whole x, and gets the whole parts.
         """
 
         def cut(x: jax.Array) -> tuple[jax.Array, ...]:

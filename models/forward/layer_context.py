@@ -177,7 +177,9 @@ class LayerContext:
         )
 
     def steps_in_pages(self, state: LayerState) -> bool:
-        """Whether the op `StateFormat.step_op` advances the states, without arrays of states.
+        """Whether `StateFormat.step_op` advances the states in the pages.
+
+        Otherwise, the layer reads arrays of states, and writes them back.
 
         Batch-invariant steps use the op that also computes prompts, because tokens must have the
         same bits in both.

@@ -26,7 +26,7 @@ Advance = Callable[
     tuple[Arrays, tuple[jax.Array | PagedStates, ...]],
 ]
 
-# The same for a layer whose heads may be split: it also gets its vectors of weights, first.
+# The same for a layer whose heads may be split. The first argument is its vectors of weights.
 AdvanceHeads = Callable[
     [Weights, tuple[jax.Array, ...], tuple[jax.Array, ...], LayerState, LayerContext],
     tuple[jax.Array, tuple[jax.Array, ...]],
@@ -51,11 +51,11 @@ def advance_heads(
     """As `advance_states`. If `is_split`, each device of a mesh advances the states of its heads.
 
     Args:
-        advance: As in `advance_states`. If `is_split`, all its arguments are those of one device,
-            and so is its result, f[num_tokens, features].
-        weights: Vectors of the layer, with the heads of one device after those of another
-            (`WeightRule.heads`).
-        arrays: With features in the same order.
+        advance: As in `advance_states`. If `is_split`, its arguments and its result,
+            f[num_tokens, features], are those of one device.
+        weights: Vectors of the layer: the heads of the first device, then those of the second, and
+            so on (`WeightRule.heads`).
+        arrays: Their features have the same order.
     """
 
     if not is_split:

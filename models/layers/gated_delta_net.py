@@ -211,7 +211,7 @@ class GatedDeltaNet(nnx.Module):
         """The convolution and the scan of its outputs, as `AdvanceHeads`.
 
         Args:
-            config: With the heads that there are.
+            config: Counts the heads of `arrays`: all, or those of one device.
         """
         qkv, ba = arrays
         b, a = jnp.split(ba.astype(jnp.float32), 2, axis=1)

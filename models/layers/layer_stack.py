@@ -2,7 +2,7 @@
 
 A switch would have a branch per layer. Products with experts and with quantized matrices are loops,
 so these branches would be most of a program. The matrix of expert e of layer l is matrix
-`e * num_layers + l` of the stack. The matrix of a `Linear` is the only expert of its layer.
+`e * num_layers + l` of the stack. The matrix of a `Linear` counts as the only expert of its layer.
 """
 
 from collections.abc import Sequence

@@ -267,7 +267,7 @@ class Mamba2(nnx.Module):
         """The convolution and the scan of its outputs, as `AdvanceHeads`.
 
         Args:
-            config: With the heads that there are.
+            config: Counts the heads of `arrays`: all, or those of one device.
         """
         xbc, dt = arrays
         xbc, window = self.conv1d.convolve(vectors.conv1d, xbc, states[0], state, context)

@@ -35,7 +35,7 @@ class ShortConvolution(nnx.Module):
 
         Args:
             has_silu: Whether SiLU is applied to the results.
-            heads: Those of all channels, if a mesh may split them.
+            heads: The heads that the channels belong to, if a mesh may split them.
         """
         self.num_channels = num_channels
         self.kernel_size = kernel_size
@@ -53,7 +53,7 @@ class ShortConvolution(nnx.Module):
         shape = (self.num_channels, 1, self.kernel_size)
         weight = Source(name=f"{name}.weight", shape=shape)
         heads = self.heads
-        # A device has the channels of its heads at the first place, then at the second, and so on.
+        # A device has its channels' weights for the first place, then for the second, and so on.
         by_place = heads and replace(heads, ranges=heads.ranges * self.kernel_size)
         rules = {
             "kernel": WeightRule(

@@ -56,7 +56,7 @@ class LoadedDraftModel(LoadedModel):
         return read_written_states(pages, batch, self.places, self.kernels)
 
     def restore_states(self, pages: Pages, batch: ForwardBatch, kept: KeptStates) -> Pages:
-        """Takes back all changes of states since `keep_states`, which had the same batch."""
+        """Restores the states that `keep_states` returned for the same batch."""
         return write_states_back(pages, batch, self.places, self.kernels, kept)
 
     def choose(

@@ -55,14 +55,14 @@ class Platform:
     samples_in_chunks: ClassVar[bool] = False
     # Columns of a kernel of 4 or 8 bits that a product widens at a time; None widens all at once.
     scaled_panel_width: ClassVar[int | None] = None
-    # Whether experts, and quantized matrices, of several layers are in one array, for loops.
+    # Whether the kernels of experts, and quantized kernels, of several layers are in one array.
     stacks_layers: ClassVar[bool] = False
     # Host memory that compiling one program may take: several times what was measured
     # (`docs/design/runner-and-programs.md`).
     compile_bytes: ClassVar[int] = 2**30
 
     def step_clock(self) -> float:
-        """Seconds since any moment, to compare how long two kinds of steps take."""
+        """A clock in seconds, to compare how long steps take."""
         return time.perf_counter()
 
     def weight_dtype(self, own: ModelDtype) -> ModelDtype:

@@ -171,7 +171,7 @@ class ScaledKernel(StoredKernel):
 
         Args:
             use: As in `multiply`. The kernel is flat (`_flat`).
-            first_panel: Of the matrix, among the panels of the kernel.
+            first_panel: The index of the matrix's first panel among those of the kernel.
         """
 
         def panel(idx: jax.Array | int) -> Panels:
@@ -269,7 +269,7 @@ class ScaledKernel(StoredKernel):
         return self._flat()._panel(idx)
 
     def _flat(self) -> "ScaledKernel":
-        """The panels of all matrices of a stack as those of one matrix. A matrix stays as it is."""
+        """A stack as one matrix with the panels of all its matrices. A matrix stays as it is."""
         num_axes = self.numbers.ndim - 4
         return jax.tree.map(lambda array: array.reshape(-1, *array.shape[num_axes + 1 :]), self)
 

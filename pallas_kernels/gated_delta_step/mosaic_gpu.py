@@ -1,7 +1,7 @@
 """Mosaic GPU body of `gated_delta_step` on Hopper: a CTA advances some columns of a head.
 
-A column of the state changes by its own numbers alone, so CTAs share nothing. The sums over the
-lines of a column are the only exchange between threads.
+No column of the state depends on another one, so CTAs exchange nothing. Threads exchange only the
+sums over the lines of a column.
 """
 
 import functools
@@ -32,7 +32,7 @@ from pallas_kernels.state_tiles import (
 )
 from pallas_kernels.tma_boxes import WARPGROUP_THREADS
 
-# Each thread gives the other warps the sums of its lines, for four columns.
+# Each thread passes the sums of its lines to the other warps: four columns, so 16 bytes.
 _SCRATCH_BYTES = 16 * WARPGROUP_THREADS
 
 

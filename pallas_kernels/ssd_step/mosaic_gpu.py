@@ -1,7 +1,7 @@
 """Mosaic GPU body of `ssd_step` on Hopper: a CTA advances some lines of a head.
 
-A line of the state changes by its own numbers alone, so CTAs share nothing. The sums over the
-numbers of a line are the only exchange between threads, and the threads of a line share a warp.
+No line of the state depends on another one, so CTAs exchange nothing. Threads exchange only the
+sums over the numbers of a line, and all threads of a line are in one warp.
 """
 
 import functools
@@ -30,8 +30,8 @@ from pallas_kernels.state_tiles import (
     tile_layout,
 )
 
-# Numbers of a CTA if its lines allow it. With 16 KiB in float32, a thread holds 32 of them, and
-# several CTAs share an SM. A guess, not measured.
+# Most numbers of a CTA's tile, unless `TILE_LINES` lines have more. A thread then holds 32 of them,
+# so several CTAs share an SM. This value is a guess: no other was measured.
 _WANTED_NUMBERS = 32 * 128
 
 
@@ -46,7 +46,8 @@ def misfit(
     del c, log_decay
     state_size = b.shape[2]
     if TILE_LINES * state_size > MAX_TILE_NUMBERS:
-        return f"a line must have at most {MAX_TILE_NUMBERS // TILE_LINES} numbers"
+        most = MAX_TILE_NUMBERS // TILE_LINES
+        return f"a line must have at most {most} numbers, got {state_size}"
     return state_misfit(states, (*x.shape[1:], state_size))
 
 
@@ -83,7 +84,7 @@ def ssd_step_mosaic_gpu(
 
 
 def _lines_per_cta(plan: StatePlan) -> int:
-    """A divisor of a head's lines, in steps of `TILE_LINES`."""
+    """Lines of a CTA's tile: a multiple of `TILE_LINES` that divides the lines of a head."""
     wanted = max(1, _WANTED_NUMBERS // (plan.line_size * TILE_LINES))
     num_tiles = plan.num_lines // TILE_LINES
     return TILE_LINES * max(n for n in range(1, wanted + 1) if num_tiles % n == 0)

@@ -10,7 +10,7 @@ from paxkv.runner.drafters.step_times import MIN_TIMES, StepTimes, round_up
 # With every burst, the expected time of the choice that was not made falls by this factor, so that
 # it is tried again.
 _AGING = 0.995
-# A first burst with drafts is tried if the budget pays for this many times the time without drafts.
+# The first burst with drafts is tried if the budget covers this many times the time without drafts.
 _FIRST_FACTOR = 1.5
 
 

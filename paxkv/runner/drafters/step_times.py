@@ -39,7 +39,7 @@ class StepTimes:
 
     @property
     def num_measured(self) -> int:
-        """How many measurements the expected time is from; 5 at most."""
+        """Number of measurements that the expected time is based on; at most 5."""
         return len(self._recent)
 
     def record(self, took_s: float, num_steps: int = 1) -> None:

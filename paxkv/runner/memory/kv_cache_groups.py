@@ -44,7 +44,7 @@ class KVCacheGroups:
 
     @property
     def num_whole_states(self) -> int:
-        """Caches of states of all heads, of which every device of a mesh has a copy."""
+        """Caches of states that a mesh does not split: each device has the states of all heads."""
         states = [cache for cache in self.formats.values() if cache.kind == "state"]
         return sum(not cache.is_part for cache in states)
 

@@ -78,13 +78,13 @@ def make_draft(model: LoadedModel, head: LoadedDrafter, shape: DraftShape) -> Dr
     The drafts' keys and values go to slots after the step's tokens. A request gets drafts only up
     to the end of its block table.
 
-    A draft model with states writes the states of a step as its target does: before the drafts. It
-    then computes accepted drafts and the drawn token together, which gives the first draft. After
-    the last draft, it takes the states back.
+    A draft model with states writes the states before the drafts of the step, as its target does.
+    It then computes the accepted drafts and the drawn token together, which gives the first draft.
+    After the last draft, the program restores the states.
 
-    The program returns `drafts` i32[num_reqs, shape.num_drafts],
-    with `NO_TOKEN` after the last draft of each request. It also returns the memory for bursts, in
-    which it has replaced the rows of requests that drew a token.
+    The program returns `drafts` i32[num_reqs, shape.num_drafts], with `NO_TOKEN` after the last
+    draft of each request. It also returns the memory for bursts, in which it has replaced the rows
+    of requests that drew a token.
     """
     step = shape.step
     layout = PackedLayout(step)

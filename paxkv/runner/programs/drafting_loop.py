@@ -83,8 +83,8 @@ def run_drafting_loop(
 
     Args:
         rows: `widths` are numbers of tokens that a step can compute.
-        completes_states: Whether the last step also computes accepted drafts again, so that the
-            states after the loop have all tokens.
+        completes_states: Whether the loop goes on until the states contain all tokens. This can
+            take one more step, which computes accepted drafts again.
         fields: See `StepPart`.
     """
 

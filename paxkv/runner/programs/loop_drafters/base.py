@@ -19,8 +19,8 @@ class DraftedRows(NamedTuple):
     token_ids: jax.Array  # i32[num_rows, max_tokens], of prompt and output
     positions: jax.Array  # i32[num_rows], as in `DraftingState`
     num_useful: jax.Array  # i32[num_rows], most drafts that the step verifies for the row
-    # The tokens that states lack, and the last known token of each row. It writes states, without
-    # the row's drafts, as the step will. None without states.
+    # For each row, the tokens that its states lack, up to its last known token. The batch writes
+    # the same states as the step, because both write them before drafts. None without states.
     known: ForwardBatch | None = None
     # bool[num_rows], whether `known` writes the row's first slot, as in `StateRows`.
     writes_first: jax.Array | bool = False

@@ -31,8 +31,8 @@ class ModelLoopDrafter(LoopDrafter):
     It computes that token and all drafts that the step verifies, so it has keys and values of
     every token that the step may accept.
 
-    If the model has states, it first computes the tokens that they lack, accepted drafts included.
-    After it has drafted, it takes the states back to where they were then.
+    If the model has states, it first computes the tokens that they lack, including accepted drafts.
+    After the last draft, it restores the states of this moment.
 
     Args:
         params: The arrays of `model`.
@@ -110,7 +110,7 @@ class ModelLoopDrafter(LoopDrafter):
                     query_start_loc=query_start_loc,
                     is_alive=is_draft,
                     has_one_token_each=True,
-                    # Both are the slot that `known` wrote.
+                    # The slot to read and the slot to write are the one that `known` wrote.
                     reads_second=jnp.logical_not(drafted.writes_first),
                     writes_first=drafted.writes_first,
                 ),
