@@ -76,7 +76,8 @@ class StructuralFormat:
 
     def _regex(self, form: _Format, ends: Sequence[str], depth: int) -> str:
         pattern = f"/{llguidance.regex_to_lark(_text(form, 'pattern'))}/"
-        # One lexeme with its end: a pattern by itself may match, and so consume, the end too.
+        # The pattern and the end are one lexeme. Alone, the pattern may also match the end, and so
+        # consume it.
         return self._rule(_joined(pattern, _alternatives(ends)), is_terminal=True)
 
     def _grammar(self, form: _Format, ends: Sequence[str], depth: int) -> str:
@@ -103,10 +104,10 @@ class StructuralFormat:
         return _joined(_literal(begin), content, _alternatives(ends))
 
     def _triggered_tags(self, form: _Format, ends: Sequence[str], depth: int) -> str:
-        """Free text. After each trigger in it, one of the trigger's tags follows."""
+        """Free text, in which one of a trigger's tags follows each occurrence of the trigger."""
         triggers = _list(form, "triggers")
         if not all(isinstance(trigger, str) and trigger for trigger in triggers):
-            raise ValueError('"triggers" must be non-empty strings')
+            raise ValueError('"triggers" must be strings that are not empty')
         at_least_one, is_single = _flag(form, "at_least_one"), _flag(form, "stop_after_first")
         behind: dict[str, list[str]] = {}
         whole = []
@@ -200,7 +201,8 @@ def _alternatives(texts: Sequence[str]) -> str:
 def _text(form: _Format, name: str, *, may_be_empty: bool = False) -> str:
     value = form.get(name)
     if not isinstance(value, str) or not (value or may_be_empty):
-        raise ValueError(f'{form.get("type", "tag")}: "{name}" must be a string')
+        kind = "a string" if may_be_empty else "a string that is not empty"
+        raise ValueError(f'{form.get("type", "tag")}: "{name}" must be {kind}')
     return value
 
 

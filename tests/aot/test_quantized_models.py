@@ -2,9 +2,9 @@
 
 In a decode step, the kernel `scaled_matmul` reads the stored numbers of every matrix. In a step
 with more tokens, XLA widens every matrix into memory: a product reads the stored numbers, writes
-them in bfloat16, and reads these. The tests bound how much. The kernel `scaled_grouped_matmul`
-reads the stored numbers of experts in all steps. `pytest -s` prints the bytes, which are in
-docs/guide/tuning.md.
+them in bfloat16, and reads these. The tests limit the widened bytes. The kernel
+`scaled_grouped_matmul` reads the stored numbers of experts in all steps. `pytest -s` prints the
+bytes, which are in docs/guide/tuning.md.
 """
 
 import functools
@@ -16,7 +16,7 @@ from tests.aot.large_models import CONFIGS, abstract_model, describe
 from tests.aot.step_programs import NUM_REQS, burst, mixed_step
 
 NUM_LAYERS = 2
-# So many that no activation has the size of a matrix.
+# With this number of tokens, no activation has the size of a matrix.
 NUM_MIXED_TOKENS = 2_560
 # Name of the model -> quantization, and bytes of a weight without its scales.
 STORED = {"gpt_oss_20b": ("int4", 0.5), "deepseek_v3": ("fp8", 1)}
@@ -110,10 +110,11 @@ def test_decode_steps_read_stored_numbers_and_others_widen_a_matrix_once(compile
     assert num_calls + len(widened) == len(matrices)
     if step[1] == "decode":
         assert widened == []
-        # Of these, most are the logits.
+        # Most of the sums are the logits.
         assert of_sums < stored / 2
     else:
-        # The vocabulary head, and some of the last layer, have a row per request.
+        # The vocabulary head and a part of the last layer have only a row per request, so they are
+        # not widened.
         assert 0 < of_matrices <= WIDENED * (sum(matrices) - max(matrices))
     assert widened_bytes(result, experts, in_loop=True) == []
     assert result.kernel_names.count("scaled_grouped_matmul") == len(experts)
@@ -125,11 +126,11 @@ def test_temporary_memory_is_that_of_the_largest_widened_matrix_and_of_activatio
     assert result.aliased_bytes >= program.cache_bytes
     config = CONFIGS[step[0]]
     logits = 4 * NUM_REQS * config["vocab_size"]
-    # Rows of tokens in their experts, in and out, in bfloat16; and little else.
+    # The inputs and outputs of the experts, in bfloat16, with a row for each choice of a token.
     num_tokens = NUM_REQS if step[1] == "decode" else NUM_MIXED_TOKENS
     rows = 2 * num_tokens * config["num_experts_per_tok"] * config["hidden_size"]
     matrices, _ = quantized_sizes(structure, step[2])
-    # In steps with more tokens, the head alone is not widened.
+    # The largest matrix is the head, which is never widened.
     largest = WIDENED * max(set(matrices) - {max(matrices)}) if step[1] == "mixed" else 0
     assert largest < result.temp_bytes < largest + 5 * logits + 8 * rows
 

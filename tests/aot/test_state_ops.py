@@ -78,7 +78,7 @@ def assert_in_place(program, sizes):
 
 # The heads of Bamba-9B.
 BAMBA = Sizes(op="ssd_step", num_heads=128, num_lines=64, line_size=128)
-# Registers of a thread, which are limited so that as many CTAs share an SM as noted.
+# The most registers of a thread with which this many CTAs share an SM.
 FIVE_CTAS, FOUR_CTAS, THREE_CTAS = 96, 128, 168
 
 

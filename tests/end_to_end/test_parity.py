@@ -41,8 +41,8 @@ EVERY_SETTING = (
     "qwen3-next",  # states of Gated DeltaNet, and gated attention
 )
 EVERY_KIND = ("qwen3-next",)
-# No family above has their ops or options of ops, so their check runs the XLA bodies: the scans of
-# Mamba and Mamba2, attention with sinks and values narrower than keys, and ALiBi.
+# The check of these families runs the XLA bodies, because no family above has their ops or options:
+# the scans of Mamba and Mamba2, attention with sinks and values narrower than keys, and ALiBi.
 XLA_BODIES = ("mamba", "bamba", "mimo-v2-flash-dense", "bloom")
 # Their classes only read config.json and name weights otherwise than the family that they derive
 # from. `test_dense_config.py` and its neighbours compare what they read with transformers.

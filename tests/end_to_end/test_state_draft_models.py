@@ -66,9 +66,9 @@ def greedy(request: EngineRequest) -> EngineRequest:
 def test_drafts_are_those_of_transformers(
     family: str, in_bursts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model is always right about itself, and a similar one as often as in transformers.
+    """A similar draft model is right as often as in transformers, and the model itself always.
 
-    So no state lacks a token or has a rejected one, after chunks of prompts and prefix hits too.
+    So no state lacks a token or has a rejected one, also after chunked prompts and prefix hits.
     """
     propose_by(None, monkeypatch)
     theirs, model = make_model(family, tmp_path / "target", seed=1)
@@ -89,7 +89,7 @@ def test_drafts_are_those_of_transformers(
         answer = run(runner, [request], **settings)[0][request.request_id]
         assert answer.token_ids == wanted
         num_accepted += answer.num_accepted_tokens
-        # The ends of bursts cut drafts.
+        # In bursts, the number is smaller: a burst verifies no drafts past its end.
         if not in_bursts:
             num_steps = count_steps_of(theirs, request.prompt_token_ids, wanted)
             assert answer.num_accepted_tokens == MAX_TOKENS - 1 - num_steps

@@ -113,7 +113,7 @@ def add_noise(target: Path, folder: Path) -> Path:
     ],
 )
 def test_draft_models_have_states(target: str, draft: str, tmp_path: Path) -> None:
-    """Each step has the drafts of transformers, so states are right after rejected drafts too."""
+    """The drafts are those of transformers, so states are right after rejected drafts too."""
     folder = tmp_path / "target"
     theirs = make_checkpoint(target, folder, 1, is_shallow=True, is_sharp=True)
     if draft == "similar":

@@ -5,7 +5,10 @@ import numpy as np
 
 
 def assert_steps_are_close(case, states, got, wanted, tolerance=1e-5):
-    """The results of written rows, and all pages. Numbers of no written state have equal bits."""
+    """Compares the results of requests that write, and all pages.
+
+    Numbers that the step does not write must keep their bits.
+    """
     is_written = np.asarray(states.is_written)
     out, wanted_out = (np.asarray(result[1])[is_written] for result in (got, wanted))
     np.testing.assert_allclose(out, wanted_out, rtol=tolerance, atol=tolerance)

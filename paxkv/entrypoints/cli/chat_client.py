@@ -163,4 +163,4 @@ def _refusal(response: http.client.HTTPResponse) -> str:
         text = json.loads(text)["error"]["message"]
     except (ValueError, KeyError, TypeError):
         text = text[:200]
-    return f"the server answers {response.status}: {text}"
+    return f"the server answered with status {response.status}: {text}"

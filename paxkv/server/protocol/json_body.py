@@ -40,7 +40,7 @@ async def read_body(
 
     Raises:
         UnsupportedMediaTypeError: The content type is not JSON, or the body is compressed.
-            A web page may send other types to any server, so this also blocks web pages.
+            Browsers let web pages send bodies of other types to any server. This check stops them.
         BodyTooLargeError: The body is longer than `max_body_bytes`.
         InvalidRequestError: The body is not a JSON object, or `read` raised it.
     """
@@ -122,7 +122,7 @@ def _check_num_parts(body: bytes, name: str) -> None:
     """
     if _num_parts(body) <= MAX_PARTS and body.count(b'"') <= 2 * MAX_STRINGS:
         return
-    # Without the contents of strings, which may contain the same signs.
+    # Strings may contain the same signs, so the parts are counted again without their contents.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     has_few_strings = plain.count(b'"') <= 2 * MAX_STRINGS
     if has_few_strings and _num_parts(b"".join(plain.split(b'"')[::2])) <= MAX_PARTS:

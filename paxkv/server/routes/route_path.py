@@ -4,7 +4,10 @@ from starlette.types import Scope
 
 
 def route_path(scope: Scope) -> str:
-    """Removes `--root-path`, here "/api": "/api/v1/models" and "/v1/models" -> "/v1/models"."""
+    """Removes `--root-path` from the start of the path, if it is there.
+
+    With "/api", both "/api/v1/models" and "/v1/models" become "/v1/models".
+    """
     path, root_path = scope["path"], scope.get("root_path", "")
     inside = path.removeprefix(root_path)
     # "/apiv1" is not below "/api".

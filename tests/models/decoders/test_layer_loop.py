@@ -98,7 +98,7 @@ def test_logits_do_not_depend_on_widths(recipe, only_last_tokens, in_loop):
             assert np.abs(got[row] - wanted[row]).max() <= TOLERANCE * np.abs(wanted[row]).max()
 
 
-# In the normal run, the last layer of Gemma 2 is of a kind that the loop has too.
+# In the normal run, Gemma 2 has a last layer of a kind that other layers of the loop have too.
 @pytest.mark.slow
 def test_last_of_two_kinds_of_layers_may_go_on_with_fewer_tokens(tmp_path):
     fields = RECIPES["qwen3_layer_types"]["extra_config"]

@@ -63,7 +63,7 @@ def test_empty_file_is_named(tmp_path):
     ["../outside.safetensors", "{folder}/outside.safetensors", "sub/../../outside.safetensors"],
 )
 def test_index_that_leads_outside_its_folder_is_refused(tmp_path, name):
-    """Also where the file is there, and readable."""
+    """Even if the file exists and is readable."""
     folder = tmp_path / "checkpoint"
     (folder / "sub").mkdir(parents=True)
     save_file({"a": np.zeros(1, np.float32)}, tmp_path / "outside.safetensors")

@@ -1,4 +1,4 @@
-"""Free memory is read where Linux says it, of the machine and of the container."""
+"""The free memory of the machine and of its container is what Linux reports."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_without_a_container_the_machine_counts(machine):
 
 @pytest.mark.parametrize(
     ("limit", "wanted_gib"),
-    # Of 6 GiB used, 3 are cached files. A limit that is passed leaves nothing.
+    # The container uses 6 GiB, of which 3 are cached files. Above its limit, nothing is free.
     [("max", 20), (8 * GIB, 5), (2 * GIB, 0), (64 * GIB, 20)],
 )
 def test_the_limit_of_a_container_counts_if_it_leaves_less(machine, limit, wanted_gib):

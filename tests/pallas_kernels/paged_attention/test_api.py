@@ -143,8 +143,8 @@ def test_signature_names_no_backend():
     "options", [{"implementation": "reference"}, {}, {"batch_invariant": True}], ids=str
 )
 def test_a_page_is_the_keys_of_a_block_and_then_its_values(options, num_query):
-    # Blocks of 8 tokens, one KV head of width 1. Keys 1 and values 5 in block 1 of row 1; what
-    # neighboring pages hold is NaN, and swapped halves would give 1.
+    # Blocks of 8 tokens, one KV head of width 1. Block 1 of row 1 has the keys 1 and the values 5.
+    # All other pages hold NaN. If keys and values were swapped, the result would be 1.
     pages = np.full((2, 4, 2 * 8), np.nan, np.float32)
     pages[1, 1, :8], pages[1, 1, 8:] = 1, 5
     q = np.full((num_query, 1, 1), 2, np.float32)
@@ -154,7 +154,7 @@ def test_a_page_is_the_keys_of_a_block_and_then_its_values(options, num_query):
         *(np.array([8], np.int32), np.array([0, num_query], np.int32)),
     )
     np.testing.assert_allclose(out, np.full((num_query, 1, 1), 5), rtol=1e-6)
-    # Eight keys, each of logit 2 * 1 / 2.
+    # Eight keys, each with the logit 2 * 1 / 2.
     np.testing.assert_allclose(lse, np.full((num_query, 1), 1 + np.log(8)), rtol=1e-6)
 
 
@@ -216,7 +216,7 @@ def test_without_keys_the_output_is_zero_and_lse_is_minus_infinity(implementatio
 @pytest.mark.parametrize("num_query", [1, 2])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_logits_far_below_zero_are_no_masked_ones(num_query, batch_invariant):
-    # Every key seen has the logit -1e32, the other half of the block is not written.
+    # Four keys have the logit -1e32. The length of the request leaves out the rest of the block.
     kv_cache = np.full((1, 2, 1, 8, 1), np.nan, np.float32)
     kv_cache[:, 0] = -1e16
     kv_cache[:, 1, :, :4] = 3.0

@@ -157,7 +157,7 @@ MALFORMED = {
     "flag": (triggered(at_least_one=1), "true or false"),
     "excludes": ({"type": "any_text", "excludes": ["a"]}, "excludes is not supported"),
     "empty": ({"type": "or", "elements": []}, "list that is not empty"),
-    "value": ({"type": "const_string"}, "must be a string"),
+    "value": ({"type": "const_string", "value": ""}, "must be a string that is not empty"),
     "regex": ({"type": "regex", "pattern": "(a"}, "."),
     "grammar": ({"type": "grammar", "grammar": "start: foo"}, "unknown name"),
     "schema": ({"type": "json_schema", "json_schema": 5}, "an object"),

@@ -31,7 +31,7 @@ def test_each_byte_token_has_its_byte(data):
 
 def test_parts_of_characters_have_their_own_bytes():
     token_ids = [256, 0xA2]
-    # Alone, they have no valid text; together, they are one character.
+    # The bytes of one token are no valid text. Those of both tokens are one character.
     assert [BYTE_LEVEL.token_text(i) for i in token_ids] == ["\ufffd", "\ufffd"]
     assert b"".join(map(BYTE_LEVEL.token_bytes, token_ids)) == "漢".encode()
     assert BYTE_LEVEL.token_bytes(257) == b" \xc3"

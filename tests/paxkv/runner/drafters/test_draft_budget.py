@@ -160,7 +160,7 @@ def test_first_hundred_steps_lose_at_most_5_percent(setting, num_reqs, measure):
         measure(SETTINGS[setting], NUM_RIGHT["none"], num_reqs=num_reqs, num_tokens=100, seed=seed)
         for seed in range(4)
     ]
-    # In a single run, the first steps may be unusual ones.
+    # The first steps of a single run may be unusually slow or fast.
     assert statistics.harmonic_mean(gains) > 1 / 1.05, gains
     assert min(gains) > 0.92, gains
 
@@ -250,7 +250,7 @@ def test_slow_step_counts_in_part():
     budget = DraftBudget()
     budget.record_plain(1, 200.0, 200)
     budget.record_drafting(1, 100.0, num_drawn=1, num_rows=2)
-    # Three steps at most, of which one is not lost.
+    # The step counts as three steps without drafts at most. One of them is not lost.
     assert not budget.is_spent
     for _ in range(3):
         budget.record_drafting(1, 100.0, num_drawn=1, num_rows=2)

@@ -111,7 +111,8 @@ def test_changed_context_is_what_the_model_computes_with(counting):
     assert tokens["b"] == tokens["a"]
 
 
-# In the normal run, the tests of `counting` change the context, and the next ones the parameters.
+# In the normal run, the tests of `counting` change the context, and the tests after this one change
+# the parameters.
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["plain", "invariant"])
 def test_encoded_rows_replace_embeddings(monkeypatch, batch_invariant):

@@ -1,4 +1,4 @@
-"""A line of a batch is a request, or says what is wrong with it and whose it is."""
+"""Each line of a batch becomes a request, or an error that names the line and its custom_id."""
 
 import json
 

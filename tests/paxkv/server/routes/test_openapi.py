@@ -46,7 +46,7 @@ def test_the_document_is_served_and_knows_the_fields(shared_server):
     assert {"messages", "tools", "logit_bias", "structured_outputs"} <= set(fields)
 
 
-# Minutes long: run it with `pytest -m slow tests/paxkv/server/routes/test_openapi.py`.
+# This takes minutes. Run it with `pytest -m slow tests/paxkv/server/routes/test_openapi.py`.
 @pytest.mark.slow
 def test_schemathesis_finds_no_server_error(shared_server):
     schemathesis = pytest.importorskip("schemathesis")
