@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -72,8 +73,13 @@ def test_arrays_are_read_as_they_were_rounded(
     pages_np = np.full((2, 10, num_words // math.prod(lanes), *lanes), 7, stored)
     rng = np.random.default_rng(1)
     arrays = [rng.normal(size=(3, *shape)).astype(np.float32) for shape in SHAPES]
-    pages = cache.write(jnp.asarray(pages_np), state, list(map(jnp.asarray, arrays)))
-    found = cache.read(pages, state)
+
+    @jax.jit
+    def write_and_read(pages, arrays):
+        pages = cache.write(pages, state, arrays)
+        return pages, cache.read(pages, state)
+
+    pages, found = write_and_read(pages_np, arrays)
     for array_np, got, dtype in zip(arrays, found, (window_dtype, state_dtype), strict=True):
         assert got.dtype == jnp.float32
         rounded = jnp.asarray(array_np).astype(dtype).astype(jnp.float32)
