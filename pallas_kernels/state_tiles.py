@@ -21,19 +21,15 @@ from pallas_kernels.cache_layout import INT32_MAX
 from pallas_kernels.paged_states import PagedStates
 from pallas_kernels.tma_boxes import MAX_GRID_YZ
 
-# Eight threads load 32 neighbors of a line, which are 128 bytes in float32. A warp loads 4 lines at
-# a time, so the four warps of a CTA load 16 lines.
-TILE_COLUMNS, TILE_LINES = 32, 16
-_NEIGHBORS = 4
+TILE_COLUMNS = 32  # 128 bytes in float32
+# Lines that the four warps of a CTA load at a time. With 16, eight threads load a line, with four
+# neighbors each. With 4, a warp loads a line, with more instructions; for pages that cut runs of 16
+# lines.
+_LINES_AT_A_TIME = (16, 4)
+MIN_LINES = min(_LINES_AT_A_TIME)
 _DTYPES = ("float32", "bfloat16", "float16")
 # A thread holds 64 numbers of the largest tile. It can have at most 255 registers.
 MAX_TILE_NUMBERS = 64 * 128
-
-
-def tile_layout() -> plgpu.Layout:
-    """The registers of a tile."""
-    tiling = plgpu.Tiling(((TILE_LINES, TILE_COLUMNS), (4, TILE_COLUMNS), (_NEIGHBORS,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +52,20 @@ class StatePlan:
             lines_per_page=states.numbers_per_page // line_size,
             first_line=states.first_number // line_size,
         )
+
+    @property
+    def lines_at_a_time(self) -> int:
+        return next((n for n in _LINES_AT_A_TIME if self.lines_together % n == 0), MIN_LINES)
+
+    @property
+    def layout(self) -> plgpu.Layout:
+        """The registers of a tile."""
+        whole = (self.lines_at_a_time, TILE_COLUMNS)
+        if self.lines_at_a_time == MIN_LINES:
+            tiling = plgpu.Tiling((whole, (1,)))
+            return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+        tiling = plgpu.Tiling((whole, (4, TILE_COLUMNS), (4,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
     @property
     def lines_together(self) -> int:
@@ -81,9 +91,9 @@ def state_misfit(states: PagedStates, shape: tuple[int, int, int]) -> str | None
         return "there is nothing to compute"
     if states.dtype not in _DTYPES:
         return f"states must be of {', '.join(_DTYPES)}, got {states.dtype}"
-    if line_size % TILE_COLUMNS or num_lines % TILE_LINES:
+    if line_size % TILE_COLUMNS or num_lines % MIN_LINES:
         return (
-            f"a head's state must be a multiple of {TILE_LINES} x {TILE_COLUMNS}, got "
+            f"a head's state must be a multiple of {MIN_LINES} x {TILE_COLUMNS}, got "
             f"{num_lines} x {line_size}"
         )
     if states.numbers_per_page % line_size or states.first_number % line_size:
@@ -92,9 +102,9 @@ def state_misfit(states: PagedStates, shape: tuple[int, int, int]) -> str | None
             f"{states.numbers_per_page} with {states.first_number} before the state"
         )
     plan = StatePlan.of(states, shape)
-    if plan.lines_together % TILE_LINES:
+    if plan.lines_together % MIN_LINES:
         return (
-            f"a page, and what lies before the state, must be multiples of {TILE_LINES} lines, got "
+            f"a page, and what lies before the state, must be multiples of {MIN_LINES} lines, got "
             f"{plan.lines_per_page} and {plan.first_line}"
         )
     if math.prod(states.pages.shape[:2]) * plan.lines_per_page > INT32_MAX:
@@ -146,7 +156,7 @@ class Tile:
         """The tile before the step."""
         places = self._places(self.refs.read_blocks)
         # JAX 0.11 has no optimized read from GMEM. All loads start before the first result is used.
-        runs = [plgpu.load(place, layout=tile_layout(), optimized=False) for place in places]
+        runs = [plgpu.load(place, layout=self.plan.layout, optimized=False) for place in places]
         # `where` instead of a factor, because memory that was never written may hold NaN.
         is_zero = lax.broadcast(self.refs.starts_from_zero[self.req] > 0, runs[0].shape)
         zeros = jnp.zeros(runs[0].shape, jnp.float32)
@@ -182,14 +192,14 @@ def store_to_gmem(ref: jax.Ref, value: jax.Array) -> None:
         ref[...] = value
 
 
-def load_lines(ref: jax.Ref) -> jax.Array:
+def load_lines(ref: jax.Ref, plan: StatePlan) -> jax.Array:
     """One number for each line of a tile, f32[num_lines]."""
-    return plgpu.load(ref, layout=tile_layout().reduce(1), optimized=False)
+    return plgpu.load(ref, layout=plan.layout.reduce(1), optimized=False)
 
 
-def load_columns(ref: jax.Ref) -> jax.Array:
+def load_columns(ref: jax.Ref, plan: StatePlan) -> jax.Array:
     """One number for each column of a tile, f32[num_columns]."""
-    return plgpu.load(ref, layout=tile_layout().reduce(0), optimized=False)
+    return plgpu.load(ref, layout=plan.layout.reduce(0), optimized=False)
 
 
 def over_lines(columns: jax.Array, num_lines: int) -> jax.Array:

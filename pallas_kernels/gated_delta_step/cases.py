@@ -39,6 +39,7 @@ CASES: tuple[GatedDeltaStepCase, ...] = (
     GatedDeltaStepCase(
         name="bfloat16_states", rows="w-z", pages_dtype="bfloat16", state_dtype="bfloat16"
     ),
+    GatedDeltaStepCase(name="runs_of_4_lines", rows="wz", page_lines=12, has_decay_per_row=True),
     GatedDeltaStepCase(name="lines_of_odd_size", rows="w-", k_dim=8, v_dim=6, page_lines=3),
 )
 

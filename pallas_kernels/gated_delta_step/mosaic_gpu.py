@@ -28,7 +28,6 @@ from pallas_kernels.state_tiles import (
     state_misfit,
     state_operands,
     store_to_gmem,
-    tile_layout,
 )
 from pallas_kernels.tma_boxes import WARPGROUP_THREADS
 
@@ -128,23 +127,21 @@ def _kernel_body(
 
         def of_runs(ref: jax.Ref) -> list[jax.Array]:  # f32[size, num_columns] each
             parts = [ref.at[req, head, pl.ds(i * size, size)] for i in range(len(runs))]
-            return [over_columns(load_lines(part), TILE_COLUMNS) for part in parts]
+            return [over_columns(load_lines(part, plan), TILE_COLUMNS) for part in parts]
 
-        keys, queries = of_runs(k), of_runs(q)
         decays = of_runs(decay) if len(decay.shape) == 3 else [decay[req, head]] * len(runs)
         runs = [run * factors for run, factors in zip(runs, decays, strict=True)]
-        products = [run * key for run, key in zip(runs, keys, strict=True)]
+        products = [run * key for run, key in zip(runs, of_runs(k), strict=True)]
         remembered = added(products).sum(axis=0)
-        change = beta[req, head] * (load_columns(v.at[req, head, columns]) - remembered)
+        change = beta[req, head] * (load_columns(v.at[req, head, columns], plan) - remembered)
         change = over_lines(change, size)
-        runs = [run + key * change for run, key in zip(runs, keys, strict=True)]
+        # Keys are loaded twice, because a thread has no registers for them.
+        runs = [run + key * change for run, key in zip(runs, of_runs(k), strict=True)]
         tile.store(runs)
-        products = [run * query for run, query in zip(runs, queries, strict=True)]
+        products = [run * query for run, query in zip(runs, of_runs(q), strict=True)]
         store_to_gmem(out.at[req, head, columns], added(products).sum(axis=0))
 
     @pl.when(jnp.logical_not(tile.is_written))
     def _() -> None:
-        nothing = plgpu.layout_cast(
-            jnp.zeros((TILE_COLUMNS,), jnp.float32), tile_layout().reduce(0)
-        )
+        nothing = plgpu.layout_cast(jnp.zeros((TILE_COLUMNS,), jnp.float32), plan.layout.reduce(0))
         store_to_gmem(out.at[req, head, columns], nothing)

@@ -34,6 +34,7 @@ CASES: tuple[SSDStepCase, ...] = (
     SSDStepCase(name="one_page", rows="w.z", page_lines=144, lines_before=16, num_groups=1),
     SSDStepCase(name="halves", rows="w-z", pages_dtype="bfloat16", dtype="bfloat16"),
     SSDStepCase(name="bfloat16_states", rows="w-", pages_dtype="bfloat16", state_dtype="bfloat16"),
+    SSDStepCase(name="runs_of_4_lines", rows="w-", head_dim=8, state_size=64, page_lines=20),
     SSDStepCase(name="lines_of_odd_size", rows="w-", head_dim=3, state_size=6, page_lines=5),
 )
 

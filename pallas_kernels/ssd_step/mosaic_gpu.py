@@ -14,8 +14,7 @@ from jax import lax
 
 from pallas_kernels.paged_states import PagedStates
 from pallas_kernels.state_tiles import (
-    MAX_TILE_NUMBERS,
-    TILE_LINES,
+    MIN_LINES,
     StatePlan,
     StateRefs,
     Tile,
@@ -27,11 +26,10 @@ from pallas_kernels.state_tiles import (
     state_misfit,
     state_operands,
     store_to_gmem,
-    tile_layout,
 )
 
-# Most numbers of a CTA's tile, unless `TILE_LINES` lines have more. A thread then holds 32 of them,
-# so several CTAs share an SM. This value is a guess: no other was measured.
+# Most numbers of a CTA's tile, unless the lines that are loaded at a time have more. A thread then
+# holds 32 of them, so several CTAs share an SM. This value is a guess: no other was measured.
 _WANTED_NUMBERS = 32 * 128
 
 
@@ -45,9 +43,8 @@ def misfit(
     """Why the kernel cannot advance these states; None if it can."""
     del c, log_decay
     state_size = b.shape[2]
-    if TILE_LINES * state_size > MAX_TILE_NUMBERS:
-        most = MAX_TILE_NUMBERS // TILE_LINES
-        return f"a line must have at most {most} numbers, got {state_size}"
+    if MIN_LINES * state_size > _WANTED_NUMBERS:
+        return f"a line must have at most {_WANTED_NUMBERS // MIN_LINES} numbers, got {state_size}"
     return state_misfit(states, (*x.shape[1:], state_size))
 
 
@@ -84,10 +81,11 @@ def ssd_step_mosaic_gpu(
 
 
 def _lines_per_cta(plan: StatePlan) -> int:
-    """Lines of a CTA's tile: a multiple of `TILE_LINES` that divides the lines of a head."""
-    wanted = max(1, _WANTED_NUMBERS // (plan.line_size * TILE_LINES))
-    num_tiles = plan.num_lines // TILE_LINES
-    return TILE_LINES * max(n for n in range(1, wanted + 1) if num_tiles % n == 0)
+    """A divisor of a head's lines, in steps of `StatePlan.lines_at_a_time`."""
+    step = plan.lines_at_a_time
+    wanted = max(1, _WANTED_NUMBERS // (plan.line_size * step))
+    num_steps = plan.num_lines // step
+    return step * max(n for n in range(1, wanted + 1) if num_steps % n == 0)
 
 
 def _kernel_body(
@@ -131,12 +129,13 @@ def _kernel_body(
     def _() -> None:
         runs = tile.load()
         size = runs[0].shape[0]
-        inputs = over_lines(load_columns(b.at[req, group]), size)
-        outputs = over_lines(load_columns(c.at[req, group]), size)
+        inputs = over_lines(load_columns(b.at[req, group], plan), size)
+        outputs = over_lines(load_columns(c.at[req, group], plan), size)
         factor = decay[req, head]
         parts = [pl.ds(first_line + i * size, size) for i in range(len(runs))]
         runs = [
-            run * factor + over_columns(load_lines(x.at[req, head, part]), plan.line_size) * inputs
+            run * factor
+            + over_columns(load_lines(x.at[req, head, part], plan), plan.line_size) * inputs
             for run, part in zip(runs, parts, strict=True)
         ]
         tile.store(runs)
@@ -145,7 +144,5 @@ def _kernel_body(
 
     @pl.when(jnp.logical_not(tile.is_written))
     def _() -> None:
-        nothing = plgpu.layout_cast(
-            jnp.zeros((lines_per_cta,), jnp.float32), tile_layout().reduce(1)
-        )
+        nothing = plgpu.layout_cast(jnp.zeros((lines_per_cta,), jnp.float32), plan.layout.reduce(1))
         store_to_gmem(out.at[req, head, pl.ds(first_line, lines_per_cta)], nothing)

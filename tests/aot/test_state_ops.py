@@ -79,7 +79,7 @@ def assert_in_place(program, sizes):
 # The heads of Bamba-9B.
 BAMBA = Sizes(op="ssd_step", num_heads=128, num_lines=64, line_size=128)
 # The most registers of a thread with which this many CTAs share an SM.
-FIVE_CTAS, FOUR_CTAS, THREE_CTAS = 96, 128, 168
+FIVE_CTAS, FOUR_CTAS, THREE_CTAS, TWO_CTAS = 96, 128, 168, 255
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,12 @@ FIVE_CTAS, FOUR_CTAS, THREE_CTAS = 96, 128, 168
         (Sizes(pages_dtype="float32"), FIVE_CTAS),
         (Sizes(page_words=2 * 4 * 16 * 96), FOUR_CTAS),  # a page has 48 lines of a head's 128
         (Sizes(num_lines=256), THREE_CTAS),
+        # Latent attention of Kimi Linear: a page has 36 lines of a head's 128.
+        (Sizes(page_words=16 * 576, has_decay_per_row=True), TWO_CTAS),
         (BAMBA, FOUR_CTAS),
         (dataclasses.replace(BAMBA, line_size=256), FOUR_CTAS),
         (dataclasses.replace(BAMBA, state_dtype="bfloat16"), FIVE_CTAS),
+        (dataclasses.replace(BAMBA, num_heads=32, num_lines=8, line_size=256), FOUR_CTAS),
     ],
     ids=str,
 )

@@ -45,7 +45,7 @@ def test_lowers_for_cuda(mosaic_gpu, lower_for_cuda):
 
 def test_what_does_not_fit_has_a_reason_and_runs_as_xla(mosaic_gpu):
     inputs = build_inputs(UNFIT)
-    assert "multiple of 16 x 32, got 3 x 6" in mosaic_gpu.misfit(*inputs)
+    assert "multiple of 4 x 32, got 3 x 6" in mosaic_gpu.misfit(*inputs)
     assert preferred_body("ssd_step", _BODIES, H200, *inputs) == "xla"
 
 
