@@ -4,15 +4,19 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from models.cache import rules
 from models.cache.format import Pages
 from models.forward.forward_batch import ForwardBatch, StateInputs
 from models.forward.kernel_settings import PAGES_BY_DEVICE, WHOLE, KernelSettings
 from models.forward.layer_context import CachePlace, LayerPlaces
+from models.weight_rule import MODEL_AXIS
 
 # The blocks of each cache of states, [num_reqs * blocks_per_state, ...], of the pages' dtype.
 KeptStates = tuple[jax.Array, ...]
+# Each device keeps its own part of every page, as in the cache.
+_KEPT_BY_DEVICE = PartitionSpec(None, MODEL_AXIS)
 
 
 def read_written_states(
@@ -27,7 +31,7 @@ def read_written_states(
         places: The places of the layers' caches.
     """
 
-    def read(pages: Pages) -> KeptStates:
+    def read(pages: Pages, batch: ForwardBatch) -> KeptStates:
         return tuple(
             rules.read_prefix(
                 pages, place.row, inputs.write_slots[place.group_idx].reshape(-1), pages.shape[2]
@@ -35,7 +39,9 @@ def read_written_states(
             for place, inputs in _states_of(places, batch)
         )
 
-    return kernels.by_device(read, pages, in_specs=(PAGES_BY_DEVICE,), out_specs=WHOLE)
+    return kernels.by_device(
+        read, pages, batch, in_specs=(PAGES_BY_DEVICE, WHOLE), out_specs=_KEPT_BY_DEVICE
+    )
 
 
 def write_states_back(
@@ -47,7 +53,7 @@ def write_states_back(
 ) -> Pages:
     """Returns the pages after `kept`, of `read_written_states`, is written to its old blocks."""
 
-    def write(pages: Pages, kept: KeptStates) -> Pages:
+    def write(pages: Pages, batch: ForwardBatch, kept: KeptStates) -> Pages:
         for (place, inputs), blocks in zip(_states_of(places, batch), kept, strict=True):
             block_ids = inputs.write_slots[place.group_idx]
             block_ids = jnp.where(inputs.is_written[:, None], block_ids, pages.shape[1])
@@ -55,7 +61,9 @@ def write_states_back(
         return pages
 
     return kernels.by_device(
-        write, pages, kept, in_specs=(PAGES_BY_DEVICE, WHOLE), out_specs=PAGES_BY_DEVICE
+        *(write, pages, batch, kept),
+        in_specs=(PAGES_BY_DEVICE, WHOLE, _KEPT_BY_DEVICE),
+        out_specs=PAGES_BY_DEVICE,
     )
 
 

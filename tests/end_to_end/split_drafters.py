@@ -13,9 +13,12 @@ from models.loading.load_head import load_eagle3_head, load_mtp_head
 from models.loading.loaded_draft_model import LoadedDrafter, LoadedDraftModel
 from models.loading.loaded_model import LoadedModel
 from paxkv.config.runner_config import RunnerConfig
+from paxkv.config.sampling_params import SamplingParams
 from paxkv.config.speculative_config import SpeculativeConfig
+from paxkv.generate import CompiledGenerator, GenerateShape
 from paxkv.runner import ModelRunner
 from paxkv.runner.batch.device_step import DeviceStep
+from paxkv.runner.memory.device_mesh import find_mesh
 from paxkv.runner.ranks.rank_group import RankGroup
 from tests.end_to_end.engine_runs import run
 from tests.end_to_end.head_checkpoints import make_llama_checkpoint, make_mtp_checkpoint
@@ -72,6 +75,29 @@ def run_with_drafts(
         )
     assert sum(len(draft_ids) for drafts in found for draft_ids in drafts.values()) > 30
     return {req_id: answer.token_ids for req_id, answer in answers.items()}, found
+
+
+def check_state_drafter() -> None:
+    """A model with states is always right about itself, if each device keeps its own states."""
+    from tests.end_to_end.parity import make_checkpoint
+
+    folder = Path(tempfile.mkdtemp())
+    make_checkpoint("mamba2", folder, 1, is_shallow=True, is_sharp=True)
+    speculative = {"method": "draft_model", "model": str(folder)}
+    speculative["num_speculative_tokens"] = MAX_DRAFTS
+    shape = GenerateShape(batch_size=2, max_prompt_len=20, max_new_tokens=13)
+    greedy = SamplingParams(temperature=0.0, max_tokens=13, ignore_eos=True)
+    found = []
+    for mesh in (None, find_mesh(2)):
+        model = load_model(folder, dtype="float32", mesh=mesh)
+        generator = CompiledGenerator(model, shape, speculative_config=speculative)
+        requests = generator._process([[7, 8, 9], [*range(5, 25)]], [greedy] * 2, ())
+        inputs = generator._make_inputs(requests)
+        outputs = generator._generate(model.params, inputs, generator._draft_params)
+        # Each step draws four tokens of a row.
+        assert outputs.num_steps == 3
+        found.append(outputs.token_ids.tolist())
+    assert found[0] == found[1]
 
 
 def _write_checkpoints(method: str, folder: Path, head_folder: Path) -> None:

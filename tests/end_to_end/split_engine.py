@@ -41,7 +41,11 @@ from tests.end_to_end.engine_harness import (
     run_engine,
 )
 from tests.end_to_end.golden_runs import GREEDY, check_against
-from tests.end_to_end.split_drafters import make_drafting_runner, run_with_drafts
+from tests.end_to_end.split_drafters import (
+    check_state_drafter,
+    make_drafting_runner,
+    run_with_drafts,
+)
 from tests.end_to_end.split_states import LAYERS, MORE_LAYERS, check_own_heads
 from tests.end_to_end.test_quantized_checkpoints import write_pair
 from tests.engine_compilations import quick_engine_compilations
@@ -651,6 +655,7 @@ CASES = {
         check_drafter("draft_model", 2),
         check_drafter("mtp", 2),
         check_drafter("mtp", 4),
+        check_state_drafter(),
     ),
     "latents": lambda: check_same_as_alone("deepseek_v3", 4),
     "context_parallel": lambda: (
