@@ -1,8 +1,8 @@
 """Makes the tables of docs/design/kernels.md: the body of each op in the shapes of every family.
 
 `python -m tests.aot.body_table` prints them, and `--write` puts them into the page. It needs JAX
-0.11.2 or newer, and neither an accelerator nor its compiler: the attention or the experts of one
-layer are traced for a `Target`, and what `dispatch.py` chooses is noted.
+0.11.2 or newer, and neither an accelerator nor its compiler: the attention, the states or the
+experts of one layer are traced for a `Target`, and what `dispatch.py` chooses is noted.
 
 The shapes are those of transformers' default config of each family (`published_configs.json`).
 """
@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import functools
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,13 +20,15 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
+import pallas_kernels
 from models import AttentionConfig, ForwardBatch, GroupInputs, KernelSettings, Platform
+from models.cache.state_format import StateFormat
 from models.config.block_index_config import BlockIndexedConfig
 from models.config.index_config import INDEX_KEYS, IndexedLatentConfig
 from models.config.moe_config import MoEConfig
 from models.config.relative_attention_config import RelativeAttentionConfig
 from models.families.gemma4 import Gemma4Config
-from models.forward.layer_context import LayerContext, LayerPlaces, make_context
+from models.forward.layer_context import LayerContext, LayerPlaces, LayerState, make_context
 from models.layers.attend import attend
 from models.layers.block_index import BlockIndexer
 from models.layers.experts import Experts
@@ -385,6 +388,58 @@ def expert_choices_of(shapes: ExpertShapes, device: Device, step: str) -> Expert
         up=choices[1],
         down=choices[2],
     )
+
+
+def state_choices_of(published: PublishedConfig, device: Device) -> list[Choice]:
+    """The choices for a decode step, for each kind of states in the model."""
+    config = read_config(published.fields)
+    dtype = kv_cache_dtype(config.dtype, device.platform)
+    groups = groups_of_spec(
+        config.spec(dtype),
+        block_size=device.platform.block_size,
+        head_dim_step=device.platform.head_dim_step,
+    )
+    pages = jax.eval_shape(
+        lambda: empty_kv_cache(groups.config(NUM_BLOCKS), device.platform, dtype)
+    )
+    kinds = dict.fromkeys(cache for cache in groups.formats.values() if cache.kind == "state")
+    return [_state_choice(cache, pages, device) for cache in kinds]
+
+
+def _state_choice(cache: StateFormat, pages: jax.ShapeDtypeStruct, device: Device) -> Choice:
+    if cache.step_op is None or not device.platform.fuses_state_writes:
+        return Choice(op="states", body="xla", reason="there is no kernel for this op")
+    num_heads, num_lines, line_size = cache.shapes[-1]
+    num_pages = cache.num_pages(math.prod(pages.shape[2:]) * pages.dtype.itemsize)
+    flags = jax.ShapeDtypeStruct((NUM_REQS,), jnp.bool_)
+
+    def floats(*dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((NUM_REQS, *dims), jnp.float32)
+
+    keys, values = floats(num_heads, num_lines), floats(num_heads, line_size)
+    tokens = (keys, keys, values, floats(num_heads), floats(num_heads))
+    if cache.step_op == "ssd_step":  # in one group
+        tokens = (keys, floats(1, line_size), floats(1, line_size), floats(num_heads))
+
+    def run(pages, read_slots, write_slots, is_zero, is_written, starts, *tokens):
+        state = LayerState(
+            format=cache,
+            row=0,
+            read_slots=read_slots,
+            write_slots=write_slots,
+            starts_from_zero=is_zero,
+            is_written=is_written,
+            query_start_loc=starts,
+            has_one_token_each=True,
+        )
+        op = getattr(pallas_kernels, cache.step_op)
+        return op(cache.in_pages(pages, state), *tokens, target=device.target)
+
+    slots = _integers(NUM_REQS, num_pages)
+    with _recorded_choices() as choices:
+        jax.eval_shape(run, pages, slots, slots, flags, flags, _integers(NUM_REQS + 1), *tokens)
+    (choice,) = choices
+    return choice
 
 
 @contextlib.contextmanager

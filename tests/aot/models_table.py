@@ -30,6 +30,7 @@ from tests.aot.body_table import (
     experts_of,
     layers_of,
     published_configs,
+    state_choices_of,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -101,9 +102,12 @@ def bodies_of(published: PublishedConfig, device: Device) -> str:
         if name.startswith("attention")
         or not all(choice.reason == "there is no kernel for this op" for choice in of_name)
     }
-    formats = read_config(published.fields).spec("bfloat16").own_formats.values()
-    if any(cache.kind == "state" for cache in formats):
-        has_kernel["states"] = False  # no op for states has a kernel yet
+    if states := state_choices_of(published, device):
+        # There are kernels for decode steps alone.
+        if all(choice.body != "xla" for choice in states):
+            has_kernel |= {"states of decodes": True, "states of prompts": False}
+        else:
+            has_kernel["states"] = False
     without = [name for name, has in has_kernel.items() if not has]
     if not without:
         return "kernels"
