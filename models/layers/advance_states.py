@@ -51,8 +51,8 @@ def advance_heads(
     """As `advance_states`. If `is_split`, each device of a mesh advances the states of its heads.
 
     Args:
-        advance: As in `advance_states`. If `is_split`, its arguments and its result,
-            f[num_tokens, features], are those of one device.
+        advance: As in `advance_states`, with `weights` before its arguments. If `is_split`, its
+            arguments and its result, f[num_tokens, features], are those of one device.
         weights: Vectors of the layer: the heads of the first device, then those of the second, and
             so on (`WeightRule.heads`).
         arrays: Their features have the same order.
@@ -62,7 +62,8 @@ def advance_heads(
         return advance_states(functools.partial(advance, weights), name, arrays, pages, context)
     own = replace(context.with_reported({}), kernels=context.kernels.on_one_device())
 
-    # The batch is an argument, because JAX gathers from no array of the mesh inside of `by_device`.
+    # The batch is an argument, because JAX cannot gather from arrays of the mesh that a function in
+    # `by_device` captures.
     def run(
         weights: Weights, arrays: tuple[jax.Array, ...], pages: Pages, batch: ForwardBatch
     ) -> tuple[jax.Array, Pages]:

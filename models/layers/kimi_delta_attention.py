@@ -238,7 +238,7 @@ class KimiDeltaAttention(nnx.Module):
         """The convolution and the scan of its outputs, as `AdvanceHeads`.
 
         Args:
-            config: With the heads that there are.
+            config: Counts the heads of `arrays`: all, or those of one device.
         """
         qkv, f, b = arrays
         qkv, window = self.conv1d.convolve(vectors.conv1d, qkv, states[0], state, context)

@@ -127,7 +127,7 @@ class LightningAttention(nnx.Module):
         """The scan, as `AdvanceHeads`.
 
         Args:
-            config: With the heads that there are.
+            config: Counts the heads of `arrays`: all, or those of one device.
             vectors: `log_slopes`.
         """
         qkv = activate(arrays[0], config.activation)

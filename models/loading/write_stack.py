@@ -16,11 +16,11 @@ from models.weight_rule import WeightRule
 
 
 def write_layer(stack: KernelValue | None, value: KernelValue, place: StackPlace) -> KernelValue:
-    """Writes a layer into its stack, in place. `finish_stack` follows the last layer.
+    """Writes a layer into its stack, in place. Call `finish_stack` after the last layer.
 
     Args:
-        stack: None: it is made, and split over a mesh as `value` is.
-        value: Of one layer. All values of a stack must be stored in the same form.
+        stack: The stack so far. None makes a stack, which a mesh splits as it splits `value`.
+        value: The parameter of one layer. All values of a stack must be stored in the same form.
     """
     if len(value.shape) < len(place.shape):
         value = jax.tree.map(lambda array: array[None], value)
@@ -54,7 +54,7 @@ def _mesh_sharding(value: jax.Array) -> NamedSharding | None:
 def _empty_stack(value: jax.Array, *, num_layers: int) -> jax.Array | np.ndarray:
     shape = (len(value) * num_layers, *value.shape[1:])
     sharding = _mesh_sharding(value)
-    if sharding is None:  # a CPU uses an array of the host without a copy
+    if sharding is None:  # without a mesh, a CPU uses the host's array without a copy
         return empty_in_huge_pages(shape, value.dtype)
     return jnp.zeros(shape, value.dtype, device=sharding)
 

@@ -174,7 +174,10 @@ def test_plain_xla_moves_at_most_three_times_the_bytes_of_the_states(compiled, s
 
 @each([step for step in DECODES if step[2] > 1])
 def test_four_devices_exchange_only_sums(compiled, step):
-    """Two sums of each layer, as with attention. Mamba2's norm needs one number per token."""
+    """Each layer sums twice over devices, as with attention. All other exchanges are small.
+
+    Mamba2's norm exchanges one number per token.
+    """
     _, result = compiled(step)
     sums = [c for c in result.collectives if c.op_name.endswith("/dot_general")]
     assert [c.kind for c in sums] == ["all-reduce"] * (2 * NUM_LAYERS)

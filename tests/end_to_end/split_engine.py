@@ -196,7 +196,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "conv_L_cache": 3,
         "layer_types": ["conv", "full_attention"],
     },
-    # States beside latents, and decays of inner vectors, which each device has whole.
+    # States beside latents. Each device has the whole inner vectors of which decays are computed.
     "kimi_linear": MOE_CONFIG
     | {
         "architectures": ["KimiLinearForCausalLM"],

@@ -44,12 +44,14 @@ MORE_LAYERS = [
     (DELTA_ATTENTION, KimiDeltaAttention, _KIMI(has_inner_vectors=False), True),
 ]
 
-# Computes both steps with the states of the first moved by a number of devices.
+# Computes both steps. After the first one, the states move by this number of devices.
 Run = Callable[[int], np.ndarray]
 
 
 def check_own_heads(layers: Sequence[Any]) -> None:
-    """Two steps give what one device computes. A device with the states of another one does not.
+    """Four devices compute in two steps what one device computes.
+
+    They compute something else if each one has the states of another one in the second step.
 
     Args:
         layers: `LAYERS` or `MORE_LAYERS`.
@@ -89,10 +91,10 @@ def _split(value_np: np.ndarray, rule: WeightRule, kernels: KernelSettings) -> j
 
 
 def _make_run(layer: nnx.Module, name: str, hidden: np.ndarray, kernels: KernelSettings) -> Run:
-    """Makes a step of three tokens per request, and one that reads its states.
+    """Makes a step of three tokens per request, and a step of one token that reads its states.
 
-    The last token of each request in the first step is a draft. Where it lies comes from the host,
-    as in engines.
+    The last token of each request in the first step is a draft. `state_ends` has the places of the
+    drafts. It is an array from the host, as in engines.
     """
     cache = layer.config.format().on_each_of(kernels.num_shards)
     num_blocks = 2 * cache.num_pages(4 * PAGE_WORDS) * NUM_ROWS + 1

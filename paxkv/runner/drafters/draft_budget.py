@@ -131,7 +131,7 @@ class _PlainTimes:
     """The latest steps without drafts of one size.
 
     Attributes:
-        average_s: Their average time; a longer time than `most_s` counts as `most_s`.
+        average_s: Their average time. A time above `most_s` counts as `most_s`.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,8 @@ class _PlainTimes:
         self._num_steps += num_steps
         self.drop_old(_NUM_TIMES)
         self._num_new += 1
-        # Sums over many times are computed rarely, because steps may be short.
+        # Both are computed again only when an eighth of the times is new. Steps may be short, so a
+        # sum over many times in each step would cost too much.
         if 8 * self._num_new > len(self._times):
             self._num_new = 0
             self.most_s = _MAX_MEDIANS * self._median_s()
@@ -153,7 +154,7 @@ class _PlainTimes:
             self.average_s = total_s / self._num_steps
 
     def drop_old(self, num_kept: int) -> None:
-        """Keeps about `num_kept` steps."""
+        """Drops the oldest times, as long as at least `num_kept` steps remain."""
         while self._times and self._num_steps - self._times[0][1] >= num_kept:
             self._num_steps -= self._times.popleft()[1]
 
