@@ -135,7 +135,7 @@ class WeightRule:
 
     @property
     def order(self) -> np.ndarray | None:
-        """The indices of all devices, as `HeadSplit.order`. None: the order of the checkpoint."""
+        """The entries of all devices, as `HeadSplit.order`. None: the order of the checkpoint."""
         return None if self.num_devices == 1 else self.heads.order(self.num_devices)
 
     def shape_on_mesh(self, shape: tuple[int, ...]) -> tuple[int, ...]:

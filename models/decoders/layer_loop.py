@@ -83,8 +83,8 @@ def run_in_loop(
 ) -> tuple[Carry, Pages]:
     """Runs layers in loops, so that the program contains each kind of layer once.
 
-    Products with a layer's own matrix exist once per layer, as branches of a switch. Experts that
-    are in a stack need none (`models/layers/layer_stack.py`). The program therefore grows with the
+    Products with a layer's own matrix exist once per layer, as branches of a switch. Matrices and
+    experts in a stack need no switch (`models/layers/layer_stack.py`). The program grows with the
     number of kinds, and hardly with the number of layers. The weights stay in place. A scan over
     stacked weights would copy each layer's weights out of the stack. The cache never goes through a
     switch, because XLA may copy the arguments and results of a switch.

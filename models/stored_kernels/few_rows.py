@@ -28,7 +28,7 @@ def multiply_few_rows(
     """Adds products of numbers with activations, a few rows of numbers at a time.
 
     Args:
-        panels: Of the first kernel, for the sizes.
+        panels: Those of any kernel that `use` may choose. Only their sizes are used.
         use: As in `StoredKernel.multiply`. The kernel has the attribute `panels`.
         first_panel: The first of the `num_panels` panels that are multiplied.
     """

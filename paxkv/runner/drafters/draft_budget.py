@@ -8,7 +8,8 @@ from paxkv.runner.drafters.step_times import round_up
 
 # Drafts stop when they have cost this share of the time, and go on at half of it.
 _MAX_SHARE = 0.03
-# The time is at least that of this many steps without drafts, so that drafts are tried early.
+# The budget is a share of the time of at least this many steps without drafts, so that drafts are
+# tried early.
 _MIN_STEPS = 60
 # In sums over all steps, each newer step multiplies the weight of older ones by this factor.
 _DECAY = 0.999
@@ -21,7 +22,7 @@ _MAX_CREDIT_SHARE = 0.01
 # A step that takes longer than this many times the median counts as this many medians. Another
 # process may have had the processor.
 _MAX_MEDIANS = 4.0
-# Number of the latest steps with drafts of one size, whose median is known.
+# The median time of steps with drafts of one size is that of this many of the latest ones.
 _NUM_DRAFT_TIMES = 9
 
 
@@ -29,7 +30,7 @@ class DraftBudget:
     """Compares the time of steps with drafts with that of the same tokens without drafts.
 
     It uses only measured times, so drafts cost little even if a pacer expects too much of them. A
-    step that takes unusually long counts only in part, so it does not stop drafts alone.
+    step that takes unusually long counts only in part, so a single one does not stop drafts.
 
     Attributes:
         is_spent: Drafts have cost too much, so none should be verified now.
@@ -44,7 +45,7 @@ class DraftBudget:
         # Sums over all steps. `_prompts_s` is the time of a head's runs over prompts, less the time
         # that drafts gained since then.
         self._total_s = self._lost_s = self._prompts_s = 0.0
-        # Time of the first steps without drafts, for the size of the last step.
+        # Time of `_MIN_STEPS` steps without drafts with as many requests as the last step.
         self._min_total_s = 0.0
         self.is_spent = False
 
@@ -90,9 +91,10 @@ class DraftBudget:
         return None if times is None else times.average_s
 
     def most_s(self, num_reqs: int, num_rows: int) -> float:
-        """The time that a step should not exceed: each row as one without drafts, and a step more.
+        """The longest time that is assumed for a step of unknown time.
 
-        It is infinite if no step without drafts was measured.
+        With n rows per request, it is the time of n + 1 steps without drafts. It is infinite if no
+        step without drafts was measured.
         """
         plain_s = self.plain_s(num_reqs)
         return float("inf") if plain_s is None else plain_s * (1 + num_rows / num_reqs)
@@ -106,7 +108,7 @@ class DraftBudget:
         return plain_s * num_expected / num_reqs + most_s - self._lost_s
 
     def affords_rows(self, num_reqs: int, num_rows: int, num_expected: float) -> bool:
-        """Whether a step of unknown time may be tried that computes `num_rows` tokens."""
+        """Whether a step that computes `num_rows` tokens may be tried while its time is unknown."""
         affordable_s = self.affordable_s(num_reqs, num_expected)
         return self.most_s(num_reqs, num_rows) <= affordable_s
 

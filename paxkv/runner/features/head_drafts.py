@@ -25,7 +25,7 @@ class HeadStep(FeatureStep):
         num_drafts: Most drafts of a request that the step verifies.
         num_proposed: Drafts that the head proposes for each request after the step. 0: it does
             not run.
-        complete_ids: Requests whose tokens the head has all computed after the step.
+        complete_ids: Requests of which the head has computed all tokens after the step.
         is_decode: See `ScheduledRows.is_decode_after`.
     """
 
