@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 
 from models import LoadedModel, load_model
 from models.loading.loaded_draft_model import LoadedDraftModel
+from paxkv.config.cache_config import CacheConfig
 from paxkv.config.runner_config import RunnerConfig
 from paxkv.config.sampling_params import SamplingParams
 from paxkv.config.speculative_config import SpeculativeConfig
@@ -43,6 +44,8 @@ def make_drafting_runner(
     )
     return make_runner(
         model,
+        # The cache is much larger than what programs need for anything else.
+        CacheConfig(block_size=8, num_gpu_blocks_override=1000),
         runner_config=RunnerConfig(speculative_config=speculative),
         head=LoadedDraftModel.of_model(draft_model, model),
     )
@@ -69,6 +72,7 @@ def test_drafts_are_those_of_transformers(
     """A similar draft model is right as often as in transformers, and the model itself always.
 
     So no state lacks a token or has a rejected one, also after chunked prompts and prefix hits.
+    No program copies the cache.
     """
     propose_by(None, monkeypatch)
     theirs, model = make_model(family, tmp_path / "target", seed=1)
@@ -101,6 +105,9 @@ def test_drafts_are_those_of_transformers(
             assert answer.token_ids == truth[req_id].token_ids
             if params is model.params:
                 assert answer.num_accepted_tokens == answer.num_draft_tokens > 5
+    cache_bytes = runner.worker.kv_cache.nbytes
+    for shape, program in runner.worker.programs._programs.items():
+        assert program.memory_analysis().temp_size_in_bytes < cache_bytes / 2, shape
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """The compiled program of a draft head or a draft model, which runs after a step."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -165,9 +165,11 @@ def make_draft(model: LoadedModel, head: LoadedDrafter, shape: DraftShape) -> Dr
             )
             memory = write_memory(memory, fields["tenancies"], last)
 
-        def compute_after_states(state: _DraftState) -> _DraftState:
+        def compute_after_states(state: _DraftState, reads: Iterable[jax.Array]) -> _DraftState:
             is_alive = state.is_alive & _have_slots(head, shape, tables, state.positions + 1)
-            after = _batch_after_states(shape, fields, tables, following, is_alive)
+            next_ids = functools.reduce(rules.after, reads, following.next_ids)
+            known = following._replace(next_ids=next_ids)
+            after = _batch_after_states(shape, fields, tables, known, is_alive)
             next_hidden, pages = run(state.pages, after, None)
             next_hidden = next_hidden[after.logits_indices]
             draft_ids = choose(next_hidden)
@@ -219,9 +221,7 @@ def make_draft(model: LoadedModel, head: LoadedDrafter, shape: DraftShape) -> Dr
             state = jax.lax.fori_loop(first, num_proposed, extend, state)
             return state.pages, state.drafts, memory
         kept = head.keep_states(pages, batch)
-        for blocks in kept:
-            state = state._replace(draft_ids=rules.after(state.draft_ids, blocks))
-        state = compute_after_states(state)
+        state = compute_after_states(state, [hidden, *kept])
         state = jax.lax.fori_loop(1, num_proposed, extend, state)
         return head.restore_states(state.pages, batch, kept), state.drafts, memory
 
