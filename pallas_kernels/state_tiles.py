@@ -22,9 +22,9 @@ from pallas_kernels.paged_states import PagedStates
 from pallas_kernels.tma_boxes import MAX_GRID_YZ
 
 TILE_COLUMNS = 32  # 128 bytes in float32
-# Lines that the four warps of a CTA load at a time. With 16, eight threads load a line, with four
-# neighbors each. With 4, a warp loads a line, with more instructions; for pages that cut runs of 16
-# lines.
+# Lines that the four warps of a CTA load at a time. With 16, eight threads load a line, four
+# neighbors each. With 4, a warp loads a line, which takes more instructions. This is for pages that
+# cut runs of 16 lines.
 _LINES_AT_A_TIME = (16, 4)
 MIN_LINES = min(_LINES_AT_A_TIME)
 _DTYPES = ("float32", "bfloat16", "float16")

@@ -81,7 +81,7 @@ def ssd_step_mosaic_gpu(
 
 
 def _lines_per_cta(plan: StatePlan) -> int:
-    """A divisor of a head's lines, in steps of `StatePlan.lines_at_a_time`."""
+    """Lines of a CTA's tile: a multiple of `lines_at_a_time` that divides the lines of a head."""
     step = plan.lines_at_a_time
     wanted = max(1, _WANTED_NUMBERS // (plan.line_size * step))
     num_steps = plan.num_lines // step
