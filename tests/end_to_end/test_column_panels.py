@@ -37,8 +37,8 @@ def checkpoint(tmp_path_factory):
 
 # Of the layer q, o, gate, up and down, and the head; with panels of 512 only those of 1,024,
 # and none with AVX-512 but not avx512_fp16.
-# `test_build_model.py` has the width of each platform, and `stored_kernels/test_column_panels.py`
-# compares the logits.
+# In the normal run, `test_build_model.py` checks the width of each platform, and
+# `stored_kernels/test_column_panels.py` compares the logits.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("has", "num_panelled"),

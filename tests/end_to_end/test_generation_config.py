@@ -94,7 +94,7 @@ def test_a_server_samples_as_the_file_says_unless_a_request_or_a_flag_says_other
     assert log.count("are top_k=1, max_new_tokens=12, from the model's") == is_filtered
 
 
-# `test_compile.py` has such a file for the other command.
+# In the normal run, `tests/paxkv/test_compile.py` gives a bad file to `paxkv compile`.
 @pytest.mark.slow
 def test_a_bad_value_ends_the_start_with_one_line(checkpoint, tmp_path) -> None:
     (tmp_path / "generation_config.json").write_text('{"top_p": 7}')

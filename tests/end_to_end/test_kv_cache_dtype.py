@@ -57,7 +57,7 @@ def plain(runner) -> list[list[int]]:
     return tokens
 
 
-# `test_an_engine_keeps_bfloat16_too` has the difference of the two.
+# In the normal run, `test_an_engine_keeps_bfloat16_too` compares log-probabilities of both dtypes.
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_logits_are_as_near_as_stated(dtype):
@@ -103,7 +103,7 @@ def test_an_engine_keeps_bfloat16_too(runner, windows_checkpoint):
         for wanted, got in zip(*logprobs, strict=True)
         for token_id in wanted.keys() & got.keys()
     ]
-    # Of two tokens at least for each prompt.
+    # Each prompt has at least two tokens that both engines found likely.
     assert len(differences) >= 2 * len(PROMPTS)
     assert 0.001 < np.abs(differences).max() < 0.05
 

@@ -49,7 +49,7 @@ def write_dequantized(model: LoadedModel, folder: Path) -> int:
     [
         ("int4", "qwen3-moe"),
         ("int8", "llama"),
-        # `test_scaled.py` has the products of each format.
+        # In the normal run, `test_scaled.py` checks the products of each format.
         pytest.param("fp8", "granite", marks=pytest.mark.slow),
     ],
 )

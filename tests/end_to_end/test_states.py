@@ -29,7 +29,7 @@ def greedy(**fields: object) -> SamplingParams:
 def test_copies_beams_and_ends_within_bursts_leave_other_answers_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # One program of bursts.
+    # With one program of bursts, less is compiled.
     monkeypatch.setattr(step_buckets, "decode_buckets", lambda max_num_seqs: (max_num_seqs,))
     make_checkpoint("mamba2", tmp_path, 1, is_shallow=True, is_sharp=True)
     prompts = [

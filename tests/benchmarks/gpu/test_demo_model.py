@@ -9,7 +9,7 @@ from models.demo.checkpoint import load_checkpoint
 from models.demo.evaluate import num_exact_answers
 
 
-# `tests/models/demo/test_checkpoint.py` has other sums in the normal run.
+# In the normal run, `tests/models/demo/test_checkpoint.py` checks two other answers.
 @pytest.mark.slow
 def test_cpu_answers_every_question_exactly() -> None:
     model, tokenizer = load_checkpoint(demo_model.CHECKPOINT)
