@@ -329,7 +329,9 @@ def check_same_as_alone(name: str, num_devices: int, **options: Any) -> None:
         check_cache_in_place(runner)
         prompts = STATE_PROMPTS if runner.has_states else PROMPTS
         result = run_engine(runner, prompts, SETTINGS, sampling_params=PARAMS)
-        assert sum(result.num_cached_tokens) > 0 or not runner.has_states
+        # A hit of Qwen4-Exp has at least 128 tokens here: a block of its index keys.
+        must_hit = runner.has_states and name != "qwen4_exp"
+        assert sum(result.num_cached_tokens) > 0 or not must_hit
         return result
 
     alone, split = run(None), run(find_mesh(num_devices))
