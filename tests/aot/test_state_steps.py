@@ -12,7 +12,14 @@ from jax.sharding import Mesh
 from models import load_model
 from models.platforms import GPU, TPU
 from models.weight_rule import MODEL_AXIS
-from tests.aot.step_programs import MAX_MODEL_LEN, NUM_REQS, burst, mixed_step
+from tests.aot.step_programs import (
+    MAX_MODEL_LEN,
+    NUM_REQS,
+    burst,
+    drafting_burst,
+    mixed_step,
+    verifying_step,
+)
 from tests.aot.tpu_topology import describe_tpu, missing_for_tpu
 
 NUM_LAYERS = 3
@@ -62,6 +69,8 @@ KINDS = {
     "burst": burst,
     "xla_decode": functools.partial(burst, max_steps=1, implementation="xla"),
     "mixed": functools.partial(mixed_step, num_tokens=NUM_MIXED_TOKENS),
+    "verifying": verifying_step,
+    "drafting": drafting_burst,
 }
 # The kernel that advances the states of a model's layers in the pages.
 STEP_KERNELS = {"qwen3_5": "gated_delta_step", "bamba": "ssd_step"}
@@ -71,7 +80,8 @@ DECODES = [
     ("qwen3_5", "burst", 1),
 ]
 XLA_DECODES = [(name, "xla_decode", num_devices) for name in CONFIGS for num_devices in (1, 4)]
-ALL = [*DECODES, *XLA_DECODES, ("qwen3_5", "mixed", 1)]
+DRAFTING = [("qwen3_5", kind, 1) for kind in ("verifying", "drafting")]
+ALL = [*DECODES, *XLA_DECODES, ("qwen3_5", "mixed", 1), *DRAFTING]
 
 
 def each(steps):
