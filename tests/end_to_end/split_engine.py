@@ -321,6 +321,9 @@ def check_same_as_alone(name: str, num_devices: int, **options: Any) -> None:
         write_serving_recipe(folder, name, intermediate_size=128)
     limits = LIMITS | options | {"load_format": "dummy" if name in CONFIGS else "auto"}
 
+    # A block of Qwen4-Exp's index keys has as many tokens as fit a page of keys and values: 128 on
+    # one device, fewer on several, where pages are smaller. A hit is a multiple of this number.
+    hits_alike = name != "qwen4_exp"
     weight_bytes = []
 
     def run(mesh: jax.sharding.Mesh | None) -> RunResult:
@@ -329,14 +332,12 @@ def check_same_as_alone(name: str, num_devices: int, **options: Any) -> None:
         check_cache_in_place(runner)
         prompts = STATE_PROMPTS if runner.has_states else PROMPTS
         result = run_engine(runner, prompts, SETTINGS, sampling_params=PARAMS)
-        # A hit of Qwen4-Exp has at least 128 tokens here: a block of its index keys.
-        must_hit = runner.has_states and name != "qwen4_exp"
-        assert sum(result.num_cached_tokens) > 0 or not must_hit
+        assert sum(result.num_cached_tokens) > 0 or not runner.has_states or not hits_alike
         return result
 
     alone, split = run(None), run(find_mesh(num_devices))
     assert split.token_ids == alone.token_ids
-    assert split.num_cached_tokens == alone.num_cached_tokens
+    assert split.num_cached_tokens == alone.num_cached_tokens or not hits_alike
     assert weight_bytes[1] < 1.4 / num_devices * weight_bytes[0]
     for one, many in zip(alone.logits, split.logits, strict=True):
         np.testing.assert_allclose(one, many, atol=1e-3)
