@@ -14,8 +14,9 @@ from pallas_kernels import PagedStates
 StepOp = Literal["gated_delta_step", "ssd_step"]
 
 _NUM_REQS, _NUM_HEADS = 4, 2
-# A page ends within a head of most models.
-_LINES_PER_PAGE = 48
+# In both cases, a page ends within a head of most models. The kernels load 16 lines at a time, or 4
+# where pages cut 16.
+_LINES_PER_PAGE = (48, 12)
 _ROW = 1
 
 
@@ -27,11 +28,14 @@ class StateSelfTest:
     num_lines: int
     line_size: int
     dtype: str  # of the states; the pages are bfloat16
+    lines_per_page: int = _LINES_PER_PAGE[0]
     has_decay_per_row: bool = False
 
     @classmethod
     def all_of(cls, op: StepOp, shape: tuple[int, ...], dtype: str) -> tuple["StateSelfTest", ...]:
-        """The tests of `op` for states of `shape`: with each kind of decay that it takes."""
+        """The tests of `op` for states of `shape`: with each kind of decay that it takes, and in
+        pages of both sizes.
+        """
         _, num_lines, line_size = shape
         kinds_of_decay = (False, True) if op == "gated_delta_step" else (False,)
         return tuple(
@@ -40,8 +44,10 @@ class StateSelfTest:
                 num_lines=num_lines,
                 line_size=line_size,
                 dtype=dtype,
+                lines_per_page=lines_per_page,
                 has_decay_per_row=has_decay_per_row,
             )
+            for lines_per_page in _LINES_PER_PAGE
             for has_decay_per_row in kinds_of_decay
         )
 
@@ -96,10 +102,10 @@ class StateSelfTest:
         The first request writes the slot that it reads. The second one starts from zeros, and its
         slot holds NaN. The last one writes nothing.
         """
-        num_pages = -(-self.num_lines * _NUM_HEADS // _LINES_PER_PAGE)
+        num_pages = -(-self.num_lines * _NUM_HEADS // self.lines_per_page)
         num_blocks = 2 * _NUM_REQS * num_pages
         read, write = rng.permutation(num_blocks).reshape(2, _NUM_REQS, num_pages)
-        page_size = _LINES_PER_PAGE * self.line_size
+        page_size = self.lines_per_page * self.line_size
         numbers_np = rng.standard_normal((_ROW + 1, num_blocks, page_size)).astype(np.float32)
         numbers_np[:, read[1]] = np.nan
         write[0], write[-1] = read[0], num_blocks

@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
 import pallas_kernels
 from models.cache.state_format import StateFormat
 from models.cache.state_self_test import StateSelfTest
+from pallas_kernels.dispatch import MIN_JAX_FOR_MOSAIC_GPU
 
 H200 = pallas_kernels.Target(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
 FORMAT = StateFormat(shapes=((3, 5), (6, 32, 16)), num_windows=1, step_op="gated_delta_step")
@@ -19,8 +21,10 @@ def by_xla():
     return TESTS[0]._run({"implementation": "xla", "target": H200})
 
 
-def test_there_is_a_test_for_each_kind_of_decay():
-    assert [test.has_decay_per_row for test in TESTS] == [False, True]
+def test_there_is_a_test_for_each_kind_of_decay_and_of_page():
+    kinds = {(test.lines_per_page, test.has_decay_per_row) for test in TESTS}
+    assert kinds == {(48, False), (48, True), (12, False), (12, True)} and len(TESTS) == 4
+    assert [test.lines_per_page for test in SSD_TESTS] == [48, 12]
     assert {(test.num_lines, test.line_size, test.dtype) for test in TESTS} == {(32, 16, "float32")}
     assert StateFormat(shapes=((3,),)).self_tests(None, block_size=16) == ()
 
@@ -28,7 +32,24 @@ def test_there_is_a_test_for_each_kind_of_decay():
 SSD_TESTS = replace(FORMAT, step_op="ssd_step").self_tests(None, block_size=16)
 
 
-@pytest.mark.parametrize("test", [*TESTS, *SSD_TESTS], ids=["decay", "decay_per_row", "ssd"])
+@pytest.mark.skipif(
+    jax.__version_info__ < MIN_JAX_FOR_MOSAIC_GPU,
+    reason="Mosaic GPU bodies need JAX 0.11.2 or newer",
+)
+def test_kernels_load_16_and_4_lines_at_a_time():
+    from pallas_kernels.state_tiles import StatePlan
+
+    found = []
+    for test in TESTS[::2]:
+        states = test._states(np.random.default_rng(0))
+        found.append(StatePlan.of(states, (2, test.num_lines, test.line_size)).lines_at_a_time)
+    assert found == [16, 4]
+
+
+# All decays in large pages, and one in small pages.
+@pytest.mark.parametrize(
+    "test", [*TESTS[:3], *SSD_TESTS], ids=["decay", "decay_per_row", "small", "ssd", "ssd_small"]
+)
 def test_right_kernels_pass(test):
     assert test.why_kernels_differ(H200, implementation="reference") is None
 
