@@ -39,9 +39,11 @@ def read_written_states(
             for place, inputs in _states_of(places, batch)
         )
 
-    return kernels.by_device(
+    kept = kernels.by_device(
         read, pages, batch, in_specs=(PAGES_BY_DEVICE, WHOLE), out_specs=_KEPT_BY_DEVICE
     )
+    # A kernel that reads old pages and writes them back would need a copy of all pages.
+    return jax.lax.optimization_barrier(kept)
 
 
 def write_states_back(

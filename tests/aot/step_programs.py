@@ -14,6 +14,7 @@ from models import KernelSettings, LoadedModel, Platform, load_model
 from models.decoder_spec import with_drafter
 from models.loading.kernel_encoder import KernelEncoder
 from models.loading.load_head import load_eagle3_head
+from models.loading.loaded_draft_model import LoadedDraftModel
 from models.loading.loaded_head import LoadedHead
 from models.loading.loaded_module import LoadedModule
 from models.platforms import GPU
@@ -222,13 +223,30 @@ def head_burst(
     return _step_program(model, mesh, shape, num_blocks, head=head)
 
 
+def draft_model_burst(
+    model: LoadedModel, mesh: Mesh, *, num_blocks: int = NUM_BLOCKS
+) -> StepProgram:
+    """The burst in which the model proposes `NUM_DRAFTS` drafts of each request for itself."""
+    shape = BurstShape(
+        max_steps=MAX_BURST_STEPS,
+        num_reqs=NUM_REQS,
+        tables=(),
+        max_model_len=MAX_MODEL_LEN,
+        chunk_rows=NUM_REQS * (1 + NUM_DRAFTS),
+        drafts=DrafterShape(num_drafts=NUM_DRAFTS),
+    )
+    return _step_program(
+        model, mesh, shape, num_blocks, head=LoadedDraftModel.of_model(model, model)
+    )
+
+
 def _step_program(
     model: LoadedModel,
     mesh: Mesh,
     shape: StepShape | BurstShape,
     num_blocks: int,
     num_context_ranks: int = 1,
-    head: LoadedHead | None = None,
+    head: LoadedHead | LoadedDraftModel | None = None,
     implementation: str | None = None,
 ) -> StepProgram:
     """Makes the program of a shape. The caller leaves `tables` of the shape empty."""

@@ -16,6 +16,7 @@ from tests.aot.step_programs import (
     MAX_MODEL_LEN,
     NUM_REQS,
     burst,
+    draft_model_burst,
     drafting_burst,
     mixed_step,
     verifying_step,
@@ -71,6 +72,7 @@ KINDS = {
     "mixed": functools.partial(mixed_step, num_tokens=NUM_MIXED_TOKENS),
     "verifying": verifying_step,
     "drafting": drafting_burst,
+    "draft_model": draft_model_burst,
 }
 # The kernel that advances the states of a model's layers in the pages.
 STEP_KERNELS = {"qwen3_5": "gated_delta_step", "bamba": "ssd_step"}
@@ -80,7 +82,7 @@ DECODES = [
     ("qwen3_5", "burst", 1),
 ]
 XLA_DECODES = [(name, "xla_decode", num_devices) for name in CONFIGS for num_devices in (1, 4)]
-DRAFTING = [("qwen3_5", kind, 1) for kind in ("verifying", "drafting")]
+DRAFTING = [("qwen3_5", kind, 1) for kind in ("verifying", "drafting", "draft_model")]
 ALL = [*DECODES, *XLA_DECODES, ("qwen3_5", "mixed", 1), *DRAFTING]
 
 
