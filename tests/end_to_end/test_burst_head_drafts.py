@@ -224,7 +224,7 @@ def test_drafts_are_those_of_a_drafter_without_a_paged_cache(
 
 def test_a_request_with_a_grammar_has_drafts_in_steps(drafting, compiler, truth, monkeypatch):
     if drafting.pacer is not None:
-        monkeypatch.setattr(drafting.pacer, "choose", lambda chances: MAX_DRAFTS)
+        monkeypatch.setattr(drafting.pacer, "choose", lambda num_reqs, chances: MAX_DRAFTS)
         monkeypatch.setattr(RandomPacer, "num_drafts", MAX_DRAFTS)
     request = next(request for request in IN_STEPS if request.needs_grammar)
     answers, _ = run_with_drafts(
