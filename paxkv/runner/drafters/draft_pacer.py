@@ -12,6 +12,9 @@ from paxkv.runner.drafters.draft_budget import DraftBudget
 from paxkv.runner.drafters.step_times import MIN_TIMES, StepTimes, round_up
 from paxkv.runner.shapes.bucket_sizes import MIN_VERIFIED_TOKENS
 
+# Drafts wait for a step without prompts after this many steps with drafts and prompts. The time of
+# such a step says little about drafts, so the budget does not see it.
+_MAX_UNMEASURED = 2
 # The expected time of steps that are not chosen falls with every decision until it is measured, so
 # that they are tried again. The first factor applies to verifying steps while the engine runs
 # ahead. The second applies to steps without drafts while the engine waits for tokens.
@@ -73,6 +76,8 @@ class DraftPacer:
         self._is_ahead: deque[bool] = deque([True], maxlen=2)
         # Steps that the engine should still run ahead, so that several are measured.
         self._num_ahead = 0
+        # Steps with drafts since the last measured step.
+        self._num_unmeasured = 0
         # Whether the model computes accepted drafts again.
         self._recomputes = False
 
@@ -98,7 +103,9 @@ class DraftPacer:
         last_s, self._last_fetch_s = self._last_fetch_s, now_s
         # The engine was busy since the last fetch, because all requests had a step before this one.
         if last_s is None or not is_decode:
+            self._num_unmeasured += num_drafts > 0
             return
+        self._num_unmeasured = 0
         took_s = now_s - last_s
         self._recomputes |= num_recomputed > 0
         if all(self._is_ahead) and num_recomputed == 0:
@@ -134,6 +141,8 @@ class DraftPacer:
         plain = self._plain_times.get(round_up(num_reqs))
         is_known = plain is not None and plain.num_measured >= MIN_TIMES
         if not is_known or self._num_ahead > 0 or self._budget.is_spent:
+            return self._run_ahead()
+        if self._num_unmeasured >= _MAX_UNMEASURED:
             return self._run_ahead()
         plain_rate = num_reqs / plain.expected_s
         # The drafts that are most likely right come first. Drafts of one request stay in order.

@@ -25,6 +25,7 @@ class Machine:
         self.accepted = accepted
         self.choice = None
         self.num_tokens = 0
+        self.has_prompts = False  # of other requests, in each step
 
     def run(self, num_steps, *, num_proposed=4, rate=0.5, num_proposing=None):
         """Choices after each step. Every request has proposals, or the first of them have."""
@@ -47,7 +48,7 @@ class Machine:
                 num_drafts=num_drafts,
                 num_drawn=num_drawn,
                 num_decode_steps=1,
-                is_decode=True,
+                is_decode=not self.has_prompts,
             )
             proposing = range(self.num_reqs if num_proposing is None else num_proposing)
             proposals = {f"r{i}": [*range(num_proposed)] for i in proposing if num_proposed}
@@ -114,3 +115,12 @@ def test_times_that_have_changed_are_measured_again():
     # Steps without drafts are measured again too.
     machine.decode_s = 0.1
     assert not is_verifying(machine.run(12_000, rate=0.9)[-1])
+
+
+def test_drafts_wait_while_steps_with_prompts_hide_their_time():
+    machine = Machine(num_reqs=2, decode_s=1.0, verify_s={8: 1.1, 16: 1.2}, accepted=4)
+    assert any(map(is_verifying, machine.run(40, rate=0.9)[-5:]))
+    machine.has_prompts = True
+    assert not any(map(is_verifying, machine.run(20, rate=0.9)[3:]))
+    machine.has_prompts = False
+    assert any(map(is_verifying, machine.run(40, rate=0.9)))
