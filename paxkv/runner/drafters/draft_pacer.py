@@ -51,7 +51,8 @@ class DraftPacer:
     The engine's first steps with a number of requests run ahead, so that their time is known. A
     verifying step of unknown size is expected to take as long as the slowest known step of a
     smaller size, or else as a step without drafts. So each size is tried, with as many drafts as
-    the `DraftBudget` affords to lose. While the budget is spent, the engine runs ahead.
+    the `DraftBudget` affords to lose. While the budget is spent, or while all steps compute prompts
+    too, the engine runs ahead.
 
     Models with states compute accepted drafts again in the next step. The expected time is
     therefore that of a larger step: it has one more token for each draft that should be right.

@@ -162,7 +162,7 @@ def test_start_that_fails_compiles_no_other_program(mesh, kv_cache, monkeypatch)
     buckets, programs = make_programs(mesh, max_num_batched_tokens=64)
     lowered, begun = [], []
 
-    def finish(shape, lowered):
+    def finish(shape, _):
         begun.append(shape)
         raise ConfigError("the disk is full")
 
