@@ -1,6 +1,7 @@
 """Draft models with states in engines: no answer changes, and states forget rejected drafts."""
 
 import dataclasses
+import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,12 @@ from paxkv.contracts.engine_request import EngineRequest
 from paxkv.runner import ModelRunner
 from tests.end_to_end.engine_runs import run
 from tests.end_to_end.parity import make_checkpoint
-from tests.end_to_end.test_state_drafts import MAX_TOKENS, make_requests, propose_by
+from tests.end_to_end.test_state_drafts import (
+    MAX_TOKENS,
+    make_requests,
+    num_tiny_blocks,
+    propose_by,
+)
 from tests.end_to_end.test_state_generator_drafts import NUM_DRAFTS, add_noise, count_steps_of
 from tests.paxkv.runner.shared_runners import make_runner
 
@@ -33,7 +39,11 @@ def make_model(family: str, folder: Path, *, seed: int) -> tuple["torch.nn.Modul
 
 
 def make_drafting_runner(
-    model: LoadedModel, draft_model: LoadedModel, *, in_bursts: bool
+    model: LoadedModel,
+    draft_model: LoadedModel,
+    *,
+    in_bursts: bool,
+    batch_invariant: bool = False,
 ) -> ModelRunner:
     speculative = SpeculativeConfig(
         method="draft_model",
@@ -46,7 +56,7 @@ def make_drafting_runner(
         model,
         # The cache is much larger than what programs need for anything else.
         CacheConfig(block_size=8, num_gpu_blocks_override=1000),
-        runner_config=RunnerConfig(speculative_config=speculative),
+        runner_config=RunnerConfig(speculative_config=speculative, batch_invariant=batch_invariant),
         head=LoadedDraftModel.of_model(draft_model, model),
     )
 
@@ -141,3 +151,53 @@ def test_drafts_of_other_families_change_no_answer(
         wanted = run(plain, [request])[0][request.request_id]
         assert answers[request.request_id].token_ids == wanted.token_ids
     assert sum(answer.num_draft_tokens for answer in answers.values()) > len(requests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("family", ["qwen3.5", "bamba"])
+def test_drafts_change_no_answer_of_preempted_requests(
+    family: str, batch_invariant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In tiny pools, with prefix hits, forks and an abort.
+
+    Batch-invariant engines with drafts give the same bits to a request that is alone.
+    """
+    propose_by(None, monkeypatch)
+    _, model = make_model(family, tmp_path / "target", seed=1)
+    add_noise(tmp_path / "target", tmp_path / "similar")
+    draft_model = load_model(tmp_path / "similar", dtype="float32")
+    runner = make_drafting_runner(
+        model, draft_model, in_bursts=False, batch_invariant=batch_invariant
+    )
+    alone = runner if batch_invariant else make_runner(model)
+    requests = make_requests()
+    truth = {
+        request.request_id: run(alone, [request], max_drafts=NUM_DRAFTS * batch_invariant)[0][
+            request.request_id
+        ]
+        for request in requests
+    }
+    num_preempted = num_accepted = 0
+    for seed in range(4):
+        rng = random.Random(seed)
+        aborted = str(rng.randrange(5))
+        answers, num_preemptions = run(
+            runner,
+            requests,
+            max_drafts=NUM_DRAFTS,
+            is_async=rng.random() < 0.5,
+            num_blocks=num_tiny_blocks(runner) if seed % 2 else None,
+            caching=rng.random() < 0.7,
+            arrivals=sorted(rng.choices(range(20), k=len(requests) - 2)),
+            aborts=[(rng.randrange(30), aborted)],
+        )
+        for req_id, answer in answers.items():
+            num_wanted = len(answer.token_ids) if req_id == aborted else None
+            assert answer.token_ids == truth[req_id].token_ids[:num_wanted], (seed, req_id)
+            if batch_invariant:
+                assert answer.logprobs == truth[req_id].logprobs[:num_wanted], (seed, req_id)
+        num_preempted += num_preemptions
+        num_accepted += sum(answer.num_accepted_tokens for answer in answers.values())
+    assert num_preempted > 0
+    assert num_accepted > 0

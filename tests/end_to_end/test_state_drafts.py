@@ -148,6 +148,15 @@ def propose_by(drafter: OracleDrafter | None, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(step_buckets, "decode_buckets", lambda max_num_seqs: (max_num_seqs,))
 
 
+def num_tiny_blocks(runner: ModelRunner) -> int:
+    """Blocks of a pool that preempts: too few for two of the longest requests."""
+    specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
+    num_slot_blocks = sum(spec.num_slot_blocks for spec in specs if isinstance(spec, MambaSpec))
+    num_attention = sum(not isinstance(spec, MambaSpec) for spec in specs)
+    # The null block, slots of two requests, and 4/3 of the other blocks of the longest request.
+    return 1 + 2 * num_slot_blocks + num_attention * MAX_MODEL_LEN // 8 * 4 // 3
+
+
 def check_drafts(
     runner: ModelRunner,
     drafter: OracleDrafter,
@@ -165,11 +174,7 @@ def check_drafts(
         request.request_id: run(runner, [request])[0][request.request_id] for request in requests
     }
     drafter.truth = {req_id: answer.token_ids for req_id, answer in truth.items()}
-    specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
-    num_slot_blocks = sum(spec.num_slot_blocks for spec in specs if isinstance(spec, MambaSpec))
-    num_attention = sum(not isinstance(spec, MambaSpec) for spec in specs)
-    # The null block, slots of two requests, and 4/3 of the other blocks of the longest request.
-    num_tiny = 1 + 2 * num_slot_blocks + num_attention * MAX_MODEL_LEN // 8 * 4 // 3
+    num_tiny = num_tiny_blocks(runner)
     num_preempted = num_accepted = 0
     for seed in range(NUM_RUNS):
         rng = random.Random(seed)
