@@ -161,7 +161,9 @@ def test_drafts_in_bursts_change_no_answer(drafting, compiler, truth, seed):
 
 @pytest.mark.slow
 def test_drafts_in_bursts_change_no_answer_in_300_runs(drafting, compiler, truth):
-    assert all([check_random_run(drafting, compiler, truth, seed) for seed in range(1000, 1300)])
+    num_drafts = [check_random_run(drafting, compiler, truth, seed) for seed in range(1000, 1300)]
+    # Random pacers may decide against drafts in each step and burst of a short run.
+    assert sum(num > 0 for num in num_drafts) >= (200 if drafting.pacer else 300)
 
 
 def expected_steps(drafting, known, drawn):
