@@ -19,7 +19,7 @@ class PagedStateCase:
     Args:
         rows: A letter for each request: "w" reads one slot and writes another, "-" writes the slot
             that it reads, "z" starts from zeros and reads a slot of NaN, "." writes nothing.
-        page_lines: Lines of states (of their last axis) in a page.
+        page_lines: Lines of `line_size` numbers in a page.
         lines_before: Lines before a state, if its slot has only one page.
     """
 
@@ -30,13 +30,22 @@ class PagedStateCase:
     pages_dtype: str = "float32"
     state_dtype: str = "float32"
 
-    def build_states(self, rng: np.random.Generator, shape: tuple[int, ...]) -> PagedStates:
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def line_size(self) -> int:
+        """The last axis of a state."""
+        return self.state_shape[-1]
+
+    def build_states(self, rng: np.random.Generator) -> PagedStates:
         """Slots of random blocks. Pages from which no request reads a state hold NaN."""
-        num_lines = self.lines_before + math.prod(shape[:-1])
+        num_lines = self.lines_before + math.prod(self.state_shape) // self.line_size
         num_pages = -(-num_lines // self.page_lines)
         num_reqs = len(self.rows)
         num_blocks = 2 * num_reqs * num_pages + 3
-        numbers_np = np.full((_NUM_ROWS, num_blocks, self.page_lines * shape[-1]), np.nan)
+        numbers_np = np.full((_NUM_ROWS, num_blocks, self.page_lines * self.line_size), np.nan)
         blocks = 1 + rng.permutation(num_blocks - 1)[: 2 * num_reqs * num_pages]
         read, write = blocks.reshape(2, num_reqs, num_pages)
         for req, row in enumerate(self.rows):
@@ -56,5 +65,5 @@ class PagedStateCase:
             write_blocks=jnp.asarray(write, jnp.int32),
             starts_from_zero=jnp.array([row == "z" for row in self.rows]),
             dtype=self.state_dtype,
-            first_number=self.lines_before * shape[-1],
+            first_number=self.lines_before * self.line_size,
         )

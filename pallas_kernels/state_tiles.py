@@ -8,8 +8,9 @@ Several CTAs share an SM, so that some load while others compute or store.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -73,27 +74,22 @@ class StatePlan:
         return math.gcd(self.lines_per_page, self.num_lines, self.first_line)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateRefs:
-    """The arrays of `state_operands` in GMEM."""
+def state_misfit(
+    states: PagedStates, shape: tuple[int, int, int], *, min_lines: int = MIN_LINES
+) -> str | None:
+    """Why a kernel cannot advance states of a shape by tiles; None if it can.
 
-    row: jax.Ref  # i32[1]
-    read_blocks: jax.Ref  # i32[num_reqs, pages_per_state]
-    write_blocks: jax.Ref  # i32[num_reqs, pages_per_state]
-    starts_from_zero: jax.Ref  # i32[num_reqs]
-    lines: jax.Ref  # [num_rows * num_blocks * lines_per_page, line_size]
-
-
-def state_misfit(states: PagedStates, shape: tuple[int, int, int]) -> str | None:
-    """Why a kernel cannot advance states of a shape by tiles; None if it can."""
+    Args:
+        min_lines: The fewest neighboring lines that the kernel can load together.
+    """
     num_heads, num_lines, line_size = shape
     if not states.num_reqs or not num_heads:
         return "there is nothing to compute"
     if states.dtype not in _DTYPES:
         return f"states must be of {', '.join(_DTYPES)}, got {states.dtype}"
-    if line_size % TILE_COLUMNS or num_lines % MIN_LINES:
+    if line_size % TILE_COLUMNS or num_lines % min_lines:
         return (
-            f"a head's state must be a multiple of {MIN_LINES} x {TILE_COLUMNS}, got "
+            f"a head's state must be a multiple of {min_lines} x {TILE_COLUMNS}, got "
             f"{num_lines} x {line_size}"
         )
     if states.numbers_per_page % line_size or states.first_number % line_size:
@@ -102,9 +98,9 @@ def state_misfit(states: PagedStates, shape: tuple[int, int, int]) -> str | None
             f"{states.numbers_per_page} with {states.first_number} before the state"
         )
     plan = StatePlan.of(states, shape)
-    if plan.lines_together % MIN_LINES:
+    if plan.lines_together % min_lines:
         return (
-            f"a page, and what lies before the state, must be multiples of {MIN_LINES} lines, got "
+            f"a page, and what lies before the state, must be multiples of {min_lines} lines, got "
             f"{plan.lines_per_page} and {plan.first_line}"
         )
     if math.prod(states.pages.shape[:2]) * plan.lines_per_page > INT32_MAX:
@@ -114,21 +110,41 @@ def state_misfit(states: PagedStates, shape: tuple[int, int, int]) -> str | None
     return None
 
 
-def state_operands(states: PagedStates, plan: StatePlan) -> tuple[list[jax.Array], jax.Ref]:
-    """The arrays of `StateRefs`, in order; the last is a new ref, which the kernel writes."""
-    indices = [
-        jnp.asarray(states.row, jnp.int32).reshape(1),
-        states.read_blocks,
-        states.write_blocks,
-        states.starts_from_zero.astype(jnp.int32),
-    ]
-    return indices, jax.new_ref(states.numbers.reshape(-1, plan.line_size))
+class StateRefs(NamedTuple):
+    """Arrays in GMEM."""
+
+    row: jax.Ref  # i32[1]
+    read_blocks: jax.Ref  # i32[num_reqs, pages_per_state]
+    write_blocks: jax.Ref  # i32[num_reqs, pages_per_state]
+    starts_from_zero: jax.Ref  # i32[num_reqs]
+    lines: jax.Ref  # [num_rows * num_blocks * lines_per_page, line_size], which the kernel writes
 
 
-def freeze_pages(states: PagedStates, lines: jax.Ref) -> jax.Array:
-    """The pages, with what the kernel wrote to the ref of `state_operands`."""
-    numbers = jax.freeze(lines).reshape(*states.pages.shape[:2], -1)
-    return states.with_numbers(numbers).pages
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cta:
+    """One CTA of a kernel. It has a piece of a head's state of one request."""
+
+    refs: StateRefs
+    plan: StatePlan
+    req: jax.Array
+    head: jax.Array
+    piece: jax.Array
+
+    @property
+    def is_written(self) -> jax.Array:  # bool[]
+        """Whether the request writes its state. If not, the kernel reads none of its blocks."""
+        return self.refs.write_blocks[self.req, 0] < self.plan.num_blocks
+
+    def tile(self, first_line: jax.Array | int, num_lines: int, columns: pl.Slice) -> "Tile":
+        """A tile of neighboring lines of the head."""
+        size = math.gcd(self.plan.lines_together, num_lines)
+        return Tile(
+            cta=self,
+            first_lines=[first_line + offset for offset in range(0, num_lines, size)],
+            lines_per_run=size,
+            columns=columns,
+            layout=self.plan.layout,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,46 +155,103 @@ class Tile:
     list of these runs, and `store` takes one.
     """
 
-    refs: StateRefs
-    plan: StatePlan
-    req: jax.Array
-    head: jax.Array
-    first_line: jax.Array | int  # of the tile in the head
-    num_lines: int
+    cta: Cta
+    first_lines: Sequence[jax.Array | int]  # of each run, in the head
+    lines_per_run: int
     columns: pl.Slice
+    layout: plgpu.Layout  # of the registers of a run
 
-    @property
-    def is_written(self) -> jax.Array:  # bool[]
-        """Whether the request writes its state. If not, the kernel reads none of its blocks."""
-        return self.refs.write_blocks[self.req, 0] < self.plan.num_blocks
-
-    def load(self) -> list[jax.Array]:  # f32[lines_of_run, num_columns] each
+    def load(self) -> list[jax.Array]:  # f32[lines_per_run, num_columns] each
         """The tile before the step."""
-        places = self._places(self.refs.read_blocks)
+        refs = self.cta.refs
+        places = self._places(refs.read_blocks)
         # JAX 0.11 has no optimized read from GMEM. All loads start before the first result is used.
-        runs = [plgpu.load(place, layout=self.plan.layout, optimized=False) for place in places]
+        runs = [plgpu.load(place, layout=self.layout, optimized=False) for place in places]
         # `where` instead of a factor, because memory that was never written may hold NaN.
-        is_zero = lax.broadcast(self.refs.starts_from_zero[self.req] > 0, runs[0].shape)
+        is_zero = lax.broadcast(refs.starts_from_zero[self.cta.req] > 0, runs[0].shape)
         zeros = jnp.zeros(runs[0].shape, jnp.float32)
         return [jnp.where(is_zero, zeros, run.astype(jnp.float32)) for run in runs]
 
     def store(self, runs: Sequence[jax.Array]) -> None:
         """Writes the tile after the step, in the order of `load`."""
-        for place, run in zip(self._places(self.refs.write_blocks), runs, strict=True):
-            store_to_gmem(place, run.astype(self.refs.lines.dtype))
+        refs = self.cta.refs
+        for place, run in zip(self._places(refs.write_blocks), runs, strict=True):
+            store_to_gmem(place, run.astype(refs.lines.dtype))
 
     def _places(self, blocks: jax.Ref) -> list[jax.Ref]:
-        plan = self.plan
-        size = math.gcd(plan.lines_together, self.num_lines)
-        start = plan.first_line + self.head * plan.num_lines + self.first_line
-        pages_of_row = self.refs.row[0] * plan.num_blocks
+        refs, plan = self.cta.refs, self.cta.plan
+        start = plan.first_line + self.cta.head * plan.num_lines
+        pages_of_row = refs.row[0] * plan.num_blocks
         places = []
-        for offset in range(0, self.num_lines, size):
-            page = lax.div(start + offset, jnp.int32(plan.lines_per_page))
-            line = lax.rem(start + offset, jnp.int32(plan.lines_per_page))
-            first = (pages_of_row + blocks[self.req, page]) * plan.lines_per_page + line
-            places.append(self.refs.lines.at[pl.ds(first, size), self.columns])
+        for first_line in self.first_lines:
+            page = lax.div(start + first_line, jnp.int32(plan.lines_per_page))
+            line = lax.rem(start + first_line, jnp.int32(plan.lines_per_page))
+            first = (pages_of_row + blocks[self.cta.req, page]) * plan.lines_per_page + line
+            places.append(refs.lines.at[pl.ds(first, self.lines_per_run), self.columns])
         return places
+
+
+def advance_tiles(
+    step: Callable[..., None],
+    states: PagedStates,
+    tokens: Sequence[jax.Array],
+    out: jax.ShapeDtypeStruct,
+    *,
+    plan: StatePlan,
+    num_heads: int,
+    pieces_per_head: int,
+    kernel_name: str,
+    interpret: bool | plgpu.InterpretGPUParams,
+    scratch_bytes: int = 0,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs a kernel with one CTA for each request, head and piece.
+
+    Args:
+        step: What a CTA does. It takes its `Cta`, a ref of each array in `tokens`, and a ref of the
+            results, all in GMEM.
+        out: Shape and dtype of the results.
+        scratch_bytes: Shared memory through which warps exchange parts of sums.
+
+    Returns:
+        The pages after the step, and the results.
+    """
+
+    def body(*refs: jax.Ref) -> None:
+        *token_refs, row, read_blocks, write_blocks, starts_from_zero, lines, out_ref = refs
+        head_and_piece, num_pieces = lax.axis_index("head_and_piece"), jnp.int32(pieces_per_head)
+        cta = Cta(
+            refs=StateRefs(row, read_blocks, write_blocks, starts_from_zero, lines),
+            plan=plan,
+            req=lax.axis_index("request"),
+            head=lax.div(head_and_piece, num_pieces),
+            piece=lax.rem(head_and_piece, num_pieces),
+        )
+        step(cta, *token_refs, out_ref)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=out,
+        grid=(states.num_reqs, num_heads * pieces_per_head),
+        grid_names=("request", "head_and_piece"),
+        kernel_name=kernel_name,
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            reduction_scratch_bytes=scratch_bytes,
+        ),
+        interpret=plgpu.InterpretGPUParams() if interpret is True else interpret,
+    )
+    # A kernel writes in place only to a ref.
+    lines = jax.new_ref(states.numbers.reshape(-1, plan.line_size))
+    results = kernel(
+        *tokens,
+        jnp.asarray(states.row, jnp.int32).reshape(1),
+        states.read_blocks,
+        states.write_blocks,
+        states.starts_from_zero.astype(jnp.int32),
+        lines,
+    )
+    numbers = jax.freeze(lines).reshape(*states.pages.shape[:2], -1)
+    return states.with_numbers(numbers).pages, results
 
 
 def store_to_gmem(ref: jax.Ref, value: jax.Array) -> None:

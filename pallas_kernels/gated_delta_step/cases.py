@@ -55,5 +55,5 @@ def build_inputs(case: GatedDeltaStepCase, seed: int = 0) -> tuple[jax.Array | P
     log_decay_np = -rng.exponential(0.3, decay_dims)
     beta_np = rng.uniform(0, 1, dims)
     tokens = (q_np, k_np, v_np, log_decay_np, beta_np)
-    states = case.build_states(rng, case.state_shape)
+    states = case.build_states(rng)
     return states, *(jax.device_put(x.astype(jnp.dtype(case.dtype))) for x in tokens)

@@ -4,29 +4,24 @@ No column of the state depends on another one, so CTAs exchange nothing. Threads
 sums over the lines of a column.
 """
 
-import functools
-
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.paged_states import PagedStates
 from pallas_kernels.state_tiles import (
     MAX_TILE_NUMBERS,
     TILE_COLUMNS,
+    Cta,
     StatePlan,
-    StateRefs,
-    Tile,
     added,
-    freeze_pages,
+    advance_tiles,
     load_columns,
     load_lines,
     over_columns,
     over_lines,
     state_misfit,
-    state_operands,
     store_to_gmem,
 )
 from pallas_kernels.tma_boxes import WARPGROUP_THREADS
@@ -62,66 +57,37 @@ def gated_delta_step_mosaic_gpu(
     interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.gated_delta_step`."""
-    num_reqs, num_heads, k_dim = k.shape
-    v_dim = v.shape[2]
-    plan = StatePlan.of(states, (num_heads, k_dim, v_dim))
-    indices, lines = state_operands(states, plan)
+    num_heads, k_dim, v_dim = *k.shape[1:], v.shape[2]
     decay = jnp.exp(log_decay.astype(jnp.float32))
-    step = plgpu.kernel(
-        functools.partial(_kernel_body, plan=plan),
-        out_type=jax.ShapeDtypeStruct(v.shape, jnp.float32),
-        grid=(num_reqs, num_heads * (v_dim // TILE_COLUMNS)),
-        grid_names=("request", "head_and_piece"),
+    return advance_tiles(
+        _step,
+        states,
+        [x.astype(jnp.float32) for x in (q, k, v, decay, beta)],
+        jax.ShapeDtypeStruct(v.shape, jnp.float32),
+        plan=StatePlan.of(states, (num_heads, k_dim, v_dim)),
+        num_heads=num_heads,
+        pieces_per_head=v_dim // TILE_COLUMNS,
         kernel_name="gated_delta_step",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            reduction_scratch_bytes=_SCRATCH_BYTES,
-        ),
-        interpret=plgpu.InterpretGPUParams() if interpret is True else interpret,
+        interpret=interpret,
+        scratch_bytes=_SCRATCH_BYTES,
     )
-    tokens = (x.astype(jnp.float32) for x in (q, k, v, decay, beta))
-    out = step(*tokens, *indices, lines)
-    return freeze_pages(states, lines), out
 
 
-def _kernel_body(
-    q: jax.Ref,  # f32[num_reqs, num_heads, k_dim], in GMEM as all others
+def _step(
+    cta: Cta,
+    q: jax.Ref,  # f32[num_reqs, num_heads, k_dim]
     k: jax.Ref,  # f32[num_reqs, num_heads, k_dim]
     v: jax.Ref,  # f32[num_reqs, num_heads, v_dim]
     decay: jax.Ref,  # f32[num_reqs, num_heads] or f32[num_reqs, num_heads, k_dim]
     beta: jax.Ref,  # f32[num_reqs, num_heads]
-    row: jax.Ref,
-    read_blocks: jax.Ref,
-    write_blocks: jax.Ref,
-    starts_from_zero: jax.Ref,
-    lines: jax.Ref,
     out: jax.Ref,  # f32[num_reqs, num_heads, v_dim]
-    *,
-    plan: StatePlan,
 ) -> None:
-    req, head_and_piece = lax.axis_index("request"), lax.axis_index("head_and_piece")
-    num_pieces = jnp.int32(plan.line_size // TILE_COLUMNS)
-    head = lax.div(head_and_piece, num_pieces)
-    columns = pl.ds(lax.rem(head_and_piece, num_pieces) * TILE_COLUMNS, TILE_COLUMNS)
-    refs = StateRefs(
-        row=row,
-        read_blocks=read_blocks,
-        write_blocks=write_blocks,
-        starts_from_zero=starts_from_zero,
-        lines=lines,
-    )
-    tile = Tile(
-        refs=refs,
-        plan=plan,
-        req=req,
-        head=head,
-        first_line=0,
-        num_lines=plan.num_lines,
-        columns=columns,
-    )
+    plan, req, head = cta.plan, cta.req, cta.head
+    columns = pl.ds(cta.piece * TILE_COLUMNS, TILE_COLUMNS)
 
-    @pl.when(tile.is_written)
+    @pl.when(cta.is_written)
     def _() -> None:
+        tile = cta.tile(0, plan.num_lines, columns)
         runs = tile.load()
         size = runs[0].shape[0]
 
@@ -141,7 +107,7 @@ def _kernel_body(
         products = [run * query for run, query in zip(runs, of_runs(q), strict=True)]
         store_to_gmem(out.at[req, head, columns], added(products).sum(axis=0))
 
-    @pl.when(jnp.logical_not(tile.is_written))
+    @pl.when(jnp.logical_not(cta.is_written))
     def _() -> None:
         nothing = plgpu.layout_cast(jnp.zeros((TILE_COLUMNS,), jnp.float32), plan.layout.reduce(0))
         store_to_gmem(out.at[req, head, columns], nothing)

@@ -47,5 +47,5 @@ def build_inputs(case: SSDStepCase, seed: int = 0) -> tuple[jax.Array | PagedSta
     b_np, c_np = rng.standard_normal((2, num_reqs, case.num_groups, case.state_size))
     log_decay_np = -rng.exponential(0.3, (num_reqs, case.num_heads))
     tokens = (x_np, b_np, c_np, log_decay_np)
-    states = case.build_states(rng, case.state_shape)
+    states = case.build_states(rng)
     return states, *(jax.device_put(array.astype(jnp.dtype(case.dtype))) for array in tokens)

@@ -15,16 +15,14 @@ from jax import lax
 from pallas_kernels.paged_states import PagedStates
 from pallas_kernels.state_tiles import (
     MIN_LINES,
+    Cta,
     StatePlan,
-    StateRefs,
-    Tile,
-    freeze_pages,
+    advance_tiles,
     load_columns,
     load_lines,
     over_columns,
     over_lines,
     state_misfit,
-    state_operands,
     store_to_gmem,
 )
 
@@ -58,26 +56,21 @@ def ssd_step_mosaic_gpu(
     interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.ssd_step`."""
-    num_reqs, num_heads, head_dim = x.shape
+    num_heads, head_dim = x.shape[1:]
     plan = StatePlan.of(states, (num_heads, head_dim, b.shape[2]))
     lines_per_cta = _lines_per_cta(plan)
-    indices, lines = state_operands(states, plan)
-    step = plgpu.kernel(
-        functools.partial(_kernel_body, plan=plan, lines_per_cta=lines_per_cta),
-        out_type=jax.ShapeDtypeStruct(x.shape, jnp.float32),
-        grid=(num_reqs, num_heads * (head_dim // lines_per_cta)),
-        grid_names=("request", "head_and_piece"),
-        kernel_name="ssd_step",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            reduction_scratch_bytes=0,
-        ),
-        interpret=plgpu.InterpretGPUParams() if interpret is True else interpret,
-    )
     decay = jnp.exp(log_decay.astype(jnp.float32))
-    tokens = (array.astype(jnp.float32) for array in (x, b, c, decay))
-    out = step(*tokens, *indices, lines)
-    return freeze_pages(states, lines), out
+    return advance_tiles(
+        functools.partial(_step, lines_per_cta=lines_per_cta),
+        states,
+        [array.astype(jnp.float32) for array in (x, b, c, decay)],
+        jax.ShapeDtypeStruct(x.shape, jnp.float32),
+        plan=plan,
+        num_heads=num_heads,
+        pieces_per_head=head_dim // lines_per_cta,
+        kernel_name="ssd_step",
+        interpret=interpret,
+    )
 
 
 def _lines_per_cta(plan: StatePlan) -> int:
@@ -88,45 +81,23 @@ def _lines_per_cta(plan: StatePlan) -> int:
     return step * max(n for n in range(1, wanted + 1) if num_steps % n == 0)
 
 
-def _kernel_body(
-    x: jax.Ref,  # f32[num_reqs, num_heads, head_dim], in GMEM as all others
+def _step(
+    cta: Cta,
+    x: jax.Ref,  # f32[num_reqs, num_heads, head_dim]
     b: jax.Ref,  # f32[num_reqs, num_groups, state_size]
     c: jax.Ref,  # f32[num_reqs, num_groups, state_size]
     decay: jax.Ref,  # f32[num_reqs, num_heads]
-    row: jax.Ref,
-    read_blocks: jax.Ref,
-    write_blocks: jax.Ref,
-    starts_from_zero: jax.Ref,
-    lines: jax.Ref,
     out: jax.Ref,  # f32[num_reqs, num_heads, head_dim]
     *,
-    plan: StatePlan,
     lines_per_cta: int,
 ) -> None:
-    req, head_and_piece = lax.axis_index("request"), lax.axis_index("head_and_piece")
-    num_pieces = jnp.int32(plan.num_lines // lines_per_cta)
-    head = lax.div(head_and_piece, num_pieces)
-    first_line = lax.rem(head_and_piece, num_pieces) * lines_per_cta
+    plan, req, head = cta.plan, cta.req, cta.head
+    first_line = cta.piece * lines_per_cta
     group = lax.div(head, jnp.int32(x.shape[1] // b.shape[1]))
-    refs = StateRefs(
-        row=row,
-        read_blocks=read_blocks,
-        write_blocks=write_blocks,
-        starts_from_zero=starts_from_zero,
-        lines=lines,
-    )
-    tile = Tile(
-        refs=refs,
-        plan=plan,
-        req=req,
-        head=head,
-        first_line=first_line,
-        num_lines=lines_per_cta,
-        columns=pl.ds(0, plan.line_size),
-    )
 
-    @pl.when(tile.is_written)
+    @pl.when(cta.is_written)
     def _() -> None:
+        tile = cta.tile(first_line, lines_per_cta, pl.ds(0, plan.line_size))
         runs = tile.load()
         size = runs[0].shape[0]
         inputs = over_lines(load_columns(b.at[req, group], plan), size)
@@ -142,7 +113,7 @@ def _kernel_body(
         for run, part in zip(runs, parts, strict=True):
             store_to_gmem(out.at[req, head, part], (run * outputs).sum(axis=1))
 
-    @pl.when(jnp.logical_not(tile.is_written))
+    @pl.when(jnp.logical_not(cta.is_written))
     def _() -> None:
         nothing = plgpu.layout_cast(jnp.zeros((lines_per_cta,), jnp.float32), plan.layout.reduce(1))
         store_to_gmem(out.at[req, head, pl.ds(first_line, lines_per_cta)], nothing)

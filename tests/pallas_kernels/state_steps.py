@@ -1,7 +1,90 @@
-"""Compares the results of ops that advance states in pages."""
+"""The ops that advance states in pages, and comparisons of their results."""
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels import PagedStates
+from pallas_kernels.gated_delta_rule.reference import gated_delta_rule_reference
+from pallas_kernels.gated_delta_step import cases as delta_cases
+from pallas_kernels.gated_delta_step.api import _BODIES as DELTA_BODIES
+from pallas_kernels.ssd_scan.reference import ssd_scan_reference
+from pallas_kernels.ssd_step import cases as ssd_cases
+from pallas_kernels.ssd_step.api import _BODIES as SSD_BODIES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOp:
+    """An op that advances states in pages by one token of each request."""
+
+    name: str
+    bodies: dict[str, Any]
+    cases: tuple[Any, ...]  # the kernel can compute all but the last one
+    build_inputs: Callable[..., tuple[Any, ...]]
+    rule: Callable[..., tuple[Any, Any]]  # the reference of the op that takes arrays of states
+    misfit: str  # of the last case
+
+    @property
+    def op(self):
+        return getattr(pallas_kernels, self.name)
+
+    def rule_of(self, tokens, run_jitted):
+        """The rule as a function of the states before the step, for one token of each request."""
+
+        def rule(before_np):
+            starts = jnp.arange(len(before_np) + 1, dtype=jnp.int32)
+            return run_jitted(self.rule, *tokens, before_np, starts)
+
+        return rule
+
+
+STEP_OPS = (
+    StepOp(
+        name="gated_delta_step",
+        bodies=DELTA_BODIES,
+        cases=delta_cases.CASES,
+        build_inputs=delta_cases.build_inputs,
+        rule=gated_delta_rule_reference,
+        misfit="multiple of 4 x 32, got 8 x 6",
+    ),
+    StepOp(
+        name="ssd_step",
+        bodies=SSD_BODIES,
+        cases=ssd_cases.CASES,
+        build_inputs=ssd_cases.build_inputs,
+        rule=ssd_scan_reference,
+        misfit="multiple of 4 x 32, got 3 x 6",
+    ),
+)
+
+
+def abstract_states():
+    """States of 3 requests, of up to 64 numbers each, to trace an op with."""
+    return PagedStates(
+        pages=jax.ShapeDtypeStruct((2, 9, 32), jnp.bfloat16),
+        row=jax.ShapeDtypeStruct((), jnp.int32),
+        read_blocks=jax.ShapeDtypeStruct((3, 4), jnp.int32),
+        write_blocks=jax.ShapeDtypeStruct((3, 4), jnp.int32),
+        starts_from_zero=jax.ShapeDtypeStruct((3,), jnp.bool_),
+        dtype="float32",
+    )
+
+
+def each_op():
+    return pytest.mark.parametrize("op", STEP_OPS, ids=lambda op: op.name)
+
+
+def each_case(last=None):
+    """Each op with each of its cases up to `last`."""
+    pairs = [(op, case) for op in STEP_OPS for case in op.cases[:last]]
+    names = [f"{op.name}-{case.name}" for op, case in pairs]
+    return pytest.mark.parametrize(("op", "case"), pairs, ids=names)
 
 
 def assert_steps_are_close(case, states, got, wanted, tolerance=1e-5):

@@ -6,17 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import PagedStates
 from pallas_kernels.gated_delta_step.api import gated_delta_step
+from tests.pallas_kernels.state_steps import abstract_states
 
-STATES = PagedStates(
-    pages=jax.ShapeDtypeStruct((2, 9, 32), jnp.bfloat16),
-    row=jax.ShapeDtypeStruct((), jnp.int32),
-    read_blocks=jax.ShapeDtypeStruct((3, 4), jnp.int32),
-    write_blocks=jax.ShapeDtypeStruct((3, 4), jnp.int32),
-    starts_from_zero=jax.ShapeDtypeStruct((3,), jnp.bool_),
-    dtype="float32",
-)
 SHAPES = {
     "q": ((3, 2, 8), jnp.float32),
     "k": ((3, 2, 8), jnp.float32),
@@ -35,7 +27,7 @@ def shapes_of_results(states, changes, **options):
 @pytest.mark.parametrize("decay", [(3, 2), (3, 2, 8)])
 def test_results_are_float32_and_pages_keep_their_dtype(implementation, decay):
     changes = {"log_decay": (decay, jnp.bfloat16)}
-    states, out = shapes_of_results(STATES, changes, implementation=implementation)
+    states, out = shapes_of_results(abstract_states(), changes, implementation=implementation)
     assert (out.shape, out.dtype) == ((3, 2, 4), jnp.float32)
     assert (states.pages.shape, states.pages.dtype) == ((2, 9, 32), jnp.bfloat16)
 
@@ -51,7 +43,7 @@ def test_results_are_float32_and_pages_keep_their_dtype(implementation, decay):
 )
 def test_arrays_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        shapes_of_results(STATES, changes)
+        shapes_of_results(abstract_states(), changes)
 
 
 @pytest.mark.parametrize(
@@ -71,4 +63,4 @@ def test_arrays_that_do_not_fit_are_refused(changes, message):
 )
 def test_states_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        shapes_of_results(replace(STATES, **changes), {})
+        shapes_of_results(replace(abstract_states(), **changes), {})

@@ -4,17 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import PagedStates
 from pallas_kernels.ssd_step.api import ssd_step
+from tests.pallas_kernels.state_steps import abstract_states
 
-STATES = PagedStates(
-    pages=jax.ShapeDtypeStruct((2, 9, 32), jnp.bfloat16),
-    row=jax.ShapeDtypeStruct((), jnp.int32),
-    read_blocks=jax.ShapeDtypeStruct((3, 4), jnp.int32),
-    write_blocks=jax.ShapeDtypeStruct((3, 4), jnp.int32),
-    starts_from_zero=jax.ShapeDtypeStruct((3,), jnp.bool_),
-    dtype="float32",
-)
 SHAPES = {
     "x": ((3, 2, 8), jnp.float32),
     "b": ((3, 1, 4), jnp.bfloat16),
@@ -30,7 +22,7 @@ def shapes_of_results(states, changes, **options):
 
 @pytest.mark.parametrize("implementation", [None, "reference", "xla"])
 def test_results_are_float32_and_pages_keep_their_dtype(implementation):
-    states, out = shapes_of_results(STATES, {}, implementation=implementation)
+    states, out = shapes_of_results(abstract_states(), {}, implementation=implementation)
     assert (out.shape, out.dtype) == ((3, 2, 8), jnp.float32)
     assert (states.pages.shape, states.pages.dtype) == ((2, 9, 32), jnp.bfloat16)
 
@@ -50,4 +42,4 @@ def test_results_are_float32_and_pages_keep_their_dtype(implementation):
 )
 def test_arrays_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        shapes_of_results(STATES, changes)
+        shapes_of_results(abstract_states(), changes)
