@@ -33,6 +33,7 @@ from pallas_kernels.scaled_grouped_matmul.api import (
 )
 from pallas_kernels.scaled_matmul.api import scaled_matmul, scaled_matmul_body
 from pallas_kernels.selective_scan.api import selective_scan
+from pallas_kernels.selective_step.api import selective_step
 from pallas_kernels.slot_mapping.api import slot_mapping
 from pallas_kernels.sparse_latent_attention.api import sparse_latent_attention
 from pallas_kernels.sparse_paged_attention.api import sparse_paged_attention
@@ -71,6 +72,7 @@ __all__ = [
     "scaled_matmul",
     "scaled_matmul_body",
     "selective_scan",
+    "selective_step",
     "slot_mapping",
     "sparse_latent_attention",
     "sparse_paged_attention",

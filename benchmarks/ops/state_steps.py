@@ -16,6 +16,7 @@ from benchmarks.ops.findings import ERROR_LIMITS, close_findings, same_finding
 from benchmarks.units.unit import Finding
 from pallas_kernels import PagedStates
 from pallas_kernels.gated_delta_step import cases as delta_cases
+from pallas_kernels.selective_step import cases as selective_cases
 from pallas_kernels.ssd_step import cases as ssd_cases
 
 
@@ -63,14 +64,22 @@ def _problem_maker(
     return make
 
 
-# 64 decoding requests in a layer of Qwen3-Next-80B, and in one of Mamba-Codestral-7B. A page has
-# 32 KiB.
+# 64 decoding requests in layers of Qwen3-Next-80B, Jamba and Mamba-Codestral-7B. A page has 32 KiB.
 _DELTA = delta_cases.GatedDeltaStepCase(
     name="64 decodes",
     rows="-" * 64,
     num_heads=32,
     k_dim=128,
     v_dim=128,
+    page_lines=64,
+    pages_dtype="bfloat16",
+    dtype="bfloat16",
+)
+_SELECTIVE = selective_cases.SelectiveStepCase(
+    name="64 decodes",
+    rows="-" * 64,
+    state_size=16,
+    width=8192,
     page_lines=64,
     pages_dtype="bfloat16",
     dtype="bfloat16",
@@ -95,6 +104,12 @@ STEP_OPS = [
         problem=_problem_maker("gated_delta_step", delta_cases.build_inputs),
         cases=delta_cases.CASES[:-1],
         timed=[(_DELTA, Work(num_bytes=2 * 4 * 64 * 32 * 128 * 128))],
+    ),
+    MeasuredOp(
+        op="selective_step",
+        problem=_problem_maker("selective_step", selective_cases.build_inputs),
+        cases=selective_cases.CASES[:-1],
+        timed=[(_SELECTIVE, Work(num_bytes=2 * 4 * 64 * 16 * 8192))],
     ),
     MeasuredOp(
         op="ssd_step",

@@ -11,12 +11,14 @@ import pallas_kernels
 from models.cache.self_test import MAX_RELATIVE_ERROR, relative_error
 from pallas_kernels import PagedStates
 
-StepOp = Literal["gated_delta_step", "ssd_step"]
+StepOp = Literal["gated_delta_step", "selective_step", "ssd_step"]
 
 _NUM_REQS, _NUM_HEADS = 4, 2
-# In both cases, a page ends within a head of most models. The kernels load 16 lines at a time, or 4
+# In all cases, a page ends within a head of most models. The kernels load 16 lines at a time, or 4
 # where pages cut 16.
 _LINES_PER_PAGE = (48, 12)
+# The kernel of `selective_step` loads 256 numbers of a line at a time, or 128.
+_SELECTIVE_PAGE_SIZE = 48 * 128
 _ROW = 1
 
 
@@ -28,15 +30,18 @@ class StateSelfTest:
     num_lines: int
     line_size: int
     dtype: str  # of the states; the pages are bfloat16
-    lines_per_page: int = _LINES_PER_PAGE[0]
+    page_size: int  # in numbers of the states
     has_decay_per_row: bool = False
 
     @classmethod
     def all_of(cls, op: StepOp, shape: tuple[int, ...], dtype: str) -> tuple["StateSelfTest", ...]:
         """The tests of `op` for states of `shape`: with each kind of decay that it takes, and in
-        pages of both sizes.
+        pages of all sizes.
         """
         _, num_lines, line_size = shape
+        page_sizes = tuple(num * line_size for num in _LINES_PER_PAGE)
+        if op == "selective_step":
+            page_sizes = (_SELECTIVE_PAGE_SIZE,)
         kinds_of_decay = (False, True) if op == "gated_delta_step" else (False,)
         return tuple(
             cls(
@@ -44,10 +49,10 @@ class StateSelfTest:
                 num_lines=num_lines,
                 line_size=line_size,
                 dtype=dtype,
-                lines_per_page=lines_per_page,
+                page_size=page_size,
                 has_decay_per_row=has_decay_per_row,
             )
-            for lines_per_page in _LINES_PER_PAGE
+            for page_size in page_sizes
             for has_decay_per_row in kinds_of_decay
         )
 
@@ -88,6 +93,10 @@ class StateSelfTest:
 
         of_lines, of_columns = (_NUM_HEADS, self.num_lines), (_NUM_HEADS, self.line_size)
         log_decay = -jnp.abs(normal(*(of_lines if self.has_decay_per_row else of_lines[:1])))
+        if self.op == "selective_step":
+            rates = -jnp.exp(normal(*of_lines[1:], self.line_size)[:_NUM_HEADS])
+            dt, b, c = jnp.abs(normal(*of_columns)), normal(*of_lines), normal(*of_lines)
+            return normal(*of_columns), dt, rates, b, c
         if self.op == "ssd_step":  # all heads in one group
             b, c = normal(1, self.line_size), normal(1, self.line_size)
             return normal(*of_lines), b, c, log_decay
@@ -102,11 +111,10 @@ class StateSelfTest:
         The first request writes the slot that it reads. The second one starts from zeros, and its
         slot holds NaN. The last one writes nothing.
         """
-        num_pages = -(-self.num_lines * _NUM_HEADS // self.lines_per_page)
+        num_pages = -(-self.num_lines * self.line_size * _NUM_HEADS // self.page_size)
         num_blocks = 2 * _NUM_REQS * num_pages
         read, write = rng.permutation(num_blocks).reshape(2, _NUM_REQS, num_pages)
-        page_size = self.lines_per_page * self.line_size
-        numbers_np = rng.standard_normal((_ROW + 1, num_blocks, page_size)).astype(np.float32)
+        numbers_np = rng.standard_normal((_ROW + 1, num_blocks, self.page_size)).astype(np.float32)
         numbers_np[:, read[1]] = np.nan
         write[0], write[-1] = read[0], num_blocks
         pages = jax.lax.bitcast_convert_type(jnp.asarray(numbers_np, self.dtype), jnp.bfloat16)

@@ -48,7 +48,9 @@ class MambaConfig:
     def format(self) -> StateFormat:
         """The inputs that the next convolution needs, and the state."""
         return StateFormat(
-            shapes=((self.kernel_size - 1, self.inner), self.state_shape), num_windows=1
+            shapes=((self.kernel_size - 1, self.inner), self.state_shape),
+            num_windows=1,
+            step_op="selective_step",
         )
 
 

@@ -4,8 +4,10 @@ import jax
 
 from pallas_kernels.argument_checks import require_float, require_int32, require_shape
 from pallas_kernels.dispatch import Body, run_op
+from pallas_kernels.paged_states import PagedStates
 from pallas_kernels.selective_scan.reference import selective_scan_reference
 from pallas_kernels.selective_scan.xla import selective_scan_xla
+from pallas_kernels.selective_step.api import selective_step
 from pallas_kernels.target import Target
 
 _OP = "selective_scan"
@@ -18,14 +20,14 @@ def selective_scan(
     a: jax.Array,  # f[num_groups, state_size, width]
     b: jax.Array,  # f[num_tokens, num_groups, state_size]
     c: jax.Array,  # f[num_tokens, num_groups, state_size]
-    states: jax.Array,  # f32[num_reqs, num_groups, state_size, width]
+    states: jax.Array | PagedStates,  # f32[num_reqs, num_groups, state_size, width]
     query_start_loc: jax.Array,  # i32[num_reqs + 1]
     *,
     state_ends: jax.Array | None = None,  # i32[num_reqs]
     has_one_token_each: bool = False,
     implementation: str | None = None,
     target: Target | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | PagedStates]:
     """Updates the state of each group with each token, and reads it with the token's `c`.
 
     For each token in turn, S = exp(dt a) S + b (dt x)^T, and the result is c^T S. The products with
@@ -37,7 +39,8 @@ def selective_scan(
         dt: Time steps, at least 0.
         a: The decay of each number of the state per unit of time, at most 0.
         b: Shared by the channels of a group; so is `c`.
-        states: The states before this step; zeros for a request that starts.
+        states: The states before this step; zeros for a request that starts. If they are in pages,
+            `selective_step` advances them there; `has_one_token_each` must be true.
         query_start_loc: Request r has tokens `query_start_loc[r]:query_start_loc[r + 1]`.
         state_ends: The state returned for request r is that before token `state_ends[r]`, in
             `[query_start_loc[r], query_start_loc[r + 1]]`. Results do not depend on it. None: the
@@ -48,14 +51,20 @@ def selective_scan(
         target: What the program is compiled for; `None` is JAX's default device.
 
     Returns:
-        The results, f32[num_tokens, num_groups, width], and the states, f32. Results of tokens of
-        no request, and states of requests without tokens, are undefined.
+        The results, f32[num_tokens, num_groups, width], and the states, f32 or in pages. Results of
+        tokens of no request, and states of requests without tokens, are undefined.
 
     Raises:
         ValueError: A shape, a dtype, or the implementation's name does not fit.
 
     Source: Mamba, arXiv:2312.00752, algorithm 2.
     """
+    if isinstance(states, PagedStates):
+        states.check_one_token_each(_OP, has_one_token_each)
+        states, out = selective_step(
+            states, x, dt, a, b, c, implementation=implementation, target=target
+        )
+        return out, states
     require_shape(_OP, "x", x, ("num_tokens", "num_groups", "width"))
     require_shape(_OP, "dt", dt, x.shape)
     require_shape(_OP, "a", a, (x.shape[1], "state_size", x.shape[2]))

@@ -420,6 +420,9 @@ def _state_choice(cache: StateFormat, pages: jax.ShapeDtypeStruct, device: Devic
     tokens = (keys, keys, values, floats(num_heads), floats(num_heads))
     if cache.step_op == "ssd_step":  # in one group
         tokens = (keys, floats(1, line_size), floats(1, line_size), floats(num_heads))
+    if cache.step_op == "selective_step":
+        rates = jax.ShapeDtypeStruct(cache.shapes[-1], jnp.float32)
+        tokens = (values, values, rates, keys, keys)
 
     def run(pages, read_slots, write_slots, is_zero, is_written, starts, *tokens):
         state = LayerState(

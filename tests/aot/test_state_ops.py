@@ -24,6 +24,7 @@ class Sizes:
     page_words: int = 2 * 2 * 16 * 256
     pages_dtype: str = "bfloat16"
     state_dtype: str = "float32"
+    first_number: int = 0
     has_decay_per_row: bool = False
 
     @property
@@ -46,6 +47,7 @@ class Sizes:
             write_blocks=slots,
             starts_from_zero=gpus.array((NUM_REQS,), jnp.bool_),
             dtype=self.state_dtype,
+            first_number=self.first_number,
         )
 
     def args(self, gpus):
@@ -53,6 +55,9 @@ class Sizes:
         keys = gpus.array((NUM_REQS, self.num_heads, self.num_lines), jnp.float32)
         values = gpus.array((NUM_REQS, self.num_heads, self.line_size), jnp.float32)
         numbers = gpus.array((NUM_REQS, self.num_heads), jnp.float32)
+        if self.op == "selective_step":
+            rates = gpus.array((self.num_heads, self.num_lines, self.line_size), jnp.float32)
+            return self.states(gpus), values, values, rates, keys, keys
         if self.op == "ssd_step":
             of_group = gpus.array((NUM_REQS, 1, self.line_size), jnp.float32)
             return self.states(gpus), keys, of_group, of_group, numbers
@@ -78,6 +83,11 @@ def assert_in_place(program, sizes):
 
 # The heads of Bamba-9B.
 BAMBA = Sizes(op="ssd_step", num_heads=128, num_lines=64, line_size=128)
+JAMBA = Sizes(op="selective_step", num_heads=1, num_lines=16, line_size=8192)
+# A slot of Falcon-Mamba is one page, with the window of a convolution before the state.
+FALCON_MAMBA = dataclasses.replace(JAMBA, page_words=2 * 19 * 8192, first_number=3 * 8192)
+# Two groups, and 128 divides the number of their channels, but 256 does not.
+ZAMBA = dataclasses.replace(JAMBA, num_heads=2, line_size=3712, page_words=2 * 16 * 16 * 232)
 # The most registers of a thread with which this many CTAs share an SM.
 FIVE_CTAS, FOUR_CTAS, THREE_CTAS, TWO_CTAS = 96, 128, 168, 255
 
@@ -97,6 +107,10 @@ FIVE_CTAS, FOUR_CTAS, THREE_CTAS, TWO_CTAS = 96, 128, 168, 255
         (dataclasses.replace(BAMBA, line_size=256), FOUR_CTAS),
         (dataclasses.replace(BAMBA, state_dtype="bfloat16"), FIVE_CTAS),
         (dataclasses.replace(BAMBA, num_heads=32, num_lines=8, line_size=256), FOUR_CTAS),
+        (JAMBA, THREE_CTAS),
+        (FALCON_MAMBA, THREE_CTAS),
+        (ZAMBA, FOUR_CTAS),
+        (dataclasses.replace(JAMBA, state_dtype="bfloat16"), FOUR_CTAS),
     ],
     ids=str,
 )

@@ -14,6 +14,9 @@ from pallas_kernels import PagedStates
 from pallas_kernels.gated_delta_rule.reference import gated_delta_rule_reference
 from pallas_kernels.gated_delta_step import cases as delta_cases
 from pallas_kernels.gated_delta_step.api import _BODIES as DELTA_BODIES
+from pallas_kernels.selective_scan.reference import selective_scan_reference
+from pallas_kernels.selective_step import cases as selective_cases
+from pallas_kernels.selective_step.api import _BODIES as SELECTIVE_BODIES
 from pallas_kernels.ssd_scan.reference import ssd_scan_reference
 from pallas_kernels.ssd_step import cases as ssd_cases
 from pallas_kernels.ssd_step.api import _BODIES as SSD_BODIES
@@ -52,6 +55,14 @@ STEP_OPS = (
         build_inputs=delta_cases.build_inputs,
         rule=gated_delta_rule_reference,
         misfit="multiple of 4 x 32, got 8 x 6",
+    ),
+    StepOp(
+        name="selective_step",
+        bodies=SELECTIVE_BODIES,
+        cases=selective_cases.CASES,
+        build_inputs=selective_cases.build_inputs,
+        rule=selective_scan_reference,
+        misfit="multiple of 128, got 6",
     ),
     StepOp(
         name="ssd_step",

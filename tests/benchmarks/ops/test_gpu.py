@@ -30,6 +30,7 @@ WRONG = {
     "scaled_grouped_matmul": lambda out: out * 1.1,
     "scaled_matmul": lambda out: out * 1.1,
     "selective_scan": lambda result: (result[0], result[1] * 1.1),
+    "selective_step": lambda result: (result[0], result[1] * 1.1),
     "sparse_latent_attention": lambda out: out * 1.1,
     "sparse_paged_attention": lambda out: out * 1.1,
     "ssd_scan": lambda result: (result[0], result[1] * 1.1),

@@ -22,14 +22,18 @@ def by_xla():
 
 
 def test_there_is_a_test_for_each_kind_of_decay_and_of_page():
-    kinds = {(test.lines_per_page, test.has_decay_per_row) for test in TESTS}
+    kinds = {(test.page_size // 16, test.has_decay_per_row) for test in TESTS}
     assert kinds == {(48, False), (48, True), (12, False), (12, True)} and len(TESTS) == 4
-    assert [test.lines_per_page for test in SSD_TESTS] == [48, 12]
+    assert [test.page_size // 16 for test in SSD_TESTS] == [48, 12]
+    assert [test.page_size // 128 for test in SELECTIVE_TESTS] == [48]
     assert {(test.num_lines, test.line_size, test.dtype) for test in TESTS} == {(32, 16, "float32")}
     assert StateFormat(shapes=((3,),)).self_tests(None, block_size=16) == ()
 
 
 SSD_TESTS = replace(FORMAT, step_op="ssd_step").self_tests(None, block_size=16)
+SELECTIVE_TESTS = replace(
+    FORMAT, step_op="selective_step", shapes=((3, 5), (6, 32, 256))
+).self_tests(None, block_size=16)
 
 
 @pytest.mark.skipif(
@@ -48,7 +52,9 @@ def test_kernels_load_16_and_4_lines_at_a_time():
 
 # All decays in large pages, and one in small pages.
 @pytest.mark.parametrize(
-    "test", [*TESTS[:3], *SSD_TESTS], ids=["decay", "decay_per_row", "small", "ssd", "ssd_small"]
+    "test",
+    [*TESTS[:3], *SSD_TESTS, *SELECTIVE_TESTS],
+    ids=["decay", "decay_per_row", "small", "ssd", "ssd_small", "selective"],
 )
 def test_right_kernels_pass(test):
     assert test.why_kernels_differ(H200, implementation="reference") is None

@@ -26,6 +26,7 @@ from models.layers.mamba2 import MAMBA, Mamba2, Mamba2Config
 from models.layers.rg_lru import RECURRENT, RecurrentBlock, RecurrentBlockConfig
 from pallas_kernels.gated_delta_rule import api as gated_delta_rule
 from pallas_kernels.ragged_requests import request_of_token
+from pallas_kernels.selective_scan import api as selective_scan
 from pallas_kernels.ssd_scan import api as ssd_scan
 from tests.quick_compile import QUICK_COMPILE, marked_sizes
 
@@ -191,12 +192,13 @@ GPU_SETTINGS = KernelSettings(fuses_state_writes=True)
 STEPS = {
     LINEAR_ATTENTION: (gated_delta_rule, "gated_delta_step"),
     MAMBA + "2": (ssd_scan, "ssd_step"),
+    MAMBA: (selective_scan, "selective_step"),
     DELTA_ATTENTION: (gated_delta_rule, "gated_delta_step"),
     LIGHTNING: (ssd_scan, "ssd_step"),
 }
 
 
-@pytest.mark.parametrize("name", marked_sizes(list(STEPS)[:2], slow=list(STEPS)[2:]))
+@pytest.mark.parametrize("name", marked_sizes(list(STEPS)[:3], slow=list(STEPS)[3:]))
 def test_states_that_stay_in_the_pages_equal_those_that_are_read_and_written(
     name, run_layer, monkeypatch
 ):

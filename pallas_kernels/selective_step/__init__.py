@@ -1,0 +1,1 @@
+"""One token of the state space of Mamba, on states in the pages of a cache."""
