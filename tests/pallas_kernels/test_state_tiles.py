@@ -20,6 +20,18 @@ def kernel_of(op):
     return op.bodies["mosaic_gpu"].load()
 
 
+@pytest.mark.parametrize(
+    ("first_line", "num_lines", "wanted"), [(0, 64, 16), (8, 64, 8), (4, 64, 4), (0, 24, 24)]
+)
+def test_no_page_boundary_cuts_lines_that_are_loaded_together(first_line, num_lines, wanted):
+    from pallas_kernels.state_tiles import StatePlan
+
+    plan = StatePlan(
+        num_blocks=2, num_lines=num_lines, line_size=32, lines_per_page=48, first_line=first_line
+    )
+    assert plan.lines_together == wanted
+
+
 @each_case(last=-1)
 def test_a_kernel_equals_the_reference(op, case, run_simulated, run_jitted):
     inputs = op.build_inputs(case)
