@@ -36,8 +36,8 @@ class DepthPacer:
     With drafts, the engine waits for the tokens of each step. Without drafts, it runs ahead: it
     decides the next step before it has the tokens of the last one, and runs bursts of steps. While
     it runs ahead, the head runs only after some steps with prompts (`tries_prompts`), where it
-    proposes one draft to measure the acceptance. While the `DraftBudget` is spent, the engine runs
-    ahead.
+    proposes one draft to measure the acceptance. While the `DraftBudget` affords no drafts, the
+    engine runs ahead.
 
     For each number of requests, the engine runs the first steps without drafts to measure their
     time. A number of drafts whose time is unknown is expected to take as long as the slowest
@@ -126,6 +126,8 @@ class DepthPacer:
         # Only decode steps are measured. Their requests also had the step before, so the engine was
         # busy since the last fetch.
         if last_s is None or not is_decode:
+            if num_verified:
+                self._budget.record_unmeasured()
             return
         took_s, size = now_s - last_s, round_up(num_reqs)
         is_measured = num_verified in (None, num_drafts)
@@ -158,7 +160,7 @@ class DepthPacer:
         """
         size = round_up(num_reqs)
         num_drafts = 0
-        is_tried = self._num_ahead <= 0 and not self._budget.is_spent
+        is_tried = self._num_ahead <= 0 and self._budget.affords_drafts
         if is_tried and self._is_known(size):
             self._num_expected = self._count_expected(chances())
             num_drafts = self._find_best(self._num_expected, size)
@@ -169,8 +171,6 @@ class DepthPacer:
                 for (known_size, _), times in self._draft_times.items():
                     if known_size == size:
                         times.age(_DRAFT_AGING)
-        elif self.num_drafts:
-            self._num_ahead = _MIN_AHEAD
         self._choices.append(num_drafts)
         return num_drafts
 
@@ -191,16 +191,12 @@ class DepthPacer:
         may_pay = self._last_head_times is None
         if size is not None:
             expected = self._count_expected([chances] * size)
-            may_pay = self._affords_prompts and self._find_best(expected, size) > 0
+            may_pay = self._budget.affords_prompts and self._find_best(expected, size) > 0
         self._num_untried += 1
         if not may_pay and self._num_untried < STEPS_PER_TRIAL:
             return False
         self._num_untried = 0
         return True
-
-    @property
-    def _affords_prompts(self) -> bool:
-        return self._budget.affords_prompts and not self._budget.is_spent
 
     def _is_known(self, size: int) -> bool:
         """Whether the time of steps without drafts is known."""

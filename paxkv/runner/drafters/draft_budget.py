@@ -13,6 +13,9 @@ _MAX_SHARE = 0.03
 _MIN_STEPS = 60
 # In sums over all steps, each newer step multiplies the weight of older ones by this factor.
 _DECAY = 0.999
+# Drafts wait for a measured step after this many steps with drafts whose time says little about
+# drafts, because they compute prompts too.
+_MAX_UNMEASURED = 2
 # Number of the latest steps without drafts, whose average time is compared with steps with drafts.
 _NUM_TIMES = 64
 # How many of these steps are kept when steps without drafts are measured again after drafts.
@@ -42,6 +45,8 @@ class DraftBudget:
         # By rounded numbers of requests and of rows of a step with drafts: its seconds.
         self._draft_times: dict[tuple[int, int], deque[float]] = {}
         self._is_drafting = False
+        # Steps with drafts since the last measured step.
+        self._num_unmeasured = 0
         # Sums over all steps. `_prompts_s` is the time of a head's runs over prompts, less the time
         # that drafts gained since then.
         self._total_s = self._lost_s = self._prompts_s = 0.0
@@ -51,10 +56,11 @@ class DraftBudget:
 
     def record_plain(self, num_reqs: int, took_s: float, num_steps: int) -> None:
         """Records a step without drafts, or a burst, while the engine runs ahead."""
+        self._num_unmeasured = 0
         times = self._plain_times.setdefault(round_up(num_reqs), _PlainTimes())
         if self._is_drafting:
             self._is_drafting = False
-            times.drop_old(_NUM_OLD_TIMES)
+            times.drop_old()
         times.record(took_s / num_steps, num_steps)
         self._add(times.average_s, min(took_s, num_steps * times.most_s), 0.0, num_steps)
 
@@ -69,6 +75,7 @@ class DraftBudget:
             num_rows: Tokens that a step computes, including drafts.
         """
         self._is_drafting = True
+        self._num_unmeasured = 0
         plain_s = self.plain_s(num_reqs)
         if plain_s is None:
             return
@@ -80,6 +87,10 @@ class DraftBudget:
         times.append(took_s / num_steps)
         took_s = min(took_s, num_steps * most_s)
         self._add(plain_s, took_s, took_s - plain_s * num_drawn / num_reqs, num_steps)
+
+    def record_unmeasured(self) -> None:
+        """Records a step that verified drafts, but also computed prompts."""
+        self._num_unmeasured += 1
 
     def record_prompts(self, head_s: float) -> None:
         """Records that a head computed prompts."""
@@ -113,10 +124,15 @@ class DraftBudget:
         return self.most_s(num_reqs, num_rows) <= affordable_s
 
     @property
+    def affords_drafts(self) -> bool:
+        """Whether the next step may verify drafts."""
+        return not self.is_spent and self._num_unmeasured < _MAX_UNMEASURED
+
+    @property
     def affords_prompts(self) -> bool:
         """Whether a head may compute prompts."""
         most_s = _MAX_SHARE * max(self._total_s, self._min_total_s)
-        return self._prompts_s + max(self._lost_s, 0.0) <= most_s
+        return not self.is_spent and self._prompts_s + max(self._lost_s, 0.0) <= most_s
 
     def _add(self, plain_s: float, took_s: float, lost_s: float, num_steps: int) -> None:
         decay = _DECAY**num_steps
@@ -145,7 +161,7 @@ class _PlainTimes:
     def record(self, took_s: float, num_steps: int) -> None:
         self._times.append((took_s, num_steps))
         self._num_steps += num_steps
-        self.drop_old(_NUM_TIMES)
+        self._drop_until(_NUM_TIMES)
         self._num_new += 1
         # Both are computed again only when an eighth of the times is new. Steps may be short, so a
         # sum over many times in each step would cost too much.
@@ -155,7 +171,12 @@ class _PlainTimes:
             total_s = sum(min(took_s, self.most_s) * num for took_s, num in self._times)
             self.average_s = total_s / self._num_steps
 
-    def drop_old(self, num_kept: int) -> None:
+    def drop_old(self) -> None:
+        """Drops all but the latest times. The next recorded time is in the average."""
+        self._drop_until(_NUM_OLD_TIMES)
+        self._num_new = len(self._times)
+
+    def _drop_until(self, num_kept: int) -> None:
         """Drops the oldest times, as long as at least `num_kept` steps remain."""
         while self._times and self._num_steps - self._times[0][1] >= num_kept:
             self._num_steps -= self._times.popleft()[1]

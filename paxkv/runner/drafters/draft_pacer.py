@@ -12,9 +12,6 @@ from paxkv.runner.drafters.draft_budget import DraftBudget
 from paxkv.runner.drafters.step_times import MIN_TIMES, StepTimes, round_up
 from paxkv.runner.shapes.bucket_sizes import MIN_VERIFIED_TOKENS
 
-# Drafts wait for a step without prompts after this many steps with drafts and prompts. The time of
-# such a step says little about drafts, so the budget does not see it.
-_MAX_UNMEASURED = 2
 # The expected time of steps that are not chosen falls with every decision until it is measured, so
 # that they are tried again. The first factor applies to verifying steps while the engine runs
 # ahead. The second applies to steps without drafts while the engine waits for tokens.
@@ -51,8 +48,7 @@ class DraftPacer:
     The engine's first steps with a number of requests run ahead, so that their time is known. A
     verifying step of unknown size is expected to take as long as the slowest known step of a
     smaller size, or else as a step without drafts. So each size is tried, with as many drafts as
-    the `DraftBudget` affords to lose. While the budget is spent, or while all steps compute prompts
-    too, the engine runs ahead.
+    the `DraftBudget` affords to lose. While the budget affords no drafts, the engine runs ahead.
 
     Models with states compute accepted drafts again in the next step. The expected time is
     therefore that of a larger step: it has one more token for each draft that should be right.
@@ -77,8 +73,6 @@ class DraftPacer:
         self._is_ahead: deque[bool] = deque([True], maxlen=2)
         # Steps that the engine should still run ahead, so that several are measured.
         self._num_ahead = 0
-        # Steps with drafts since the last measured step.
-        self._num_unmeasured = 0
         # Whether the model computes accepted drafts again.
         self._recomputes = False
 
@@ -104,9 +98,9 @@ class DraftPacer:
         last_s, self._last_fetch_s = self._last_fetch_s, now_s
         # The engine was busy since the last fetch, because all requests had a step before this one.
         if last_s is None or not is_decode:
-            self._num_unmeasured += num_drafts > 0
+            if num_drafts > 0:
+                self._budget.record_unmeasured()
             return
-        self._num_unmeasured = 0
         took_s = now_s - last_s
         self._recomputes |= num_recomputed > 0
         if all(self._is_ahead) and num_recomputed == 0:
@@ -125,6 +119,12 @@ class DraftPacer:
             self._waiting_tokens += _STEP_WEIGHT * (num_drawn - self._waiting_tokens)
             self._waiting_s += _STEP_WEIGHT * (took_s - self._waiting_s)
 
+    def may_draft(self, num_reqs: int) -> bool:
+        """Whether the choice depends on the proposals. Otherwise, the engine runs ahead."""
+        plain = self._plain_times.get(round_up(num_reqs))
+        is_known = plain is not None and plain.num_measured >= MIN_TIMES
+        return is_known and self._num_ahead <= 0 and self._budget.affords_drafts
+
     def choose(
         self,
         num_reqs: int,
@@ -139,12 +139,9 @@ class DraftPacer:
             chances: For each of these tokens, the probability that this token and the tokens of
                 the proposal before it are right.
         """
-        plain = self._plain_times.get(round_up(num_reqs))
-        is_known = plain is not None and plain.num_measured >= MIN_TIMES
-        if not is_known or self._num_ahead > 0 or self._budget.is_spent:
+        if not self.may_draft(num_reqs):
             return self._run_ahead()
-        if self._num_unmeasured >= _MAX_UNMEASURED:
-            return self._run_ahead()
+        plain = self._plain_times[round_up(num_reqs)]
         plain_rate = num_reqs / plain.expected_s
         # The drafts that are most likely right come first. Drafts of one request stay in order.
         ranked = sorted(
@@ -219,10 +216,17 @@ class DraftPacer:
             num_drafts = num_tried = bisect.bisect_right(tokens, size) - 1
             times = self._waiting_times.get((round_up(num_reqs), size))
             if times is None or not times.is_known:
-                while num_tried > num_smaller and not self._budget.affords_rows(
-                    num_reqs, tokens[num_tried], num_reqs + sums[num_tried]
-                ):
-                    num_tried -= 1
+                # More drafts may lose more.
+                num_tried = bisect.bisect_left(
+                    range(num_drafts),
+                    True,
+                    lo=num_smaller,
+                    key=lambda num: (
+                        not self._budget.affords_rows(
+                            num_reqs, tokens[num + 1], num_reqs + sums[num + 1]
+                        )
+                    ),
+                )
             if num_tried > num_smaller:
                 yield num_tried, sums[num_tried], size
 

@@ -38,8 +38,8 @@ SETTINGS = {
 NUM_TOKENS = {1: 2000, 8: 800, 64: 400}
 
 
-def count_until_wrong(rng):
-    return next(n for n in range(MAX_DRAFTS + 1) if n == MAX_DRAFTS or rng.random() < 0.5)
+def count_right(rng, rate):
+    return next(n for n in range(MAX_DRAFTS + 1) if n == MAX_DRAFTS or rng.random() > rate)
 
 
 # Right drafts of a proposal, by the number of tokens that the request has.
@@ -48,14 +48,15 @@ NUM_RIGHT = {
     "first": lambda num_tokens, rng: 1,
     "first two": lambda num_tokens, rng: 2,
     "phases": lambda num_tokens, rng: MAX_DRAFTS * (num_tokens // 200 % 2),
-    "half": lambda num_tokens, rng: count_until_wrong(rng),
+    "quarter": lambda num_tokens, rng: count_right(rng, 0.25),
+    "half": lambda num_tokens, rng: count_right(rng, 0.5),
     "all": lambda num_tokens, rng: MAX_DRAFTS,
 }
 
 
 class TextRequest(RequestDrafter):
-    def __init__(self, num_right, rng):
-        self.num_tokens, self.num_right, self.rng = 1, num_right, rng
+    def __init__(self, num_tokens, num_right, rng):
+        self.num_tokens, self.num_right, self.rng = num_tokens, num_right, rng
 
     def extend(self, token_ids):
         self.num_tokens += len(token_ids)
@@ -71,48 +72,53 @@ class TextDrafter(Drafter):
         self.num_right, self.rng = num_right, random.Random(1)
 
     def start(self, token_ids):
-        return TextRequest(self.num_right, self.rng)
+        return TextRequest(len(token_ids), self.num_right, self.rng)
 
     def end(self, request):
         pass
 
 
-def measure_gain(setting, num_right, *, num_reqs, has_states=False, num_tokens=None, seed=0):
-    """Returns tokens per second, compared with an engine without drafts.
-
-    Args:
-        num_tokens: Tokens of each request. None: those of `NUM_TOKENS`.
-    """
-
+def make_engine(setting, num_right, *, seed=0, has_states=False, **arguments):
     def make_feature(clock):
         drafter = TextDrafter(num_right)
         return Drafts(drafter, max_drafts=MAX_DRAFTS, pacer=DraftPacer(clock=clock))
 
-    engine = SimulatedEngine(
+    return SimulatedEngine(
         setting.machine,
         make_feature,
-        num_reqs=num_reqs,
         has_states=has_states,
         burst_len=setting.burst_len,
         seed=seed,
+        **arguments,
     )
-    plain_rate = num_reqs / setting.machine.mean_s(num_reqs)
-    return engine.run(num_tokens or NUM_TOKENS[num_reqs]) / plain_rate
 
 
-def measure_head_gain(setting, num_right, *, num_reqs, num_tokens=None, seed=0):
-    """As `measure_gain`, with a head."""
-
+def make_head_engine(setting, num_right, *, seed=0, **arguments):
     def make_feature(clock):
         pacer = DepthPacer(MAX_DRAFTS, clock=clock)
         return HeadDrafts(None, max_drafts=MAX_DRAFTS, pacer=pacer)
 
     engine = SimulatedHeadEngine(
-        setting.machine, make_feature, num_reqs=num_reqs, burst_len=setting.burst_len, seed=seed
+        setting.machine, make_feature, burst_len=setting.burst_len, seed=seed, **arguments
     )
     engine.num_right = num_right
+    return engine
+
+
+def measure_gain(setting, num_right, *, num_reqs, num_tokens=None, make=make_engine, **arguments):
+    """Returns tokens per second, compared with an engine without drafts.
+
+    Args:
+        num_tokens: Tokens of each request. None: those of `NUM_TOKENS`.
+    """
+    engine = make(setting, num_right, **arguments)
     plain_rate = num_reqs / setting.machine.mean_s(num_reqs)
-    return engine.run(num_tokens or NUM_TOKENS[num_reqs]) / plain_rate
+    return engine.run(num_tokens or NUM_TOKENS[num_reqs], num_reqs=num_reqs) / plain_rate
+
+
+def measure_head_gain(setting, num_right, **arguments):
+    """As `measure_gain`, with a head."""
+    return measure_gain(setting, num_right, make=make_head_engine, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -163,6 +169,22 @@ def test_first_hundred_steps_lose_at_most_5_percent(setting, num_reqs, measure):
     # The first steps of a single run may be unusually slow or fast.
     assert statistics.harmonic_mean(gains) > 1 / 1.05, gains
     assert min(gains) > 0.92, gains
+
+
+@pytest.mark.parametrize("make", [make_engine, make_head_engine])
+@pytest.mark.parametrize("setting", ["gpu", "cpu", "full"])
+def test_drafts_cost_at_most_5_percent_while_many_requests_arrive(setting, make):
+    setting = SETTINGS[setting]
+    plain = SimulatedEngine(
+        setting.machine, lambda clock: None, burst_len=setting.burst_len, max_tokens=256
+    )
+    plain_s = plain.answer(32, num_reqs=64, num_prompt_tokens=64)
+    gains = {}
+    for name in ("none", "quarter", "half", "all"):
+        engine = make(setting, NUM_RIGHT[name], max_tokens=256)
+        took_s = [engine.answer(32, num_reqs=64, num_prompt_tokens=64) for _ in range(4)]
+        gains[name] = len(took_s) * plain_s / sum(took_s)
+    assert min(gains.values()) > 0.95, gains
 
 
 @pytest.mark.parametrize("measure", [measure_gain, measure_head_gain])
@@ -217,6 +239,27 @@ def test_budget_is_spent_by_a_dear_step_and_comes_back():
     assert budget.is_spent
     budget.record_plain(4, 400.0, 400)
     assert not budget.is_spent
+
+
+def test_drafts_wait_while_steps_with_prompts_hide_their_time():
+    budget = DraftBudget()
+    budget.record_plain(1, 100.0, 100)
+    budget.record_unmeasured()
+    assert budget.affords_drafts
+    budget.record_unmeasured()
+    # The head may still compute prompts, which are measured.
+    assert not budget.affords_drafts and budget.affords_prompts
+    budget.record_plain(1, 1.0, 1)
+    assert budget.affords_drafts
+
+
+def test_first_step_after_drafts_changes_the_average_time():
+    budget = DraftBudget()
+    for _ in range(100):
+        budget.record_plain(1, 1.0, 1)
+    budget.record_drafting(1, 1.0, num_drawn=1, num_rows=2)
+    budget.record_plain(1, 2.0, 1)
+    assert budget.plain_s(1) == pytest.approx(26 / 25)
 
 
 def test_earlier_gain_pays_for_little():
