@@ -37,20 +37,30 @@ class _Comparisons:
         num_right = self._num_right[place] + _PRIOR_TRIALS * prior_rate
         return num_right / (self._num_trials[place] + _PRIOR_TRIALS)
 
+    def rates(self, prior_rates: list[float]) -> list[float]:
+        """The rates of the first places."""
+        compared = zip(self._num_right, self._num_trials, prior_rates, strict=False)
+        rates = [
+            (num_right + _PRIOR_TRIALS * prior_rate) / (num_trials + _PRIOR_TRIALS)
+            for num_right, num_trials, prior_rate in compared
+        ]
+        return rates + prior_rates[len(rates) :]
+
 
 class TotalAcceptance:
     """The acceptance of several requests together, which another request is expected to have."""
 
     def __init__(self) -> None:
         self._comparisons = _Comparisons(_TOTAL_DECAY)
+        # The rates of the first places since the last comparison. All requests of a step read them.
+        self._rates: list[float] = []
 
     def rates(self, num_drafts: int) -> list[float]:
         """By place in a proposal, the probability of a right draft if those before it are right."""
-        rate, found = _FIRST_RATE, []
-        for place in range(num_drafts):
-            rate = self._comparisons.rate(place, rate)
-            found.append(rate)
-        return found
+        while len(self._rates) < num_drafts:
+            before = self._rates[-1] if self._rates else _FIRST_RATE
+            self._rates.append(self._comparisons.rate(len(self._rates), before))
+        return self._rates[:num_drafts]
 
     def chances(self, num_drafts: int) -> list[float]:
         """By place in a proposal, the probability that the draft and all before it are right."""
@@ -58,6 +68,7 @@ class TotalAcceptance:
 
     def record(self, place: int, is_right: bool) -> None:
         self._comparisons.record(place, is_right)
+        self._rates.clear()
 
 
 class Acceptance:
@@ -86,8 +97,12 @@ class Acceptance:
 
     def chances(self, num_drafts: int) -> list[float]:
         """See `TotalAcceptance.chances`."""
-        rates = enumerate(self._total.rates(num_drafts))
-        return _products(self._comparisons.rate(place, rate) for place, rate in rates)
+        return _products(self._comparisons.rates(self._total.rates(num_drafts)))
+
+    @property
+    def needs_proposal(self) -> bool:
+        """Whether `record_proposal` would not ignore a proposal."""
+        return not self._proposal
 
     def record_proposal(self, token_ids: Sequence[int]) -> None:
         """Records what was proposed after the last tokens.

@@ -47,11 +47,8 @@ class NgramRequest(RequestDrafter):
     def _index(self, num_tokens: int) -> None:
         """Adds the n-grams that end among the first `num_tokens` tokens."""
         for length, ends in self._ends.items():
-            first_end = max(self._num_indexed + 1, length)
-            part = self._token_ids[first_end - length : num_tokens]
-            ngrams = zip(*(part[offset:] for offset in range(length)), strict=False)
-            for end, ngram in enumerate(ngrams, first_end):
-                ends.setdefault(ngram, end)
+            for end in range(max(self._num_indexed + 1, length), num_tokens + 1):
+                ends.setdefault(tuple(self._token_ids[end - length : end]), end)
         self._num_indexed = max(self._num_indexed, num_tokens)
 
 

@@ -147,48 +147,67 @@ class Drafts(StepFeature):
 
     def propose(self, step: _DraftedStep, output: ModelRunnerOutput) -> dict[str, list[int]]:
         """Adds the tokens of a step, and returns drafts as `ModelRunnerOutput` has them."""
-        proposals: dict[str, list[int]] = {}
-        chances: dict[str, list[float]] = {}
         if self._burst_pacer is not None:
             self._burst_pacer.record_step(
                 num_reqs=len(output.req_ids),
                 num_decode_steps=step.num_decode_steps,
                 verifies_drafts=step.is_drafting,
             )
-        proposes = not self._are_in_bursts or not self._single_step_ids.isdisjoint(output.req_ids)
-        drawn: list[str] = []
-        num_drawn = 0
+        drawn = self._record_tokens(step, output)
+        if self._are_in_bursts and self._single_step_ids.isdisjoint(output.req_ids):
+            return {}
+        pacer = self._pacer
+        if pacer is None:
+            proposed = {req_id: self._propose(request) for req_id, request in drawn.items()}
+            return {req_id: found for req_id, found in proposed.items() if found}
+        # Steps that only compute prompts are recorded too, because they take time.
+        pacer.record_step(
+            num_reqs=len(output.req_ids),
+            num_drafts=step.num_drafts,
+            num_recomputed=step.num_recomputed,
+            num_drawn=sum(request.num_drawn for request in drawn.values()),
+            num_decode_steps=step.num_decode_steps,
+            is_decode=step.is_decode,
+        )
+        if not drawn:
+            return {}
+        may_draft = pacer.may_draft(len(drawn))
+        proposals: dict[str, list[int]] = {}
+        chances: dict[str, list[float]] = {}
+        for req_id, request in drawn.items():
+            # Proposals that no step verifies show whether drafts would be right.
+            if not may_draft and not request.acceptance.needs_proposal:
+                continue
+            if found := self._propose(request):
+                request.acceptance.record_proposal(found)
+                if may_draft:
+                    proposals[req_id] = found
+                    chances[req_id] = request.acceptance.chances(len(found))
+        choice = pacer.choose(len(drawn), proposals, chances)
+        if choice.is_ahead or choice.drafts:
+            return choice.drafts
+        # An entry without drafts keeps the engine from running ahead.
+        return {next(iter(drawn)): []}
+
+    def _record_tokens(
+        self, step: _DraftedStep, output: ModelRunnerOutput
+    ) -> dict[str, _DraftedRequest]:
+        """Gives the tokens of a step to the drafter, and returns the requests that have some."""
+        drawn: dict[str, _DraftedRequest] = {}
         for req_id, token_ids, request in zip(
             output.req_ids, output.sampled_token_ids, step.requests, strict=True
         ):
             # The request may have ended, or lost its row, since the step was planned.
             if request is None or not token_ids or self._requests.get(req_id) is not request:
                 continue
-            drawn.append(req_id)
-            num_drawn += len(token_ids)
+            drawn[req_id] = request
             request.num_drawn = len(token_ids)
             request.acceptance.record_drawn(token_ids)
             request.drafter.extend(token_ids)
-            if proposes and (found := request.drafter.propose(self._max_drafts)):
-                proposals[req_id] = found
-                chances[req_id] = request.acceptance.chances(len(found))
-                request.acceptance.record_proposal(found)
-        if self._pacer is None or not proposes:
-            return proposals
-        # Steps that only compute prompts are recorded too, because they take time.
-        self._pacer.record_step(
-            num_reqs=len(output.req_ids),
-            num_drafts=step.num_drafts,
-            num_recomputed=step.num_recomputed,
-            num_drawn=num_drawn,
-            num_decode_steps=step.num_decode_steps,
-            is_decode=step.is_decode,
-        )
-        if not drawn:
-            return {}
-        choice = self._pacer.choose(len(drawn), proposals, chances)
-        # An entry without drafts keeps the engine from running ahead.
-        return choice.drafts if choice.is_ahead or choice.drafts else {drawn[0]: []}
+        return drawn
+
+    def _propose(self, request: _DraftedRequest) -> list[int]:
+        return request.drafter.propose(self._max_drafts)
 
     def _start(self, req_id: str, token_ids: Sequence[int]) -> None:
         self._requests[req_id] = _DraftedRequest(

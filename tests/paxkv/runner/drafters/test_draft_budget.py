@@ -253,9 +253,10 @@ def test_drafts_wait_while_steps_with_prompts_hide_their_time():
     assert budget.affords_drafts
 
 
-def test_first_step_after_drafts_changes_the_average_time():
+@pytest.mark.parametrize("num_before", range(100, 109))
+def test_first_step_after_drafts_changes_the_average_time(num_before):
     budget = DraftBudget()
-    for _ in range(100):
+    for _ in range(num_before):
         budget.record_plain(1, 1.0, 1)
     budget.record_drafting(1, 1.0, num_drawn=1, num_rows=2)
     budget.record_plain(1, 2.0, 1)

@@ -136,6 +136,49 @@ def test_drafter_ignores_tokens_of_a_step_before_a_preemption():
     assert drafter.ended == [[1, 2, 3, 5, 6]]
 
 
+class RecordedRequest(CopyingRequest):
+    num_proposals = 0
+
+    def propose(self, max_drafts):
+        self.num_proposals += 1
+        return super().propose(max_drafts)
+
+
+class RecordedDrafter(Drafter):
+    def start(self, token_ids):
+        self.request = RecordedRequest(token_ids)
+        return self.request
+
+    def end(self, request):
+        pass
+
+
+class SwitchedPacer(FixedPacer):
+    may = False
+
+    def may_draft(self, num_reqs):
+        return self.may
+
+    def choose(self, num_reqs, proposals, chances):
+        self.chances = chances
+        return super().choose(num_reqs, proposals, chances)
+
+
+def test_few_proposals_are_made_and_compared_while_no_draft_can_be_verified():
+    drafter, pacer = RecordedDrafter(), SwitchedPacer(DraftChoice(drafts={}, is_ahead=True))
+    drafts = Drafts(drafter, max_drafts=2, pacer=pacer)
+    decide(drafts, new=["a"])
+    for token_id in (7, 3, 7, 8):
+        finish(plan(drafts, "a"), a=[token_id])
+        assert not pacer.chances
+    # After the first token, the proposal is [3, 7]. Both are drawn, then it is [3, 7] again.
+    assert drafter.request.num_proposals == 3
+    pacer.may = True
+    finish(plan(drafts, "a"), a=[7])
+    assert pacer.chances["a"][0] > 0.5
+    assert drafter.request.num_proposals == 4
+
+
 def test_pacer_decides_and_records_every_step():
     pacer = FixedPacer(DraftChoice(drafts={"a": [3]}, is_ahead=False))
     drafts = Drafts(CopyingDrafter(), max_drafts=2, pacer=pacer)
