@@ -49,7 +49,8 @@ class BurstHeadDrafts(HeadDrafts):
     Otherwise, single steps verify no drafts, so the head pauses if there are many without a burst.
     During a pause, or after a burst without drafts, the head computes the prompts of only one in
     `STEPS_PER_TRIAL` steps that start requests. Bursts of these requests then show whether drafts
-    pay.
+    pay. If no request starts for `STEPS_PER_TRIAL` bursts without drafts, bursts of the running
+    requests are tried.
 
     Args:
         pacer: As in `HeadDrafts`, for single steps.
@@ -68,6 +69,8 @@ class BurstHeadDrafts(HeadDrafts):
         self._burst_pacer = burst_pacer
         # Whether the last burst verified drafts.
         self._was_drafting = True
+        # Bursts without drafts since a burst verified some, or a request started.
+        self._num_plain_bursts = 0
         # Single decode steps since the last burst.
         self._num_single_steps = 0
         # Steps that started requests since the head last computed their prompts.
@@ -77,6 +80,8 @@ class BurstHeadDrafts(HeadDrafts):
 
     def before_step(self, scheduler_output: SchedulerOutput, device: FeatureDevice) -> None:
         super().before_step(scheduler_output, device)
+        if self._started_ids:
+            self._num_plain_bursts = 0
         self._single_step_ids -= scheduler_output.finished_req_ids
         self._single_step_ids |= {
             new.req_id
@@ -87,14 +92,10 @@ class BurstHeadDrafts(HeadDrafts):
     def plan(self, step: ScheduledRows) -> BurstHeadStep:
         complete_ids = self._complete_ids.intersection(step.req_ids)
         planned = super().plan(step)
-        pacer, num_steps = self._burst_pacer, step.num_decode_steps
-        is_drafting = num_steps > 1 and (
-            pacer is None or pacer.choose(len(step.req_ids), num_steps)
-        )
+        is_drafting = False
         if step.num_decode_steps > 1:
-            if self._burst_pacer is not None and not self._was_drafting:
-                # Drafts of other requests are worse, so they do not show whether drafts pay.
-                is_drafting &= len(complete_ids) == len(step.req_ids)
+            are_complete = len(complete_ids) == len(step.req_ids)
+            is_drafting = self._is_drafting(step, are_complete=are_complete)
             self._was_drafting, self._num_single_steps = is_drafting, 0
             if is_drafting:
                 self._complete_ids |= complete_ids
@@ -102,6 +103,21 @@ class BurstHeadDrafts(HeadDrafts):
         return BurstHeadStep(
             **fields, is_drafting=is_drafting, bursts_are_alike=self._burst_pacer is None
         )
+
+    def _is_drafting(self, burst: ScheduledRows, *, are_complete: bool) -> bool:
+        """Whether a burst verifies drafts.
+
+        Args:
+            are_complete: The head has computed all tokens of all its requests.
+        """
+        if self._burst_pacer is None:
+            return True
+        # After a burst without drafts, those of incomplete requests are worse, so they do not show
+        # whether drafts pay. They are tried rarely, because long requests stay incomplete.
+        self._num_plain_bursts = 0 if self._was_drafting else self._num_plain_bursts + 1
+        if not (self._was_drafting or are_complete or self._num_plain_bursts >= STEPS_PER_TRIAL):
+            return False
+        return self._burst_pacer.choose(len(burst.req_ids), burst.num_decode_steps)
 
     def keep_drafts(self, step: BurstHeadStep, output: ModelRunnerOutput) -> dict[str, list[int]]:
         if self._burst_pacer is not None:

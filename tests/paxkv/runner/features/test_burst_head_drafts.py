@@ -3,7 +3,7 @@
 import pytest
 
 from paxkv.runner.drafters.burst_draft_pacer import BurstDraftPacer
-from paxkv.runner.drafters.depth_pacer import DepthPacer
+from paxkv.runner.drafters.depth_pacer import STEPS_PER_TRIAL, DepthPacer
 from paxkv.runner.features import burst_head_drafts
 from paxkv.runner.features.burst_head_drafts import BurstHeadDrafts
 from tests.paxkv.runner.features.test_head_drafts import plan
@@ -47,8 +47,10 @@ class PlainPacer(BurstDraftPacer):
     """Tries drafts in bursts only when the test says so."""
 
     tries = False
+    num_choices = 0
 
     def choose(self, num_reqs, num_decode_steps):
+        self.num_choices += 1
         return self.tries
 
 
@@ -73,3 +75,18 @@ def test_head_computes_few_prompts_while_bursts_verify_no_drafts():
         plan(feature, num_decode_steps=4, **{req_id: (13, 4, 14)})
         pacer.tries = True
     assert sum(tried) == 2
+
+
+def test_burst_pacer_is_asked_only_if_its_choice_counts():
+    pacer = PlainPacer()
+    feature = BurstHeadDrafts(None, max_drafts=2, pacer=DepthPacer(2), burst_pacer=pacer)
+    plan(feature, new=["a"], a=(0, 4, 4))
+    bursts = [(4 + 4 * idx, 4, 5 + 4 * idx) for idx in range(STEPS_PER_TRIAL + 2)]
+    plan(feature, num_decode_steps=4, a=bursts[0])
+    assert pacer.num_choices == 1
+    pacer.tries = True
+    # The head lacks the tokens of the first burst. A long request is tried nevertheless, but late.
+    drafting = [plan(feature, num_decode_steps=4, a=burst).verifies_drafts for burst in bursts[1:]]
+    assert drafting.index(True) == STEPS_PER_TRIAL - 1
+    assert pacer.num_choices == 1 + sum(drafting)
+    assert all(drafting[STEPS_PER_TRIAL - 1 :])
