@@ -21,10 +21,15 @@ def checkpoint_folder(recipe: str) -> Path:
 
 @functools.cache
 def model_of(recipe: str, loops_over_layers: bool = False) -> LoadedModel:
-    """The recipe's model in float32, its layers in turn or in a loop."""
+    """The recipe's model in float32, its layers in turn or in a loop.
+
+    Ops run as their reference bodies, which compile in less time. The tests of each op compare its
+    XLA body with this reference, and engines run the XLA bodies.
+    """
     if not loops_over_layers:
         model = load_model(checkpoint_folder(recipe), dtype="float32")
-        return dataclasses.replace(model, platform=IN_TURN)
+        kernels = dataclasses.replace(model.kernels, implementation="reference")
+        return dataclasses.replace(model.with_kernels(kernels), platform=IN_TURN)
     return in_loop(model_of(recipe))
 
 

@@ -123,7 +123,7 @@ def test_last_of_two_kinds_of_layers_may_go_on_with_fewer_tokens(tmp_path):
     ],
 )
 def test_program_copies_neither_cache_nor_weights(recipe, only_last_tokens):
-    model = model_of(recipe, loops_over_layers=True)
+    model = model_of(recipe, loops_over_layers=True).with_kernels(KernelSettings())
     compiled = lower_step(model, num_blocks=4096, only_last_tokens=only_last_tokens).compile(
         AS_FOR_USERS
     )
