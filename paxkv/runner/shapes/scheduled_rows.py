@@ -1,5 +1,6 @@
 """`ScheduledRows`: the requests of one step, and the state of their rows before it."""
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -57,7 +58,7 @@ class ScheduledRows:
         num_tokens = len(self.req_of_token_np)
         self.positions_np = np.arange(num_tokens, dtype=np.int32) + shift_np[self.req_of_token_np]
 
-    @property
+    @functools.cached_property
     def is_decode(self) -> bool:
         """Whether every request computes only its last token, and drafts if any; or a burst."""
         return self.num_decode_steps > 1 or bool(self._is_decoding_np.all())
@@ -78,6 +79,8 @@ class ScheduledRows:
         Args:
             num_drawn: As in `is_decode_after`.
         """
+        if self.is_decode:
+            return []
         num_own_np = self.num_scheduled_np - self.num_drafts_np
         has_all_np = self.num_computed_np + num_own_np >= self.num_tokens_np
         are_drawn_np = has_all_np & (num_own_np == np.array(num_drawn, np.int32))
