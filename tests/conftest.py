@@ -24,6 +24,9 @@ from tests.time_limit import limit_of, time_limit  # noqa: E402
 # this run and is set before anything imports JAX, which reads it then. Workers of pytest-xdist
 # inherit the variable, and so the folder of the process that starts them.
 _compilation_cache = tempfile.TemporaryDirectory(prefix="paxkv-test-compilations-")
+# Tests start some hundred processes. Without bytecode, each of them would compile all modules of
+# paxkv again, as would each worker of pytest-xdist. Git ignores the folders of bytecode.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # HTTP clients of tests stay on this machine. Each loads certificate authorities when it is made:
 # all that are known take up to 40 ms of CPU time, the first of them less than one.
 _authority = Path(_compilation_cache.name, "authority.pem")
