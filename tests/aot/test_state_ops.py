@@ -109,7 +109,7 @@ FIVE_CTAS, FOUR_CTAS, THREE_CTAS, TWO_CTAS = 96, 128, 168, 255
         (dataclasses.replace(BAMBA, num_heads=32, num_lines=8, line_size=256), FOUR_CTAS),
         (JAMBA, THREE_CTAS),
         (FALCON_MAMBA, THREE_CTAS),
-        (ZAMBA, FOUR_CTAS),
+        (ZAMBA, THREE_CTAS),
         (dataclasses.replace(JAMBA, state_dtype="bfloat16"), FOUR_CTAS),
     ],
     ids=str,
