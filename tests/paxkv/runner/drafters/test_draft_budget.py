@@ -1,6 +1,7 @@
 """`DraftBudget`: drafts cost at most 5 % of the tokens per second, whatever share is right."""
 
 import dataclasses
+import itertools
 import random
 import statistics
 
@@ -121,8 +122,13 @@ def measure_head_gain(setting, num_right, **arguments):
     return measure_gain(setting, num_right, make=make_head_engine, **arguments)
 
 
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    ("setting", "num_reqs"), [("gpu", 1), ("gpu", 8), ("cpu", 1), ("cpu", 64), ("full", 8)]
+    ("setting", "num_reqs"),
+    [("gpu", 1), ("gpu", 8), slow("cpu", 1), ("cpu", 64), slow("full", 8)],
 )
 def test_drafts_of_a_head_cost_at_most_5_percent(setting, num_reqs):
     gains = {
@@ -132,10 +138,18 @@ def test_drafts_of_a_head_cost_at_most_5_percent(setting, num_reqs):
     assert min(gains.values()) > 0.95, gains
 
 
-@pytest.mark.parametrize("has_states", [False, True])
 @pytest.mark.parametrize(
-    ("setting", "num_reqs"),
-    [("gpu", 1), ("gpu", 8), ("cpu", 1), ("cpu", 8), ("cpu", 64), ("full", 1), ("full", 8)],
+    ("setting", "num_reqs", "has_states"),
+    [
+        ("gpu", 1, True),
+        ("gpu", 8, False),
+        ("cpu", 64, False),
+        ("full", 1, False),
+        *(slow(*case, True) for case in (("gpu", 8), ("cpu", 64), ("full", 1))),
+        slow("gpu", 1, False),
+        *(slow("cpu", *case) for case in itertools.product((1, 8), (False, True))),
+        *(slow("full", 8, has_states) for has_states in (False, True)),
+    ],
 )
 def test_drafts_cost_at_most_5_percent(setting, num_reqs, has_states):
     gains = {
