@@ -10,6 +10,8 @@ _NUM_TIMES = 5
 _OLD_FACTOR = 0.8
 # Drafts are not tried before this many measurements without drafts, because one may be unusual.
 MIN_TIMES = 3
+# Pacers divide by times. A clock that ticks rarely may say that a step took no time.
+_MIN_S = 1e-9
 
 
 class StepTimes:
@@ -46,7 +48,7 @@ class StepTimes:
         """Records a step, or the average of several steps that were measured together."""
         if self._factor < _OLD_FACTOR:
             self._recent.clear()
-        self._recent.append((took_s, num_steps))
+        self._recent.append((max(took_s, _MIN_S), num_steps))
         self._factor = 1.0
 
     def age(self, factor: float) -> None:

@@ -279,3 +279,8 @@ def test_steps_are_recorded_before_any_expectation():
         choose(pacer, [])
         pacer.record_step(num_reqs=1, num_drawn=4, num_drafts=3, num_decode_steps=1, is_decode=True)
     assert pacer.num_drafts == 3
+
+
+def test_steps_that_take_no_time_on_a_clock_that_ticks_rarely_are_no_error():
+    machine = Machine(num_reqs=2, burst_s=0.0, draft_s={1: 0.0, 2: 0.0}, rate=0.5)
+    assert 2 in machine.run(50)

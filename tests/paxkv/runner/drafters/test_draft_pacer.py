@@ -124,3 +124,8 @@ def test_drafts_wait_while_steps_with_prompts_hide_their_time():
     assert not any(map(is_verifying, machine.run(20, rate=0.9)[3:]))
     machine.has_prompts = False
     assert any(map(is_verifying, machine.run(40, rate=0.9)))
+
+
+def test_steps_that_take_no_time_on_a_clock_that_ticks_rarely_are_no_error():
+    machine = Machine(num_reqs=2, decode_s=0.0, verify_s={8: 0.0, 16: 0.0}, accepted=0.5)
+    assert any(map(is_verifying, machine.run(50)))
