@@ -17,8 +17,8 @@ _NUM_REQS, _NUM_HEADS = 4, 2
 # In all cases, a page ends within a head of most models. The kernels load 16 lines at a time, or 4
 # where pages cut 16.
 _LINES_PER_PAGE = (48, 12)
-# The kernel of `selective_step` loads 256 numbers of a line at a time, or 128.
-_SELECTIVE_PAGE_SIZE = 48 * 128
+# The kernel of `selective_step` loads 256 numbers of a line at a time, or 128 where pages cut 256.
+_SELECTIVE_PAGE_SIZES = (48 * 128, 47 * 128)
 _ROW = 1
 
 
@@ -41,7 +41,7 @@ class StateSelfTest:
         _, num_lines, line_size = shape
         page_sizes = tuple(num * line_size for num in _LINES_PER_PAGE)
         if op == "selective_step":
-            page_sizes = (_SELECTIVE_PAGE_SIZE,)
+            page_sizes = _SELECTIVE_PAGE_SIZES
         kinds_of_decay = (False, True) if op == "gated_delta_step" else (False,)
         return tuple(
             cls(

@@ -25,7 +25,7 @@ def test_there_is_a_test_for_each_kind_of_decay_and_of_page():
     kinds = {(test.page_size // 16, test.has_decay_per_row) for test in TESTS}
     assert kinds == {(48, False), (48, True), (12, False), (12, True)} and len(TESTS) == 4
     assert [test.page_size // 16 for test in SSD_TESTS] == [48, 12]
-    assert [test.page_size // 128 for test in SELECTIVE_TESTS] == [48]
+    assert [test.page_size // 128 for test in SELECTIVE_TESTS] == [48, 47]
     assert {(test.num_lines, test.line_size, test.dtype) for test in TESTS} == {(32, 16, "float32")}
     assert StateFormat(shapes=((3,),)).self_tests(None, block_size=16) == ()
 
@@ -36,10 +36,13 @@ SELECTIVE_TESTS = replace(
 ).self_tests(None, block_size=16)
 
 
-@pytest.mark.skipif(
+needs_mosaic_gpu = pytest.mark.skipif(
     jax.__version_info__ < MIN_JAX_FOR_MOSAIC_GPU,
     reason="Mosaic GPU bodies need JAX 0.11.2 or newer",
 )
+
+
+@needs_mosaic_gpu
 def test_kernels_load_16_and_4_lines_at_a_time():
     from pallas_kernels.state_tiles import StatePlan
 
@@ -50,11 +53,19 @@ def test_kernels_load_16_and_4_lines_at_a_time():
     assert found == [16, 4]
 
 
+@needs_mosaic_gpu
+def test_kernels_of_selective_step_load_256_and_128_numbers_at_a_time():
+    from pallas_kernels.selective_step.mosaic_gpu import _channels_per_cta
+
+    states = [test._states(np.random.default_rng(0)) for test in SELECTIVE_TESTS]
+    assert [_channels_per_cta(each, (2, 32, 256)) for each in states] == [256, 128]
+
+
 # All decays in large pages, and one in small pages.
 @pytest.mark.parametrize(
     "test",
     [*TESTS[:3], *SSD_TESTS, *SELECTIVE_TESTS],
-    ids=["decay", "decay_per_row", "small", "ssd", "ssd_small", "selective"],
+    ids=["decay", "decay_per_row", "small", "ssd", "ssd_small", "selective", "selective_small"],
 )
 def test_right_kernels_pass(test):
     assert test.why_kernels_differ(H200, implementation="reference") is None
