@@ -284,3 +284,24 @@ def test_steps_are_recorded_before_any_expectation():
 def test_steps_that_take_no_time_on_a_clock_that_ticks_rarely_are_no_error():
     machine = Machine(num_reqs=2, burst_s=0.0, draft_s={1: 0.0, 2: 0.0}, rate=0.5)
     assert 2 in machine.run(50)
+
+
+def test_drafts_wait_while_steps_with_prompts_hide_their_time():
+    machine = Machine(num_reqs=2, burst_s=1.0, draft_s={1: 1.1, 2: 1.2}, rate=0.9)
+    assert machine.run(50)[-1] > 0
+
+    def record_prompts():
+        machine.now_s += 2.0
+        machine.pacer.record_step(
+            num_reqs=2,
+            num_prompt_tokens=8,
+            num_drawn=2,
+            num_drafts=machine.pacer.num_drafts,
+            num_decode_steps=1,
+            num_verified=machine.pacer.num_drafts,
+            is_decode=False,
+        )
+        return choose(machine.pacer, [machine.chances] * 2)
+
+    assert [record_prompts() > 0 for _ in range(4)] == [True, False, False, False]
+    assert machine.run(5)[-1] > 0
