@@ -28,6 +28,12 @@ _WITHOUT_BUFFER = {
     "call",
     "constant",
 }
+# Instructions whose computations are counted as one instruction.
+_WITH_BODY = {"fusion", "call-start", "async-start"}
+# The first parts of a call that runs beside other instructions. Its last part has the result.
+_PARTS_OF_CALL = ("-start", "-update")
+# `rules.after` reads one number of an array.
+_FEW_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +69,37 @@ class TpuProgram:
             and instruction.computation not in inside_fusions
             and not (_is_mosaic(instruction) and "output_to_operand_aliasing" in instruction.line)
         ]
+
+    def bytes_moved(self, min_bytes: int, max_bytes: int) -> int:
+        """Bytes that the program reads and writes of arrays of a range of sizes.
+
+        The cache must be larger. Of the cache, what gathers read and scatters write is counted.
+        """
+        instructions = parse_instructions(self.text)
+        sizes = {i.name: i.array_bytes for i in instructions}
+        # Fusions, and calls of gathers that run beside other instructions, count as a whole.
+        inside = {name for i in instructions if i.opcode in _WITH_BODY for name in i.called}
+
+        def counted(num_bytes: tuple[int, ...]) -> int:
+            return sum(size for size in num_bytes if min_bytes <= size <= max_bytes)
+
+        total = 0
+        for instruction in instructions:
+            opcode, results = instruction.opcode, instruction.array_bytes
+            if opcode in _WITHOUT_BUFFER or opcode.endswith(_PARTS_OF_CALL):
+                continue
+            if instruction.computation in inside or max(results, default=0) <= _FEW_BYTES:
+                continue
+            operands = [sizes[name] for name in dict.fromkeys(instruction.operands)]
+            of_cache = [max(operand, default=0) > max_bytes for operand in operands]
+            read = sum(counted(operand) for operand in operands)
+            if opcode == "call-done":
+                read = 0
+            total += counted(results) + read
+            if any(of_cache):
+                is_write = max(results) > max_bytes
+                total += read if is_write else counted(results)
+        return total
 
 
 def _is_mosaic(instruction: Instruction) -> bool:
