@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from paxkv import LLM
+from paxkv.engine import burst_length
 from paxkv.runner.model_runner import ModelRunner
 from tests.demo_programs import SETTINGS, demo_programs
 from tests.end_to_end.checked_engine import make_runner
@@ -13,6 +14,13 @@ from tests.end_to_end.engine_harness import RecordingRunner
 from tests.end_to_end.golden_runs import Runners, make_runners
 from tests.engine_compilations import process_engine_compilations
 from tests.oracles.make_checkpoint import write_random_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def bursts_of_a_slow_machine_are_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The length of bursts depends on requests alone. A step of a busy machine can take .2 s."""
+    monkeypatch.setattr(burst_length, "MAX_BURST_S", 1000.0)
+    monkeypatch.setattr(burst_length, "MAX_STREAMED_BURST_S", 1000.0)
 
 
 @pytest.fixture(scope="session")
