@@ -20,7 +20,7 @@ class PagedStateCase:
         rows: A letter for each request: "w" reads one slot and writes another, "-" writes the slot
             that it reads, "z" starts from zeros and reads a slot of NaN, "." writes nothing.
         page_lines: Lines of `line_size` numbers in a page.
-        lines_before: Lines before a state, if its slot has only one page.
+        lines_before: Lines before a state, if its slot has only one page; otherwise 0.
     """
 
     name: str
@@ -36,7 +36,7 @@ class PagedStateCase:
 
     @property
     def line_size(self) -> int:
-        """The last axis of a state."""
+        """The size of the last axis of a state, except in cases that set another size."""
         return self.state_shape[-1]
 
     def build_states(self, rng: np.random.Generator) -> PagedStates:

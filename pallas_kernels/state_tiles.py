@@ -70,17 +70,20 @@ class StatePlan:
 
     @property
     def lines_together(self) -> int:
-        """The most lines per run so that runs divide a head, and no page boundary cuts a run."""
+        """Lines of a run: as many neighboring lines as a kernel may load together.
+
+        Runs of this many lines divide a head, and no page boundary cuts one.
+        """
         return math.gcd(self.lines_per_page, self.num_lines, self.first_line)
 
 
 def state_misfit(
     states: PagedStates, shape: tuple[int, int, int], *, min_lines: int = MIN_LINES
 ) -> str | None:
-    """Why a kernel cannot advance states of a shape by tiles; None if it can.
+    """The reason why a kernel cannot advance states of a shape by tiles; None if it can.
 
     Args:
-        min_lines: The fewest neighboring lines that the kernel can load together.
+        min_lines: The kernel loads runs of at least this many neighboring lines.
     """
     num_heads, num_lines, line_size = shape
     if not states.num_reqs or not num_heads:
@@ -111,7 +114,7 @@ def state_misfit(
 
 
 class StateRefs(NamedTuple):
-    """Arrays in GMEM."""
+    """The arrays of `PagedStates` in GMEM (device memory), as a kernel sees them."""
 
     row: jax.Ref  # i32[1]
     read_blocks: jax.Ref  # i32[num_reqs, pages_per_state]
@@ -122,7 +125,7 @@ class StateRefs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cta:
-    """One CTA of a kernel. It has a piece of a head's state of one request."""
+    """One CTA of a kernel. It advances one piece of one head's state of one request."""
 
     refs: StateRefs
     plan: StatePlan
@@ -149,14 +152,14 @@ class Cta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """Some lines and columns of a head's state, of one request, in a kernel.
+    """Some lines and columns of a head's state, which one CTA advances.
 
-    The lines lie in runs that no page boundary cuts (`StatePlan.lines_together`). `load` returns a
-    list of these runs, and `store` takes one.
+    The lines form runs, which no page boundary cuts (`StatePlan.lines_together`). `load` returns an
+    array for each run, and `store` takes these arrays.
     """
 
     cta: Cta
-    first_lines: Sequence[jax.Array | int]  # of each run, in the head
+    first_lines: Sequence[jax.Array | int]  # the first line of each run, counted within the head
     lines_per_run: int
     columns: pl.Slice
     layout: plgpu.Layout  # of the registers of a run
@@ -207,9 +210,11 @@ def advance_tiles(
     """Runs a kernel with one CTA for each request, head and piece.
 
     Args:
-        step: What a CTA does. It takes its `Cta`, a ref of each array in `tokens`, and a ref of the
-            results, all in GMEM.
+        step: The function that each CTA runs. Its arguments are the `Cta`, a ref of each array in
+            `tokens`, and a ref of the results. All refs are in GMEM.
+        tokens: Arrays that the step needs besides the states.
         out: Shape and dtype of the results.
+        pieces_per_head: CTAs that share a head's state of one request.
         scratch_bytes: Shared memory through which warps exchange parts of sums.
 
     Returns:

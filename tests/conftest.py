@@ -24,8 +24,9 @@ from tests.time_limit import limit_of, time_limit  # noqa: E402
 # this run and is set before anything imports JAX, which reads it then. Workers of pytest-xdist
 # inherit the variable, and so the folder of the process that starts them.
 _compilation_cache = tempfile.TemporaryDirectory(prefix="paxkv-test-compilations-")
-# Tests start some hundred processes. Without bytecode, each of them would compile all modules of
-# paxkv again, as would each worker of pytest-xdist. Git ignores the folders of bytecode.
+# Processes write bytecode even if the caller forbids it. Tests start some hundred processes.
+# Without bytecode, each of them and each worker of pytest-xdist would compile all modules of paxkv
+# again. Git ignores the folders of bytecode.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # HTTP clients of tests stay on this machine. Each loads certificate authorities when it is made:
 # all that are known take up to 40 ms of CPU time, the first of them less than one.
@@ -77,8 +78,8 @@ def pytest_collection() -> Generator[None, object, object]:
     """Keeps the garbage collector away from imported modules and collected tests, which all stay.
 
     Collecting takes 17 s of CPU time with the collector and 11 s without it. Later passes of the
-    collector are shorter, too. They are also rarer: tracing a program makes many small objects, few
-    of which are garbage.
+    collector are shorter, too. Larger thresholds than Python's defaults make them rarer: tracing a
+    program makes many small objects, few of which are garbage.
     """
     gc.disable()
     try:

@@ -14,10 +14,11 @@ from pallas_kernels import PagedStates
 StepOp = Literal["gated_delta_step", "selective_step", "ssd_step"]
 
 _NUM_REQS, _NUM_HEADS = 4, 2
-# In all cases, a page ends within a head of most models. The kernels load 16 lines at a time, or 4
-# where pages cut 16.
+# Pages of these sizes end within the states of most models. The kernels of `gated_delta_step` and
+# `ssd_step` load 16 lines at a time, or 4 where a page boundary would cut 16.
 _LINES_PER_PAGE = (48, 12)
-# The kernel of `selective_step` loads 256 numbers of a line at a time, or 128 where pages cut 256.
+# The kernel of `selective_step` loads 256 numbers of a line at a time, or 128 if lines or pages are
+# not multiples of 256.
 _SELECTIVE_PAGE_SIZES = (48 * 128, 47 * 128)
 _ROW = 1
 
@@ -35,8 +36,8 @@ class StateSelfTest:
 
     @classmethod
     def all_of(cls, op: StepOp, shape: tuple[int, ...], dtype: str) -> tuple["StateSelfTest", ...]:
-        """The tests of `op` for states of `shape`: with each kind of decay that it takes, and in
-        pages of all sizes.
+        """The tests of `op` for states of `shape`: one for each page size and each kind of decay
+        that the op takes.
         """
         _, num_lines, line_size = shape
         page_sizes = tuple(num * line_size for num in _LINES_PER_PAGE)

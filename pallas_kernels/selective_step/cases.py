@@ -12,7 +12,7 @@ from pallas_kernels.paged_states import PagedStates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectiveStepCase(PagedStateCase):
-    """The sizes of one example. Pages hold lines of `line_size` numbers, which divides `width`."""
+    """The sizes of one example. `line_size`, the unit of `page_lines`, divides `width`."""
 
     num_groups: int = 1
     state_size: int = 4
@@ -29,9 +29,9 @@ CASES: tuple[SelectiveStepCase, ...] = (
     SelectiveStepCase(name="one_request", rows="w"),
     SelectiveStepCase(name="rows_of_all_kinds", rows="w-z.", num_groups=2, width=256, page_lines=8),
     SelectiveStepCase(name="no_row_is_written", rows=".", width=256),
-    # A page has one and a half of the four lines of 512 numbers.
+    # A state has four lines of 512 numbers. A page holds one and a half of them.
     SelectiveStepCase(name="lines_are_cut", rows="w-", page_lines=6),
-    # CTAs have 128 channels, not 256.
+    # 256 does not divide a page or the width, so each CTA has 128 channels.
     SelectiveStepCase(name="odd_pages", rows="wz", page_lines=3),
     SelectiveStepCase(name="odd_width", rows="w-", width=384, num_groups=2),
     SelectiveStepCase(name="one_page", rows="w.z", page_lines=23, lines_before=6),

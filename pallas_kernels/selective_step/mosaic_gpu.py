@@ -1,6 +1,6 @@
 """Mosaic GPU body of `selective_step` on Hopper: a CTA advances some channels of a group.
 
-A thread has all numbers of the state of its channels, so threads exchange nothing.
+A thread holds all numbers of its channels' states, so threads exchange nothing.
 """
 
 import functools
@@ -23,7 +23,7 @@ from pallas_kernels.state_tiles import (
 )
 from pallas_kernels.tma_boxes import WARPGROUP_THREADS
 
-# Channels of a CTA: two or one for each thread. This value is a guess: no other was measured.
+# Channels of a CTA: two or one for each thread. Both numbers are guesses: none was measured.
 _CHANNELS = (2 * WARPGROUP_THREADS, WARPGROUP_THREADS)
 
 
@@ -68,7 +68,7 @@ def selective_step_mosaic_gpu(
         states,
         [array.astype(jnp.float32) for array in (x, dt, a, b, c)],
         jax.ShapeDtypeStruct(x.shape, jnp.float32),
-        # The lines of the plan are pieces of lines of the state.
+        # A line of the plan is a piece of a line of the state, with the channels of one CTA.
         plan=StatePlan.of(states, (num_groups, state_size * num_pieces, num_channels)),
         num_heads=num_groups,
         pieces_per_head=num_pieces,
@@ -79,7 +79,10 @@ def selective_step_mosaic_gpu(
 
 
 def _channels_per_cta(states: PagedStates, shape: tuple[int, int, int]) -> int:
-    """Most channels so that no page boundary cuts the numbers that a CTA loads together."""
+    """The most channels that divide `width` and the pages, so that no page boundary cuts a load.
+
+    If none does, the fewest, which `misfit` then rejects.
+    """
     _, state_size, width = shape
 
     def fits(num_channels: int) -> bool:

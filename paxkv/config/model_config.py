@@ -140,11 +140,12 @@ class ModelConfig:
             if not (getattr(self, name) is None or isinstance(getattr(self, name), str)):
                 raise ConfigError(f"{name} must be a string, got {getattr(self, name)!r}.")
         if self.hf_token is not None and not (isinstance(self.hf_token, str) and self.hf_token):
-            # The value itself may be a secret in the wrong place, such as a list of tokens.
-            got = "an empty string" if self.hf_token == "" else f"a {type(self.hf_token).__name__}"
+            # The message does not show the value, which may be a secret, such as a list of tokens.
+            kind = type(self.hf_token).__name__
+            got = "an empty string" if self.hf_token == "" else f"a value of type {kind}"
             raise ConfigError(
-                f"hf_token must be an access token of the hub, a string, got {got}. Leave it out "
-                "to use HF_TOKEN or the token of `hf auth login`."
+                f"hf_token must be a string, an access token of the Hugging Face Hub; got {got}. "
+                "Leave it out to use HF_TOKEN or the token of `hf auth login`."
             )
         strings("served_model_name", self.served_model_name)
         if self.model is None and len(self.served_model_name) > 1:

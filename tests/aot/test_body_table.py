@@ -72,8 +72,9 @@ _OP_OF_KERNEL = {"paged_attention": "paged_attention", "latent_decode": "latent_
 def released_layers(device, *, compiles):
     """The layers in bfloat16. The table also has layers in float32 and float16.
 
-    Every process that collects the tests would find them, which takes a second, so there are none
-    where the tests are skipped.
+    Args:
+        compiles: Whether the kernels can be compiled here. If not, the tests are skipped and the
+            list is empty: finding the layers takes a second in each process that collects tests.
     """
     if not compiles:
         return []

@@ -86,7 +86,7 @@ BAMBA = Sizes(op="ssd_step", num_heads=128, num_lines=64, line_size=128)
 JAMBA = Sizes(op="selective_step", num_heads=1, num_lines=16, line_size=8192)
 # A slot of Falcon-Mamba is one page, with the window of a convolution before the state.
 FALCON_MAMBA = dataclasses.replace(JAMBA, page_words=2 * 19 * 8192, first_number=3 * 8192)
-# Two groups, and 128 divides the number of their channels, but 256 does not.
+# Two groups of 3,712 channels. This is a multiple of 128, but not of 256.
 ZAMBA = dataclasses.replace(JAMBA, num_heads=2, line_size=3712, page_words=2 * 16 * 16 * 232)
 # The most registers of a thread with which this many CTAs share an SM.
 FIVE_CTAS, FOUR_CTAS, THREE_CTAS, TWO_CTAS = 96, 128, 168, 255

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 NUM_NEW_TOKENS = 12
-# Of transformers' own error; a larger one would hide our errors.
+# The largest error of transformers itself that is accepted. A larger one would hide our errors.
 MAX_REFERENCE_ERROR = 1e-3
 MIN_BOUND = 1e-4
 # If the logits of the two best tokens differ by less than this many bounds, either may be drawn.
@@ -55,7 +55,7 @@ def largest_difference(largest_logit: float, relative_error: float) -> float:
     """Largest difference of a logit that is not an error of ours.
 
     Args:
-        relative_error: Of transformers' own logits, as in `Reference`.
+        relative_error: The error of transformers' own logits, as in `Reference`.
     """
     assert relative_error <= MAX_REFERENCE_ERROR
     return max(MIN_BOUND, 3 * relative_error) * largest_logit
@@ -68,8 +68,9 @@ class Reference:
     prompts: list[list[int]]
     token_ids: list[list[int]]
     logits: list[np.ndarray]  # f32[NUM_NEW_TOKENS, vocab] for each
-    # Largest difference to uncached runs, before and after its weights are rounded elsewhere, as a
-    # share of the largest logit.
+    # How far transformers' own rounding changes its logits: their largest difference from those of
+    # two runs without a cache, one of them with slightly changed weights, as a share of the largest
+    # logit.
     relative_error: float
 
     @property
@@ -167,15 +168,15 @@ def make_reference(family: str, folder: Path, seed: int, *, is_shallow: bool = F
         reference.token_ids.append(token_ids)
         reference.logits.append(scores.numpy())
     errors = [_uncached_error(model, reference)]
-    # Both runs round alike where a float32 model is most sensitive, so their difference alone can
-    # be far smaller than their error.
+    # Runs with and without a cache often round in the same way where the model is most sensitive.
+    # So their difference alone can be far smaller than their error.
     _round_elsewhere(model, seed)
     errors.append(_uncached_error(model, reference))
     return dataclasses.replace(reference, relative_error=max(errors))
 
 
 def _uncached_error(model: "torch.nn.Module", reference: Reference) -> float:
-    """Largest difference of uncached logits to the reference's, as a share of its largest logit."""
+    """Largest difference of uncached logits from the reference's, by its largest logit."""
     import torch
 
     errors = []
@@ -190,7 +191,7 @@ def _uncached_error(model: "torch.nn.Module", reference: Reference) -> float:
 
 
 def _round_elsewhere(model: "torch.nn.Module", seed: int) -> None:
-    """Changes each weight by at most 2**-23 of itself, the distance of neighbouring float32s."""
+    """Changes each weight by at most 2**-23 of itself, the precision of float32."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

@@ -159,9 +159,9 @@ def test_drafts_of_other_families_change_no_answer(
 def test_drafts_change_no_answer_of_preempted_requests(
     family: str, batch_invariant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In tiny pools, with prefix hits, forks and an abort.
+    """Runs in tiny pools, with prefix hits, forks and an abort.
 
-    Batch-invariant engines with drafts give the same bits to a request that is alone.
+    With batch invariance, log-probabilities equal those of a request that runs alone, bit by bit.
     """
     propose_by(None, monkeypatch)
     _, model = make_model(family, tmp_path / "target", seed=1)

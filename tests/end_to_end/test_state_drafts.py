@@ -149,7 +149,7 @@ def propose_by(drafter: OracleDrafter | None, monkeypatch: pytest.MonkeyPatch) -
 
 
 def num_tiny_blocks(runner: ModelRunner) -> int:
-    """Blocks of a pool that preempts: too few for two of the longest requests."""
+    """Blocks of a pool so small that requests are preempted: too few for two of the longest."""
     specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
     num_slot_blocks = sum(spec.num_slot_blocks for spec in specs if isinstance(spec, MambaSpec))
     num_attention = sum(not isinstance(spec, MambaSpec) for spec in specs)

@@ -23,8 +23,8 @@ def checkpoint_folder(recipe: str) -> Path:
 def model_of(recipe: str, loops_over_layers: bool = False) -> LoadedModel:
     """The recipe's model in float32, its layers in turn or in a loop.
 
-    Ops run as their reference bodies, which compile in less time. The tests of each op compare its
-    XLA body with this reference, and engines run the XLA bodies.
+    Ops run as their reference bodies, which compile in less time. Tests of each op compare its XLA
+    body with the reference, and tests of engines run the XLA bodies.
     """
     if not loops_over_layers:
         model = load_model(checkpoint_folder(recipe), dtype="float32")

@@ -30,8 +30,9 @@ class StepOp:
     bodies: dict[str, Any]
     cases: tuple[Any, ...]  # the kernel can compute all but the last one
     build_inputs: Callable[..., tuple[Any, ...]]
-    rule: Callable[..., tuple[Any, Any]]  # the reference of the op that takes arrays of states
-    misfit: str  # of the last case
+    # The reference body of the op for several tokens, which takes arrays of states.
+    rule: Callable[..., tuple[Any, Any]]
+    misfit: str  # words of the reason why the kernel rejects the last case
 
     @property
     def op(self):
@@ -76,7 +77,7 @@ STEP_OPS = (
 
 
 def abstract_states():
-    """States of 3 requests, of up to 64 numbers each, to trace an op with."""
+    """Shapes of the states of 3 requests, of up to 64 numbers each, for tracing an op."""
     return PagedStates(
         pages=jax.ShapeDtypeStruct((2, 9, 32), jnp.bfloat16),
         row=jax.ShapeDtypeStruct((), jnp.int32),
@@ -92,7 +93,7 @@ def each_op():
 
 
 def each_case(last=None):
-    """Each op with each of its cases up to `last`."""
+    """Each op with each of its cases before index `last`; all cases by default."""
     pairs = [(op, case) for op in STEP_OPS for case in op.cases[:last]]
     names = [f"{op.name}-{case.name}" for op, case in pairs]
     return pytest.mark.parametrize(("op", "case"), pairs, ids=names)

@@ -38,7 +38,7 @@ class _Comparisons:
         return num_right / (self._num_trials[place] + _PRIOR_TRIALS)
 
     def rates(self, prior_rates: list[float]) -> list[float]:
-        """The rates of the first places."""
+        """As `rate`, for the first places. `prior_rates` has one rate for each of them."""
         compared = zip(self._num_right, self._num_trials, prior_rates, strict=False)
         rates = [
             (num_right + _PRIOR_TRIALS * prior_rate) / (num_trials + _PRIOR_TRIALS)
@@ -52,7 +52,7 @@ class TotalAcceptance:
 
     def __init__(self) -> None:
         self._comparisons = _Comparisons(_TOTAL_DECAY)
-        # The rates of the first places since the last comparison. All requests of a step read them.
+        # A cache of `rates`, because each request of a step asks for them. `record` clears it.
         self._rates: list[float] = []
 
     def rates(self, num_drafts: int) -> list[float]:
@@ -101,7 +101,7 @@ class Acceptance:
 
     @property
     def needs_proposal(self) -> bool:
-        """Whether `record_proposal` would not ignore a proposal."""
+        """Whether no token of a proposal waits for its comparison, so a new one is not ignored."""
         return not self._proposal
 
     def record_proposal(self, token_ids: Sequence[int]) -> None:

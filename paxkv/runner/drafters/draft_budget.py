@@ -13,8 +13,8 @@ _MAX_SHARE = 0.03
 _MIN_STEPS = 60
 # In sums over all steps, each newer step multiplies the weight of older ones by this factor.
 _DECAY = 0.999
-# Drafts wait for a measured step after this many steps with drafts whose time says little about
-# drafts, because they compute prompts too.
+# The time of a step that also computes prompts says little about drafts, so it is not measured.
+# After this many such steps with drafts, no drafts are verified until a step is measured.
 _MAX_UNMEASURED = 2
 # Number of the latest steps without drafts, whose average time is compared with steps with drafts.
 _NUM_TIMES = 64
@@ -45,7 +45,7 @@ class DraftBudget:
         # By rounded numbers of requests and of rows of a step with drafts: its seconds.
         self._draft_times: dict[tuple[int, int], deque[float]] = {}
         self._is_drafting = False
-        # Steps with drafts since the last measured step.
+        # Steps with drafts and prompts since the last measured step.
         self._num_unmeasured = 0
         # Sums over all steps. `_prompts_s` is the time of a head's runs over prompts, less the time
         # that drafts gained since then.
@@ -89,7 +89,7 @@ class DraftBudget:
         self._add(plain_s, took_s, took_s - plain_s * num_drawn / num_reqs, num_steps)
 
     def record_unmeasured(self) -> None:
-        """Records a step that verified drafts, but also computed prompts."""
+        """Records a step whose time is not measured: it verified drafts and computed prompts."""
         self._num_unmeasured += 1
 
     def record_prompts(self, head_s: float) -> None:
@@ -172,12 +172,15 @@ class _PlainTimes:
             self.average_s = total_s / self._num_steps
 
     def drop_old(self) -> None:
-        """Drops all but the latest times. The next recorded time is in the average."""
+        """Drops all but the latest `_NUM_OLD_TIMES` steps.
+
+        `record` then computes the average again at once, so that it includes the next time.
+        """
         self._drop_until(_NUM_OLD_TIMES)
         self._num_new = len(self._times)
 
     def _drop_until(self, num_kept: int) -> None:
-        """Drops the oldest times, as long as at least `num_kept` steps remain."""
+        """Drops the oldest times while at least `num_kept` steps remain."""
         while self._times and self._num_steps - self._times[0][1] >= num_kept:
             self._num_steps -= self._times.popleft()[1]
 

@@ -120,7 +120,7 @@ class DraftPacer:
             self._waiting_s += _STEP_WEIGHT * (took_s - self._waiting_s)
 
     def may_draft(self, num_reqs: int) -> bool:
-        """Whether the choice depends on the proposals. Otherwise, the engine runs ahead."""
+        """Whether `choose` considers proposals. If not, the engine runs ahead."""
         plain = self._plain_times.get(round_up(num_reqs))
         is_known = plain is not None and plain.num_measured >= MIN_TIMES
         return is_known and self._num_ahead <= 0 and self._budget.affords_drafts
@@ -216,7 +216,8 @@ class DraftPacer:
             num_drafts = num_tried = bisect.bisect_right(tokens, size) - 1
             times = self._waiting_times.get((round_up(num_reqs), size))
             if times is None or not times.is_known:
-                # More drafts may lose more.
+                # A binary search for the most drafts that the budget affords. It affords fewer
+                # drafts too, because each draft adds no more expected tokens than rows.
                 num_tried = bisect.bisect_left(
                     range(num_drafts),
                     True,

@@ -49,8 +49,8 @@ class BurstHeadDrafts(HeadDrafts):
     Otherwise, single steps verify no drafts, so the head pauses if there are many without a burst.
     During a pause, or after a burst without drafts, the head computes the prompts of only one in
     `STEPS_PER_TRIAL` steps that start requests. Bursts of these requests then show whether drafts
-    pay. If no request starts for `STEPS_PER_TRIAL` bursts without drafts, bursts of the running
-    requests are tried.
+    pay. After `STEPS_PER_TRIAL` bursts without drafts in which no request starts, bursts of the
+    running requests may verify drafts too.
 
     Args:
         pacer: As in `HeadDrafts`, for single steps.
@@ -108,12 +108,13 @@ class BurstHeadDrafts(HeadDrafts):
         """Whether a burst verifies drafts.
 
         Args:
-            are_complete: The head has computed all tokens of all its requests.
+            are_complete: The head has computed all earlier tokens of the burst's requests.
         """
         if self._burst_pacer is None:
             return True
-        # After a burst without drafts, those of incomplete requests are worse, so they do not show
-        # whether drafts pay. They are tried rarely, because long requests stay incomplete.
+        # After a burst without drafts, the head lacks tokens of the burst's requests. Their drafts
+        # are worse, so they do not show whether drafts pay. But long requests stay incomplete, so
+        # their drafts are tried after many bursts.
         self._num_plain_bursts = 0 if self._was_drafting else self._num_plain_bursts + 1
         if not (self._was_drafting or are_complete or self._num_plain_bursts >= STEPS_PER_TRIAL):
             return False

@@ -175,7 +175,7 @@ class Drafts(StepFeature):
         proposals: dict[str, list[int]] = {}
         chances: dict[str, list[float]] = {}
         for req_id, request in drawn.items():
-            # Proposals that no step verifies show whether drafts would be right.
+            # A proposal that no step verifies still shows whether drafts would be right.
             if not may_draft and not request.acceptance.needs_proposal:
                 continue
             if found := self._propose(request):
@@ -192,7 +192,7 @@ class Drafts(StepFeature):
     def _record_tokens(
         self, step: _DraftedStep, output: ModelRunnerOutput
     ) -> dict[str, _DraftedRequest]:
-        """Gives the tokens of a step to the drafter, and returns the requests that have some."""
+        """Gives the tokens of a step to the drafter, and returns the requests that drew tokens."""
         drawn: dict[str, _DraftedRequest] = {}
         for req_id, token_ids, request in zip(
             output.req_ids, output.sampled_token_ids, step.requests, strict=True

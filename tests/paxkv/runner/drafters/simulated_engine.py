@@ -57,8 +57,9 @@ class _Request:
 
     Args:
         num_known: Tokens that the host has.
-        num_own: Tokens before the drafts that the next steps compute. Above 1 for a prompt.
-        num_wanted: Tokens at which the request ends; infinite if it never does.
+        num_own: Tokens, without drafts, that must be computed before the next draw. Above 1 for a
+            prompt, and for accepted drafts of a model with states.
+        num_wanted: Tokens of the prompt and the answer; infinite if the request never ends.
         num_pending: Tokens that steps in flight draw.
     """
 
@@ -69,17 +70,17 @@ class _Request:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has, or steps in flight draw, all its tokens."""
+        """Whether it has all its tokens, or steps in flight draw the rest."""
         return self.num_known + self.num_pending >= self.num_wanted
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _StepInFlight:
-    """A step.
+    """A step whose tokens the host does not have yet.
 
     Args:
         drafts: The drafts of each request of the step.
-        num_draws: Tokens that each of them draws, without drafts.
+        num_draws: Tokens that each request draws, besides right drafts.
     """
 
     planned: FeatureStep | None
@@ -96,7 +97,7 @@ class SimulatedEngine:
         make_feature: Makes the step feature from a clock. It may return None.
         has_states: A step computes the drafts again that the step before it accepted.
         burst_len: Decode steps of a burst, while the engine does not wait for tokens.
-        max_tokens: Most tokens of a step.
+        max_tokens: Most tokens that a step computes.
     """
 
     def __init__(
@@ -314,8 +315,8 @@ def _rows_of(
 class SimulatedHeadEngine(SimulatedEngine):
     """Runs `HeadDrafts`.
 
-    The head takes `HEAD_SHARE` of the time of a step with the same tokens. Each draft after the
-    first takes half of that of a step with a row for each request.
+    For the first draft, the head takes `HEAD_SHARE` of the time of a step with the same tokens. For
+    each further draft, it takes half of this share of a step with one token per request.
 
     Attributes:
         num_right: Returns how many drafts of a proposal are right, from the number of tokens of the

@@ -261,7 +261,7 @@ def test_drafts_wait_while_steps_with_prompts_hide_their_time():
     budget.record_unmeasured()
     assert budget.affords_drafts
     budget.record_unmeasured()
-    # The head may still compute prompts, which are measured.
+    # The head may still compute prompts, because the time for these is measured.
     assert not budget.affords_drafts and budget.affords_prompts
     budget.record_plain(1, 1.0, 1)
     assert budget.affords_drafts

@@ -85,7 +85,7 @@ def test_burst_pacer_is_asked_only_if_its_choice_counts():
     plan(feature, num_decode_steps=4, a=bursts[0])
     assert pacer.num_choices == 1
     pacer.tries = True
-    # The head lacks the tokens of the first burst. A long request is tried nevertheless, but late.
+    # The head lacks the tokens of the first burst. Drafts are tried nevertheless, but late.
     drafting = [plan(feature, num_decode_steps=4, a=burst).verifies_drafts for burst in bursts[1:]]
     assert drafting.index(True) == STEPS_PER_TRIAL - 1
     assert pacer.num_choices == 1 + sum(drafting)

@@ -171,7 +171,8 @@ def test_few_proposals_are_made_and_compared_while_no_draft_can_be_verified():
     for token_id in (7, 3, 7, 8):
         finish(plan(drafts, "a"), a=[token_id])
         assert not pacer.chances
-    # After the first token, the proposal is [3, 7]. Both are drawn, then it is [3, 7] again.
+    # The proposal after the first token is [3, 7]. The second one follows when both were compared,
+    # and the third one after 8, which is not its first token.
     assert drafter.request.num_proposals == 3
     pacer.may = True
     finish(plan(drafts, "a"), a=[7])
