@@ -26,7 +26,9 @@ def after(values: jax.Array, read: jax.Array) -> jax.Array:
     Args:
         read: At least one number that was computed from what was read of the pages.
     """
-    bits = jax.lax.bitcast_convert_type(read.reshape(-1)[0].astype(jnp.float32), jnp.uint32)
+    # Not `read.reshape(-1)[0]`: a TPU would compute and store all of `read` for it.
+    first = jax.lax.slice(read, (0,) * read.ndim, (1,) * read.ndim).reshape(())
+    bits = jax.lax.bitcast_convert_type(first.astype(jnp.float32), jnp.uint32)
     return jnp.where(bits == _NEVER_COMPUTED, jnp.zeros_like(values), values)
 
 
@@ -94,14 +96,33 @@ def recast(
         if old_bits < new_bits:
             numbers = numbers.reshape(numbers.shape[0], -1, new_bits // old_bits)
         return jax.lax.bitcast_convert_type(numbers, dtype).reshape(numbers.shape[0], -1)
-    unsigned = f"uint{new_bits}"
-    bits = jax.lax.bitcast_convert_type(numbers, f"uint{old_bits}")
     if old_bits > new_bits:
-        parts = [(bits >> shift).astype(unsigned) for shift in range(0, old_bits, new_bits)]
-        bits = jnp.concatenate(parts, axis=1)
-    elif old_bits < new_bits:
-        parts = jnp.split(bits, new_bits // old_bits, axis=1)
-        # Each part is widened by itself. If all were widened at once, a TPU would store the result.
-        shifted = (part.astype(unsigned) << idx * old_bits for idx, part in enumerate(parts))
-        bits = functools.reduce(jnp.bitwise_or, shifted)
-    return jax.lax.bitcast_convert_type(bits, dtype)
+        return jnp.concatenate(parts_of(numbers, dtype), axis=1)
+    if old_bits < new_bits:
+        # Each part is converted by itself. Otherwise, a TPU would store the result for all.
+        parts = (
+            jax.lax.bitcast_convert_type(part, f"uint{old_bits}").astype(f"uint{new_bits}")
+            for part in jnp.split(numbers, new_bits // old_bits, axis=1)
+        )
+        shifted = (part << idx * old_bits for idx, part in enumerate(parts))
+        numbers = functools.reduce(jnp.bitwise_or, shifted)
+    return jax.lax.bitcast_convert_type(numbers, dtype)
+
+
+def parts_of(
+    numbers: jax.Array,  # as in `recast`
+    dtype: jnp.dtype,
+) -> list[jax.Array]:  # [n, k, lanes] each
+    """What `recast` joins on axis 1 for pages that are lines: the lowest bits of all numbers first.
+
+    One array, as `recast` returns it, if `dtype` is not narrower or there are no lanes.
+    """
+    dtype = jnp.dtype(dtype)
+    old_bits, new_bits = 8 * numbers.dtype.itemsize, 8 * dtype.itemsize
+    if old_bits <= new_bits or numbers.ndim == 2:
+        return [recast(numbers, dtype)]
+    bits = jax.lax.bitcast_convert_type(numbers, f"uint{old_bits}")
+    return [
+        jax.lax.bitcast_convert_type((bits >> shift).astype(f"uint{new_bits}"), dtype)
+        for shift in range(0, old_bits, new_bits)
+    ]

@@ -1,5 +1,6 @@
 """`StateFormat`: arrays of fixed size per request, in a slot of one or more pages."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -172,33 +173,30 @@ class StateFormat:
         Every array must depend on what `read` returned for it (`models/cache/rules.py`).
         """
         stored_dtype, num_blocks = pages.dtype, pages.shape[1]
-        page_bytes = math.prod(pages.shape[2:]) * stored_dtype.itemsize
-        is_written = state.is_written[:, None]
+        runs = tuple(self._runs(math.prod(pages.shape[2:]) * stored_dtype.itemsize))
+        dtypes = [_written_dtype(run, stored_dtype, state) for run in runs]
         rest = iter(arrays)
-        for run in self._runs(page_bytes):
-            pages = rules.view_as(pages, _written_dtype(run, stored_dtype, state))
-            page = pages.shape[2:]
-            lanes = _common_lanes(run, pages)
-            parts = []
-            for array in run.arrays:
-                numbers = next(rest)
-                numbers = numbers.reshape(numbers.shape[0], -1, *lanes).astype(array.dtype)
-                num_stored = array.num_bytes // (math.prod(lanes) * numbers.dtype.itemsize)
-                numbers = _padded(numbers, num_stored)
-                parts.append(rules.recast(numbers, pages.dtype))
-            words = jnp.concatenate(parts, axis=1)
-            if run.num_pages > 1:
-                words = _padded(words, run.num_pages * math.prod(page) // math.prod(lanes))
-                words = words.reshape(-1, *page)
-            elif words.ndim < pages.ndim - 1:
-                words = _padded(words, -(-words.shape[1] // page[1]) * page[1])
-                words = words.reshape(words.shape[0], -1, page[1])
-            slots = state.write_slots[:, run.first_page : run.first_page + run.num_pages]
-            block_ids = jnp.where(is_written, slots, num_blocks).reshape(-1)
-            # `after` gets the ids: on the CPU, it would be one more pass over the numbers.
-            for array in arrays:
-                block_ids = rules.after(block_ids, array)
-            pages = rules.write_prefix(pages, state.row, block_ids, words)
+        words_of_runs = [
+            _words_of(
+                run, list(itertools.islice(rest, len(run.arrays))), rules.view_as(pages, dtype)
+            )
+            for run, dtype in zip(runs, dtypes, strict=True)
+        ]
+        # Lines are written as parts of the numbers. XLA would store the numbers for `after` alone.
+        is_lines = pages.ndim > 3
+        computed = itertools.chain(*words_of_runs) if is_lines else arrays
+        block_ids = jnp.where(state.is_written[:, None], state.write_slots, num_blocks)
+        # `after` gets the ids: on the CPU, it would be one more pass over the numbers.
+        for array in computed:
+            block_ids = rules.after(block_ids, array)
+        for run, dtype, all_words in zip(runs, dtypes, words_of_runs, strict=True):
+            pages = rules.view_as(pages, dtype)
+            start = run.first_page
+            for words in all_words:
+                end = start + words.shape[1]
+                ids, lines = block_ids[:, start:end], words.reshape(-1, *words.shape[2:])
+                pages = rules.write_prefix(pages, state.row, ids.reshape(-1), lines)
+                start = end
         return rules.view_as(pages, stored_dtype)
 
     def _runs(self, page_bytes: int) -> Iterator[_Run]:
@@ -211,6 +209,36 @@ class StateFormat:
             num_pages = -(-array.num_bytes // page_bytes)
             yield _Run((array,), first_page, num_pages)
             first_page += num_pages
+
+
+def _words_of(
+    run: _Run,
+    arrays: Sequence[jax.Array],  # [num_reqs, *shape] each
+    pages: Pages,
+) -> list[jax.Array]:  # [num_reqs, num_pages, ...] each
+    """The words of a run's pages. Of a single page, they may be only the first ones."""
+    page, lanes = pages.shape[2:], _common_lanes(run, pages)
+    parts = []
+    for array, numbers in zip(run.arrays, arrays, strict=True):
+        numbers = numbers.reshape(numbers.shape[0], -1, *lanes).astype(array.dtype)
+        num_stored = array.num_bytes // (math.prod(lanes) * numbers.dtype.itemsize)
+        parts += rules.parts_of(_padded(numbers, num_stored), pages.dtype)
+    num_lines = math.prod(page) // math.prod(lanes)
+    # Parts that fill whole pages are written one by one. To join them, a TPU would store them.
+    if run.num_pages == 1 or any(part.shape[1] % num_lines for part in parts):
+        parts = [jnp.concatenate(parts, axis=1)]
+    if run.num_pages > 1:
+        return [
+            _padded(part, -(-part.shape[1] // num_lines) * num_lines).reshape(
+                part.shape[0], -1, *page
+            )
+            for part in parts
+        ]
+    (words,) = parts
+    if words.ndim < pages.ndim - 1:
+        words = _padded(words, -(-words.shape[1] // page[1]) * page[1])
+        words = words.reshape(words.shape[0], -1, page[1])
+    return [words[:, None]]
 
 
 def _written_dtype(run: _Run, stored_dtype: jnp.dtype, state: LayerState) -> jnp.dtype:

@@ -67,8 +67,10 @@ def _step(
     c: jax.Array,  # f32[..., num_groups, state_size]
     decay: jax.Array,  # f32[..., num_groups, rows]
 ) -> tuple[jax.Array, jax.Array]:
-    state = decay[..., None] * state + x[..., None] * b[..., None, :]
-    return state, _dot("...grn,...gn->...gr", state, c)
+    # Of the state before the step, so that neither result waits for an array of the other one.
+    seen = decay * _dot("...grn,...gn->...gr", state, c)
+    out = seen + x * _dot("...gn,...gn->...g", b, c)[..., None]
+    return decay[..., None] * state + x[..., None] * b[..., None, :], out
 
 
 def _chunk_step(

@@ -46,7 +46,7 @@ def test_bytes_of_a_slot_follow_from_both_dtypes(window_dtype, state_dtype, num_
         ("uint16", (8,), False),
     ],
 )
-@pytest.mark.parametrize("page_bytes", [64, 512])
+@pytest.mark.parametrize("page_bytes", [64, 96, 512])
 @pytest.mark.parametrize(
     ("window_dtype", "state_dtype"),
     [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16")],
@@ -54,7 +54,10 @@ def test_bytes_of_a_slot_follow_from_both_dtypes(window_dtype, state_dtype, num_
 def test_arrays_are_read_as_they_were_rounded(
     window_dtype, state_dtype, page_bytes, stored, lanes, fuses_writes
 ):
-    """With `lanes`, pages are lines of 8 words, and the window fills no whole lines."""
+    """With `lanes`, pages are lines of 8 words, and the window fills no whole lines.
+
+    The lowest halves of float32 states then fill one of two pages, or two thirds of it.
+    """
     cache = make_format(window_dtype, state_dtype)
     num_pages = cache.num_pages(page_bytes)
     slots = 1 + np.random.default_rng(0).permutation(3 * num_pages).reshape(3, num_pages)
