@@ -32,7 +32,7 @@ class PagedStateCase:
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define state_shape")
 
     @property
     def line_size(self) -> int:

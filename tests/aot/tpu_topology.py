@@ -30,7 +30,7 @@ _WITHOUT_BUFFER = {
 }
 # Instructions whose computations are counted as one instruction.
 _WITH_BODY = {"fusion", "call-start", "async-start"}
-# The first parts of a call that runs beside other instructions. Its last part has the result.
+# The first parts of an asynchronous call. Its last part has the result.
 _PARTS_OF_CALL = ("-start", "-update")
 # `rules.after` reads one number of an array.
 _FEW_BYTES = 4
@@ -77,7 +77,7 @@ class TpuProgram:
         """
         instructions = parse_instructions(self.text)
         sizes = {i.name: i.array_bytes for i in instructions}
-        # Fusions, and calls of gathers that run beside other instructions, count as a whole.
+        # A fusion counts as a whole, and so does an asynchronous call of a gather.
         inside = {name for i in instructions if i.opcode in _WITH_BODY for name in i.called}
 
         def counted(num_bytes: tuple[int, ...]) -> int:
