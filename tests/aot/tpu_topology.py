@@ -93,8 +93,9 @@ class TpuProgram:
             operands = [sizes[name] for name in dict.fromkeys(instruction.operands)]
             of_cache = [max(operand, default=0) > max_bytes for operand in operands]
             read = sum(counted(operand) for operand in operands)
-            if opcode == "call-done":
-                read = 0
+            if opcode.endswith("-done"):
+                # Its operand names what the first part reads and writes. A slice is a part of that.
+                read = counted(results) if opcode == "copy-done" else 0
             total += counted(results) + read
             if any(of_cache):
                 is_write = max(results) > max_bytes
