@@ -1,4 +1,4 @@
-"""Tests of `block_scatter/xla.py` against the reference, and that donated pages are not copied."""
+"""Tests of `block_scatter/xla.py` against NumPy, and that donated pages are not copied."""
 
 import jax
 import jax.numpy as jnp
@@ -8,25 +8,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.block_scatter.cases import CASES, build_inputs
-from pallas_kernels.block_scatter.reference import block_scatter_reference
 from pallas_kernels.block_scatter.xla import block_scatter_xla
 from tests.compiler_flags import AS_FOR_USERS
+from tests.pallas_kernels.block_scatter.test_reference import scatter_in_numpy
 from tests.quick_compile import quick_jit
 
 JITTED = quick_jit(block_scatter_xla)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_equals_reference(case, run_jitted):
+def test_equals_numpy(case, run_jitted):
     inputs = build_inputs(case)
     arguments = inputs.pages, inputs.values, inputs.block_ids
     got = run_jitted(block_scatter_xla, *arguments)
-    wanted = run_jitted(block_scatter_reference, *arguments)
-    assert got.dtype == wanted.dtype
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
+    assert got.dtype == inputs.pages.dtype
+    np.testing.assert_array_equal(np.asarray(got), scatter_in_numpy(*arguments))
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)  # any wrong place shows in most of them
 @given(
     st.lists(
         st.one_of(st.integers(0, 4), st.integers(5, 2**31 - 1)),

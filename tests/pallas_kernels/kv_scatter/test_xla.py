@@ -1,4 +1,4 @@
-"""Tests of `kv_scatter/xla.py` against the reference, and of slots that it must not change."""
+"""Tests of `kv_scatter/xla.py` against NumPy, and of slots that it must not change."""
 
 import jax
 import numpy as np
@@ -8,23 +8,22 @@ from hypothesis import strategies as st
 
 from pallas_kernels.cache_layout import pad_slot
 from pallas_kernels.kv_scatter.cases import CASES, UINT16_CASES, build_inputs
-from pallas_kernels.kv_scatter.reference import kv_scatter_reference
 from pallas_kernels.kv_scatter.xla import kv_scatter_xla
 from tests.compiler_flags import AS_FOR_USERS
-from tests.quick_compile import quick_jit
+from tests.pallas_kernels.kv_scatter.test_reference import scatter_in_numpy
+from tests.quick_compile import marked_sizes, quick_jit
 
 NUM_TOKENS = 7
 JITTED = quick_jit(kv_scatter_xla)
 
 
 @pytest.mark.parametrize("case", CASES + UINT16_CASES, ids=lambda case: case.name)
-def test_equals_reference(case, run_jitted):
+def test_equals_numpy(case, run_jitted):
     # The row is traced here.
     arguments = build_inputs(case).body_arguments
     got = run_jitted(kv_scatter_xla, *arguments)
-    wanted = run_jitted(kv_scatter_reference, *arguments)
-    assert got.dtype == wanted.dtype
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
+    assert got.dtype == arguments[0].dtype
+    np.testing.assert_array_equal(np.asarray(got), scatter_in_numpy(*arguments))
 
 
 @st.composite
@@ -38,7 +37,7 @@ def draw_slots(draw):
     return (num_rows, num_blocks, block_size), slots, draw(st.integers(0, num_rows - 1))
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)  # any wrong place shows in most of them
 @given(draw_slots())
 def test_any_slots_equal_numpy(drawn):
     (num_rows, num_blocks, block_size), slots, row = drawn
@@ -66,20 +65,26 @@ def test_padding_writes_nowhere():
 
 # On JAX 0.10.2, of bfloat16, XLA:CPU copies the whole cache.
 @pytest.mark.parametrize(
-    ("num_kv_heads", "num_tokens", "dtype", "has_v"),
-    [
-        (1, 1, "float32", True),
-        (1, 1, "float32", False),
-        (1, 8, "float32", False),
-        (2, 8, "float32", True),
-        (1, 8, "float16", True),
-        (2, 2, "float16", True),
-        (1, 1, "uint16", True),
-        (1, 1, "uint16", False),
-        (2, 8, "uint16", True),
-    ],
+    "sizes",
+    marked_sizes(
+        [
+            (1, 1, "float32", True),
+            (1, 8, "float32", False),
+            (2, 2, "float16", True),
+            (1, 1, "uint16", False),
+            (2, 8, "uint16", True),
+        ],
+        slow=[
+            (1, 1, "float32", False),
+            (2, 8, "float32", True),
+            (1, 8, "float16", True),
+            (1, 1, "uint16", True),
+        ],
+    ),
+    ids=str,
 )
-def test_a_donated_cache_is_not_copied(num_kv_heads, num_tokens, dtype, has_v):
+def test_a_donated_cache_is_not_copied(sizes):
+    num_kv_heads, num_tokens, dtype, has_v = sizes
     cache = jax.ShapeDtypeStruct((4, 1024, num_kv_heads, 16, 32), dtype)
     token = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, 32), dtype)
     slots = jax.ShapeDtypeStruct((num_tokens,), np.int32)

@@ -8,20 +8,20 @@ from hypothesis import strategies as st
 from pallas_kernels.slot_mapping.cases import CASES, build_inputs
 from pallas_kernels.slot_mapping.reference import slot_mapping_reference
 from pallas_kernels.slot_mapping.xla import slot_mapping_xla
+from tests.pallas_kernels.slot_mapping.test_reference import map_in_numpy
 
 BODIES = (slot_mapping_xla, slot_mapping_reference)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_equals_reference(case, run_jitted):
+def test_equals_numpy(case, run_jitted):
     inputs = build_inputs(case)
     got = run_jitted(slot_mapping_xla, *inputs.arrays, **inputs.options)
-    wanted = run_jitted(slot_mapping_reference, *inputs.arrays, **inputs.options)
-    assert got.dtype == wanted.dtype
-    np.testing.assert_array_equal(got, wanted)
+    assert got.dtype == np.int32
+    np.testing.assert_array_equal(got, map_in_numpy(inputs))
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)  # any wrong place shows in most of them
 @given(data=st.data())
 def test_any_batch_equals_reference(run_jitted, data):
     num_reqs, num_tokens, max_blocks_per_req, block_size = 3, 12, 4, 4
