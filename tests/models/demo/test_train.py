@@ -1,5 +1,7 @@
 """Tests of the training loop on a tiny model: the loss falls, an interrupted run goes on."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -53,19 +55,28 @@ def test_loss_falls_within_a_few_steps(tokenizer):
 
 
 def test_interrupted_run_continues_where_it_stopped(tokenizer, tmp_path, monkeypatch):
-    whole, _ = train.train(tokenizer, TINY, CONFIG)
+    config = train.TrainingConfig(num_steps=4)
+
+    def few_tokens(tokenizer, *, seed, step):
+        batch = training_batch(tokenizer, seed=seed, step=step)
+        fields = [field.name for field in dataclasses.fields(batch)]
+        few = dataclasses.replace(batch, **{name: getattr(batch, name)[:2, :64] for name in fields})
+        assert few.is_answer.any()
+        return few
 
     def stop_at_step_3(tokenizer, *, seed, step):
         if step == 3:
             raise KeyboardInterrupt
-        return training_batch(tokenizer, seed=seed, step=step)
+        return few_tokens(tokenizer, seed=seed, step=step)
 
+    monkeypatch.setattr(train, "training_batch", few_tokens)
+    whole, _ = train.train(tokenizer, TINY, config)
     state_path = tmp_path / "state.npz"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(train, "training_batch", stop_at_step_3)
-        train.train(tokenizer, TINY, CONFIG, state_path=state_path, save_every=2)
-    resumed, progress = train.train(tokenizer, TINY, CONFIG, state_path=state_path, save_every=2)
-    assert progress.num_steps == CONFIG.num_steps
+        train.train(tokenizer, TINY, config, state_path=state_path, save_every=2)
+    resumed, progress = train.train(tokenizer, TINY, config, state_path=state_path, save_every=2)
+    assert progress.num_steps == config.num_steps
     pairs = zip(jax.tree.leaves(nnx.state(whole)), jax.tree.leaves(nnx.state(resumed)), strict=True)
     for one, two in pairs:
         np.testing.assert_array_equal(np.asarray(one), np.asarray(two))

@@ -63,11 +63,11 @@ def test_loss_falls_within_a_few_steps(tokenizer):
 
 
 def test_shipped_head_drafts_what_the_model_writes():
-    """Drafts after each beginning of a right answer. The head need not have seen these answers."""
+    """Drafts within right answers. The head need not have seen these answers."""
     assert (SHIPPED / "model.safetensors").stat().st_size <= 400_000
     model = load_model(CHECKPOINT, dtype="float32")
     head = load_eagle3_head(model, SHIPPED, encoder=KernelEncoder(platform=model.platform))
-    stepper = HeadStepper(model, head, max_tokens=128, width=128)
+    stepper = HeadStepper(model, head, max_tokens=64, width=64)
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
     turns = [addition_turn(23, 58), addition_turn(71, 9)]
     texts = [(render_question(turn.question), turn.answer) for turn in turns]
@@ -78,7 +78,7 @@ def test_shipped_head_drafts_what_the_model_writes():
     for prompt, answer in texts:
         start = len(tokenizer.encode(prompt).ids)
         token_ids = tokenizer.encode(prompt + answer + TURN_END).ids
-        for end in range(start + 1, len(token_ids) - 2):
+        for end in range(start + 1, len(token_ids) - 2, 2):
             wanted_np = np.asarray(token_ids[end : end + 3])
             drafts = stepper.drafts(token_ids[:end], 3)
             num_right += np.cumprod(wanted_np == drafts)
