@@ -6,16 +6,18 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
 
 from paxkv import serve
 from paxkv.entrypoints import build_client
+from paxkv.fleet import engine_process
 from paxkv.fleet.engine_supervisor import EngineSupervisor
 from tests.killed_after import killed_after
 from tests.paxkv.engine.fake_engine_process import COMMAND
+from tests.paxkv.engine.forked_engines import fork_engine
 from tests.paxkv.forked_processes import (
     ForkedProcess,
     ForkedProcesses,
@@ -70,19 +72,24 @@ def fake_servers() -> Iterator[None]:
             _servers.pop()
 
 
-def start_process(*flags: str, **settings: object) -> ForkedProcess:
+def start_process(*flags: str, forks_engines: bool = False, **settings: object) -> ForkedProcess:
     """A server process with the flags; `settings` are those of `fake_config`.
 
     It has a process group of its own, so that a test can send a signal to all of it, as a terminal
     does.
+
+    Args:
+        forks_engines: Its engines are forked. False: they run a command, whose imports take most of
+            the time of a server.
     """
-    return _servers[-1].start_server(["--port", "0", *flags, "--model", json.dumps(settings)])
+    way = "fork" if forks_engines else "command"
+    return _servers[-1].start_server([way, "--port", "0", *flags, "--model", json.dumps(settings)])
 
 
 @contextlib.contextmanager
 def running_fake_server(*flags: str, **settings: object) -> Iterator[FakeServer]:
     """A server that is ready; what is left of it is killed when the block is left."""
-    process = start_process(*flags, **settings)
+    process = start_process(*flags, forks_engines=True, **settings)
     try:
         with killed_after(START_TIMEOUT_S, process):
             line = process.stdout.readline()
@@ -99,6 +106,13 @@ def running_fake_server(*flags: str, **settings: object) -> Iterator[FakeServer]
         process.stderr.close()
 
 
+def _run_server(arguments: Sequence[str]) -> int:
+    way, *flags = arguments
+    if way == "fork":
+        engine_process._spawn = fork_engine
+    return serve.main(flags)
+
+
 if __name__ == "__main__":
     build_client.EngineSupervisor = functools.partial(EngineSupervisor, command=COMMAND)
-    sys.exit(serve_forks(serve.main))
+    sys.exit(serve_forks(_run_server))

@@ -26,9 +26,24 @@ from paxkv.fleet.step_watch import StepWatch
 from tests.killed_after import killed_after
 from tests.paxkv.engine.fake_engine import make_request
 from tests.paxkv.engine.fake_engine_process import COMMAND, fake_config
+from tests.paxkv.engine.forked_engines import engine_forker, forking_engines
+from tests.paxkv.forked_processes import ForkedProcesses
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def forker() -> Iterator[ForkedProcesses]:
+    with engine_forker() as processes:
+        yield processes
+
+
+@pytest.fixture
+def forked(forker: ForkedProcesses) -> Iterator[None]:
+    """For tests of what an engine does once its command has imported its modules."""
+    with forking_engines(forker):
+        yield
 
 
 @contextmanager
@@ -138,6 +153,7 @@ def test_process_answers_requests_and_calls_and_ignores_terminal_signals() -> No
         process.send(Shutdown())
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
@@ -160,6 +176,7 @@ def test_failed_start_has_a_reason_and_leaves_no_files(
     assert ("Traceback" in capfd.readouterr().err) == ("bug" in settings)
 
 
+@pytest.mark.usefixtures("forked")
 def test_engine_dead_arrives_before_a_failed_process_ends(capfd: pytest.CaptureFixture) -> None:
     with running(fails_at_step=1) as process:
         process.send(AddRequest(request=make_request("a", [5], max_tokens=9)))
@@ -170,6 +187,7 @@ def test_engine_dead_arrives_before_a_failed_process_ends(capfd: pytest.CaptureF
     assert "Traceback" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("forked")
 def test_end_kills_a_process_whose_step_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_process, "CLOSE_TIMEOUT_S", 0.2)
     with running(step_s=3600) as process:
@@ -180,6 +198,7 @@ def test_end_kills_a_process_whose_step_hangs(monkeypatch: pytest.MonkeyPatch) -
         assert not is_running(process.pid)
 
 
+@pytest.mark.usefixtures("forked")
 def test_end_kills_a_starting_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_process, "CLOSE_TIMEOUT_S", TIMEOUT_S)
     with starting(start_s=3600) as process:
@@ -202,6 +221,7 @@ def test_engine_without_an_order_ends_silently() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, b"", b"")
 
 
+@pytest.mark.usefixtures("forked")
 def test_idle_engine_sleeps() -> None:
     with running() as process:
         process.send(AddRequest(request=make_request("a", [5, 6], max_tokens=3)))
@@ -246,6 +266,7 @@ def test_engine_ends_when_its_parent_is_killed(is_ready: bool) -> None:
     assert not Path(folder).exists()
 
 
+@pytest.mark.usefixtures("forked")
 def test_tcp_sockets_reject_clients_without_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -297,6 +318,7 @@ def test_exit_codes_are_described() -> None:
     assert "code 3" in describe_end(3)
 
 
+@pytest.mark.usefixtures("forked")
 def test_hanging_start_is_killed_with_a_traceback(capfd, monkeypatch: pytest.MonkeyPatch) -> None:
     said = ""
 
@@ -325,6 +347,7 @@ def test_hanging_start_is_killed_with_a_traceback(capfd, monkeypatch: pytest.Mon
     assert "fake_engine_process.py" in said
 
 
+@pytest.mark.usefixtures("forked")
 def test_computing_start_reports_progress() -> None:
     with starting(max_idle_start_s=600.0, work_s=3.5) as process:
         counts = set()

@@ -24,6 +24,8 @@ from paxkv.fleet.engine_supervisor import EngineSupervisor, RestartPolicy
 from paxkv.fleet.loop_thread import LoopThread
 from tests.paxkv.client.test_async_client import collect, in_loop
 from tests.paxkv.engine.fake_engine_process import COMMAND, VOCAB_SIZE, fake_config
+from tests.paxkv.engine.forked_engines import engine_forker, forking_engines
+from tests.paxkv.forked_processes import ForkedProcesses
 from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
 
 EXIT_WITHOUT_CLOSE = """
@@ -49,6 +51,18 @@ def test_engines_end_at_interpreter_exit_without_close() -> None:
     assert "Traceback" not in done.stderr
     # The exit codes show that no engine was killed.
     assert done.stdout.split() == ["0", "0"]
+
+
+@pytest.fixture(scope="module")
+def forker() -> Iterator[ForkedProcesses]:
+    with engine_forker() as processes:
+        yield processes
+
+
+@pytest.fixture
+def forked(forker: ForkedProcesses) -> Iterator[None]:
+    with forking_engines(forker):
+        yield
 
 
 @contextlib.contextmanager
@@ -142,6 +156,7 @@ async def test_death_of_a_replica_ends_only_its_requests() -> None:
         assert texts == [(f"[{i}]" * 20)[:20] for i in range(40)]
 
 
+@pytest.mark.usefixtures("forked")
 @in_loop
 async def test_completions_and_beams_run_where_their_prompt_is() -> None:
     async with running() as (_, client):
@@ -159,6 +174,7 @@ async def test_completions_and_beams_run_where_their_prompt_is() -> None:
         assert (stats.num_running_reqs, stats.kv_cache_usage) == (0, 0.0)
 
 
+@pytest.mark.usefixtures("forked")
 def test_synchronous_client_reports_a_death_and_can_continue() -> None:
     settings = {"step_s": 0.02, "max_model_len": 2048, "num_blocks": 2200}
     with started_replicas(max_restarts=0, **settings) as (engines, replicas):
