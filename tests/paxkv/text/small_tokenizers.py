@@ -1,5 +1,6 @@
 """Small tokenizers: byte-level, and SentencePiece with byte fallback."""
 
+import itertools
 from collections.abc import Iterable
 
 import tokenizers
@@ -10,13 +11,19 @@ from paxkv.text.tokenizer import Tokenizer
 BOS, EOS = "<s>", "</s>"
 
 
+def _byte_names() -> list[str]:
+    """The character of each byte; printable bytes are unchanged."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = itertools.count(256)
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+_BYTE_NAMES = _byte_names()
+
+
 def byte_chars(data: bytes) -> str:
-    """The name of these bytes in a byte-level vocabulary; printable bytes are unchanged."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    table = {byte: chr(byte) for byte in printable}
-    others = (byte for byte in range(256) if byte not in table)
-    table.update({byte: chr(256 + idx) for idx, byte in enumerate(others)})
-    return "".join(table[byte] for byte in data)
+    """The name of these bytes in a byte-level vocabulary."""
+    return "".join(_BYTE_NAMES[byte] for byte in data)
 
 
 def byte_level_backend(pieces: Iterable[bytes] = ()) -> tokenizers.Tokenizer:
