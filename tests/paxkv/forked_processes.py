@@ -108,15 +108,25 @@ class ForkedProcesses:
                 [sys.executable, "-m", module], cwd=ROOT, stdin=theirs, start_new_session=True
             )
 
-    def start_server(self, arguments: Sequence[str]) -> ForkedProcess:
-        """A process in a session of its own, with this process's environment of now."""
+    def start_server(self, arguments: Sequence[str], *, has_input: bool = False) -> ForkedProcess:
+        """A process in a session of its own, with this process's environment of now.
+
+        Args:
+            has_input: `stdin` of the process is a pipe; otherwise it has no input.
+        """
         (out, their_out), (err, their_err) = os.pipe(), os.pipe()
-        no_input = os.open(os.devnull, os.O_RDONLY)
+        our_in = None
+        if has_input:
+            their_in, our_in = os.pipe()
+        else:
+            their_in = os.open(os.devnull, os.O_RDONLY)
         try:
-            process = self._start(arguments, os.environ, {0: no_input, 1: their_out, 2: their_err})
+            process = self._start(arguments, os.environ, {0: their_in, 1: their_out, 2: their_err})
         finally:
-            for file in (no_input, their_out, their_err):
+            for file in (their_in, their_out, their_err):
                 os.close(file)
+        if our_in is not None:
+            process.stdin = os.fdopen(our_in, "wb", buffering=0)
         process.stdout, process.stderr = (os.fdopen(file, encoding="utf-8") for file in (out, err))
         return process
 

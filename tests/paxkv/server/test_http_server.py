@@ -8,8 +8,6 @@ import resource
 import signal
 import socket
 import ssl
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -22,64 +20,41 @@ from paxkv.errors import ConfigError
 from paxkv.server.app import create_app
 from paxkv.server.http_server import HttpServer, bind_socket, socket_url
 from tests.killed_after import killed_after
+from tests.paxkv.forked_processes import forked_processes
 from tests.paxkv.server.conftest import PATIENCE_S
 from tests.paxkv.server.fake_engine import FakeEngine
 
 # Certificate of localhost and its private key, signed by itself, for a hundred years.
 PEM = Path(__file__).with_name("self_signed.pem")
-# Streams of this server's engine take 0.05 s a token, or as many as a line on standard input says.
-SERVER_PROGRAM = """
-import asyncio, sys, threading
-from paxkv.config.server_config import ServerConfig
-from paxkv.server.app import create_app
-from paxkv.server.http_server import HttpServer, bind_socket, socket_url
-from tests.paxkv.server.fake_engine import FakeEngine
 
-config = ServerConfig(port=0, shutdown_timeout_s=float(sys.argv[1]))
-engine = FakeEngine(seconds_per_token=0.05)
 
-def hear():
-    for line in sys.stdin:
-        engine.seconds_per_token = float(line)
-
-threading.Thread(target=hear, daemon=True).start()
-bound = bind_socket(config)
-server = HttpServer(
-    create_app(engine, config), engine, config,
-    on_ready=lambda: print(socket_url(bound), flush=True),
-)
-asyncio.run(server.serve(sockets=[bound]))
-print("drained", sorted(engine.aborted), flush=True)
-"""
+@pytest.fixture(scope="module")
+def processes():
+    with forked_processes("tests.paxkv.server.forked_server") as processes:
+        yield processes
 
 
 @pytest.fixture
-def start_process():
-    """Starts the program; returns the process and its address."""
-    processes = []
+def start_process(processes):
+    """Starts a server; returns its process and address."""
+    started = []
 
     def start(shutdown_timeout_s):
-        process = subprocess.Popen(
-            [sys.executable, "-c", SERVER_PROGRAM, str(shutdown_timeout_s)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        processes.append(process)
+        process = processes.start_server([str(shutdown_timeout_s)], has_input=True)
+        started.append(process)
         with killed_after(PATIENCE_S, process):
             return process, process.stdout.readline().strip()
 
     yield start
-    for process in processes:
+    for process in started:
         process.kill()
         process.wait()
-        process.stdin.close()
-        process.stdout.close()
+        for file in (process.stdin, process.stdout, process.stderr):
+            file.close()
 
 
 def _say_seconds_per_token(process, seconds):
-    process.stdin.write(f"{seconds}\n")
-    process.stdin.flush()
+    process.stdin.write(f"{seconds}\n".encode())
 
 
 def _wait_until_port_is_closed(url):
