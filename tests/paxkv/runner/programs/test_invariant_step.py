@@ -21,6 +21,7 @@ SHAPE = StepShape(
     tile_tokens=TILE,
 )
 
+
 def test_tiles_end_before_drafts_that_do_not_fit():
     end_of_tile = jax.jit(functools.partial(_end_of_tile, shape=SHAPE))
     state_rows_of_tile = jax.jit(functools.partial(_state_rows_of_tile, shape=SHAPE))
