@@ -20,7 +20,7 @@ STATES = MambaSpec(
     blocks_per_state=2,
     num_parts=3,
 )
-NUM_REQUESTS, NUM_BLOCKS = 32, 4000
+NUM_REQUESTS, NUM_BLOCKS = 12, 1500
 
 
 POINTS = SavePoints(block_size=BLOCK_SIZE)
