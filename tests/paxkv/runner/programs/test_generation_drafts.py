@@ -55,7 +55,10 @@ def generators(folders):
         settings["num_speculative_tokens"] = NUM_DRAFTS
         return CompiledGenerator(model, SHAPE, speculative_config=settings)
 
-    return {None: CompiledGenerator(model, SHAPE)} | {name: make(name) for name in folders}
+    found = {None: CompiledGenerator(model, SHAPE)} | {name: make(name) for name in folders}
+    # Both draft models have weights of the same shapes, so one program serves both.
+    found["similar"]._generate = found["target"]._generate
+    return found
 
 
 def run(generator, prompts, params):
