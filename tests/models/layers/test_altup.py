@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from models.layers.altup import AltUp, with_magnitude_of
+from tests import on_device
 from tests.models.plain_context import plain_context
 
 
@@ -25,9 +26,9 @@ def test_prediction_and_correction_equal_transformers():
         for name in ("modality_router", "prediction_coefs", "correction_coefs"):
             weight = getattr(theirs, name).weight
             weight.copy_(torch.randn(weight.shape, generator=generator))
-            getattr(ours, name).kernel[...] = jnp.asarray(weight.numpy().T)
+            getattr(ours, name).kernel[...] = on_device.array(weight.numpy().T)
         theirs.router_norm.weight.copy_(torch.rand(8, generator=generator) + 0.5)
-        ours.router_norm.scale[...] = jnp.asarray(theirs.router_norm.weight.numpy())
+        ours.router_norm.scale[...] = on_device.array(theirs.router_norm.weight.numpy())
         streams = torch.randn(3, 1, 5, 8, generator=generator)
         computed = torch.randn(1, 5, 8, generator=generator)
         predictions = theirs.predict(streams)
@@ -43,5 +44,5 @@ def test_prediction_and_correction_equal_transformers():
 
 
 def test_magnitude_by_hand():
-    x, target = jnp.array([[3.0, 4.0], [0.0, 0.0]]), jnp.array([[6.0, 8.0], [1.0, 1.0]])
+    x, target = on_device.array([[3.0, 4.0], [0.0, 0.0]]), on_device.array([[6.0, 8.0], [1.0, 1.0]])
     np.testing.assert_allclose(with_magnitude_of(x, target), [[6.0, 8.0], [0.0, 0.0]], rtol=1e-6)

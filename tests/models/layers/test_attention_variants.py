@@ -14,6 +14,7 @@ from models.layers.attention_variants import (
     ScaledQueriesAttention,
 )
 from models.layers.rms_norm import RMSNorm
+from tests import on_device
 from tests.models.plain_context import plain_context
 
 CONFIG = AttentionConfig(
@@ -27,7 +28,7 @@ def project(attention):
     """Queries, keys and values of `X`; token i is at position i, and turned by i radians."""
     for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
         linear.kernel[...] = jnp.eye(*linear.kernel.get_value().shape)
-    angles = jnp.asarray(POSITIONS, jnp.float32)[:, None]
+    angles = on_device.array(POSITIONS, jnp.float32)[:, None]
     context = plain_context(3)
     context.cos_sin[CONFIG.rotary] = (jnp.cos(angles), jnp.sin(angles))
     return jax.jit(lambda x: attention.project_in(x, context, norm=lambda x: x))(X)
@@ -41,7 +42,7 @@ def turned(x: np.ndarray) -> np.ndarray:
 
 def test_norms_come_after_the_rotation():
     norm = RMSNorm(2, eps=0.0, dtype=jnp.float32)
-    norm.scale[...] = jnp.array([1.0, 10.0])
+    norm.scale[...] = on_device.array([1.0, 10.0])
     attention = NormedLastAttention(CONFIG, q_norm=norm, k_norm=norm, dtype=jnp.float32)
     q, k, v = project(attention)
     wanted = turned(X.reshape(3, 2, 2))
@@ -62,7 +63,7 @@ def test_queries_grow_with_their_position_and_keys_do_not():
 
 @pytest.mark.parametrize(("offset", "first"), [(0, 8), (1, 7)])
 def test_factor_of_queries_grows_after_every_period(offset, first):
-    positions = jnp.asarray([0, first - 1, first, first + 8, first + 16], jnp.int32)
+    positions = on_device.array([0, first - 1, first, first + 8, first + 16], jnp.int32)
     got = QueryScale(weight=0.5, period=8, offset=offset).factors(positions)
     np.testing.assert_allclose(got, 1 + 0.5 * np.log([1, 1, 2, 3, 4]), rtol=1e-6)
 

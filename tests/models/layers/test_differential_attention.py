@@ -11,6 +11,7 @@ from models.config.attention_config import AttentionConfig
 from models.config.rope_config import RopeConfig
 from models.errors import ModelConfigError
 from models.layers.differential_attention import DifferentialAttention, with_paired_heads
+from tests import on_device
 from tests.models.plain_context import plain_context
 
 HEAD_DIM, NUM_Q_HEADS, NUM_KV_HEADS, NUM_TOKENS, HIDDEN, EPS = 6, 8, 4, 5, 10, 1e-5
@@ -36,7 +37,7 @@ def make_attention(dtype: str = "float32") -> DifferentialAttention:
     params = [part for one in linears for part in (one.kernel, one.bias)]
     for param in [*params, *(getattr(attention, name) for name in LAMBDAS)]:
         shape = param.get_value().shape
-        param[...] = jnp.asarray(rng.normal(scale=0.5, size=shape), param.get_value().dtype)
+        param[...] = on_device.array(rng.normal(scale=0.5, size=shape), param.get_value().dtype)
     return attention
 
 
@@ -75,7 +76,7 @@ def wanted_np(attention: DifferentialAttention, x: np.ndarray, layer_idx: int) -
 @pytest.mark.parametrize("layer_idx", [0, 3])
 def test_output_is_the_normed_difference_of_the_halves(layer_idx):
     attention = make_attention()
-    angles = jnp.zeros((NUM_TOKENS, HEAD_DIM // 2), jnp.float32)
+    angles = on_device.zeros((NUM_TOKENS, HEAD_DIM // 2), jnp.float32)
     context = plain_context(NUM_TOKENS)
     context.cos_sin[CONFIG.rotary] = (jnp.cos(angles), jnp.sin(angles))
     x = np.random.default_rng(4).normal(size=(NUM_TOKENS, HIDDEN))
@@ -86,10 +87,10 @@ def test_output_is_the_normed_difference_of_the_halves(layer_idx):
         return attention.project_out(attended, dataclasses.replace(context, layer_idx=layer_idx))
 
     project_in = jax.jit(lambda x: attention.project_in(x, context, norm=lambda x: x))
-    qkv = project_in(jnp.asarray(x, jnp.float32))
+    qkv = project_in(on_device.array(x, jnp.float32))
     assert [one.shape[1:] for one in qkv] == [(8, 12), (2, 12), (2, 12)]
     attended = attend_np(*(np.asarray(one, np.float64) for one in qkv))
-    got = project_out(jnp.asarray(attended, jnp.float32), layer_idx)
+    got = project_out(on_device.array(attended, jnp.float32), layer_idx)
     np.testing.assert_allclose(got, wanted_np(attention, x, layer_idx), rtol=1e-4, atol=1e-4)
 
 

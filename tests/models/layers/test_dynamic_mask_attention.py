@@ -8,6 +8,7 @@ import pytest
 from models.config.attention_config import AttentionConfig
 from models.config.rope_config import RopeConfig
 from models.layers.dynamic_mask_attention import DynamicMaskAttention, with_key_bias
+from tests import on_device
 from tests.models.plain_context import plain_context
 
 HEAD_DIM, NUM_Q_HEADS, NUM_KV_HEADS, NUM_TOKENS = 6, 4, 2, 5
@@ -31,9 +32,9 @@ def project(dtype: str):
     linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.dt_proj)
     for param in [attention.rate, *(part for one in linears for part in (one.kernel, one.bias))]:
         shape = param.get_value().shape
-        param[...] = jnp.asarray(rng.normal(scale=0.5, size=shape), param.get_value().dtype)
+        param[...] = on_device.array(rng.normal(scale=0.5, size=shape), param.get_value().dtype)
     context = plain_context(NUM_TOKENS)
-    angles = jnp.zeros((NUM_TOKENS, HEAD_DIM // 2), jnp.float32)
+    angles = on_device.zeros((NUM_TOKENS, HEAD_DIM // 2), jnp.float32)
     context.cos_sin[CONFIG.rotary] = (jnp.cos(angles), jnp.sin(angles))
 
     @jax.jit
@@ -41,7 +42,7 @@ def project(dtype: str):
         q, k, v = attention.project_in(hidden, context, norm=lambda x: x)
         return q, k, v, attention.dt_proj(v.reshape(NUM_TOKENS, -1), context)
 
-    *qkv, dt = run(jnp.asarray(rng.normal(size=(NUM_TOKENS, 8)), dtype))
+    *qkv, dt = run(on_device.array(rng.normal(size=(NUM_TOKENS, 8)), dtype))
     rate_np, dt_np = (np.asarray(x, np.float64) for x in (attention.rate[...], dt))
     return *qkv, np.exp(rate_np * np.log1p(np.exp(dt_np)))
 

@@ -12,6 +12,7 @@ from models.decoders.chosen_layer import choose_layer
 from models.forward.layer_context import LayerContext
 from models.layers.expert_attention import ExpertAttention, RoutedHeads
 from models.layers.routing import SoftmaxTopK
+from tests import on_device
 from tests.models.layers.test_layer_stack import put_in_stacks
 from tests.models.plain_context import plain_context
 
@@ -35,14 +36,14 @@ def make_attention(rng: np.random.Generator) -> ExpertAttention:
     parts = (attention.router, attention.q_proj, attention.o_proj)
     for param in (*(part.kernel for part in parts), attention.bias):
         values = rng.standard_normal(param.get_value().shape)
-        param.set_value(jnp.asarray(values, jnp.float32))
+        param.set_value(on_device.array(values, jnp.float32))
     return attention
 
 
 def make_context() -> LayerContext:
     """One request, whose tokens are all at position 0."""
     shape = (NUM_ROWS, HEAD_DIM // 2)
-    cos_sin = {CONFIG.rotary: (jnp.ones(shape), jnp.zeros(shape))}
+    cos_sin = {CONFIG.rotary: (on_device.ones(shape), on_device.zeros(shape))}
     return dataclasses.replace(plain_context(NUM_ROWS), cos_sin=cos_sin)
 
 
@@ -56,12 +57,12 @@ def test_a_query_head_is_of_one_choice_and_one_kv_head():
     scores_np = x_np @ np.asarray(attention.router.kernel[...])
     best_np = np.argsort(-scores_np)[:, :TOP_K]
     np.testing.assert_array_equal(routing.expert_ids, best_np)
-    kernels_np = np.asarray(attention.q_proj.kernel[...])
+    q_np, kernels_np = np.asarray(q), np.asarray(attention.q_proj.kernel[...])
     for row in range(NUM_ROWS):
         for choice in range(TOP_K):
             heads_np = (x_np[row] @ kernels_np[best_np[row, choice]]).reshape(-1, HEAD_DIM)
             for kv_head in range(NUM_KV_HEADS):
-                got = q[row, kv_head * TOP_K + choice]
+                got = q_np[row, kv_head * TOP_K + choice]
                 np.testing.assert_allclose(got, heads_np[kv_head], rtol=1e-5, atol=1e-5)
 
 
@@ -72,9 +73,9 @@ def test_the_output_is_the_weighted_sum_of_the_experts_and_one_bias():
     expert_ids_np = np.array([[0, 1], [3, 2], [1, 0], [3, 1], [2, 3]])
     weights_np = rng.uniform(0.1, 1, (NUM_ROWS, TOP_K))
     heads = RoutedHeads(
-        jnp.asarray(attended_np, jnp.float32),
-        jnp.asarray(expert_ids_np, jnp.int32),
-        jnp.asarray(weights_np, jnp.float32),
+        on_device.array(attended_np, jnp.float32),
+        on_device.array(expert_ids_np, jnp.int32),
+        on_device.array(weights_np, jnp.float32),
     )
     got = jax.jit(lambda heads: attention.project_out(heads, make_context()))(heads)
     kernels_np = np.asarray(attention.o_proj.kernel[...], np.float64)
@@ -92,7 +93,7 @@ def test_layers_whose_experts_are_in_a_stack_compute_as_layers_apart():
         [make_attention(np.random.default_rng(seed)) for seed in (0, 1, 2)] for _ in range(2)
     )
     put_in_stacks(in_stacks)
-    x = jnp.asarray(np.random.default_rng(3).standard_normal((NUM_ROWS, HIDDEN)), jnp.float32)
+    x = on_device.array(np.random.default_rng(3).standard_normal((NUM_ROWS, HIDDEN)), jnp.float32)
 
     def run(attention: ExpertAttention) -> tuple[jax.Array, jax.Array]:
         context = make_context()

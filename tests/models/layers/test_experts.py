@@ -13,6 +13,7 @@ from models.forward.layer_context import LayerContext
 from models.layers.experts import Experts, packed_gate_up_rules, packed_or_single_rules
 from models.layers.routing import Routing
 from models.weight_rule import Source, WeightRule, rules_of_layers
+from tests import on_device
 from tests.models.plain_context import plain_context
 
 NUM_EXPERTS, HIDDEN, INNER = 4, 6, 5
@@ -33,7 +34,7 @@ def make_experts(*, use_bias: bool, seed: int = 0) -> Experts:
         for param in (linear.kernel, linear.bias):
             if param is not None:
                 values = rng.standard_normal(param.get_value().shape)
-                param.set_value(jnp.asarray(values, jnp.float32))
+                param.set_value(on_device.array(values, jnp.float32))
     return experts
 
 
@@ -68,7 +69,7 @@ def test_each_row_is_the_weighted_sum_of_its_experts(expert_ids, use_bias):
     rng = np.random.default_rng(1)
     x_np = rng.standard_normal((5, HIDDEN)).astype(np.float32)
     weights_np = rng.uniform(0.1, 1, (5, 2)).astype(np.float32)
-    routing = Routing(jnp.asarray(expert_ids, jnp.int32), jnp.asarray(weights_np))
+    routing = Routing(on_device.array(expert_ids, jnp.int32), on_device.array(weights_np))
     expected = [
         sum(
             weight * through_expert(experts, row_np, expert_id)
@@ -76,18 +77,22 @@ def test_each_row_is_the_weighted_sum_of_its_experts(expert_ids, use_bias):
         )
         for row_np, chosen, row_weights in zip(x_np, expert_ids, weights_np, strict=True)
     ]
-    got = run(experts, jnp.asarray(x_np), routing, plain_context(5))
+    got = run(experts, on_device.array(x_np), routing, plain_context(5))
     np.testing.assert_allclose(got, np.array(expected), rtol=1e-5, atol=1e-5)
 
 
 def test_padding_goes_through_no_expert_and_changes_no_other_row():
     experts = make_experts(use_bias=True)
     rng = np.random.default_rng(2)
-    x = jnp.asarray(rng.standard_normal((4, HIDDEN)), jnp.float32)
-    routing = Routing(jnp.asarray([[0], [1], [1], [0]], jnp.int32), jnp.ones((4, 1), jnp.float32))
+    x = on_device.array(rng.standard_normal((4, HIDDEN)), jnp.float32)
+    routing = Routing(
+        on_device.array([[0], [1], [1], [0]], jnp.int32), on_device.ones((4, 1), jnp.float32)
+    )
     context = plain_context(4)
     # Two requests of one token each, and two rows of padding.
-    batch = dataclasses.replace(context.batch, query_start_loc=jnp.asarray([0, 1, 2], jnp.int32))
+    batch = dataclasses.replace(
+        context.batch, query_start_loc=on_device.array([0, 1, 2], jnp.int32)
+    )
     padded = dataclasses.replace(context, batch=batch)
     got = np.asarray(run(experts, x.at[2:].set(jnp.nan), routing, padded))
     np.testing.assert_array_equal(got[2:], 0)

@@ -7,6 +7,7 @@ import numpy as np
 from models.cache.state_format import StateFormat
 from models.forward.layer_context import LayerState
 from models.layers.head_convolution import HeadConvolution, last_inputs
+from tests import on_device
 from tests.models.plain_context import plain_context
 
 NUM_HEADS, HEAD_DIM, KERNEL_SIZE = 2, 3, 4
@@ -17,21 +18,21 @@ def make_convolution(stored_np: np.ndarray, bias_np: np.ndarray) -> HeadConvolut
     convolution = HeadConvolution(NUM_HEADS, HEAD_DIM, KERNEL_SIZE, dtype=jnp.dtype("float32"))
     # The loader transposes every matrix, so the test does too.
     combined_np = convolution.weight_rules("conv")["kernel"].combined([stored_np])
-    convolution.kernel[...] = jnp.asarray(combined_np.swapaxes(1, 2))
-    convolution.bias[...] = jnp.asarray(bias_np)
+    convolution.kernel[...] = on_device.array(combined_np.swapaxes(1, 2))
+    convolution.bias[...] = on_device.array(bias_np)
     return convolution
 
 
 def make_state(counts: list[int]) -> LayerState:
-    nothing = jnp.zeros((len(counts), 1), jnp.int32)
+    nothing = on_device.zeros((len(counts), 1), jnp.int32)
     return LayerState(
         format=StateFormat(shapes=((KERNEL_SIZE - 1, NUM_CHANNELS),), num_windows=1),
         row=0,
         read_slots=nothing,
         write_slots=nothing,
-        starts_from_zero=jnp.zeros(len(counts), bool),
-        is_written=jnp.ones(len(counts), bool),
-        query_start_loc=jnp.asarray(np.cumsum([0, *counts]), jnp.int32),
+        starts_from_zero=on_device.zeros(len(counts), bool),
+        is_written=on_device.ones(len(counts), bool),
+        query_start_loc=on_device.array(np.cumsum([0, *counts]), jnp.int32),
         has_one_token_each=False,
     )
 
@@ -45,7 +46,7 @@ def test_steps_of_any_size_convolve_as_a_grouped_convolution_of_whole_requests()
     stored_np, bias_np = draw(NUM_CHANNELS, HEAD_DIM, KERNEL_SIZE), draw(NUM_CHANNELS)
     convolution = make_convolution(stored_np, bias_np)
     texts = [draw(7, NUM_CHANNELS), draw(5, NUM_CHANNELS)]
-    window = jnp.zeros((2, KERNEL_SIZE - 1, NUM_CHANNELS), jnp.float32)
+    window = on_device.zeros((2, KERNEL_SIZE - 1, NUM_CHANNELS), jnp.float32)
     got = [[], []]
     done = [0, 0]
     for counts in ([1, 4], [0, 1], [6, 0]):

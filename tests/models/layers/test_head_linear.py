@@ -10,6 +10,7 @@ from flax import nnx
 from models.decoders.chosen_layer import choose_layer, kind_of
 from models.layers.head_linear import HeadLinear
 from models.layers.linear import name_linears
+from tests import on_device
 from tests.models.plain_context import plain_context
 
 NUM_ROWS, NUM_HEADS, IN, OUT = 4, 3, 5, 2
@@ -18,13 +19,13 @@ NUM_ROWS, NUM_HEADS, IN, OUT = 4, 3, 5, 2
 def make_linear(seed: int = 0, dtype: str = "float32") -> HeadLinear:
     linear = HeadLinear(NUM_HEADS, IN, OUT, dtype=jnp.dtype(dtype))
     kernel = np.random.default_rng(seed).normal(size=(NUM_HEADS, IN, OUT))
-    linear.kernel[...] = jnp.asarray(kernel, dtype)
+    linear.kernel[...] = on_device.array(kernel, dtype)
     return linear
 
 
 def draw_x(dtype: str = "float32") -> jnp.ndarray:
     x = np.random.default_rng(9).normal(size=(NUM_ROWS, NUM_HEADS, IN))
-    return jnp.asarray(x, dtype)
+    return on_device.array(x, dtype)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
@@ -40,8 +41,8 @@ def test_each_head_is_multiplied_by_its_own_matrix(dtype, tolerance):
 def test_16_bit_products_of_usual_sizes_run():
     # XLA:CPU has no 16-bit product in some orders of the axes, but computes small ones itself.
     linear = HeadLinear(8, 16, 32, dtype=jnp.bfloat16)
-    linear.kernel[...] = jnp.ones((8, 16, 32), jnp.bfloat16)
-    y = linear(jnp.ones((4, 8, 16), jnp.bfloat16), plain_context(4))
+    linear.kernel[...] = on_device.ones((8, 16, 32), jnp.bfloat16)
+    y = linear(on_device.ones((4, 8, 16), jnp.bfloat16), plain_context(4))
     np.testing.assert_array_equal(y.astype(jnp.float32), np.full((4, 8, 32), 16))
 
 

@@ -11,6 +11,7 @@ from models.layers.experts import ExpertLinear
 from models.layers.layer_stack import InStack, find_places
 from models.layers.routing import Routing
 from models.loading.write_stack import finish_stack, write_layer
+from tests import on_device
 from tests.models.layers.test_experts import make_experts
 from tests.models.layers.test_experts import run as run_experts
 from tests.models.plain_context import plain_context
@@ -68,25 +69,37 @@ def put_in_stacks(layers: list) -> None:
 def test_layers_in_a_stack_compute_as_layers_apart(is_chosen):
     layers, context = layers_apart(), plain_context(7)
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((7, layers[0].gate_proj.kernel.shape[1])), jnp.float32)
+    x = on_device.array(rng.standard_normal((7, layers[0].gate_proj.kernel.shape[1])), jnp.float32)
     routing = Routing(
-        jnp.asarray(rng.integers(0, 4, (7, 2)), jnp.int32),
-        jnp.asarray(rng.uniform(0.1, 1, (7, 2)), jnp.float32),
+        on_device.array(rng.integers(0, 4, (7, 2)), jnp.int32),
+        on_device.array(rng.uniform(0.1, 1, (7, 2)), jnp.float32),
     )
-    wanted = [np.asarray(run_experts(layer, x, routing, context)) for layer in layers]
+
+    def run_all(x: jax.Array, routing: Routing) -> list[jax.Array]:
+        return [layer(x, routing, context) for layer in layers]
+
+    def run_chosen(idx: jax.Array, x: jax.Array, routing: Routing) -> jax.Array:
+        return choose_layer(layers, idx)(x, routing, context)
+
+    wanted = [np.asarray(output) for output in jax.jit(run_all)(x, routing)]
     assert len({output.tobytes() for output in wanted}) == NUM_LAYERS
     put_in_stacks(layers)
-    for idx, output in enumerate(wanted):
-        layer = choose_layer(layers, jnp.int32(idx)) if is_chosen else layers[idx]
-        np.testing.assert_array_equal(run_experts(layer, x, routing, context), output)
+    if is_chosen:
+        chosen = jax.jit(run_chosen)
+        got = [chosen(np.int32(idx), x, routing) for idx in range(NUM_LAYERS)]
+    else:
+        # A function of its own: `run_all` has been traced with the layers apart.
+        got = jax.jit(lambda *arrays: run_all(*arrays))(x, routing)
+    for output, of_layer in zip(wanted, got, strict=True):
+        np.testing.assert_array_equal(of_layer, output)
 
 
 def test_program_has_each_product_once():
     """A switch would contain the product of every layer."""
     layers, context = layers_apart(), plain_context(7)
-    x = jnp.zeros((7, layers[0].gate_proj.kernel.shape[1]))
+    x = on_device.zeros((7, layers[0].gate_proj.kernel.shape[1]))
     put_in_stacks(layers)
-    routing = Routing(jnp.zeros((7, 2), jnp.int32), jnp.ones((7, 2)))
+    routing = Routing(on_device.zeros((7, 2), jnp.int32), on_device.ones((7, 2)))
 
     def products(num_layers: int) -> int:
         def run(idx, x):

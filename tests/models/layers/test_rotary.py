@@ -14,6 +14,7 @@ from models.layers.rotary import (
     inverse_frequencies,
     rotary_cos_sin,
 )
+from tests import on_device
 from tests.oracles.golden import load_golden_rope
 from tests.quick_compile import quick_jit
 
@@ -53,8 +54,8 @@ def test_dynamic_turns_each_token_as_transformers_turns_the_last_token():
 
 
 def test_dynamic_token_does_not_depend_on_the_rest_of_the_step():
-    alone = rotary_cos_sin(jnp.array([70]), DYNAMIC, HEAD_DIM)
-    among = rotary_cos_sin(jnp.array([3, 70, 500]), DYNAMIC, HEAD_DIM)
+    alone = rotary_cos_sin(on_device.array([70]), DYNAMIC, HEAD_DIM)
+    among = rotary_cos_sin(on_device.array([3, 70, 500]), DYNAMIC, HEAD_DIM)
     for part_alone, part_among in zip(alone, among, strict=True):
         np.testing.assert_array_equal(part_alone[0], part_among[1])
 
@@ -66,7 +67,7 @@ def test_dynamic_is_the_plain_embedding_within_its_original_length():
 
 def test_attention_factor_scales_cos_and_sin():
     rope = parse(GOLDEN["yarn_attention_factor"]["hf_config"])
-    cos, sin = rotary_cos_sin(jnp.array([0]), rope, HEAD_DIM)
+    cos, sin = rotary_cos_sin(on_device.array([0]), rope, HEAD_DIM)
     assert cos.tolist() == [[1.5] * (HEAD_DIM // 2)]
     assert sin.tolist() == [[0.0] * (HEAD_DIM // 2)]
 
@@ -95,15 +96,15 @@ def test_proportional_turns_the_first_pairs_as_if_all_were_turned(share):
 
 def test_pairs_are_dimension_i_and_i_plus_half():
     # A quarter turn of pair 0 and none of pair 1: (1, 2, 3, 4) -> (-3, 2, 1, 4).
-    x = jnp.array([[[1.0, 2.0, 3.0, 4.0]]])
-    turned = apply_rotary(x, cos=jnp.array([[0.0, 1.0]]), sin=jnp.array([[1.0, 0.0]]))
+    x = on_device.array([[[1.0, 2.0, 3.0, 4.0]]])
+    turned = apply_rotary(x, cos=on_device.array([[0.0, 1.0]]), sin=on_device.array([[1.0, 0.0]]))
     assert turned.tolist() == [[[-3.0, 2.0, 1.0, 4.0]]]
 
 
 def test_dimensions_beyond_the_angles_stay():
     # Of (1, 2, 3, 4), a quarter turn of (1, 2).
-    x = jnp.array([[[1.0, 2.0, 3.0, 4.0]]])
-    turned = apply_rotary(x, cos=jnp.array([[0.0]]), sin=jnp.array([[1.0]]))
+    x = on_device.array([[[1.0, 2.0, 3.0, 4.0]]])
+    turned = apply_rotary(x, cos=on_device.array([[0.0]]), sin=on_device.array([[1.0]]))
     assert turned.tolist() == [[[-2.0, 1.0, 3.0, 4.0]]]
 
 
@@ -159,7 +160,7 @@ def test_rotation_backwards_undoes_the_rotation():
 
 def test_heads_without_positions_stay_as_they_are():
     x_np = np.ones((2, 1, 4), np.float32)
-    cos, sin = rotary_cos_sin(jnp.array([3, 70]), RopeConfig(kind="linear", factor=2.0), 0)
+    cos, sin = rotary_cos_sin(on_device.array([3, 70]), RopeConfig(kind="linear", factor=2.0), 0)
     assert cos.shape == sin.shape == (2, 0)
     for rotate in (apply_rotary, apply_rotary_to_neighbors, apply_rotary_backwards):
         np.testing.assert_array_equal(rotate(x_np, cos, sin), x_np)

@@ -7,6 +7,7 @@ import pytest
 
 from models.layers.routing import CorrectedRouter, Router, SigmoidTopK, SoftmaxTopK
 from models.layers.routing_rules import GroupedSoftmaxTopK, PairGroupedSoftmaxTopK
+from tests import on_device
 
 
 def random_scores(num_rows: int, num_experts: int) -> np.ndarray:
@@ -30,7 +31,7 @@ def check(routing, expert_ids_np, weights_np):
 
 def test_softmax_by_hand():
     # Likelihoods 1/8, 1/2, 1/8 and 1/4.
-    scores = jnp.log(jnp.array([[1.0, 4.0, 1.0, 2.0]]))
+    scores = jnp.log(on_device.array([[1.0, 4.0, 1.0, 2.0]]))
     check(chosen(SoftmaxTopK(top_k=2, normalizes=False), scores), [[1, 3]], [[1 / 2, 1 / 4]])
     check(chosen(SoftmaxTopK(top_k=2, normalizes=True), scores), [[1, 3]], [[2 / 3, 1 / 3]])
 
@@ -47,11 +48,11 @@ def test_softmax_of_many_rows(normalizes):
 
 
 def test_the_bias_of_a_sigmoid_changes_the_choice_and_not_the_weights():
-    scores = jnp.array([[0.0, 2.0, 1.0]])
+    scores = on_device.array([[0.0, 2.0, 1.0]])
     choose = SigmoidTopK(top_k=1, normalizes=False)
-    check(chosen(choose, scores, jnp.zeros(3)), [[1]], [[1 / (1 + np.exp(-2))]])
+    check(chosen(choose, scores, on_device.zeros(3)), [[1]], [[1 / (1 + np.exp(-2))]])
     # 0.5 + 0.4 is more than 0.88 and 0.73.
-    check(chosen(choose, scores, jnp.array([0.4, 0.0, 0.0])), [[0]], [[0.5]])
+    check(chosen(choose, scores, on_device.array([0.4, 0.0, 0.0])), [[0]], [[0.5]])
 
 
 @pytest.mark.parametrize("normalizes", [False, True])
@@ -81,14 +82,14 @@ def test_sigmoids_of_many_rows(normalizes, num_groups, num_kept_groups):
 
 def test_a_group_is_as_good_as_its_two_best_experts():
     # The best expert is in the second group; the sum of two is larger in the first.
-    scores = jnp.array([[1.0, 1.0, 2.0, -9.0]])
+    scores = on_device.array([[1.0, 1.0, 2.0, -9.0]])
     choose = SigmoidTopK(top_k=1, num_groups=2, num_kept_groups=1)
-    assert chosen(choose, scores, jnp.zeros(4)).expert_ids.tolist() == [[0]]
+    assert chosen(choose, scores, on_device.zeros(4)).expert_ids.tolist() == [[0]]
 
 
 def test_the_best_expert_alone_decides_whether_a_softmax_chooses_its_group():
     # Likelihoods 6/16, 1/16 | 4/16, 5/16: the second group has the larger sum, the first the best.
-    scores = jnp.log(jnp.array([[6.0, 1.0, 4.0, 5.0]]))
+    scores = jnp.log(on_device.array([[6.0, 1.0, 4.0, 5.0]]))
     choose = GroupedSoftmaxTopK(top_k=2, factor=2.0, num_groups=2, num_kept_groups=1)
     check(chosen(choose, scores), [[0, 1]], [[12 / 16, 2 / 16]])
     check(chosen(GroupedSoftmaxTopK(top_k=2), scores), [[0, 3]], [[6 / 16, 5 / 16]])
@@ -96,7 +97,7 @@ def test_the_best_expert_alone_decides_whether_a_softmax_chooses_its_group():
 
 def test_the_two_best_experts_decide_whether_a_softmax_chooses_their_group():
     # Likelihoods 7, 1, 1 | 4, 5, 0.5 | 3, 3, 3 of 27.5. The sums of two are 8, 9 and 6.
-    scores = jnp.log(jnp.array([[7.0, 1.0, 1.0, 4.0, 5.0, 0.5, 3.0, 3.0, 3.0]]))
+    scores = jnp.log(on_device.array([[7.0, 1.0, 1.0, 4.0, 5.0, 0.5, 3.0, 3.0, 3.0]]))
     groups = {"num_groups": 3, "num_kept_groups": 1}
     plain = PairGroupedSoftmaxTopK(top_k=2, normalizes=False, factor=2.0, **groups)
     check(chosen(plain, scores), [[4, 3]], [[10 / 27.5, 8 / 27.5]])
@@ -112,8 +113,8 @@ def test_the_two_best_experts_decide_whether_a_softmax_chooses_their_group():
 def test_scores_of_a_router_are_not_rounded():
     router = Router(2, 2, dtype=jnp.bfloat16)
     # 1 + 1/512 has more bits than bfloat16.
-    router.kernel[...] = jnp.array([[1.0, 0.0], [1 / 512, 1.0]], jnp.bfloat16)
-    scores = router.scores(jnp.ones((1, 2), jnp.bfloat16))
+    router.kernel[...] = on_device.array([[1.0, 0.0], [1 / 512, 1.0]], jnp.bfloat16)
+    scores = router.scores(on_device.ones((1, 2), jnp.bfloat16))
     assert scores.dtype == jnp.float32
     assert scores.tolist() == [[1 + 1 / 512, 1.0]]
 
@@ -121,6 +122,6 @@ def test_scores_of_a_router_are_not_rounded():
 def test_the_correction_of_a_router_keeps_float32_in_a_bfloat16_model():
     router = CorrectedRouter(2, 2)
     # In bfloat16 both would be 8, and the first expert would be chosen.
-    router.correction_bias[...] = jnp.array([8.0, 8.001])
+    router.correction_bias[...] = on_device.array([8.0, 8.001])
     choose = SigmoidTopK(top_k=1, normalizes=False, factor=2.0)
-    check(router.route(jnp.ones((1, 2), jnp.bfloat16), choose), [[1]], [[1.0]])
+    check(router.route(on_device.ones((1, 2), jnp.bfloat16), choose), [[1]], [[1.0]])

@@ -7,6 +7,7 @@ from flax import nnx
 from models.forward.carry import Carry
 from models.layers.factors import Factors
 from models.layers.weighted_residual_layer import WeightedResidualLayer
+from tests import on_device
 from tests.models.plain_context import plain_context
 
 
@@ -27,8 +28,8 @@ def test_layer_by_hand():
         norm=lambda: lambda x: 2.0 * x,
         factors=lambda: Factors(2, dtype=jnp.float32),
     )
-    layer.input_residual.scale[...] = jnp.array([0.5, 3.0])
-    layer.post_attention_residual.scale[...] = jnp.array([0.25, 1.0])
-    carry, _ = layer(Carry(hidden=jnp.ones((1, 2))), None, plain_context())
+    layer.input_residual.scale[...] = on_device.array([0.5, 3.0])
+    layer.post_attention_residual.scale[...] = on_device.array([0.25, 1.0])
+    carry, _ = layer(Carry(hidden=on_device.ones((1, 2))), None, plain_context())
     # hidden = factor * 1 + (2 * 1 + 1); factor * hidden + (2 * hidden + 10)
     np.testing.assert_allclose(carry.hidden, [[2.25 * 3.5 + 10.0, 3.0 * 6.0 + 10.0]])
