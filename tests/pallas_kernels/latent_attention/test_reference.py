@@ -5,6 +5,8 @@ import pytest
 
 from pallas_kernels.latent_attention.cases import CASES, build_inputs
 from pallas_kernels.latent_attention.reference import latent_attention_reference
+from tests.pallas_kernels.latent_attention.dense_attention import dense_attention
+from tests.quick_compile import slow_unless_named
 
 pytestmark = pytest.mark.thorough
 
@@ -12,28 +14,26 @@ pytestmark = pytest.mark.thorough
 PROMISE_NOTHING = {"kv_dtype": None, "max_query_len": None}
 
 
-def dense_attention(inputs):
-    """float64 attention of one token and head at a time, on contiguous vectors."""
-    q = inputs.q_np.astype(np.float64)
-    query_start_loc = np.asarray(inputs.query_start_loc)
-    latent_dim = inputs.q_latent.shape[-1]
-    out, lse = np.zeros((*q.shape[:2], latent_dim)), np.full(q.shape[:2], -np.inf)
-    for req_idx, cached in enumerate(inputs.cached_np):
-        start, end = query_start_loc[req_idx : req_idx + 2]
-        for token in range(start, end):
-            seen = cached[: len(cached) - (end - 1 - token)].astype(np.float64)
-            for head in range(q.shape[1] if len(seen) else 0):
-                weights = np.exp(seen @ q[token, head] * inputs.rules["scale"])
-                out[token, head] = weights @ seen[:, :latent_dim] / weights.sum()
-                lse[token, head] = np.log(weights.sum())
-    return out, lse
+# Each kind of request, block size and dtype. The others are sizes of a kernel's tiles.
+QUICK_CASES = (
+    "ragged_decodes",
+    "empty_and_idle_requests",
+    "padding_only",
+    "one_block",
+    "block_8",
+    "mixed",
+    "mixed_with_unused_columns",
+    "mixed_bfloat16_as_uint16",
+    "mixed_float16_as_uint16",
+)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_equals_dense_attention_on_contiguous_latents(case, attend_by_reference):
+@pytest.mark.parametrize("case", slow_unless_named(CASES, *QUICK_CASES))
+def test_equals_dense_attention_on_contiguous_latents(case, attend):
     tolerance = {"float32": 5e-6, "float16": 1e-3, "bfloat16": 1e-2}[case.dtype]
-    out, lse = attend_by_reference(case)
-    wanted_out, wanted_lse = dense_attention(build_inputs(case))
+    inputs = build_inputs(case)
+    out, lse = attend(inputs, latent_attention_reference)
+    wanted_out, wanted_lse = dense_attention(inputs)
     np.testing.assert_allclose(out, wanted_out, atol=tolerance, rtol=tolerance)
     np.testing.assert_allclose(lse, wanted_lse, atol=1e-5, rtol=1e-5)
 

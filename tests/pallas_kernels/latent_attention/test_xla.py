@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import block_copy, kv_scatter, latent_attention
@@ -18,6 +18,7 @@ from pallas_kernels.latent_attention.xla import (
     latent_attention_xla,
 )
 from tests.compiler_flags import AS_FOR_USERS
+from tests.pallas_kernels.latent_attention.dense_attention import dense_attention
 from tests.quick_compile import slow_unless_named
 
 TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
@@ -36,32 +37,34 @@ THOROUGH_CASES = (
 )
 
 
-def check_equals_reference(case, body, attend, attend_by_reference):
-    pair = attend(build_inputs(case), body)
-    for got, wanted in zip(pair, attend_by_reference(case), strict=True):
+def check_equals_dense_attention(case, body, attend):
+    inputs = build_inputs(case)
+    pair = attend(inputs, body)
+    for got, wanted in zip(pair, dense_attention(inputs), strict=True):
         tolerance = TOLERANCES[case.dtype]
         np.testing.assert_allclose(got, wanted, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("case", slow_unless_named(CASES, *QUICK_CASES, thorough=THOROUGH_CASES))
-def test_equals_reference(case, attend, attend_by_reference):
-    check_equals_reference(case, latent_attention_xla, attend, attend_by_reference)
+def test_equals_dense_attention(case, attend):
+    check_equals_dense_attention(case, latent_attention_xla, attend)
 
 
 @pytest.mark.parametrize(
     "case",
     slow_unless_named(CASES, "mixed_bfloat16_as_uint16", "empty_and_idle_requests", thorough=()),
 )
-def test_batch_invariant_body_equals_reference(case, attend, attend_by_reference):
-    check_equals_reference(case, latent_attention_batch_invariant, attend, attend_by_reference)
+def test_batch_invariant_body_equals_dense_attention(case, attend):
+    check_equals_dense_attention(case, latent_attention_batch_invariant, attend)
 
 
 @pytest.mark.thorough
 def test_float32_queries_lose_nothing_to_a_narrower_cache(attend):
     inputs = build_inputs(LatentAttentionCase(name="", requests=((1, 40), (5, 9))))
     narrower = np.asarray(inputs.kv_cache).astype(jnp.bfloat16)
-    inputs = dataclasses.replace(inputs, kv_cache=narrower)
-    pairs = (attend(inputs, body) for body in (latent_attention_xla, latent_attention_reference))
+    cached_np = tuple(x.astype(jnp.bfloat16).astype(np.float32) for x in inputs.cached_np)
+    inputs = dataclasses.replace(inputs, kv_cache=narrower, cached_np=cached_np)
+    pairs = (attend(inputs, latent_attention_xla), dense_attention(inputs))
     for got, wanted in zip(*pairs, strict=True):
         np.testing.assert_allclose(got, wanted, atol=5e-6, rtol=5e-6)
 
@@ -84,6 +87,7 @@ def ragged_requests(draw):
 
 
 @pytest.mark.thorough
+@settings(max_examples=25)  # each computes a whole batch with both bodies
 @given(requests=ragged_requests(), seed=st.integers(0, 1000))
 def test_equals_reference_on_any_batch(run_jitted, requests, seed):
     num_query = sum(num_query for num_query, _ in requests)

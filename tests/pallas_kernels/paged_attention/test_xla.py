@@ -1,4 +1,4 @@
-"""Tests of `paged_attention/xla.py`: against the reference, and its promises on memory."""
+"""Tests of `paged_attention/xla.py`: against dense attention, and its promises on memory."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import kv_scatter, paged_attention
@@ -22,6 +22,7 @@ from pallas_kernels.paged_attention.cases import (
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 from tests.compiler_flags import AS_FOR_USERS
+from tests.pallas_kernels.paged_attention.dense_attention import dense_attention
 from tests.quick_compile import slow_unless_named
 
 TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
@@ -59,9 +60,10 @@ THOROUGH_CASES = (
         thorough=THOROUGH_CASES,
     ),
 )
-def test_equals_reference(case, attend, attend_by_reference):
-    out, lse = attend(build_inputs(case), paged_attention_xla)
-    expected_out, expected_lse = attend_by_reference(case)
+def test_equals_dense_attention(case, attend):
+    inputs = build_inputs(case)
+    out, lse = attend(inputs, paged_attention_xla)
+    expected_out, expected_lse = dense_attention(inputs)
     tolerance = TOLERANCES[case.dtype]
     np.testing.assert_allclose(out, expected_out, atol=tolerance, rtol=tolerance)
     np.testing.assert_allclose(lse, expected_lse, atol=5e-6, rtol=5e-6)
@@ -90,6 +92,7 @@ def ragged_requests(draw):
 
 
 @pytest.mark.thorough
+@settings(max_examples=25)  # each computes a whole batch with both bodies
 @given(
     requests=ragged_requests(),
     rule=st.sampled_from(RULES),

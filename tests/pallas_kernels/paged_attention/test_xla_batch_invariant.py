@@ -13,6 +13,7 @@ from pallas_kernels.paged_attention.cases import (
     build_inputs,
 )
 from pallas_kernels.paged_attention.xla_batch_invariant import paged_attention_batch_invariant
+from tests.pallas_kernels.paged_attention.dense_attention import dense_attention
 from tests.quick_compile import quick_jit, slow_unless_named
 
 TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
@@ -35,9 +36,10 @@ QUICK_CASES = (
 @pytest.mark.parametrize(
     "case", slow_unless_named(CASES + LONG_CASES + NARROW_CACHE_CASES + UINT16_CASES, *QUICK_CASES)
 )
-def test_equals_reference(case, attend, attend_by_reference):
-    out, lse = attend(build_inputs(case), paged_attention_batch_invariant)
-    expected_out, expected_lse = attend_by_reference(case)
+def test_equals_dense_attention(case, attend):
+    inputs = build_inputs(case)
+    out, lse = attend(inputs, paged_attention_batch_invariant)
+    expected_out, expected_lse = dense_attention(inputs)
     tolerance = TOLERANCES[case.dtype]
     np.testing.assert_allclose(out, expected_out, atol=tolerance, rtol=tolerance)
     np.testing.assert_allclose(lse, expected_lse, atol=5e-6, rtol=5e-6)
