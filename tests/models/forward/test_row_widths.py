@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from models.forward.row_widths import run_at_width
+from tests import on_device
 from tests.compiler_flags import AS_FOR_USERS
 
 WIDTHS = (2, 3, 8)
@@ -18,9 +19,9 @@ def test_least_width_that_holds_the_used_rows_is_chosen():
 
     def double(width, carry):
         doubled, num_rows = carry
-        return width.write(doubled, 2 * width.read(jnp.asarray(rows))), num_rows + width.size
+        return width.write(doubled, 2 * width.read(on_device.array(rows))), num_rows + width.size
 
-    run = jax.jit(lambda used: run_at_width(WIDTHS, used, double, (jnp.zeros((8, 2)), 0)))
+    run = jax.jit(lambda used: run_at_width(WIDTHS, used, double, (on_device.zeros((8, 2)), 0)))
     for num_used in range(9):
         doubled, num_rows = map(np.asarray, run(np.int32(num_used)))
         expected = next(width for width in WIDTHS if num_used <= width)
@@ -34,7 +35,7 @@ def test_one_width_needs_no_loop():
         return width.write(rows, 2 * width.read(rows))
 
     jaxpr = jax.make_jaxpr(lambda rows, used: run_at_width((4,), used, double, rows))
-    assert "while" not in str(jaxpr(jnp.ones((4, 2)), jnp.int32(1)))
+    assert "while" not in str(jaxpr(on_device.ones((4, 2)), jnp.int32(1)))
 
 
 def test_compiler_does_not_do_the_work_of_every_width_beforehand():
@@ -44,9 +45,9 @@ def test_compiler_does_not_do_the_work_of_every_width_beforehand():
         def run(width, out):
             return width.write(out, width.read(rows) @ weights)
 
-        return run_at_width(WIDTHS, used, run, jnp.zeros((8, 32)))
+        return run_at_width(WIDTHS, used, run, on_device.zeros((8, 32)))
 
-    shapes = (jnp.zeros((8, 16)), jnp.zeros((16, 32)), jnp.int32(1))
+    shapes = (on_device.zeros((8, 16)), on_device.zeros((16, 32)), jnp.int32(1))
     text = jax.jit(project).lower(*shapes).compile(AS_FOR_USERS).as_text()
     entry = re.search(r"^ENTRY .*?^}", text, re.MULTILINE | re.DOTALL)[0]
     assert "dot_general" in text and "while" in entry
@@ -56,7 +57,7 @@ def test_compiler_does_not_do_the_work_of_every_width_beforehand():
 @pytest.mark.parametrize("widths", [WIDTHS, (8,)])
 @pytest.mark.parametrize("is_wanted", [True, False])
 def test_rows_stay_as_they_are_where_the_work_is_not_wanted(widths, is_wanted):
-    rows = jnp.arange(16.0).reshape(8, 2)
+    rows = on_device.arange(16.0).reshape(8, 2)
 
     def double(width, rows):
         return width.write(rows, 2 * width.read(rows))

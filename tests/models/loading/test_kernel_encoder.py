@@ -18,6 +18,7 @@ from models.platforms import CPU, Platform
 from models.stored_kernels.bits16 import Bits16Kernel
 from models.stored_kernels.rounded_int8 import RoundedInt8Kernel
 from models.stored_kernels.use_kernel import as_stored_kernel, multiply
+from tests import on_device
 from tests.oracles.paged_stepper import PagedStepper
 
 DEMO = Path(str(importlib.resources.files("models.demo") / "checkpoint"))
@@ -81,7 +82,7 @@ def test_kernels_alone_are_rounded(own_model, product_dtype, kernel_dtype):
 
 def test_columns_keep_255_steps_of_their_own():
     values_np = np.random.default_rng(0).standard_normal((48, 20), np.float32)
-    rounded = RoundedInt8Kernel.of(jnp.asarray(values_np))
+    rounded = RoundedInt8Kernel.of(on_device.array(values_np))
     numbers_np, scales_np = np.asarray(rounded.numbers).T, np.asarray(rounded.scales)
     assert numbers_np.dtype == np.int8
     assert np.abs(numbers_np).max(axis=0).tolist() == [127] * 20
@@ -97,8 +98,10 @@ def test_unknown_dtype_is_refused_by_name():
 
 
 def test_token_of_zeros_has_a_product_of_zeros():
-    kernel = RoundedInt8Kernel.of(jnp.ones((16, 24)))
-    assert np.array_equal(multiply(jnp.zeros((2, 16)), kernel, KernelSettings()), np.zeros((2, 24)))
+    kernel = RoundedInt8Kernel.of(on_device.ones((16, 24)))
+    assert np.array_equal(
+        multiply(on_device.zeros((2, 16)), kernel, KernelSettings()), np.zeros((2, 24))
+    )
 
 
 def scored_conversations(model: LoadedModel) -> tuple[float, np.ndarray]:
@@ -147,7 +150,7 @@ def test_perplexity_and_logits_are_as_near_as_stated(own_model):
 @pytest.mark.parametrize("product_dtype", ["bfloat16", "int8"])
 def test_routers_and_other_layouts_are_not_rounded(product_dtype):
     encoder = KernelEncoder(platform=Platform(), product_dtype=product_dtype, panel_width=None)
-    array = jnp.ones((16, 24))
+    array = on_device.ones((16, 24))
     assert encoder.encode(array, "matrix", is_router=True) is array
     for layout in ("table", "experts", "heads", "vector"):
         assert encoder.encode(array, layout, is_router=False) is array
@@ -157,7 +160,7 @@ def test_routers_and_other_layouts_are_not_rounded(product_dtype):
 def test_a_cpu_keeps_experts_of_16_bits_as_integers():
     platform = CPU(num_threads=1, instruction_sets=frozenset())
     encoder = KernelEncoder(platform=platform, product_dtype="auto", panel_width=None)
-    values = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)), jnp.bfloat16)
+    values = on_device.array(np.random.default_rng(0).normal(size=(2, 3, 4)), jnp.bfloat16)
     stored = encoder.encode(values, "experts", is_router=False)
     assert isinstance(stored, Bits16Kernel)
     np.testing.assert_array_equal(np.asarray(stored.bits), np.asarray(values).view(np.uint16))
@@ -165,7 +168,7 @@ def test_a_cpu_keeps_experts_of_16_bits_as_integers():
 
 def test_matrices_and_experts_are_quantized_and_routers_are_not():
     encoder = KernelEncoder(platform=Platform(), quantization="int4", group_size=64)
-    matrix, stack = jnp.ones((96, 24)), jnp.ones((3, 96, 24))
+    matrix, stack = on_device.ones((96, 24)), on_device.ones((3, 96, 24))
     for array, layout in ((matrix, "matrix"), (stack, "experts")):
         kernel = encoder.encode(array, layout, is_router=False)
         assert (kernel.shape, kernel.scales.shape[-2]) == (array.shape, 3)  # groups of 32
@@ -173,7 +176,7 @@ def test_matrices_and_experts_are_quantized_and_routers_are_not():
     for layout in ("table", "heads", "vector"):
         assert encoder.encode(matrix, layout, is_router=False) is matrix
     # Groups of 8 inputs would take more memory for scales than they save.
-    narrow = jnp.ones((40, 24))
+    narrow = on_device.ones((40, 24))
     assert encoder.encode(narrow, "matrix", is_router=False) is narrow
 
 
