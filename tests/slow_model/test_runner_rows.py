@@ -294,8 +294,9 @@ def check_shortcuts(seeds, monkeypatch):
 
 
 def test_shortcuts_of_steady_decode_do_not_change_results(monkeypatch):
-    num_bursts = check_shortcuts(range(8), monkeypatch)
-    assert min(num_bursts["repeated"], num_bursts["anew"]) > 100
+    # Seeds with different KV cache groups: windows, states, and blocks of two sizes.
+    num_bursts = check_shortcuts((0, 3, 14), monkeypatch)
+    assert min(num_bursts["repeated"], num_bursts["anew"]) > 50
 
 
 @pytest.mark.slow  # a minute: pytest -m slow tests/slow_model/test_runner_rows.py
