@@ -102,11 +102,11 @@ class Adapters(StepFeature):
             _, _, local = name.partition(".")
             layer_idx, _, local = local.partition(".")
             if (linear := local.removesuffix(".kernel")) in ADAPTED:
-                down, up = (
-                    self.arrays[f"{linear}.{half}"][int(layer_idx), 1 + adapter]
+                down_np, up_np = (
+                    np.asarray(self.arrays[f"{linear}.{half}"])[int(layer_idx), 1 + adapter]
                     for half in ("down", "up")
                 )
-                param = param + down @ up
+                param = jax.device_put(np.asarray(param) + down_np @ up_np)
             params.append(param)
         return dataclasses.replace(self.model, params=tuple(params))
 
