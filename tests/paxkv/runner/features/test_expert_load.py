@@ -115,12 +115,11 @@ def test_flag_adds_no_program_and_programs_without_it_count_nothing(model):
         runner = make_runner(model, runner_config=RunnerConfig(expert_load_window=window_s))
         programs, kv_cache = runner.worker.programs, runner.worker.kv_cache
         buckets = programs.buckets
-        lowered[window_s] = [
-            programs._lower(shape, kv_cache).as_text()
-            for shape in (buckets.shape_for(9), buckets.burst_shape_for(2))
-        ]
+        wanted = [buckets.burst_shape_for(2)]
         if window_s is None:
+            wanted.append(buckets.shape_for(9))
             shapes = buckets.largest_first
+        lowered[window_s] = [programs._lower(shape, kv_cache).as_text() for shape in wanted]
     assert [
         dataclasses.replace(shape, features=shape.features[:-1])
         if hasattr(shape, "features")
