@@ -452,37 +452,19 @@ def test_forgotten_llm_ends_its_thread(tmp_path: Path, monkeypatch: pytest.Monke
     assert not thread.is_alive()
 
 
-def test_interpreter_ends_without_a_call_of_close(tmp_path: Path) -> None:
-    program = (
-        "import pytest, sys\n"
-        "from tests.paxkv.fake_build import fake_model_parts\n"
-        "fake_model_parts(pytest.MonkeyPatch())\n"
-        "from paxkv import LLM, SamplingParams\n"
-        f"llm = LLM({str(tmp_path)!r})\n"
-        "llm.generate([97], SamplingParams(max_tokens=3))\n"
-        "print('done')\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=Path(paxkv.__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
-    assert "Processed prompts: 100%" in result.stderr
+@pytest.fixture(scope="module")
+def ended_program(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess:
+    """A program that forks, generates, and ends without a call of `close`.
 
-
-def test_a_fork_is_refused_and_leaves_the_engine_alone(tmp_path: Path) -> None:
-    """The child's calls hang without the check, so the program has a time limit."""
+    The child's calls hang without the check, so the program has a time limit.
+    """
     program = (
-        "import os, pytest, sys\n"
+        "import os, pytest\n"
         "from tests.paxkv.fake_build import fake_model_parts\n"
         "fake_model_parts(pytest.MonkeyPatch())\n"
         "from paxkv import LLM, SamplingParams\n"
         "from paxkv.errors import ForkedProcessError\n"
-        f"llm = LLM({str(tmp_path)!r})\n"
+        f"llm = LLM({str(tmp_path_factory.mktemp('model'))!r})\n"
         "calls = (lambda: llm.generate([97], SamplingParams(max_tokens=3)), llm.get_stats,\n"
         "         llm.reset_prefix_cache, lambda: llm._client.call('get_stats'))\n"
         # As if another thread were in a call during the fork.
@@ -501,16 +483,27 @@ def test_a_fork_is_refused_and_leaves_the_engine_alone(tmp_path: Path) -> None:
         "llm._lock.release()\n"
         "print([len(call.outputs[0].token_ids) for call in calls[0]()])\n"
     )
-    result = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
         cwd=Path(paxkv.__file__).parents[1],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
-    assert result.returncode == 0, result.stderr
-    *refusals, answer = result.stdout.splitlines()
+
+
+def test_interpreter_ends_without_a_call_of_close(
+    ended_program: subprocess.CompletedProcess,
+) -> None:
+    assert ended_program.returncode == 0, ended_program.stderr
+    assert "Processed prompts: 100%" in ended_program.stderr
+
+
+def test_a_fork_is_refused_and_leaves_the_engine_alone(
+    ended_program: subprocess.CompletedProcess,
+) -> None:
+    *refusals, answer = ended_program.stdout.splitlines()
     assert answer == "[3]"
     assert ["start method 'spawn'" in refusal for refusal in refusals] == [True] * 4
 
