@@ -68,15 +68,20 @@ def defined(tiny_checkpoint: Path) -> Callable[..., Found]:
     return search
 
 
-@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+# The slow run has each setting with and without the prefix cache.
 @pytest.mark.parametrize(
-    ("num_blocks", "length_penalty", "eos"),
+    ("num_blocks", "length_penalty", "eos", "enable_prefix_caching"),
     [
-        (160, 1.0, ()),
-        (160, 1.0, EOS_TOKEN_IDS),
-        (160, -2.0, EOS_TOKEN_IDS),
-        (SMALL_POOL, 1.0, EOS_TOKEN_IDS),
-        (TINY_POOL, 1.0, EOS_TOKEN_IDS),
+        (160, 1.0, (), False),
+        (160, 1.0, EOS_TOKEN_IDS, True),
+        (160, -2.0, EOS_TOKEN_IDS, False),
+        (SMALL_POOL, 1.0, EOS_TOKEN_IDS, False),
+        (TINY_POOL, 1.0, EOS_TOKEN_IDS, True),
+        pytest.param(160, 1.0, (), True, marks=pytest.mark.slow),
+        pytest.param(160, 1.0, EOS_TOKEN_IDS, False, marks=pytest.mark.slow),
+        pytest.param(160, -2.0, EOS_TOKEN_IDS, True, marks=pytest.mark.slow),
+        pytest.param(SMALL_POOL, 1.0, EOS_TOKEN_IDS, True, marks=pytest.mark.slow),
+        pytest.param(TINY_POOL, 1.0, EOS_TOKEN_IDS, False, marks=pytest.mark.slow),
     ],
 )
 def test_search_is_that_of_a_model_without_a_cache(
