@@ -58,20 +58,25 @@ def test_greedy_tokens_of_several_groups_are_transformers(recipe, tmp_path) -> N
 
 
 def test_groups_of_two_block_sizes_have_blocks_of_their_own() -> None:
-    """A layer with one KV head has twice as many tokens in a block, so it has another group."""
+    """A layer with one KV head has twice as many tokens in a block, so it has another group.
+
+    The third row is empty.
+    """
     model = TinyModel(windows=(5, None, None), num_kv_heads=(2, 2, 1))
-    shape = GenerateShape(batch_size=2, max_prompt_len=11, max_new_tokens=15, block_size=4)
-    prompts = [[7, 3, 9, 20, 4, 4, 31, 8, 15, 2, 6], [5, 1, 40]]
+    shape = GenerateShape(batch_size=3, max_prompt_len=11, max_new_tokens=15, block_size=4)
+    prompts = [[7, 3, 9, 20, 4, 4, 31, 8, 15, 2, 6], [5, 1, 40], []]
     inputs = GenerateInputs(
         prompt_token_ids=np.array([p + [0] * (11 - len(p)) for p in prompts], np.int32),
         prompt_lens=np.array([len(p) for p in prompts], np.int32),
-        max_new_tokens=np.full(2, 15, np.int32),
-        stop_token_ids=np.full((2, shape.max_stop_ids), VOCAB, np.int32),
-        sampling_rows=np.zeros((2, NUM_COLUMNS), np.int32),
+        max_new_tokens=np.full(3, 15, np.int32),
+        stop_token_ids=np.full((3, shape.max_stop_ids), VOCAB, np.int32),
+        sampling_rows=np.zeros((3, NUM_COLUMNS), np.int32),
     )
     outputs = quick_jit(make_generate(model, shape))(model.params, inputs)
+    assert outputs.num_tokens.tolist() == [15, 15, 0]
     assert {place.inputs_idx for ((_, place),) in model.places} == {0, 1}
-    for tokens, prompt in zip(outputs.token_ids.tolist(), prompts, strict=True):
+    assert outputs.token_ids[2].tolist() == [0] * 15
+    for tokens, prompt in zip(outputs.token_ids[:2].tolist(), prompts[:2], strict=True):
         sequence = list(prompt)
         for _ in range(15):
             sequence.append(int(model.dense_logits(sequence)[-1].argmax()))
@@ -120,14 +125,10 @@ def test_eos_ends_a_row(generator: CompiledGenerator) -> None:
     assert tokens == golden.new_tokens[: golden.new_tokens.index(eos) + 1]
 
 
-def test_rows_end_where_the_models_positions_do(tmp_path) -> None:
+def test_prompts_are_shorter_than_the_models_positions(tmp_path) -> None:
     folder = write_random_checkpoint(tmp_path, num_layers=1, max_position_embeddings=8)
     shape = GenerateShape(batch_size=2, max_prompt_len=9, max_new_tokens=5)
     generator = CompiledGenerator(load_model(folder, dtype="float32"), shape)
-    for max_tokens in (5, None):
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        tokens = generator.generate([[3] * 6, [4] * 7], params)
-        assert [len(row) for row in tokens] == [2, 1]
     with pytest.raises(PromptTooLongError, match="context length is 8 tokens"):
         generator.generate([[3] * 8], SamplingParams(max_tokens=1))
 
@@ -144,11 +145,16 @@ def scaled_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def scaled_tokens(scaled_folder) -> list[list[int]]:
-    """Tokens that are generated after prompts of 40 and 57 tokens."""
+def scaled_generator(scaled_folder) -> CompiledGenerator:
     shape = GenerateShape(batch_size=2, max_prompt_len=60, max_new_tokens=12)
-    generator = CompiledGenerator(load_model(scaled_folder, dtype="float32"), shape)
-    return generator.generate(scaled_prompts(), SamplingParams(temperature=0.0, max_tokens=12))
+    return CompiledGenerator(load_model(scaled_folder, dtype="float32"), shape)
+
+
+@pytest.fixture(scope="module")
+def scaled_tokens(scaled_generator) -> list[list[int]]:
+    """Tokens that are generated after prompts of 40 and 57 tokens."""
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    return scaled_generator.generate(scaled_prompts(), params)
 
 
 def scaled_prompts() -> list[list[int]]:
@@ -167,13 +173,17 @@ def test_tokens_at_scaled_positions_are_the_engines(scaled_folder, scaled_tokens
     assert scaled_tokens == result.token_ids
 
 
-def test_rows_go_as_far_as_positions_are_scaled(scaled_folder, scaled_tokens) -> None:
+def test_rows_end_where_the_scaled_positions_do(
+    scaled_folder, scaled_generator, scaled_tokens
+) -> None:
     assert [len(row) for row in scaled_tokens] == [12, 7]
+    params = SamplingParams(temperature=0.0, max_tokens=None)
+    assert scaled_generator.generate(scaled_prompts(), params) == scaled_tokens
     shape = GenerateShape(batch_size=2, max_prompt_len=60, max_new_tokens=12)
-    model, prompts = load_model(scaled_folder, dtype="float32"), scaled_prompts()
+    model = load_model(scaled_folder, dtype="float32")
     params = SamplingParams(temperature=0.0, max_tokens=12)
     with pytest.raises(PromptTooLongError, match="context length is 16 tokens"):
-        CompiledGenerator(model, shape, max_model_len=16).generate(prompts, params)
+        CompiledGenerator(model, shape, max_model_len=16).generate(scaled_prompts(), params)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +196,7 @@ def test_max_model_len_must_fit_the_model(tmp_path, max_model_len, word) -> None
         CompiledGenerator(model, SHAPE, max_model_len=max_model_len)
 
 
-# The normal run has an empty row and two others in a test below.
+# The normal run has an empty row and two others in a test above.
 @pytest.mark.slow
 def test_empty_rows_generate_nothing(checkpoint) -> None:
     model = load_model(checkpoint, dtype="float32")
@@ -258,16 +268,29 @@ def packed_inputs(shape: GenerateShape, vocab_size: int, *, max_model_len: int) 
     )
 
 
-def test_packed_rows_are_of_the_row_in_their_place(tmp_path) -> None:
-    model = load_model(write_random_checkpoint(tmp_path, num_layers=1), dtype="float32")
+def packed_program(folder: Path):
+    model = load_model(write_random_checkpoint(folder, num_layers=1), dtype="float32")
     shape = GenerateShape(batch_size=3, max_prompt_len=4, max_new_tokens=NUM_NEW_TOKENS)
-    generate = quick_jit(make_generate(model, shape))
-    most, vocab_size = shape.max_tokens_per_row, model.config.vocab_size
-    outputs = generate(model.params, packed_inputs(shape, vocab_size, max_model_len=most))
+    return model, shape, quick_jit(make_generate(model, shape))
+
+
+# The normal run compares such rows with an engine: `tests/end_to_end/test_compiled_generator.py`.
+@pytest.mark.slow
+def test_packed_rows_are_of_the_row_in_their_place(tmp_path) -> None:
+    model, shape, generate = packed_program(tmp_path)
+    most = shape.max_tokens_per_row
+    inputs = packed_inputs(shape, model.config.vocab_size, max_model_len=most)
+    outputs = generate(model.params, inputs)
     assert outputs.token_ids[:, :4].tolist() == [[20] * 4, [30, 30, 0, 0], [0] * 4]
     assert outputs.num_tokens.tolist() == [4, 2, 0]
+
+
+def test_packed_rows_have_the_length_of_the_shape(tmp_path) -> None:
+    model, shape, generate = packed_program(tmp_path)
+    most = shape.max_tokens_per_row
+    inputs = packed_inputs(shape, model.config.vocab_size, max_model_len=most + 1)
     with pytest.raises(ConfigError, match=f"packed_rows .* max_model_len={most}"):
-        generate(model.params, packed_inputs(shape, vocab_size, max_model_len=most + 1))
+        generate(model.params, inputs)
 
 
 def test_prompts_may_be_arrays(generator: CompiledGenerator) -> None:
