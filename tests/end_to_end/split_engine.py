@@ -11,7 +11,7 @@ import math
 import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ import pallas_kernels
 from models import load_model
 from models.decoders.chosen_layer import choose_layer
 from models.forward.kernel_settings import TOKENS_BY_HEAD, WHOLE, KernelSettings
+from models.forward.layer_context import LayerContext
+from models.layers.experts import Experts
 from models.layers.routing import Routing
 from models.stored_kernels.scaled import ScaledKernel
 from paxkv import LLM, StructuredOutputsParams
@@ -50,7 +52,6 @@ from tests.end_to_end.split_states import LAYERS, MORE_LAYERS, check_own_heads
 from tests.end_to_end.test_quantized_checkpoints import write_pair
 from tests.engine_compilations import quick_engine_compilations
 from tests.models.layers.test_experts import make_experts
-from tests.models.layers.test_experts import run as run_experts
 from tests.models.layers.test_layer_stack import put_in_stacks
 from tests.models.plain_context import plain_context
 from tests.models.stored_kernels.dequantized import dequantized
@@ -247,12 +248,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_golden(recipe: str, num_devices: int) -> RecordingRunner:
-    """Greedy tokens and logits are those of transformers."""
+def check_golden(recipe: str, num_devices: int, **limits: int) -> RecordingRunner:
+    """Greedy tokens and logits are those of transformers.
+
+    Args:
+        limits: `max_num_batched_tokens`, if it differs from that of `LIMITS`.
+    """
     folder = write_serving_recipe(Path(tempfile.mkdtemp()), recipe)
-    runner = RecordingRunner(folder, 16, mesh=find_mesh(num_devices), **LIMITS)
+    runner = RecordingRunner(folder, 16, mesh=find_mesh(num_devices), **LIMITS | limits)
     golden = load_serving_golden(recipe)
-    result = run_engine(runner, [g.prompt for g in golden], SETTINGS, sampling_params=GREEDY)
+    settings = dataclasses.replace(SETTINGS, **limits)
+    result = run_engine(runner, [g.prompt for g in golden], settings, sampling_params=GREEDY)
     check_against(golden, result)
     if runner.can_hit:
         assert sum(result.num_cached_tokens) > 0
@@ -354,48 +360,59 @@ def check_merged_attention(num_devices: int, num_ranks: int, dtype: str, atol: f
     lens = jnp.array([21, 13])
     tables = jnp.array([[2, 1], [3, 0]])
 
-    def run(kernels: KernelSettings, max_query_len: int | None) -> np.ndarray:
-        block_size = 8 * num_ranks // kernels.num_context_ranks
+    ranks = KernelSettings.for_mesh(find_mesh(num_devices), num_context_ranks=num_ranks)
+    block_size = 8  # of each rank
 
+    def run(rows: jax.Array, query_starts: jax.Array, max_query_len: int | None) -> np.ndarray:
         def of_own_heads(q: jax.Array, slots: jax.Array, *last: jax.Array) -> jax.Array:
             pad_slot = pallas_kernels.pad_slot(1, 4, block_size)
-            slots = kernels.context_ranks.own_slots(slots, positions, pad_slot)
+            slots = ranks.context_ranks.own_slots(slots, positions, pad_slot)
             cache = jnp.full((1, 8, 1, block_size, width), jnp.nan, dtype)
             cache = pallas_kernels.kv_scatter(cache, *kv, slots, 0)
-            rows, starts = last
+            rows, query_starts = last
 
             def attend(q: jax.Array, lens: jax.Array, **options: Any) -> Any:
                 return pallas_kernels.paged_attention(
-                    *(q, cache, 0, tables, lens, starts), scale=0.5, **options
+                    *(q, cache, 0, tables, lens, query_starts), scale=0.5, **options
                 )
 
-            return kernels.context_ranks.attend(
-                *(attend, (q[rows],), lens, starts), max_query_len=max_query_len
+            return ranks.context_ranks.attend(
+                *(attend, (q[rows],), lens, query_starts), max_query_len=max_query_len
             )
 
-        slots = kernels.slot_mapping(
-            *(positions[None], tables[None], starts),
-            **{"block_size": block_size, "num_rows": 1, "num_blocks": 4},
-        )[0]
-        rows, own_starts = jnp.arange(num_tokens), starts
-        if max_query_len == 1:
-            rows, own_starts = jnp.array([20, 33]), jnp.array([0, 1, 2])
         specs = (TOKENS_BY_HEAD, WHOLE, WHOLE, WHOLE)
 
-        def program(*arrays: jax.Array) -> jax.Array:
-            return kernels.by_device(
-                of_own_heads, *arrays, in_specs=specs, out_specs=TOKENS_BY_HEAD
+        def program(q: jax.Array, *last: jax.Array) -> jax.Array:
+            slots = ranks.slot_mapping(
+                *(positions[None], tables[None], starts),
+                **{"block_size": block_size, "num_rows": 1, "num_blocks": 4},
+            )[0]
+            return ranks.by_device(
+                of_own_heads, q, slots, *last, in_specs=specs, out_specs=TOKENS_BY_HEAD
             )
 
-        return np.asarray(
-            jax.jit(program, compiler_options=QUICK_COMPILE)(q, slots, rows, own_starts)
-        )
+        return np.asarray(jax.jit(program, compiler_options=QUICK_COMPILE)(q, rows, query_starts))
 
-    ranks = KernelSettings.for_mesh(find_mesh(num_devices), num_context_ranks=num_ranks)
-    for max_query_len in (None, 1):
-        alone, merged = (run(kernels, max_query_len) for kernels in (KernelSettings(), ranks))
-        assert merged.dtype == alone.dtype == dtype
-        np.testing.assert_allclose(merged.astype(np.float32), alone.astype(np.float32), atol=atol)
+    truth = _dense_attention(*(np.asarray(array, np.float32) for array in (q, *kv)), starts[:2])
+    every, last = np.arange(num_tokens - 1), np.array([20, 33])
+    for rows, query_starts, max_query_len in ((every, starts, None), (last, np.arange(3), 1)):
+        merged = run(rows, query_starts, max_query_len)
+        assert merged.dtype == dtype
+        np.testing.assert_allclose(merged.astype(np.float32), truth[rows], atol=atol)
+
+
+def _dense_attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, starts: Sequence[int]
+) -> np.ndarray:
+    """Of prompts that begin at these tokens, in float32. There is one KV head."""
+    found = []
+    for token, row in enumerate(q):
+        first = max(start for start in starts if start <= token)
+        seen = slice(first, token + 1)
+        scores = 0.5 * row @ k[seen, 0].T
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        found.append(weights / weights.sum(axis=1, keepdims=True) @ v[seen, 0])
+    return np.stack(found)
 
 
 def check_context_ranks(name: str, num_devices: int, num_ranks: int, num_parts: int) -> None:
@@ -528,13 +545,20 @@ def check_own_experts(num_devices: int) -> None:
         KernelSettings.for_mesh(find_mesh(num_devices)), splits_experts=True
     )
     split = dataclasses.replace(context, kernels=kernels)
+
+    def program(layer: Experts, context: LayerContext) -> Callable[..., jax.Array]:
+        return jax.jit(
+            lambda x, routing: layer(x, routing, context), compiler_options=QUICK_COMPILE
+        )
+
+    run_alone = program(experts, context)
+    programs = [program(same, split) for same in (experts, choose_layer(in_stacks, jnp.int32(1)))]
     # Experts 2 and 3 are on the last two of four devices. In the second case, all choose them.
     for expert_ids in (rng.integers(0, 4, (7, 2)), [[2, 3]] * 7):
         routing = Routing(jnp.asarray(expert_ids, jnp.int32), weights)
-        alone = run_experts(experts, x, routing, context)
-        for same in (experts, choose_layer(in_stacks, jnp.int32(1))):
-            many = run_experts(same, x, routing, split)
-            np.testing.assert_allclose(many, alone, rtol=1e-5, atol=1e-5)
+        alone = run_alone(x, routing)
+        for run in programs:
+            np.testing.assert_allclose(run(x, routing), alone, rtol=1e-5, atol=1e-5)
 
 
 def check_generator(num_devices: int) -> None:
@@ -623,7 +647,8 @@ CASES = {
         check_own_experts(4),
         check_own_heads(LAYERS),
         check_merged_attention(4, 2, "float32", 1e-5),
-        check_golden("gemma3_shallow", 4),
+        # Steps have one width. `test_several_hosts.py` has two of them.
+        check_golden("gemma3_shallow", 4, max_num_batched_tokens=16),
     ),
     "llama": lambda: (
         check_golden("llama", 2),

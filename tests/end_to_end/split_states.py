@@ -57,7 +57,8 @@ def check_own_heads(layers: Sequence[Any]) -> None:
         layers: `LAYERS` or `MORE_LAYERS`.
     """
     for name, make_layer, config, is_split in layers:
-        _check_layer(make_layer(config, dtype=jnp.float32), name, is_split)
+        layer = nnx.eval_shape(functools.partial(make_layer, config, dtype=jnp.float32))
+        _check_layer(layer, name, is_split)
 
 
 def _check_layer(layer: nnx.Module, name: str, is_split: bool) -> None:
@@ -65,8 +66,8 @@ def _check_layer(layer: nnx.Module, name: str, is_split: bool) -> None:
     assert (cache.on_each_of(4).content_bytes(16) < cache.content_bytes(16)) == is_split
     kernels = KernelSettings.for_mesh(find_mesh(4))
     rng = np.random.default_rng(0)
-    graphdef, state = nnx.split(layer)
-    state = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(np.float32), state)
+    graphdef, shapes = nnx.split(layer)
+    state = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(np.float32), shapes)
     rules = rules_of_layers(layer, prefix="") | layer.weight_rules("")
     split = nnx.from_flat_state(
         (path, param.replace(_split(param[...], rules[".".join(map(str, path))], kernels)))
