@@ -107,14 +107,14 @@ def holes(num_groups):
 
 
 @pytest.mark.parametrize("kind", ONE_KIND, ids=str)
-@quick(40)
+@quick(16)
 @given(num_tokens=st.integers(1, MAX_TOKENS), data=st.data(), use_eagle=st.booleans())
 def test_one_group_finds_the_longest_hit(kind: Kind, num_tokens, data, use_eagle):
     check((kind,), num_tokens, data.draw(holes(1)), use_eagle)
 
 
 @pytest.mark.parametrize("kinds", SEVERAL_KINDS, ids=lambda kinds: "+".join(map(str, kinds)))
-@quick(40)
+@quick(16)
 @given(num_tokens=st.integers(1, MAX_TOKENS), data=st.data(), use_eagle=st.booleans())
 def test_several_groups_find_the_longest_common_hit(kinds, num_tokens, data, use_eagle):
     check(kinds, num_tokens, data.draw(holes(len(kinds))), use_eagle)
