@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.units import runner
 from benchmarks.units.run import is_our_fault, unit_rows
 from benchmarks.units.runner import DEVICE_UNIT, UnitRunner
 from benchmarks.units.unit import Finding, Result
@@ -30,11 +29,14 @@ def run(folder: Path, *cases: str, seconds: float = 600.0, list_units=all_units)
     return {result.unit.case: result for result in results}
 
 
-def test_a_crash_or_a_hang_ends_only_its_own_unit(tmp_path) -> None:
-    cases = ("name", "first", "kills", "raises", "absent", "hangs", "nan")
+def test_a_crash_or_a_hang_ends_only_its_own_unit_until_units_keep_dying(tmp_path) -> None:
+    cases = ("name", "first", "kills", "raises", "absent", "hangs", "nan", "kills again", "last")
     results = run(tmp_path, *cases)
     outcomes = [results[case].outcome for case in cases]
-    assert outcomes == ["done", "done", "died", "failed", "absent", "died", "done"]
+    assert outcomes[:7] == ["done", "done", "died", "failed", "absent", "died", "done"]
+    # After the third death, the group is given up.
+    assert outcomes[7:] == ["died", "skipped"]
+    assert "too many units of the group crashed" in results["last"].reason
     assert results["name"].measured.details["platform"] == "cpu"
     assert "illegal address" in results["kills"].reason
     assert results["raises"].reason == "ValueError: wrong length"
@@ -44,7 +46,7 @@ def test_a_crash_or_a_hang_ends_only_its_own_unit(tmp_path) -> None:
     assert drawn == {results["first"].unit.seed(1), results["nan"].unit.seed(1)} and len(drawn) == 2
     rows = {case: unit_rows(results[case], "b", "d", {})[0].as_dict() for case in cases}
     faults = {case for case, row in rows.items() if is_our_fault(row)}
-    assert faults == {"kills", "raises", "hangs", "nan"}
+    assert faults == {"kills", "raises", "hangs", "nan", "kills again"}
 
 
 def broken_list(*, is_rehearsal: bool) -> list:
@@ -58,13 +60,6 @@ def test_process_that_cannot_start_is_reported_once(tmp_path) -> None:
     assert len(list(tmp_path.glob("*.log"))) == 1
     # A group without time does not start.
     assert run(tmp_path, "first", seconds=-1)["first"].outcome == "skipped"
-
-
-def test_group_whose_units_keep_dying_is_given_up(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(runner, "MAX_DEATHS_PER_GROUP", 2)
-    results = run(tmp_path, "kills", "first", "kills again", "last")
-    assert [result.outcome for result in results.values()] == ["died", "done", "died", "skipped"]
-    assert "too many units of the group crashed" in results["last"].reason
 
 
 @pytest.mark.parametrize("error", [math.nan, math.inf, 1e-2, 0.5])
