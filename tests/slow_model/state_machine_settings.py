@@ -1,4 +1,4 @@
-"""How long the state machines run: at least 750 steps each by default, far more when slow."""
+"""How long the state machines run: at least 500 steps each by default, far more when slow."""
 
 from hypothesis import HealthCheck, Phase, settings
 

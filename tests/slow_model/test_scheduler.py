@@ -48,35 +48,35 @@ class QuietAsyncMachine(AsyncMachine):
 
 
 class TestFCFS(SchedulerMachine.TestCase):
-    settings = quick(15)
+    settings = quick(10)
 
 
 class TestPriority(PriorityMachine.TestCase):
-    settings = quick(15)
+    settings = quick(10)
 
 
 class TestHybrid(HybridMachine.TestCase):
-    settings = quick(15)
+    settings = quick(10)
 
 
 class TestHybridPriority(HybridPriorityMachine.TestCase):
-    settings = quick(15)
+    settings = quick(10)
 
 
 class TestAsync(AsyncMachine.TestCase):
-    settings = quick(15)
+    settings = quick(10)
 
 
 class TestAsyncPriority(AsyncPriorityMachine.TestCase):
-    settings = quick(15)
+    settings = quick(10)
 
 
 class TestQuiet(QuietMachine.TestCase):
-    settings = quick(15)
+    settings = quick(10)
 
 
 class TestQuietAsync(QuietAsyncMachine.TestCase):
-    settings = quick(15)
+    settings = quick(10)
 
 
 @pytest.mark.slow
