@@ -54,6 +54,9 @@ NUM_RIGHT = {
     "all": lambda num_tokens, rng: MAX_DRAFTS,
 }
 
+# Names of `NUM_RIGHT`. In the normal run, long simulations leave out those with lower costs.
+SHARES = {"few": ("none", "first two", "phases", "quarter"), "all": tuple(NUM_RIGHT)}
+
 
 class TextRequest(RequestDrafter):
     def __init__(self, num_tokens, num_right, rng):
@@ -126,35 +129,40 @@ def slow(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
+def long_cases(normal, others):
+    """Few shares of the normal cases, and all shares of all cases in slow tests."""
+    return [*((*case, "few") for case in normal), *(slow(*case, "all") for case in normal + others)]
+
+
 @pytest.mark.parametrize(
-    ("setting", "num_reqs"),
-    [("gpu", 1), ("gpu", 8), slow("cpu", 1), ("cpu", 64), slow("full", 8)],
+    ("setting", "num_reqs", "shares"),
+    long_cases([("gpu", 8), ("cpu", 64)], [("gpu", 1), ("cpu", 1), ("full", 8)]),
 )
-def test_drafts_of_a_head_cost_at_most_5_percent(setting, num_reqs):
+def test_drafts_of_a_head_cost_at_most_5_percent(setting, num_reqs, shares):
     gains = {
-        name: measure_head_gain(SETTINGS[setting], num_right, num_reqs=num_reqs)
-        for name, num_right in NUM_RIGHT.items()
+        name: measure_head_gain(SETTINGS[setting], NUM_RIGHT[name], num_reqs=num_reqs)
+        for name in SHARES[shares]
     }
     assert min(gains.values()) > 0.95, gains
 
 
 @pytest.mark.parametrize(
-    ("setting", "num_reqs", "has_states"),
-    [
-        ("gpu", 1, True),
-        ("gpu", 8, False),
-        ("cpu", 64, False),
-        ("full", 1, False),
-        *(slow(*case, True) for case in (("gpu", 8), ("cpu", 64), ("full", 1))),
-        slow("gpu", 1, False),
-        *(slow("cpu", *case) for case in itertools.product((1, 8), (False, True))),
-        *(slow("full", 8, has_states) for has_states in (False, True)),
-    ],
+    ("setting", "num_reqs", "has_states", "shares"),
+    long_cases(
+        [("gpu", 1, True), ("gpu", 8, False), ("cpu", 64, False), ("full", 1, False)],
+        [
+            *(("gpu", 8, True), ("cpu", 64, True), ("full", 1, True), ("gpu", 1, False)),
+            *(("cpu", *case) for case in itertools.product((1, 8), (False, True))),
+            *(("full", 8, has_states) for has_states in (False, True)),
+        ],
+    ),
 )
-def test_drafts_cost_at_most_5_percent(setting, num_reqs, has_states):
+def test_drafts_cost_at_most_5_percent(setting, num_reqs, has_states, shares):
     gains = {
-        name: measure_gain(SETTINGS[setting], num_right, num_reqs=num_reqs, has_states=has_states)
-        for name, num_right in NUM_RIGHT.items()
+        name: measure_gain(
+            SETTINGS[setting], NUM_RIGHT[name], num_reqs=num_reqs, has_states=has_states
+        )
+        for name in SHARES[shares]
     }
     assert min(gains.values()) > 0.95, gains
 
@@ -173,7 +181,10 @@ def test_right_drafts_gain(setting, num_reqs, wanted):
 @pytest.mark.parametrize("measure", [measure_gain, measure_head_gain])
 @pytest.mark.parametrize(
     ("setting", "num_reqs"),
-    [("gpu", 1), ("gpu", 8), ("gpu", 64), ("cpu", 1), ("cpu", 8), ("cpu", 64), ("full", 8)],
+    [
+        *(("gpu", 1), ("gpu", 8), slow("gpu", 64)),
+        *(("cpu", 1), slow("cpu", 8), ("cpu", 64), ("full", 8)),
+    ],
 )
 def test_first_hundred_steps_lose_at_most_5_percent(setting, num_reqs, measure):
     gains = [
@@ -185,16 +196,17 @@ def test_first_hundred_steps_lose_at_most_5_percent(setting, num_reqs, measure):
     assert min(gains) > 0.92, gains
 
 
+@pytest.mark.parametrize("names", [("none", "half"), slow(("quarter", "all"))])
 @pytest.mark.parametrize("make", [make_engine, make_head_engine])
 @pytest.mark.parametrize("setting", ["gpu", "cpu", "full"])
-def test_drafts_cost_at_most_5_percent_while_many_requests_arrive(setting, make):
+def test_drafts_cost_at_most_5_percent_while_many_requests_arrive(setting, make, names):
     setting = SETTINGS[setting]
     plain = SimulatedEngine(
         setting.machine, lambda clock: None, burst_len=setting.burst_len, max_tokens=256
     )
     plain_s = plain.answer(32, num_reqs=64, num_prompt_tokens=64)
     gains = {}
-    for name in ("none", "quarter", "half", "all"):
+    for name in names:
         engine = make(setting, NUM_RIGHT[name], max_tokens=256)
         took_s = [engine.answer(32, num_reqs=64, num_prompt_tokens=64) for _ in range(4)]
         gains[name] = len(took_s) * plain_s / sum(took_s)
