@@ -1,6 +1,6 @@
 """The decoder through the paged path equals transformers, live and by golden numbers.
 
-Its layers are in a loop, as on a CPU. `test_layer_loop.py` compares that with layers in turn.
+Its layers are in a loop, as on a CPU, unless a test says otherwise.
 """
 
 import dataclasses
@@ -119,10 +119,11 @@ def test_logits_of_every_position_equal_live_transformers(recipe):
     assert_close(greedy_in_one_go(recipe)[-1], hf_logits)
 
 
+@pytest.mark.parametrize("loops_over_layers", [False, True])
 @pytest.mark.parametrize("recipe", [pytest.param("llama", marks=pytest.mark.slow), "gemma2"])
-def test_last_layer_may_compute_the_last_token_of_each_request_alone(recipe):
+def test_last_layer_may_compute_the_last_token_of_each_request_alone(recipe, loops_over_layers):
     """The keys and values of the others are written all the same: later tokens read them."""
-    stepper = fresh_stepper(recipe, only_last_tokens=True)
+    stepper = fresh_stepper(recipe, loops_over_layers=loops_over_layers, only_last_tokens=True)
     fed = [fed_tokens(sequence) for sequence in load_golden(recipe)]
     in_one_go = greedy_in_one_go(recipe)
     ends = [0, 0, 0]

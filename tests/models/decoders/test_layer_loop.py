@@ -45,17 +45,18 @@ from tests.oracles.recipes import RECIPES
 TOLERANCE = 1e-5  # of the largest absolute logit
 
 
+# `test_decoder.py` compares loops, and layers in turn, with the logits of transformers.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "only_last_tokens"),
     [
         # Layers of one kind, of two in turn, of two with norms on both sides, of a period of six.
-        pytest.param("llama", False, marks=pytest.mark.slow),
-        # `test_logits_do_not_depend_on_widths` runs this loop.
-        pytest.param("llama", True, marks=pytest.mark.slow),
+        ("llama", False),
+        ("llama", True),
         ("qwen3_layer_types", False),
         ("gemma2", True),
-        pytest.param("gemma3", False, marks=pytest.mark.slow),
-        pytest.param("gemma3", True, marks=pytest.mark.slow),
+        ("gemma3", False),
+        ("gemma3", True),
     ],
 )
 def test_logits_equal_layers_in_turn(recipe, only_last_tokens):
