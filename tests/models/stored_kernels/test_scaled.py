@@ -96,9 +96,15 @@ def test_rounding_to_floats_keeps_the_largest_number_and_is_near():
     np.testing.assert_allclose(np.abs(rounded_np).max(axis=0), largest, rtol=1e-6)
 
 
-@pytest.mark.parametrize("number_format", FORMATS)
 # All columns in one panel; panels of 48, 48 and 48 columns, of which the last holds 4 without use.
-@pytest.mark.parametrize(("num_rows", "panel_width"), [(1, 64), (5, None), (5, 64)])
+@pytest.mark.parametrize(
+    ("num_rows", "panel_width", "number_format"),
+    [
+        *((num_rows, 64, number_format) for num_rows in (1, 5) for number_format in FORMATS),
+        (5, None, "int4"),
+        *(pytest.param(5, None, name, marks=pytest.mark.slow) for name in FORMATS[1:]),
+    ],
+)
 def test_product_of_a_linear_is_that_of_the_widened_kernel(num_rows, number_format, panel_width):
     linear = Linear(IN, OUT, dtype=jnp.float32)
     kernel = quantized(IN, OUT, number_format=number_format, panel_width=panel_width)
@@ -158,7 +164,13 @@ def experts_in_numpy(kernels: list[np.ndarray], x: np.ndarray, ids: np.ndarray) 
 
 @pytest.mark.parametrize(
     ("number_format", "panel_width"),
-    [("int4", None), ("int4", 48), ("int8", 48), ("e4m3", None), ("e2m1", 48)],
+    [
+        ("int4", None),
+        ("int8", 48),
+        ("e2m1", 48),
+        pytest.param("int4", 48, marks=pytest.mark.slow),
+        pytest.param("e4m3", None, marks=pytest.mark.slow),
+    ],
 )
 def test_experts_compute_as_the_widened_ones(number_format, panel_width):
     pairs = [make_experts(number_format, panel_width, seed) for seed in (1, 2)]
@@ -225,8 +237,15 @@ def test_a_layer_of_a_loop_uses_its_own_kernel(num_rows, operation):
     assert counts[0] == counts[1] > 0
 
 
-@pytest.mark.parametrize(("number_format", "panel_width"), [("int8", 32), ("int4", None)])
-@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize(
+    ("num_rows", "number_format", "panel_width"),
+    [
+        (1, "int8", 32),
+        (3, "int4", None),
+        pytest.param(3, "int8", 32, marks=pytest.mark.slow),
+        pytest.param(1, "int4", None, marks=pytest.mark.slow),
+    ],
+)
 def test_a_layer_of_a_stack_uses_its_own_kernel(num_rows, number_format, panel_width):
     linears = [Linear(IN, OUT, dtype=jnp.float32) for _ in range(3)]
     names = [f"layers.{idx}.up_proj.kernel" for idx in range(3)]
