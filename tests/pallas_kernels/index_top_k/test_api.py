@@ -72,9 +72,28 @@ def test_the_best_tokens_are_chosen_and_earlier_ones_of_equals(case, implementat
 
 
 # Blocks of 8 and of 16 tokens hold whole steps of 4, and no whole steps of 3.
-@pytest.mark.parametrize("key_step", [4, 3])
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-@pytest.mark.parametrize("case", [MIXED, QUICK_CASES[-1]], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "implementation", "key_step"),
+    [
+        pytest.param(
+            case,
+            implementation,
+            key_step,
+            id=f"{case.name}-{implementation}-{key_step}",
+            marks=() if is_normal else pytest.mark.slow,
+        )
+        for case, implementation, key_step, is_normal in (
+            (MIXED, "reference", 3, True),
+            (MIXED, "reference", 4, False),
+            (MIXED, "xla", 3, False),
+            (MIXED, "xla", 4, True),
+            (QUICK_CASES[-1], "reference", 3, False),
+            (QUICK_CASES[-1], "reference", 4, False),
+            (QUICK_CASES[-1], "xla", 3, True),
+            (QUICK_CASES[-1], "xla", 4, True),
+        )
+    ],
+)
 def test_only_positions_with_keys_are_chosen(case, implementation, key_step):
     arguments, cached_np = integers(case)
     got = run(arguments, top_k=16, key_step=key_step, implementation=implementation)
