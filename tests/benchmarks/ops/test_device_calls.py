@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.ops import device_calls
 from benchmarks.ops.device_calls import Work, sample_seconds
+from tests import on_device
 
 
 @pytest.mark.parametrize(
@@ -43,10 +44,12 @@ def test_equal_calls_are_all_made() -> None:
         return jnp.sin(x) + index
 
     program = jax.jit(lambda out, arrays: device_calls._repeat(count, 5, False, out, arrays))
-    arrays = (jnp.ones(3), jnp.int32(2))
-    out = program(jnp.zeros(3), arrays)
+    arrays = (on_device.ones(3), jnp.int32(2))
+    out = program(on_device.zeros(3), arrays)
     jax.effects_barrier()
     assert len(calls) == 5 and out.tolist() == (jnp.sin(arrays[0]) + 2).tolist()
     # An updated array is replaced by the output.
-    total = device_calls._repeat(lambda x, y: x + y, 5, True, jnp.zeros(3), (jnp.ones(3),))
+    total = device_calls._repeat(
+        lambda x, y: x + y, 5, True, on_device.zeros(3), (on_device.ones(3),)
+    )
     assert total.tolist() == [5.0] * 3

@@ -17,6 +17,7 @@ from models.families.gemma4 import (
     Gemma4ForCausalLM,
     Gemma4Router,
 )
+from tests import on_device
 from tests.models.steppers import IN_TURN, in_loop
 from tests.oracles.paged_stepper import PagedStepper
 
@@ -183,15 +184,15 @@ def test_router_scales_features_before_the_choice_and_experts_after_it():
     x_np = rng.standard_normal((5, 16))
     kernel_np = rng.standard_normal((16, 4))
     feature_scale_np, expert_scale_np = rng.uniform(0.5, 2, 16), rng.uniform(0.5, 2, 4)
-    router.proj.kernel.set_value(jnp.asarray(kernel_np, jnp.float32))
-    router.scale.scale.set_value(jnp.asarray(feature_scale_np, jnp.float32))
-    router.per_expert_scale.scale.set_value(jnp.asarray(expert_scale_np, jnp.float32))
+    router.proj.kernel.set_value(on_device.array(kernel_np, jnp.float32))
+    router.scale.scale.set_value(on_device.array(feature_scale_np, jnp.float32))
+    router.per_expert_scale.scale.set_value(on_device.array(expert_scale_np, jnp.float32))
 
     normed_np = x_np / np.sqrt((x_np**2).mean(axis=1, keepdims=True) + config.rms_norm_eps)
     scores_np = (normed_np * feature_scale_np / np.sqrt(16)) @ kernel_np
     expected_ids = np.argsort(-scores_np, axis=1)[:, :2]
     chosen_np = np.exp(np.take_along_axis(scores_np, expected_ids, axis=1))
     expected = chosen_np / chosen_np.sum(axis=1, keepdims=True) * expert_scale_np[expected_ids]
-    expert_ids, weights = jax.jit(lambda x: router(x))(jnp.asarray(x_np, jnp.float32))
+    expert_ids, weights = jax.jit(lambda x: router(x))(on_device.array(x_np, jnp.float32))
     np.testing.assert_array_equal(expert_ids, expected_ids)
     np.testing.assert_allclose(weights, expected, rtol=1e-5)

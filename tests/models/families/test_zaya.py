@@ -10,6 +10,7 @@ from models.errors import ModelConfigError, UnsupportedModelError
 from models.families.zaya import ZayaForCausalLM
 from models.layers.shifted_factors import ScaledSum
 from models.registry import read_config
+from tests import on_device
 
 HF_CONFIG = {
     "architectures": ["ZayaForCausalLM"],
@@ -79,8 +80,8 @@ def test_corrections_of_experts_are_float32():
 
 def test_the_residual_stream_is_not_rounded_to_the_dtype_of_outputs():
     total = ScaledSum(2, dtype=jnp.dtype("bfloat16"))
-    total.residual.bias[...] = jnp.array([0.0, 1.0], jnp.bfloat16)
-    total.hidden_states.scale[...] = jnp.array([2.0, 1.0], jnp.bfloat16)
+    total.residual.bias[...] = on_device.array([0.0, 1.0], jnp.bfloat16)
+    total.hidden_states.scale[...] = on_device.array([2.0, 1.0], jnp.bfloat16)
     stream = np.array([[1.0 + 2.0**-20, 3.0 + 2.0**-20]], np.float32)
-    out = total(jnp.asarray(stream), jnp.array([[0.5, 0.25]], jnp.bfloat16))
+    out = total(on_device.array(stream), on_device.array([[0.5, 0.25]], jnp.bfloat16))
     np.testing.assert_array_equal(out, stream + np.array([[1.0, 1.25]], np.float32))

@@ -20,6 +20,7 @@ from models import (
 )
 from models.config.rope_config import RopeConfig
 from models.forward.layer_context import LayerContext, make_context
+from tests import on_device
 from tests.models.plain_context import plain_context
 
 MAIN = AttentionFormat(num_kv_heads=2, head_dim=8, dtype="float32")
@@ -28,55 +29,60 @@ NUM_ROWS, NUM_BLOCKS = 2, 20
 PAD = pallas_kernels.pad_slot(NUM_ROWS, NUM_BLOCKS, 4)
 
 
+def context_of(batch: ForwardBatch) -> LayerContext:
+    """The context that `make_context` makes, with slots from one program."""
+    pages = jax.ShapeDtypeStruct((NUM_ROWS, NUM_BLOCKS, 2 * 2 * 8 * 4), jnp.float32)
+    kernels = KernelSettings()
+    slots = jax.jit(lambda batch: make_context(batch, pages, kernels, []).slots)(batch)
+    return LayerContext(batch=batch, kernels=kernels, slots=slots, cos_sin={})
+
+
 @pytest.fixture
 def context() -> LayerContext:
     """Two requests, with tokens 9 to 11 and 3, in two groups of blocks of 4, and one of 8."""
-    seq_lens = jnp.asarray([12, 4], jnp.int32)
+    seq_lens = on_device.array([12, 4], jnp.int32)
     short = [[[1, 2, 3], [4, 0, 0]], [[5, 6, 7], [8, 0, 0]]]
     long = [[[9, 10], [11, 0]]]
     batch = ForwardBatch(
-        token_ids=jnp.zeros(5, jnp.int32),
-        positions=jnp.asarray([9, 10, 11, 3, 0], jnp.int32),
-        query_start_loc=jnp.asarray([0, 3, 4], jnp.int32),
+        token_ids=on_device.zeros(5, jnp.int32),
+        positions=on_device.array([9, 10, 11, 3, 0], jnp.int32),
+        query_start_loc=on_device.array([0, 3, 4], jnp.int32),
         groups=tuple(
             GroupInputs(
-                block_tables=jnp.asarray(tables, jnp.int32),
+                block_tables=on_device.array(tables, jnp.int32),
                 seq_lens=seq_lens,
                 block_size=block_size,
             )
             for tables, block_size in ((short, 4), (long, 8))
         ),
-        logits_indices=jnp.asarray([2, 3], jnp.int32),
+        logits_indices=on_device.array([2, 3], jnp.int32),
     )
-    pages = jnp.zeros((NUM_ROWS, NUM_BLOCKS, 2 * 2 * 8 * 4))
-    return make_context(batch, pages, KernelSettings(), [])
+    return context_of(batch)
 
 
 @pytest.mark.parametrize("has_one_token_each", [False, True])
 def test_rows_that_are_not_alive_write_no_keys_and_values(has_one_token_each):
     """Their states have changed since their tokens were first computed."""
-    slot_blocks = jnp.zeros((1, 3, 1), jnp.int32)
+    slot_blocks = on_device.zeros((1, 3, 1), jnp.int32)
     states = StateInputs(
         read_slots=slot_blocks,
         write_slots=slot_blocks,
-        starts_from_zero=jnp.zeros(3, bool),
-        is_alive=jnp.asarray([True, False, True]),
-        query_start_loc=jnp.asarray([0, 1, 2, 3] if has_one_token_each else [0, 2, 3, 4]),
+        starts_from_zero=on_device.zeros(3, bool),
+        is_alive=on_device.array([True, False, True]),
+        query_start_loc=on_device.array([0, 1, 2, 3] if has_one_token_each else [0, 2, 3, 4]),
         has_one_token_each=has_one_token_each,
     )
     num_tokens = 3 if has_one_token_each else 5
-    tables = jnp.asarray([[[1, 0], [2, 0], [3, 0]]], jnp.int32)
+    tables = on_device.array([[[1, 0], [2, 0], [3, 0]]], jnp.int32)
     batch = ForwardBatch(
-        token_ids=jnp.zeros(num_tokens, jnp.int32),
-        positions=jnp.zeros(num_tokens, jnp.int32),
+        token_ids=on_device.zeros(num_tokens, jnp.int32),
+        positions=on_device.zeros(num_tokens, jnp.int32),
         query_start_loc=states.query_start_loc.astype(jnp.int32),
-        groups=(GroupInputs(block_tables=tables, seq_lens=jnp.ones(3), block_size=4), states),
-        logits_indices=jnp.zeros(3, jnp.int32),
+        groups=(GroupInputs(block_tables=tables, seq_lens=on_device.ones(3), block_size=4), states),
+        logits_indices=on_device.zeros(3, jnp.int32),
     )
-    pages = jnp.zeros((NUM_ROWS, NUM_BLOCKS, 2 * 2 * 8 * 4))
-    slots = make_context(batch, pages, KernelSettings(), []).slots[0][0]
     expected = [4, PAD, 12] if has_one_token_each else [4, 4, PAD, 12, PAD]
-    np.testing.assert_array_equal(slots, expected)
+    np.testing.assert_array_equal(context_of(batch).slots[0][0], expected)
 
 
 def test_a_layer_finds_each_of_its_caches(context):
@@ -115,7 +121,7 @@ def changed_batch(context: LayerContext, **fields: object) -> LayerContext:
 
 
 def test_of_rows_returns_the_rows_of_the_contexts_tokens(context):
-    values = jnp.asarray([10, 11, 12, 13, 14])
+    values = on_device.array([10, 11, 12, 13, 14])
     assert context.of_rows(values) is values
     # The first layers keep all tokens, and the last one goes on with one token of each request.
     assert context.of_kept() is context
@@ -125,8 +131,8 @@ def test_of_rows_returns_the_rows_of_the_contexts_tokens(context):
 
 
 def test_by_token_computes_the_rows_in_use_with_their_context(context):
-    values = jnp.asarray([10, 11, 12, 13, 14])
-    others = jnp.asarray([1, 2, 3, 4, 5])
+    values = on_device.array([10, 11, 12, 13, 14])
+    others = on_device.array([1, 2, 3, 4, 5])
     widths = []
 
     def add(own: jax.Array, given: LayerContext) -> jax.Array:
@@ -148,7 +154,7 @@ def test_by_token_computes_the_rows_in_use_with_their_context(context):
 
 
 def test_rows_of_another_number_are_refused(context):
-    values = jnp.asarray([10, 11, 12, 13, 14])
+    values = on_device.array([10, 11, 12, 13, 14])
     last = changed_batch(context, widths=(2, 4, 5), wants=Wants(logits="last")).of_last_layer()
     with pytest.raises(ModelError, match=r"of shape \(2,\), and its context is of 5 rows"):
         last.by_token(lambda own, given: own, last.kept(values))
@@ -157,7 +163,7 @@ def test_rows_of_another_number_are_refused(context):
 
 
 def test_rows_are_dropped_once_and_of_all_tokens(context):
-    values = jnp.asarray([10, 11, 12, 13, 14])
+    values = on_device.array([10, 11, 12, 13, 14])
     last = changed_batch(context, widths=(2, 4, 5), wants=Wants(logits="last")).of_last_layer()
     with pytest.raises(ModelError, match=r"context is of 2 of 5 rows.*`by_token`, and once"):
         last.of_kept().kept(last.kept(values))
@@ -166,7 +172,7 @@ def test_rows_are_dropped_once_and_of_all_tokens(context):
 
 
 def test_the_last_layer_has_one_query_for_each_request_with_tokens(context):
-    starts = jnp.asarray([0, 3, 4, 4], jnp.int32)  # The third row has no request.
+    starts = on_device.array([0, 3, 4, 4], jnp.int32)  # The third row has no request.
     context = changed_batch(context, query_start_loc=starts, wants=Wants(logits="last"))
     assert context.query_start_loc.tolist() == [0, 3, 4, 4]
     assert context.num_queries_per_req is None
@@ -202,7 +208,7 @@ def test_positions_on_three_axes_turn_tokens_as_in_transformers(module_name):
     wanted = rotary(torch.zeros(1), torch.from_numpy(positions_np)[:, None])
     rope = RopeConfig(theta=theta)
     context = dataclasses.replace(plain_context(5), cos_sin={(rope, head_dim): ()})
-    got = context.with_rotary_positions(jnp.asarray(positions_np), axes).cos_sin[rope, head_dim]
+    got = context.with_rotary_positions(on_device.array(positions_np), axes).cos_sin[rope, head_dim]
     for got_part, wanted_part in zip(got, wanted, strict=True):
         np.testing.assert_allclose(
             got_part, wanted_part[0, :, : head_dim // 2].numpy(), atol=2e-4, rtol=0
@@ -212,4 +218,4 @@ def test_positions_on_three_axes_turn_tokens_as_in_transformers(module_name):
 def test_positions_for_another_number_of_pairs_are_refused():
     context = dataclasses.replace(plain_context(2), cos_sin={(RopeConfig(), 8): ()})
     with pytest.raises(ModelError, match="axes for 3 pairs of dimensions; the model turns 4"):
-        context.with_rotary_positions(jnp.zeros((3, 2), jnp.int32), [0, 1, 2])
+        context.with_rotary_positions(on_device.zeros((3, 2), jnp.int32), [0, 1, 2])

@@ -8,6 +8,7 @@ import pytest
 from models import EXPERT_TOKENS, LoadedModel, ModelError, Wants
 from models.forward.layer_context import LayerContext
 from models.forward.report import Report, first_reports
+from tests import on_device
 from tests.models.plain_context import plain_context
 from tests.models.steppers import IN_TURN, in_loop
 from tests.oracles.paged_stepper import NUM_TOKENS, PagedStepper
@@ -69,8 +70,8 @@ def counting_context(*reports: Report) -> LayerContext:
 
 def test_reports_of_one_name_add_up_and_others_are_not_computed():
     context = counting_context(Report(name="rows", dims=(2,)))
-    context.report("rows", lambda: jnp.asarray([1, 2], jnp.int32))
-    context.report("rows", lambda: jnp.asarray([3, 0], jnp.int32))
+    context.report("rows", lambda: on_device.array([1, 2], jnp.int32))
+    context.report("rows", lambda: on_device.array([3, 0], jnp.int32))
     context.report("others", lambda: pytest.fail("nothing asked for it"))
     assert {name: rows.tolist() for name, rows in context.reported.items()} == {
         "rows": [[0, 0], [4, 2]]
@@ -80,4 +81,4 @@ def test_reports_of_one_name_add_up_and_others_are_not_computed():
 def test_report_of_another_shape_is_refused():
     context = counting_context(Report(name="rows", dims=(2,)))
     with pytest.raises(ModelError, match=r"reports int32\[3\] as 'rows'; .* int32\[2\]"):
-        context.report("rows", lambda: jnp.zeros(3, jnp.int32))
+        context.report("rows", lambda: on_device.zeros(3, jnp.int32))
