@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import kv_scatter, pad_slot, slot_mapping
 from pallas_kernels.paged_attention.api import paged_attention
+from tests import on_device
 from tests.quick_compile import quick_jit
 
 SHAPES = {
@@ -122,7 +123,7 @@ def test_a_kv_dtype_that_does_not_fit_is_refused():
 
 @pytest.mark.parametrize("row", [-1, 2])
 def test_a_static_row_outside_the_cache_is_refused(row):
-    arguments = {name: jnp.zeros(*shape) for name, shape in SHAPES.items()} | {"row": row}
+    arguments = {name: on_device.zeros(*shape) for name, shape in SHAPES.items()} | {"row": row}
     with pytest.raises(ValueError, match=rf"row is out of range: got {row}, wanted \[0, 2\)"):
         paged_attention(**arguments, scale=1.0)
 
@@ -162,10 +163,10 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once():
     num_blocks, block_size, head_dim, seq_len = 6, 16, 8, 40
     q, k, v = np.random.default_rng(0).standard_normal((3, seq_len, 2, head_dim), np.float32)
     padding = pad_slot(2, num_blocks, block_size)
-    block_tables = jnp.array([[0, 0, 0], [5, 2, 3]], jnp.int32)
+    block_tables = on_device.array([[0, 0, 0], [5, 2, 3]], jnp.int32)
 
     def step(kv_cache, tokens, start, num_query):
-        positions = start + jnp.arange(seq_len, dtype=jnp.int32)
+        positions = start + on_device.arange(seq_len, dtype=jnp.int32)
         query_start_loc = jnp.stack([0 * num_query, 0 * num_query, num_query])
         slots = slot_mapping(
             *(positions[None], block_tables[None], query_start_loc),
@@ -199,12 +200,12 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once():
 )
 def test_without_keys_the_output_is_zero_and_lse_is_minus_infinity(implementation, sizes):
     num_tokens, num_reqs, max_blocks_per_req = sizes
-    cache = jnp.full((1, 10, 2, 8, 16), jnp.nan)
+    cache = on_device.full((1, 10, 2, 8, 16), jnp.nan)
     out, lse = paged_attention(
-        *(jnp.ones((num_tokens, 4, 16)), cache, 0),
-        jnp.zeros((num_reqs, max_blocks_per_req), jnp.int32),
-        jnp.zeros(num_reqs, jnp.int32),
-        jnp.zeros(num_reqs + 1, jnp.int32),
+        *(on_device.ones((num_tokens, 4, 16)), cache, 0),
+        on_device.zeros((num_reqs, max_blocks_per_req), jnp.int32),
+        on_device.zeros(num_reqs, jnp.int32),
+        on_device.zeros(num_reqs + 1, jnp.int32),
         scale=1.0,
         return_lse=True,
         implementation=implementation,
@@ -231,7 +232,11 @@ def test_logits_far_below_zero_are_no_masked_ones(num_query, batch_invariant):
 
 
 def test_an_empty_cache_is_refused():
-    cache = jnp.zeros((1, 0, 2, 8, 16))
-    indices = (jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32), jnp.zeros(2, jnp.int32))
+    cache = on_device.zeros((1, 0, 2, 8, 16))
+    indices = (
+        on_device.zeros((1, 1), jnp.int32),
+        on_device.ones(1, jnp.int32),
+        on_device.zeros(2, jnp.int32),
+    )
     with pytest.raises(ValueError, match=r"kv_cache is empty: got \[1, 0, 2, 8, 16\]"):
-        paged_attention(jnp.ones((1, 4, 16)), cache, 0, *indices, scale=1.0)
+        paged_attention(on_device.ones((1, 4, 16)), cache, 0, *indices, scale=1.0)

@@ -19,6 +19,7 @@ from pallas_kernels.paged_attention.cases import CASES, PagedAttentionCase, buil
 from pallas_kernels.paged_attention.mosaic_tpu import misfit, paged_attention_mosaic_tpu
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.target import Target
+from tests.pallas_kernels.paged_attention.dense_attention import dense_attention
 from tests.quick_compile import slow_unless_named
 
 TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
@@ -37,9 +38,10 @@ def assert_close(got, wanted, dtype):
     "case",
     slow_unless_named(CASES, *QUICK_CASES, thorough=("not_causal", "everything_float32")),
 )
-def test_equals_reference(case, attend, attend_by_reference):
-    got = attend(build_inputs(case), paged_attention_mosaic_tpu, interpret=True)
-    assert_close(got, attend_by_reference(case), case.dtype)
+def test_equals_dense_attention(case, attend):
+    inputs = build_inputs(case)
+    got = attend(inputs, paged_attention_mosaic_tpu, interpret=True)
+    assert_close(got, dense_attention(inputs), case.dtype)
 
 
 # Several KV tiles (of 512 keys at most), query tiles that requests share, and windows around one
@@ -68,7 +70,7 @@ SIMULATED_CASES = [
 
 
 @pytest.mark.parametrize("case", slow_unless_named(SIMULATED_CASES, "window_of_decodes"))
-def test_nothing_races_where_copies_finish_late(case, attend, attend_by_reference, capfd):
+def test_nothing_races_where_copies_finish_late(case, attend, capfd):
     """Copies happen when they are waited for, and memory holds NaN until then."""
     inputs = build_inputs(case)
     pltpu.reset_tpu_interpret_mode_state()
@@ -77,7 +79,7 @@ def test_nothing_races_where_copies_finish_late(case, attend, attend_by_referenc
     # JAX 0.12 raises at a race, older ones print it and carry on.
     printed = capfd.readouterr()
     assert "RACE DETECTED" not in printed.out + printed.err
-    assert_close(got, attend_by_reference(case), case.dtype)
+    assert_close(got, dense_attention(inputs), case.dtype)
 
 
 # One padded shape for all drawn batches, so that each body compiles once per rule.
@@ -198,10 +200,16 @@ CONFIGURATIONS = {
 
 
 @pytest.mark.parametrize(
-    "device_kind", ["TPU v5 lite", pytest.param("TPU v6 lite", marks=pytest.mark.thorough)]
+    ("name", "device_kind"),
+    [
+        *((name, "TPU v5 lite") for name in CONFIGURATIONS),
+        pytest.param("base", "TPU v6 lite", marks=pytest.mark.thorough),
+        pytest.param("everything_decode_float32", "TPU v6 lite", marks=pytest.mark.slow),
+        pytest.param("chunks", "TPU v6 lite", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize(("sizes", "rules"), CONFIGURATIONS.values(), ids=CONFIGURATIONS)
-def test_op_picks_it_for_a_tpu_and_it_lowers(sizes, rules, device_kind):
+def test_op_picks_it_for_a_tpu_and_it_lowers(name, device_kind):
+    sizes, rules = CONFIGURATIONS[name]
     arrays = described(**sizes)
     target = Target(platform="tpu", device_kind=device_kind)
 

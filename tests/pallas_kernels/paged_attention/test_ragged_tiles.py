@@ -73,17 +73,18 @@ def test_a_batch_worked_out_by_hand():
     assert token_rows[:21].tolist() == [*range(20), 32]
 
 
-def seen_by(seen, position, seq_len):
-    """The keys that a token reads, by the contract of `paged_attention`."""
-    keys = range(seq_len)
+def is_seen(seen, positions, seq_len, num_keys):
+    """Which keys each token reads, by the contract of `paged_attention`: [len(positions), keys]."""
+    tokens_np, keys_np = np.array(positions)[:, None], np.arange(num_keys)
+    read_np = np.broadcast_to(keys_np < seq_len, (len(positions), num_keys)).copy()
     if not seen.is_causal:
-        return set(keys)
-    keys = {key for key in keys if key <= position}
+        return read_np
+    read_np &= keys_np <= tokens_np
     if seen.sliding_window is not None:
-        keys = {key for key in keys if key > position - seen.sliding_window}
+        read_np &= keys_np > tokens_np - seen.sliding_window
     if seen.chunk_size is not None:
-        keys = {key for key in keys if key // seen.chunk_size == position // seen.chunk_size}
-    return keys
+        read_np &= keys_np // seen.chunk_size == tokens_np // seen.chunk_size
+    return read_np
 
 
 def check_plan(requests, seen, config, skip_single, num_padding=0):
@@ -105,14 +106,16 @@ def check_plan(requests, seen, config, skip_single, num_padding=0):
             continue
         assert tile[PlanField.SEQ_LEN] == seq_len
         positions = [tile[PlanField.FIRST_POSITION] + i for i in range(tile[PlanField.NUM_TOKENS])]
-        seen_sets = [seen_by(seen, position, seq_len) for position in positions]
-        assert tile[PlanField.SEEN_START] == min(set.union(*seen_sets), default=0)
-        for kv_tile in range(-(-seq_len // config.kv_tile) + 1):
-            keys = set(range(kv_tile * config.kv_tile, (kv_tile + 1) * config.kv_tile))
+        num_keys = (-(-seq_len // config.kv_tile) + 1) * config.kv_tile
+        seen_np = is_seen(seen, positions, seq_len, num_keys)
+        # The index of the first key that any token reads; 0 if there is none.
+        assert tile[PlanField.SEEN_START] == seen_np.any(axis=0).argmax()
+        for kv_tile in range(num_keys // config.kv_tile):
+            own_np = seen_np[:, kv_tile * config.kv_tile : (kv_tile + 1) * config.kv_tile]
             is_read = tile[PlanField.KV_START] <= kv_tile < tile[PlanField.KV_END]
             is_full = tile[PlanField.FULL_START] <= kv_tile < tile[PlanField.FULL_END]
-            assert is_read == any(keys & seen_keys for seen_keys in seen_sets)
-            assert is_full == all(keys <= seen_keys for seen_keys in seen_sets)
+            assert is_read == own_np.any()
+            assert is_full == own_np.all()
     assert num_kv_tiles == sorted(num_kv_tiles, reverse=True)
 
     wanted = set()
