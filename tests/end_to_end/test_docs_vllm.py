@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import re
 
 import pytest
@@ -33,6 +34,7 @@ def verdicts_below(heading: str) -> dict[str, str]:
     return {row[0].strip().strip("`"): row[1].strip() for row in rows}
 
 
+@functools.cache
 def flags_below(heading: str) -> list[str]:
     """All flags in the first column of the table of a section."""
     section = re.split(r"^#+ ", TEXT.partition(f"\n{heading}\n")[2], flags=re.M)[0]

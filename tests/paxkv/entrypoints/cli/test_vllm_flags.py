@@ -1,6 +1,7 @@
 """Each flag of the table accepts vLLM's number of values, and is ignored or rejected."""
 
 import argparse
+import functools
 
 import pytest
 
@@ -8,9 +9,15 @@ from paxkv.config.vllm_flags import VLLM_FLAGS
 from paxkv.entrypoints.cli.vllm_flags import add_vllm_flags, drain_warnings
 
 
-def run(*words):
+@functools.cache
+def make_parser():
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_vllm_flags(parser)
+    return parser
+
+
+def run(*words):
+    parser = make_parser()
     namespace = parser.parse_args(words)
     warnings = drain_warnings(namespace, parser)
     assert vars(namespace) == {}
