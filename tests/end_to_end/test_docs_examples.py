@@ -1,11 +1,12 @@
 """Examples of README.md and docs/ run: clients' against one demo server, others in slow tests."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ EXAMPLES = [example for page in PAGES for example in page_examples(page)]
 MAX_LEFT_OUT_OF_GUIDE = 12
 START_TIMEOUT_S = 420
 STOP_TIMEOUT_S = 60
+RUN_TIMEOUT_S = 500
 # What examples of several pages need, none of which changes an engine's programs.
 SERVER_FLAGS = (
     *("--enable-admin", "--reasoning-parser", "qwen3"),
@@ -64,23 +66,36 @@ def write_files(page: str, folder: Path) -> None:
             path.write_text(example.text)
 
 
-def run_blocks(examples: Sequence[DocExample], folder: Path, url: str | None) -> None:
+@pytest.fixture(scope="module")
+def runner() -> Iterator[subprocess.Popen[str]]:
+    """A process that forks one for each page."""
+    with subprocess.Popen(
+        [sys.executable, ROOT / "tests" / "end_to_end" / "doc_runner.py"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": ""},
+    ) as process:
+        yield process
+        process.stdin.close()
+
+
+def run_blocks(
+    runner: subprocess.Popen[str], examples: Sequence[DocExample], folder: Path, url: str | None
+) -> None:
     """Runs them in one process, and compares what they print with what the page says."""
     blocks = []
     for example in examples:
         text = example.text if url is None else example.text.replace(DOCUMENTED_URL, url)
         blocks.append((example.language, text))
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "end_to_end" / "doc_runner.py"],
-        input=json.dumps(blocks),
-        cwd=folder,
-        env=command_environment(folder),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=500,
+    print(
+        json.dumps([str(folder), command_environment(folder), blocks]),
+        file=runner.stdin,
+        flush=True,
     )
-    results = json.loads(done.stdout)
+    with killed_after(RUN_TIMEOUT_S, runner):
+        results = json.loads(runner.stdout.readline())
+    assert results is not None, "the process of the blocks failed"
     for example, (printed, error) in zip(examples, results, strict=True):
         assert error is None, f"{example.name}: {error}"
         if example.output is not None:
@@ -88,12 +103,12 @@ def run_blocks(examples: Sequence[DocExample], folder: Path, url: str | None) ->
 
 
 @pytest.mark.parametrize("page", sorted({example.page for example in of_kind("client")}))
-def test_client_examples_run_and_print_what_the_page_shows(server, page, tmp_path) -> None:
+def test_client_examples_run_and_print_what_the_page_shows(server, runner, page, tmp_path) -> None:
     if shutil.which("curl") is None:
         pytest.skip("no curl on this machine")
     write_files(page, tmp_path)
     examples = [example for example in of_kind("client") if example.page == page]
-    run_blocks(examples, tmp_path, server.url)
+    run_blocks(runner, examples, tmp_path, server.url)
 
 
 @pytest.mark.parametrize("example", of_kind("serve"), ids=lambda example: example.name)
@@ -149,10 +164,10 @@ def test_reader_distinguishes_kinds_of_blocks() -> None:
 # Minutes: models are loaded and compiled. `pytest -m slow tests/end_to_end/test_docs_examples.py`
 @pytest.mark.slow
 @pytest.mark.parametrize("page", sorted({example.page for example in of_kind("heavy")}))
-def test_examples_without_a_server_run(page, tmp_path) -> None:
+def test_examples_without_a_server_run(runner, page, tmp_path) -> None:
     write_files(page, tmp_path)
     examples = [example for example in of_kind("heavy") if example.page == page]
-    run_blocks(examples, tmp_path, None)
+    run_blocks(runner, examples, tmp_path, None)
 
 
 # The same: each server compiles what its settings need.
