@@ -14,7 +14,8 @@ from tests.end_to_end.demo_prompts import demo_conversations, sum_is_right
 from tests.end_to_end.real_server import RealServer, running_server
 
 MODEL = "paxkv-demo"
-NUM_STREAMS = 64
+# Five times as many as run at once; some ask the same.
+NUM_STREAMS = 40
 MAX_BODY_BYTES = 100_000
 LONG_ANSWER = 400
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
@@ -56,7 +57,7 @@ def test_demo_model_adds_offline(offline_answers: list[str]) -> None:
     assert sum(map(sum_is_right, sums)) >= 0.95 * len(sums)
 
 
-def test_64_concurrent_streams_equal_the_offline_answers(server, offline_answers) -> None:
+def test_concurrent_streams_equal_the_offline_answers(server, offline_answers) -> None:
     async def run() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
             return await asyncio.gather(
