@@ -18,7 +18,7 @@ from tests.end_to_end.checked_engine import (
     running_client,
 )
 
-N = 4
+N = 3
 MAX_TOKENS = 21
 # Within a block, at its end, just behind it, one token, and several blocks.
 PROMPT_LENGTHS = (13, 16, 17, 1, 43)
@@ -26,7 +26,7 @@ PROMPTS = [
     [random.Random(i).randrange(VOCAB_SIZE) for _ in range(length)]
     for i, length in enumerate(PROMPT_LENGTHS)
 ]
-# One request needs up to 8 blocks; four completions of the longest, without sharing, 32.
+# One request needs up to 8 blocks; three completions of the longest, without sharing, 24.
 TINY_POOL = 13
 Tokens = list[list[int]]
 
