@@ -1,6 +1,8 @@
 """A whole engine over a tiny checkpoint: checked after every step, and what it held and copied."""
 
+import contextlib
 import dataclasses
+import os
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -31,6 +33,7 @@ from paxkv.runner.model_runner import ModelRunner
 from paxkv.runner.shapes import step_buckets
 from paxkv.scheduler.async_scheduler import AsyncScheduler
 from paxkv.scheduler.scheduler import Scheduler
+from tests.paxkv.runner.shared_runners import SharedPrograms
 
 MAX_MODEL_LEN = 128
 MAX_NUM_SEQS = 8
@@ -42,15 +45,22 @@ BLOCK_SIZE = 8
 MAX_NUM_BLOCKS = 160
 
 
-def make_runner(checkpoint: Path, **cache_settings: str) -> ModelRunner:
+def make_runner(checkpoint: Path, *, is_warm: bool = False, **cache_settings: str) -> ModelRunner:
     """A runner that engines of one test file share, one after another: each step compiles once.
 
     There is one program of bursts, for `MAX_NUM_SEQS` requests.
+
+    Args:
+        is_warm: All programs are loaded from the test run's folder, or compiled and kept there, for
+            a runner that several workers make.
     """
     model = load_model(checkpoint, dtype="float32", load_format="auto", seed=0)
-    with pytest.MonkeyPatch.context() as patch:
+    # `tests/conftest.py` sets the variable, and workers of pytest-xdist inherit it.
+    folder = Path(os.environ["JAX_COMPILATION_CACHE_DIR"], "checked-engines")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with contextlib.ExitStack() as locks, pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_buckets, "decode_buckets", lambda max_num_seqs: (max_num_seqs,))
-        return ModelRunner(
+        runner = ModelRunner(
             model,
             cache_config=CacheConfig(
                 block_size=BLOCK_SIZE, num_gpu_blocks_override=MAX_NUM_BLOCKS, **cache_settings
@@ -60,7 +70,11 @@ def make_runner(checkpoint: Path, **cache_settings: str) -> ModelRunner:
             ),
             max_model_len=MAX_MODEL_LEN,
             seed=0,
+            program_store=SharedPrograms(folder, locks) if is_warm else None,
         )
+        if is_warm:
+            runner.warm_up()
+    return runner
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

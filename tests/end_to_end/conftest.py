@@ -42,7 +42,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_runner(tiny_checkpoint: Path) -> ModelRunner:
     """Of the checked engines of forks, beams and prompt log-probabilities."""
-    return make_runner(tiny_checkpoint)
+    return make_runner(tiny_checkpoint, is_warm=True)
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +61,7 @@ def windows_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def windows_runner(windows_checkpoint: Path) -> ModelRunner:
     """Of checked engines of `windows_checkpoint`, with a cache in float16."""
-    return make_runner(windows_checkpoint, kv_cache_dtype="float16")
+    return make_runner(windows_checkpoint, is_warm=True, kv_cache_dtype="float16")
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from tests.small_engine import CHECKPOINT
 # Difference over the norm of the logits: the largest, as in docs/guide/tuning.md, and what none has
 # whose bits are read as those of another type.
 ERRORS = {"float16": (1e-6, 0.001), "bfloat16": (0.001, 0.01)}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 # Two blocks that all begin with, then tokens of their own.
 PROMPTS = [
     [random.Random(0).randrange(VOCAB_SIZE) for _ in range(16)]

@@ -58,7 +58,7 @@ def test_logprobs_of_prompts_equal_transformers(tiny_runner, expected, settings,
     core = CheckedCore(tiny_runner, settings)
     llm = make_llm(monkeypatch, core)
     asks = [
-        SamplingParams(n=n, seed=3, max_tokens=20, prompt_logprobs=NUM_LOGPROBS)
+        SamplingParams(n=n, seed=3, max_tokens=14, prompt_logprobs=NUM_LOGPROBS)
         for n in (1, 3, 1, 2)
     ]
     # The same prompts without it, at the same time, and with what the cache has of them.
@@ -82,7 +82,7 @@ def test_each_of_n_completions_has_penalties_of_its_own(tiny_runner, settings, m
         n=3,
         seed=11,
         temperature=0.7,
-        max_tokens=20,
+        max_tokens=14,
         presence_penalty=1.0,
         frequency_penalty=0.5,
         repetition_penalty=1.2,
