@@ -26,7 +26,8 @@ from tests.quick_compile import quick_jit
 
 MAX_NUM_SEQS, BLOCK_SIZE, NUM_BLOCKS = 4, 8, 9
 PAGE = (2, NUM_HEADS, BLOCK_SIZE, HEAD_DIM)  # keys, then values
-MODEL = TinyModel()
+# Of one layer, since each test compiles programs. Runners and engines run bursts of more layers.
+MODEL = TinyModel(windows=(None,))
 GREEDY = (SamplingParams(temperature=0.0),) * 2
 TABLE = TableShape(num_groups=1, max_blocks_per_req=3, block_size=BLOCK_SIZE)
 SHAPE = BurstShape(max_steps=6, num_reqs=3, tables=(TABLE,), max_model_len=24, chunk_rows=3)
@@ -101,7 +102,7 @@ class TinyBursts:
     def __init__(self, params=GREEDY, widths=(), *, make=make_burst, drafts=None, history=None):
         self.settings = (widths, make, drafts)
         self.params = params
-        self.kv_cache = np.zeros((2, NUM_BLOCKS, math.prod(PAGE)), np.float32)
+        self.kv_cache = np.zeros((1, NUM_BLOCKS, math.prod(PAGE)), np.float32)
         num_draws = 1 if drafts is None else 1 + drafts.num_drafts
         self.logits = np.zeros((MAX_NUM_SEQS * num_draws, VOCAB), np.float32)
         row_shape = RowShape(num_rows=MAX_NUM_SEQS, max_model_len=24)
@@ -148,7 +149,7 @@ class TinyBursts:
             *(MODEL.params, self.kv_cache, packed_np, np.zeros(MAX_NUM_SEQS, np.int32)),
             *(self.logits, self.row_state),
         )
-        self.pages_np = np.asarray(self.kv_cache).reshape(2, NUM_BLOCKS, *PAGE)
+        self.pages_np = np.asarray(self.kv_cache).reshape(1, NUM_BLOCKS, *PAGE)
         self.result_np = np.asarray(result)
         return self.result_np[:, :, 0], np.asarray(last)
 

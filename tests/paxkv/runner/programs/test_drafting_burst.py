@@ -15,7 +15,7 @@ POSITION = 8
 TOKENS = [3, 4, 5]
 TEMPERATURES = [[SamplingParams(temperature=0.0)] * 3, list(MIXED)]
 # Numbers of tokens of three rows and their drafts.
-WIDTHS = (4, 8, 12)
+WIDTHS = (4, 12)
 
 
 def drafting(params, widths=(), *, history):
