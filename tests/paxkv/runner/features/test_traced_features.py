@@ -45,7 +45,7 @@ def counting(request):
         patch.setattr(model_runner, "make_features", lambda *args: (*make_features(*args), census))
         # So that batch-invariant steps have several tiles.
         patch.setattr(step_buckets, "INVARIANT_TILE_TOKENS", 4)
-        warm = make_warm_runner(TinyModel(), config, has_few_sizes=True)
+        warm = make_warm_runner(TinyModel(windows=(None,)), config, has_few_sizes=True)
     return SimpleNamespace(runner=warm.runner, model=warm.model, census=census)
 
 
