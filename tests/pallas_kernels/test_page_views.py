@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.page_views import unview_pages, view_pages
+from tests import on_device
 
 NUM_ROWS, NUM_BLOCKS = 2, 3
 
@@ -39,7 +40,7 @@ def test_element_lies_where_documented(form):
     as_lines, num_parts, num_kv_heads, block_size, head_dim = form
     sizes = {"num_kv_heads": num_kv_heads, "block_size": block_size, "head_dim": head_dim}
     raw_np = numbered(raw_shape(as_lines, num_parts, **sizes))
-    view = np.asarray(view_pages(jnp.asarray(raw_np), num_parts=num_parts, **sizes))
+    view = np.asarray(view_pages(on_device.array(raw_np), num_parts=num_parts, **sizes))
     assert view.shape == (NUM_ROWS, num_parts * NUM_BLOCKS, num_kv_heads, block_size, head_dim)
     # Both sides of every border between tiles, and the ends.
     offsets = sorted({0, 1, 7, 8, 11, block_size - 1} & set(range(block_size)))
@@ -62,7 +63,7 @@ def test_unview_is_the_inverse_of_view(form):
     as_lines, num_parts, num_kv_heads, block_size, head_dim = form
     sizes = {"num_kv_heads": num_kv_heads, "block_size": block_size, "head_dim": head_dim}
     raw_np = numbered(raw_shape(as_lines, num_parts, **sizes))
-    view = view_pages(jnp.asarray(raw_np), num_parts=num_parts, **sizes)
+    view = view_pages(on_device.array(raw_np), num_parts=num_parts, **sizes)
     np.testing.assert_array_equal(unview_pages(view, raw_np.shape), raw_np)
 
 
@@ -84,7 +85,7 @@ SIZES = {"num_parts": 2, "num_kv_heads": 2, "block_size": 16, "head_dim": 256}
 )
 def test_view_names_what_does_not_fit(shape, sizes, reason):
     with pytest.raises(ValueError, match=f"view_pages: .*{reason}"):
-        view_pages(jnp.zeros(shape, jnp.int8), **(SIZES | sizes))
+        view_pages(on_device.zeros(shape, jnp.int8), **(SIZES | sizes))
 
 
 @pytest.mark.parametrize(
@@ -102,4 +103,4 @@ def test_view_names_what_does_not_fit(shape, sizes, reason):
 )
 def test_unview_names_what_does_not_fit(view_shape, shape, reason):
     with pytest.raises(ValueError, match=f"unview_pages: .*{reason}"):
-        unview_pages(jnp.zeros(view_shape, jnp.int8), shape)
+        unview_pages(on_device.zeros(view_shape, jnp.int8), shape)

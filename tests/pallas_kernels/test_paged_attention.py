@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import latent_attention, merge_attention_states
 from pallas_kernels.paged_attention.api import paged_attention
+from tests import on_device
 from tests.quick_compile import quick_jit
 
 # (query tokens, seq_len): decode, a prompt, a chunk after cached tokens, an empty row, a prompt of
@@ -125,14 +126,17 @@ def test_merged_latent_attention_of_ranks_is_attention_to_all_latents(options):
 def test_a_body_without_limits_is_not_chosen():
     q, keys, values = draw(num_kv_heads=2)
     pages, *sequences, limits = of_rank(0, 2, keys, values, 2)
-    arrays = (jnp.asarray(q), jnp.asarray(pages.reshape(1, -1, *pages.shape[2:])), 0)
+    arrays = (on_device.array(q), on_device.array(pages.reshape(1, -1, *pages.shape[2:])), 0)
     call = functools.partial(
-        paged_attention, *arrays, *map(jnp.asarray, sequences), jnp.asarray(START_LOC, jnp.int32)
+        paged_attention,
+        *arrays,
+        *map(jnp.asarray, sequences),
+        on_device.array(START_LOC, jnp.int32),
     )
     with pytest.raises(ValueError, match="no such implementation: got 'mosaic_gpu'"):
-        call(scale=1.0, key_limits=jnp.asarray(limits), implementation="mosaic_gpu")
+        call(scale=1.0, key_limits=on_device.array(limits), implementation="mosaic_gpu")
     with pytest.raises(ValueError, match="key_limits need causal attention .* sliding_window=4"):
-        call(scale=1.0, key_limits=jnp.asarray(limits), sliding_window=4)
+        call(scale=1.0, key_limits=on_device.array(limits), sliding_window=4)
 
 
 @pytest.mark.parametrize("options", BODIES, ids=str)

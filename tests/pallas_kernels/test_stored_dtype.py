@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.stored_dtype import as_stored, as_values, check_kv_dtype
+from tests import on_device
 from tests.quick_compile import quick_jit
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -34,18 +35,18 @@ def test_every_pattern_of_bits_survives(kv_dtype):
 
 
 def test_a_cache_of_floats_is_a_cast():
-    x = jnp.full((1, 1, 1), 1.5, jnp.float32)
+    x = on_device.full((1, 1, 1), 1.5, jnp.float32)
     got = as_stored(x, jnp.dtype("bfloat16"), None)
     assert (got.dtype, got.item()) == (jnp.bfloat16, 1.5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_number_too_large_for_a_narrower_float_becomes_its_largest(dtype):
-    x = jnp.array([-1e6, -3.5, 65_504.0, 3e38, jnp.inf, jnp.nan], dtype).reshape(1, 1, -1)
+    x = on_device.array([-1e6, -3.5, 65_504.0, 3e38, jnp.inf, jnp.nan], dtype).reshape(1, 1, -1)
     got = as_stored(x, jnp.dtype("float16"), None).ravel()
     wanted = [-65_504.0, -3.5, 65_504.0, 65_504.0, 65_504.0, jnp.nan]
     assert got.dtype == jnp.float16
-    assert jnp.array_equal(got, jnp.array(wanted, jnp.float16), equal_nan=True)
+    assert jnp.array_equal(got, on_device.array(wanted, jnp.float16), equal_nan=True)
 
 
 def test_a_number_too_large_for_float16_becomes_its_largest_in_bits_too():

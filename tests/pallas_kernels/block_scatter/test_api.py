@@ -8,6 +8,7 @@ import pytest
 
 from pallas_kernels.block_gather.api import block_gather
 from pallas_kernels.block_scatter.api import block_scatter
+from tests import on_device
 
 SHAPES = {
     "pages": ((2, 5, 16, 32), jnp.bfloat16),
@@ -94,17 +95,17 @@ def bytes_of(array):
 def test_blocks_come_back_from_the_host_byte_by_byte(dtype):
     rng = np.random.default_rng(0)
     pages_np = any_bytes(rng, (2, 8, 2, 64), dtype)
-    pages = jnp.asarray(pages_np)
+    pages = on_device.array(pages_np)
     gather = jax.jit(block_gather)
     scatter = jax.jit(block_scatter, donate_argnums=0)
 
-    out_ids = jnp.array([6, 1, 8, 3], jnp.int32)  # 8 is padding
+    out_ids = on_device.array([6, 1, 8, 3], jnp.int32)  # 8 is padding
     on_host = jax.device_get(gather(pages, out_ids))
     np.testing.assert_array_equal(bytes_of(on_host[:, 0]), bytes_of(pages_np[:, 6]))
     assert not bytes_of(on_host[:, 2]).any()
 
     # Back into other blocks, of which one was swapped out before.
-    in_ids = jnp.array([2, 6, 9, 7], jnp.int32)
+    in_ids = on_device.array([2, 6, 9, 7], jnp.int32)
     pages = scatter(pages, jax.device_put(on_host), in_ids)
     expected = pages_np.copy()
     expected[:, [2, 6, 7]] = pages_np[:, [6, 1, 3]]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.causal_conv1d.api import causal_conv1d
+from tests import on_device
 from tests.quick_compile import quick_jit
 
 SHAPES = {
@@ -19,10 +20,10 @@ SHAPES = {
 @pytest.mark.parametrize("implementation", [None, "reference", "xla"])
 def test_two_tokens_by_hand(implementation):
     y, window = quick_jit(causal_conv1d, implementation=implementation)(
-        jnp.array([[3.0], [4.0]]),
-        jnp.array([[[1.0], [2.0]]]),
-        jnp.array([[1.0], [10.0], [100.0]]),
-        jnp.array([0, 2], jnp.int32),
+        on_device.array([[3.0], [4.0]]),
+        on_device.array([[[1.0], [2.0]]]),
+        on_device.array([[1.0], [10.0], [100.0]]),
+        on_device.array([0, 2], jnp.int32),
     )
     np.testing.assert_array_equal(y[:, 0], [321, 432])
     np.testing.assert_array_equal(window[0, :, 0], [3, 4])

@@ -8,6 +8,7 @@ import pytest
 from pallas_kernels.latent_attention.api import latent_attention
 from pallas_kernels.latent_attention.cases import CASES, build_inputs
 from pallas_kernels.target import Target
+from tests import on_device
 
 SHAPES = {
     "q_latent": ((6, 4, 32), jnp.float32),
@@ -110,11 +111,11 @@ def test_a_body_is_chosen_by_the_target_and_names_what_it_cannot_do():
 def test_without_keys_the_output_is_zero_and_lse_is_minus_infinity(implementation, sizes):
     num_tokens, num_reqs, max_blocks_per_req = sizes
     out, lse = latent_attention(
-        *(jnp.ones((num_tokens, 4, 16)), jnp.ones((num_tokens, 4, 8))),
-        *(jnp.full((1, 5, 1, 8, 24), jnp.nan), 0),
-        jnp.zeros((num_reqs, max_blocks_per_req), jnp.int32),
-        jnp.zeros(num_reqs, jnp.int32),
-        jnp.zeros(num_reqs + 1, jnp.int32),
+        *(on_device.ones((num_tokens, 4, 16)), on_device.ones((num_tokens, 4, 8))),
+        *(on_device.full((1, 5, 1, 8, 24), jnp.nan), 0),
+        on_device.zeros((num_reqs, max_blocks_per_req), jnp.int32),
+        on_device.zeros(num_reqs, jnp.int32),
+        on_device.zeros(num_reqs + 1, jnp.int32),
         scale=1.0,
         return_lse=True,
         implementation=implementation,

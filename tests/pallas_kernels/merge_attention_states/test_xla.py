@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.merge_attention_states.cases import CASES, build_inputs
 from pallas_kernels.merge_attention_states.xla import merge_attention_states_xla
+from tests import on_device
 from tests.pallas_kernels.merge_attention_states.test_reference import merge_by_definition
 from tests.quick_compile import quick_jit
 
@@ -63,8 +64,8 @@ def test_attention_over_parts_merges_into_attention_over_all(parts, spread, seed
 
 
 def test_a_state_merged_with_no_keys_is_unchanged():
-    out, lse = jnp.full((1, 1, 3), 1.7), jnp.full((1, 1), -123.25)
-    nothing = jnp.full((1, 1, 3), jnp.nan), jnp.full((1, 1), -jnp.inf)
+    out, lse = on_device.full((1, 1, 3), 1.7), on_device.full((1, 1), -123.25)
+    nothing = on_device.full((1, 1, 3), jnp.nan), on_device.full((1, 1), -jnp.inf)
     for got_out, got_lse in (merge(out, lse, *nothing), merge(*nothing, out, lse)):
         np.testing.assert_array_equal(got_out, out)
         np.testing.assert_array_equal(got_lse, lse)
@@ -72,7 +73,7 @@ def test_a_state_merged_with_no_keys_is_unchanged():
 
 def test_two_states_without_keys_make_no_nan_on_the_way():
     """Somebody may look for NaN in every operation."""
-    out, lse = jnp.ones((1, 1, 3)), jnp.full((1, 1), -jnp.inf)
+    out, lse = on_device.ones((1, 1, 3)), on_device.full((1, 1), -jnp.inf)
     with jax.debug_nans(True), jax.disable_jit():
         merged_out, merged_lse = merge_attention_states_xla(out, lse, out, lse)
     assert not merged_out.any()

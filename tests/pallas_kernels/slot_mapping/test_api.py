@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.slot_mapping.api import slot_mapping
+from tests import on_device
 
 SHAPES = {
     "positions": ((2, 6), jnp.int32),
@@ -31,9 +32,9 @@ def test_every_implementation_returns_a_slot_for_each_token(implementation):
 @pytest.mark.parametrize(("num_reqs", "max_blocks_per_req"), [(0, 4), (3, 0)])
 def test_without_a_block_to_look_up_all_tokens_are_padding(num_reqs, max_blocks_per_req):
     slots = slot_mapping(
-        jnp.zeros((2, 6), jnp.int32),
-        jnp.zeros((2, num_reqs, max_blocks_per_req), jnp.int32),
-        jnp.zeros(num_reqs + 1, jnp.int32),
+        on_device.zeros((2, 6), jnp.int32),
+        on_device.zeros((2, num_reqs, max_blocks_per_req), jnp.int32),
+        on_device.zeros(num_reqs + 1, jnp.int32),
         block_size=8,
         pad_slot=100,
     )
