@@ -7,6 +7,7 @@ from flax import nnx
 
 from models.decoders.backbone_decoder import BackboneDecoder
 from models.registry import read_config
+from tests import on_device
 from tests.models.plain_context import plain_context
 
 HF_CONFIG = {
@@ -22,7 +23,7 @@ class Half(nnx.Module):
 
     def __call__(self, hidden, pages, context, *, norm):
         assert norm(hidden).dtype == jnp.bfloat16
-        return jnp.full(hidden.shape, 0.5, jnp.bfloat16), pages
+        return on_device.full(hidden.shape, 0.5, jnp.bfloat16), pages
 
     def project_out(self, attended, context):
         return attended
@@ -40,7 +41,7 @@ def test_residual_stream_is_float32_if_config_json_says_so(residual_in_fp32, wan
         has_head_kernel=False,
         dtype=jnp.bfloat16,
     )
-    model.embed_tokens.embedding[...] = jnp.full((3, 2), 256.0, jnp.bfloat16)
+    model.embed_tokens.embedding[...] = on_device.full((3, 2), 256.0, jnp.bfloat16)
     context = plain_context()
     carry = model.embed(context)
     for layer in model.layers:

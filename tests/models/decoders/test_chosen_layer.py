@@ -12,6 +12,7 @@ from models.layers.linear import Linear
 from models.layers.rms_norm import RMSNorm
 from models.stored_kernels.column_panels import PanelKernel
 from models.stored_kernels.rounded_int8 import RoundedInt8Kernel
+from tests import on_device
 from tests.models.plain_context import plain_context
 
 NUM_LAYERS = 3
@@ -61,7 +62,7 @@ def in_int8(layers: list[TwoLinears]) -> None:
 def test_chosen_layer_computes_as_that_layer(change):
     layers = random_layers()
     change(layers)
-    x = jnp.asarray(np.random.default_rng(2).standard_normal((5, 8)), jnp.float32)
+    x = on_device.array(np.random.default_rng(2).standard_normal((5, 8)), jnp.float32)
     run = jax.jit(lambda layer_idx, x: choose_layer(layers, layer_idx)(x))
     outputs = jax.jit(lambda x: [layer(x) for layer in layers])(x)
     assert len({output.tobytes() for output in map(np.asarray, outputs)}) == NUM_LAYERS
@@ -84,7 +85,7 @@ def test_layers_with_different_parameters_are_refused():
 def test_layers_keep_their_own_parameters():
     layers = random_layers()
     before = [jax.tree.leaves(nnx.state(layer)) for layer in layers]
-    x = jnp.ones((2, 8))
+    x = on_device.ones((2, 8))
     jax.jit(lambda layer_idx, x: choose_layer(layers, layer_idx)(x))(1, x)
     for layer, arrays in zip(layers, before, strict=True):
         after = jax.tree.leaves(nnx.state(layer))

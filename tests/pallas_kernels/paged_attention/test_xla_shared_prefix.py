@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,6 +13,7 @@ from pallas_kernels.paged_attention.cases import PagedAttentionCase, build_input
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 from pallas_kernels.paged_attention.xla_shared_prefix import MIN_ROWS, find_shared_prefix
+from tests import on_device
 from tests.quick_compile import quick_jit
 
 GARBAGE = -7
@@ -93,7 +93,7 @@ def shared_inputs(rules):
     if "sliding_window" not in rules:  # there the left blocks are not written
         for req_idx, num_blocks in SHARERS.items():
             tables[req_idx, :num_blocks] = tables[0, :num_blocks]
-    return dataclasses.replace(inputs, block_tables=jnp.asarray(tables))
+    return dataclasses.replace(inputs, block_tables=on_device.array(tables))
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -115,7 +115,7 @@ def test_equals_reference_where_shared_blocks_are_several_products(num_shared, a
     inputs = build_inputs(case)
     tables = np.array(inputs.block_tables)
     tables[:, :num_shared] = tables[0, :num_shared]
-    inputs = dataclasses.replace(inputs, block_tables=jnp.asarray(tables))
+    inputs = dataclasses.replace(inputs, block_tables=on_device.array(tables))
     got = attend(inputs, paged_attention_xla)
     for got_array, wanted in zip(got, attend(inputs, paged_attention_reference), strict=True):
         np.testing.assert_allclose(got_array, wanted, atol=5e-6, rtol=5e-6)
@@ -161,7 +161,7 @@ def test_equals_reference_however_blocks_are_shared(seed, attend):
         others = rng.choice([GARBAGE, 0, 10**6])
         is_like_first = req_idx > 0 and rng.random() < 0.5
         tables[req_idx, num_held:] = tables[0, num_held:] if is_like_first else others
-    inputs = dataclasses.replace(inputs, block_tables=jnp.asarray(tables))
+    inputs = dataclasses.replace(inputs, block_tables=on_device.array(tables))
     got = attend(inputs, paged_attention_xla)
     for got_array, wanted in zip(got, attend(inputs, paged_attention_reference), strict=True):
         np.testing.assert_allclose(got_array, wanted, atol=5e-6, rtol=5e-6)
