@@ -10,7 +10,6 @@ from pallas_kernels.paged_attention import xla_block_list
 from pallas_kernels.paged_attention.cases import CASES, build_inputs
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 from pallas_kernels.paged_attention.xla_block_list import list_blocks
-from tests.compiler_flags import AS_FOR_USERS
 from tests.pallas_kernels.paged_attention.dense_attention import dense_attention
 
 GARBAGE = -7
@@ -79,5 +78,5 @@ def test_all_layers_share_one_sort():
             q = paged_attention(*(q, kv_cache, row, *sequences), scale=1.0, implementation="xla")
         return q
 
-    text = jax.jit(layers).lower(*inputs.arrays).compile(AS_FOR_USERS).as_text()
+    text = jax.jit(layers).lower(*inputs.arrays).compile().as_text()
     assert text.count(" sort(") == 1
