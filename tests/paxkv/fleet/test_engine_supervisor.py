@@ -108,12 +108,12 @@ async def text_of(client: AsyncEngineClient, prompt: str, num_tokens: int, **mor
 
 
 @in_loop
-async def test_256_streams_and_many_requests_get_their_own_outputs() -> None:
+async def test_many_streams_and_requests_get_their_own_outputs() -> None:
     async with running(max_num_seqs=64, num_blocks=1000) as client:
-        prompts = [f"<{number}>" for number in range(256)]
+        prompts = [f"<{number}>" for number in range(128)]
         texts = await asyncio.gather(*(text_of(client, prompt, 20) for prompt in prompts))
         assert texts == [(prompt * 20)[:20] for prompt in prompts]
-        prompts = [f"[{number}]" for number in range(1000)]
+        prompts = [f"[{number}]" for number in range(300)]
         texts = await asyncio.gather(
             *(text_of(client, prompt, 3, stream=False) for prompt in prompts)
         )
