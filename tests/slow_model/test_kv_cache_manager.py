@@ -54,27 +54,27 @@ class CrossAndSinkMachine(ManagerMachine):
 
 
 class TestFull(FullMachine.TestCase):
-    settings = quick(15)
+    settings = quick(10)
 
 
 class TestWindow(WindowMachine.TestCase):
-    settings = quick(15)
+    settings = quick(10)
 
 
 class TestChunk(ChunkMachine.TestCase):
-    settings = quick(15)
+    settings = quick(10)
 
 
 class TestState(StateMachine.TestCase):
-    settings = quick(15)
+    settings = quick(10)
 
 
 class TestCrossAndSink(CrossAndSinkMachine.TestCase):
-    settings = quick(15)
+    settings = quick(10)
 
 
 class TestHybrid(HybridMachine.TestCase):
-    settings = quick(15)
+    settings = quick(10)
 
 
 @pytest.mark.slow
