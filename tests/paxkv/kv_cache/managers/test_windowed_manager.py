@@ -34,7 +34,7 @@ def first_token_seen(kind, size, position):
     return position - position % size
 
 
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(
     kind=st.sampled_from(["window", "chunk"]),
     size=st.integers(1, 14),

@@ -390,7 +390,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 class TestPoolMachine(PoolMachine.TestCase):
-    settings = quick(50)
+    settings = quick(20)
 
 
 @pytest.mark.slow
