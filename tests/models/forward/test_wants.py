@@ -62,7 +62,9 @@ def test_logits_belong_to_the_indices(of_all_tokens, in_loop):
     assert outputs.hidden is None and outputs.taps == ()
 
 
-@pytest.mark.parametrize("in_loop", [pytest.param(False, marks=pytest.mark.slow), True])
+# `test_decoder.py` has logits of last tokens alone, in turn and in a loop.
+@pytest.mark.slow
+@pytest.mark.parametrize("in_loop", [False, True])
 def test_last_tokens_alone(of_all_tokens, in_loop):
     outputs = outputs_of(Wants(logits="last", hidden="last"), LAST_TOKENS, in_loop=in_loop)
     assert_equal(outputs.for_logits, of_all_tokens.hidden[LAST_TOKENS])
@@ -76,7 +78,10 @@ def test_hidden_of_last_tokens_without_any_logits(of_all_tokens):
 
 
 def test_hidden_of_last_tokens_together_with_other_logits(of_all_tokens):
-    outputs = outputs_of(Wants(logits="indices", hidden="last"), [1], in_loop=True)
+    """All rows are computed, so only the choice of outputs differs from that of other wants."""
+    batch = batch_of(Wants(logits="indices", hidden="last"), [1])
+    assert not batch.drops_rows
+    outputs = batch.choose_outputs(of_all_tokens.hidden)
     assert_equal(outputs.for_logits, of_all_tokens.hidden[1:2])
     assert_equal(outputs.hidden, of_all_tokens.hidden[LAST_TOKENS])
 
