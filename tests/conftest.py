@@ -1,6 +1,7 @@
 """Settings of every test process: the CPU, and one compilation cache for the whole run."""
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -88,6 +89,17 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
         gc.set_threshold(20_000, 10, 50)
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Restores the level of the logs of paxkv, which its commands set in their process."""
+    logger = logging.getLogger("paxkv")
+    level = logger.level
+    try:
+        return (yield)
+    finally:
+        logger.setLevel(level)
 
 
 def _limited(item: pytest.Item) -> Generator[None, object, object]:
