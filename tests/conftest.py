@@ -92,14 +92,22 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol() -> Generator[None, object, object]:
-    """Restores the level of the logs of paxkv, which its commands set in their process."""
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """Restores the level of the logs of paxkv, which its commands set in their process.
+
+    After the last test of a file, keeps the garbage collector away from what JAX and modules hold
+    by then. A test that collects garbage late in a run would take 5 s for it.
+    """
     logger = logging.getLogger("paxkv")
     level = logger.level
     try:
         return (yield)
     finally:
         logger.setLevel(level)
+        if nextitem is None or nextitem.path != item.path:
+            gc.freeze()
 
 
 def _limited(item: pytest.Item) -> Generator[None, object, object]:
