@@ -234,7 +234,7 @@ def test_drafts_are_those_of_a_head_without_a_paged_cache(drafting, compiler, mo
     """With prompts of two steps, prefix hits, accepted and rejected drafts."""
     if drafting.pacer is not None:
         # Without a choice of 0, the head has keys and values of every token.
-        monkeypatch.setattr(drafting.pacer, "choose", lambda chances: MAX_DRAFTS)
+        monkeypatch.setattr(drafting.pacer, "choose", lambda num_reqs, chances: MAX_DRAFTS)
         monkeypatch.setattr(RandomPacer, "num_drafts", MAX_DRAFTS)
     take_drafts, drawn, found = DeviceStep._take_drafts, defaultdict(list), []
 
