@@ -1,6 +1,7 @@
-"""Arrays on the device without a program: `jnp.asarray` and `jnp.zeros` compile one per shape.
+"""Makes arrays in NumPy and copies them to the device, for tests that should compile little.
 
-Such a program takes 20 to 60 ms of CPU time to compile. The arguments must not be traced.
+`jnp.asarray` of a list, `jnp.zeros` and the like compile a program for each shape. This takes 20 to
+60 ms of CPU time. The arguments here must be values on the host, not traced arrays.
 """
 
 import jax
@@ -9,7 +10,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 
 def array(values: ArrayLike, dtype: DTypeLike | None = None) -> jax.Array:
-    """`jnp.asarray` of numbers on the host."""
+    """The values as an array on the device, as `jnp.asarray` returns it."""
     return jax.device_put(np.asarray(values, dtype))
 
 

@@ -41,7 +41,10 @@ def thorough_unless_named(cases: Iterable[Any], *names: str) -> list[Any]:
 def marked_sizes(
     sizes: Iterable[Any], *, thorough: Iterable[Any] = (), slow: Iterable[Any] = ()
 ) -> list[Any]:
-    """Parameters for all of these; CI's second Python leaves out `thorough` ones."""
+    """Parameters for all of these.
+
+    CI's second Python leaves out `thorough` ones. Those in `slow` run with `pytest -m slow` only.
+    """
     return [
         *sizes,
         *(pytest.param(one, marks=pytest.mark.thorough) for one in thorough),

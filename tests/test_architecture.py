@@ -158,7 +158,7 @@ def layer_of(module: str) -> str | None:
 
 
 def statements(block: ast.AST) -> Iterator[ast.stmt]:
-    """All statements inside, without their expressions: those are most of a file's nodes."""
+    """All statements in the block. Expressions, most of a file's nodes, are not visited."""
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
         for node in getattr(block, name, ()):
             if isinstance(node, ast.stmt):
@@ -302,7 +302,7 @@ def mirror_violation(test_file: Path) -> str | None:
     if not mirrored.is_file() and not mirrored.with_suffix("").is_dir():
         return f"{relative(test_file)} mirrors {relative(mirrored)}, which does not exist"
     wanted = module_name(mirrored)
-    # Most files import it at the top, which is quicker to see than to parse the file.
+    # Most files import the module at the top. A search finds that faster than the parser.
     if re.search(rf"^from {re.escape(wanted)}(\.\w+)* import ", test_file.read_text(), re.M):
         return None
     modules = [module for _, module in imported_modules(test_file)]

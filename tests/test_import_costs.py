@@ -30,7 +30,7 @@ def test_importing_paxkv_imports_no_jax() -> None:
 
 
 def imported_at_once(block: ast.AST) -> Iterator[str]:
-    """Modules that a file imports when it is imported: not in functions or for type checkers."""
+    """Modules that the block imports when it runs, without those of functions and type checkers."""
     for node in ast.iter_child_nodes(block):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -44,7 +44,11 @@ def imported_at_once(block: ast.AST) -> Iterator[str]:
 
 
 def all_imported(*names: str) -> set[str]:
-    """The modules, those that they import at once, and so on through ours; packages too."""
+    """All modules that are loaded if these are imported, as the project's sources say.
+
+    These modules are included, and the packages that contain a module. What other projects' modules
+    import is not.
+    """
     found: set[str] = set()
     left = [*names]
     while left:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.ragged_requests import scan_tokens, step_rows
 
-# One-token steps compute channels in lines of this many, as a state lies in pages of a TPU. Other
-# shapes would have other layouts there: decays, inputs and states would each be copied.
+# Numbers in a line. The pages of a TPU store a state in such lines. One-token steps split the
+# channels into lines too. Otherwise, XLA would copy decays, inputs and states to other layouts.
 _LANES = 128
 
 
@@ -29,7 +29,7 @@ def selective_scan_xla(
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.selective_scan`."""
     shape = x.shape
-    # In a loop over tokens, lines would cost a CPU 10 % more.
+    # A loop over tokens has no lines: on a CPU, it would take 10 % longer with them.
     has_lines = has_one_token_each and shape[-1] % _LANES == 0
     channels = (-1, _LANES) if has_lines else (-1,)
     x, dt, a, states = (

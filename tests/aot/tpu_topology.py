@@ -94,7 +94,8 @@ class TpuProgram:
             of_cache = [max(operand, default=0) > max_bytes for operand in operands]
             read = sum(counted(operand) for operand in operands)
             if opcode.endswith("-done"):
-                # Its operand names what the first part reads and writes. A slice is a part of that.
+                # The operand holds the source and the result of "-start". Its size is not that of
+                # the read: a copy reads what it writes. Of a slice, only the result is counted.
                 read = counted(results) if opcode == "copy-done" else 0
             total += counted(results) + read
             if any(of_cache):

@@ -10,7 +10,7 @@ from benchmarks.host import BLOCK_SIZE, make_decoding_scheduler, run_step
 
 @pytest.fixture(autouse=True)
 def small_pool(monkeypatch) -> None:
-    """Making a pool takes longer than the steps of these tests."""
+    """Making a pool of the usual size would take longer than the steps of these tests."""
     monkeypatch.setattr(host, "NUM_BLOCKS", 4001)
 
 

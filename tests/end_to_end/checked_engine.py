@@ -51,8 +51,8 @@ def make_runner(checkpoint: Path, *, is_warm: bool = False, **cache_settings: st
     There is one program of bursts, for `MAX_NUM_SEQS` requests.
 
     Args:
-        is_warm: All programs are loaded from the test run's folder, or compiled and kept there, for
-            a runner that several workers make.
+        is_warm: The runner has all of its programs. It loads them from the test run's folder, or
+            compiles and stores them there. Set it for a runner that several workers make.
     """
     model = load_model(checkpoint, dtype="float32", load_format="auto", seed=0)
     # `tests/conftest.py` sets the variable, and workers of pytest-xdist inherit it.

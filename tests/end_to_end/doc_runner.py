@@ -1,9 +1,9 @@
 """Runs the blocks of pages; later blocks of a page find the names of earlier ones.
 
 A program of its own. Each line of stdin is JSON of one page: `[folder, environment, blocks]`, with
-blocks as `[[language, text], ...]`. A process that is forked for the page runs its blocks in the
-folder. For each page, a line goes to stdout: JSON of what each block printed, and of its error or
-null. It is null if the process of the page failed.
+blocks as `[[language, text], ...]`. The program forks a process for the page, which runs the blocks
+in the folder. Then the program prints a line of JSON: `[[printed, error], ...]`, one pair for each
+block, where `error` is null if the block did not fail. The line is `null` if the process failed.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-# Importing it takes a second, and most pages of clients use it: here once for all of them.
+# Most pages with examples of clients import it, which takes a second. Forked processes share it.
 import openai  # noqa: F401
 
 

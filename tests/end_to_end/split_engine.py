@@ -252,7 +252,7 @@ def check_golden(recipe: str, num_devices: int, **limits: int) -> RecordingRunne
     """Greedy tokens and logits are those of transformers.
 
     Args:
-        limits: `max_num_batched_tokens`, if it differs from that of `LIMITS`.
+        limits: `max_num_batched_tokens` of the engine, instead of the value in `LIMITS`.
     """
     folder = write_serving_recipe(Path(tempfile.mkdtemp()), recipe)
     runner = RecordingRunner(folder, 16, mesh=find_mesh(num_devices), **LIMITS | limits)
@@ -404,7 +404,11 @@ def check_merged_attention(num_devices: int, num_ranks: int, dtype: str, atol: f
 def _dense_attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, starts: Sequence[int]
 ) -> np.ndarray:
-    """Of prompts that begin at these tokens, in float32. There is one KV head."""
+    """Computes causal attention of prompts in float32, with one KV head and a scale of 0.5.
+
+    Args:
+        starts: The index of each prompt's first token.
+    """
     found = []
     for token, row in enumerate(q):
         first = max(start for start in starts if start <= token)
@@ -647,7 +651,7 @@ CASES = {
         check_own_experts(4),
         check_own_heads(LAYERS),
         check_merged_attention(4, 2, "float32", 1e-5),
-        # Steps have one width. `test_several_hosts.py` has two of them.
+        # All steps have one width here. `test_several_hosts.py` has steps of two widths.
         check_golden("gemma3_shallow", 4, max_num_batched_tokens=16),
     ),
     "llama": lambda: (

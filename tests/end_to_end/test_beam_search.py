@@ -68,7 +68,7 @@ def defined(tiny_checkpoint: Path) -> Callable[..., Found]:
     return search
 
 
-# The slow run has each setting with and without the prefix cache.
+# Together with the slow tests, each setting runs with and without the prefix cache.
 @pytest.mark.parametrize(
     ("num_blocks", "length_penalty", "eos", "enable_prefix_caching"),
     [

@@ -14,7 +14,7 @@ from tests.end_to_end.demo_prompts import demo_conversations, sum_is_right
 from tests.end_to_end.real_server import RealServer, running_server
 
 MODEL = "paxkv-demo"
-# Five times as many as run at once; some ask the same.
+# Five times as many as the engine runs at once. Some streams have the same prompt.
 NUM_STREAMS = 40
 MAX_BODY_BYTES = 100_000
 LONG_ANSWER = 400

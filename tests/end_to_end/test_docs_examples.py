@@ -68,7 +68,7 @@ def write_files(page: str, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[subprocess.Popen[str]]:
-    """A process that forks one for each page."""
+    """`doc_runner.py`, which forks a process for each page."""
     with subprocess.Popen(
         [sys.executable, ROOT / "tests" / "end_to_end" / "doc_runner.py"],
         stdin=subprocess.PIPE,
@@ -95,7 +95,7 @@ def run_blocks(
     )
     with killed_after(RUN_TIMEOUT_S, runner):
         results = json.loads(runner.stdout.readline())
-    assert results is not None, "the process of the blocks failed"
+    assert results is not None, "the process that ran the blocks of the page failed"
     for example, (printed, error) in zip(examples, results, strict=True):
         assert error is None, f"{example.name}: {error}"
         if example.output is not None:

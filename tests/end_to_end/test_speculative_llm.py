@@ -35,7 +35,7 @@ def trace_file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engines(demo_llm, trace_file):
     """An engine without drafts, and one with them that writes a trace."""
-    settings = SETTINGS | {"max_num_batched_tokens": 8}  # the smallest program, alone
+    settings = SETTINGS | {"max_num_batched_tokens": 8}  # so that steps have one width
     with LLM(**settings, speculative_config=NGRAM, trace_file=str(trace_file)) as drafting:
         yield demo_llm, drafting
 

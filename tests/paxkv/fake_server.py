@@ -1,4 +1,4 @@
-"""`python -m paxkv.serve` over engine processes that need no device, started as a user would."""
+"""`paxkv.serve` with its flags and signals, over engine processes that need no device."""
 
 import contextlib
 import functools
@@ -79,8 +79,8 @@ def start_process(*flags: str, forks_engines: bool = False, **settings: object) 
     does.
 
     Args:
-        forks_engines: Its engines are forked. False: they run a command, whose imports take most of
-            the time of a server.
+        forks_engines: The server forks its engines. False: each engine runs a command, which
+            spends most of its time on imports.
     """
     way = "fork" if forks_engines else "command"
     return _servers[-1].start_server([way, "--port", "0", *flags, "--model", json.dumps(settings)])

@@ -112,7 +112,7 @@ class ForkedProcesses:
         """A process in a session of its own, with this process's environment of now.
 
         Args:
-            has_input: `stdin` of the process is a pipe; otherwise it has no input.
+            has_input: The process reads what is written to `stdin`. False: its input is empty.
         """
         (out, their_out), (err, their_err) = os.pipe(), os.pipe()
         our_in = None

@@ -60,7 +60,7 @@ def test_greedy_tokens_of_several_groups_are_transformers(recipe, tmp_path) -> N
 def test_groups_of_two_block_sizes_have_blocks_of_their_own() -> None:
     """A layer with one KV head has twice as many tokens in a block, so it has another group.
 
-    The third row is empty.
+    The third row of the batch is empty.
     """
     model = TinyModel(windows=(5, None, None), num_kv_heads=(2, 2, 1))
     shape = GenerateShape(batch_size=3, max_prompt_len=11, max_new_tokens=15, block_size=4)
@@ -125,7 +125,7 @@ def test_eos_ends_a_row(generator: CompiledGenerator) -> None:
     assert tokens == golden.new_tokens[: golden.new_tokens.index(eos) + 1]
 
 
-def test_prompts_are_shorter_than_the_models_positions(tmp_path) -> None:
+def test_prompts_must_be_shorter_than_the_models_positions(tmp_path) -> None:
     folder = write_random_checkpoint(tmp_path, num_layers=1, max_position_embeddings=8)
     shape = GenerateShape(batch_size=2, max_prompt_len=9, max_new_tokens=5)
     generator = CompiledGenerator(load_model(folder, dtype="float32"), shape)
@@ -196,7 +196,7 @@ def test_max_model_len_must_fit_the_model(tmp_path, max_model_len, word) -> None
         CompiledGenerator(model, SHAPE, max_model_len=max_model_len)
 
 
-# The normal run has an empty row and two others in a test above.
+# In the normal run, `test_groups_of_two_block_sizes_have_blocks_of_their_own` has an empty row.
 @pytest.mark.slow
 def test_empty_rows_generate_nothing(checkpoint) -> None:
     model = load_model(checkpoint, dtype="float32")
@@ -274,7 +274,7 @@ def packed_program(folder: Path):
     return model, shape, quick_jit(make_generate(model, shape))
 
 
-# The normal run compares such rows with an engine: `tests/end_to_end/test_compiled_generator.py`.
+# In the normal run, `end_to_end/test_compiled_generator.py` compares such rows with an engine.
 @pytest.mark.slow
 def test_packed_rows_are_of_the_row_in_their_place(tmp_path) -> None:
     model, shape, generate = packed_program(tmp_path)

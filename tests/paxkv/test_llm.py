@@ -454,9 +454,9 @@ def test_forgotten_llm_ends_its_thread(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.fixture(scope="module")
 def ended_program(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess:
-    """A program that forks, generates, and ends without a call of `close`.
+    """A finished program that forked, generated tokens, and ended without a call of `close`.
 
-    The child's calls hang without the check, so the program has a time limit.
+    It has a time limit, because calls in the forked child would hang if `LLM` did not refuse them.
     """
     program = (
         "import os, pytest\n"

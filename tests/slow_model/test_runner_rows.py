@@ -294,7 +294,7 @@ def check_shortcuts(seeds, monkeypatch):
 
 
 def test_shortcuts_of_steady_decode_do_not_change_results(monkeypatch):
-    # Seeds with different KV cache groups: windows, states, and blocks of two sizes.
+    # Together, these seeds have KV cache groups of windows, of states, and of two block sizes.
     num_bursts = check_shortcuts((0, 3, 14), monkeypatch)
     assert min(num_bursts["repeated"], num_bursts["anew"]) > 50
 

@@ -69,7 +69,7 @@ def test_op_is_right_and_a_planted_fault_is_found_and_not_timed(op: str, monkeyp
     def planted(*args, **kwargs):
         if kwargs["implementation"] == "reference":
             return right(*args, **kwargs)
-        # Constants: the op would take longer to compile.
+        # The right outputs are constants here, because the op would take longer to compile.
         return WRONG[op](jax.tree.map(jnp.asarray, right_outputs))
 
     monkeypatch.setattr(pallas_kernels, op, planted)

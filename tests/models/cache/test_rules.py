@@ -155,7 +155,7 @@ def dense_attention(attention, x):
 )
 def test_a_decode_step_copies_no_pages(name, run, kv_dtype, num_reqs):
     """With the options that users compile with; the suite's own leave copies in."""
-    # Two layers in turn are a write after a read, as in a loop.
+    # Two layers in turn are enough: the second writes to the pages after the first has read them.
     layers = STACKS[name]()[: 2 if run is run_in_turn else None]
     stack = Stack(layers, PLATFORM, run, kv_dtype=kv_dtype, max_len=16)
     page_bytes = stack.groups.kv_cache_groups[0].kv_cache_spec.page_size_bytes

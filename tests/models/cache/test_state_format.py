@@ -50,9 +50,10 @@ DTYPES = [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16
 
 
 def product_of_cases():
-    """All combinations. The normal run has each pair of two of the three lists.
+    """All combinations. The normal run has each pair of values from two of the three lists.
 
-    It also has all pages in lines of float32 states, which are written as halves.
+    In pages with lines, float32 states are written as halves. The normal run has these with each
+    size of pages.
     """
     for (i, stored), (j, page_bytes), (k, dtypes) in itertools.product(
         *map(enumerate, (STORED, PAGE_BYTES, DTYPES))

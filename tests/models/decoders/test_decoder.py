@@ -1,6 +1,6 @@
 """The decoder through the paged path equals transformers, live and by golden numbers.
 
-Its layers are in a loop, as on a CPU, unless a test says otherwise.
+Its layers run in a loop, as on a CPU, unless a test says otherwise.
 """
 
 import dataclasses

@@ -45,7 +45,7 @@ from tests.oracles.recipes import RECIPES
 TOLERANCE = 1e-5  # of the largest absolute logit
 
 
-# `test_decoder.py` compares loops, and layers in turn, with the logits of transformers.
+# In the normal run, `test_decoder.py` compares layers in loops with transformers.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "only_last_tokens"),

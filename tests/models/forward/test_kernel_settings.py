@@ -49,7 +49,8 @@ def run(model, params, batch, cache_np, num_devices, sharding):
 
 def compare(folder, load_format):
     loaded = load_model(folder, load_format=load_format)
-    # The reference bodies compile in less time; heads are split around them in the same way.
+    # The reference bodies of ops compile in less time. Heads are split in the same way around all
+    # bodies.
     loaded = loaded.with_kernels(KernelSettings(implementation="reference"))
     loaded = place_model(loaded, block_size=BLOCK_SIZE).model
     config = loaded.config

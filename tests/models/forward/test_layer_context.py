@@ -30,7 +30,7 @@ PAD = pallas_kernels.pad_slot(NUM_ROWS, NUM_BLOCKS, 4)
 
 
 def context_of(batch: ForwardBatch) -> LayerContext:
-    """The context that `make_context` makes, with slots from one program."""
+    """The result of `make_context` without rotary embeddings. One program computes the slots."""
     pages = jax.ShapeDtypeStruct((NUM_ROWS, NUM_BLOCKS, 2 * 2 * 8 * 4), jnp.float32)
     kernels = KernelSettings()
     slots = jax.jit(lambda batch: make_context(batch, pages, kernels, []).slots)(batch)

@@ -62,7 +62,7 @@ def test_logits_belong_to_the_indices(of_all_tokens, in_loop):
     assert outputs.hidden is None and outputs.taps == ()
 
 
-# `test_decoder.py` has logits of last tokens alone, in turn and in a loop.
+# In the normal run, `test_decoder.py` computes the last tokens alone, in turn and in a loop.
 @pytest.mark.slow
 @pytest.mark.parametrize("in_loop", [False, True])
 def test_last_tokens_alone(of_all_tokens, in_loop):
@@ -78,7 +78,7 @@ def test_hidden_of_last_tokens_without_any_logits(of_all_tokens):
 
 
 def test_hidden_of_last_tokens_together_with_other_logits(of_all_tokens):
-    """All rows are computed, so only the choice of outputs differs from that of other wants."""
+    """The model computes all rows, as for other wants. Only the choice of outputs is special."""
     batch = batch_of(Wants(logits="indices", hidden="last"), [1])
     assert not batch.drops_rows
     outputs = batch.choose_outputs(of_all_tokens.hidden)

@@ -99,7 +99,7 @@ def advance_all():
         return advance_states(advance, "own", (x,), jnp.asarray(pages, jnp.float32), context)
 
     jitted = jax.jit(run, static_argnums=(1, 2), compiler_options=QUICK_COMPILE)
-    # In NumPy: each slice of a JAX array would be a program.
+    # Results are NumPy arrays, because JAX would compile a program for each slice.
     return lambda *args: jax.device_get(jitted(*args))
 
 

@@ -88,7 +88,7 @@ def test_layers_in_a_stack_compute_as_layers_apart(is_chosen):
         chosen = jax.jit(run_chosen)
         got = [chosen(np.int32(idx), x, routing) for idx in range(NUM_LAYERS)]
     else:
-        # A function of its own: `run_all` has been traced with the layers apart.
+        # A new function, because JAX would reuse the trace of `run_all` with the layers apart.
         got = jax.jit(lambda *arrays: run_all(*arrays))(x, routing)
     for output, of_layer in zip(wanted, got, strict=True):
         np.testing.assert_array_equal(of_layer, output)

@@ -9,7 +9,7 @@ from models.stored_kernels.use_kernel import KernelValue
 
 
 def parameters_apart(module: LoadedModule) -> dict[str, KernelValue]:
-    """Like `LoadedModule.parameters`, with the part of each layer instead of stacks, in NumPy."""
+    """Like `LoadedModule.parameters`, but with NumPy arrays of each layer instead of stacks."""
     found = module.parameters
     for name, place in module.stack_places.items():
         stack = module.parameters[f"{STACKS}.{place.stack}"]

@@ -184,7 +184,7 @@ def published(version):
     return next(Path(library.__file__).parent.glob(f"data/*.model.{version}"))
 
 
-# `test_chats_have_the_tokens_of_the_library` has chats of v3.
+# In the normal run, `test_chats_have_the_tokens_of_the_library` has chats of v3, from tekken.json.
 @pytest.mark.parametrize("version", ["v1", pytest.param("v3", marks=pytest.mark.slow), "v7"])
 def test_sentencepiece_models_give_the_tokens_of_the_library(tmp_path, version):
     path = tmp_path / f"tokenizer.model.{version}"

@@ -96,7 +96,8 @@ def test_rounding_to_floats_keeps_the_largest_number_and_is_near():
     np.testing.assert_allclose(np.abs(rounded_np).max(axis=0), largest, rtol=1e-6)
 
 
-# All columns in one panel; panels of 48, 48 and 48 columns, of which the last holds 4 without use.
+# A panel width of 64 makes three panels of 48 columns, of which the last holds 4 without use. None
+# makes one panel.
 @pytest.mark.parametrize(
     ("num_rows", "panel_width", "number_format"),
     [

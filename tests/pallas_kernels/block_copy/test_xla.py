@@ -41,7 +41,7 @@ def draw_copies(draw):
     return np.array(sources, np.int32), np.array(targets, np.int32)
 
 
-@settings(max_examples=30)  # any wrong place shows in most of them
+@settings(max_examples=30)  # most of them would show a wrong block
 @given(draw_copies())
 def test_any_copies_equal_numpy_that_reads_first(copies):
     sources, targets = copies
@@ -53,7 +53,8 @@ def test_any_copies_equal_numpy_that_reads_first(copies):
     np.testing.assert_array_equal(JITTED(pages, sources, targets), expected)
 
 
-# The normal run has each pair of two of sizes, layout and dtype, except of one row.
+# With four rows, the normal run has each pair of values among the number of copies, the layout and
+# the dtype. One row has one case.
 @pytest.mark.parametrize(
     "sizes",
     marked_sizes(

@@ -25,7 +25,7 @@ def test_equals_numpy(case, run_jitted):
     np.testing.assert_array_equal(np.asarray(got), scatter_in_numpy(*arguments))
 
 
-@settings(max_examples=30)  # any wrong place shows in most of them
+@settings(max_examples=30)  # most of them would show a wrong block
 @given(
     st.lists(
         st.one_of(st.integers(0, 4), st.integers(5, 2**31 - 1)),

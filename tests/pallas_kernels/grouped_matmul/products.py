@@ -6,7 +6,7 @@ from pallas_kernels.grouped_matmul.cases import CASES
 from tests.quick_compile import slow_unless_named
 
 TOLERANCES = {"float32": 3e-6, "float16": 2e-3, "bfloat16": 2e-2}
-# The others are sizes of a GPU's tiles, which are nothing of their own in plain JAX.
+# The other cases have sizes of a GPU's tiles. In plain JAX, these are sizes like any others.
 QUICK_CASES = (
     "one_row",
     "one_row_a_tile",

@@ -85,7 +85,7 @@ def slots_of_a_batch(draw):
 
 
 @pytest.mark.thorough
-@settings(max_examples=25)  # each takes the interpreter a while
+@settings(max_examples=25)  # the interpreter is slow
 @given(slots_np=slots_of_a_batch())
 def test_equals_numpy_on_any_slots(run_jitted, slots_np):
     rng = np.random.default_rng(0)

@@ -37,7 +37,7 @@ def draw_slots(draw):
     return (num_rows, num_blocks, block_size), slots, draw(st.integers(0, num_rows - 1))
 
 
-@settings(max_examples=30)  # any wrong place shows in most of them
+@settings(max_examples=30)  # most of them would show a wrong slot
 @given(draw_slots())
 def test_any_slots_equal_numpy(drawn):
     (num_rows, num_blocks, block_size), slots, row = drawn

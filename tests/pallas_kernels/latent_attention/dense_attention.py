@@ -1,4 +1,4 @@
-"""Latent attention by its definition, in float64 NumPy: the expected values of tests of bodies."""
+"""Latent attention by its definition, in float64 NumPy: the results that bodies must have."""
 
 import numpy as np
 
@@ -7,8 +7,12 @@ from pallas_kernels.latent_attention.cases import LatentAttentionInputs
 
 def dense_attention(
     inputs: LatentAttentionInputs,
-) -> tuple[np.ndarray, np.ndarray]:  # f64[num_tokens, num_q_heads, latent_dim], without the last
-    """float64 attention of one token at a time, on contiguous vectors."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Computes attention of one token at a time, on contiguous vectors.
+
+    Returns the outputs, f64[num_tokens, num_q_heads, latent_dim], and the logarithms of the sums of
+    exponentials, f64[num_tokens, num_q_heads]. Without keys, they are 0 and minus infinity.
+    """
     q = inputs.q_np.astype(np.float64)
     query_start_loc = np.asarray(inputs.query_start_loc)
     latent_dim = inputs.q_latent.shape[-1]

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.thorough
 PROMISE_NOTHING = {"kv_dtype": None, "max_query_len": None}
 
 
-# Each kind of request, block size and dtype. The others are sizes of a kernel's tiles.
+# Each kind of request, and each way to store the cache except float16 as float16. The other cases
+# have large blocks, long contexts, or sizes of DeepSeek's models and of a kernel's tiles.
 QUICK_CASES = (
     "ragged_decodes",
     "empty_and_idle_requests",

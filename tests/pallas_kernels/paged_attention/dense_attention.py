@@ -1,4 +1,4 @@
-"""Paged attention by its definition, in float64 NumPy: the expected values of tests of bodies."""
+"""Paged attention by its definition, in float64 NumPy: the results that bodies must have."""
 
 import numpy as np
 
@@ -7,10 +7,13 @@ from pallas_kernels.paged_attention.cases import PagedAttentionInputs
 
 def dense_attention(
     inputs: PagedAttentionInputs,
-) -> tuple[np.ndarray, np.ndarray]:  # f64[num_tokens, num_q_heads, head_dim], and without the last
-    """Softmax attention of one query token at a time, on contiguous keys and values.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Computes attention of one query token at a time, on contiguous keys and values.
 
-    The keys that a token sees follow from the words of the contract; nothing here knows of blocks.
+    Returns the outputs, f64[num_tokens, num_q_heads, head_dim], and the logarithms of the sums of
+    exponentials, f64[num_tokens, num_q_heads]. Without keys, they are 0 and minus infinity.
+
+    The keys that a token sees follow from the contract in `api.py`; blocks are not used.
     """
     q = np.asarray(inputs.q).astype(np.float64)
     rules = inputs.rules

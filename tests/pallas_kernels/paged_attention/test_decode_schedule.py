@@ -76,7 +76,7 @@ def tiles_wanted(spans):
     )
 
 
-# Each pair compiles a program.
+# `sizes` are pairs of `num_shares` and `min_share`. Each pair compiles a program.
 @given(
     spans=spans,
     sizes=st.sampled_from([(None, 1), (1, 1), (2, 1), (2, 9), (MAX_SHARES, 2), (MAX_SHARES, 5)]),

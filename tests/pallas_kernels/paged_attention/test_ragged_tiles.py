@@ -74,7 +74,7 @@ def test_a_batch_worked_out_by_hand():
 
 
 def is_seen(seen, positions, seq_len, num_keys):
-    """Which keys each token reads, by the contract of `paged_attention`: [len(positions), keys]."""
+    """Which keys each token reads by the contract: bool[len(positions), num_keys]."""
     tokens_np, keys_np = np.array(positions)[:, None], np.arange(num_keys)
     read_np = np.broadcast_to(keys_np < seq_len, (len(positions), num_keys)).copy()
     if not seen.is_causal:

@@ -10,7 +10,7 @@ from pallas_kernels.scaled_grouped_matmul.xla import scaled_grouped_matmul_xla
 from tests.pallas_kernels.grouped_matmul.products import assert_is_the_product
 from tests.quick_compile import slow_unless_named
 
-# Each format and kind of scale once. The others are sizes of a GPU's tiles.
+# Each format and each kind of scale. The other cases differ in sizes of a GPU's tiles.
 QUICK_CASES = (
     "int8",
     "e2m1",

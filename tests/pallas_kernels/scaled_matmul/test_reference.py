@@ -10,7 +10,7 @@ from pallas_kernels.scaled_matmul.xla import scaled_matmul_xla
 from tests.pallas_kernels.scaled_matmul.products import assert_is_the_product
 from tests.quick_compile import slow_unless_named
 
-# Each format, kind of scale and dtype once. The others are sizes of a GPU's tiles.
+# Each format, each kind of scale and each dtype. The other cases differ in sizes of a GPU's tiles.
 QUICK_CASES = (
     "int8",
     "int8_odd_widths",

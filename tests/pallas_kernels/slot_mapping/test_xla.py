@@ -1,4 +1,4 @@
-"""Tests of `slot_mapping/xla.py` against the reference."""
+"""Tests of `slot_mapping/xla.py` against NumPy and the reference."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def test_equals_numpy(case, run_jitted):
     np.testing.assert_array_equal(got, map_in_numpy(inputs))
 
 
-@settings(max_examples=30)  # any wrong place shows in most of them
+@settings(max_examples=30)  # most of them would show a wrong slot
 @given(data=st.data())
 def test_any_batch_equals_reference(run_jitted, data):
     num_reqs, num_tokens, max_blocks_per_req, block_size = 3, 12, 4, 4

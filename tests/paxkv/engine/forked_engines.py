@@ -1,4 +1,4 @@
-"""Fake engine processes that are forked, which saves the time in which their command imports."""
+"""Fake engine processes that are forked, which saves the time that imports of a command take."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ from tests.paxkv.forked_processes import ForkedProcesses, forked_processes, serv
 
 @contextlib.contextmanager
 def engine_forker() -> Iterator[ForkedProcesses]:
-    """Inside, `forking_engines` may be entered with it."""
+    """A process that forks engines, for `forking_engines`. Several tests may share it."""
     with forked_processes("tests.paxkv.engine.forked_engines") as processes:
         yield processes
 
@@ -37,7 +37,7 @@ def forking_engines(processes: ForkedProcesses) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forked_engines() -> Iterator[None]:
-    """As `forking_engines`, with a process of its own that forks."""
+    """As `forking_engines`, with a new process that forks the engines."""
     with engine_forker() as processes, forking_engines(processes):
         yield
 
@@ -74,9 +74,10 @@ class ForkedChild:
 
 
 def fork_engine(command: Sequence[str], environment: Mapping[str, str], file: int) -> ForkedChild:
-    """As `_spawn` of `paxkv.fleet.engine_process`, without its command: forks this process.
+    """As `_spawn` of `paxkv.fleet.engine_process`, but forks this process and ignores the command.
 
-    The engine is a child in the process group of its server, as engines that run a command are.
+    Like an engine that runs the command, the engine is a child of its server and in its process
+    group.
     """
     their_in, our_in = os.pipe()
     with warnings.catch_warnings():
@@ -90,7 +91,7 @@ def fork_engine(command: Sequence[str], environment: Mapping[str, str], file: in
     code = 1
     try:
         os.dup2(their_in, 0)
-        # Clients of the server wait until no process has their connections any more.
+        # Close connections of the server's clients: each stays open while any process has it open.
         os.closerange(3, file)
         os.closerange(file + 1, os.sysconf("SC_OPEN_MAX"))
         os.environ.update(environment)

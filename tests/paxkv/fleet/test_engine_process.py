@@ -41,7 +41,7 @@ def forker() -> Iterator[ForkedProcesses]:
 
 @pytest.fixture
 def forked(forker: ForkedProcesses) -> Iterator[None]:
-    """For tests of what an engine does once its command has imported its modules."""
+    """For tests that do not depend on the engine's command: forks engines instead of running it."""
     with forking_engines(forker):
         yield
 

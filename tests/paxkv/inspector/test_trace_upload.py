@@ -36,7 +36,7 @@ def test_upload_returns_frames_and_a_second_upload_is_rejected(tmp_path):
         await lines.aclose()
         with pytest.raises(UnreadableTraceError, match="not the header"):
             await uploads.start(chunks(b"junk\n"))
-        # Nor does an unreadable upload make the later ones wait.
+        # The unreadable upload has ended too, so the next one is rejected only for its size.
         with pytest.raises(TraceTooLargeError, match="--inspector-max-trace-bytes"):
             await uploads.start(chunks(data + b"x"))
 

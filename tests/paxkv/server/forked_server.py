@@ -1,4 +1,4 @@
-"""A server over the fake engine in a process of its own, which tests send signals to."""
+"""A process with a server over the fake engine. Tests send signals to it."""
 
 import asyncio
 import sys
@@ -13,12 +13,12 @@ from tests.paxkv.server.fake_engine import FakeEngine
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves until a signal ends it; prints the address first and the aborted requests last.
+    """Serves until a signal ends the server. Prints its address first, and aborted requests last.
 
     A token takes 0.05 s, or as many seconds as the last line of standard input says.
 
     Args:
-        arguments: The seconds of `shutdown_timeout_s`.
+        arguments: One argument, `shutdown_timeout_s` of the server.
     """
     config = ServerConfig(port=0, shutdown_timeout_s=float(arguments[0]))
     engine = FakeEngine(seconds_per_token=0.05)

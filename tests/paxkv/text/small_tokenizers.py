@@ -12,7 +12,10 @@ BOS, EOS = "<s>", "</s>"
 
 
 def _byte_names() -> list[str]:
-    """The character of each byte; printable bytes are unchanged."""
+    """The character that stands for each byte in a byte-level vocabulary.
+
+    Printable bytes stand for themselves.
+    """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = itertools.count(256)
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

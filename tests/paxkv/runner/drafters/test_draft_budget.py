@@ -54,7 +54,8 @@ NUM_RIGHT = {
     "all": lambda num_tokens, rng: MAX_DRAFTS,
 }
 
-# Names of `NUM_RIGHT`. In the normal run, long simulations leave out those with lower costs.
+# Names in `NUM_RIGHT`: how many drafts are right. In the normal run, long simulations have "few",
+# which are those with the largest costs.
 SHARES = {"few": ("none", "first two", "phases", "quarter"), "all": tuple(NUM_RIGHT)}
 
 
@@ -130,7 +131,7 @@ def slow(*case):
 
 
 def long_cases(normal, others):
-    """Few shares of the normal cases, and all shares of all cases in slow tests."""
+    """The normal run has the `normal` cases with few shares; slow tests have all cases with all."""
     return [*((*case, "few") for case in normal), *(slow(*case, "all") for case in normal + others)]
 
 

@@ -26,7 +26,7 @@ from tests.quick_compile import quick_jit
 
 MAX_NUM_SEQS, BLOCK_SIZE, NUM_BLOCKS = 4, 8, 9
 PAGE = (2, NUM_HEADS, BLOCK_SIZE, HEAD_DIM)  # keys, then values
-# Of one layer, since each test compiles programs. Runners and engines run bursts of more layers.
+# It has one layer, because each test compiles programs. Tests of runners run bursts of more.
 MODEL = TinyModel(windows=(None,))
 GREEDY = (SamplingParams(temperature=0.0),) * 2
 TABLE = TableShape(num_groups=1, max_blocks_per_req=3, block_size=BLOCK_SIZE)
