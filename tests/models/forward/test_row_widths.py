@@ -57,7 +57,7 @@ def test_compiler_does_not_do_the_work_of_every_width_beforehand():
 @pytest.mark.parametrize("widths", [WIDTHS, (8,)])
 @pytest.mark.parametrize("is_wanted", [True, False])
 def test_rows_stay_as_they_are_where_the_work_is_not_wanted(widths, is_wanted):
-    rows = on_device.arange(16.0).reshape(8, 2)
+    rows = on_device.arange(16, dtype=np.float32).reshape(8, 2)
 
     def double(width, rows):
         return width.write(rows, 2 * width.read(rows))
