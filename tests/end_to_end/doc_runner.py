@@ -1,15 +1,17 @@
 """Runs the blocks of pages; later blocks of a page find the names of earlier ones.
 
-A program of its own. Each line of stdin is JSON of one page: `[folder, environment, blocks]`, with
-blocks as `[[language, text], ...]`. The program forks a process for the page, which runs the blocks
-in the folder. Then the program prints a line of JSON: `[[printed, error], ...]`, one pair for each
-block, where `error` is null if the block did not fail. The line is `null` if the process failed.
+A program of its own. Each line of stdin is JSON of one page: `[folder, environment, blocks,
+limit_s]`, with blocks as `[[language, text], ...]`. The program forks a process for the page, which
+runs the blocks in the folder. Then the program prints a line of JSON: `[[printed, error], ...]`, one
+pair for each block, where `error` is null if the block did not fail. The line is `null` if the
+process failed, or took longer than `limit_s`.
 """
 
 import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -21,10 +23,16 @@ import openai  # noqa: F401
 
 def main() -> None:
     for line in sys.stdin:
-        folder, environment, blocks = json.loads(line)
+        folder, environment, blocks, limit_s = json.loads(line)
         receiver, sender = os.pipe()
-        if os.fork() == 0:
+        pid = os.fork()
+        if pid == 0:
+            # The alarm ends this process, so that no later page gets the results of this one.
+            signal.alarm(limit_s)
+            os.setsid()
             os.close(receiver)
+            # Blocks have no input: that of this program is the later pages.
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.chdir(folder)
             os.environ.update(environment)
             with open(sender, "w") as results:
@@ -33,7 +41,10 @@ def main() -> None:
         os.close(sender)
         with open(receiver) as results:
             found = results.read()
-        _, status = os.wait()
+        _, status = os.waitpid(pid, 0)
+        # What its blocks started and left behind.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
         print("null" if status else found, flush=True)
 
 

@@ -37,7 +37,8 @@ EXAMPLES = [example for page in PAGES for example in page_examples(page)]
 MAX_LEFT_OUT_OF_GUIDE = 12
 START_TIMEOUT_S = 420
 STOP_TIMEOUT_S = 60
-RUN_TIMEOUT_S = 500
+# Of one page. The first is below the limit of a test, the second below that of a slow test.
+CLIENT_TIMEOUT_S, HEAVY_TIMEOUT_S = 240, 500
 # What examples of several pages need, none of which changes an engine's programs.
 SERVER_FLAGS = (
     *("--enable-admin", "--reasoning-parser", "qwen3"),
@@ -81,7 +82,12 @@ def runner() -> Iterator[subprocess.Popen[str]]:
 
 
 def run_blocks(
-    runner: subprocess.Popen[str], examples: Sequence[DocExample], folder: Path, url: str | None
+    runner: subprocess.Popen[str],
+    examples: Sequence[DocExample],
+    folder: Path,
+    url: str | None,
+    *,
+    limit_s: int,
 ) -> None:
     """Runs them in one process, and compares what they print with what the page says."""
     blocks = []
@@ -89,13 +95,14 @@ def run_blocks(
         text = example.text if url is None else example.text.replace(DOCUMENTED_URL, url)
         blocks.append((example.language, text))
     print(
-        json.dumps([str(folder), command_environment(folder), blocks]),
+        json.dumps([str(folder), command_environment(folder), blocks, limit_s]),
         file=runner.stdin,
         flush=True,
     )
-    with killed_after(RUN_TIMEOUT_S, runner):
+    # The runner itself ends a page that takes too long.
+    with killed_after(limit_s + 30, runner):
         results = json.loads(runner.stdout.readline())
-    assert results is not None, "the process that ran the blocks of the page failed"
+    assert results is not None, f"the process of the page failed, or took {limit_s} s"
     for example, (printed, error) in zip(examples, results, strict=True):
         assert error is None, f"{example.name}: {error}"
         if example.output is not None:
@@ -108,7 +115,7 @@ def test_client_examples_run_and_print_what_the_page_shows(server, runner, page,
         pytest.skip("no curl on this machine")
     write_files(page, tmp_path)
     examples = [example for example in of_kind("client") if example.page == page]
-    run_blocks(runner, examples, tmp_path, server.url)
+    run_blocks(runner, examples, tmp_path, server.url, limit_s=CLIENT_TIMEOUT_S)
 
 
 @pytest.mark.parametrize("example", of_kind("serve"), ids=lambda example: example.name)
@@ -167,7 +174,7 @@ def test_reader_distinguishes_kinds_of_blocks() -> None:
 def test_examples_without_a_server_run(runner, page, tmp_path) -> None:
     write_files(page, tmp_path)
     examples = [example for example in of_kind("heavy") if example.page == page]
-    run_blocks(runner, examples, tmp_path, None)
+    run_blocks(runner, examples, tmp_path, None, limit_s=HEAVY_TIMEOUT_S)
 
 
 # The same: each server compiles what its settings need.
