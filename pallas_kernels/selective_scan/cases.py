@@ -24,6 +24,8 @@ CASES: tuple[SelectiveScanCase, ...] = (
     SelectiveScanCase(name="ragged", counts=(2, 0, 7, 1), num_padding=3),
     SelectiveScanCase(name="two_groups", counts=(5, 1), num_groups=2),
     SelectiveScanCase(name="decodes_of_two_groups", counts=(1, 1), num_groups=2),
+    # The channels of a token are three lines of 128.
+    SelectiveScanCase(name="decodes_in_lines", counts=(1, 0, 1), width=384),
     SelectiveScanCase(name="only_padding", counts=(0, 0), num_padding=4),
     SelectiveScanCase(name="bfloat16", counts=(4, 1), dtype="bfloat16"),
 )

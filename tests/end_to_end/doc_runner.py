@@ -2,8 +2,8 @@
 
 A program of its own. Each line of stdin is JSON of one page: `[folder, environment, blocks,
 limit_s]`, with blocks as `[[language, text], ...]`. The program forks a process for the page, which
-runs the blocks in the folder. Then the program prints a line of JSON: `[[printed, error], ...]`, one
-pair for each block, where `error` is null if the block did not fail. The line is `null` if the
+runs the blocks in the folder. Then the program prints a line of JSON: `[[printed, error], ...]`,
+one pair for each block, where `error` is null if the block did not fail. The line is `null` if the
 process failed, or took longer than `limit_s`.
 """
 
