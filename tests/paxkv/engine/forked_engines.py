@@ -21,24 +21,24 @@ from tests.paxkv.forked_processes import ForkedProcesses, forked_processes, serv
 
 
 @contextlib.contextmanager
-def engine_forker() -> Iterator[ForkedProcesses]:
-    """A process that forks engines, for `forking_engines`. Several tests may share it."""
+def forking_process() -> Iterator[ForkedProcesses]:
+    """A process that forks fake engines, for `engines_forked_by`. Several tests may share it."""
     with forked_processes("tests.paxkv.engine.forked_engines") as processes:
         yield processes
 
 
 @contextlib.contextmanager
-def forking_engines(processes: ForkedProcesses) -> Iterator[None]:
-    """Inside, each `EngineProcess` forks a fake engine and ignores its command."""
+def engines_forked_by(process: ForkedProcesses) -> Iterator[None]:
+    """Inside, each `EngineProcess` is a fork of this process and ignores its command."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_process, "_spawn", processes.spawn_engine)
+        patch.setattr(engine_process, "_spawn", process.spawn_engine)
         yield
 
 
 @contextlib.contextmanager
-def forked_engines() -> Iterator[None]:
-    """As `forking_engines`, with a new process that forks the engines."""
-    with engine_forker() as processes, forking_engines(processes):
+def engines_forked_by_a_new_process() -> Iterator[None]:
+    """As `engines_forked_by`, with a process of its own, which ends with the block."""
+    with forking_process() as process, engines_forked_by(process):
         yield
 
 

@@ -26,7 +26,7 @@ from paxkv.fleet.step_watch import StepWatch
 from tests.killed_after import killed_after
 from tests.paxkv.engine.fake_engine import make_request
 from tests.paxkv.engine.fake_engine_process import COMMAND, fake_config
-from tests.paxkv.engine.forked_engines import engine_forker, forking_engines
+from tests.paxkv.engine.forked_engines import engines_forked_by, forking_process
 from tests.paxkv.forked_processes import ForkedProcesses
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,14 +35,14 @@ TIMEOUT_S = 60.0
 
 @pytest.fixture(scope="module")
 def forker() -> Iterator[ForkedProcesses]:
-    with engine_forker() as processes:
-        yield processes
+    with forking_process() as process:
+        yield process
 
 
 @pytest.fixture
 def forked(forker: ForkedProcesses) -> Iterator[None]:
     """For tests that do not depend on the engine's command: forks engines instead of running it."""
-    with forking_engines(forker):
+    with engines_forked_by(forker):
         yield
 
 

@@ -22,7 +22,7 @@ from paxkv.fleet.engine_supervisor import EngineSupervisor, RestartPolicy
 from paxkv.fleet.follower_hosts import FollowerHosts
 from tests.paxkv.client.test_async_client import LONG, collect, in_loop, until_idle
 from tests.paxkv.engine.fake_engine_process import COMMAND, VOCAB_SIZE, fake_config
-from tests.paxkv.engine.forked_engines import forked_engines
+from tests.paxkv.engine.forked_engines import engines_forked_by_a_new_process
 from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
 
 # Time limit in seconds that is not reached unless a test fails, even on a busy machine.
@@ -31,7 +31,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture(scope="module", autouse=True)
 def engines() -> Iterator[None]:
-    with forked_engines():
+    with engines_forked_by_a_new_process():
         yield
 
 

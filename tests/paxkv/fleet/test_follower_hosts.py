@@ -26,7 +26,7 @@ from paxkv.fleet.follower_host import FollowerHost
 from paxkv.fleet.follower_hosts import FollowerHosts
 from tests.paxkv.client.test_async_client import in_loop, until_idle
 from tests.paxkv.engine.fake_engine_process import COMMAND, fake_config
-from tests.paxkv.engine.forked_engines import forked_engines
+from tests.paxkv.engine.forked_engines import engines_forked_by_a_new_process
 from tests.paxkv.fleet.test_engine_supervisor import running, text_of, until_alive
 
 PATIENCE_S = 60.0
@@ -34,7 +34,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture(scope="module", autouse=True)
 def engines() -> Iterator[None]:
-    with forked_engines():
+    with engines_forked_by_a_new_process():
         yield
 
 

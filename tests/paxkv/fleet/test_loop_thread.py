@@ -24,7 +24,7 @@ from paxkv.fleet.engine_supervisor import EngineSupervisor, RestartPolicy
 from paxkv.fleet.loop_thread import LoopThread
 from tests.paxkv.client.test_async_client import collect, in_loop
 from tests.paxkv.engine.fake_engine_process import COMMAND, VOCAB_SIZE, fake_config
-from tests.paxkv.engine.forked_engines import engine_forker, forking_engines
+from tests.paxkv.engine.forked_engines import engines_forked_by, forking_process
 from tests.paxkv.forked_processes import ForkedProcesses
 from tests.paxkv.text.small_tokenizers import byte_level_tokenizer
 
@@ -55,13 +55,13 @@ def test_engines_end_at_interpreter_exit_without_close() -> None:
 
 @pytest.fixture(scope="module")
 def forker() -> Iterator[ForkedProcesses]:
-    with engine_forker() as processes:
-        yield processes
+    with forking_process() as process:
+        yield process
 
 
 @pytest.fixture
 def forked(forker: ForkedProcesses) -> Iterator[None]:
-    with forking_engines(forker):
+    with engines_forked_by(forker):
         yield
 
 
