@@ -3,8 +3,6 @@
 import contextlib
 import functools
 import json
-import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -99,11 +97,7 @@ def running_fake_server(*flags: str, **settings: object) -> Iterator[FakeServer]
         url = line.split(" is ready at ")[1].strip().removesuffix("/v1")
         yield FakeServer(process, url)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        process.stderr.close()
+        process.end()
 
 
 def _run_server(arguments: Sequence[str]) -> int:

@@ -80,17 +80,30 @@ class ForkedProcess:
         self.wait(timeout)
         for reader in readers:
             reader.join(timeout)
+        # pytest shows it if the test fails.
+        sys.stderr.write(said[1])
         return said[0], said[1]
 
     def __enter__(self) -> "ForkedProcess":
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if error is not None:
-            self.kill()
+        if error is None:
+            self.wait()
+        self.end()
+
+    def end(self) -> None:
+        """Kills what is left of a server and of its group, and closes its files.
+
+        Writes to standard error what the server wrote to its own and no test has read. pytest shows
+        it if the test fails.
+        """
+        _kill_group(self.pid)
         self.wait()
-        self.stdout.close()
-        self.stderr.close()
+        sys.stderr.write(self.stderr.read())
+        for file in (self.stdin, self.stdout, self.stderr):
+            if file is not None:
+                file.close()
 
 
 class ForkedProcesses:

@@ -47,10 +47,7 @@ def start_process(processes):
 
     yield start
     for process in started:
-        process.kill()
-        process.wait()
-        for file in (process.stdin, process.stdout, process.stderr):
-            file.close()
+        process.end()
 
 
 def _say_seconds_per_token(process, seconds):
