@@ -67,7 +67,9 @@ def test_failed_test_shows_what_a_server_wrote_to_stderr(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with forked_processes("writes_to_stderr") as processes:
         with pytest.raises(AssertionError), processes.start_server(["3600"]) as process:
-            assert process.stdout.readline() == ""
+            with killed_after(60, process):
+                line = process.stdout.readline()
+            assert line == ""
         assert process.returncode == -signal.SIGKILL
         assert capsys.readouterr().err == "a server's log\n"
         # The test reads it and fails later.
