@@ -80,7 +80,7 @@ class ForkedProcess:
         self.wait(timeout)
         for reader in readers:
             reader.join(timeout)
-        # pytest shows it if the test fails.
+        # Also to the test's standard error, which pytest shows if the test fails.
         sys.stderr.write(said[1])
         return said[0], said[1]
 
@@ -93,10 +93,10 @@ class ForkedProcess:
         self.end()
 
     def end(self) -> None:
-        """Kills what is left of a server and of its group, and closes its files.
+        """Kills a server with all processes of its group, and closes the pipes to it.
 
-        Writes to standard error what the server wrote to its own and no test has read. pytest shows
-        it if the test fails.
+        What the server wrote to standard error, and no test has read, is written to the test's
+        standard error. pytest shows it if the test fails.
         """
         _kill_group(self.pid)
         self.wait()
