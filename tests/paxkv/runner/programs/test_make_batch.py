@@ -1,4 +1,4 @@
-"""Steps read states from one slot and write them to another."""
+"""Steps of one token per request, which read states from one slot and write them to another."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,14 +10,14 @@ SHAPE = TableShape(num_groups=2, max_blocks_per_req=2, block_size=8, is_state=Tr
 NUM_REQS = 4
 
 
-def slots_of_step(positions, switches, is_alive):
-    """Blocks that the rows read and write, each i32[num_groups, num_reqs, 2].
+def decode_batch(positions, switches, is_alive):
+    """A batch of one token per request.
 
     Row r has blocks 10 r + 1 to 10 r + 4 in its first slot, and 10 r + 5 to 10 r + 8 in its second.
     """
     rows_np = 10 * np.arange(NUM_REQS)[None, :, None]
     part_np = rows_np + np.array([[[1, 2]], [[3, 4]]])
-    batch = make_decode_batch(
+    return make_decode_batch(
         token_ids=jnp.zeros(NUM_REQS, jnp.int32),
         positions=jnp.array(positions),
         num_used=NUM_REQS,
@@ -26,7 +26,11 @@ def slots_of_step(positions, switches, is_alive):
         is_alive=jnp.array(is_alive),
         slot_switches=None if switches is None else jnp.array(switches),
     )
-    (inputs,) = batch.groups
+
+
+def slots_of_step(positions, switches, is_alive):
+    """Blocks that the rows read and write, each i32[num_groups, num_reqs, 2]."""
+    (inputs,) = decode_batch(positions, switches, is_alive).groups
     return inputs.read_slots.tolist(), inputs.write_slots.tolist()
 
 
@@ -45,3 +49,9 @@ def test_without_a_switch_all_rows_read_the_first_slot_and_write_the_second():
     # A row that starts from zero reads the null block.
     assert reads[0] == [[0, 0], [11, 12], [21, 22], [31, 32]]
     assert writes[1] == [[7, 8], [17, 18], [27, 28], [37, 38]]
+
+
+def test_logits_of_every_row_are_those_of_its_token():
+    batch = decode_batch([0, 5, 9, 1], None, [True] * 4)
+    assert batch.logits_indices.tolist() == [0, 1, 2, 3]
+    assert batch.query_start_loc.tolist() == [0, 1, 2, 3, 4]
