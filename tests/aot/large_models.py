@@ -138,6 +138,7 @@ def abstract_model(structure: ModuleStructure, encoder: KernelEncoder) -> Loaded
     names, params, treedef = flatten_state(jax.tree.unflatten(structure.treedef, values))
     return LoadedModel(
         config=structure.config,
+        dtype=structure.dtype,
         graphdef=structure.graphdef,
         params_treedef=treedef,
         param_names=names,

@@ -57,6 +57,16 @@ def test_the_announced_bytes_of_weights_follow_from_the_config(model, num_device
     assert structure.weight_bytes(encoder, None) == 2 * weights_of_a_device(name, num_devices, 3)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_without_numbers_has_the_weights_of_its_structure(name):
+    """Runs everywhere, so that the programs of this folder can be made where they are compiled."""
+    structure, encoder = describe(name, MeshSize(1), GPU(), num_layers=2)
+    model = abstract_model(structure, encoder)
+    assert model.dtype == "bfloat16"
+    num_bytes = sum(p.size * p.dtype.itemsize for p in model.params)
+    assert num_bytes == structure.weight_bytes(encoder, None)
+
+
 def test_weights_of_whole_models_are_as_large_as_published() -> None:
     # 141 and 470 GB in all.
     for name, total_gb in (("llama_70b", 141), ("qwen3_235b", 470)):
