@@ -58,12 +58,15 @@ class PagedStateCase:
                 numbers_np[_ROW, read[req]] = rng.standard_normal(slot_shape)
         states_dtype, pages_dtype = jnp.dtype(self.state_dtype), jnp.dtype(self.pages_dtype)
         pages_np = numbers_np.astype(states_dtype).view(pages_dtype)
-        return PagedStates(
-            pages=jax.device_put(pages_np),
-            row=jnp.int32(_ROW),
-            read_blocks=jnp.asarray(read, jnp.int32),
-            write_blocks=jnp.asarray(write, jnp.int32),
-            starts_from_zero=jnp.array([row == "z" for row in self.rows]),
-            dtype=self.state_dtype,
-            first_number=self.lines_before * self.line_size,
+        # `jnp.asarray` would compile a program for each dtype and shape.
+        return jax.device_put(
+            PagedStates(
+                pages=pages_np,
+                row=np.int32(_ROW),
+                read_blocks=read.astype(np.int32),
+                write_blocks=write.astype(np.int32),
+                starts_from_zero=np.array([row == "z" for row in self.rows]),
+                dtype=self.state_dtype,
+                first_number=self.lines_before * self.line_size,
+            )
         )

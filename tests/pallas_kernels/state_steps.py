@@ -11,13 +11,10 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import PagedStates
-from pallas_kernels.gated_delta_rule.reference import gated_delta_rule_reference
 from pallas_kernels.gated_delta_step import cases as delta_cases
 from pallas_kernels.gated_delta_step.api import _BODIES as DELTA_BODIES
-from pallas_kernels.selective_scan.reference import selective_scan_reference
 from pallas_kernels.selective_step import cases as selective_cases
 from pallas_kernels.selective_step.api import _BODIES as SELECTIVE_BODIES
-from pallas_kernels.ssd_scan.reference import ssd_scan_reference
 from pallas_kernels.ssd_step import cases as ssd_cases
 from pallas_kernels.ssd_step.api import _BODIES as SSD_BODIES
 
@@ -30,31 +27,51 @@ class StepOp:
     bodies: dict[str, Any]
     cases: tuple[Any, ...]  # the kernel can compute all but the last one
     build_inputs: Callable[..., tuple[Any, ...]]
-    # The reference body of the op for several tokens, which takes arrays of states.
-    rule: Callable[..., tuple[Any, Any]]
+    # One step in NumPy: takes the states before it and the tokens; returns results and new states.
+    rule: Callable[..., tuple[np.ndarray, np.ndarray]]
+    # The cases that differ for the bodies in plain JAX. Others are cut otherwise by the kernel.
+    plain_cases: tuple[str, ...]
     misfit: str  # words of the reason why the kernel rejects the last case
 
     @property
     def op(self):
         return getattr(pallas_kernels, self.name)
 
-    def rule_of(self, tokens, run_jitted):
+    def rule_of(self, tokens):
         """The rule as a function of the states before the step, for one token of each request."""
-
-        def rule(before_np):
-            starts = jnp.arange(len(before_np) + 1, dtype=jnp.int32)
-            return run_jitted(self.rule, *tokens, before_np, starts)
-
-        return rule
+        tokens_np = [np.asarray(array).astype(np.float64) for array in tokens]
+        return lambda before_np: self.rule(before_np, *tokens_np)
 
 
+def delta_step(before, q, k, v, log_decay, beta):
+    state = np.exp(log_decay.reshape(*log_decay.shape[:2], -1, 1)) * before
+    remembered = np.einsum("rhk,rhkv->rhv", k, state)
+    change = beta[..., None] * (v - remembered)
+    state = state + np.einsum("rhk,rhv->rhkv", k, change)
+    return np.einsum("rhk,rhkv->rhv", q, state), state
+
+
+def selective_step(before, x, dt, a, b, c):
+    state = np.exp(dt[:, :, None] * a) * before + np.einsum("rgn,rgw->rgnw", b, dt * x)
+    return np.einsum("rgn,rgnw->rgw", c, state), state
+
+
+def ssd_step(before, x, b, c, log_decay):
+    b, c = (np.repeat(array, x.shape[1] // b.shape[1], axis=1) for array in (b, c))
+    state = np.exp(log_decay)[..., None, None] * before + np.einsum("rhp,rhn->rhpn", x, b)
+    return np.einsum("rhn,rhpn->rhp", c, state), state
+
+
+# Requests of all kinds, of states in one page, and in 16 bits.
+PLAIN_CASES = ("rows_of_all_kinds", "one_page", "halves", "bfloat16_states")
 STEP_OPS = (
     StepOp(
         name="gated_delta_step",
         bodies=DELTA_BODIES,
         cases=delta_cases.CASES,
         build_inputs=delta_cases.build_inputs,
-        rule=gated_delta_rule_reference,
+        rule=delta_step,
+        plain_cases=(*PLAIN_CASES, "decay_per_row"),
         misfit="multiple of 4 x 32, got 8 x 6",
     ),
     StepOp(
@@ -62,7 +79,8 @@ STEP_OPS = (
         bodies=SELECTIVE_BODIES,
         cases=selective_cases.CASES,
         build_inputs=selective_cases.build_inputs,
-        rule=selective_scan_reference,
+        rule=selective_step,
+        plain_cases=PLAIN_CASES,
         misfit="multiple of 128, got 6",
     ),
     StepOp(
@@ -70,7 +88,8 @@ STEP_OPS = (
         bodies=SSD_BODIES,
         cases=ssd_cases.CASES,
         build_inputs=ssd_cases.build_inputs,
-        rule=ssd_scan_reference,
+        rule=ssd_step,
+        plain_cases=PLAIN_CASES,
         misfit="multiple of 4 x 32, got 3 x 6",
     ),
 )
@@ -92,11 +111,25 @@ def each_op():
     return pytest.mark.parametrize("op", STEP_OPS, ids=lambda op: op.name)
 
 
-def each_case(last=None):
-    """Each op with each of its cases before index `last`; all cases by default."""
-    pairs = [(op, case) for op in STEP_OPS for case in op.cases[:last]]
+def each_case():
+    """Each op with each of its cases that the kernel can compute."""
+    pairs = [(op, case) for op in STEP_OPS for case in op.cases[:-1]]
     names = [f"{op.name}-{case.name}" for op, case in pairs]
     return pytest.mark.parametrize(("op", "case"), pairs, ids=names)
+
+
+def each_plain_case():
+    """Each op with each of its cases; those not in `plain_cases` run with `pytest -m slow` only."""
+    params = [
+        pytest.param(
+            *(op, case),
+            id=f"{op.name}-{case.name}",
+            marks=() if case.name in op.plain_cases else pytest.mark.slow,
+        )
+        for op in STEP_OPS
+        for case in op.cases
+    ]
+    return pytest.mark.parametrize(("op", "case"), params)
 
 
 def assert_steps_are_close(case, states, got, wanted, tolerance=1e-5):
@@ -104,6 +137,7 @@ def assert_steps_are_close(case, states, got, wanted, tolerance=1e-5):
 
     Numbers that the step does not write must keep their bits.
     """
+    states = jax.device_get(states)
     is_written = np.asarray(states.is_written)
     out, wanted_out = (np.asarray(result[1])[is_written] for result in (got, wanted))
     np.testing.assert_allclose(out, wanted_out, rtol=tolerance, atol=tolerance)
@@ -138,6 +172,7 @@ def assert_is_step_of_rule(case, states, got, rule):
     Args:
         rule: Takes the states before the step; returns the results and the states after it.
     """
+    states = jax.device_get(states)
     dtype = jnp.dtype(case.state_dtype)
     before_np = np.asarray(states.pages).view(dtype)[int(states.row)]
     first, num_numbers = states.first_number, np.prod(case.state_shape)

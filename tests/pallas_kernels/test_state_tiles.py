@@ -32,7 +32,7 @@ def test_no_page_boundary_cuts_lines_that_are_loaded_together(first_line, num_li
     assert plan.lines_together == wanted
 
 
-@each_case(last=-1)
+@each_case()
 def test_a_kernel_equals_the_reference(op, case, run_simulated, run_jitted):
     inputs = op.build_inputs(case)
     assert op.bodies["mosaic_gpu"].misfit(*inputs) is None
