@@ -12,18 +12,16 @@ import pytest
 
 from pallas_kernels.index_top_k.api import NO_POSITION, index_top_k
 from pallas_kernels.latent_attention.cases import CASES, LatentAttentionCase, build_inputs
-from tests.quick_compile import quick_jit
+from tests.quick_compile import marked_sizes, quick_jit
 
 _BY_NAME = {case.name: case for case in CASES}
 MIXED = _BY_NAME["mixed"]
-QUICK_CASES = [
-    MIXED,
-    _BY_NAME["empty_and_idle_requests"],
-    _BY_NAME["padding_only"],
-    _BY_NAME["mixed_bfloat16_as_uint16"],
-    # Several tiles of keys, and a part of one.
-    LatentAttentionCase(name="long", requests=((1, 1500), (40, 700), (0, 3)), block_size=8),
-]
+# Several tiles of keys, and a part of one.
+LONG = LatentAttentionCase(name="long", requests=((1, 1500), (40, 700), (0, 3)), block_size=8)
+SOME_CASES = marked_sizes(
+    [_BY_NAME["empty_and_idle_requests"], _BY_NAME["mixed_bfloat16_as_uint16"], LONG],
+    slow=[MIXED, _BY_NAME["padding_only"]],
+)
 
 
 def integers(case: LatentAttentionCase, seed: int = 0):
@@ -58,7 +56,7 @@ def run(arguments, **options):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-@pytest.mark.parametrize("case", QUICK_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SOME_CASES, ids=lambda case: case.name)
 def test_the_best_tokens_are_chosen_and_earlier_ones_of_equals(case, implementation):
     arguments, cached_np = integers(case)
     kv_dtype = None
@@ -87,10 +85,10 @@ def test_the_best_tokens_are_chosen_and_earlier_ones_of_equals(case, implementat
             (MIXED, "reference", 4, False),
             (MIXED, "xla", 3, False),
             (MIXED, "xla", 4, True),
-            (QUICK_CASES[-1], "reference", 3, False),
-            (QUICK_CASES[-1], "reference", 4, False),
-            (QUICK_CASES[-1], "xla", 3, True),
-            (QUICK_CASES[-1], "xla", 4, True),
+            (LONG, "reference", 3, False),
+            (LONG, "reference", 4, False),
+            (LONG, "xla", 3, True),
+            (LONG, "xla", 4, False),
         )
     ],
 )

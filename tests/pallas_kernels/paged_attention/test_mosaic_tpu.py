@@ -22,8 +22,9 @@ from tests.pallas_kernels.paged_attention.dense_attention import dense_attention
 from tests.quick_compile import slow_unless_named
 
 TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
-# With the other tests these cover every rule; each compiles a program, which takes seconds.
-QUICK_CASES = ("not_causal", "everything_float32")
+# With the random batches, which have a window, a soft cap and sinks, it covers every rule. Each
+# case compiles a program, which takes seconds.
+QUICK_CASES = ("not_causal",)
 
 
 def assert_close(got, wanted, dtype):
@@ -35,7 +36,7 @@ def assert_close(got, wanted, dtype):
 
 @pytest.mark.parametrize(
     "case",
-    slow_unless_named(CASES, *QUICK_CASES, thorough=("not_causal", "everything_float32")),
+    slow_unless_named(CASES, *QUICK_CASES, thorough=QUICK_CASES),
 )
 def test_equals_dense_attention(case, attend):
     inputs = build_inputs(case)
@@ -202,7 +203,7 @@ CONFIGURATIONS = {
     ("name", "device_kind"),
     [
         *((name, "TPU v5 lite") for name in CONFIGURATIONS),
-        pytest.param("base", "TPU v6 lite", marks=pytest.mark.thorough),
+        pytest.param("base", "TPU v6 lite", marks=pytest.mark.slow),
         pytest.param("everything_decode_float32", "TPU v6 lite", marks=pytest.mark.slow),
         pytest.param("chunks", "TPU v6 lite", marks=pytest.mark.slow),
     ],

@@ -13,13 +13,11 @@ from tests.quick_compile import slow_unless_named
 pytestmark = pytest.mark.thorough
 
 
-# Every rule, dtype and edge once. The other cases run with `pytest -m slow`.
+# Every rule, dtype and edge once: a window, a soft cap and sinks are in the cases with everything.
+# The other cases run with `pytest -m slow`.
 QUICK_CASES = (
-    "decode_mha",
     "mixed_head_dim_80",
-    "mixed_window",
     "window_of_one",
-    "mixed_soft_cap",
     "mixed_chunks",
     "custom_scale",
     "empty_requests",

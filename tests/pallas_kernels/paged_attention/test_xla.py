@@ -28,13 +28,12 @@ TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
 
 
 # Each way to store the cache once, widths, tiles and the decode loop;
-# `test_equals_dense_attention_on_any_ragged_batch` covers the rules. The other cases run with
+# `test_equals_dense_attention_on_any_ragged_batch` covers the rules, and
+# `test_decode_program_equals_the_program_for_any_batch` decodes. The other cases run with
 # `pytest -m slow`.
 QUICK_CASES = (
-    "decode_mha",
     "many_tiles_and_chunks",
     "long_chunk_window",
-    "padding_only",
     "as_many_tokens_as_requests_but_a_prompt",
     "bfloat16_mixed_float16_cache",
     "decode_bfloat16_as_uint16",

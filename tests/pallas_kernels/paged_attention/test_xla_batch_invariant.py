@@ -14,17 +14,16 @@ from pallas_kernels.paged_attention.cases import (
 )
 from pallas_kernels.paged_attention.xla_batch_invariant import paged_attention_batch_invariant
 from tests.pallas_kernels.paged_attention.dense_attention import dense_attention
-from tests.quick_compile import quick_jit, slow_unless_named
+from tests.quick_compile import marked_sizes, quick_jit, slow_unless_named
 
 TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
 
 
-# Every rule and edge once, and each way to store the cache. The other cases run with
-# `pytest -m slow`.
+# Every rule and edge once, and the two ways to store narrower numbers: as they are and as integers.
+# The other cases run with `pytest -m slow`.
 QUICK_CASES = (
     "many_tiles_and_chunks",
     "long_chunks",
-    "padding_only",
     "not_causal",
     "everything_float32",
     "mixed_float16_cache",
@@ -47,7 +46,10 @@ def test_equals_dense_attention(case, attend):
 
 BLOCK_SIZE, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM = 8, 2, 2, 16
 MAX_REQS, MAX_BLOCKS, MAX_TOKENS, NUM_BLOCKS = 4, 32, 80, 200
-RULES = ({}, {"sliding_window": 21, "soft_cap": 3.0}, {"chunk_size": 48}, {"is_causal": False})
+# Chunks cut what a token sees as windows do.
+RULES = marked_sizes(
+    [{}, {"sliding_window": 21, "soft_cap": 3.0}, {"is_causal": False}], slow=[{"chunk_size": 48}]
+)
 
 
 def compiled(rules):

@@ -11,6 +11,7 @@ from pallas_kernels.paged_attention.cases import CASES, build_inputs
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 from pallas_kernels.paged_attention.xla_block_list import list_blocks
 from tests.pallas_kernels.paged_attention.dense_attention import dense_attention
+from tests.quick_compile import marked_sizes
 
 GARBAGE = -7
 # Request 0 reads two blocks from its first on, request 1 none, request 2 two from its second on.
@@ -56,7 +57,10 @@ def test_more_entries_than_are_sorted_come_in_the_order_of_the_tables(monkeypatc
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["decode_mha", "many_tiles_and_chunks", "everything_float32"])
+@pytest.mark.parametrize(
+    "name",
+    marked_sizes(["decode_mha", "everything_float32"], slow=["many_tiles_and_chunks"]),
+)
 def test_the_order_of_the_tables_gives_the_same_attention(name, attend, monkeypatch):
     monkeypatch.setattr(xla_block_list, "MAX_SORTED_ENTRIES", 0)
 

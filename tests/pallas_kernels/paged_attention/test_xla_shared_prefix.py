@@ -53,7 +53,7 @@ def test_of_two_prefixes_the_one_that_more_requests_hold_is_shared():
 
 
 @pytest.mark.thorough
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     tables=st.lists(st.tuples(*[st.integers(0, 2)] * 4), min_size=8, max_size=8),
     num_full=st.lists(st.integers(0, 4), min_size=8, max_size=8),
@@ -106,7 +106,7 @@ def test_equals_reference_where_blocks_are_shared(name, attend):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("num_shared", [1, 4, 5, 8])
+@pytest.mark.parametrize("num_shared", [4, 5, 8])
 def test_equals_reference_where_shared_blocks_are_several_products(num_shared, attend):
     # One product is of 4 blocks.
     case = dataclasses.replace(
