@@ -8,7 +8,7 @@ import pytest
 
 import pallas_kernels
 from models import AttentionConfig, AttentionFormat, RopeConfig
-from models.cache.attention_self_test import AttentionSelfTest
+from models.cache.attention_self_test import MAX_WINDOW, AttentionSelfTest
 from paxkv.runner.programs.kernel_check import why_kernels_differ
 
 FORMAT = AttentionFormat(num_kv_heads=2, head_dim=16, dtype="float32")
@@ -23,7 +23,9 @@ def checked(*layers, cache=FORMAT, block_size=16):
     return tuple(test for layer in layers for test in cache.self_tests(layer, block_size))
 
 
-LAYERS = checked(FULL, dataclasses.replace(FULL, sliding_window=50))
+# With sinks, and with limits that sequences as short as the check's would not feel.
+LIMITED = dataclasses.replace(FULL, sliding_window=4096, soft_cap=50.0, has_sinks=True)
+LAYERS = checked(FULL, LIMITED)
 
 
 _run = AttentionSelfTest._run
@@ -94,10 +96,10 @@ def test_wrong_attention_is_noticed(monkeypatch, spoil):
 
 
 def test_every_kind_of_layer_is_tried(monkeypatch):
-    is_spoiled = lambda test: test.sliding_window == 50  # noqa: E731
+    is_spoiled = lambda test: test.sliding_window == MAX_WINDOW  # noqa: E731
     spoil_layer(monkeypatch, lambda out_np: -out_np, is_spoiled=is_spoiled)
     reason = why_kernels_differ(LAYERS, H200, implementation="reference")
-    assert "'sliding_window': 50" in reason
+    assert f"'sliding_window': {MAX_WINDOW}" in reason
 
 
 def test_layers_of_other_numbers_of_heads_are_tried(monkeypatch):
@@ -166,10 +168,6 @@ def test_wrong_block_copy_is_noticed(monkeypatch):
     assert reason == "K was not written where XLA writes it"
 
 
-# Limits that sequences as short as the check's would not feel.
-FAR_LIMITS = checked(dataclasses.replace(FULL, sliding_window=4096, soft_cap=50.0))
-
-
 # A missing window or chunk changes more than one that is one token too long, so it is a slow test.
 @pytest.mark.parametrize(
     "spoil_rules",
@@ -191,33 +189,33 @@ def test_far_limits_that_a_kernel_gets_wrong_are_noticed(monkeypatch, spoil_rule
         return attend(*args, implementation=implementation, **(rules | changes))
 
     monkeypatch.setattr(pallas_kernels, "paged_attention", spoiled)
-    reason = why_kernels_differ(FAR_LIMITS, H200, implementation="reference")
+    reason = why_kernels_differ(checked(LIMITED), H200, implementation="reference")
     assert "differs from XLA's" in reason
 
 
 @pytest.mark.parametrize(
-    ("fields", "spoil_rules"),
+    ("layer", "spoil_rules"),
     [
-        pytest.param({"has_sinks": True}, lambda rules: {"sinks": None}, id="no sinks"),
+        pytest.param(LIMITED, lambda rules: {"sinks": None}, id="no sinks"),
         pytest.param(
-            {"has_sinks": True},
+            LIMITED,
             lambda rules: {"sinks": rules["sinks"][::-1]},
             id="sinks of other heads",
         ),
         pytest.param(
-            {"chunk_size": 8192},
+            dataclasses.replace(FULL, chunk_size=8192),
             lambda rules: {"chunk_size": None},
             id="no chunks",
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            {"chunk_size": 8192},
+            dataclasses.replace(FULL, chunk_size=8192),
             lambda rules: {"chunk_size": rules["chunk_size"] + 1},
             id="chunks one too long",
         ),
     ],
 )
-def test_sinks_and_chunks_that_a_kernel_gets_wrong_are_noticed(monkeypatch, fields, spoil_rules):
+def test_sinks_and_chunks_that_a_kernel_gets_wrong_are_noticed(monkeypatch, layer, spoil_rules):
     attend = pallas_kernels.paged_attention
 
     def spoiled(*args, implementation, **rules):
@@ -226,12 +224,12 @@ def test_sinks_and_chunks_that_a_kernel_gets_wrong_are_noticed(monkeypatch, fiel
         return attend(*args, implementation=implementation, **(rules | changes))
 
     # The full layer is last: it must not be tried in place of the other one.
-    layers = checked(dataclasses.replace(FULL, **fields), FULL)
+    layers = checked(layer, FULL)
     assert why_kernels_differ(layers, H200, implementation="reference") is None
     monkeypatch.setattr(pallas_kernels, "paged_attention", spoiled)
     reason = why_kernels_differ(layers, H200, implementation="reference")
     assert "differs from XLA's" in reason
-    assert ("sinks" in reason) == ("has_sinks" in fields)
+    assert ("sinks" in reason) == layer.has_sinks
 
 
 def test_kernels_that_cannot_run_are_not_used(monkeypatch, caplog):
