@@ -24,6 +24,7 @@ from tests.oracles.dense_model import dense_logits
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.paged_stepper import PagedStepper
 from tests.oracles.recipes import write_recipe
+from tests.quick_compile import marked_sizes
 
 
 def rewrite_weights(folder, change):
@@ -303,7 +304,7 @@ class WithoutStacks(CPU):
     stacks_layers: ClassVar[bool] = False
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("quantization", marked_sizes(["none", "int4"], slow=["int8", "fp8"]))
 def test_stacks_have_the_numbers_of_their_layers(tmp_path, quantization):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3_moe"]))
     loaded, apart = (

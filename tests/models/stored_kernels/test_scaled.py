@@ -167,8 +167,8 @@ def experts_in_numpy(kernels: list[np.ndarray], x: np.ndarray, ids: np.ndarray) 
     ("number_format", "panel_width"),
     [
         ("int4", None),
-        ("int8", 48),
         ("e2m1", 48),
+        pytest.param("int8", 48, marks=pytest.mark.slow),
         pytest.param("int4", 48, marks=pytest.mark.slow),
         pytest.param("e4m3", None, marks=pytest.mark.slow),
     ],
@@ -196,7 +196,10 @@ def test_experts_compute_as_the_widened_ones(number_format, panel_width):
         assert_near(chosen_in_stack, of_layer)
 
 
-@pytest.mark.parametrize(("name", "worst"), [("int4", 0.15), ("int8", 0.01), ("fp8", 0.04)])
+@pytest.mark.parametrize(
+    ("name", "worst"),
+    [("int4", 0.15), ("fp8", 0.04), pytest.param("int8", 0.01, marks=pytest.mark.slow)],
+)
 def test_a_quantized_tied_head_is_the_embedding(name, worst):
     folder = checkpoint_folder("llama_tied")
     plain, kept = (
