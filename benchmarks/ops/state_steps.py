@@ -4,6 +4,7 @@ Each result is checked against the reference body on the CPU, in float32. The te
 body with the ops that take the states as arrays.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,10 +27,12 @@ def _problem_maker(
     def make(case: Any, seed: int) -> Problem:
         arrays = build_inputs(case, seed)
         cpu = jax.devices("cpu")[0]
-        states, *_ = on_cpu = jax.device_put(arrays, cpu)
-        wanted_states, wanted = getattr(pallas_kernels, op)(*on_cpu, implementation="reference")
-        is_written = np.asarray(states.is_written)
-        before_np, write_blocks = np.array(states.pages), np.asarray(states.write_blocks)
+        on_cpu = jax.device_put(arrays, cpu)
+        reference = functools.partial(getattr(pallas_kernels, op), implementation="reference")
+        wanted_states, wanted = jax.device_get(jax.jit(reference)(*on_cpu))
+        states = jax.device_get(on_cpu[0])
+        is_written = states.is_written
+        before_np, write_blocks = np.array(states.pages), states.write_blocks
         row, num_blocks = int(states.row), before_np.shape[1]
         size = states.first_number + int(np.prod(case.state_shape))
 
@@ -48,7 +51,7 @@ def _problem_maker(
             limit = ERROR_LIMITS["float32"]
             limit_of_states = max(limit, ERROR_LIMITS[case.state_dtype])
             pairs = (
-                ("out", np.asarray(out)[is_written], np.asarray(wanted)[is_written], limit),
+                ("out", np.asarray(out)[is_written], wanted[is_written], limit),
                 ("states", written(got_states), written(wanted_states), limit_of_states),
             )
             found = [
