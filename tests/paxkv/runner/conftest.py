@@ -20,7 +20,7 @@ def one_group() -> WarmRunner:
         # Neither divides the number of rows or tokens, so the last chunk overlaps the one before.
         patch.setattr(runner_plan, "SAMPLED_CHUNK_ROWS", 2)
         patch.setattr(prompt_logprobs, "_CHUNK_TOKENS", 5)
-        return make_warm_runner(TinyModel())
+        return make_warm_runner(TinyModel(), has_few_sizes=True)
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ from paxkv.runner.ranks.rank_group import RankGroup
 from paxkv.runner.shapes import step_buckets
 from paxkv.runner.shapes.program_shapes import ProgramShape
 from tests.paxkv.runner import tiny_model
+from tests.paxkv.runner.greedy_draws import greedy_draws
 from tests.paxkv.runner.tiny_model import TinyModel
 
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 3, 14, 40
@@ -79,20 +80,25 @@ def make_warm_runner(
     *,
     head: LoadedDrafter | None = None,
     has_few_sizes: bool = False,
+    draws_greedily: bool = False,
 ) -> WarmRunner:
     """A warm runner whose programs are loaded from the test run's folder, or compiled and kept.
 
     Args:
         has_few_sizes: There is one program of bursts, for `MAX_NUM_SEQS` requests.
+        draws_greedily: The programs draw as `greedy_draws` does.
     """
     # `tests/conftest.py` sets the variable, and workers of pytest-xdist inherit it. Runs of mutants
     # share the folder too. The identity of programs covers the code of features, not `TinyModel`.
     cache, code = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]), Path(tiny_model.__file__)
-    folder = cache / f"runner-programs-{hashlib.sha256(code.read_bytes()).hexdigest()[:16]}"
+    kind = "greedy-runner" if draws_greedily else "runner"
+    folder = cache / f"{kind}-programs-{hashlib.sha256(code.read_bytes()).hexdigest()[:16]}"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.ExitStack() as locks, pytest.MonkeyPatch.context() as patch:
         if has_few_sizes:
             patch.setattr(step_buckets, "decode_buckets", lambda max_num_seqs: (max_num_seqs,))
+        if draws_greedily:
+            locks.enter_context(greedy_draws())
         store = SharedPrograms(folder, locks)
         runner = make_runner(model, runner_config=runner_config, store=store, head=head)
         runner.warm_up()

@@ -23,6 +23,7 @@ from tests.oracles.token_experts import (
     make_token_experts,
 )
 from tests.paxkv.runner.driver import RunnerDriver
+from tests.paxkv.runner.greedy_draws import greedy_draws
 from tests.paxkv.runner.shared_runners import make_runner, make_warm_runner
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -58,7 +59,7 @@ def counting(request, model, monkeypatch):
     monkeypatch.setattr(model_runner, "make_features", lambda *args: (load,))
     config = RunnerConfig(batch_invariant=request.param)
     # A burst of one request has rows of padding, whose experts must not count.
-    runner = make_warm_runner(model, config, has_few_sizes=True).runner
+    runner = make_warm_runner(model, config, has_few_sizes=True, draws_greedily=True).runner
     return SimpleNamespace(runner=runner, clock=clock, drops_rows=not request.param)
 
 
@@ -119,7 +120,8 @@ def test_flag_adds_no_program_and_programs_without_it_count_nothing(model):
         if window_s is None:
             wanted.append(buckets.shape_for(9))
             shapes = buckets.largest_first
-        lowered[window_s] = [programs._lower(shape, kv_cache).as_text() for shape in wanted]
+        with greedy_draws():
+            lowered[window_s] = [programs._lower(shape, kv_cache).as_text() for shape in wanted]
     assert [
         dataclasses.replace(shape, features=shape.features[:-1])
         if hasattr(shape, "features")

@@ -21,6 +21,7 @@ from tests.paxkv.runner.features.adapters import Adapters
 from tests.paxkv.runner.features.census import NUM_CLASSES, Census, class_of
 from tests.paxkv.runner.features.images import Images
 from tests.paxkv.runner.features.test_prompt_logprobs import check, prompt
+from tests.paxkv.runner.greedy_draws import greedy_draws
 from tests.paxkv.runner.shared_runners import MAX_NUM_BATCHED_TOKENS, make_runner, make_warm_runner
 from tests.paxkv.runner.tiny_model import TinyModel
 
@@ -45,7 +46,9 @@ def counting(request):
         patch.setattr(model_runner, "make_features", lambda *args: (*make_features(*args), census))
         # So that batch-invariant steps have several tiles.
         patch.setattr(step_buckets, "INVARIANT_TILE_TOKENS", 4)
-        warm = make_warm_runner(TinyModel(windows=(None,)), config, has_few_sizes=True)
+        warm = make_warm_runner(
+            TinyModel(windows=(None,)), config, has_few_sizes=True, draws_greedily=True
+        )
     return SimpleNamespace(runner=warm.runner, model=warm.model, census=census)
 
 
@@ -156,6 +159,7 @@ def test_variant_that_changes_other_arrays_is_a_bug():
     [False, pytest.param(True, marks=pytest.mark.slow)],
     ids=["plain", "invariant"],
 )
+@greedy_draws()
 def test_requests_of_one_step_have_adapters_of_their_own(monkeypatch, batch_invariant):
     model = model_of("llama", loops_over_layers=True)
     adapters = Adapters(model, num_adapters=2)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from paxkv.runner.shapes.sampling_row import ROW
 from tests.compiler_flags import AS_FOR_USERS
 from tests.oracles.make_checkpoint import write_random_checkpoint
 from tests.oracles.placed_model import place_model
+from tests.paxkv.runner.greedy_draws import greedy_draws
 from tests.paxkv.runner.tiny_model import HEAD_DIM, NUM_HEADS, VOCAB, TinyModel
 from tests.quick_compile import quick_jit
 
@@ -49,16 +51,18 @@ def llama(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("num_reqs", "max_steps", "dtype"),
+    ("num_reqs", "max_steps", "dtype", "draws"),
     [
-        pytest.param(1, 1, "float32", id="1-1-f32", marks=pytest.mark.slow),
-        pytest.param(1, 1, "bfloat16", id="1-1-bf16", marks=pytest.mark.slow),
-        pytest.param(4, 8, "float32", id="4-8-f32"),
-        pytest.param(4, 8, "float16", id="4-8-f16", marks=pytest.mark.slow),
-        pytest.param(4, 8, "bfloat16", id="4-8-bf16", marks=pytest.mark.slow),
+        pytest.param(1, 1, "float32", nullcontext, id="1-1-f32", marks=pytest.mark.slow),
+        pytest.param(1, 1, "bfloat16", nullcontext, id="1-1-bf16", marks=pytest.mark.slow),
+        # The sampler alone is `test_sampler_program.py`'s.
+        pytest.param(4, 8, "float32", greedy_draws, id="4-8-f32-greedy"),
+        pytest.param(4, 8, "float32", nullcontext, id="4-8-f32", marks=pytest.mark.slow),
+        pytest.param(4, 8, "float16", nullcontext, id="4-8-f16", marks=pytest.mark.slow),
+        pytest.param(4, 8, "bfloat16", nullcontext, id="4-8-bf16", marks=pytest.mark.slow),
     ],
 )
-def test_burst_writes_the_cache_in_place(llama, num_reqs, max_steps, dtype):
+def test_burst_writes_the_cache_in_place(llama, num_reqs, max_steps, dtype, draws):
     """The whole cache is aliased, and temporary memory does not grow with it."""
     shape = dataclasses.replace(
         SHAPE, max_steps=max_steps, num_reqs=num_reqs, max_model_len=MAX_TOKENS
@@ -72,7 +76,8 @@ def test_burst_writes_the_cache_in_place(llama, num_reqs, max_steps, dtype):
     logits = abstract(4, vocab_size, dtype=jnp.float32)
     row_shape = RowShape(num_rows=4, max_model_len=MAX_TOKENS)
     rows = abstract_row_state(row_shape, vocab_size, None)
-    lowered = burst.lower(llama.params, pages, packed, abstract(4), logits, rows)
+    with draws():
+        lowered = burst.lower(llama.params, pages, packed, abstract(4), logits, rows)
     analysis = lowered.compile(AS_FOR_USERS).memory_analysis()
     kept = (pages, logits, *jax.tree.leaves(rows))
     kept_bytes = sum(array.size * array.dtype.itemsize for array in kept)
@@ -157,7 +162,7 @@ class TinyBursts:
         """The same as steps of one token, each fed by the host."""
         drawn = []
         for position in range(num_steps):
-            step, _ = self.run([1] * len(tokens), tokens=tokens, position=position, max_steps=1)
+            step, _ = self.run([1] * len(tokens), tokens=tokens, position=position)
             tokens = step[0, : len(tokens)]
             drawn.append(tokens.tolist())
         return drawn

@@ -17,6 +17,7 @@ from paxkv.runner.programs.loop_drafters.ngram import find_ngram_drafts
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.shapes.program_shapes import NgramShape
 from tests.oracles.make_checkpoint import write_random_checkpoint
+from tests.paxkv.runner.greedy_draws import greedy_draws
 
 NGRAM = SpeculativeConfig(
     method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=3
@@ -90,7 +91,8 @@ def test_repeated_tokens_need_fewer_steps(model):
     generator = CompiledGenerator(repeating, SHAPE, speculative_config=NGRAM)
     params = SamplingParams(temperature=0.0, max_tokens=20)
     inputs = generator._make_inputs(generator._process([[7, 7, 7]], [params], ()))
-    outputs = generator._generate(repeating.params, inputs)
+    with greedy_draws():
+        outputs = generator._generate(repeating.params, inputs)
     assert outputs.token_ids[0].tolist() == [7] * 20
     # The step of the prompt draws a token. The others draw up to 4, if there are 3 drafts.
     # Without drafts there would be 19.
