@@ -29,6 +29,7 @@ from paxkv.engine.core_thread import CoreThread
 from paxkv.engine.engine_core import EngineCore
 from paxkv.entrypoints.build import BuiltEngine
 from paxkv.llm import LLM
+from paxkv.runner import model_runner
 from paxkv.runner.model_runner import ModelRunner
 from paxkv.runner.shapes import step_buckets
 from paxkv.scheduler.async_scheduler import AsyncScheduler
@@ -45,7 +46,13 @@ BLOCK_SIZE = 8
 MAX_NUM_BLOCKS = 160
 
 
-def make_runner(checkpoint: Path, *, is_warm: bool = False, **cache_settings: str) -> ModelRunner:
+def make_runner(
+    checkpoint: Path,
+    *,
+    is_warm: bool = False,
+    has_prompt_logprobs: bool = True,
+    **cache_settings: str,
+) -> ModelRunner:
     """A runner that engines of one test file share, one after another: each step compiles once.
 
     There is one program of bursts, for `MAX_NUM_SEQS` requests.
@@ -53,6 +60,7 @@ def make_runner(checkpoint: Path, *, is_warm: bool = False, **cache_settings: st
     Args:
         is_warm: The runner has all of its programs. It loads them from the test run's folder, or
             compiles and stores them there. Set it for a runner that several workers make.
+        has_prompt_logprobs: False saves a warm runner one program of steps.
     """
     model = load_model(checkpoint, dtype="float32", load_format="auto", seed=0)
     # `tests/conftest.py` sets the variable, and workers of pytest-xdist inherit it.
@@ -60,6 +68,8 @@ def make_runner(checkpoint: Path, *, is_warm: bool = False, **cache_settings: st
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.ExitStack() as locks, pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_buckets, "decode_buckets", lambda max_num_seqs: (max_num_seqs,))
+        if not has_prompt_logprobs:
+            patch.setattr(model_runner, "make_features", lambda config, model: ())
         runner = ModelRunner(
             model,
             cache_config=CacheConfig(

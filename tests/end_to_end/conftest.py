@@ -61,7 +61,9 @@ def windows_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def windows_runner(windows_checkpoint: Path) -> ModelRunner:
     """Of checked engines of `windows_checkpoint`, with a cache in float16."""
-    return make_runner(windows_checkpoint, is_warm=True, kv_cache_dtype="float16")
+    return make_runner(
+        windows_checkpoint, is_warm=True, has_prompt_logprobs=False, kv_cache_dtype="float16"
+    )
 
 
 @pytest.fixture(scope="session")
