@@ -61,11 +61,18 @@ def test_kernels_of_selective_step_load_256_and_128_numbers_at_a_time():
     assert [_channels_per_cta(each, (2, 32, 256)) for each in states] == [256, 128]
 
 
-# All decays in large pages, and one in small pages.
+# All decays in large pages, and one in small pages. Small pages of the other ops are slow tests.
 @pytest.mark.parametrize(
     "test",
-    [*TESTS[:3], *SSD_TESTS, *SELECTIVE_TESTS],
-    ids=["decay", "decay_per_row", "small", "ssd", "ssd_small", "selective", "selective_small"],
+    [
+        pytest.param(TESTS[0], id="decay"),
+        pytest.param(TESTS[1], id="decay_per_row"),
+        pytest.param(TESTS[2], id="small"),
+        pytest.param(SSD_TESTS[0], id="ssd"),
+        pytest.param(SSD_TESTS[1], id="ssd_small", marks=pytest.mark.slow),
+        pytest.param(SELECTIVE_TESTS[0], id="selective"),
+        pytest.param(SELECTIVE_TESTS[1], id="selective_small", marks=pytest.mark.slow),
+    ],
 )
 def test_right_kernels_pass(test):
     assert test.why_kernels_differ(H200, implementation="reference") is None

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 from models.decoders.chosen_layer import choose_layer
@@ -65,8 +64,8 @@ def put_in_stacks(layers: list) -> None:
         params[name].set_value(in_stack)
 
 
-@pytest.mark.parametrize("is_chosen", [False, True], ids=["in turn", "in a loop"])
-def test_layers_in_a_stack_compute_as_layers_apart(is_chosen):
+def test_layers_in_a_stack_compute_as_layers_apart():
+    """In turn, and where a loop chooses one of them."""
     layers, context = layers_apart(), plain_context(7)
     rng = np.random.default_rng(0)
     x = on_device.array(rng.standard_normal((7, layers[0].gate_proj.kernel.shape[1])), jnp.float32)
@@ -84,14 +83,13 @@ def test_layers_in_a_stack_compute_as_layers_apart(is_chosen):
     wanted = [np.asarray(output) for output in jax.jit(run_all)(x, routing)]
     assert len({output.tobytes() for output in wanted}) == NUM_LAYERS
     put_in_stacks(layers)
-    if is_chosen:
-        chosen = jax.jit(run_chosen)
-        got = [chosen(np.int32(idx), x, routing) for idx in range(NUM_LAYERS)]
-    else:
-        # A new function, because JAX would reuse the trace of `run_all` with the layers apart.
-        got = jax.jit(lambda *arrays: run_all(*arrays))(x, routing)
-    for output, of_layer in zip(wanted, got, strict=True):
-        np.testing.assert_array_equal(of_layer, output)
+    # A new function, because JAX would reuse the trace of `run_all` with the layers apart.
+    in_turn = jax.jit(lambda *arrays: run_all(*arrays))(x, routing)
+    chosen = jax.jit(run_chosen)
+    in_loop = [chosen(np.int32(idx), x, routing) for idx in range(NUM_LAYERS)]
+    for got in (in_turn, in_loop):
+        for output, of_layer in zip(wanted, got, strict=True):
+            np.testing.assert_array_equal(of_layer, output)
 
 
 def test_program_has_each_product_once():
