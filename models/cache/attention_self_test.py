@@ -98,22 +98,27 @@ class AttentionSelfTest:
         batch = ragged_batch(rng, self.block_size)
         num_tokens = batch.num_tokens
 
-        def normal(*shape: int) -> jax.Array:
-            return jnp.asarray(rng.standard_normal(shape, np.float32), self.dtype)
+        # A Python float would widen arrays of bfloat16 in NumPy.
+        number = jnp.dtype(self.dtype).type
 
-        return {
+        def normal(*shape: int) -> np.ndarray:
+            return rng.standard_normal(shape, np.float32).astype(number)
+
+        # JAX would compile a program for each operation here.
+        inputs = {
             "kv_cache": normal(
                 1, 2 * batch.num_blocks, self.num_kv_heads, self.block_size, self.head_dim
             ),
             # Products have a spread of 1 after scaling. If it was larger, each token would see
             # little more than a single key.
             "q": normal(num_tokens, self.num_q_heads, self.head_dim)
-            / (self.scale * self.head_dim**0.5),
+            / number(self.scale * self.head_dim**0.5),
             "k": normal(num_tokens, self.num_kv_heads, self.head_dim),
             "v": normal(num_tokens, self.num_kv_heads, self.head_dim),
             **batch._asdict(),
-            "sinks": MEAN_SINK + normal(self.num_q_heads) if self.has_sinks else None,
+            "sinks": number(MEAN_SINK) + normal(self.num_q_heads) if self.has_sinks else None,
         }
+        return jax.device_put(inputs)
 
     def _run(
         self, inputs: dict[str, jax.Array | None], chosen: dict[str, object]

@@ -39,12 +39,13 @@ def ragged_batch(rng: np.random.Generator, block_size: int) -> RaggedBatch:
     max_blocks_per_req = -(-int(seq_lens.max()) // block_size)
     tables = 1 + rng.permutation(len(REQUESTS) * max_blocks_per_req).astype(np.int32)
     num_tokens = int(num_query.sum()) + NUM_PADDING_TOKENS
-    return RaggedBatch(
-        positions=jnp.asarray(_positions(num_query, seq_lens, num_tokens)),
-        block_tables=jnp.asarray(tables.reshape(len(REQUESTS), -1)),
-        seq_lens=jnp.asarray(seq_lens),
-        query_start_loc=jnp.asarray(np.concatenate([[0], np.cumsum(num_query)]), jnp.int32),
+    batch = RaggedBatch(
+        positions=_positions(num_query, seq_lens, num_tokens),
+        block_tables=tables.reshape(len(REQUESTS), -1),
+        seq_lens=seq_lens,
+        query_start_loc=np.concatenate([[0], np.cumsum(num_query)]).astype(np.int32),
     )
+    return jax.device_put(batch)
 
 
 def run_layer(

@@ -88,22 +88,25 @@ class StateSelfTest:
 
     def _tokens(self, rng: np.random.Generator) -> tuple[jax.Array, ...]:
         """The arguments of the op after the states."""
+        # JAX would compile a program for each operation here.
+        return jax.device_put(self._tokens_np(rng))
 
-        def normal(*dims: int) -> jax.Array:
-            return jnp.asarray(rng.standard_normal((_NUM_REQS, *dims)), jnp.float32)
+    def _tokens_np(self, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+        def normal(*dims: int) -> np.ndarray:
+            return rng.standard_normal((_NUM_REQS, *dims)).astype(np.float32)
 
         of_lines, of_columns = (_NUM_HEADS, self.num_lines), (_NUM_HEADS, self.line_size)
-        log_decay = -jnp.abs(normal(*(of_lines if self.has_decay_per_row else of_lines[:1])))
+        log_decay = -np.abs(normal(*(of_lines if self.has_decay_per_row else of_lines[:1])))
         if self.op == "selective_step":
-            rates = -jnp.exp(normal(*of_lines[1:], self.line_size)[:_NUM_HEADS])
-            dt, b, c = jnp.abs(normal(*of_columns)), normal(*of_lines), normal(*of_lines)
+            rates = -np.exp(normal(*of_lines[1:], self.line_size)[:_NUM_HEADS])
+            dt, b, c = np.abs(normal(*of_columns)), normal(*of_lines), normal(*of_lines)
             return normal(*of_columns), dt, rates, b, c
         if self.op == "ssd_step":  # all heads in one group
             b, c = normal(1, self.line_size), normal(1, self.line_size)
             return normal(*of_lines), b, c, log_decay
         k = normal(*of_lines)
-        k /= jnp.linalg.norm(k, axis=-1, keepdims=True)
-        beta = jax.nn.sigmoid(normal(_NUM_HEADS))
+        k /= np.linalg.norm(k, axis=-1, keepdims=True)
+        beta = 1 / (1 + np.exp(-normal(_NUM_HEADS)))
         return normal(*of_lines), k, normal(*of_columns), log_decay, beta
 
     def _states(self, rng: np.random.Generator) -> PagedStates:
@@ -118,12 +121,14 @@ class StateSelfTest:
         numbers_np = rng.standard_normal((_ROW + 1, num_blocks, self.page_size)).astype(np.float32)
         numbers_np[:, read[1]] = np.nan
         write[0], write[-1] = read[0], num_blocks
-        pages = jax.lax.bitcast_convert_type(jnp.asarray(numbers_np, self.dtype), jnp.bfloat16)
-        return PagedStates(
-            pages=pages.reshape(_ROW + 1, num_blocks, -1),
-            row=jnp.int32(_ROW),
-            read_blocks=jnp.asarray(read, jnp.int32),
-            write_blocks=jnp.asarray(write, jnp.int32),
-            starts_from_zero=jnp.arange(_NUM_REQS) == 1,
-            dtype=self.dtype,
+        pages_np = numbers_np.astype(jnp.dtype(self.dtype)).view(jnp.bfloat16)
+        return jax.device_put(
+            PagedStates(
+                pages=pages_np,
+                row=np.int32(_ROW),
+                read_blocks=read.astype(np.int32),
+                write_blocks=write.astype(np.int32),
+                starts_from_zero=np.arange(_NUM_REQS) == 1,
+                dtype=self.dtype,
+            )
         )
