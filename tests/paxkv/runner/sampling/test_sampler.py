@@ -11,7 +11,7 @@ from paxkv.runner.shapes.sampling_row import COLUMNS, NUM_COLUMNS
 from tests.quick_compile import quick_jit
 
 VOCAB = 300  # three groups, the last one partly filled
-NUM_DRAWS = 8192
+NUM_DRAWS = 4096
 SAMPLE = quick_jit(sample)
 
 
