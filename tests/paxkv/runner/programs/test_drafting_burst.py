@@ -18,7 +18,7 @@ TEMPERATURES = [[SamplingParams(temperature=0.0)] * 3, list(MIXED)]
 WIDTHS = (4, 12)
 
 
-def drafting(params, widths=(), *, history):
+def drafting(params, widths=WIDTHS, *, history):
     return TinyBursts(params, widths, make=make_drafting_burst, drafts=NGRAM, history=history)
 
 
@@ -47,7 +47,8 @@ def plain(params):
     return bursts
 
 
-@pytest.mark.parametrize("widths", [(), WIDTHS])
+# Engines of end-to-end tests have bursts without widths.
+@pytest.mark.parametrize("widths", [pytest.param((), marks=pytest.mark.slow), WIDTHS])
 def test_right_drafts_are_accepted(params, plain, widths):
     bursts = drafting(params, widths, history=history_of(plain.drawn_np))
     drawn_np, last_np = bursts.run([6, 6, 6], tokens=TOKENS, position=POSITION)
