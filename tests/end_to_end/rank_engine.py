@@ -1,4 +1,4 @@
-"""One process of an engine with two, on a CPU device each.
+"""One process of an engine with two, on all CPU devices of both.
 
 The arguments are a case, the rank, and two addresses. Rank 0 checks the tokens.
 """
@@ -8,14 +8,17 @@ import sys
 import tempfile
 from pathlib import Path
 
+import jax
+
 from paxkv.contracts.rank_place import RankPlace
 from paxkv.runner.memory.device_mesh import find_mesh
 from paxkv.runner.ranks.join_group import join_group
 from paxkv.runner.ranks.rank_group import Follower
 from tests.end_to_end.engine_harness import RecordingRunner, RunResult, returned_logits, run_engine
 from tests.end_to_end.golden_runs import GREEDY, check_against
+from tests.end_to_end.split_collectives import check_collectives
+from tests.end_to_end.split_configs import CONFIGS, LIMITS, PARAMS, PROMPTS, SETTINGS
 from tests.end_to_end.split_drafters import METHODS, make_drafting_runner, run_with_drafts
-from tests.end_to_end.split_engine import CONFIGS, LIMITS, PARAMS, PROMPTS, SETTINGS
 from tests.engine_compilations import quick_engine_compilations
 from tests.oracles.serving_golden import load_serving_golden, write_serving_recipe
 
@@ -33,7 +36,7 @@ def main(case: str, rank: str, coordinator: str, calls_endpoint: str) -> None:
         )
     )
     if case in METHODS:
-        runner = make_drafting_runner(case, find_mesh(NUM_RANKS), group)
+        runner = make_drafting_runner(case, find_mesh(jax.device_count()), group)
         if isinstance(group, Follower):
             runner.follow()
             return
@@ -47,7 +50,9 @@ def main(case: str, rank: str, coordinator: str, calls_endpoint: str) -> None:
         options["load_format"] = "dummy"
     else:
         write_serving_recipe(folder, case)
-    recording = RecordingRunner(folder, 16, group=group, mesh=find_mesh(NUM_RANKS), **options)
+    recording = RecordingRunner(
+        folder, 16, group=group, mesh=find_mesh(jax.device_count()), **options
+    )
     if isinstance(group, Follower):
         with returned_logits(recording.vocab_size):
             recording.runner.follow()
@@ -62,6 +67,7 @@ def main(case: str, rank: str, coordinator: str, calls_endpoint: str) -> None:
         result = run_engine(recording, prompts, SETTINGS, sampling_params=GREEDY)
         check_against(golden, result)
         assert sum(result.num_cached_tokens) > 0
+        check_collectives(recording)
     group.end()
     print("same")
 

@@ -14,11 +14,7 @@ from jax.sharding import NamedSharding
 from models.forward.kernel_settings import PAGES_BY_DEVICE, WHOLE, KernelSettings
 from models.forward.layer_context import LayerContext
 from models.layers.gated_delta_net import LINEAR_ATTENTION, GatedDeltaNet, GatedDeltaNetConfig
-from models.layers.kimi_delta_attention import (
-    DELTA_ATTENTION,
-    KimiDeltaAttention,
-    KimiDeltaConfig,
-)
+from models.layers.kimi_delta_attention import DELTA_ATTENTION, KimiDeltaAttention, KimiDeltaConfig
 from models.layers.mamba2 import MAMBA, Mamba2, Mamba2Config
 from models.weight_rule import WeightRule, rules_of_layers, split_spec
 from paxkv.runner.memory.device_mesh import find_mesh

@@ -18,7 +18,7 @@ from models.loading.load_model import load_model
 from models.loading.module_structure import ModuleStructure
 from models.platforms import CPU, TPU
 from models.stored_kernels.scaled import ScaledKernel
-from tests.end_to_end.split_engine import CONFIGS
+from tests.end_to_end.split_configs import CONFIGS
 from tests.models.loading.parameters_apart import parameters_apart
 from tests.oracles.dense_model import dense_logits
 from tests.oracles.make_checkpoint import write_random_checkpoint

@@ -26,7 +26,7 @@ from paxkv.runner.programs.loop_drafters.base import LoopDrafter
 from paxkv.runner.programs.loop_drafters.head import HeadLoopDrafter
 from paxkv.runner.sampling.sampled_tokens import NO_TOKEN
 from paxkv.runner.shapes.sampling_row import DRAW_REQ, NUM_COLUMNS
-from tests.end_to_end.split_engine import CONFIGS
+from tests.end_to_end.split_configs import CONFIGS
 from tests.models.drafters.eagle3_checkpoints import write_eagle3_head
 from tests.models.drafters.head_stepper import HeadStepper
 from tests.oracles.make_checkpoint import write_random_checkpoint
