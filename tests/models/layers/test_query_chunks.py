@@ -98,7 +98,8 @@ def test_chunks_compute_what_all_rows_at_once_do(
     tmp_path, monkeypatch, architecture, makes_loop, only_last_tokens
 ):
     config = {"architectures": [architecture], **SIZES, **FIELDS[architecture]}
-    if not makes_loop:
+    # A last layer of fewer tokens has no chunks, so there must be a layer before it.
+    if not makes_loop and not only_last_tokens:
         config["num_hidden_layers"] = 1
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = load_random_model(tmp_path)
