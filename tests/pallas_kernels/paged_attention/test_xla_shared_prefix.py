@@ -14,7 +14,7 @@ from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 from pallas_kernels.paged_attention.xla_shared_prefix import MIN_ROWS, find_shared_prefix
 from tests import on_device
-from tests.quick_compile import quick_jit
+from tests.quick_compile import marked_sizes, quick_jit
 
 GARBAGE = -7
 
@@ -106,7 +106,7 @@ def test_equals_reference_where_blocks_are_shared(name, attend):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("num_shared", [4, 5, 8])
+@pytest.mark.parametrize("num_shared", marked_sizes([4, 5, 8], slow=[1]))
 def test_equals_reference_where_shared_blocks_are_several_products(num_shared, attend):
     # One product is of 4 blocks.
     case = dataclasses.replace(
