@@ -130,7 +130,6 @@ def test_a_model_without_caches_is_refused():
         groups_of(LayerSpec(name="encoder"))
 
 
-@settings(max_examples=200)
 @given(
     st.lists(
         st.one_of(
@@ -189,7 +188,6 @@ def test_no_layers_make_no_groups():
 FORMATS = (attention(), window(32), window(64), attention(1), window(32, num_kv_heads=1))
 
 
-@settings(max_examples=200)
 @given(st.lists(st.sampled_from(FORMATS), min_size=1, max_size=40), st.data())
 def test_cache_has_the_group_and_row_of_its_name_or_of_its_owner(formats, data):
     layers = []
@@ -378,7 +376,7 @@ def test_caches_that_fit_no_common_page_are_refused_by_name(formats, message):
         agree_on_pages(formats, 16)
 
 
-@settings(max_examples=500)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.one_of(
