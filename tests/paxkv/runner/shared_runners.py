@@ -1,8 +1,8 @@
 """The configurations of `ModelRunner` that the tests of the runner share.
 
-Each configuration compiles eight programs, which costs more than what the tests then compute. Warm
-runners of all test files share one folder of programs: what one of them has compiled, a later one
-with the same configuration loads, in every worker. Weights shape no program.
+Each configuration compiles up to seven programs, which costs more than what the tests then compute.
+Warm runners of all test files share one folder of programs: what one of them has compiled, a later
+one with the same configuration loads, in every worker. Weights shape no program.
 """
 
 import contextlib
