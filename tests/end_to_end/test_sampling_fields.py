@@ -76,8 +76,16 @@ def alone(runner, bad_words):
     ]
 
 
+@pytest.fixture(scope="module")
+def at_once(runner, bad_words):
+    """Of all requests together."""
+    return run_engine(
+        runner, PROMPTS, ROOMY, sampling_params=PARAMS, bad_words_token_ids=bad_words
+    ).token_ids
+
+
 @pytest.mark.parametrize("name", SETTINGS)
-def test_answer_does_not_depend_on_settings(runner, bad_words, alone, name):
+def test_answer_does_not_depend_on_settings(runner, bad_words, alone, at_once, name):
     # A request without a seed draws by its id, which is its place.
     is_seeded = [params.temperature == 0 or params.seed is not None for params in PARAMS]
     result = run_engine(
@@ -86,10 +94,7 @@ def test_answer_does_not_depend_on_settings(runner, bad_words, alone, name):
     for tokens, expected, is_same in zip(result.token_ids, alone, is_seeded, strict=True):
         assert tokens == expected or not is_same
     assert (result.num_preemptions > 0) == ("preempted" in name)
-    at_once = run_engine(
-        runner, PROMPTS, ROOMY, sampling_params=PARAMS, bad_words_token_ids=bad_words
-    )
-    assert result.token_ids == at_once.token_ids
+    assert result.token_ids == at_once
 
 
 @pytest.mark.parametrize("name", SETTINGS)
