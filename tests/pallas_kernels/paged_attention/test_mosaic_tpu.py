@@ -22,8 +22,8 @@ from tests.pallas_kernels.paged_attention.dense_attention import dense_attention
 from tests.quick_compile import slow_unless_named
 
 TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
-# With the random batches, which have a window, a soft cap and sinks, it covers every rule. Each
-# case compiles a program, which takes seconds.
+# The random batches have chunks, a soft cap and sinks, and a simulated case has a window. Each case
+# compiles a program, which takes seconds.
 QUICK_CASES = ("not_causal",)
 
 
@@ -84,7 +84,7 @@ def test_nothing_races_where_copies_finish_late(case, attend, capfd):
 
 # One padded shape for all drawn batches, so that the kernel compiles once.
 MAX_TOKENS, MAX_REQS, MAX_BLOCKS, NUM_BLOCKS, BLOCK_SIZE = 150, 5, 20, 120, 32
-RULES = {"sliding_window": 140, "soft_cap": 2.0}
+RULES = {"chunk_size": 140, "soft_cap": 2.0}
 
 
 @st.composite

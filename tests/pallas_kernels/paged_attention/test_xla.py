@@ -27,9 +27,9 @@ from tests.quick_compile import slow_unless_named
 TOLERANCES = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 2e-2}
 
 
-# Each way to store the cache once, widths, tiles and the decode loop;
-# `test_equals_dense_attention_on_any_ragged_batch` covers the rules, and
-# `test_decode_program_equals_the_program_for_any_batch` decodes. The other cases run with
+# Each way to store the cache once, widths, tiles and the decode loop.
+# `test_equals_dense_attention_on_any_ragged_batch` covers the rules. Decodes of a float32 cache are
+# in `test_decode_program_equals_the_program_for_any_batch`. The other cases run with
 # `pytest -m slow`.
 QUICK_CASES = (
     "many_tiles_and_chunks",
