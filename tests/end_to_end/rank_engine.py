@@ -1,4 +1,4 @@
-"""One process of an engine with two, on all CPU devices of both.
+"""One of the two processes of an engine, which uses the CPU devices of both.
 
 The arguments are a case, the rank, and two addresses. Rank 0 checks the tokens.
 """
@@ -13,7 +13,7 @@ import jax
 from paxkv.contracts.rank_place import RankPlace
 from paxkv.runner.memory.device_mesh import find_mesh
 from paxkv.runner.ranks.join_group import join_group
-from paxkv.runner.ranks.rank_group import Follower
+from paxkv.runner.ranks.rank_group import Follower, RankGroup
 from tests.end_to_end.engine_harness import RecordingRunner, RunResult, returned_logits, run_engine
 from tests.end_to_end.golden_runs import GREEDY, check_against
 from tests.end_to_end.split_collectives import check_collectives
@@ -35,6 +35,15 @@ def main(case: str, rank: str, coordinator: str, calls_endpoint: str) -> None:
             timeout_s=600,
         )
     )
+    try:
+        _check(case, group)
+    finally:
+        # After a failed check too: JAX lets no process exit before the follower does.
+        group.end()
+
+
+def _check(case: str, group: RankGroup) -> None:
+    """Runs the engine of one rank. Rank 0 prints "same" if its answers are right."""
     if case in METHODS:
         runner = make_drafting_runner(case, find_mesh(jax.device_count()), group)
         if isinstance(group, Follower):
@@ -68,7 +77,6 @@ def main(case: str, rank: str, coordinator: str, calls_endpoint: str) -> None:
         check_against(golden, result)
         assert sum(result.num_cached_tokens) > 0
         check_collectives(recording)
-    group.end()
     print("same")
 
 

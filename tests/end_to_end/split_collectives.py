@@ -14,7 +14,10 @@ from tests.end_to_end.split_configs import CONFIGS, LIMITS
 
 
 def check_collectives(recording: RecordingRunner) -> None:
-    """Two sums per layer and one for the embedding; then numbers of rows that draw."""
+    """Programs exchange two sums per layer and one for the embedding.
+
+    Bursts also exchange numbers of the rows that draw.
+    """
     runner = recording.runner
     config = runner.worker.programs._model.config
     for shape, program in runner.worker.programs._programs.items():

@@ -13,7 +13,7 @@ CASES = [
     *("eagle3", "draft_model", "mtp"),
 ]
 # The case of the normal run: a window, in attention that is split over devices of two processes.
-# Each process has two devices. Those of all other cases have one.
+# Each process has two devices in this case, and one in all others.
 QUICK_CASE = "mistral_window"
 
 
