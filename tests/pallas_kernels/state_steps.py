@@ -29,7 +29,7 @@ class StepOp:
     build_inputs: Callable[..., tuple[Any, ...]]
     # One step in NumPy: takes the states before it and the tokens; returns results and new states.
     rule: Callable[..., tuple[np.ndarray, np.ndarray]]
-    # The cases that differ for the bodies in plain JAX. Others are cut otherwise by the kernel.
+    # Cases that differ for the bodies in plain JAX. The others differ in how the kernel cuts them.
     plain_cases: tuple[str, ...]
     misfit: str  # words of the reason why the kernel rejects the last case
 
@@ -62,7 +62,7 @@ def ssd_step(before, x, b, c, log_decay):
     return np.einsum("rhn,rhpn->rhp", c, state), state
 
 
-# Requests of all kinds, of states in one page, and in 16 bits.
+# All kinds of requests, states in one page, and 16 bits: for all other numbers, and for states.
 PLAIN_CASES = ("rows_of_all_kinds", "one_page", "halves", "bfloat16_states")
 STEP_OPS = (
     StepOp(

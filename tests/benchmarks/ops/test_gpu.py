@@ -66,8 +66,8 @@ def test_op_is_right_and_a_planted_fault_is_found_and_not_timed(op: str, monkeyp
     right_outputs = jax.device_get(waited_for.call_args.args[0])
 
     def planted(*args, **kwargs):
-        # The right outputs are constants here, because the bodies would take longer to compile. The
-        # first check has found those of the reference to be the same.
+        # The right outputs are constants here, because the bodies would take longer to compile.
+        # They stand in for the reference's too: the first check has found both to be close.
         outputs = jax.tree.map(jnp.asarray, right_outputs)
         return outputs if kwargs["implementation"] == "reference" else WRONG[op](outputs)
 

@@ -23,7 +23,7 @@ def checked(*layers, cache=FORMAT, block_size=16):
     return tuple(test for layer in layers for test in cache.self_tests(layer, block_size))
 
 
-# With sinks, and with limits that sequences as short as the check's would not feel.
+# With sinks, and with limits so large that the check lowers them for its short sequences.
 LIMITED = dataclasses.replace(FULL, sliding_window=4096, soft_cap=50.0, has_sinks=True)
 LAYERS = checked(FULL, LIMITED)
 

@@ -85,7 +85,7 @@ def test_logits_equal_layers_in_turn(recipe, only_last_tokens):
 def test_logits_do_not_depend_on_widths(recipe, only_last_tokens, in_loop):
     prompts = {row: sequence.prompt for row, sequence in enumerate(load_golden(recipe))}
     num_prompt_tokens = sum(map(len, prompts.values()))
-    # Steps of 3 tokens, of 2, of all prompts, of 1 and of 8: of a width, and less than one.
+    # Steps of 3 tokens, 2, all prompts, 1 and 8. The last one fills a width, the others fill none.
     chunks = [{row: [5 + row] for row in prompts}, {1: [7, 8]}, prompts, {2: [3]}]
     chunks += [{0: [3, 4, 5, 6], 1: [8], 2: [1, 2, 3]}]
     assert 8 < num_prompt_tokens <= NUM_TOKENS

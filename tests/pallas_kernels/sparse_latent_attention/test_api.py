@@ -12,7 +12,7 @@ from tests.quick_compile import marked_sizes, quick_jit
 
 _BY_NAME = {case.name: case for case in CASES}
 LONG = LatentAttentionCase(name="long", requests=((1, 900), (40, 400)), block_size=8, rope_dim=0)
-# Columns without use imply a batch without them, and requests without tokens a batch of padding.
+# A case with unused columns runs the code of one without them. A case of idle requests has padding.
 SOME_CASES = marked_sizes(
     [
         _BY_NAME["empty_and_idle_requests"],

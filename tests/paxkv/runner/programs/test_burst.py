@@ -55,7 +55,7 @@ def llama(tmp_path_factory):
     [
         pytest.param(1, 1, "float32", nullcontext, id="1-1-f32", marks=pytest.mark.slow),
         pytest.param(1, 1, "bfloat16", nullcontext, id="1-1-bf16", marks=pytest.mark.slow),
-        # The sampler alone is `test_sampler_program.py`'s.
+        # `test_sampler_program.py` measures the sampler's memory.
         pytest.param(4, 8, "float32", greedy_draws, id="4-8-f32-greedy"),
         pytest.param(4, 8, "float32", nullcontext, id="4-8-f32", marks=pytest.mark.slow),
         pytest.param(4, 8, "float16", nullcontext, id="4-8-f16", marks=pytest.mark.slow),
