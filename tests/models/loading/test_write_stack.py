@@ -11,8 +11,13 @@ from models.loading.write_stack import finish_stack, write_layer
 NUM_LAYERS = 3
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint8", "float8_e4m3fn"])
-@pytest.mark.parametrize("num_experts", [2, None], ids=["experts", "matrices"])
+@pytest.mark.parametrize(
+    ("num_experts", "dtype"),
+    [
+        *((2, dtype) for dtype in ("float32", "bfloat16", "int8", "uint8", "float8_e4m3fn")),
+        (None, "int8"),  # matrices, which are not of experts
+    ],
+)
 def test_expert_e_of_layer_l_is_matrix_e_times_layers_plus_l(num_experts, dtype):
     dims = (5, 8) if num_experts is None else (num_experts, 5, 8)
     bytes_np = np.random.default_rng(0).integers(0, 256, (NUM_LAYERS, *dims), np.uint8)
