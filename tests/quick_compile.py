@@ -24,39 +24,16 @@ def quick_jit(function: Callable[..., Any], **static_kwargs: Any) -> Callable[..
     return jax.jit(functools.partial(function, **static_kwargs), compiler_options=QUICK_COMPILE)
 
 
-def slow_unless_named(cases: Iterable[Any], *names: str, thorough: Iterable[str] = ()) -> list[Any]:
-    """Parameters for `cases`; those not in `names` run with `pytest -m slow` only.
-
-    Args:
-        thorough: Those of `names` that CI's second Python leaves out.
-    """
-    return _marked(cases, names, thorough, pytest.mark.slow)
-
-
-def thorough_unless_named(cases: Iterable[Any], *names: str) -> list[Any]:
-    """Parameters for `cases`; CI's second Python leaves out those not in `names`."""
-    return _marked(cases, names, (), pytest.mark.thorough)
-
-
-def marked_sizes(
-    sizes: Iterable[Any], *, thorough: Iterable[Any] = (), slow: Iterable[Any] = ()
-) -> list[Any]:
-    """Parameters for all of these.
-
-    CI's second Python leaves out `thorough` ones. Those in `slow` run with `pytest -m slow` only.
-    """
+def slow_unless_named(cases: Iterable[Any], *names: str) -> list[Any]:
+    """Parameters for `cases`; those not in `names` run with `pytest -m slow` only."""
+    cases = list(cases)
+    assert set(names) <= {case.name for case in cases}
     return [
-        *sizes,
-        *(pytest.param(one, marks=pytest.mark.thorough) for one in thorough),
-        *(pytest.param(one, marks=pytest.mark.slow) for one in slow),
+        pytest.param(case, id=case.name, marks=() if case.name in names else pytest.mark.slow)
+        for case in cases
     ]
 
 
-def _marked(
-    cases: Iterable[Any], names: Iterable[str], thorough: Iterable[str], other: pytest.MarkDecorator
-) -> list[Any]:
-    cases = list(cases)
-    assert set(thorough) <= set(names) <= {case.name for case in cases}
-    marks = dict.fromkeys((case.name for case in cases), other)
-    marks |= dict.fromkeys(names, ()) | dict.fromkeys(thorough, pytest.mark.thorough)
-    return [pytest.param(case, id=case.name, marks=marks[case.name]) for case in cases]
+def marked_sizes(sizes: Iterable[Any], *, slow: Iterable[Any]) -> list[Any]:
+    """Parameters for all of these. Those in `slow` run with `pytest -m slow` only."""
+    return [*sizes, *(pytest.param(one, marks=pytest.mark.slow) for one in slow)]

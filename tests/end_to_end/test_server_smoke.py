@@ -1,4 +1,4 @@
-"""A server started as a user would start it, on CI's second Python too: one chat, and its end."""
+"""A server started as a user would start it: one chat, and its end."""
 
 import json
 
@@ -20,7 +20,8 @@ PATIENT = ("--shutdown-timeout-s", "250")
     [
         # It loads the programs of all servers of the test run.
         pytest.param((), {}, id="default"),
-        # It compiles what it needs, with the flags of XLA that users have.
+        # It compiles what it needs, with the flags of XLA that users have. CI's second Python
+        # runs it.
         pytest.param(FEW_PROGRAMS, AS_FOR_USERS, id="cold", marks=pytest.mark.slow),
     ],
 )

@@ -56,11 +56,7 @@ def sized(num_ids=4, block_dims=(2, 8, 16, 128), dtype="bfloat16"):
     return pages, jax.ShapeDtypeStruct((num_ids,), jnp.int32)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    marked_sizes(FITTING[-2:], thorough=FITTING[:-2], slow=SLOW_FITTING),
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", marked_sizes(FITTING, slow=SLOW_FITTING), ids=str)
 def test_lowers_for_cuda(sizes, mosaic_gpu, lower_for_cuda):
     text = lower_for_cuda(mosaic_gpu.block_gather_mosaic_gpu, *sized(**sizes))
     assert text.count("@mosaic_gpu") == 1

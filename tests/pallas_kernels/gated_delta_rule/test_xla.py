@@ -50,7 +50,6 @@ def test_cutting_a_prompt_changes_nothing(run_jitted):
     np.testing.assert_array_equal(states, last)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("has_decay_per_row", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_cutting_a_prompt_between_chunks_changes_nothing(has_decay_per_row, run_jitted):
     case = GatedDeltaRuleCase(

@@ -88,11 +88,7 @@ SLOW_FITTING = [
 ]
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    marked_sizes(FITTING[-2:], thorough=FITTING[:-2], slow=SLOW_FITTING),
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", marked_sizes(FITTING, slow=SLOW_FITTING), ids=str)
 def test_lowers_for_cuda(sizes, mosaic_gpu, lower_for_cuda):
     arguments = sized(**sizes)
     assert mosaic_gpu.misfit(*arguments) is None

@@ -85,7 +85,6 @@ def slots_of_a_batch(draw):
     return np.array(slots + [2 * num_slots] * (MAX_SLOTS - len(slots)), np.int32)
 
 
-@pytest.mark.thorough
 @settings(max_examples=25)  # the interpreter is slow
 @given(slots_np=slots_of_a_batch())
 def test_equals_numpy_on_any_slots(run_jitted, slots_np):

@@ -125,7 +125,7 @@ def sized(
 
 
 FITTING = [
-    pytest.param({"block_size": 8}, marks=pytest.mark.thorough),
+    {"block_size": 8},
     {"num_q_heads": 128, "block_size": 256, "max_query_len": None},
     {"latent_dim": 384, "num_q_heads": 1, "dtype": "float16"},
     *(

@@ -8,9 +8,6 @@ from pallas_kernels.latent_attention.reference import latent_attention_reference
 from tests.pallas_kernels.latent_attention.dense_attention import dense_attention
 from tests.quick_compile import slow_unless_named
 
-pytestmark = pytest.mark.thorough
-
-
 PROMISE_NOTHING = {"kv_dtype": None, "max_query_len": None}
 
 

@@ -29,11 +29,6 @@ QUICK_CASES = (
     "chunks_over_long_contexts",
     "mixed_bfloat16_as_uint16",
 )
-THOROUGH_CASES = (
-    "padding_only",
-    "many_chunks",
-    "chunks_over_long_contexts",
-)
 
 
 def check_equals_dense_attention(case, body, attend):
@@ -44,20 +39,19 @@ def check_equals_dense_attention(case, body, attend):
         np.testing.assert_allclose(got, wanted, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("case", slow_unless_named(CASES, *QUICK_CASES, thorough=THOROUGH_CASES))
+@pytest.mark.parametrize("case", slow_unless_named(CASES, *QUICK_CASES))
 def test_equals_dense_attention(case, attend):
     check_equals_dense_attention(case, latent_attention_xla, attend)
 
 
 @pytest.mark.parametrize(
     "case",
-    slow_unless_named(CASES, "mixed_bfloat16_as_uint16", "empty_and_idle_requests", thorough=()),
+    slow_unless_named(CASES, "mixed_bfloat16_as_uint16", "empty_and_idle_requests"),
 )
 def test_batch_invariant_body_equals_dense_attention(case, attend):
     check_equals_dense_attention(case, latent_attention_batch_invariant, attend)
 
 
-@pytest.mark.thorough
 def test_float32_queries_lose_nothing_to_a_narrower_cache(attend):
     inputs = build_inputs(LatentAttentionCase(name="", requests=((1, 40), (5, 9))))
     narrower = np.asarray(inputs.kv_cache).astype(jnp.bfloat16)
@@ -85,7 +79,6 @@ def ragged_requests(draw):
     return tuple(requests)
 
 
-@pytest.mark.thorough
 @given(requests=ragged_requests(), seed=st.integers(0, 1000))
 def test_equals_dense_attention_on_any_batch(run_jitted, requests, seed):
     num_query = sum(num_query for num_query, _ in requests)

@@ -39,7 +39,6 @@ def dense(case: PagedAttentionCase, inputs) -> np.ndarray:
     return out_np
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("case", "body"),
     [

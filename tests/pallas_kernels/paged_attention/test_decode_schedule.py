@@ -32,8 +32,6 @@ spans = st.lists(
     max_size=NUM_REQS,
 )
 
-pytestmark = pytest.mark.thorough
-
 
 def requests_of(spans):
     first_seen = np.array([first for first, _ in spans], np.int32)

@@ -47,7 +47,6 @@ def dense(case: PagedAttentionCase, inputs, factors_np, profiles_np) -> np.ndarr
     return out_np
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("case", "body"),
     [

@@ -7,7 +7,6 @@ import pytest
 
 from pallas_kernels.dispatch import MIN_JAX_FOR_MOSAIC_GPU
 from pallas_kernels.paged_attention.cases import PagedAttentionCase, build_inputs
-from tests.quick_compile import thorough_unless_named
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < MIN_JAX_FOR_MOSAIC_GPU,
@@ -45,7 +44,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", thorough_unless_named(CASES, "decode", "mixed_window_soft_cap"))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_reference(case, mosaic_gpu, run_simulated, attend_by_reference):
     inputs = build_inputs(case)
     options = {**inputs.rules, **inputs.traced_options}

@@ -32,22 +32,19 @@ def decode():
     return mosaic_gpu_decode
 
 
-def case_of(name, seq_lens, num_shares, is_slow=False, is_thorough=False, **sizes):
+def case_of(name, seq_lens, num_shares, is_slow=False, **sizes):
     """A batch of decode tokens, one a request, and into how many shares the work is cut."""
     requests = tuple((1, seq_len) for seq_len in seq_lens)
     defaults = {"num_padding_tokens": 0, "dtype": "bfloat16", "head_dim": 64}
     case = PagedAttentionCase(name=name, requests=requests, **{**defaults, **sizes})
-    marks = [pytest.mark.slow] * is_slow + [pytest.mark.thorough] * is_thorough
+    marks = [pytest.mark.slow] * is_slow
     return pytest.param(case, num_shares, id=name, marks=marks)
 
 
 # Lengths around the edges of a 64-token tile; 260 tokens are more tiles than there are stages.
 CASES = [
     case_of("one_pass", (1, 64, 65), None),
-    case_of(
-        *("one_pass_more_tiles_than_stages", (500,), None),
-        **{"is_thorough": True, "num_kv_heads": 1, "num_q_heads": 1},
-    ),
+    case_of("one_pass_more_tiles_than_stages", (500,), None, num_kv_heads=1, num_q_heads=1),
     case_of(
         *("cut_window_soft_cap", (40, 130, 260), 5),
         **{"sliding_window": 70, "soft_cap": 2.0},
@@ -57,7 +54,6 @@ CASES = [
     case_of(
         *("head_dim_96_chunks_blocks_of_128", (129, 200), None),
         **{
-            "is_thorough": True,
             "head_dim": 96,
             "block_size": 128,
             "chunk_size": 100,
@@ -66,7 +62,7 @@ CASES = [
     ),
     case_of(
         *("group_of_12_head_dim_128", (70,), 2),
-        **{"is_thorough": True, "head_dim": 128, "num_q_heads": 12, "num_kv_heads": 1},
+        **{"head_dim": 128, "num_q_heads": 12, "num_kv_heads": 1},
     ),
     case_of("window_of_one", (1, 65, 129), 2, is_slow=True, sliding_window=1),
     case_of("head_dim_16", (3, 70), None, is_slow=True, head_dim=16),
@@ -76,10 +72,7 @@ CASES = [
         **{"is_slow": True, "head_dim": 256, "num_kv_heads": 1, "block_size": 256},
     ),
     # K and V take turns in one ring of three tiles, and go around it.
-    case_of(
-        *("head_dim_512", (70, 200), 2),
-        **{"is_thorough": True, "head_dim": 512, "num_q_heads": 2, "num_kv_heads": 1},
-    ),
+    case_of("head_dim_512", (70, 200), 2, head_dim=512, num_q_heads=2, num_kv_heads=1),
     case_of(
         *("head_dim_512_window_blocks_of_256", (300, 10), None),
         **{"is_slow": True, "head_dim": 512, "num_kv_heads": 1, "block_size": 256},
@@ -128,7 +121,6 @@ def simulated_and_reference():
     return jax.jit(simulated), jax.jit(by_reference)
 
 
-@pytest.mark.thorough
 @settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seq_lens=st.lists(st.integers(0, MAX_LEN), min_size=NUM_REQS, max_size=NUM_REQS))
 def test_equals_reference_at_any_lengths(seq_lens, simulated_and_reference, capfd):
@@ -182,8 +174,6 @@ FITTING = [
     {"head_dim": 16, "block_size": 8, "num_q_heads": 1, "num_kv_heads": 1},
     {"head_dim": 192},
     {"head_dim": 256, "num_reqs": 256, "max_len": 1024},
-]
-MORE_FITTING = [
     {"head_dim": 32, "block_size": 32, "num_q_heads": 5, "num_kv_heads": 1},
     {"head_dim": 64, "block_size": 64, "num_q_heads": 17, "num_kv_heads": 1},
     {"head_dim": 80, "block_size": 8},
@@ -203,11 +193,7 @@ SLOW_FITTING = [
 ]
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    marked_sizes(FITTING, thorough=MORE_FITTING, slow=SLOW_FITTING),
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", marked_sizes(FITTING, slow=SLOW_FITTING), ids=str)
 def test_lowers_for_cuda(sizes, decode, lower_for_cuda):
     arrays = sized(**sizes)
     assert decode.decode_misfit(*arrays[:2]) is None

@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels.dispatch import MIN_JAX_FOR_MOSAIC_GPU
 from pallas_kernels.paged_attention.cases import PagedAttentionCase, build_inputs
 from pallas_kernels.paged_attention.ragged_tiles import RaggedConfig
-from tests.quick_compile import marked_sizes, thorough_unless_named
+from tests.quick_compile import marked_sizes
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < MIN_JAX_FOR_MOSAIC_GPU,
@@ -69,9 +69,7 @@ SMALL_TILE_CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", thorough_unless_named(SMALL_TILE_CASES, "causal", "window_soft_cap")
-)
+@pytest.mark.parametrize("case", SMALL_TILE_CASES, ids=lambda case: case.name)
 def test_equals_reference(case, mosaic_gpu_ragged, run_simulated, attend_by_reference):
     common = (mosaic_gpu_ragged, run_simulated, attend_by_reference)
     check_equals_reference(case, *common, config=SMALL_TILES)
@@ -94,7 +92,7 @@ DEFAULT_TILE_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", thorough_unless_named(DEFAULT_TILE_CASES, "blocks_of_256"))
+@pytest.mark.parametrize("case", DEFAULT_TILE_CASES, ids=lambda case: case.name)
 def test_equals_reference_in_default_tiles(
     case, mosaic_gpu_ragged, run_simulated, attend_by_reference
 ):
@@ -142,8 +140,6 @@ FITTING = [
     {"head_dim": 64, "block_size": 8, "heads": (1, 1)},
     {"head_dim": 128, "block_size": 128, "heads": (40, 8), "chunk_size": 96, "num_tokens": 8192},
     {"head_dim": 256, "is_causal": False, "num_tokens": 3, "skip_single": False},
-]
-MORE_FITTING = [
     {
         **{"head_dim": 80, "block_size": 32, "heads": (8, 8), "dtype": "float16"},
         **{"sliding_window": 100, "soft_cap": 30.0},
@@ -163,11 +159,7 @@ SLOW_FITTING = [
 ]
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    marked_sizes(FITTING, thorough=MORE_FITTING, slow=SLOW_FITTING),
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", marked_sizes(FITTING, slow=SLOW_FITTING), ids=str)
 def test_lowers_for_cuda(sizes, mosaic_gpu_ragged, lower_for_cuda):
     arrays, rules = call_of(**sizes)
     assert mosaic_gpu_ragged.ragged_misfit(*arrays[:2], scale=rules["scale"]) is None

@@ -34,10 +34,7 @@ def assert_close(got, wanted, dtype):
         np.testing.assert_allclose(got_array, wanted_array, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(
-    "case",
-    slow_unless_named(CASES, *QUICK_CASES, thorough=QUICK_CASES),
-)
+@pytest.mark.parametrize("case", slow_unless_named(CASES, *QUICK_CASES))
 def test_equals_dense_attention(case, attend):
     inputs = build_inputs(case)
     got = attend(inputs, paged_attention_mosaic_tpu, interpret=True)
@@ -100,7 +97,6 @@ def ragged_requests(draw):
     return tuple(requests) + ((0, 0),) * (MAX_REQS - len(requests))
 
 
-@pytest.mark.thorough
 @settings(max_examples=12)  # each takes the interpreter a while
 @given(
     requests=ragged_requests(),

@@ -18,8 +18,6 @@ from pallas_kernels.paged_attention.ragged_tiles import (
 )
 from tests.quick_compile import quick_jit
 
-pytestmark = pytest.mark.thorough
-
 CAUSAL = SeenKeys(is_causal=True, sliding_window=None, chunk_size=None)
 MAX_REQUESTS, MAX_QUERY_TOKENS = 5, 40  # of the random batches
 SMALL = RaggedConfig(heads_per_tile=8, kv_tile=64, num_stages=2)  # 16 tokens per tile

@@ -10,9 +10,6 @@ from tests import on_device
 from tests.pallas_kernels.paged_attention.dense_attention import dense_attention
 from tests.quick_compile import slow_unless_named
 
-pytestmark = pytest.mark.thorough
-
-
 # Every rule, dtype and edge once: a window, a soft cap and sinks are in the cases with everything.
 # The other cases run with `pytest -m slow`.
 QUICK_CASES = (

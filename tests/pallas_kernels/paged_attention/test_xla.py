@@ -40,23 +40,11 @@ QUICK_CASES = (
     "float32_over_float16_as_uint16",
     "decode_131072",
 )
-THOROUGH_CASES = (
-    "decode_bfloat16_as_uint16",
-    "float32_over_float16_as_uint16",
-    "long_chunk_window",
-    "as_many_tokens_as_requests_but_a_prompt",
-    "bfloat16_mixed_float16_cache",
-    "decode_131072",
-)
 
 
 @pytest.mark.parametrize(
     "case",
-    slow_unless_named(
-        CASES + LONG_CASES + NARROW_CACHE_CASES + UINT16_CASES,
-        *QUICK_CASES,
-        thorough=THOROUGH_CASES,
-    ),
+    slow_unless_named(CASES + LONG_CASES + NARROW_CACHE_CASES + UINT16_CASES, *QUICK_CASES),
 )
 def test_equals_dense_attention(case, attend):
     inputs = build_inputs(case)
@@ -89,7 +77,6 @@ def ragged_requests(draw):
     return tuple(requests) + ((0, 0),) * (MAX_REQS - len(requests))
 
 
-@pytest.mark.thorough
 @given(
     requests=ragged_requests(),
     rule=st.sampled_from(RULES),
@@ -128,7 +115,6 @@ def test_equals_dense_attention_on_any_ragged_batch(attend, requests, rule, seed
 DECODE_CASES = tuple(case for case in CASES if case.name in ("decode_mha", "padding_only"))
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("case", DECODE_CASES, ids=lambda case: case.name)
 def test_decode_program_equals_the_program_for_any_batch(case, attend):
     inputs = build_inputs(case)

@@ -31,7 +31,6 @@ QUICK_CASES = (
 )
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case", slow_unless_named(CASES + LONG_CASES + NARROW_CACHE_CASES + UINT16_CASES, *QUICK_CASES)
 )

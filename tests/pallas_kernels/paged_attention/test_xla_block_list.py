@@ -56,7 +56,6 @@ def test_more_entries_than_are_sorted_come_in_the_order_of_the_tables(monkeypatc
     assert entries(num_blocks=10) == [(9, 0, 0), (4, 0, 1), (6, 2, 1), (0, 2, 2)]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     marked_sizes(["decode_mha", "everything_float32"], slow=["many_tiles_and_chunks"]),

@@ -52,7 +52,6 @@ def test_of_two_prefixes_the_one_that_more_requests_hold_is_shared():
     assert found([[1, 2]] * 2 + [[3, 4]] * 3, [2] * 5) == (2, [3, 4], [2, 3, 4])
 
 
-@pytest.mark.thorough
 @settings(max_examples=40)
 @given(
     tables=st.lists(st.tuples(*[st.integers(0, 2)] * 4), min_size=8, max_size=8),
@@ -105,7 +104,6 @@ def test_equals_reference_where_blocks_are_shared(name, attend):
         np.testing.assert_allclose(got_array, wanted, atol=5e-6, rtol=5e-6)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("num_shared", marked_sizes([4, 5, 8], slow=[1]))
 def test_equals_reference_where_shared_blocks_are_several_products(num_shared, attend):
     # One product is of 4 blocks.
@@ -142,7 +140,6 @@ def test_shared_blocks_are_left_out_of_the_list_of_each_request(monkeypatch):
     assert num_needed.tolist() == [5, 1, 3, 0, 1, 0, 1, 6, 9]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(8))
 def test_equals_reference_however_blocks_are_shared(seed, attend):
     """Some share with one request, some with another; rows hold anything after their blocks."""

@@ -12,7 +12,6 @@ from pallas_kernels.slot_mapping.api import _BODIES, slot_mapping
 from pallas_kernels.slot_mapping.cases import CASES, build_inputs
 from pallas_kernels.slot_mapping.reference import slot_mapping_reference
 from pallas_kernels.target import Target
-from tests.quick_compile import thorough_unless_named
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < MIN_JAX_FOR_MOSAIC_GPU,
@@ -30,10 +29,7 @@ def mosaic_gpu():
     return mosaic_gpu
 
 
-@pytest.mark.parametrize(
-    "case",
-    thorough_unless_named(CASES, "mixed_with_empty_requests_and_padding", "three_groups"),
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_reference(case, mosaic_gpu, run_simulated, run_jitted):
     inputs = build_inputs(case)
     assert mosaic_gpu.misfit(*inputs.arrays, **inputs.options) is None

@@ -33,7 +33,6 @@ def test_equals_its_definition(case, run_jitted):
         )
 
 
-@pytest.mark.thorough
 def test_cutting_a_prompt_between_chunks_changes_nothing(run_jitted):
     case = SSDScanCase(name="prompt", counts=(236,), first_positions=(10,))
     *tokens, states, starts = build_inputs(case)
