@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models import KernelSettings, LoadedModel, Platform, load_model
@@ -104,6 +105,18 @@ class StepProgram:
 
 def _bytes_on_one_device(array: jax.ShapeDtypeStruct) -> int:
     return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
+def each_step(
+    steps: Iterable[tuple[object, ...]], slow: Collection[tuple[object, ...]] = ()
+) -> pytest.MarkDecorator:
+    """A parameter `step` with these values, which need no other name than their parts.
+
+    Args:
+        slow: Those that run with `pytest -m slow` only: each compiles for half a minute or more.
+    """
+    params = [pytest.param(step, marks=pytest.mark.slow if step in slow else ()) for step in steps]
+    return pytest.mark.parametrize("step", params, ids=lambda step: "_".join(map(str, step)))
 
 
 def build_model(

@@ -69,8 +69,24 @@ def test_a_page_without_a_place_for_the_tables_is_an_error():
 _OP_OF_KERNEL = {"paged_attention": "paged_attention", "latent_decode": "latent_attention"}
 
 
+def what_shapes_kernels(layer):
+    """Equal for layers whose kernels are compiled from the same code, but for a few numbers in it.
+
+    Such numbers are the scale and how many KV heads and blocks there are. Windows and chunks are
+    left out too: tests of single kernels compile them.
+    """
+    attention = layer.attention
+    index = getattr(attention, "index", None)
+    return (
+        *(layer.attention_op, type(attention), layer.block_size, layer.stored_width),
+        *(attention.num_q_heads // attention.num_kv_heads, attention.head_dim),
+        *(attention.value_head_dim, attention.has_sinks, attention.soft_cap is None),
+        index and (index.num_heads, index.head_dim),
+    )
+
+
 def released_layers(device, *, compiles):
-    """The layers in bfloat16. The table also has layers in float32 and float16.
+    """A layer in bfloat16 for each shape of kernels. The table also has float32 and float16.
 
     Args:
         compiles: Whether the kernels can be compiled here. If not, the tests are skipped and the
@@ -78,7 +94,9 @@ def released_layers(device, *, compiles):
     """
     if not compiles:
         return []
-    return [layer for layer in all_layers(device) if layer.dtype == "bfloat16"]
+    layers = [layer for layer in all_layers(device) if layer.dtype == "bfloat16"]
+    # The first layer of each shape is kept.
+    return list({what_shapes_kernels(layer): layer for layer in reversed(layers)}.values())
 
 
 def chosen_kernels(layer):

@@ -7,10 +7,12 @@ import pytest
 
 from models.platforms import GPU
 from tests.aot.step_programs import build_model, burst, mixed_step
+from tests.quick_compile import marked_sizes
 
+COMPILES_SAMPLER = True
 SHALLOW, DEEP = 2, 28
 KINDS = {"mixed": functools.partial(mixed_step, num_tokens=512), "burst": burst}
-each_kind = pytest.mark.parametrize("kind", KINDS)
+each_kind = pytest.mark.parametrize("kind", marked_sizes(["mixed"], slow=["burst"]))
 
 
 @pytest.fixture(scope="module")

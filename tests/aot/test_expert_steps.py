@@ -9,7 +9,7 @@ import pytest
 
 from models import load_model
 from models.platforms import GPU
-from tests.aot.step_programs import MAX_MODEL_LEN, NUM_LAYERS, burst, mixed_step
+from tests.aot.step_programs import MAX_MODEL_LEN, NUM_LAYERS, burst, each_step, mixed_step
 
 HIDDEN, INTERMEDIATE = 256, 512
 KINDS = {
@@ -18,7 +18,7 @@ KINDS = {
 }
 # (kind of step, number of experts, number of devices)
 ALL = [("decode", 8, 1), ("decode", 64, 1), ("mixed", 8, 1), ("mixed", 64, 1), ("decode", 64, 4)]
-each = pytest.mark.parametrize("step", ALL, ids=lambda step: "_".join(map(str, step)))
+each = each_step(ALL)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from tests.aot.large_models import CONFIGS, abstract_model, describe
 from tests.aot.step_programs import NUM_REQS, burst
 from tests.aot.tpu_topology import describe_tpus, missing_for_tpu
 
+COMPILES_SAMPLER = True
 NUM_LAYERS = 2
 # (model, whether each device has its own experts)
 MODELS = [("llama_70b", False), ("qwen3_235b", False), ("qwen3_235b", True)]

@@ -14,8 +14,9 @@ from models.layers.query_chunks import MAX_NUMBERS
 from models.platforms import GPU, TPU
 from models.weight_rule import MODEL_AXIS
 from pallas_kernels.page_views import LANES
-from tests.aot.step_programs import MAX_MODEL_LEN, NUM_REQS, burst, mixed_step
+from tests.aot.step_programs import MAX_MODEL_LEN, NUM_REQS, burst, each_step, mixed_step
 from tests.aot.tpu_topology import describe_tpu, missing_for_tpu
+from tests.quick_compile import marked_sizes
 
 NUM_LAYERS, NUM_HEADS, LATENT_DIM, ROPE_DIM, HEAD_DIM, VALUE_DIM = 3, 128, 512, 64, 192, 128
 CONFIG = {
@@ -44,7 +45,7 @@ KINDS = {
 }
 # (kind of step, number of devices)
 ALL = [("decode", 1), ("mixed", 1), ("decode", 4), ("mixed", 4)]
-each = pytest.mark.parametrize("step", ALL, ids=lambda step: "_".join(map(str, step)))
+SLOW = [("mixed", 4)]
 
 
 def model_for(platform, folder):
@@ -87,7 +88,7 @@ def compiled(h200, four_h200s, compile_for_h200, tmp_path_factory):
     return compile_step
 
 
-@each
+@each_step(ALL, SLOW)
 def test_the_cache_is_in_place_and_temporary_memory_has_a_bound(compiled, step):
     program, result = compiled(step)
     assert result.aliased_bytes >= program.cache_bytes
@@ -96,7 +97,7 @@ def test_the_cache_is_in_place_and_temporary_memory_has_a_bound(compiled, step):
     assert result.temp_bytes < most_temporary_bytes(*step)
 
 
-@pytest.mark.parametrize("step", ALL[:3], ids=lambda step: "_".join(map(str, step)))
+@each_step(ALL[:3])
 def test_every_layer_runs_our_kernels_without_spills_in_graphs(compiled, step):
     result = compiled(step)[1]
     # A chunk of a large step may have decodes: the loop over chunks has the kernels once.
@@ -113,20 +114,19 @@ def test_every_layer_runs_our_kernels_without_spills_in_graphs(compiled, step):
     assert {kernel.name for kernel in result.ptxas if kernel.spill_bytes} == set()
 
 
-@pytest.mark.parametrize(
-    ("kind", "num_tokens"), [("decode", NUM_REQS), ("mixed", NUM_MIXED_TOKENS)]
-)
-def test_four_devices_exchange_neither_queries_nor_latents(compiled, kind, num_tokens):
-    collectives = compiled((kind, 4))[1].collectives
+@each_step([("decode", 4), ("mixed", 4)], SLOW)
+def test_four_devices_exchange_neither_queries_nor_latents(compiled, step):
+    collectives = compiled(step)[1].collectives
     sums = [c.kind for c in collectives if "dot_general" in c.op_name]
     # Attention, and the MLP or the experts of each layer. The shared expert is in the same sum.
     assert sums == ["all-reduce"] * (2 * NUM_LAYERS)
+    num_tokens = {"decode": NUM_REQS, "mixed": NUM_MIXED_TOKENS}[step[0]]
     own_query_bytes = num_tokens * NUM_HEADS // 4 * HEAD_DIM * 2
     assert max(c.num_bytes for c in collectives) < own_query_bytes
 
 
 @pytest.mark.skipif(missing_for_tpu() is not None, reason=str(missing_for_tpu()))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", marked_sizes(["decode"], slow=["mixed"]))
 def test_steps_on_a_v6e_keep_the_cache_in_place(tmp_path, kind):
     tpu = describe_tpu("v6e:2x2")
     mesh = Mesh(np.array([tpu.device]), (MODEL_AXIS,))

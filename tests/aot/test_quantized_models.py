@@ -13,7 +13,7 @@ import pytest
 
 from models.platforms import GPU
 from tests.aot.large_models import CONFIGS, abstract_model, describe
-from tests.aot.step_programs import NUM_REQS, burst, mixed_step
+from tests.aot.step_programs import NUM_REQS, burst, each_step, mixed_step
 
 NUM_LAYERS = 2
 # With this number of tokens, no activation has the size of a matrix.
@@ -28,7 +28,7 @@ KINDS = {
 # (model, kind of step, number of devices)
 ALL = [(name, kind, 1) for name in STORED for kind in KINDS]
 ALL += [("deepseek_v3", "decode", 4)]
-each = pytest.mark.parametrize("step", ALL, ids=lambda step: "-".join(map(str, step)))
+each = each_step(ALL, slow=[("deepseek_v3", "decode", 1)])
 
 
 def quantized_sizes(structure, num_devices):

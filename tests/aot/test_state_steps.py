@@ -19,10 +19,12 @@ from tests.aot.step_programs import (
     burst,
     draft_model_burst,
     drafting_burst,
+    each_step,
     mixed_step,
     verifying_step,
 )
 from tests.aot.tpu_topology import describe_tpu, missing_for_tpu
+from tests.quick_compile import marked_sizes
 
 NUM_LAYERS = 3
 NUM_MIXED_TOKENS = 256
@@ -154,8 +156,12 @@ DRAFTING = [("qwen3_5", kind, 1) for kind in ("verifying", "drafting", "draft_mo
 ALL = [*DECODES, *XLA_DECODES, ONE_PAGE, VECTORS, ("qwen3_5", "mixed", 1), *DRAFTING]
 
 
-def each(steps):
-    return pytest.mark.parametrize("step", steps, ids=lambda step: "_".join(map(str, step)))
+# Jamba has one kernel with Falcon-Mamba, and all of its states on each device.
+SLOW = [
+    *(("jamba", "xla_decode", 1), ("jamba", "decode", 4), ("qwen3_5", "draft_model", 1)),
+    *(("qwen3_5", "xla_decode", 4), ("bamba", "xla_decode", 4)),
+]
+each = functools.partial(each_step, slow=SLOW)
 
 
 def model_for(name, platform, folder):
@@ -216,8 +222,13 @@ needs_tpu_compiler = pytest.mark.skipif(
 )
 
 
+each_on_tpu = pytest.mark.parametrize(
+    "name", marked_sizes(["qwen3_5", "bamba"], slow=["jamba", "falcon_mamba"])
+)
+
+
 @needs_tpu_compiler
-@pytest.mark.parametrize("name", MOVED_ON_TPU)
+@each_on_tpu
 def test_a_decode_on_a_v6e_keeps_the_cache_in_place(compiled_for_tpu, name):
     step, program = compiled_for_tpu(name)
     assert program.memory.alias_size_in_bytes >= step.cache_bytes
@@ -226,7 +237,7 @@ def test_a_decode_on_a_v6e_keeps_the_cache_in_place(compiled_for_tpu, name):
 
 
 @needs_tpu_compiler
-@pytest.mark.parametrize("name", MOVED_ON_TPU)
+@each_on_tpu
 def test_a_decode_on_a_v6e_moves_no_more_bytes_than_before(compiled_for_tpu, name):
     """No kernel advances states on a TPU."""
     _, program = compiled_for_tpu(name)

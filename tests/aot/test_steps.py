@@ -14,11 +14,13 @@ from tests.aot.step_programs import (
     build_model,
     burst,
     drafting_burst,
+    each_step,
     head_burst,
     mixed_step,
     verifying_step,
 )
 
+COMPILES_SAMPLER = True
 NUM_MIXED_TOKENS = 256
 # The kernels of attention in each kind of step. A mixed step may have decodes and prompts.
 ATTENTION_KERNELS = {
@@ -42,10 +44,11 @@ DRAFTING_BURSTS = [(name, "drafting_burst", 1) for name in ("llama", "gemma3_128
 HEAD_BURSTS = [("llama", "head_burst", 1)]
 DRAFTING = [*VERIFYING, *DRAFTING_BURSTS, *HEAD_BURSTS]
 ALL = [*DECODES, *MIXED, *BURSTS, *DRAFTING, *SHARDED]
-
-
-def each(steps):
-    return pytest.mark.parametrize("step", steps, ids=lambda step: "_".join(map(str, step)))
+SLOW = [
+    *(("llama_mha", "decode", 1), ("gemma3_128", "decode", 1), ("gemma3_256", "decode", 4)),
+    *(("gemma3_128", "drafting_burst", 1), ("llama", "burst", 4)),
+]
+each = functools.partial(each_step, slow=SLOW)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from tests.aot.step_programs import (
 )
 from tests.aot.tpu_topology import describe_tpu, missing_for_tpu
 
+COMPILES_SAMPLER = True
 pytestmark = pytest.mark.skipif(missing_for_tpu() is not None, reason=str(missing_for_tpu()))
 
 
@@ -30,7 +31,7 @@ def make_head_burst(folder, model, mesh):
     [
         (lambda _, model, mesh: verifying_step(model, mesh), NUM_LAYERS),
         (lambda _, model, mesh: drafting_burst(model, mesh), NUM_LAYERS),
-        (make_head_burst, NUM_LAYERS + 2),
+        pytest.param(make_head_burst, NUM_LAYERS + 2, marks=pytest.mark.slow),
     ],
     ids=["step", "burst", "head_burst"],
 )
