@@ -110,10 +110,10 @@ def _bytes_on_one_device(array: jax.ShapeDtypeStruct) -> int:
 def each_step(
     steps: Iterable[tuple[object, ...]], slow: Collection[tuple[object, ...]] = ()
 ) -> pytest.MarkDecorator:
-    """A parameter `step` with these values, which need no other name than their parts.
+    """The parameter `step`; the name of a case is its parts.
 
     Args:
-        slow: Those that run with `pytest -m slow` only: each compiles for half a minute or more.
+        slow: Steps that run with `pytest -m slow` only.
     """
     params = [pytest.param(step, marks=pytest.mark.slow if step in slow else ()) for step in steps]
     return pytest.mark.parametrize("step", params, ids=lambda step: "_".join(map(str, step)))

@@ -79,7 +79,7 @@ def test_devices_exchange_queries_and_partial_results_once_per_layer(compiled, k
         assert sizes.pop(("all-gather", num_tokens * query_bytes)) == count, sizes
         assert sizes.pop(("all-to-all", num_tokens * partial_bytes)) == count, sizes
     # The other exchanges are of sums of hidden states in float32, at most two at once (experts and
-    # shared experts), and of a few numbers of each row that draws.
+    # shared experts), and of a few numbers of each row, for its most likely token.
     num_tokens = {"decode": NUM_REQS, "mixed": NUM_MIXED_TOKENS}[kind]
     hidden_bytes = num_tokens * program.model.config.hidden_size * 4
     assert max(num_bytes for _, num_bytes in sizes) <= 2 * hidden_bytes, sizes

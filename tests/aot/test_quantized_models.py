@@ -15,6 +15,7 @@ from models.platforms import GPU
 from tests.aot.large_models import CONFIGS, abstract_model, describe
 from tests.aot.step_programs import NUM_REQS, burst, each_step, mixed_step
 
+COMPILES_SAMPLER = True
 NUM_LAYERS = 2
 # With this number of tokens, no activation has the size of a matrix.
 NUM_MIXED_TOKENS = 2_560
@@ -28,7 +29,7 @@ KINDS = {
 # (model, kind of step, number of devices)
 ALL = [(name, kind, 1) for name in STORED for kind in KINDS]
 ALL += [("deepseek_v3", "decode", 4)]
-each = each_step(ALL, slow=[("deepseek_v3", "decode", 1)])
+each = each_step(ALL)
 
 
 def quantized_sizes(structure, num_devices):

@@ -156,9 +156,8 @@ DRAFTING = [("qwen3_5", kind, 1) for kind in ("verifying", "drafting", "draft_mo
 ALL = [*DECODES, *XLA_DECODES, ONE_PAGE, VECTORS, ("qwen3_5", "mixed", 1), *DRAFTING]
 
 
-# Jamba has one kernel with Falcon-Mamba, and all of its states on each device.
 SLOW = [
-    *(("jamba", "xla_decode", 1), ("jamba", "decode", 4), ("qwen3_5", "draft_model", 1)),
+    *(("jamba", "xla_decode", 1), ("qwen3_5", "draft_model", 1)),
     *(("qwen3_5", "xla_decode", 4), ("bamba", "xla_decode", 4)),
 ]
 each = functools.partial(each_step, slow=SLOW)

@@ -20,8 +20,8 @@ PATIENT = ("--shutdown-timeout-s", "250")
     [
         # It loads the programs of all servers of the test run.
         pytest.param((), {}, id="default"),
-        # It compiles what it needs, with the flags of XLA that users have. CI's second Python
-        # runs it.
+        # It compiles what it needs, with the flags of XLA that users have. It is one of the tests
+        # in `tests/core_tests.txt`.
         pytest.param(FEW_PROGRAMS, AS_FOR_USERS, id="cold", marks=pytest.mark.slow),
     ],
 )
