@@ -70,17 +70,20 @@ _OP_OF_KERNEL = {"paged_attention": "paged_attention", "latent_decode": "latent_
 
 
 def what_shapes_kernels(layer):
-    """Equal for layers whose kernels are compiled from the same code, but for a few numbers in it.
+    """Layers with equal values have kernels of one code, in which only a few numbers differ.
 
-    Such numbers are the scale and how many KV heads and blocks there are. Windows and chunks are
-    left out too: tests of single kernels compile them.
+    These are the scale, the numbers of positions and blocks, and on a GPU the number of KV heads.
+    Windows and chunks are left out too: tests of single kernels compile them.
     """
     attention = layer.attention
     index = getattr(attention, "index", None)
+    num_heads = attention.num_q_heads, attention.num_kv_heads
+    is_plain = not layer.is_latent and layer.device.target.platform == "gpu"
     return (
         *(layer.attention_op, type(attention), layer.block_size, layer.stored_width),
-        *(attention.num_q_heads // attention.num_kv_heads, attention.head_dim),
-        *(attention.value_head_dim, attention.has_sinks, attention.soft_cap is None),
+        num_heads[0] // num_heads[1] if is_plain else num_heads,
+        *(attention.head_dim, attention.value_head_dim),
+        *(attention.has_sinks, attention.soft_cap is None),
         index and (index.num_heads, index.head_dim),
     )
 
