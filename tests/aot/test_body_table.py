@@ -77,12 +77,12 @@ def what_shapes_kernels(layer):
     """
     attention = layer.attention
     index = getattr(attention, "index", None)
-    num_heads = attention.num_q_heads, attention.num_kv_heads
-    is_plain = not layer.is_latent and layer.device.target.platform == "gpu"
+    heads = (attention.num_q_heads, attention.num_kv_heads)
+    if layer.device.target.platform == "gpu" and not layer.is_latent:
+        heads = (attention.num_q_heads // attention.num_kv_heads,)
     return (
         *(layer.attention_op, type(attention), layer.block_size, layer.stored_width),
-        num_heads[0] // num_heads[1] if is_plain else num_heads,
-        *(attention.head_dim, attention.value_head_dim),
+        *(heads, attention.head_dim, attention.value_head_dim),
         *(attention.has_sinks, attention.soft_cap is None),
         index and (index.num_heads, index.head_dim),
     )

@@ -221,8 +221,9 @@ needs_tpu_compiler = pytest.mark.skipif(
 )
 
 
+QUICK_ON_TPU = ("qwen3_5", "bamba")
 each_on_tpu = pytest.mark.parametrize(
-    "name", marked_sizes(["qwen3_5", "bamba"], slow=["jamba", "falcon_mamba"])
+    "name", marked_sizes(QUICK_ON_TPU, slow=sorted(MOVED_ON_TPU.keys() - QUICK_ON_TPU))
 )
 
 
