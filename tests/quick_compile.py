@@ -37,3 +37,8 @@ def slow_unless_named(cases: Iterable[Any], *names: str) -> list[Any]:
 def marked_sizes(sizes: Iterable[Any], *, slow: Iterable[Any]) -> list[Any]:
     """Parameters for all of these. Those in `slow` run with `pytest -m slow` only."""
     return [*sizes, *(pytest.param(one, marks=pytest.mark.slow) for one in slow)]
+
+
+def marked_cases(cases: Iterable[Any], *, slow: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """The same for several parameters: a case is a tuple of their values."""
+    return [*cases, *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]

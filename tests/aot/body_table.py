@@ -40,6 +40,8 @@ from models.layers.sparse_attend import attend_to_positions, write_keys_and_valu
 from models.platforms import GPU, TPU
 from models.registry import read_config
 from pallas_kernels import Target, dispatch
+from pallas_kernels.paged_attention import xla as paged_attention_xla
+from pallas_kernels.paged_attention.xla_problem import AttentionProblem
 from paxkv.runner.memory.kv_cache_arrays import empty_kv_cache, kv_cache_dtype
 from paxkv.runner.memory.kv_cache_groups import KVCacheGroups, groups_of_spec
 
@@ -447,7 +449,10 @@ def _state_choice(cache: StateFormat, pages: jax.ShapeDtypeStruct, device: Devic
 
 @contextlib.contextmanager
 def _recorded_choices() -> Iterator[list[Choice]]:
-    """Collects the choices of `dispatch.py` while it is open. Meanwhile, ops are traced as XLA."""
+    """Collects the choices of `dispatch.py` while it is open. Meanwhile, ops are traced as XLA.
+
+    Attention itself is left out, because it takes most of the time of tracing a layer.
+    """
     choices = []
     preferred_body = dispatch.preferred_body
 
@@ -460,7 +465,13 @@ def _recorded_choices() -> Iterator[list[Choice]]:
         choices.append(Choice(op=op_name, body=body, reason=reason))
         return "xla"
 
-    with mock.patch.object(dispatch, "preferred_body", record):
+    def no_attention(problem: AttentionProblem, _: int | None) -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros(problem.out_shape), jnp.zeros(problem.out_shape[:-1])
+
+    with (
+        mock.patch.object(dispatch, "preferred_body", record),
+        mock.patch.object(paged_attention_xla, "attend_all_rows", no_attention),
+    ):
         yield choices
 
 

@@ -186,6 +186,9 @@ class _Toolchain:
                 compiler_options={
                     "xla_gpu_cuda_data_dir": str(self._cuda_root),
                     "xla_dump_to": xla_folder,
+                    # XLA has no device to measure which code is best for a product. By default, it
+                    # compiles one kind of code after the other, until one can be compiled.
+                    "xla_gpu_autotune_level": 0,
                     **options,
                 }
             )
@@ -245,9 +248,13 @@ def _toolchain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Toolchain]
     # must come before the patch.
     importlib.import_module("jax.experimental.mosaic.gpu")
     mosaic_folder = tmp_path_factory.mktemp("mosaic")
+    constraints = importlib.import_module("jax.experimental.mosaic.gpu.constraints")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOSAIC_GPU_CUDA_ROOT", str(cuda_root))
         patch.setenv("MOSAIC_GPU_DUMP_TO", str(mosaic_folder))
+        # Mosaic dumps the constraints of layouts too. To print them takes a third of the time of
+        # compiling a step, and nothing reads them.
+        patch.setattr(constraints.ConstraintSystem, "__str__", object.__repr__)
         yield _Toolchain(cuda_root, mosaic_folder)
     jax.config.update("jax_enable_compilation_cache", was_enabled)
     compilation_cache.reset_cache()

@@ -69,27 +69,64 @@ def test_a_page_without_a_place_for_the_tables_is_an_error():
 _OP_OF_KERNEL = {"paged_attention": "paged_attention", "latent_decode": "latent_attention"}
 
 
-def what_shapes_kernels(layer):
-    """Layers with equal values have kernels of one code, in which only a few numbers differ.
+def heads_of(layer):
+    """What shapes kernels besides the rules of attention and widths: the heads.
 
-    These are the scale, the numbers of positions and blocks, and on a GPU the number of KV heads.
-    Windows and chunks are left out too: tests of single kernels compile them.
+    On a GPU, only the query heads of a KV head do, or the heads of latents. On a TPU, both numbers.
+    """
+    num_q_heads, num_kv_heads = layer.attention.num_q_heads, layer.attention.num_kv_heads
+    if layer.device.target.platform == "gpu" and not layer.is_latent:
+        return (num_q_heads // num_kv_heads,)
+    return (num_q_heads, num_kv_heads)
+
+
+def what_shapes_kernels(layer):
+    """Layers with equal values and heads have kernels of one code, in which few numbers differ.
+
+    These are the scale, and the numbers of positions and blocks. Windows and chunks are left out
+    too: tests of single kernels compile them.
     """
     attention = layer.attention
     index = getattr(attention, "index", None)
-    heads = (attention.num_q_heads, attention.num_kv_heads)
-    if layer.device.target.platform == "gpu" and not layer.is_latent:
-        heads = (attention.num_q_heads // attention.num_kv_heads,)
     return (
-        *(layer.attention_op, type(attention), layer.block_size, layer.stored_width),
-        *(heads, attention.head_dim, attention.value_head_dim),
-        *(attention.has_sinks, attention.soft_cap is None),
+        *(stored_shapes(layer), attention.head_dim, attention.value_head_dim),
         index and (index.num_heads, index.head_dim),
     )
 
 
+def stored_shapes(layer):
+    """What shapes kernels most: the layout of the cache, and the rules of attention."""
+    attention = layer.attention
+    return (
+        *(layer.attention_op, type(attention), layer.block_size, layer.stored_width),
+        *(attention.has_sinks, attention.soft_cap is None),
+    )
+
+
+def with_most_and_fewest_heads(layers):
+    """Of layers with equal `stored_shapes`: the smallest and largest groups, the most heads."""
+
+    def query_heads(layer):
+        return layer.attention.num_q_heads, layer.attention.num_kv_heads
+
+    def group(layer):
+        num_q_heads, num_kv_heads = query_heads(layer)
+        return num_q_heads // num_kv_heads, num_q_heads
+
+    kinds = {}
+    for layer in layers:
+        kinds.setdefault(stored_shapes(layer), []).append(layer)
+    return {
+        str(layer)
+        for kind in kinds.values()
+        for layer in (min(kind, key=group), max(kind, key=group), max(kind, key=query_heads))
+    }
+
+
 def released_layers(device, *, compiles):
     """A layer in bfloat16 for each shape of kernels. The table also has float32 and float16.
+
+    Layers that others resemble but for their heads are slow, see `with_most_and_fewest_heads`.
 
     Args:
         compiles: Whether the kernels can be compiled here. If not, the tests are skipped and the
@@ -99,7 +136,12 @@ def released_layers(device, *, compiles):
         return []
     layers = [layer for layer in all_layers(device) if layer.dtype == "bfloat16"]
     # The first layer of each shape is kept.
-    return list({what_shapes_kernels(layer): layer for layer in reversed(layers)}.values())
+    kept = {(what_shapes_kernels(layer), heads_of(layer)): layer for layer in reversed(layers)}
+    quick = with_most_and_fewest_heads(kept.values())
+    return [
+        pytest.param(layer, marks=() if str(layer) in quick else pytest.mark.slow)
+        for layer in kept.values()
+    ]
 
 
 def chosen_kernels(layer):

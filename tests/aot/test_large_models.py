@@ -125,7 +125,13 @@ def test_devices_add_two_sums_per_layer_and_exchange_no_weights(compiled, model)
 
 
 @pytest.mark.skipif(missing_for_tpu() is not None, reason=str(missing_for_tpu()))
-@pytest.mark.parametrize("model", [MODELS[0], MODELS[2]], ids=["llama_70b", "qwen3_235b"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(MODELS[0], id="llama_70b", marks=pytest.mark.slow),
+        pytest.param(MODELS[2], id="qwen3_235b"),
+    ],
+)
 def test_eight_v6e_chips_add_two_sums_per_layer_and_exchange_no_weights(model):
     chips = np.array(describe_tpus("v6e:2x4"))
     mesh = Mesh(chips, (MODEL_AXIS,), axis_types=(AxisType.Auto,))

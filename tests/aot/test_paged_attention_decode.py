@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels import paged_attention
 from pallas_kernels.paged_attention.tuned_blocks import decode_config
+from tests.quick_compile import marked_cases, marked_sizes
 
 NUM_ROWS, NUM_BLOCKS, NUM_KV_HEADS = 2, 4096, 8
 
@@ -54,8 +55,13 @@ def assert_as_planned(program, sizes):
     return kernel
 
 
-@pytest.mark.parametrize("block_size", [16, 64])
-@pytest.mark.parametrize("num_reqs, max_len", [(64, 8192), (8, 32_768), (256, 1024)])
+@pytest.mark.parametrize(
+    "block_size, num_reqs, max_len",
+    marked_cases(
+        [(16, 64, 8192), (64, 8, 32_768), (16, 256, 1024)],
+        slow=[(64, 64, 8192), (16, 8, 32_768), (64, 256, 1024)],
+    ),
+)
 def test_two_ctas_share_an_sm_at_head_dim_128(compile_decode, block_size, num_reqs, max_len):
     sizes = {"block_size": block_size, "num_reqs": num_reqs, "max_len": max_len}
     kernel = assert_as_planned(compile_decode(sizes), sizes)
@@ -63,42 +69,58 @@ def test_two_ctas_share_an_sm_at_head_dim_128(compile_decode, block_size, num_re
     assert kernel.registers <= 128
 
 
+# Layers of published models compile most of the slow ones too.
 @pytest.mark.parametrize(
     "sizes",
-    [
-        *({"head_dim": head_dim} for head_dim in (32, 64, 80, 96, 192, 256)),
-        *({"block_size": block_size} for block_size in (8, 32, 128, 256)),
-        {"dtype": jnp.float16},
-        # The largest groups with two CTAs per SM, and the largest groups that do not spill.
-        *({"group_size": group_size} for group_size in (1, 16, 64)),
-        *({"head_dim": 64, "group_size": group_size} for group_size in (24, 64)),
-        *({"head_dim": 192, "group_size": group_size} for group_size in (16, 40)),
-        {"head_dim": 256, "group_size": 32},
-        # K and V share a ring of tiles.
-        *({"head_dim": head_dim} for head_dim in (320, 384, 448, 512)),
-        {"head_dim": 512, "block_size": 8, "group_size": 16},
-        *(
-            {"head_dim": head_dim, "group_size": group_size}
-            for head_dim, group_size in ((320, 24), (384, 16), (448, 16))
-        ),
-    ],
+    marked_sizes(
+        [
+            *({"head_dim": head_dim} for head_dim in (32, 80, 96)),
+            *({"block_size": block_size} for block_size in (8, 256)),
+            {"dtype": jnp.float16},
+            # The largest groups with two CTAs per SM, and the largest groups that do not spill.
+            {"group_size": 64},
+            {"head_dim": 64, "group_size": 64},
+            {"head_dim": 192, "group_size": 40},
+            {"head_dim": 256, "group_size": 32},
+            # K and V share a ring of tiles.
+            {"head_dim": 512, "block_size": 8, "group_size": 16},
+            *(
+                {"head_dim": head_dim, "group_size": group_size}
+                for head_dim, group_size in ((320, 24), (384, 16), (448, 16))
+            ),
+        ],
+        slow=[
+            *({"head_dim": head_dim} for head_dim in (64, 192, 256, 320, 384, 448, 512)),
+            *({"block_size": block_size} for block_size in (32, 128)),
+            *({"group_size": group_size} for group_size in (1, 16)),
+            {"head_dim": 64, "group_size": 24},
+            {"head_dim": 192, "group_size": 16},
+        ],
+    ),
     ids=str,
 )
 def test_other_sizes_are_as_planned(compile_decode, sizes):
     assert_as_planned(compile_decode(sizes), sizes)
 
 
+WINDOW, CHUNKS = {"sliding_window": 4096}, {"chunk_size": 8192}
+WINDOW_AND_CAP = {"sliding_window": 1024, "soft_cap": 50.0}
+WIDE = {"head_dim": 512, "group_size": 16}
+
+
 @pytest.mark.parametrize(
-    "rule",
-    [{"sliding_window": 4096}, {"chunk_size": 8192}, {"sliding_window": 1024, "soft_cap": 50.0}],
+    "sizes, rule",
+    marked_cases(
+        [({}, WINDOW_AND_CAP), (WIDE, WINDOW), (WIDE, CHUNKS), (WIDE, WINDOW_AND_CAP)],
+        slow=[({}, WINDOW), ({}, CHUNKS)],
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("sizes", [{}, {"head_dim": 512, "group_size": 16}], ids=str)
-def test_rules_are_as_planned(compile_decode, rule, sizes):
+def test_rules_are_as_planned(compile_decode, sizes, rule):
     assert_as_planned(compile_decode(sizes, **rule), sizes)
 
 
-@pytest.mark.parametrize("max_len", [512, 131_072])
+@pytest.mark.parametrize("max_len", marked_sizes([131_072], slow=[512]))
 def test_nothing_of_the_cache_is_copied_and_memory_does_not_follow_the_table(
     compile_decode, max_len
 ):
