@@ -49,7 +49,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compilation_cache.name)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1.5")
 # Programs do not name the lines that they come from: lowering then takes less time.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
-# `.ci/aot`, which compiles for other devices too, sets the variable itself. Workers of pytest-xdist
+# `.ci/aot` sets the variable itself where it compiles for other devices. Workers of pytest-xdist
 # inherit the variable, so its presence alone does not say who set it.
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("XLA_FLAGS", QUICK_FLAGS)

@@ -40,5 +40,5 @@ def marked_sizes(sizes: Iterable[Any], *, slow: Iterable[Any]) -> list[Any]:
 
 
 def marked_cases(cases: Iterable[Any], *, slow: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """The same for several parameters: a case is a tuple of their values."""
+    """As `marked_sizes`, for tests with several parameters: a case is a tuple of their values."""
     return [*cases, *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]

@@ -451,7 +451,7 @@ def _state_choice(cache: StateFormat, pages: jax.ShapeDtypeStruct, device: Devic
 def _recorded_choices() -> Iterator[list[Choice]]:
     """Collects the choices of `dispatch.py` while it is open. Meanwhile, ops are traced as XLA.
 
-    Attention itself is left out, because it takes most of the time of tracing a layer.
+    The plain body of `paged_attention` is left out: it takes most of the time of tracing a layer.
     """
     choices = []
     preferred_body = dispatch.preferred_body

@@ -186,8 +186,8 @@ class _Toolchain:
                 compiler_options={
                     "xla_gpu_cuda_data_dir": str(self._cuda_root),
                     "xla_dump_to": xla_folder,
-                    # XLA has no device to measure which code is best for a product. By default, it
-                    # compiles one kind of code after the other, until one can be compiled.
+                    # By default, XLA tries several kinds of code for each product of matrices. It
+                    # cannot compare their speed here, because there is no device.
                     "xla_gpu_autotune_level": 0,
                     **options,
                 }
@@ -252,8 +252,7 @@ def _toolchain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Toolchain]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOSAIC_GPU_CUDA_ROOT", str(cuda_root))
         patch.setenv("MOSAIC_GPU_DUMP_TO", str(mosaic_folder))
-        # Mosaic dumps the constraints of layouts too. To print them takes a third of the time of
-        # compiling a step, and nothing reads them.
+        # Mosaic also dumps the constraints of layouts, which is slow. No test reads them.
         patch.setattr(constraints.ConstraintSystem, "__str__", object.__repr__)
         yield _Toolchain(cuda_root, mosaic_folder)
     jax.config.update("jax_enable_compilation_cache", was_enabled)

@@ -1,10 +1,12 @@
 """Checks the shapes of published models, the documented tables of bodies, and their kernels."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from models.registry import FAMILIES, read_config
 from pallas_kernels.dispatch import MIN_JAX_FOR_MOSAIC_GPU
+from pallas_kernels.paged_attention.tuned_blocks import decode_config, max_group_size
 from tests.aot.body_table import (
     DEVICES,
     PAGE,
@@ -18,6 +20,7 @@ from tests.aot.body_table import (
 from tests.aot.tpu_topology import describe_tpu, missing_for_tpu
 
 H200, TPU_V6E = DEVICES
+LARGEST_GROUP = max_group_size(64)
 HAS_MOSAIC_GPU = jax.__version_info__ >= MIN_JAX_FOR_MOSAIC_GPU
 HAS_LIBTPU = missing_for_tpu() is None
 needs_mosaic_gpu = pytest.mark.skipif(not HAS_MOSAIC_GPU, reason="the GPU kernels need a newer JAX")
@@ -70,9 +73,9 @@ _OP_OF_KERNEL = {"paged_attention": "paged_attention", "latent_decode": "latent_
 
 
 def heads_of(layer):
-    """What shapes kernels besides the rules of attention and widths: the heads.
+    """The numbers of heads that change a kernel's code.
 
-    On a GPU, only the query heads of a KV head do, or the heads of latents. On a TPU, both numbers.
+    On a GPU, this is the number of query heads per KV head, or the number of heads of latents.
     """
     num_q_heads, num_kv_heads = layer.attention.num_q_heads, layer.attention.num_kv_heads
     if layer.device.target.platform == "gpu" and not layer.is_latent:
@@ -81,9 +84,9 @@ def heads_of(layer):
 
 
 def what_shapes_kernels(layer):
-    """Layers with equal values and heads have kernels of one code, in which few numbers differ.
+    """Layers with equal values and heads have the same kernel code.
 
-    These are the scale, and the numbers of positions and blocks. Windows and chunks are left out
+    Only the scale and the numbers of positions and blocks differ. Windows and chunks are left out
     too: tests of single kernels compile them.
     """
     attention = layer.attention
@@ -95,23 +98,32 @@ def what_shapes_kernels(layer):
 
 
 def stored_shapes(layer):
-    """What shapes kernels most: the layout of the cache, and the rules of attention."""
+    """The layout of the cache, and the rules of attention."""
     attention = layer.attention
+    group_size = attention.num_q_heads // attention.num_kv_heads
+    # On a GPU, such a group has no kernel of attention.
+    is_too_large = layer.device.target.platform == "gpu" and group_size > LARGEST_GROUP
     return (
+        is_too_large,
         *(layer.attention_op, type(attention), layer.block_size, layer.stored_width),
         *(attention.has_sinks, attention.soft_cap is None),
     )
 
 
 def with_most_and_fewest_heads(layers):
-    """Of layers with equal `stored_shapes`: the smallest and largest groups, the most heads."""
+    """The names of some layers for each value of `stored_shapes`.
 
-    def query_heads(layer):
-        return layer.attention.num_q_heads, layer.attention.num_kv_heads
+    These have the smallest and the largest groups, the most query heads, and the most KV heads.
+    """
+
+    def q_heads(layer):
+        return layer.attention.num_q_heads
+
+    def kv_heads(layer):
+        return layer.attention.num_kv_heads
 
     def group(layer):
-        num_q_heads, num_kv_heads = query_heads(layer)
-        return num_q_heads // num_kv_heads, num_q_heads
+        return q_heads(layer) // kv_heads(layer), q_heads(layer)
 
     kinds = {}
     for layer in layers:
@@ -119,14 +131,18 @@ def with_most_and_fewest_heads(layers):
     return {
         str(layer)
         for kind in kinds.values()
-        for layer in (min(kind, key=group), max(kind, key=group), max(kind, key=query_heads))
+        for layer in (
+            *(min(kind, key=group), max(kind, key=group)),
+            *(max(kind, key=q_heads), max(kind, key=kv_heads)),
+        )
     }
 
 
 def released_layers(device, *, compiles):
     """A layer in bfloat16 for each shape of kernels. The table also has float32 and float16.
 
-    Layers that others resemble but for their heads are slow, see `with_most_and_fewest_heads`.
+    A layer is slow if others have its stored width and rules, and fewer and more heads (see
+    `with_most_and_fewest_heads`).
 
     Args:
         compiles: Whether the kernels can be compiled here. If not, the tests are skipped and the
@@ -163,7 +179,13 @@ def test_gpu_kernels_of_published_shapes_do_not_spill(layer, h200, compile_for_h
     names = set(program.kernel_names)
     ops = {_OP_OF_KERNEL.get("_".join(name.split("_")[:2]), name) for name in names}
     assert ops == chosen_kernels(layer)
-    assert [kernel.spill_bytes for kernel in program.ptxas] == [0] * len(program.ptxas)
+    for kernel in program.ptxas:
+        assert (kernel.spill_bytes, kernel.stack_bytes, kernel.remarks) == (0, 0, ())
+    group_size = layer.attention.num_q_heads // layer.attention.num_kv_heads
+    for kernel in program.ptxas:
+        if kernel.name == "paged_attention_decode":
+            planned = decode_config(jnp.bfloat16, layer.stored_width, group_size)
+            assert kernel.ctas_per_sm >= planned.ctas_per_sm
     assert program.aliased_bytes >= args[0].size * args[0].dtype.itemsize
 
 

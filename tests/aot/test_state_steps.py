@@ -154,8 +154,9 @@ ONE_PAGE = ("falcon_mamba", "xla_decode", 1)
 VECTORS = ("recurrent_gemma", "decode", 1)
 DRAFTING = [("qwen3_5", kind, 1) for kind in ("verifying", "drafting", "draft_model")]
 ALL = [*DECODES, *XLA_DECODES, ONE_PAGE, VECTORS, ("qwen3_5", "mixed", 1), *DRAFTING]
+# An H200 does not run plain XLA unless it is told to: one such step is quick.
 SLOW = [
-    *XLA_DECODES[1:],  # of `XLA_DECODES`, only the first is quick
+    *XLA_DECODES[1:],
     ONE_PAGE,
     *(("qwen3_5", "burst", 1), ("qwen3_5", "draft_model", 1)),
 ]
