@@ -114,6 +114,7 @@ def with_most_and_fewest_heads(layers):
     """The names of some layers for each value of `stored_shapes`.
 
     These have the smallest and the largest groups, the most query heads, and the most KV heads.
+    Attention with an index has no kernel: the layer with the most heads stands for each of its ops.
     """
 
     def q_heads(layer):
@@ -127,13 +128,14 @@ def with_most_and_fewest_heads(layers):
 
     kinds = {}
     for layer in layers:
-        kinds.setdefault(stored_shapes(layer), []).append(layer)
+        kind = layer.attention_op if layer.is_indexed else stored_shapes(layer)
+        kinds.setdefault(kind, []).append(layer)
     return {
         str(layer)
         for kind in kinds.values()
         for layer in (
-            *(min(kind, key=group), max(kind, key=group)),
             *(max(kind, key=q_heads), max(kind, key=kv_heads)),
+            *(() if kind[0].is_indexed else (min(kind, key=group), max(kind, key=group))),
         )
     }
 

@@ -159,6 +159,7 @@ SLOW = [
     *XLA_DECODES[1:],
     ONE_PAGE,
     *(("qwen3_5", "burst", 1), ("qwen3_5", "draft_model", 1)),
+    ("jamba", "decode", 1),
 ]
 each = functools.partial(each_step, slow=SLOW)
 

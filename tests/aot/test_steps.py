@@ -46,7 +46,7 @@ DRAFTING = [*VERIFYING, *DRAFTING_BURSTS, *HEAD_BURSTS]
 ALL = [*DECODES, *MIXED, *BURSTS, *DRAFTING, *SHARDED]
 SLOW = [
     *(("llama_mha", "decode", 1), ("gemma3_128", "decode", 1), ("gemma3_256", "decode", 4)),
-    *(("gemma3_128", "drafting_burst", 1), ("llama", "burst", 4)),
+    *(("gemma3_128", "drafting_burst", 1), ("gemma3_256", "mixed", 1), ("llama", "burst", 4)),
 ]
 each = functools.partial(each_step, slow=SLOW)
 

@@ -12,15 +12,29 @@ from pallas_kernels.kv_scatter import mosaic_tpu as scatter_body
 from pallas_kernels.page_views import unview_pages, view_pages
 from pallas_kernels.paged_attention import mosaic_tpu as attention_body
 from tests.aot.tpu_topology import describe_tpu, missing_for_tpu
+from tests.quick_compile import marked_cases, marked_sizes
 
 pytestmark = pytest.mark.skipif(missing_for_tpu() is not None, reason=str(missing_for_tpu()))
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 
-@pytest.fixture(scope="module", params=["v5e:2x2", "v6e:2x2"])
+@pytest.fixture(scope="module")
 def tpu(request):
-    return describe_tpu(request.param)
+    return describe_tpu(f"{request.param}:2x2")
+
+
+def on_tpus(names, *, on_v5e):
+    """The parameters `tpu` and `name`: all cases on a v6e, and some on a v5e. Others are slow.
+
+    Kernels choose their tiles for the size of VMEM, which is the same in both chips.
+    """
+    cases = [("v6e", name) for name in names] + [("v5e", name) for name in on_v5e]
+    slow = [("v5e", name) for name in names if name not in on_v5e]
+    return pytest.mark.parametrize("tpu, name", marked_cases(cases, slow=slow), indirect=["tpu"])
+
+
+on_both = pytest.mark.parametrize("tpu", marked_sizes(["v6e"], slow=["v5e"]), indirect=True)
 
 
 NUM_ROWS = 2
@@ -106,7 +120,7 @@ ATTENTION = {
 }
 
 
-@pytest.mark.parametrize("name", ATTENTION)
+@on_tpus(ATTENTION, on_v5e=("plain", "mha", "many_tokens", "much_vmem"))
 def test_attention_compiles_wherever_nothing_misfits(name, tpu):
     sizes, rules = ATTENTION[name]
     rules = dict(rules)
@@ -161,7 +175,7 @@ def scatter_arrays(tpu, num_tokens=64, num_parts=2, **cache_sizes):
     )
 
 
-@pytest.mark.parametrize("name", SCATTER)
+@on_tpus(SCATTER, on_v5e=("decode", "prompt_latents", "much_vmem"))
 def test_scatter_writes_in_place_wherever_nothing_misfits(name, tpu):
     arrays = scatter_arrays(tpu, **SCATTER[name])
     assert scatter_body.misfit(*arrays) is None
@@ -216,7 +230,7 @@ PAGES = {
 }
 
 
-@pytest.mark.parametrize("name", PAGES)
+@on_tpus(PAGES, on_v5e=("head_dim_128",))
 @pytest.mark.parametrize("function", [step, burst], ids=["step", "burst"])
 def test_step_on_raw_pages_picks_the_kernels_and_copies_no_cache(function, name, tpu):
     dtype, sizes = PAGES[name]
@@ -253,6 +267,7 @@ def latent_step(pages, latents, q, slots, block_tables, seq_lens, query_start_lo
     return pages, q
 
 
+@on_both
 def test_step_on_raw_pages_of_latents_copies_no_cache(tpu):
     num_reqs = 64
     pages = tpu.array((NUM_ROWS, 4096, 64 * 640 // 128, 128), BF16)
@@ -269,6 +284,7 @@ def test_step_on_raw_pages_of_latents_copies_no_cache(tpu):
     assert program.memory.alias_size_in_bytes == array_bytes(pages)
 
 
+@on_both
 def test_a_plain_reshape_of_raw_pages_would_copy_the_cache(tpu):
     """This is why `view_pages` keeps the order of the tiles."""
     sizes = {"num_kv_heads": 4, "block_size": 16, "head_dim": 256}
@@ -283,6 +299,7 @@ def test_a_plain_reshape_of_raw_pages_would_copy_the_cache(tpu):
     assert program.memory.temp_size_in_bytes >= array_bytes(cache)
 
 
+@on_both
 def test_a_narrow_head_would_copy_the_cache(tpu):
     """This is why `misfit` refuses it: XLA makes the blocks of such a cache the innermost axis."""
     arrays = attention_arrays(tpu, head_dim=64)
@@ -292,6 +309,7 @@ def test_a_narrow_head_would_copy_the_cache(tpu):
     assert tpu.compile(body, *arrays).buffers_of(NUM_ROWS * ROW_BYTES)
 
 
+@on_both
 def test_block_copy_needs_no_kernel_to_stay_in_place(tpu):
     pages = raw_pages(tpu, BF16, num_kv_heads=8, block_size=16, head_dim=128)
     ids = tpu.array((8,), jnp.int32)
