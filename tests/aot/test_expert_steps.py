@@ -18,7 +18,7 @@ KINDS = {
 }
 # (kind of step, number of experts, number of devices)
 ALL = [("decode", 8, 1), ("decode", 64, 1), ("mixed", 8, 1), ("mixed", 64, 1), ("decode", 64, 4)]
-each = each_step(ALL, slow=[("mixed", 64, 1)])
+each = each_step(ALL)
 
 
 @pytest.fixture(scope="module")

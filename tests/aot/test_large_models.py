@@ -128,7 +128,7 @@ def test_devices_add_two_sums_per_layer_and_exchange_no_weights(compiled, model)
 @pytest.mark.parametrize(
     "model",
     [
-        # On four H200s, Llama is split in the same way.
+        # Slow, because the tests above compile Llama with the same split for four H200s.
         pytest.param(MODELS[0], id="llama_70b", marks=pytest.mark.slow),
         pytest.param(MODELS[2], id="qwen3_235b"),
     ],

@@ -69,13 +69,13 @@ def test_two_ctas_share_an_sm_at_head_dim_128(compile_decode, block_size, num_re
     assert kernel.registers <= 128
 
 
-# Slow are head dims from 320 to 448, which no published model has, and what layers resemble that
-# `test_body_table.py` compiles.
+# These are slow: head dims from 320 to 448, which no published model has; shapes like those of
+# layers in `test_body_table.py`; and block sizes between tested ones.
 @pytest.mark.parametrize(
     "sizes",
     marked_sizes(
         [
-            *({"head_dim": head_dim} for head_dim in (32, 80, 96)),
+            *({"head_dim": head_dim} for head_dim in (32, 80, 96, 144, 160)),
             *({"block_size": block_size} for block_size in (8, 256)),
             {"dtype": jnp.float16},
             # The largest groups with two CTAs per SM, and the largest groups that do not spill.

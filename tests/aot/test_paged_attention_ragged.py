@@ -59,7 +59,7 @@ CALLS = [
     {"is_causal": False},
     {"dtype": jnp.float16},
 ]
-# The calls above need more registers, or layers in `test_body_table.py` resemble these.
+# Each of these needs fewer registers than a call above, or is like a layer in `test_body_table.py`.
 SLOW_CALLS = [
     *({"head_dim": head_dim} for head_dim in (64, 80, 96, 192, 256)),
     *({"block_size": block_size} for block_size in (8, 64)),
